@@ -1,0 +1,50 @@
+# Each target makes .venv and installs what it needs, from nothing, with pip. PYTHON is the interpreter to build on.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PICTURES ?= build/verify
+
+.PHONY: help demo test test-all check format clean
+
+help:
+	@echo "make demo      check every statement in the ledger and draw the pictures"
+	@echo "make test      the tests that take minutes"
+	@echo "make test-all  all tests that need no GPU (what CI runs)"
+	@echo "make check     ruff (format, lint) and pyright"
+
+.venv/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"ropewalk needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
+	@echo "making .venv"
+	@$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/installed: .venv/python pyproject.toml constraints.txt
+	@echo "installing ropewalk (PyTorch comes with it: the first time takes minutes)"
+	@$(PIP) -e '.[plots]'
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	@echo "installing the tools for tests and checks"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+demo: .venv/installed
+	@$(BIN)/ropewalk verify --plots $(PICTURES)
+
+test: .venv/installed-dev
+	@$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+test-all: .venv/installed-dev
+	@$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+check: .venv/installed-dev
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+
+format: .venv/installed-dev
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info

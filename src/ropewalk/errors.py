@@ -1,0 +1,91 @@
+"""The one exception that ropewalk raises for a user's mistake, and the checks that raise it.
+
+Every message has four parts: what was asked, what was expected, what came, and what to do.
+"""
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable
+
+__all__ = ["RopewalkError"]
+
+
+class RopewalkError(ValueError):
+    """Input that ropewalk cannot serve: what was asked, what was expected, what came, what to do.
+
+    It is a `ValueError`, so code that catches those keeps working.
+
+    >>> import ropewalk as rw
+    >>> try:
+    ...     rw.RopeSpec(head_dim=7)
+    ... except rw.RopewalkError as error:
+    ...     print(error)
+    asked:    RopeSpec(head_dim=...)
+    expected: an even integer of at least 2
+    got:      7
+    do this:  pass an even head_dim; features rotate in pairs
+    """
+
+    def __init__(self, *, asked: str, expected: str, got: str, do: str) -> None:
+        self.asked, self.expected, self.got, self.do = asked, expected, got, do
+        super().__init__(f"asked:    {asked}\nexpected: {expected}\ngot:      {got}\ndo this:  {do}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments are not what BaseException pickles, and worker processes do send errors home.
+        return _rebuild, (self.asked, self.expected, self.got, self.do)
+
+
+def _rebuild(asked: str, expected: str, got: str, do: str) -> RopewalkError:
+    return RopewalkError(asked=asked, expected=expected, got=got, do=do)
+
+
+def require_choice(value: object, choices: Iterable[str], *, asked: str) -> str:
+    """`value`, if it is one of `choices`; otherwise an error that names the nearest."""
+    known = tuple(choices)
+    if isinstance(value, str) and value in known:
+        return value
+    near = difflib.get_close_matches(str(value), known, n=1)
+    do = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, known))}"
+    raise RopewalkError(asked=asked, expected=" or ".join(map(repr, known)), got=repr(value), do=do)
+
+
+def require_even(value: object, *, asked: str, do: str) -> int:
+    """`value` as an int, if it is an even integer of at least 2."""
+    number = as_int(value)
+    if number is None or number < 2 or number % 2:
+        raise RopewalkError(asked=asked, expected="an even integer of at least 2", got=repr(value), do=do)
+    return number
+
+
+def require_count(value: object, *, asked: str, do: str, at_least: int = 1) -> int:
+    """`value` as an int, if it is an integer of at least `at_least`."""
+    number = as_int(value)
+    if number is None or number < at_least:
+        expected = f"an integer of at least {at_least}"
+        raise RopewalkError(asked=asked, expected=expected, got=repr(value), do=do)
+    return number
+
+
+def require_positive(value: object, *, asked: str, do: str) -> float:
+    """`value` as a float, if it is a finite number above 0."""
+    number = as_float(value)
+    if number is None or number <= 0.0:
+        raise RopewalkError(asked=asked, expected="a finite number above 0", got=repr(value), do=do)
+    return number
+
+
+def as_int(value: object) -> int | None:
+    """`value` as an int, or None if it is no integer. A bool is no number here, whatever Python says."""
+    return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
+
+
+def as_float(value: object) -> float | None:
+    """`value` as a finite float, or None."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

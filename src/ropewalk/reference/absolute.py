@@ -1,0 +1,169 @@
+"""Absolute encodings: a token is changed by where it stands, before any attention, as a function of (x, positions).
+
+x is [..., seq, dim], positions [seq] or [batch, seq]. `project` puts any of them before or after a projection.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, require_choice, require_even
+from ropewalk.reference.arguments import checked_positions, require_float
+from ropewalk.reference.pairs import join_pairs
+from ropewalk.spec.frequencies import Plain
+
+__all__ = [
+    "concatenated",
+    "learned",
+    "multiplicative",
+    "project",
+    "recurrent",
+    "sinusoidal",
+    "sinusoidal_table",
+]
+
+X = Float[Tensor, "*any seq dim"]
+Ids = Int[Tensor, "*ids seq"]
+Encode = Callable[[Tensor, Tensor], Tensor]
+
+
+def learned(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
+    """x_m + p_m, with p_m row m of a trained table. A position past the table has no row, and is an error.
+
+    >>> learned(torch.zeros(1, 2), torch.tensor([1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    [[3.0, 4.0]]
+    """
+    return x + _rows(x, positions, table, "learned", width=x.shape[-1])
+
+
+def multiplicative(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
+    """x_m * p_m, feature by feature, with p_m row m of a trained table that starts at 1.
+
+    >>> multiplicative(torch.tensor([[5.0, 6.0]]), torch.tensor([0]), torch.tensor([[2.0, 1.0]])).tolist()
+    [[10.0, 6.0]]
+    """
+    return x * _rows(x, positions, table, "multiplicative", width=x.shape[-1])
+
+
+def concatenated(
+    x: X,
+    positions: Ids,
+    table: Float[Tensor, "rows width"],
+    projection: Float[Tensor, "dim dim_plus_width"] | None = None,
+) -> Float[Tensor, "*any seq out"]:
+    """[x_m ; p_m], x and position side by side; `projection`, if given, takes that back to dim features.
+
+    >>> concatenated(torch.tensor([[5.0, 6.0]]), torch.tensor([0]), torch.tensor([[7.0]])).tolist()
+    [[5.0, 6.0, 7.0]]
+    """
+    rows = _rows(x, positions, table, "concatenated", width=None)
+    joined = torch.cat((x, rows.expand(*x.shape[:-1], -1)), dim=-1)
+    if projection is None:
+        return joined
+    if projection.dim() != 2 or projection.shape[1] != joined.shape[-1]:
+        raise RopewalkError(
+            asked="concatenated(projection=...)",
+            expected=f"a matrix [dim, {joined.shape[-1]}]",
+            got=f"{list(projection.shape)}",
+            do="its columns are the features of x and then those of the table",
+        )
+    return joined @ projection.T
+
+
+def sinusoidal_table(positions: Shaped[Tensor, "*ids"], dim: int, base: float = 10_000.0) -> Float[Tensor, "*ids dim"]:
+    """p_{m,2i} = sin(m base^(-2i/d)), p_{m,2i+1} = cos(m base^(-2i/d)), in float64 (Vaswani et al., 1706.03762, 3.5).
+
+    >>> sinusoidal_table(torch.tensor([0, 1]), dim=2).round(decimals=4).tolist()
+    [[0.0, 1.0], [0.8415, 0.5403]]
+    """
+    dim = require_even(dim, asked="sinusoidal_table(dim)", do="pass an even width; sines and cosines alternate")
+    angles = positions.to(torch.float64).unsqueeze(-1) * torch.as_tensor(Plain(base).evaluate(dim)).to(positions.device)
+    return join_pairs(torch.sin(angles), torch.cos(angles), "interleaved")
+
+
+def sinusoidal(x: X, positions: Shaped[Tensor, "*ids"], base: float = 10_000.0) -> X:
+    """x_m + p_m, with p_m of `sinusoidal_table`. Defined at every position.
+
+    >>> sinusoidal(torch.zeros(1, 2), torch.tensor([0])).tolist()
+    [[0.0, 1.0]]
+    """
+    require_float(x, asked="sinusoidal(x)", at_least_dims=2)
+    lined_up = checked_positions(positions, tuple(x.shape), asked="sinusoidal")
+    return (x + sinusoidal_table(lined_up, x.shape[-1], base)).to(x.dtype)
+
+
+def recurrent(
+    x: X,
+    positions: Shaped[Tensor, "*ids"],
+    input_weight: Float[Tensor, "dim dim"],
+    state_weight: Float[Tensor, "dim dim"],
+    bias: Float[Tensor, "dim"],
+) -> X:
+    """h_m = tanh(A x_m + B h_{m-1} + b) with h before the first token 0: an Elman network that reads in order.
+
+    Only the order of `positions` matters, not their size: tokens are read from the lowest position to the highest,
+    one after the other, and each h_m is given back where its token stood. The network stands before the transformer,
+    so unlike the other encodings it has no placement after a projection.
+
+    >>> one = torch.ones(1, 1)
+    >>> h = recurrent(torch.tensor([[1.0], [0.0]]), torch.tensor([0, 1]), one, one, torch.zeros(1))
+    >>> [round(value, 4) for value in h.flatten().tolist()]  # tanh(1), tanh(tanh(1))
+    [0.7616, 0.642]
+    """
+    require_float(x, asked="recurrent(x)", at_least_dims=2)
+    lined_up = checked_positions(positions, tuple(x.shape), asked="recurrent")
+    order = lined_up.argsort(dim=-1, stable=True).expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape)
+    in_order = x.gather(-2, order)
+    state = torch.zeros_like(x[..., 0, :])
+    states: list[Tensor] = []
+    for token in in_order.unbind(dim=-2):
+        state = torch.tanh(token @ input_weight.T + state @ state_weight.T + bias)
+        states.append(state)
+    return torch.zeros_like(x).scatter(-2, order, torch.stack(states, dim=-2)) if states else x
+
+
+def project(
+    x: X,
+    positions: Shaped[Tensor, "*ids"],
+    weight: Float[Tensor, "out dim"],
+    encode: Encode,
+    placement: str = "input",
+) -> Float[Tensor, "*any seq out"]:
+    """A projection with an encoding before it, W encode(x), or after it, encode(W x).
+
+    For an added p these are W(x+p), which Vaswani et al. have, and Wx+p, which papers often write. They differ by
+    W p - p.
+
+    >>> shift = lambda x, positions: x + positions[:, None]
+    >>> double = 2 * torch.eye(1)
+    >>> x, m = torch.tensor([[1.0]]), torch.tensor([3])
+    >>> [project(x, m, double, shift, placement).item() for placement in ("input", "projection")]
+    [8.0, 5.0]
+    """
+    require_choice(placement, ("input", "projection"), asked="project(placement=...)")
+    if placement == "input":
+        return encode(x, positions) @ weight.T
+    return encode(x @ weight.T, positions)
+
+
+def _rows(x: Tensor, positions: Tensor, table: Tensor, name: str, *, width: int | None) -> Tensor:
+    """The rows of `table` at `positions`, lined up with x."""
+    require_float(x, asked=f"{name}(x)", at_least_dims=2)
+    if positions.is_floating_point() or table.dim() != 2 or (width is not None and table.shape[1] != width):
+        raise RopewalkError(
+            asked=f"{name}(x, positions, table)",
+            expected=f"whole positions and a table [rows, {'width' if width is None else width}]",
+            got=f"positions {positions.dtype}, table {list(table.shape)}",
+            do="a table has a row for whole positions only; it is as wide as what it meets",
+        )
+    lined_up = checked_positions(positions, tuple(x.shape), asked=name).long()
+    if lined_up.numel() and not 0 <= int(lined_up.min()) <= int(lined_up.max()) < len(table):
+        raise RopewalkError(
+            asked=f"{name}(x, positions, table)",
+            expected=f"positions from 0 to {len(table) - 1}, the rows of the table",
+            got=f"positions from {int(lined_up.min())} to {int(lined_up.max())}",
+            do="a trained table is not defined past its length: train a longer one, or use an encoding by formula",
+        )
+    return table[lined_up]

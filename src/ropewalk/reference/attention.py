@@ -1,0 +1,141 @@
+"""Softmax attention, and the three hooks by which an encoding enters it: embed, rotate, bias."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, require_count
+
+__all__ = ["Projections", "group_heads", "multi_head_attention", "require_qkv", "softmax_attention"]
+
+Embed = Callable[[Tensor, Tensor], Tensor]
+Rotate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Bias = Callable[[Tensor, Tensor], Tensor]
+
+
+def softmax_attention(
+    q: Float[Tensor, "batch heads q_seq dim"],
+    k: Float[Tensor, "batch kv_heads k_seq dim"],
+    v: Float[Tensor, "batch kv_heads k_seq v_dim"],
+    *,
+    causal: bool = False,
+    bias: Float[Tensor, "*#any q_seq k_seq"] | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "batch heads q_seq v_dim"]:
+    """softmax(q k^T scale + bias) v (Vaswani et al., 1706.03762, eq. 1); scale is 1/sqrt(dim) unless given.
+
+    Several query heads may share a key head. Causal queries are the last of the sequence: query i of Q sees the keys
+    up to K - Q + i.
+
+    >>> q = k = torch.zeros(1, 1, 2, 4)  # equal scores: the mean of the values that a query may see
+    >>> softmax_attention(q, k, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten().tolist()
+    [1.0, 2.0]
+    """
+    require_qkv(q, k, v, causal=causal, asked="softmax_attention")
+    k, v = group_heads(k, q.shape[1]), group_heads(v, q.shape[1])
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if bias is None else scores + bias
+    if causal:
+        scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v
+
+
+class Projections(NamedTuple):
+    """The four matrices of an attention layer.
+
+    >>> Projections(*[torch.eye(4)] * 4).query.shape
+    torch.Size([4, 4])
+    """
+
+    query: Float[Tensor, "heads_dim dim"]
+    key: Float[Tensor, "kv_dim dim"]
+    value: Float[Tensor, "kv_dim dim"]
+    output: Float[Tensor, "dim heads_dim"]
+
+
+def multi_head_attention(
+    x: Float[Tensor, "batch seq dim"],
+    weights: Projections,
+    *,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    positions: Shaped[Tensor, "*ids seq"] | None = None,
+    causal: bool = False,
+    embed: Embed | None = None,
+    rotate: Rotate | None = None,
+    bias: Bias | None = None,
+) -> Float[Tensor, "batch seq dim"]:
+    """A layer of self-attention with any encoding.
+
+    embed(x, positions) changes the tokens before anything else; rotate(q, k, positions) changes queries and keys
+    [batch, heads, seq, head_dim] after their projection; bias(positions, positions) is added to the scores. Values
+    are never rotated.
+
+    >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    >>> eye = Projections(*[torch.eye(2)] * 4)
+    >>> y = multi_head_attention(x, eye, num_heads=1, bias=lambda q, k: torch.full((2, 2), -9e9).tril(-1))
+    >>> y[0, 1].tolist()  # the second token may not see the first
+    [0.0, 1.0]
+    """
+    asked = "multi_head_attention"
+    heads = require_count(num_heads, asked=f"{asked}(num_heads=...)", do="pass the number of query heads")
+    kv_heads = require_count(
+        heads if num_kv_heads is None else num_kv_heads,
+        asked=f"{asked}(num_kv_heads=...)",
+        do="pass how many key heads there are, or leave it out",
+    )
+    if weights.query.shape[0] % heads or weights.key.shape[0] % kv_heads:
+        raise RopewalkError(
+            asked=f"{asked}(num_heads={heads}, num_kv_heads={kv_heads})",
+            expected="projections whose rows divide into the heads",
+            got=f"{weights.query.shape[0]} rows for queries, {weights.key.shape[0]} for keys",
+            do="rows are heads times head_dim",
+        )
+    positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+    x = x if embed is None else embed(x, positions)
+    q, k, v = (x @ weight.T for weight in weights[:3])
+    q, k, v = _split_heads(q, heads), _split_heads(k, kv_heads), _split_heads(v, kv_heads)
+    if rotate is not None:
+        q, k = rotate(q, k, positions)
+    added = None if bias is None else bias(positions, positions)
+    y = softmax_attention(q, k, v, causal=causal, bias=added)
+    return y.transpose(1, 2).flatten(2) @ weights.output.T
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    batch, seq, width = x.shape
+    return x.view(batch, seq, heads, width // heads).transpose(1, 2)
+
+
+def group_heads(x: Float[Tensor, "batch kv_heads seq dim"], heads: int) -> Float[Tensor, "batch heads seq dim"]:
+    """Each key head as often as query heads share it: heads 0,0,1,1 for four query heads over two key heads.
+
+    >>> group_heads(torch.tensor([7.0, 8.0]).view(1, 2, 1, 1), 4).flatten().tolist()
+    [7.0, 7.0, 8.0, 8.0]
+    """
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """True where a query may see a key; the queries are the last of the sequence."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def require_qkv(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, asked: str) -> None:
+    """Refuses q, k, v whose shapes do not belong together.
+
+    >>> require_qkv(*[torch.zeros(1, 2, 3, 4)] * 3, causal=True, asked="a doctest")
+    """
+    fits = q.dim() == k.dim() == v.dim() == 4
+    fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
+    if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1] or (causal and q.shape[2] > k.shape[2]):
+        raise RopewalkError(
+            asked=f"{asked}(q, k, v)",
+            expected="q [batch, heads, q_seq, dim], k [batch, kv_heads, k_seq, dim], v [batch, kv_heads, k_seq, any]; "
+            "heads a multiple of kv_heads; where causal, no more queries than keys",
+            got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+            do="transpose to [batch, heads, seq, dim] and check the number of heads",
+        )

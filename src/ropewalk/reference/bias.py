@@ -1,0 +1,115 @@
+"""Relative encodings that add a number to each attention score: T5's buckets and ALiBi."""
+
+import math
+
+import torch
+from jaxtyping import Float, Float64, Int, Shaped
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, require_count
+
+__all__ = ["alibi_bias", "alibi_slopes", "t5_bias", "t5_bucket"]
+
+
+def t5_bucket(
+    relative: Int[Tensor, "*any"], *, causal: bool, num_buckets: int = 32, max_distance: int = 128
+) -> Int[Tensor, "*any"]:
+    """The bucket of each `relative` = key position - query position (T5, 1910.10683, section 2.1).
+
+    With E buckets a direction, half of them hold one distance n each, and n >= E/2 goes to
+    E/2 + floor(log(n / (E/2)) / log(max_distance / (E/2)) * E/2), at most E-1. Causal attention has E = num_buckets
+    and puts every future key into bucket 0; otherwise E = num_buckets/2 and future keys take the upper half.
+
+    Differs from T5's code: that takes a float32 logarithm; here the edges are found in whole numbers.
+
+    >>> t5_bucket(-torch.tensor([0, 1, 15, 16, 32, 64, 500]), causal=True).tolist()
+    [0, 1, 15, 16, 21, 26, 31]
+    """
+    asked = "t5_bucket"
+    total = require_count(num_buckets, asked=f"{asked}(num_buckets=...)", do="T5 has 32", at_least=4)
+    count = total if causal else total // 2
+    exact = count // 2
+    far = require_count(
+        max_distance,
+        asked=f"{asked}(max_distance=...)",
+        do="T5 has 128; it must pass the one-distance buckets",
+        at_least=exact + 1,
+    )
+    distance = (-relative).clamp_min(0) if causal else relative.abs()
+    edges = [_edge(step, exact, count - exact, far) for step in range(1, count - exact)]
+    coarse = torch.bucketize(distance, torch.tensor(edges, device=relative.device, dtype=distance.dtype), right=True)
+    bucket = torch.where(distance < exact, distance, exact + coarse)
+    return bucket if causal else bucket + count * (relative > 0).to(bucket.dtype)
+
+
+def _edge(step: int, exact: int, count: int, far: int) -> int:
+    # The smallest n with log(n/exact) / log(far/exact) * count >= step, that is n^count >= far^step exact^(count-step).
+    target = far**step * exact ** (count - step)
+    n = max(1, math.floor(target ** (1 / count)) - 1)
+    while n**count < target:
+        n += 1
+    return n
+
+
+def t5_bias(
+    q_positions: Int[Tensor, "q"],
+    k_positions: Int[Tensor, "k"],
+    weight: Float[Tensor, "buckets heads"],
+    *,
+    causal: bool,
+    max_distance: int = 128,
+) -> Float[Tensor, "heads q k"]:
+    """One learned number a bucket and head, added to the score of each query and key (T5, 1910.10683).
+
+    >>> weight = torch.arange(32.0)[:, None]  # bucket b gives b
+    >>> t5_bias(torch.tensor([2]), torch.arange(3), weight, causal=True).tolist()
+    [[[2.0, 1.0, 0.0]]]
+    """
+    bucket = t5_bucket(
+        _relative(q_positions, k_positions, "t5_bias"),
+        causal=causal,
+        num_buckets=weight.shape[0],
+        max_distance=max_distance,
+    )
+    return weight[bucket].movedim(-1, 0)
+
+
+def alibi_slopes(num_heads: int) -> Float64[Tensor, "heads"]:
+    """2^(-8h/n) for heads h = 1 .. n, where n is a power of 2 (ALiBi, 2108.12409, section 3).
+
+    For any other n: the slopes of the power of 2 below it, then every other slope of the one above.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+    heads = require_count(num_heads, asked="alibi_slopes(num_heads)", do="pass the number of heads")
+    below = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * h / below) for h in range(1, below + 1)]
+    between = [2.0 ** (-4 * h / below) for h in range(1, 2 * below, 2)]
+    return torch.tensor([*slopes, *between[: heads - below]], dtype=torch.float64)
+
+
+def alibi_bias(
+    q_positions: Shaped[Tensor, "q"], k_positions: Shaped[Tensor, "k"], num_heads: int
+) -> Float64[Tensor, "heads q k"]:
+    """-slope_h |m - n|, added to the score of query m and key n (ALiBi, 2108.12409, section 3).
+
+    Differs from the paper: |m - n| also gives future keys a distance, for attention that is not causal.
+
+    >>> alibi_bias(torch.tensor([2]), torch.arange(3), num_heads=1).tolist()
+    [[[-0.0078125, -0.00390625, -0.0]]]
+    """
+    distance = _relative(q_positions, k_positions, "alibi_bias").abs().to(torch.float64)
+    return -alibi_slopes(num_heads)[:, None, None].to(distance.device) * distance
+
+
+def _relative(q_positions: Tensor, k_positions: Tensor, asked: str) -> Tensor:
+    """k - q for every query and key: [q, k]."""
+    if q_positions.dim() != 1 or k_positions.dim() != 1:
+        raise RopewalkError(
+            asked=f"{asked}(q_positions, k_positions)",
+            expected="two lists of positions, [q] and [k]",
+            got=f"{list(q_positions.shape)} and {list(k_positions.shape)}",
+            do="call it once a sequence where positions differ between sequences",
+        )
+    return k_positions[None, :] - q_positions[:, None]

@@ -1,0 +1,144 @@
+"""Linear attention with RoPE, in two independent forms that must agree: the double sum and the recurrence.
+
+RoFormer (2104.09864) eq. 19: the numerator is rotated, the denominator is not.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError
+from ropewalk.reference.attention import causal_mask, group_heads, require_qkv
+from ropewalk.reference.rotate import rotate
+
+__all__ = ["elu_plus_one", "linear_attention_by_recurrence", "linear_attention_by_sum"]
+
+Q = Float[Tensor, "batch heads q_seq dim"]
+K = Float[Tensor, "batch kv_heads k_seq dim"]
+V = Float[Tensor, "batch kv_heads k_seq v_dim"]
+Out = Float[Tensor, "batch heads q_seq v_dim"]
+FeatureMap = Callable[[Tensor], Tensor]
+InvFreq = Float[Tensor, "*heads pairs"] | Float[np.ndarray, "*heads pairs"]
+
+
+def elu_plus_one(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """x + 1 where x > 0, exp(x) elsewhere: positive everywhere (Katharopoulos et al., 2006.16236, eq. 7).
+
+    `torch.nn.functional.elu(x) + 1` is the same in exact arithmetic, and exactly 0 in float32 from x <= -17.
+
+    >>> elu_plus_one(torch.tensor([2.0, 0.0])).tolist()
+    [3.0, 1.0]
+    >>> bool(elu_plus_one(torch.tensor(-80.0)) > 0)
+    True
+    """
+    # exp is given no positive number, so that the branch not taken has a finite gradient.
+    return torch.where(x > 0, x + 1, torch.exp(x.clamp_max(0)))
+
+
+def linear_attention_by_sum(
+    q: Q,
+    k: K,
+    v: V,
+    *,
+    inv_freq: InvFreq | None = None,
+    positions: Shaped[Tensor, "*ids k_seq"] | None = None,
+    q_positions: Shaped[Tensor, "*ids q_seq"] | None = None,
+    pairing: str = "interleaved",
+    causal: bool = False,
+    q_map: FeatureMap = elu_plus_one,
+    k_map: FeatureMap = elu_plus_one,
+) -> Out:
+    """sum_n [(R_m phi(q_m)) . (R_n psi(k_n))] v_n / sum_n phi(q_m) . psi(k_n), every pair (m, n) written out.
+
+    RoFormer, 2104.09864, eq. 19. Without `inv_freq` nothing is rotated (Katharopoulos et al., 2006.16236, eq. 4).
+    `positions` are those of the keys, 0 .. k_seq-1 unless given; `q_positions` are the last of them unless given.
+    The weights that the numerator gives the values may be negative and need not sum to 1.
+
+    >>> q = k = torch.zeros(1, 1, 2, 2)  # equal weights: the mean of the values that a query may see
+    >>> linear_attention_by_sum(q, k, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten().tolist()
+    [1.0, 2.0]
+    """
+    q, k, v, turned_q, turned_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
+    mask = causal_mask(q.shape[-2], k.shape[-2], q.device) if causal else 1.0
+    numerator = ((turned_q @ turned_k.transpose(-1, -2)) * mask) @ v
+    denominator = ((q @ k.transpose(-1, -2)) * mask).sum(dim=-1, keepdim=True)
+    return numerator / denominator
+
+
+def linear_attention_by_recurrence(
+    q: Q,
+    k: K,
+    v: V,
+    *,
+    inv_freq: InvFreq | None = None,
+    positions: Shaped[Tensor, "*ids k_seq"] | None = None,
+    q_positions: Shaped[Tensor, "*ids q_seq"] | None = None,
+    pairing: str = "interleaved",
+    causal: bool = False,
+    q_map: FeatureMap = elu_plus_one,
+    k_map: FeatureMap = elu_plus_one,
+) -> Out:
+    """`linear_attention_by_sum` as a recurrence over tokens, whose state does not grow with their number.
+
+    S_n = S_{n-1} + (R_n psi(k_n)) v_n^T;  z_n = z_{n-1} + psi(k_n);  o_m = (R_m phi(q_m))^T S / phi(q_m)^T z.
+    A causal query reads the state as its own token leaves it, any other the state at the end. Keys are rotated once,
+    when they enter the state: nothing in it turns again.
+
+    >>> q = k = torch.zeros(1, 1, 2, 2)
+    >>> linear_attention_by_recurrence(q, k, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten().tolist()
+    [1.0, 2.0]
+    """
+    q, k, v, turned_q, turned_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
+    queries, keys = q.shape[-2], k.shape[-2]
+    state = v.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
+    norm = v.new_zeros(*q.shape[:2], k.shape[-1])
+    outputs: list[Tensor] = []
+    for n in range(keys):
+        state = state + turned_k[:, :, n, :, None] * v[:, :, n, None, :]
+        norm = norm + k[:, :, n]
+        m = n - (keys - queries)
+        if causal and m >= 0:
+            outputs.append(_read(turned_q[:, :, m], q[:, :, m], state, norm))
+    if not causal:
+        outputs = [_read(turned_q[:, :, m], q[:, :, m], state, norm) for m in range(queries)]
+    return torch.stack(outputs, dim=2) if outputs else v.new_zeros(*q.shape[:3], v.shape[-1])
+
+
+def _read(turned_q: Tensor, q: Tensor, state: Tensor, norm: Tensor) -> Tensor:
+    return (turned_q.unsqueeze(-1) * state).sum(dim=-2) / (q * norm).sum(dim=-1, keepdim=True)
+
+
+def _features(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inv_freq: InvFreq | None,
+    positions: Tensor | None,
+    q_positions: Tensor | None,
+    pairing: str,
+    causal: bool,
+    q_map: FeatureMap,
+    k_map: FeatureMap,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """phi(q), psi(k), v, R phi(q), R psi(k), with key heads repeated for the query heads that share them."""
+    require_qkv(q, k, v, causal=causal, asked="linear attention")
+    k, v = group_heads(k, q.shape[1]), group_heads(v, q.shape[1])
+    q, k = q_map(q), k_map(k)
+    queries, keys = q.shape[-2], k.shape[-2]
+    given = positions is not None or q_positions is not None
+    if (inv_freq is None and given) or (inv_freq is not None and q_positions is None and queries > keys):
+        raise RopewalkError(
+            asked="linear attention with RoPE",
+            expected="positions only together with inv_freq, and q_positions where there are more queries than keys",
+            got=f"inv_freq {'given' if inv_freq is not None else 'None'}, {queries} queries, {keys} keys",
+            do="pass inv_freq to rotate, and q_positions to say where the queries stand",
+        )
+    if inv_freq is None:
+        return q, k, v, q, k
+    positions = torch.arange(keys, device=k.device) if positions is None else positions
+    q_positions = positions[..., keys - queries :] if q_positions is None else q_positions
+    turned_q = rotate(q, q_positions, inv_freq, pairing=pairing)
+    return q, k, v, turned_q, rotate(k, positions, inv_freq, pairing=pairing)

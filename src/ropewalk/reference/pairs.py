@@ -1,0 +1,75 @@
+"""Which two features form a pair, and which features turn at all: index pictures as code.
+
+features      0   1   2   3   4   5          rotary_dim = 4, leading: features 4 and 5 stay as they are
+interleaved  (a0  b0)(a1  b1) .   .
+half         (a0  a1  b0  b1) .   .
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+__all__ = ["join_pairs", "join_slice", "pair_indices", "split_pairs", "split_slice"]
+
+
+def pair_indices(rotary_dim: int, pairing: str) -> tuple[list[int], list[int]]:
+    """The feature numbers of the first and of the second member of each pair.
+
+    >>> pair_indices(6, "interleaved"), pair_indices(6, "half")
+    (([0, 2, 4], [1, 3, 5]), ([0, 1, 2], [3, 4, 5]))
+    """
+    if pairing == "interleaved":
+        return list(range(0, rotary_dim, 2)), list(range(1, rotary_dim, 2))
+    return list(range(rotary_dim // 2)), list(range(rotary_dim // 2, rotary_dim))
+
+
+def split_pairs(
+    x: Float[Tensor, "*any dim"], pairing: str
+) -> tuple[Float[Tensor, "*any pairs"], Float[Tensor, "*any pairs"]]:
+    """The first and the second members of all pairs of `x`.
+
+    >>> a, b = split_pairs(torch.tensor([0.0, 1.0, 2.0, 3.0]), "half")
+    >>> a.tolist(), b.tolist()
+    ([0.0, 1.0], [2.0, 3.0])
+    """
+    first, second = pair_indices(x.shape[-1], pairing)
+    return x[..., first], x[..., second]
+
+
+def join_pairs(
+    first: Float[Tensor, "*any pairs"], second: Float[Tensor, "*any pairs"], pairing: str
+) -> Float[Tensor, "*any dim"]:
+    """The inverse of `split_pairs`.
+
+    >>> join_pairs(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 3.0]), "interleaved").tolist()
+    [0.0, 1.0, 2.0, 3.0]
+    """
+    if pairing == "interleaved":
+        return torch.stack((first, second), dim=-1).flatten(-2)
+    return torch.cat((first, second), dim=-1)
+
+
+def split_slice(
+    x: Float[Tensor, "*any dim"], rotary_dim: int, rotary_slice: str
+) -> tuple[Float[Tensor, "*any rotary"], Float[Tensor, "*any rest"]]:
+    """The features that turn, and the rest.
+
+    >>> turned, rest = split_slice(torch.arange(4.0), 2, "trailing")
+    >>> turned.tolist(), rest.tolist()
+    ([2.0, 3.0], [0.0, 1.0])
+    """
+    if rotary_slice == "leading":
+        return x[..., :rotary_dim], x[..., rotary_dim:]
+    cut = x.shape[-1] - rotary_dim
+    return x[..., cut:], x[..., :cut]
+
+
+def join_slice(
+    turned: Float[Tensor, "*any rotary"], rest: Float[Tensor, "*any rest"], rotary_slice: str
+) -> Float[Tensor, "*any dim"]:
+    """The inverse of `split_slice`.
+
+    >>> join_slice(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0]), "trailing").tolist()
+    [0.0, 1.0, 2.0, 3.0]
+    """
+    return torch.cat((turned, rest) if rotary_slice == "leading" else (rest, turned), dim=-1)

@@ -1,0 +1,149 @@
+"""The check that every fast rotation must pass: the cases, the reference, the budget, and the gradient.
+
+It starts from positions, so that a candidate's own cos and sin are under test too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from ropewalk.reference.budget import BudgetError, assert_within_budget
+from ropewalk.reference.rotate import rotate
+from ropewalk.spec.frequencies import Plain, WholeModel
+
+__all__ = ["RotationCase", "check_rotation", "rotation_cases"]
+
+# A candidate has the signature of reference.rotate.
+Candidate = Callable[..., Tensor]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class RotationCase(NamedTuple):
+    """One call of a rotation: its input and every argument.
+
+    >>> RotationCase("tiny", torch.ones(1, 2), torch.zeros(1), torch.ones(1)).pairing
+    'interleaved'
+    """
+
+    name: str
+    x: Float[Tensor, "*any seq dim"]
+    positions: Shaped[Tensor, "*ids"]
+    inv_freq: Float[Tensor, "*heads pairs"]
+    pairing: str = "interleaved"
+    conjugate: bool = False
+    amplitude: float = 1.0
+    rotary_slice: str = "leading"
+
+    def call(self, function: Candidate, x: Tensor) -> Tensor:
+        """`function` on `x` with the arguments of this case."""
+        return function(
+            x,
+            self.positions,
+            self.inv_freq,
+            pairing=self.pairing,
+            conjugate=self.conjugate,
+            amplitude=self.amplitude,
+            rotary_slice=self.rotary_slice,
+        )
+
+
+def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
+    """The cases in which rotations go wrong: odd lengths and widths, partial rotation, views, far and odd positions.
+
+    >>> cases = list(rotation_cases(torch.float32))
+    >>> len({case.name for case in cases}) == len(cases) > 30
+    True
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def x(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+    def theta(dim: int, base: float = 10_000.0) -> Tensor:
+        return torch.as_tensor(Plain(base).evaluate(dim))
+
+    def scattered(*shape: int, low: int = 0, high: int = 1 << 20) -> Tensor:
+        return torch.randint(low, high, shape, generator=random)
+
+    for pairing in ("interleaved", "half"):
+        for dim in (2, 60, 64, 92, 128, 256):
+            yield RotationCase(f"{pairing}, dim {dim}", x(2, 3, 5, dim), torch.arange(5), theta(dim), pairing=pairing)
+        for seq in (1, 2, 63, 64, 65, 1000):
+            case = RotationCase(
+                f"{pairing}, {seq} tokens", x(1, 2, seq, 64), torch.arange(seq), theta(64), pairing=pairing
+            )
+            yield case
+        base = RotationCase("", x(2, 3, 7, 64), torch.arange(7), theta(64), pairing=pairing)
+        for name, positions in {
+            "far": torch.arange(7) + (1 << 20) - 7,
+            "past 131072": torch.arange(7) + 131_072,
+            "negative": torch.arange(-7, 0),
+            "unsorted and repeated": torch.tensor([5, 5, 0, 1_000, 3, 2, 2]),
+            "not whole": torch.linspace(-3.5, 40.25, 7, dtype=torch.float64),
+            "a row a batch": scattered(2, 7),
+            "one row for all batches": scattered(1, 7),
+            "int32": scattered(7, low=-4096, high=4096).int(),
+        }.items():
+            yield base._replace(name=f"{pairing}, positions {name}", positions=positions)
+        yield base._replace(name=f"{pairing}, conjugate", conjugate=True)
+        yield base._replace(name=f"{pairing}, amplitude", amplitude=1.2772588722)
+        yield base._replace(name=f"{pairing}, base 5e5", inv_freq=theta(64, 500_000.0), positions=scattered(7))
+        # Three heads, and three batches: ids that line up with the wrong dimension go unnoticed by shape alone.
+        yield base._replace(name=f"{pairing}, as many heads as batches", x=x(3, 3, 7, 64), positions=scattered(3, 7))
+        per_head = torch.as_tensor(WholeModel(10_000.0, num_heads=3).evaluate(64))
+        yield base._replace(name=f"{pairing}, frequencies a head", inv_freq=per_head)
+        for rotary_slice in ("leading", "trailing"):
+            partial = base._replace(inv_freq=theta(24), rotary_slice=rotary_slice)
+            yield partial._replace(name=f"{pairing}, {rotary_slice} 24 of 64")
+        yield base._replace(name=f"{pairing}, transposed view", x=x(2, 7, 3, 64).transpose(1, 2))
+        yield base._replace(name=f"{pairing}, every other feature", x=x(2, 3, 7, 128)[..., ::2])
+        yield base._replace(name=f"{pairing}, one tensor [seq, dim]", x=x(7, 64))
+        yield base._replace(name=f"{pairing}, no token", x=x(2, 3, 0, 64), positions=torch.arange(0))
+
+
+def check_rotation(candidate: Candidate, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0) -> float:
+    """Holds `candidate`, a function with the signature of `reference.rotate`, to the budget in every case.
+
+    Checks the values, dtype and shape of the result, that x is unchanged, and the gradient for a random cotangent.
+    Raises `BudgetError` with the case; returns the largest error / budget.
+
+    >>> check_rotation(rotate, [torch.float32]) <= 1
+    True
+    """
+    return max(_check(candidate, case) for dtype in dtypes for case in rotation_cases(dtype, seed))
+
+
+def _check(candidate: Candidate, case: RotationCase) -> float:
+    at = f"{case.name}, {case.x.dtype}"
+    # x keeps the strides of the case: detach shares them, and a clone would make a view contiguous.
+    x = case.x.detach().requires_grad_()
+    before = case.x.clone()
+    result = case.call(candidate, x)
+    if result.dtype != x.dtype or result.shape != x.shape:
+        raise BudgetError(f"{at}: {result.dtype} {list(result.shape)} from {x.dtype} {list(x.shape)}")
+    if not torch.equal(case.x, before):
+        raise BudgetError(f"{at}: the input was changed")
+    truth = case.call(rotate, before.double())
+    random = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.dtype)
+    (gradient,) = torch.autograd.grad(result, x, cotangent)
+    # The transpose of a rotation is the rotation the other way, so the reference gives the gradient too.
+    transposed = case._replace(conjugate=not case.conjugate)
+    true_gradient = transposed.call(rotate, cotangent.double())
+    worst = 0.0
+    for what, fast, reference in (("value", result.detach(), truth), ("gradient", gradient, true_gradient)):
+        try:
+            ratio = assert_within_budget(
+                fast,
+                reference,
+                rotary_dim=2 * case.inv_freq.shape[-1],
+                pairing=case.pairing,
+                rotary_slice=case.rotary_slice,
+            )
+        except BudgetError as error:
+            raise BudgetError(f"{at}: {what}: {error}") from None
+        worst = max(worst, ratio)
+    return worst

@@ -1,0 +1,193 @@
+"""The rotation three ways, and the two functions that the notes this library grew from ask for.
+
+The three ways compute the same function from positions, in float64, and round once to the dtype of x. They are the
+truth that every fast path is held to.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, as_float, require_choice, require_count, require_even
+from ropewalk.reference.arguments import angles_for, require_float
+from ropewalk.reference.pairs import join_pairs, join_slice, pair_indices, split_pairs, split_slice
+from ropewalk.spec.frequencies import Plain
+from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES
+
+__all__ = ["apply_rope", "build_rotary_frequencies", "rotate", "rotate_complex", "rotate_matrix"]
+
+X = Float[Tensor, "*any seq dim"]
+Positions = Shaped[Tensor, "*ids"]
+InvFreq = Float[Tensor, "*heads pairs"] | Float[np.ndarray, "*heads pairs"]
+
+
+def rotate(
+    x: X,
+    positions: Positions,
+    inv_freq: InvFreq,
+    *,
+    pairing: str = "interleaved",
+    conjugate: bool = False,
+    amplitude: float = 1.0,
+    rotary_slice: str = "leading",
+) -> X:
+    """Turns pair i of the token at position m by the angle m * theta_i, element by element.
+
+    (a, b) -> (a cos - b sin, a sin + b cos), times `amplitude` (RoFormer, 2104.09864, eq. 34).
+    `conjugate` turns the other way: with it the map is the transpose of the map without it, which is the backward.
+
+    Shapes: x [..., seq, dim]; positions [seq], or [batch, seq] for x [batch, ..., seq, dim], whole or not, negative
+    allowed; inv_freq [pairs], or [heads, pairs] for x [..., heads, seq, dim]. With fewer than dim/2 pairs the
+    `rotary_slice` says which features turn; the rest pass through bit for bit.
+
+    >>> quarter_turn = torch.tensor([torch.pi / 2], dtype=torch.float64)
+    >>> rotate(torch.tensor([[1.0, 0.0]]), torch.tensor([1]), quarter_turn).round(decimals=6).tolist()
+    [[0.0, 1.0]]
+    """
+    return _turn(_by_element, "rotate", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
+
+
+def rotate_complex(
+    x: X,
+    positions: Positions,
+    inv_freq: InvFreq,
+    *,
+    pairing: str = "interleaved",
+    conjugate: bool = False,
+    amplitude: float = 1.0,
+    rotary_slice: str = "leading",
+) -> X:
+    """`rotate` as a product of complex numbers: (a + ib) * amplitude * exp(i m theta) (RoFormer, eq. 12).
+
+    >>> half_turn = torch.tensor([torch.pi], dtype=torch.float64)
+    >>> rotate_complex(torch.tensor([[1.0, 2.0]]), torch.tensor([1]), half_turn).round(decimals=6).tolist()
+    [[-1.0, -2.0]]
+    """
+    return _turn(_by_complex, "rotate_complex", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
+
+
+def rotate_matrix(
+    x: X,
+    positions: Positions,
+    inv_freq: InvFreq,
+    *,
+    pairing: str = "interleaved",
+    conjugate: bool = False,
+    amplitude: float = 1.0,
+    rotary_slice: str = "leading",
+) -> X:
+    """`rotate` as the whole matrix R_m with 2x2 blocks on its diagonal, times x (RoFormer, eq. 15).
+
+    It holds dim^2 numbers a position, nearly all 0; that is the point of the other two.
+
+    >>> full_turn = torch.tensor([2 * torch.pi], dtype=torch.float64)
+    >>> rotate_matrix(torch.tensor([[3.0, 4.0]]), torch.tensor([5]), full_turn).round(decimals=6).tolist()
+    [[3.0, 4.0]]
+    """
+    return _turn(_by_matrix, "rotate_matrix", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
+
+
+def _by_element(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
+    return _turn_pairs(x, torch.cos(angles), torch.sin(angles), pairing)
+
+
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
+    a, b = split_pairs(x, pairing)
+    return join_pairs(a * cos - b * sin, a * sin + b * cos, pairing)
+
+
+def _by_complex(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
+    a, b = split_pairs(x, pairing)
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    return join_pairs(z.real, z.imag, pairing)
+
+
+def _by_matrix(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
+    first, second = pair_indices(x.shape[-1], pairing)
+    matrix = x.new_zeros(*angles.shape[:-1], x.shape[-1], x.shape[-1])
+    matrix[..., first, first] = torch.cos(angles)
+    matrix[..., first, second] = -torch.sin(angles)
+    matrix[..., second, first] = torch.sin(angles)
+    matrix[..., second, second] = torch.cos(angles)
+    return (matrix @ x.unsqueeze(-1)).squeeze(-1)
+
+
+def _turn(
+    form: Callable[[Tensor, Tensor, str], Tensor],
+    asked: str,
+    x: Tensor,
+    positions: Tensor,
+    inv_freq: InvFreq,
+    pairing: str,
+    conjugate: bool,
+    amplitude: float,
+    rotary_slice: str,
+) -> Tensor:
+    require_choice(pairing, PAIRINGS, asked=f"{asked}(pairing=...)")
+    require_choice(rotary_slice, ROTARY_SLICES, asked=f"{asked}(rotary_slice=...)")
+    require_float(x, asked=f"{asked}(x)", at_least_dims=2)
+    if as_float(amplitude) is None:
+        raise RopewalkError(
+            asked=f"{asked}(amplitude=...)",
+            expected="a finite number",
+            got=repr(amplitude),
+            do="pass RopeSpec(...).amplitude(), or leave it out",
+        )
+    angles = angles_for(x, positions, inv_freq, asked=asked)
+    turned, rest = split_slice(x, 2 * angles.shape[-1], rotary_slice)
+    turned = amplitude * form(turned.double(), -angles if conjugate else angles, pairing)
+    return join_slice(turned.to(x.dtype), rest, rotary_slice)
+
+
+def build_rotary_frequencies(
+    dim_head: int, max_seq_len: int, base: float = 10_000.0, device: torch.device | str | None = None
+) -> tuple[Float[Tensor, "1 1 seq pairs"], Float[Tensor, "1 1 seq pairs"]]:
+    """cos and sin of m * base^(-2i/dim_head) for positions m = 0 .. max_seq_len-1, as float32 [1, 1, seq, pairs].
+
+    Angles are formed in float64 and rounded once. A float32 angle would be off by 8e-3 at position 131072.
+
+    >>> cos, sin = build_rotary_frequencies(dim_head=4, max_seq_len=3)
+    >>> cos.shape, round(cos[0, 0, 2, 0].item(), 4)  # cos 2
+    (torch.Size([1, 1, 3, 2]), -0.4161)
+    """
+    dim = require_even(dim_head, asked="build_rotary_frequencies(dim_head)", do="pass an even dim_head")
+    length = require_count(
+        max_seq_len, asked="build_rotary_frequencies(max_seq_len)", do="pass how many positions", at_least=0
+    )
+    inv_freq = torch.as_tensor(Plain(base).evaluate(dim))
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), inv_freq)[None, None]
+    return torch.cos(angles).float().to(device), torch.sin(angles).float().to(device)
+
+
+def apply_rope(
+    x: Float[Tensor, "batch heads seq dim"],
+    cos: Float[Tensor, "#batch #heads rows pairs"],
+    sin: Float[Tensor, "#batch #heads rows pairs"],
+    pairing: str = "interleaved",
+) -> Float[Tensor, "batch heads seq dim"]:
+    """Turns x by the first `seq` rows of cos and sin, in float64, and rounds once to the dtype of x.
+
+    (a, b) -> (a cos - b sin, a sin + b cos) for each pair (RoFormer, 2104.09864, eq. 34). Rows past the length of x
+    are not used, so one table serves every shorter sequence.
+
+    >>> cos, sin = build_rotary_frequencies(dim_head=2, max_seq_len=8)
+    >>> x = torch.tensor([1.0, 0.0]).expand(1, 1, 3, 2)
+    >>> apply_rope(x, cos, sin)[0, 0, 2].tolist() == [cos[0, 0, 2, 0].item(), sin[0, 0, 2, 0].item()]
+    True
+    """
+    require_choice(pairing, PAIRINGS, asked="apply_rope(pairing=...)")
+    require_float(x, asked="apply_rope(x)", at_least_dims=4)
+    batch, heads, seq, dim = x.shape if x.dim() == 4 else (0, 0, 0, 0)
+    fits = cos.dim() == 4 and cos.shape[0] in (1, batch) and cos.shape[1] in (1, heads)
+    if x.dim() != 4 or cos.shape != sin.shape or not fits or cos.shape[2] < seq or 2 * cos.shape[3] != dim:
+        raise RopewalkError(
+            asked="apply_rope(x, cos, sin)",
+            expected="x [batch, heads, seq, dim]; cos and sin alike, [1 or batch, 1 or heads, seq or more, dim/2]",
+            got=f"x {list(x.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}",
+            do="build_rotary_frequencies(dim, seq) makes cos and sin that fit",
+        )
+    cos, sin = cos[..., :seq, :].double(), sin[..., :seq, :].double()
+    return _turn_pairs(x.double(), cos, sin, pairing).to(x.dtype)

@@ -1,0 +1,177 @@
+"""RopeSpec: a rotary position encoding as a value."""
+
+import dataclasses
+import json
+from typing import Any, final
+
+import numpy as np
+from jaxtyping import Float64
+
+from ropewalk.errors import RopewalkError, require_choice, require_count, require_even
+from ropewalk.spec.frequencies import Frequencies, Plain
+
+__all__ = ["PAIRINGS", "ROTARY_SLICES", "RopeSpec"]
+
+# "interleaved" turns features (0,1), (2,3), ...; "half" turns (i, i + rotary_dim/2).
+PAIRINGS = ("interleaved", "half")
+# Which features of a head turn where rotary_dim < head_dim: the first or the last ones.
+ROTARY_SLICES = ("leading", "trailing")
+
+# Fields that hold one value only until the code that serves another is there, and that value.
+_ONLY: dict[str, object] = {"axes": None, "xpos": None, "query_temperature": None, "angles": "exact"}
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """What a rotary encoding is: which features turn, in which pairs, how fast, and which way.
+
+    Pair i of a token at position m turns by the angle m * theta_i (RoFormer, 2104.09864, eq. 15), counter-clockwise:
+    (x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos). `sign=-1` turns the other way.
+
+    Interleaved pairs are the default because RoFormer has them; most checkpoints on model hubs are "half".
+
+    A spec is frozen and hashable, holds no tensor, and two that say the same are equal.
+
+    >>> spec = RopeSpec(head_dim=8, frequencies=Plain(base=10_000), rotary_dim=4)
+    >>> spec.inv_freq().tolist()
+    [1.0, 0.01]
+    >>> RopeSpec.from_json(spec.to_json()) == spec
+    True
+    """
+
+    head_dim: int
+    frequencies: Frequencies = dataclasses.field(default_factory=Plain)
+    _: dataclasses.KW_ONLY
+    # How many features turn; None, or head_dim, is all of them. None is kept as head_dim.
+    rotary_dim: int | None = None
+    pairing: str = "interleaved"
+    rotary_slice: str = "leading"
+    axes: None = None
+    sign: int = 1
+    xpos: None = None
+    query_temperature: None = None
+    angles: str = "exact"
+
+    def __post_init__(self) -> None:
+        head_dim = require_even(
+            self.head_dim,
+            asked="RopeSpec(head_dim=...)",
+            do="pass an even head_dim; features rotate in pairs",
+        )
+        rotary_dim = head_dim if self.rotary_dim is None else self.rotary_dim
+        rotary_dim = require_even(
+            rotary_dim,
+            asked="RopeSpec(rotary_dim=...)",
+            do="pass an even rotary_dim; features rotate in pairs",
+        )
+        if rotary_dim > head_dim:
+            raise RopewalkError(
+                asked="RopeSpec(rotary_dim=...)",
+                expected=f"at most head_dim = {head_dim}",
+                got=f"rotary_dim = {rotary_dim}",
+                do="lower rotary_dim, or leave it out to rotate the whole head",
+            )
+        object.__setattr__(self, "head_dim", head_dim)
+        object.__setattr__(self, "rotary_dim", rotary_dim)
+        if not isinstance(self.frequencies, Frequencies):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RopewalkError(
+                asked="RopeSpec(frequencies=...)",
+                expected=f"one of {', '.join(Frequencies.known)}",
+                got=repr(self.frequencies),
+                do="wrap a base as Plain(base), a list of frequencies as Explicit(list)",
+            )
+        require_choice(self.pairing, PAIRINGS, asked="RopeSpec(pairing=...)")
+        require_choice(self.rotary_slice, ROTARY_SLICES, asked="RopeSpec(rotary_slice=...)")
+        if self.sign not in (1, -1) or isinstance(self.sign, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RopewalkError(
+                asked="RopeSpec(sign=...)",
+                expected="1 (counter-clockwise, as the papers have it) or -1",
+                got=repr(self.sign),
+                do="leave it out unless the checkpoint rotates the other way",
+            )
+        object.__setattr__(self, "sign", int(self.sign))
+        for name, only in _ONLY.items():
+            if getattr(self, name) != only:
+                raise RopewalkError(
+                    asked=f"RopeSpec({name}=...)",
+                    expected=f"{only!r}, the one value that this version serves",
+                    got=repr(getattr(self, name)),
+                    do=f"leave {name} out",
+                )
+        # Asks for the frequencies once, so that a list of the wrong length is refused here and not in a forward pass.
+        self.inv_freq()
+
+    def inv_freq(self, length: int | None = None) -> Float64[np.ndarray, "*heads pairs"]:
+        """sign * theta_i for each of the rotary_dim/2 pairs, as float64; one row a head where heads differ.
+
+        `length`, how many positions there are, matters only to rules that say so.
+
+        >>> RopeSpec(head_dim=4, sign=-1).inv_freq().tolist()
+        [-1.0, -0.01]
+        """
+        assert self.rotary_dim is not None  # noqa: S101  # __post_init__ put a number there
+        return self.sign * self.frequencies.evaluate(self.rotary_dim, _length(length))
+
+    def amplitude(self, length: int | None = None) -> float:
+        """What cos and sin are multiplied by; 1.0 for a pure rotation.
+
+        >>> RopeSpec(head_dim=4).amplitude()
+        1.0
+        """
+        return self.frequencies.amplitude(_length(length))
+
+    @property
+    def softmax_scale(self) -> float:
+        """What the scale of the attention scores is multiplied by; 1.0 for most.
+
+        >>> RopeSpec(head_dim=4).softmax_scale
+        1.0
+        """
+        return self.frequencies.softmax_scale
+
+    def to_json(self) -> str:
+        """The spec as JSON text that `from_json` reads back to an equal spec.
+
+        >>> '"pairing": "half"' in RopeSpec(head_dim=4, pairing="half").to_json()
+        True
+        """
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return json.dumps(fields | {"frequencies": self.frequencies.to_dict()}, allow_nan=False)
+
+    @staticmethod
+    def from_json(text: str) -> "RopeSpec":
+        """The spec that `to_json` wrote. Unknown and missing keys, and NaN, are errors.
+
+        >>> RopeSpec.from_json('{"head_dim": 4, "frequencies": {"rule": "Plain", "base": 10000}}').head_dim
+        4
+        """
+        try:
+            data: Any = json.loads(text)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _not_a_spec(text, str(error)) from None
+        if not isinstance(data, dict) or "head_dim" not in data:
+            raise _not_a_spec(text, 'no object with a "head_dim"')
+        fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType]
+        names = [field.name for field in dataclasses.fields(RopeSpec)]
+        for name in fields:
+            require_choice(name, names, asked="the keys of a RopeSpec in JSON")
+        if "frequencies" in fields:
+            fields["frequencies"] = Frequencies.from_dict(fields["frequencies"])
+        return RopeSpec(**fields)
+
+
+def _length(length: int | None) -> int | None:
+    if length is None:
+        return None
+    return require_count(length, asked="length=...", do="pass the number of positions, or leave it out")
+
+
+def _not_a_spec(text: object, reason: str) -> RopewalkError:
+    shown = repr(text)
+    return RopewalkError(
+        asked="RopeSpec.from_json(text)",
+        expected="the JSON text that RopeSpec.to_json wrote",
+        got=f"{shown if len(shown) <= 80 else shown[:77] + '...'} ({reason})",
+        do="write one with RopeSpec(...).to_json()",
+    )

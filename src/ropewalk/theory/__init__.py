@@ -1,0 +1,31 @@
+"""What is TRUE of a rotary encoding: sums, bounds and lengths, in NumPy float64."""
+
+from ropewalk.theory.context import admissible_bases as admissible_bases
+from ropewalk.theory.context import critical_base as critical_base
+from ropewalk.theory.context import critical_dimension as critical_dimension
+from ropewalk.theory.context import extrapolation_limit as extrapolation_limit
+from ropewalk.theory.context import first_negative_distance as first_negative_distance
+from ropewalk.theory.context import lowest_admissible_base as lowest_admissible_base
+from ropewalk.theory.context import periods as periods
+from ropewalk.theory.decay import abel_bound as abel_bound
+from ropewalk.theory.decay import abel_transform as abel_transform
+from ropewalk.theory.decay import band_means as band_means
+from ropewalk.theory.decay import decay_curve as decay_curve
+from ropewalk.theory.decay import partial_sums as partial_sums
+from ropewalk.theory.decay import score_sum as score_sum
+
+__all__ = [
+    "abel_bound",
+    "abel_transform",
+    "admissible_bases",
+    "band_means",
+    "critical_base",
+    "critical_dimension",
+    "decay_curve",
+    "extrapolation_limit",
+    "first_negative_distance",
+    "lowest_admissible_base",
+    "partial_sums",
+    "periods",
+    "score_sum",
+]

@@ -1,0 +1,40 @@
+"""Turns what a caller of the theory gives into checked float64 arrays."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64
+from numpy.typing import NDArray
+
+from ropewalk.errors import RopewalkError
+
+# One frequency a pair, as a spec's `inv_freq()` gives them or written out as a list.
+InvFreq = NDArray[np.float64] | Sequence[float]
+# One distance m - n, or many.
+Distances = NDArray[np.generic] | Sequence[float] | float
+
+
+def frequencies_of(inv_freq: InvFreq, *, asked: str) -> Float64[np.ndarray, "pairs"]:
+    """`inv_freq` as one finite float64 a pair."""
+    array = np.asarray(inv_freq, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
+        raise RopewalkError(
+            asked=asked,
+            expected="inv_freq: one finite number a pair, in one dimension",
+            got=f"shape {array.shape}{'' if np.isfinite(array).all() else ' with NaN or infinity'}",
+            do="pass RopeSpec(...).inv_freq(), or one row of it where heads differ",
+        )
+    return array
+
+
+def distances_of(distance: Distances, *, asked: str) -> Float64[np.ndarray, "*any"]:
+    """`distance` as finite float64."""
+    array = np.asarray(distance, dtype=np.float64)
+    if not np.isfinite(array).all():
+        raise RopewalkError(
+            asked=asked,
+            expected="finite distances",
+            got="NaN or infinity",
+            do="pass how many positions lie between query and key",
+        )
+    return array

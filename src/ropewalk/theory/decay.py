@@ -1,0 +1,98 @@
+"""How scores depend on distance: the sum of cosines, the Abel bound, and RoFormer's long-term decay curve."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Complex128, Float64
+from numpy.typing import NDArray
+
+from ropewalk.errors import RopewalkError
+from ropewalk.theory.arguments import Distances, InvFreq, distances_of, frequencies_of
+
+__all__ = ["abel_bound", "abel_transform", "band_means", "decay_curve", "partial_sums", "score_sum"]
+
+
+def score_sum(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*any"]:
+    """S(D) = sum_j cos(D theta_j): the score of a query and a key whose pairs are all parallel and of norm 1.
+
+    It is also B_m of Men et al. (2405.14591, theorem 1): the lead that a similar key has over a random one.
+
+    >>> score_sum([0, 2, 20, 50], [1.0, 0.3, 0.05]).round(3).tolist()
+    [3.0, 1.404, 1.909, -0.596]
+    """
+    gaps = distances_of(distance, asked="score_sum")
+    return np.cos(gaps[..., None] * frequencies_of(inv_freq, asked="score_sum")).sum(axis=-1)
+
+
+def partial_sums(distance: Distances, inv_freq: InvFreq) -> Complex128[np.ndarray, "*any pairs"]:
+    """S_1 .. S_{d/2} with S_j(D) = sum_{i<j} exp(i D theta_i) (RoFormer, 2104.09864, section 3.4.3).
+
+    >>> partial_sums(0, [1.0, 0.3, 0.05]).real.tolist()
+    [1.0, 2.0, 3.0]
+    """
+    gaps = distances_of(distance, asked="partial_sums")
+    return np.exp(1j * gaps[..., None] * frequencies_of(inv_freq, asked="partial_sums")).cumsum(axis=-1)
+
+
+def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*any"]:
+    """The mean of |S_1| .. |S_{d/2}|: what RoFormer's figure 2 plots against the distance.
+
+    It falls on average and not step by step: compare `band_means`, never neighbours.
+
+    >>> float(decay_curve(0, [1.0] * 64))  # (1 + 2 + ... + 64) / 64
+    32.5
+    """
+    return np.abs(partial_sums(distance, inv_freq)).mean(axis=-1)
+
+
+def band_means(curve: Float64[np.ndarray, "distances"], edges: Sequence[int]) -> Float64[np.ndarray, "bands"]:
+    """The mean of curve[a:b] for each band [a, b) between neighbouring `edges`.
+
+    >>> band_means(np.array([8.0, 4.0, 2.0, 0.0]), [0, 2, 4]).tolist()
+    [6.0, 1.0]
+    """
+    rising = all(a < b for a, b in itertools.pairwise(edges))
+    if len(edges) < 2 or not rising or edges[0] < 0 or edges[-1] > len(curve):
+        raise RopewalkError(
+            asked="band_means(curve, edges)",
+            expected=f"two or more rising edges from 0 to {len(curve)}, the length of the curve",
+            got=repr(list(edges)),
+            do="compute a longer curve, or lower the edges",
+        )
+    return np.array([curve[a:b].mean() for a, b in itertools.pairwise(edges)])
+
+
+def abel_transform(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq) -> complex:
+    """sum_i h_i exp(i D theta_i), summed by parts: -sum_i S_{i+1} (h_{i+1} - h_i) with h_{d/2} = 0.
+
+    RoFormer, eq. 36. `products` are the h_i = q_i conj(k_i) of the pairs seen as complex numbers; the real part of
+    the sum is the attention score.
+
+    >>> abel_transform(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1]).real  # 2 + 1
+    3.0
+    """
+    steps = _steps(products, inv_freq)
+    return complex(-(partial_sums(distance, inv_freq) * steps).sum())
+
+
+def abel_bound(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq) -> float:
+    """max_i |h_{i+1} - h_i| * sum_i |S_{i+1}|, which no score exceeds (RoFormer, eq. 37).
+
+    >>> abel_bound(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1])  # 1 * (1 + 2)
+    3.0
+    """
+    steps = _steps(products, inv_freq)
+    return float(np.abs(steps).max() * np.abs(partial_sums(distance, inv_freq)).sum())
+
+
+def _steps(products: NDArray[np.complex128], inv_freq: InvFreq) -> Complex128[np.ndarray, "pairs"]:
+    pairs = len(frequencies_of(inv_freq, asked="the Abel transform"))
+    if np.shape(products) != (pairs,):
+        raise RopewalkError(
+            asked="the Abel transform",
+            expected=f"{pairs} products h_i, one a frequency",
+            got=f"shape {np.shape(products)}",
+            do="pass q_i * conj(k_i) for each pair i",
+        )
+    return np.diff(np.asarray(products, dtype=np.complex128), append=0.0)

@@ -1,0 +1,23 @@
+"""What holds for every test: uninitialised memory is NaN, and Hypothesis prints how to replay a failure."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import jaxtyping
+import pytest
+import torch
+
+hypothesis.settings.register_profile("ropewalk", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ropewalk")
+
+# torch.empty gives NaN from here on, so that an output element nobody wrote fails every comparison.
+torch.use_deterministic_algorithms(True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def as_a_user() -> Iterator[None]:
+    """Switches the checks of jaxtyping off: users do not have them, and the library's own errors are under test."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
