@@ -6,13 +6,14 @@ import hypothesis
 import jaxtyping
 import pytest
 import torch
+import torch.utils.deterministic as deterministic
 
 hypothesis.settings.register_profile("ropewalk", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ropewalk")
 
 # torch.empty gives NaN from here on, so that an output element nobody wrote fails every comparison.
 torch.use_deterministic_algorithms(True)
-torch.utils.deterministic.fill_uninitialized_memory = True
+deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture

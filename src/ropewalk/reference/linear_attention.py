@@ -27,7 +27,7 @@ InvFreq = Float[Tensor, "*heads pairs"] | Float[np.ndarray, "*heads pairs"]
 def elu_plus_one(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """x + 1 where x > 0, exp(x) elsewhere: positive everywhere (Katharopoulos et al., 2006.16236, eq. 7).
 
-    `torch.nn.functional.elu(x) + 1` is the same in exact arithmetic, and exactly 0 in float32 from x <= -17.
+    `torch.nn.functional.elu(x) + 1` is the same in exact arithmetic, and exactly 0 in float32 from about x = -17 down.
 
     >>> elu_plus_one(torch.tensor([2.0, 0.0])).tolist()
     [3.0, 1.0]

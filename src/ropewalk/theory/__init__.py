@@ -7,6 +7,7 @@ from ropewalk.theory.context import extrapolation_limit as extrapolation_limit
 from ropewalk.theory.context import first_negative_distance as first_negative_distance
 from ropewalk.theory.context import lowest_admissible_base as lowest_admissible_base
 from ropewalk.theory.context import periods as periods
+from ropewalk.theory.decay import BAND_EDGES as BAND_EDGES
 from ropewalk.theory.decay import abel_bound as abel_bound
 from ropewalk.theory.decay import abel_transform as abel_transform
 from ropewalk.theory.decay import band_means as band_means
@@ -15,6 +16,7 @@ from ropewalk.theory.decay import partial_sums as partial_sums
 from ropewalk.theory.decay import score_sum as score_sum
 
 __all__ = [
+    "BAND_EDGES",
     "abel_bound",
     "abel_transform",
     "admissible_bases",

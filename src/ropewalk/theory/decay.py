@@ -10,19 +10,23 @@ from numpy.typing import NDArray
 from ropewalk.errors import RopewalkError
 from ropewalk.theory.arguments import Distances, InvFreq, distances_of, frequencies_of
 
-__all__ = ["abel_bound", "abel_transform", "band_means", "decay_curve", "partial_sums", "score_sum"]
+__all__ = ["BAND_EDGES", "abel_bound", "abel_transform", "band_means", "decay_curve", "partial_sums", "score_sum"]
+
+# The bands in which decay is compared: octaves, from one that holds the steep beginning.
+BAND_EDGES = (1, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def score_sum(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*any"]:
     """S(D) = sum_j cos(D theta_j): the score of a query and a key whose pairs are all parallel and of norm 1.
 
-    It is also B_m of Men et al. (2405.14591, theorem 1): the lead that a similar key has over a random one.
+    An array of the shape of `distance`. It is also B_m of Men et al. (2405.14591, theorem 1): the lead that a similar
+    key has over a random one.
 
     >>> score_sum([0, 2, 20, 50], [1.0, 0.3, 0.05]).round(3).tolist()
     [3.0, 1.404, 1.909, -0.596]
     """
     gaps = distances_of(distance, asked="score_sum")
-    return np.cos(gaps[..., None] * frequencies_of(inv_freq, asked="score_sum")).sum(axis=-1)
+    return np.asarray(np.cos(gaps[..., None] * frequencies_of(inv_freq, asked="score_sum")).sum(axis=-1))
 
 
 def partial_sums(distance: Distances, inv_freq: InvFreq) -> Complex128[np.ndarray, "*any pairs"]:
@@ -43,7 +47,7 @@ def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "
     >>> float(decay_curve(0, [1.0] * 64))  # (1 + 2 + ... + 64) / 64
     32.5
     """
-    return np.abs(partial_sums(distance, inv_freq)).mean(axis=-1)
+    return np.asarray(np.abs(partial_sums(distance, inv_freq)).mean(axis=-1))
 
 
 def band_means(curve: Float64[np.ndarray, "distances"], edges: Sequence[int]) -> Float64[np.ndarray, "bands"]:

@@ -1,0 +1,1 @@
+"""Statements of papers on RoPE that take seconds to check, a chapter a subject."""

@@ -1,0 +1,182 @@
+"""Papers on the base and the context length: Men et al. and Liu et al."""
+
+import math
+
+import numpy as np
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.sources import LIU, MEN
+from ropewalk.spec import Plain
+from ropewalk.theory import (
+    admissible_bases,
+    critical_base,
+    critical_dimension,
+    extrapolation_limit,
+    first_negative_distance,
+    lowest_admissible_base,
+    score_sum,
+)
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Papers: base and context length")
+
+
+def _first_negative(dim: int, base: float) -> int | None:
+    return first_negative_distance(Plain(base).evaluate(dim), limit=40_000)
+
+
+@chapter.claim(
+    "men.theorem",
+    "A similar key leads a random one by 2σ² Σ cos(mθ_i) on average.",
+    MEN,
+    method="100000 draws, d = 128, mean 0.7, σ = 1.3, at m = 0, 100, 1707",
+    expected="64, 30.54, −0.50, within 4 standard errors",
+)
+def _() -> Finding:
+    rng, f, sigma = np.random.default_rng(0), Plain().evaluate(128), 1.3
+    within, shown = True, []
+    for m in (0, 100, 1707):
+        z = [rng.normal(0.7, sigma, (100_000, 64)) + 1j * rng.normal(0.7, sigma, (100_000, 64)) for _ in range(2)]
+        turned = z[0] * np.exp(1j * m * f)
+        # k* = q plus noise of mean 0, whose share of the mean is 0: the similar key is taken as q itself.
+        lead = ((turned * z[0].conj()).real - (turned * z[1].conj()).real).sum(-1) / (2 * sigma**2)
+        truth, error = float(score_sum(m, f)), float(lead.std() / math.sqrt(len(lead)))
+        within &= abs(float(lead.mean()) - truth) < 4 * error
+        shown.append(f"{lead.mean():.2f} ({truth:.2f})")
+    return Finding(", ".join(shown), stated=within)
+
+
+@chapter.claim(
+    "men.llama2",
+    "A base of 10000 serves a context of 4096 (LLaMA-2).",
+    MEN,
+    method="the first m with Σ cos(mθ_i) < 0, d = 128",
+    expected="1707",
+    fails="by the paper's own criterion it ends at 1706",
+)
+def _() -> Finding:
+    first = _first_negative(128, 10_000)
+    return Finding(f"{first}", stated=first is None or first > 4096, amended=first == 1707)
+
+
+@chapter.claim(
+    "men.larger-base",
+    "A larger base serves a longer context.",
+    MEN,
+    method="the first negative m for bases 10 to 10^6, d = 32 and d = 128",
+    expected="rises over decades, but not always: 236 at 2000 and 228 at 5000 for d = 32",
+    only_if="bases are decades apart: the length is not monotone in the base",
+)
+def _() -> Finding:
+    bases = (10, 50, 100, 500, 1e3, 2e3, 5e3, 1e4, 5e4, 1e5, 5e5, 1e6)
+    small, large = ([_first_negative(dim, base) or 0 for base in bases] for dim in (32, 128))
+    golden = small == [5, 22, 28, 103, 122, 236, 228, 474, 883, 1283, 2089, 3478] and large == [
+        *(5, 29, 59, 171, 361, 506, 864, 1707, 5306, 7757, 18438, 27115)
+    ]
+    decades = [small[i] for i in (0, 2, 4, 7, 9, 11)]
+    return Finding(
+        f"d = 32: {small[5]} at 2000, {small[6]} at 5000; d = 128: {large[7]} at 10⁴, {large[-1]} at 10⁶",
+        stated=small == sorted(small),
+        amended=golden and decades == sorted(decades),
+    )
+
+
+@chapter.claim(
+    "men.islands",
+    "Every base above the smallest admissible one is admissible.",
+    MEN,
+    method="every whole base from 26900 to 29100 tried for a context of 4096, d = 128",
+    expected="[26953, 26973] and [28629, 29079], with a gap between",
+    fails="admissible bases are islands, so a bisection finds nonsense: every base must be tried",
+)
+def _() -> Finding:
+    islands = admissible_bases(range(26_900, 29_101), rotary_dim=128, length=4096)
+    shown = ", ".join(f"[{a:.0f}, {b:.0f}]" for a, b in islands)
+    return Finding(shown, stated=len(islands) == 1, amended=islands == [(26_953, 26_973), (28_629, 29_079)])
+
+
+@chapter.claim(
+    "men.table-2",
+    "The smallest base for a context of 2048 is 1.6e4.",
+    MEN,
+    method="every whole base from 11500 to 11700 tried, d = 128",
+    expected="11588 is admissible already",
+    fails="1.2e4: a finer search finds a lower island, [11588, 11649]",
+)
+def _() -> Finding:
+    lowest = lowest_admissible_base(range(11_500, 11_701), rotary_dim=128, length=2048)
+    return Finding(f"{lowest:.0f}", stated=lowest is None, amended=lowest == 11_588)
+
+
+@chapter.claim(
+    "men.table-4",
+    "Table 4 counts the m with Σ cos(mθ_i) ≥ 0.",
+    MEN,
+    method="the sums of its second method (base 10000, trained 4k, factor 8) for m < 15·1024 and < 30·1024",
+    expected="97 below 0 among the first 15360, as the table prints",
+    fails="it counts those below 0",
+)
+def _() -> Finding:
+    i = np.arange(64)
+    f = np.where(i >= 44, 10_000.0 ** (-2 * i / 128) / 8, (10_000.0 * 8 ** (128 / 88)) ** (-2 * i / 128))
+    below = [int((score_sum(np.arange(k * 1024), f) < 0).sum()) for k in (15, 30)]
+    plain = int((score_sum(np.arange(30 * 1024), Plain(5e6).evaluate(128)) < 0).sum())
+    return Finding(
+        f"below 0: {below[0]} and {below[1]}; base 5e6: {plain}",
+        stated=15 * 1024 - below[0] == 97,
+        amended=below[0] == 97 and plain == 0,
+    )
+
+
+@chapter.claim(
+    "men.partial",
+    "Rotating half of the features satisfies the bound at any length.",
+    "kexue.fm 10122",
+    method="Σ cos with 32 frequencies and 32 zeros, d = 128, m < 100000, bases 10 and 10000",
+    expected="never below 0",
+)
+def _() -> Finding:
+    lowest = min(
+        float(score_sum(np.arange(100_000), [*Plain(base).evaluate(64).tolist(), *[0.0] * 32]).min())
+        for base in (10.0, 10_000.0)
+    )
+    return Finding(f"lowest {lowest:.2f}", stated=lowest >= 0)
+
+
+@chapter.claim(
+    "liu.critical",
+    "d_extra = 2⌈d/2 · log_base(T/2π)⌉: 82, 92, 100 for T = 2048, 4096, 8192; 70 for base 5e5 and 8192.",
+    LIU,
+    method="the formula for d = 128",
+    expected="82, 92, 100, 70",
+)
+def _() -> Finding:
+    found = [critical_dimension(128, 10_000, t) for t in (2048, 4096, 8192)] + [critical_dimension(128, 5e5, 8192)]
+    return Finding(", ".join(map(str, found)), stated=found == [82, 92, 100, 70])
+
+
+@chapter.claim(
+    "liu.critical-cap",
+    "That formula gives a number of features.",
+    LIU,
+    method="T = 65536, base 10000, d = 128, as printed and as computed here",
+    expected="130 of 128 as printed",
+    only_if="T < 2π·base; beyond it the printed formula passes d, and must be capped",
+)
+def _() -> Finding:
+    printed = 2 * math.ceil(64 * math.log(65_536 / (2 * math.pi), 10_000))
+    ours = critical_dimension(128, 10_000, 65_536)
+    return Finding(f"{printed} as printed, {ours} capped", stated=printed <= 128, amended=ours == 128)
+
+
+@chapter.claim(
+    "liu.extrapolation",
+    "β_0 for 4096 → 16384 is 71738, and base 10^6 reaches T_extra = 129027.",
+    LIU,
+    method="eq. 16a and 16b",
+    expected="71738 and 129027",
+)
+def _() -> Finding:
+    found = round(critical_base(4096, 16_384)), round(extrapolation_limit(1e6, 128, 92))
+    return Finding(f"{found[0]} and {found[1]}", stated=found == (71_738, 129_027))

@@ -1,0 +1,156 @@
+"""Papers on longer contexts: Position Interpolation, YaRN, xPos, and slopes misprinted."""
+
+import math
+
+import numpy as np
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.sources import NOPE, PI, ROFORMER, XPOS, YARN
+from ropewalk.reference import alibi_slopes
+from ropewalk.spec import Plain
+from ropewalk.theory import score_sum
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Papers: longer contexts")
+
+DIM, BASE = 128, 10_000.0
+THETA = Plain(BASE).evaluate(DIM)
+
+
+@chapter.claim(
+    "pi.bound",
+    "Between two whole positions the score is within max|h| · d/(32 ln c) of the straight line.",
+    PI,
+    method="the worst h at the midpoint of (0, 1): Σ(1 − cos(θ_j/2)), d = 128, c = 10000",
+    expected="0.493876, above the printed 0.434294",
+    fails="max|h| · Σθ_j² / 8 = 0.499789, that is d/256.1 where the paper has d/294.73",
+)
+def _() -> Finding:
+    worst = float((1 - np.cos(THETA / 2)).sum())
+    # The worst case is reached: h_j = 1 for all j makes the score Σcos, whose chord from −1/2 to 1/2 lies lowest at 0.
+    reached = float(score_sum(0.0, THETA) - (score_sum(-0.5, THETA) + score_sum(0.5, THETA)) / 2)
+    printed, corrected = DIM / (32 * math.log(BASE)), float((THETA**2).sum() / 8)
+    return Finding(
+        f"{worst:.6f} reached; printed {printed:.6f}; corrected {corrected:.6f} = d/{DIM / corrected:.1f}",
+        stated=worst <= printed,
+        amended=worst <= corrected and abs(worst - reached) < 1e-12,
+    )
+
+
+@chapter.claim(
+    "pi.bound-random",
+    "Trying the printed bound on random vectors would show that it is wrong.",
+    PI,
+    method="200 draws of complex normal h, scaled to max|h| = 1: the largest error / printed bound",
+    expected="below 1 in every draw",
+    fails="no random draw comes near; only the worst case shows it",
+)
+def _() -> Finding:
+    rng = np.random.default_rng(0)
+    printed, largest = DIM / (32 * math.log(BASE)), 0.0
+    for _ in range(200):
+        h = rng.normal(size=64) + 1j * rng.normal(size=64)
+        h /= np.abs(h).max()
+        a, middle, b = ((h * np.exp(1j * s * THETA)).sum().real for s in (0.0, 0.5, 1.0))
+        largest = max(largest, abs(middle - (a + b) / 2) / printed)
+    return Finding(f"largest ratio {largest:.2f}", stated=largest > 1, amended=largest < 1)
+
+
+def _yarn_paper(scale: float, length: int, alpha: float = 1.0, beta: float = 32.0) -> np.ndarray:
+    """Frequencies with the ramp of the paper's eq. 18: linear in r = length / period."""
+    gamma = np.clip((length * THETA / (2 * math.pi) - alpha) / (beta - alpha), 0, 1)
+    return (1 - gamma) * THETA / scale + gamma * THETA
+
+
+def _yarn_code(scale: float, length: int, alpha: float = 1.0, beta: float = 32.0) -> np.ndarray:
+    """Frequencies with the ramp of the published code: linear in the index of the pair, between whole numbers."""
+
+    def index(turns: float) -> float:
+        return DIM * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(BASE))
+
+    low, high = math.floor(index(beta)), math.ceil(index(alpha))
+    gamma = 1 - np.clip((np.arange(DIM // 2) - low) / (high - low), 0, 1)
+    return (1 - gamma) * THETA / scale + gamma * THETA
+
+
+@chapter.claim(
+    "yarn.ramps",
+    "YaRN's published code computes the frequencies that its paper defines.",
+    YARN,
+    method="both ramps for d = 128, base 10000, trained length 4096, factor 16: the largest relative difference",
+    expected="67 % at pair 38; equal outside the ramp",
+    fails="the paper's ramp is linear in length/period, the code's in the index: up to 67 % apart",
+)
+def _() -> Finding:
+    paper, code = _yarn_paper(16, 4096), _yarn_code(16, 4096)
+    gap = np.abs(paper - code) / np.maximum(paper, code)
+    at = int(gap.argmax())
+    same = bool((gap[:20] < 1e-12).all() and (gap[46:] < 1e-12).all())
+    return Finding(
+        f"{gap[at]:.0%} at pair {at}; pair 30: {paper[30]:.6f} and {code[30]:.6f}",
+        stated=bool(gap.max() < 1e-12),
+        amended=same and at == 38 and abs(gap[at] - 0.67) < 0.01,
+    )
+
+
+@chapter.claim(
+    "yarn.temperature",
+    "√(1/t) = 0.1 ln s + 1: 1.208 for a factor of 8.",
+    YARN,
+    method="the formula for s = 2, 4, 8, 16, 32",
+    expected="1.0693, 1.1386, 1.2079, 1.2773, 1.3466",
+)
+def _() -> Finding:
+    values = [0.1 * math.log(s) + 1 for s in (2, 4, 8, 16, 32)]
+    shown = ", ".join(f"{v:.4f}" for v in values)
+    return Finding(shown, stated=shown == "1.0693, 1.1386, 1.2079, 1.2773, 1.3466")
+
+
+@chapter.claim(
+    "xpos.algorithm",
+    "xPos scales the vector at position n by ζ^n, as its algorithm 1 has it.",
+    XPOS,
+    method="ζ_0 = γ/(1+γ) with γ = 0.4: the first n at which ζ_0^n is 0 in float64",
+    expected="0.2857^n is 0 from about n = 595",
+    only_if="exponents are bounded: published code takes n/512, centred; ζ^n itself underflows",
+)
+def _() -> Finding:
+    zeta = 0.4 / 1.4
+    gone = next(n for n in range(10_000) if zeta**n == 0)
+    bounded = zeta ** (4096 / 512)
+    return Finding(f"0 from n = {gone}; ζ^(4096/512) = {bounded:.1e}", stated=gone > 2048, amended=bounded > 0)
+
+
+@chapter.claim(
+    "alibi.slopes",
+    "ALiBi's slopes are powers of 2^(−2^(−log2(heads + 3))).",
+    NOPE,
+    method="that number and the slopes of ALiBi for 8 heads",
+    expected="0.939 against 0.5, 0.25, …",
+    fails="2^(−8k/n) for head k of n",
+)
+def _() -> Finding:
+    printed, slopes = 2 ** -(2 ** -math.log2(8 + 3)), alibi_slopes(8).tolist()
+    return Finding(
+        f"{printed:.3f} against {slopes[0]:g}, {slopes[1]:g}",
+        stated=abs(printed - slopes[0]) < 1e-6,
+        amended=slopes == [2.0**-k for k in range(1, 9)],
+    )
+
+
+@chapter.claim(
+    "roformer.wobert",
+    "RoFormer is 1.5 points above WoBERT on CAIL2019-SCM (69.79 and 68.10).",
+    ROFORMER,
+    method="subtraction of the printed accuracies",
+    expected="1.69; 1.50 is RoFormer at length 1024 over RoFormer at 512 (68.29)",
+    fails="1.69 points",
+)
+def _() -> Finding:
+    over_wobert, over_itself = 69.79 - 68.10, 69.79 - 68.29
+    return Finding(
+        f"{over_wobert:.2f} over WoBERT, {over_itself:.2f} over RoFormer-512",
+        stated=abs(over_wobert - 1.5) < 0.05,
+        amended=abs(over_itself - 1.5) < 0.005,
+    )

@@ -1,0 +1,98 @@
+"""Papers and folklore on precision: what float32 and bfloat16 do to positions, angles and scores."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.samples import largest, normal, theta
+from ropewalk.claims.sources import BF16
+from ropewalk.reference import rotate
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Papers: precision")
+
+FOLKLORE = "common practice"
+
+
+@chapter.claim(
+    "precision.bf16-positions",
+    "bfloat16 can hold position ids.",
+    FOLKLORE,
+    method="257 and 4095 as bfloat16, and how many of 0 … 8192 stay distinct",
+    expected="256, 4096, and 897 of 8193",
+    fails="from 257 on it merges neighbours",
+)
+def _() -> Finding:
+    a, b = torch.tensor([257.0, 4095.0]).bfloat16().tolist()
+    distinct = len(torch.arange(8193).bfloat16().unique())
+    return Finding(
+        f"257 → {a:.0f}, 4095 → {b:.0f}; {distinct} of 8193 distinct",
+        stated=distinct == 8193,
+        amended=(a, b, distinct) == (256, 4096, 897),
+    )
+
+
+def _cos_error(low: int, high: int, dtype: torch.dtype) -> float:
+    ids = torch.arange(low, high)
+    exact = torch.cos(torch.outer(ids.double(), theta(128)))
+    return largest(torch.cos(torch.outer(ids.to(dtype), theta(128).to(dtype)).double()) - exact)
+
+
+@chapter.claim(
+    "precision.float32-angles",
+    "float32 angles are exact enough.",
+    FOLKLORE,
+    method="largest error of cos, d = 128, base 10000, in the last 4096 positions before 4k, 32k, 128k, 1M",
+    expected="2.3e-4, 1.9e-3, 7.7e-3, 6.2e-2",
+    only_if="contexts are short: the error grows with the position, to 6e-2 at a million",
+)
+def _() -> Finding:
+    errors = [_cos_error((1 << p) - 4096, 1 << p, torch.float32) for p in (12, 15, 17, 20)]
+    golden = all(abs(e / g - 1) < 0.1 for e, g in zip(errors, (2.3e-4, 1.9e-3, 7.7e-3, 6.2e-2), strict=True))
+    return Finding(
+        ", ".join(f"{e:.1e}" for e in errors), stated=max(errors) < 1e-6, amended=golden and errors == sorted(errors)
+    )
+
+
+@chapter.claim(
+    "precision.bf16-angles",
+    "Angles formed in bfloat16 are wrong beyond use.",
+    BF16,
+    method="largest error of cos up to 4096, positions, frequencies and product in bfloat16, d = 128",
+    expected="2.0, the largest that is possible",
+)
+def _() -> Finding:
+    error = _cos_error(0, 4096, torch.bfloat16)
+    return Finding(f"{error:.2f}", stated=error > 1.99)
+
+
+@chapter.claim(
+    "precision.bf16-shift",
+    "In bfloat16 RoPE loses its relative property as positions grow.",
+    BF16,
+    method="how far scores of random q and k, d = 128, move with a shift of 16, 1000, 100000: float32, then bfloat16",
+    expected="flat in both: 5e-8 and 3e-3",
+    only_if="angles or positions are low precision; rounding q and k after an exact rotation costs the same anywhere",
+)
+def _() -> Finding:
+    q, k = normal(2, 64, 128)
+    gap = torch.arange(64) * 7
+
+    def scores(shift: int, dtype: torch.dtype) -> Tensor:
+        turned_q = rotate(q, gap + shift, theta(128)).to(dtype).double()
+        turned_k = rotate(k, torch.full((64,), shift), theta(128)).to(dtype).double()
+        return (turned_q * turned_k).sum(-1) / math.sqrt(128)
+
+    def moved(dtype: torch.dtype) -> list[float]:
+        exact = scores(0, torch.float64)
+        return [float((scores(by, dtype) - exact).square().mean().sqrt()) for by in (16, 1000, 100_000)]
+
+    single, half = moved(torch.float32), moved(torch.bfloat16)
+    return Finding(
+        f"float32 {single[0]:.1e} … {single[-1]:.1e}, bfloat16 {half[0]:.1e} … {half[-1]:.1e}",
+        stated=half[-1] > 2 * half[0],
+        amended=max(single) < 1e-6 and max(half) < 2 * min(half) < 2e-2,
+    )

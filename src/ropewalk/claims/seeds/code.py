@@ -1,0 +1,260 @@
+"""What the notes' code does, and what they say that it does. Each way is written here anew from its description."""
+
+import torch
+from torch import Tensor
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.samples import EXACT, largest, normal, theta
+from ropewalk.claims.sources import CHINESE_1, KOREAN
+from ropewalk.reference import apply_rope, build_rotary_frequencies, rotate
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Code: tables, shapes and precision")
+
+
+def _float32_table(rows: int, dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin the way both notes make them: float32 positions times float32 frequencies."""
+    angles = torch.outer(torch.arange(rows).float(), theta(dim).float())
+    return angles.cos(), angles.sin()
+
+
+def _even_and_odd(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Even and odd features turned and stacked again, in whatever dtype the product has."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+@chapter.claim(
+    "code.tables",
+    "cos and sin are tables [1, 1, seq, d/2] of the angles m·base^(−2i/d).",
+    KOREAN,
+    method="build_rotary_frequencies(64, 100): shape, and error against float64",
+    expected="[1, 1, 100, 32]; within 2^-24",
+)
+def _() -> Finding:
+    cos, sin = build_rotary_frequencies(64, 100)
+    angles = torch.outer(torch.arange(100).double(), theta(64))
+    error = max(largest(cos[0, 0] - angles.cos()), largest(sin[0, 0] - angles.sin()))
+    return Finding(f"{list(cos.shape)}; error {error:.1e}", stated=cos.shape == (1, 1, 100, 32) and error <= 2**-24)
+
+
+@chapter.claim(
+    "code.apply",
+    "x'_{2i} = x_{2i} cos − x_{2i+1} sin, x'_{2i+1} = x_{2i} sin + x_{2i+1} cos is the matrix R(m, θ) times x.",
+    KOREAN,
+    method="apply_rope against the rotation from positions, float64 x [2, 3, 50, 64]",
+    expected="equal to the rounding of float32 tables",
+)
+def _() -> Finding:
+    x = normal(2, 3, 50, 64)
+    error = largest(apply_rope(x, *build_rotary_frequencies(64, 50)) - rotate(x, torch.arange(50), theta(64)))
+    return Finding(f"largest error {error:.1e}", stated=error < 1e-6)
+
+
+@chapter.claim(
+    "code.subscript",
+    "The second feature of a pair is x_{xi+1}.",
+    KOREAN,
+    method="the formula with 2i+1 in its place, against the block matrix",
+    expected="equal with 2i+1; 'xi+1' is no index",
+    fails="x_{2i+1}",
+)
+def _() -> Finding:
+    x, m = normal(1, 8), 3
+    cos, sin = torch.cos(m * theta(8)), torch.sin(m * theta(8))
+    error = largest(_even_and_odd(x, cos, sin) - rotate(x, torch.tensor([m]), theta(8)))
+    return Finding(f"error {error:.1e} with 2i+1", stated=error > EXACT, amended=error < EXACT)
+
+
+@chapter.claim(
+    "code.interleave-comment",
+    "The tables have shape [seq, dim_head], cosines and then sines.",
+    KOREAN,
+    method="the shape of what the described steps make for dim_head = 64",
+    expected="two tables [seq, 32]",
+    fails="cos and sin are two tables [seq, dim_head/2]; nothing is interleaved",
+)
+def _() -> Finding:
+    cos, sin = _float32_table(10, 64)
+    return Finding(
+        f"{list(cos.shape)} and {list(sin.shape)}",
+        stated=cos.shape == (10, 64),
+        amended=cos.shape == sin.shape == (10, 32),
+    )
+
+
+@chapter.claim(
+    "code.positions-comment",
+    "The positions have shape [seq_len, 1].",
+    KOREAN,
+    method="the shape of a range of positions, and of its outer product with the frequencies",
+    expected="[seq_len]",
+    fails="[seq_len]: the product over s and d makes [seq_len, d/2] of the two",
+)
+def _() -> Finding:
+    ids, table = torch.arange(10), _float32_table(10, 64)[0]
+    return Finding(
+        f"{list(ids.shape)}, product {list(table.shape)}",
+        stated=ids.shape == (10, 1),
+        amended=ids.shape == (10,) and table.shape == (10, 32),
+    )
+
+
+@chapter.claim(
+    "code.halves-comment",
+    "x is split into its two halves.",
+    KOREAN,
+    method="even and odd features turned, against rotations with both pairings",
+    expected="equal to pairs (2i, 2i+1), not to pairs (i, i+d/2)",
+    fails="x is split into even and odd features",
+)
+def _() -> Finding:
+    x, ids = normal(5, 8), torch.arange(5)
+    angles = torch.outer(ids.double(), theta(8))
+    y = _even_and_odd(x, angles.cos(), angles.sin())
+    half, neighbours = (largest(y - rotate(x, ids, theta(8), pairing=p)) for p in ("half", "interleaved"))
+    return Finding(
+        f"off by {half:.3g} from halves, {neighbours:.1e} from neighbours",
+        stated=half < EXACT,
+        amended=neighbours < EXACT,
+    )
+
+
+@chapter.claim(
+    "code.dtype",
+    "Applying the rotation returns x, rotated.",
+    f"{KOREAN}, {CHINESE_1}",
+    method="dtype of bfloat16 x after float32 tables, as described, and after apply_rope",
+    expected="float32 as described; bfloat16 from apply_rope",
+    only_if="x is float32: bfloat16 goes in and float32 comes out, at twice the memory",
+)
+def _() -> Finding:
+    x = normal(1, 1, 4, 8).bfloat16()
+    described = _even_and_odd(x, *_float32_table(4, 8)).dtype
+    ours = apply_rope(x, *build_rotary_frequencies(8, 4)).dtype
+    return Finding(f"{described} as described, {ours} here", stated=described == x.dtype, amended=ours == x.dtype)
+
+
+@chapter.claim(
+    "code.longer-table",
+    "max_seq_len is the longest sequence that a table serves.",
+    KOREAN,
+    method="a table of 8 rows on a sequence of 5, as described, and by apply_rope",
+    expected="a crash as described; the first 5 rows here",
+    only_if="the table is cut to the sequence first: as described, every shorter sequence crashes",
+)
+def _() -> Finding:
+    x = normal(1, 1, 5, 8)
+    try:
+        _even_and_odd(x, *(table[None, None] for table in _float32_table(8, 8)))
+        crashed = ""
+    except RuntimeError as error:
+        crashed = str(error).split(" at ")[0]
+    error = largest(apply_rope(x, *build_rotary_frequencies(8, 8)) - rotate(x, torch.arange(5), theta(8)))
+    return Finding(f"{crashed or 'no crash'}; here error {error:.1e}", stated=not crashed, amended=error < 1e-6)
+
+
+@chapter.claim(
+    "code.ids",
+    "pos_ids [..., seq] pick the rows of the table for x [..., seq, d].",
+    CHINESE_1,
+    method="ids [B, S] and x [B, H, S, D] with B = H = 3, broadcast as described; each batch on its own; B = 2",
+    expected="wrong in silence for B = H, an error for B ≠ H",
+    only_if="x has as many dimensions as the ids, and one more: with heads, ids of a batch line up with heads",
+)
+def _() -> Finding:
+    cos, sin = _float32_table(1000, 8)
+    ids = torch.randint(0, 1000, (3, 4), generator=torch.Generator().manual_seed(0))
+    x = normal(3, 3, 4, 8)
+    y = _even_and_odd(x, cos[ids], sin[ids])
+    truth = rotate(x, ids, theta(8))
+    wrong = largest(y - truth)
+    heads_as_batches = largest(y - rotate(x.transpose(0, 1), ids, theta(8)).transpose(0, 1))
+    flat = largest(_even_and_odd(x[:, 0], cos[ids], sin[ids]) - truth[:, 0])
+    try:
+        _even_and_odd(x[:2], cos[ids[:2]], sin[ids[:2]])
+        crashed = False
+    except RuntimeError:
+        crashed = True
+    return Finding(
+        f"off by {wrong:.3g} for B = H, crash for B = 2: {crashed}; without heads off by {flat:.1e}",
+        stated=wrong < 1e-3,
+        amended=flat < 1e-3 and heads_as_batches < 1e-3 and crashed,
+    )
+
+
+@chapter.claim(
+    "code.extra-repr",
+    "The module prints its context_length and dim/2.",
+    CHINESE_1,
+    method="shape[0] and shape[1] of cos and sin stacked, for context 512 and dim 64",
+    expected="it prints 2 and 512",
+    fails="the stacked table is [2, context_length, dim/2]: shape[1] is the context, shape[2] is dim/2",
+)
+def _() -> Finding:
+    shape = torch.stack(_float32_table(512, 64)).shape
+    return Finding(
+        f"context_length={shape[0]}, dim/2={shape[1]}",
+        stated=(shape[0], shape[1]) == (512, 32),
+        amended=(shape[1], shape[2]) == (512, 32),
+    )
+
+
+@chapter.claim(
+    "code.buffer",
+    "The table is a buffer that is not saved.",
+    CHINESE_1,
+    method="the largest error of cos after a module that holds it as a buffer is cast to bfloat16",
+    expected="not saved, but cast: an error of 2^-9",
+    only_if="the model is never cast: .to(bfloat16) rounds a buffer, persistent or not",
+)
+def _() -> Finding:
+    module = torch.nn.Module()
+    table = _float32_table(512, 64)[0]
+    module.register_buffer("table", table, persistent=False)
+    saved = len(module.state_dict())
+    module.to(torch.bfloat16)
+    error = largest(module.get_buffer("table").float() - table)
+    return Finding(f"{saved} tensors saved; error {error:.1e}", stated=error == 0, amended=saved == 0 and error < 2**-8)
+
+
+@chapter.claim(
+    "code.negative-id",
+    "The table serves the ids 0 to context_length − 1.",
+    CHINESE_1,
+    method="row −1 of a table of 512 rows",
+    expected="the last row, without an error",
+    only_if="no id is negative: −1 is served too, by the row of position 511",
+)
+def _() -> Finding:
+    cos, _ = _float32_table(512, 64)
+    same = torch.equal(cos[torch.tensor([-1])], cos[511:])
+    right = largest(cos[511] - torch.cos(-theta(64)))
+    return Finding(f"row 511: {same}; off by {right:.2g}", stated=not same, amended=same and right > 0.1)
+
+
+@chapter.claim(
+    "code.float32-angles",
+    "freqs = positions × frequencies, and its cosine, give cos(mθ).",
+    f"{KOREAN}, {CHINESE_1}",
+    method="largest error of cos in float32, d = 128, up to 4096 and up to 131072 positions",
+    expected="2e-4 and 8e-3",
+    only_if="positions are small: a float32 angle of 131071 is off by up to 8e-3; formed in float64 it is exact",
+)
+def _() -> Finding:
+    def error(rows: int) -> float:
+        last = torch.arange(rows - 4096, rows)
+        exact = torch.cos(torch.outer(last.double(), theta(128)))
+        return largest(torch.cos(torch.outer(last.float(), theta(128).float())).double() - exact)
+
+    near, far = error(4096), error(131_072)
+    ours = largest(
+        build_rotary_frequencies(128, 4096)[0][0, 0].double()
+        - torch.cos(torch.outer(torch.arange(4096).double(), theta(128)))
+    )
+    return Finding(
+        f"{near:.1e} to 4096, {far:.1e} to 131072; from float64 {ours:.1e}",
+        stated=far < 1e-6,
+        amended=near < 5e-4 and far > 1e-3 and ours <= 2**-24,
+    )

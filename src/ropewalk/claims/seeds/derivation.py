@@ -1,0 +1,240 @@
+"""The derivation of RoPE in the second Chinese note, step by step, in the plane."""
+
+import cmath
+import math
+from collections.abc import Callable
+
+import torch
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.samples import EXACT, normal
+from ropewalk.claims.sources import CHINESE_1, CHINESE_2, RUSSIAN_1
+from ropewalk.reference import rotate
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Derivation: from ⟨f(q,m), f(k,n)⟩ = g(q,k,m−n) to f(q,m) = q·exp(imθ)")
+
+THETA = 0.3
+QUERIES = [complex(a, b) for a, b in normal(6, 2).tolist()]
+KEYS = [complex(a, b) for a, b in normal(6, 2, seed=1).tolist()]
+PAIRS = list(zip(QUERIES, KEYS, strict=True))
+GRID = [(m, n) for m in range(-3, 9) for n in range(-3, 9)]
+
+
+def _f(q: complex, m: int) -> complex:
+    """f(q, m) by the reference rotation of a 2-vector."""
+    x = torch.tensor([[q.real, q.imag]], dtype=torch.float64)
+    a, b = rotate(x, torch.tensor([m]), torch.tensor([THETA], dtype=torch.float64))[0].tolist()
+    return complex(a, b)
+
+
+def _turn_difference(a: float, b: float) -> float:
+    """|a − b| for angles, which are the same 2π apart."""
+    return abs(cmath.phase(cmath.exp(1j * (a - b))))
+
+
+def _worst(error: Callable[[complex, complex, int, int], float]) -> float:
+    return max(error(q, k, m, n) for q, k in PAIRS for m, n in GRID)
+
+
+@chapter.claim(
+    "derivation.initial",
+    "f(q, 0) = q: at position 0 a vector is itself.",
+    CHINESE_2,
+    method="the rotation of six vectors to position 0",
+    expected="unchanged, bit for bit",
+)
+def _() -> Finding:
+    error = max(abs(_f(q, 0) - q) for q in QUERIES)
+    return Finding(f"error {error:g}", stated=error == 0)
+
+
+@chapter.claim(
+    "derivation.inner-product",
+    "⟨q, k⟩ = Re[q k*], and q and k must be real for that.",
+    CHINESE_2,
+    method="q·k of 2-vectors against Re[q k*] of the same vectors as complex numbers",
+    expected="equal for every complex q and k",
+    fails="the identity holds for any two plane vectors read as complex numbers; only the vectors' entries are real",
+)
+def _() -> Finding:
+    error = max(abs((q.real * k.real + q.imag * k.imag) - (q * k.conjugate()).real) for q, k in PAIRS)
+    imaginary = min(abs(q.imag) for q in QUERIES)
+    return Finding(
+        f"error {error:.1e}, with imaginary parts of {imaginary:.2g} and more",
+        stated=error > EXACT,
+        amended=error < EXACT and imaginary > 0,
+    )
+
+
+@chapter.claim(
+    "derivation.one-g",
+    "Re[f(q,m) f*(k,n)] = g(q,k,m−n), and then f(q,m) f*(k,n) = g(q,k,m−n), with the same g.",
+    CHINESE_2,
+    method="the imaginary part of f(q,m) f*(k,n), and its drift when m and n move",
+    expected="not 0: the first g is real, the second complex; both depend on m−n alone",
+    fails="two functions share one letter: the first is the real part of the second",
+)
+def _() -> Finding:
+    imaginary = max(abs((_f(q, 3) * _f(k, 1).conjugate()).imag) for q, k in PAIRS)
+    moved = _worst(lambda q, k, m, n: abs(_f(q, m) * _f(k, n).conjugate() - _f(q, m + 5) * _f(k, n + 5).conjugate()))
+    return Finding(
+        f"imaginary part {imaginary:.3g}; drift {moved:.1e}", stated=imaginary < EXACT, amended=moved < EXACT
+    )
+
+
+@chapter.claim(
+    "derivation.radius",
+    "R_f(q,m) R_f(k,n) = R_g(q,k,m−n), and at m = n this is |q| |k|.",
+    CHINESE_2,
+    method="|f(q,m)| |f(k,n)| over 144 pairs of positions, against |q| |k|",
+    expected="equal",
+)
+def _() -> Finding:
+    error = _worst(lambda q, k, m, n: abs(abs(_f(q, m)) * abs(_f(k, n)) - abs(q) * abs(k)))
+    return Finding(f"largest error {error:.1e}", stated=error < EXACT)
+
+
+@chapter.claim(
+    "derivation.angle",
+    "Θ_f(q,m) − Θ_f(k,n) = Θ_g(q,k,m−n), and at m = n this is Θ(q) − Θ(k).",
+    CHINESE_2,
+    method="the angles of f(q,m) and f(k,n) over 144 pairs of positions, modulo 2π",
+    expected="Θ(q) − Θ(k) + (m−n)θ",
+)
+def _() -> Finding:
+    def error(q: complex, k: complex, m: int, n: int) -> float:
+        found = cmath.phase(_f(q, m)) - cmath.phase(_f(k, n))
+        return _turn_difference(found, cmath.phase(q) - cmath.phase(k) + (m - n) * THETA)
+
+    worst = _worst(error)
+    return Finding(f"largest error {worst:.1e}", stated=worst < EXACT)
+
+
+@chapter.claim(
+    "derivation.phi",
+    "Θ_f(q,m) − Θ(q) does not depend on q.",
+    CHINESE_2,
+    method="its spread over six vectors at each of 12 positions, modulo 2π",
+    expected="0",
+)
+def _() -> Finding:
+    def phi(q: complex, m: int) -> float:
+        return cmath.phase(_f(q, m)) - cmath.phase(q)
+
+    spread = max(_turn_difference(phi(q, m), phi(QUERIES[0], m)) for q in QUERIES for m in range(-3, 9))
+    return Finding(f"spread {spread:.1e}", stated=spread < EXACT)
+
+
+@chapter.claim(
+    "derivation.arithmetic",
+    "φ(m) − φ(m−1) is the same for every m, so φ(m) = mθ.",
+    CHINESE_2,
+    method="differences of φ at neighbouring positions, and φ(m) against mθ, modulo 2π",
+    expected="every difference θ = 0.3; φ(0) = 0, which the initial condition gives",
+)
+def _() -> Finding:
+    phi = {m: cmath.phase(_f(1 + 0j, m)) for m in range(-3, 9)}
+    steps = max(_turn_difference(phi[m] - phi[m - 1], THETA) for m in range(-2, 9))
+    line = max(_turn_difference(phi[m], m * THETA) for m in phi)
+    return Finding(f"steps off by {steps:.1e}, line by {line:.1e}", stated=max(steps, line) < EXACT)
+
+
+@chapter.claim(
+    "derivation.solution",
+    "f(q, m) = |q| exp(i(Θ(q) + mθ)) = q exp(imθ), a rotation of the plane.",
+    f"{CHINESE_1}, {CHINESE_2}",
+    method="the rotation matrix times (q₀, q₁) against q exp(imθ), and against the polar form",
+    expected="equal",
+)
+def _() -> Finding:
+    product = max(abs(_f(q, m) - q * cmath.exp(1j * m * THETA)) for q in QUERIES for m in range(-3, 9))
+    polar = max(abs(_f(q, m) - cmath.rect(abs(q), cmath.phase(q) + m * THETA)) for q in QUERIES for m in range(-3, 9))
+    return Finding(f"errors {product:.1e} and {polar:.1e}", stated=max(product, polar) < EXACT)
+
+
+@chapter.claim(
+    "derivation.unique",
+    "The radius does not depend on m: R_f(q,m) = |q|, R_f(k,m) = |k|.",
+    CHINESE_2,
+    method="|q|ζ^m and |k|ζ^(−n), ζ = 0.98: does the product depend on m−n alone; the same with one f for both",
+    expected="another solution with two functions; none with one, since m = n and q = k give R_f(q,m)² = |q|²",
+    only_if="one f serves q and k; with f_q and f_k apart it is a choice, and the other one is xPos",
+)
+def _() -> Finding:
+    zeta = 0.98
+
+    def two(q: complex, k: complex, m: int, n: int) -> complex:
+        return zeta**m * _f(q, m) * (zeta**-n * _f(k, n)).conjugate()
+
+    def one(q: complex, k: complex, m: int, n: int) -> complex:
+        return zeta**m * _f(q, m) * (zeta**n * _f(k, n)).conjugate()
+
+    apart = _worst(lambda q, k, m, n: abs(two(q, k, m, n) - two(q, k, m + 4, n + 4)))
+    shared = _worst(lambda q, k, m, n: abs(one(q, k, m, n) - one(q, k, m + 4, n + 4)))
+    differs = max(abs(abs(zeta**5 * _f(q, 5)) - abs(q)) for q in QUERIES)
+    return Finding(
+        f"drift {apart:.1e} with two functions, {shared:.2g} with one; radius moved by {differs:.2g}",
+        stated=apart > EXACT,
+        amended=apart < EXACT and shared > 0.01 and differs > 0.01,
+    )
+
+
+@chapter.claim(
+    "derivation.exponent",
+    "With the query at n and the key at m, the score is Re[(W_q x_n)(W_k x_m)* exp(iθ(m−n))].",
+    RUSSIAN_1,
+    method="the score of rotated vectors against both signs of the exponent",
+    expected="n−m",
+    fails="the exponent is n−m (the note prints 'm n n'): the key's conjugate carries the minus",
+)
+def _() -> Finding:
+    def score(q: complex, k: complex, m: int, n: int) -> float:
+        return (_f(q, n) * _f(k, m).conjugate()).real
+
+    def formula(q: complex, k: complex, gap: int) -> float:
+        return (q * k.conjugate() * cmath.exp(1j * THETA * gap)).real
+
+    printed = _worst(lambda q, k, m, n: abs(score(q, k, m, n) - formula(q, k, m - n)))
+    right = _worst(lambda q, k, m, n: abs(score(q, k, m, n) - formula(q, k, n - m)))
+    return Finding(f"error {printed:.2g} with m−n, {right:.1e} with n−m", stated=printed < EXACT, amended=right < EXACT)
+
+
+@chapter.claim(
+    "derivation.g-arguments",
+    "That score is g(x_n, x_n, m−n): a function of the query's token and the distance.",
+    RUSSIAN_1,
+    method="the score for one query and six keys at one distance",
+    expected="it changes with the key's token",
+    fails="g(x_n, x_m, m−n): it depends on both tokens",
+)
+def _() -> Finding:
+    scores = [(_f(QUERIES[0], 2) * _f(k, 5).conjugate()).real for k in KEYS]
+    moved = [(_f(QUERIES[0], 9) * _f(k, 12).conjugate()).real for k in KEYS]
+    spread = max(scores) - min(scores)
+    still = max(abs(a - b) for a, b in zip(scores, moved, strict=True))
+    return Finding(
+        f"spread {spread:.3g} over keys; drift {still:.1e}", stated=spread < EXACT, amended=still < EXACT < spread
+    )
+
+
+@chapter.claim(
+    "derivation.original-score",
+    "In the complex form, (W_q x_q)(W_k x_k)* is the score without positions.",
+    CHINESE_1,
+    method="its imaginary part; its real part against q·k",
+    expected="its real part is the score; its imaginary part is not 0, and turns into score at other distances",
+    fails="its real part is; the imaginary part is needed as soon as m ≠ n",
+)
+def _() -> Finding:
+    products = [(q * k.conjugate(), q.real * k.real + q.imag * k.imag) for q, k in PAIRS]
+    imaginary = max(abs(z.imag) for z, _ in products)
+    real = max(abs(z.real - dot) for z, dot in products)
+    quarter = cmath.exp(1j * math.pi / 2)
+    swapped = max(abs((z * quarter).real + z.imag) for z, _ in products)
+    return Finding(
+        f"imaginary part {imaginary:.3g}; real part off by {real:.1e}; a quarter turn shows the imaginary part",
+        stated=imaginary < EXACT,
+        amended=real < EXACT and swapped < EXACT,
+    )

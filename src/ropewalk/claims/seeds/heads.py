@@ -1,0 +1,127 @@
+"""Heads: one rotation over the model or one a head, and which features of a head saw a whole turn."""
+
+import torch
+from torch import Tensor
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.samples import EXACT, drift, largest, normal, theta
+from ropewalk.claims.sources import LIU, RUSSIAN_1
+from ropewalk.reference import rotate
+from ropewalk.spec import RopeSpec, WholeModel
+from ropewalk.theory import critical_dimension, periods
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Heads: where the rotation is made")
+
+HEADS, DIM = 8, 64
+SPEC = RopeSpec(DIM, WholeModel(10_000, num_heads=HEADS))
+
+
+def _split(x: Tensor) -> Tensor:
+    """[seq, heads · dim] -> [heads, seq, dim]"""
+    return x.view(len(x), HEADS, DIM).transpose(0, 1)
+
+
+@chapter.claim(
+    "heads.own-frequencies",
+    "Rotating all of d_model before the heads are split gives each head a rotation of its own.",
+    RUSSIAN_1,
+    method="512 features rotated and then split into 8 heads, against heads rotated with WholeModel frequencies",
+    expected="equal; no frequency in two heads",
+)
+def _() -> Finding:
+    x, ids = normal(6, HEADS * DIM), torch.arange(6) * 100
+    before = _split(rotate(x, ids, theta(HEADS * DIM)))
+    after = rotate(_split(x), ids, SPEC.inv_freq())
+    error = largest(before - after)
+    distinct = len(set(SPEC.inv_freq().ravel().tolist()))
+    return Finding(
+        f"difference {error:.1e}; {distinct} frequencies in {HEADS} heads",
+        stated=error < EXACT and distinct == HEADS * DIM // 2,
+    )
+
+
+@chapter.claim(
+    "heads.range",
+    "That is the simple way to bring RoPE into multi-head attention.",
+    RUSSIAN_1,
+    method="fastest period of each head, 8 heads of 64: rotation over d_model, and per head as models do it",
+    expected="over d_model head 0 has 6.3 … 19 and head 7 starts at 19869; per head every head has 6.3 … 47117",
+    only_if="heads may differ: the last head barely turns within 4096 tokens, where models give all heads the range",
+)
+def _() -> Finding:
+    whole = [periods(row) for row in SPEC.inv_freq()]
+    each = periods(RopeSpec(DIM).inv_freq())
+    first, last = whole[0], whole[-1]
+    return Finding(
+        f"head 0: {first[0]:.1f} … {first[-1]:.0f}, head 7: from {last[0]:.0f}; "
+        f"per head: {each[0]:.1f} … {each[-1]:.0f}",
+        stated=bool(abs(last[0] - each[0]) < 1),
+        amended=bool(last[0] > 4 * 4096 and first[-1] < 32 and each[-1] > 40_000),
+    )
+
+
+@chapter.claim(
+    "heads.relative",
+    "Rotating all of d_model keeps the scores of each head relative.",
+    RUSSIAN_1,
+    method="drift of each head's score, 512 features rotated and split into 8 heads, in both pairings",
+    expected="none for pairs (0,1), (2,3), …; drift for pairs (i, i+256), which lie in two heads",
+    only_if="pairs are neighbours; half-split pairs straddle the heads, and their scores are not relative",
+)
+def _() -> Finding:
+    q, k = normal(2, 1, HEADS * DIM, seed=1)
+
+    def moved(pairing: str) -> float:
+        def scores(m: int, n: int) -> Tensor:
+            turned_q, turned_k = (
+                _split(rotate(x, torch.tensor([position]), theta(HEADS * DIM), pairing=pairing))
+                for x, position in ((q, m), (k, n))
+            )
+            return (turned_q * turned_k).sum((-1, -2))
+
+        return drift(scores)
+
+    interleaved, half = moved("interleaved"), moved("half")
+    return Finding(
+        f"drift {interleaved:.1e} (neighbours), {half:.3g} (half)",
+        stated=max(interleaved, half) < EXACT,
+        amended=interleaved < EXACT,
+    )
+
+
+@chapter.claim(
+    "heads.critical-dimension",
+    "LLaMA-2 (d = 128, base 10000, trained to 4096) has a critical dimension of 92.",
+    f"{RUSSIAN_1}, {LIU}",
+    method="2⌈d/2 · log_base(4096/2π)⌉, and features whose period fits into 4096",
+    expected="92 both ways; 36 features never saw a whole turn",
+)
+def _() -> Finding:
+    formula = critical_dimension(128, 10_000, 4096)
+    counted = 2 * int((periods(theta(128).numpy()) <= 4096).sum())
+    return Finding(f"{formula} by formula, {counted} counted; {128 - counted} beyond", stated=formula == counted == 92)
+
+
+@chapter.claim(
+    "heads.critical-clamp",
+    "The features past the critical dimension meet angles they never saw.",
+    LIU,
+    method="angles of each pair at 4096 … 8191: how far the farthest is, around the circle, from one seen before",
+    expected="by 0.1 and more in the last 36 features only",
+)
+def _() -> Finding:
+    circle = 2 * torch.pi
+    before, after = torch.arange(8192, dtype=torch.float64).split(4096)
+    unseen = []
+    for pair, frequency in enumerate(theta(128)):
+        seen = torch.sort(torch.remainder(before * frequency, circle)).values
+        # The neighbours of an angle on the circle: the last seen angle also stands before the first.
+        seen = torch.cat((seen[-1:] - circle, seen, seen[:1] + circle))
+        angles = torch.remainder(after * frequency, circle)
+        above = torch.searchsorted(seen, angles).clamp(1, len(seen) - 1)
+        nearest = torch.minimum(angles - seen[above - 1], seen[above] - angles)
+        if float(nearest.max()) > 0.1:
+            unseen.append(pair)
+    return Finding(f"{2 * len(unseen)} features, from pair {unseen[0]}", stated=unseen == list(range(46, 64)))

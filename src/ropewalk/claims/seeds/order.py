@@ -1,0 +1,108 @@
+"""Why a transformer needs positions at all."""
+
+import torch
+from torch import Tensor
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.samples import EXACT, largest, normal
+from ropewalk.claims.sources import CHINESE_1, CHINESE_2
+from ropewalk.reference import multi_head_attention, rotate
+from ropewalk.reference.attention import Projections
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Order: what attention knows without positions")
+
+DIM = 16
+TOKENS = normal(1, 3, DIM)
+SWAP = [2, 1, 0]
+WEIGHTS = Projections(*(normal(DIM, DIM, seed=1 + i) / DIM**0.5 for i in range(4)))
+
+
+def _outputs(causal: bool, tokens: Tensor) -> Tensor:
+    return multi_head_attention(tokens, WEIGHTS, num_heads=2, causal=causal)[0]
+
+
+def _scores(tokens: Tensor) -> Tensor:
+    return (tokens[0] @ WEIGHTS.query.T) @ (tokens[0] @ WEIGHTS.key.T).T
+
+
+@chapter.claim(
+    "order.same-query",
+    "A token's query is the same numbers wherever the token stands; only its row moves.",
+    CHINESE_1,
+    method="queries of [A, B, C] and of [C, B, A], compared bit for bit",
+    expected="difference 0",
+)
+def _() -> Finding:
+    before = torch.stack([WEIGHTS.query @ token for token in TOKENS[0]])
+    after = torch.stack([WEIGHTS.query @ token for token in TOKENS[0, SWAP]])
+    difference = largest(after - before[SWAP])
+    return Finding(f"difference {difference:g}", stated=difference == 0)
+
+
+@chapter.claim(
+    "order.qk-unchanged",
+    "The order of the input does not change QKᵀ.",
+    CHINESE_1,
+    method="QKᵀ of three tokens and of the same tokens permuted by P",
+    expected="P QKᵀ Pᵀ, which is another matrix",
+    fails="QKᵀ becomes P QKᵀ Pᵀ: the same numbers in other places",
+)
+def _() -> Finding:
+    before, after = _scores(TOKENS), _scores(TOKENS[:, SWAP])
+    moved, permuted = largest(after - before), largest(after - before[SWAP][:, SWAP])
+    return Finding(
+        f"|after − before| {moved:.3g}; |after − P·before·Pᵀ| {permuted:.1e}",
+        stated=moved < EXACT,
+        amended=permuted < EXACT,
+    )
+
+
+@chapter.claim(
+    "order.indistinguishable",
+    "Without positions a transformer cannot tell a sentence from the same words in another order.",
+    CHINESE_1,
+    method="outputs of full and of causal attention for permuted tokens, against permuted outputs",
+    expected="equal for full attention, not for causal",
+    only_if="there is no causal mask; a causal layer tells them apart without any encoding",
+)
+def _() -> Finding:
+    full, causal = (
+        largest(_outputs(masked, TOKENS[:, SWAP]) - _outputs(masked, TOKENS)[SWAP]) for masked in (False, True)
+    )
+    return Finding(
+        f"full attention {full:.1e}, causal {causal:.3g}", stated=max(full, causal) < EXACT, amended=full < EXACT
+    )
+
+
+@chapter.claim(
+    "order.captures",
+    "The attention module captures the positions of its input, that is, it cannot tell them apart.",
+    CHINESE_2,
+    method="outputs for permuted tokens against permuted outputs",
+    expected="equal: nothing of the positions is captured",
+    fails="a negation is missing: attention does NOT capture positions, and so cannot tell them apart",
+)
+def _() -> Finding:
+    difference = largest(_outputs(False, TOKENS[:, SWAP]) - _outputs(False, TOKENS)[SWAP])
+    return Finding(f"difference {difference:.1e}", stated=difference > EXACT, amended=difference < EXACT)
+
+
+@chapter.claim(
+    "order.rope-tells",
+    "With rotated queries and keys the order of the words matters.",
+    CHINESE_1,
+    method="outputs of full attention with RoPE for permuted tokens, against permuted outputs",
+    expected="they differ",
+)
+def _() -> Finding:
+    inv_freq = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
+
+    def outputs(tokens: Tensor) -> Tensor:
+        return multi_head_attention(
+            tokens, WEIGHTS, num_heads=2, rotate=lambda q, k, m: (rotate(q, m, inv_freq), rotate(k, m, inv_freq))
+        )[0]
+
+    difference = largest(outputs(TOKENS[:, SWAP]) - outputs(TOKENS)[SWAP])
+    return Finding(f"difference {difference:.3g}", stated=difference > 1e-3)

@@ -1,0 +1,301 @@
+"""The rotation in d dimensions: what it keeps, how it composes, its three forms, its frequencies, its cost."""
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.samples import EXACT, drift, largest, normal, theta, turn
+from ropewalk.claims.sources import CHINESE_1, CHINESE_2, KOREAN, RUSSIAN_1, RUSSIAN_2
+from ropewalk.errors import RopewalkError
+from ropewalk.reference import rotate, rotate_complex, rotate_matrix, softmax_attention
+from ropewalk.spec import RopeSpec
+
+__all__ = ["chapter"]
+
+chapter = Chapter("Rotation: relative positions from absolute ones")
+
+DIM = 64
+Q, K = normal(2, DIM)
+MATRICES = normal(2, DIM, DIM, seed=1) / DIM**0.5
+
+
+def _matrix(position: float, dim: int = DIM, inv_freq: Tensor | None = None) -> Tensor:
+    """R_m, column by column: the rotation of each unit vector."""
+    return turn(torch.eye(dim, dtype=torch.float64), position, theta(dim) if inv_freq is None else inv_freq).T
+
+
+@chapter.claim(
+    "rotation.relative-2d",
+    "In two dimensions the product of a rotated query and a rotated key depends on m − n alone.",
+    f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {CHINESE_2}",
+    method="drift of the score when both positions move by up to 1000",
+    expected="none",
+)
+def _() -> Finding:
+    moved = drift(lambda m, n: turn(Q[:2], m) @ turn(K[:2], n))
+    return Finding(f"drift {moved:.1e}", stated=moved < EXACT)
+
+
+@chapter.claim(
+    "rotation.relative",
+    "In d dimensions too: (R_m q)ᵀ(R_n k) = qᵀ R_{n−m} k.",
+    f"{CHINESE_1}, {CHINESE_2}, {KOREAN}",
+    method="drift of the score for d = 64, and the score against qᵀ R_{n−m} k",
+    expected="none, and equal",
+)
+def _() -> Finding:
+    moved = drift(lambda m, n: turn(Q, m) @ turn(K, n))
+    error = max(largest(turn(Q, m) @ turn(K, n) - Q @ _matrix(n - m) @ K) for m, n in ((3, 1), (17, 40), (0, 999)))
+    return Finding(f"drift {moved:.1e}, error {error:.1e}", stated=max(moved, error) < EXACT)
+
+
+@chapter.claim(
+    "rotation.before-w",
+    "The rotation is applied to the embedding x_m of a token.",
+    KOREAN,
+    method="drift of the score for q = W_q R_m x, rotated before the projection, and for q = R_m W_q x",
+    expected="drift before, none after",
+    only_if="x_m stands for the projected query or key: rotating before W loses the relative property",
+)
+def _() -> Finding:
+    w_q, w_k = MATRICES
+    before = drift(lambda m, n: (w_q @ turn(Q, m)) @ (w_k @ turn(K, n)))
+    after = drift(lambda m, n: turn(w_q @ Q, m) @ turn(w_k @ K, n))
+    return Finding(f"drift {before:.3g} before W, {after:.1e} after", stated=before < EXACT, amended=after < EXACT)
+
+
+@chapter.claim(
+    "rotation.q-and-v",
+    "The product of the projections q and v should depend on the relative position alone.",
+    RUSSIAN_1,
+    method="drift of ⟨R_m q, R_n k⟩, and of ⟨R_m q, v_n⟩ with v as attention has it, not rotated",
+    expected="none for q·k; q·v drifts, and attention never forms it",
+    fails="the product of q and k: v is averaged, never multiplied with q",
+)
+def _() -> Finding:
+    v = normal(DIM, seed=2)
+    q_v, q_k = drift(lambda m, n: turn(Q, m) @ v), drift(lambda m, n: turn(Q, m) @ turn(K, n))
+    return Finding(f"drift of q·v {q_v:.3g}, of q·k {q_k:.1e}", stated=q_v < EXACT, amended=q_k < EXACT)
+
+
+@chapter.claim(
+    "rotation.values-need-none",
+    "Position is used in q and k, which are multiplied to weigh the values.",
+    RUSSIAN_1,
+    method="attention with q and k rotated, moved by 100 positions; the same with v rotated as well",
+    expected="outputs do not move; with v rotated they do",
+)
+def _() -> Finding:
+    q, k, v = normal(3, 1, 2, 6, DIM, seed=3)
+
+    def outputs(start: int, values: bool) -> Tensor:
+        ids = torch.arange(6) + start
+        turned = [rotate(x, ids, theta(DIM)) for x in (q, k, v)]
+        return softmax_attention(turned[0], turned[1], turned[2] if values else v)
+
+    still, moved = (largest(outputs(100, values) - outputs(0, values)) for values in (False, True))
+    return Finding(f"moved by {still:.1e}; with v rotated by {moved:.3g}", stated=still < EXACT and moved > 0.1)
+
+
+@chapter.claim(
+    "rotation.needs-m",
+    "The rotated projection is R_Θ^{q,k} W x_m, with one matrix for queries and one for keys.",
+    RUSSIAN_1,
+    method="scores with one and the same R for every position, against scores without any",
+    expected="equal: such an R does nothing",
+    fails="R_{Θ,m}: one matrix for q and k alike, another for every position",
+)
+def _() -> Finding:
+    q, k = normal(2, 5, DIM, seed=4)
+    plain = q @ k.T
+    constant = largest(turn(q, 7) @ turn(k, 7).T - plain)
+    by_position = rotate(q, torch.arange(5), theta(DIM)) @ rotate(k, torch.arange(5), theta(DIM)).T
+    told = largest(by_position - plain)
+    return Finding(
+        f"scores move by {constant:.1e} with one R, by {told:.3g} with R_m",
+        stated=constant > EXACT,
+        amended=constant < EXACT < told,
+    )
+
+
+@chapter.claim(
+    "rotation.group",
+    "R_mᵀ = R_{−m} and R_a R_b = R_{a+b}.",
+    CHINESE_1,
+    method="64×64 matrices at 3, 17, −40 and 1000",
+    expected="equal",
+)
+def _() -> Finding:
+    ids = (3, 17, -40, 1000)
+    transpose = max(largest(_matrix(m).T - _matrix(-m)) for m in ids)
+    product = max(largest(_matrix(a) @ _matrix(b) - _matrix(a + b)) for a in ids for b in ids)
+    return Finding(f"errors {transpose:.1e} and {product:.1e}", stated=max(transpose, product) < EXACT)
+
+
+@chapter.claim(
+    "rotation.orthogonal",
+    "R_m is orthogonal, so it keeps the length of a vector.",
+    f"{CHINESE_1}, {CHINESE_2}",
+    method="R_mᵀR_m against 1, and |R_m q| against |q|, at positions up to 2^20",
+    expected="equal",
+)
+def _() -> Finding:
+    ids = (1, 4095, 1 << 20)
+    eye = torch.eye(DIM, dtype=torch.float64)
+    product = max(largest(_matrix(m).T @ _matrix(m) - eye) for m in ids)
+    length = max(largest(turn(Q, m).norm() - Q.norm()) for m in ids)
+    return Finding(f"errors {product:.1e} and {length:.1e}", stated=max(product, length) < EXACT)
+
+
+@chapter.claim(
+    "rotation.formula-2d",
+    "The rotation of (x, y) is (x cos θ − y sin θ, x sin θ + y cos θ), counter-clockwise.",
+    f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {CHINESE_2}, {KOREAN}",
+    method="(1, 0) turned by a quarter; the formula written out for random vectors",
+    expected="(0, 1); equal",
+)
+def _() -> Finding:
+    quarter = turn(torch.tensor([1.0, 0.0], dtype=torch.float64), 1, torch.tensor([torch.pi / 2], dtype=torch.float64))
+    x, y = Q[:2]
+    angle = torch.tensor(0.7, dtype=torch.float64)
+    written = torch.stack((x * angle.cos() - y * angle.sin(), x * angle.sin() + y * angle.cos()))
+    error = largest(turn(Q[:2], 1, angle[None]) - written)
+    shown = f"({abs(float(quarter[0])):.0f}, {float(quarter[1]):.0f})"
+    return Finding(f"{shown}; error {error:.1e}", stated=shown == "(0, 1)" and error < EXACT)
+
+
+@chapter.claim(
+    "rotation.three-forms",
+    "Block-diagonal matrix, complex product and element-wise formula are the same map.",
+    f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {KOREAN}",
+    method="the three for d = 64 at positions up to 2^20",
+    expected="equal",
+)
+def _() -> Finding:
+    x, ids = normal(4, DIM, seed=5), torch.tensor([0, 1, 4095, 1 << 20])
+    truth = rotate(x, ids, theta(DIM))
+    error = max(largest(form(x, ids, theta(DIM)) - truth) for form in (rotate_complex, rotate_matrix))
+    return Finding(f"largest difference {error:.1e}", stated=error < EXACT)
+
+
+@chapter.claim(
+    "rotation.columns",
+    "The element-wise formula multiplies x by a column of cosines and a column of sines, as printed.",
+    RUSSIAN_2,
+    method="the printed columns for d = 6, where nothing is left out, counted",
+    expected="6 entries each; printed: 7 cosines (θ_{d/2} three times), 7 sines (a stray θ_2)",
+    fails="each frequency stands twice in each column: θ_1, θ_1, θ_2, θ_2, …, θ_{d/2}, θ_{d/2}",
+)
+def _() -> Finding:
+    x, m, f = normal(6, seed=6), 5, theta(6)
+    cos_printed, sin_printed = [0, 0, 1, 1, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2]
+    swapped = torch.stack((-x[1::2], x[0::2]), -1).flatten()
+    right = x * torch.cos(m * f).repeat_interleave(2) + swapped * torch.sin(m * f).repeat_interleave(2)
+    error = largest(right - turn(x, m))
+    return Finding(
+        f"{len(x)} features, {len(cos_printed)} cosines, {len(sin_printed)} sines; corrected: error {error:.1e}",
+        stated=len(cos_printed) == len(x) and len(sin_printed) == len(x),
+        amended=error < EXACT,
+    )
+
+
+@chapter.claim(
+    "rotation.subspaces",
+    "R splits the space into d/2 planes, each of which turns on its own.",
+    f"{CHINESE_1}, {CHINESE_2}, {RUSSIAN_1}",
+    method="the entries of R_m outside its 2×2 blocks; the score against the sum of the planes' scores",
+    expected="0; equal",
+)
+def _() -> Finding:
+    blocks = torch.block_diag(*[torch.ones(2, 2, dtype=torch.float64)] * (DIM // 2))
+    outside = largest(_matrix(17) * (1 - blocks))
+    planes = sum(
+        turn(Q[2 * i : 2 * i + 2], 17, f[None]) @ turn(K[2 * i : 2 * i + 2], 4, f[None])
+        for i, f in enumerate(theta(DIM))
+    )
+    error = largest(turn(Q, 17) @ turn(K, 4) - planes)
+    return Finding(f"outside {outside:g}; error {error:.1e}", stated=outside == 0 and error < EXACT)
+
+
+@chapter.claim(
+    "rotation.theta",
+    "θ_i = 10000^(−2i/d), i = 0 … d/2−1.",
+    f"{KOREAN}, {CHINESE_1}",
+    method="the frequencies of a spec against the formula, d = 128",
+    expected="equal, falling from 1",
+)
+def _() -> Finding:
+    found = RopeSpec(128).inv_freq()
+    error = max(abs(float(found[i]) - 10_000.0 ** (-2 * i / 128)) for i in range(64))
+    falling = bool((found[1:] < found[:-1]).all())
+    return Finding(
+        f"error {error:.1e}, first {found[0]:g}, falling: {falling}", stated=error < 1e-15 and falling and found[0] == 1
+    )
+
+
+@chapter.claim(
+    "rotation.theta-from-one",
+    "θ_i = 10000^(−2(i−1)/d), i = 1 … d/2.",
+    RUSSIAN_1,
+    method="the frequencies of a spec against the formula, d = 128",
+    expected="equal to the ones counted from 0",
+)
+def _() -> Finding:
+    error = max(abs(float(RopeSpec(128).inv_freq()[i - 1]) - 10_000.0 ** (-2 * (i - 1) / 128)) for i in range(1, 65))
+    return Finding(f"error {error:.1e}", stated=error < 1e-15)
+
+
+@chapter.claim(
+    "rotation.theta-mixed",
+    "The matrix has θ_1 … θ_{d/2}, and θ_i = 10000^(−2i/d).",
+    CHINESE_1,
+    method="10000^(−2i/d) at i = 1 … d/2 against the frequencies of RoFormer, d = 128",
+    expected="each is 10000^(−2/d) = 0.866 times too small",
+    fails="with i counted from 1 the exponent is −2(i−1)/d; −2i/d counts from 0",
+)
+def _() -> Finding:
+    mixed = torch.tensor([10_000.0 ** (-2 * i / 128) for i in range(1, 65)], dtype=torch.float64)
+    ratio = mixed / theta(128)
+    return Finding(
+        f"ratio {float(ratio[0]):.4f}",
+        stated=largest(ratio - 1) < EXACT,
+        amended=largest(ratio - 10_000.0 ** (-2 / 128)) < EXACT,
+    )
+
+
+@chapter.claim(
+    "rotation.even",
+    "The dimension must be even.",
+    KOREAN,
+    method="a spec of 7 features",
+    expected="refused",
+)
+def _() -> Finding:
+    try:
+        RopeSpec(7)
+    except RopewalkError as error:
+        return Finding(f"refused: expected {error.expected}", stated=True)
+    return Finding("accepted", stated=False)
+
+
+@chapter.claim(
+    "rotation.sparse",
+    "Multiplying by the whole matrix wastes memory and time.",
+    CHINESE_1,
+    method="operations and numbers for one vector of d = 128: R_m x (counted by torch) and the element-wise form",
+    expected="2d² = 32768 operations on 16384 numbers, against 3d = 384 on 128 cosines and sines",
+)
+def _() -> Finding:
+    matrix = _matrix(5, 128)
+    with FlopCounterMode(display=False) as counter:
+        torch.mm(matrix, normal(128, 1))
+    dense = counter.get_total_flops()
+    # Element by element a pair takes four products and two sums: 6 · d/2.
+    sparse, tables = 6 * 64, 2 * 64
+    used = int((matrix != 0).sum())
+    return Finding(
+        f"{dense} against {sparse} operations ({dense / sparse:.0f}×), {matrix.numel()} against {tables} numbers; "
+        f"{used} entries are not 0",
+        stated=dense == 2 * 128**2 and dense > 10 * sparse and used == 256,
+    )

@@ -1,0 +1,65 @@
+"""`ropewalk`: the commands and their options. What a command does is imported when it is called."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="ropewalk",
+    help="Position in transformers: check what is said about RoPE, against the mathematics.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from ropewalk import __version__
+
+        typer.echo(f"ropewalk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def verify(
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON; - for standard output.")
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", metavar="DIR", help="Write pictures (PNG) into this folder.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="TEXT", help="Measure the statements whose id has TEXT in it.")
+    ] = None,
+) -> None:
+    """Measure every statement in the ledger: what notes and papers say of position encodings.
+
+    Exits with 1 if a measurement contradicts a recorded verdict.
+    """
+    from ropewalk.tools.verify import verify as run
+
+    raise typer.Exit(run(json_file=json, plots=plots, only=only))
+
+
+def main() -> None:
+    """Runs the command line. A user's mistake is printed as what it says, without a traceback."""
+    from ropewalk.errors import RopewalkError
+
+    try:
+        app()
+    except RopewalkError as error:
+        typer.echo(error, err=True)
+        raise SystemExit(2) from None

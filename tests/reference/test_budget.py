@@ -1,0 +1,69 @@
+"""The error budget: it accepts one rounding, and rejects what its docstring says that it rejects."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropewalk import RopewalkError
+from ropewalk.reference import assert_within_budget, rotate, rotation_budget
+from ropewalk.reference.budget import BudgetError
+from strategies import pairings, seeds, theta, vector
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@given(seeds, pairings, st.sampled_from(DTYPES), st.floats(1e-9, 1e3))
+def test_the_truth_rounded_once_is_within_budget(seed, pairing, dtype, scale):
+    truth = vector(seed, 5, 16) * scale
+    assert assert_within_budget(truth.to(dtype), truth, rotary_dim=16, pairing=pairing) <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("angle", "passes"), [(1e-6, True), (1e-5, False)])
+def test_a_constant_error_of_the_angle_is_found(dtype, angle, passes):
+    x = vector(0, 1000, 16)
+    truth = rotate(x, torch.arange(1000), theta(16))
+    off = rotate(truth, torch.full((1000,), angle, dtype=torch.float64), torch.ones(8, dtype=torch.float64)).to(dtype)
+    if passes:
+        assert_within_budget(off, truth, rotary_dim=16)
+    else:
+        with pytest.raises(BudgetError):
+            assert_within_budget(off, truth, rotary_dim=16)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_element_among_many_is_found_and_named(bad, dtype):
+    truth = torch.ones(100, 64, dtype=torch.float64)
+    fast = truth.to(dtype, copy=True)
+    fast[73, 5] = bad
+    with pytest.raises(BudgetError, match=r"element \(73, 5\).*\(1 of 6400"):
+        assert_within_budget(fast, truth, rotary_dim=64)
+
+
+@pytest.mark.parametrize("rotary_slice", ["leading", "trailing"])
+def test_features_that_do_not_turn_have_no_budget(rotary_slice):
+    truth = vector(0, 3, 8)
+    allowed = rotation_budget(truth, torch.float32, rotary_dim=4, rotary_slice=rotary_slice)
+    still = slice(4, 8) if rotary_slice == "leading" else slice(0, 4)
+    assert (allowed[:, still] == 0).all()
+    assert (allowed > 0).sum() == 12
+    fast = truth.clone()
+    fast[1, still.start] += 1e-15
+    with pytest.raises(BudgetError, match="element"):
+        assert_within_budget(fast, truth, rotary_dim=4, rotary_slice=rotary_slice)
+
+
+def test_an_empty_tensor_is_within_budget():
+    assert assert_within_budget(torch.ones(0, 8), torch.ones(0, 8, dtype=torch.float64), rotary_dim=8) == 0
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_bad_input():
+    with pytest.raises(RopewalkError, match="the reference in float64"):
+        assert_within_budget(torch.ones(2, 4), torch.ones(2, 4), rotary_dim=4)
+    with pytest.raises(RopewalkError, match="two tensors of one shape"):
+        assert_within_budget(torch.ones(2, 4), torch.ones(3, 4, dtype=torch.float64), rotary_dim=4)

@@ -1,0 +1,168 @@
+"""RopeSpec: a value with a JSON form, that refuses what no rotation can be."""
+
+import dataclasses
+import json
+import math
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropewalk import RopeSpec, RopewalkError
+from ropewalk.spec import Explicit, Frequencies, Plain, WholeModel
+from strategies import bases, pairings
+
+
+@st.composite
+def specs(draw):
+    pairs = draw(st.integers(1, 16))
+    rotary_pairs = draw(st.integers(1, pairs))
+    rule = draw(
+        st.one_of(
+            bases.map(Plain),
+            st.builds(WholeModel, bases, st.integers(1, 8)),
+            st.lists(st.floats(-10, 10), min_size=rotary_pairs, max_size=rotary_pairs).map(Explicit),
+        )
+    )
+    return RopeSpec(
+        2 * pairs,
+        rule,
+        rotary_dim=2 * rotary_pairs,
+        pairing=draw(pairings),
+        rotary_slice=draw(st.sampled_from(["leading", "trailing"])),
+        sign=draw(st.sampled_from([1, -1])),
+    )
+
+
+@given(specs())
+def test_json_keeps_every_field(spec):
+    again = RopeSpec.from_json(spec.to_json())
+    assert again == spec
+    assert hash(again) == hash(spec)
+    np.testing.assert_array_equal(again.inv_freq(), spec.inv_freq())
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+@given(specs())
+def test_the_sign_turns_the_frequencies_around(spec):
+    other = dataclasses.replace(spec, sign=-spec.sign)
+    assert other != spec
+    np.testing.assert_array_equal(other.inv_freq(), -spec.inv_freq())
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_defaults_are_roformers():
+    spec = RopeSpec(128)
+    assert (spec.pairing, spec.sign, spec.rotary_dim, spec.frequencies) == ("interleaved", 1, 128, Plain(10_000.0))
+    assert (spec.amplitude(), spec.softmax_scale, spec.inv_freq().shape) == (1.0, 1.0, (64,))
+    assert spec == RopeSpec(128, rotary_dim=128) == RopeSpec(np.int64(128))  # pyright: ignore[reportArgumentType]
+
+
+def test_frequencies_are_of_the_part_that_turns():
+    np.testing.assert_array_equal(RopeSpec(64, rotary_dim=16).inv_freq(), Plain().evaluate(16))
+
+
+def test_a_rule_of_ones_own_needs_no_other_change():
+    try:
+
+        @dataclasses.dataclass(frozen=True)
+        class Harmonic(Frequencies):
+            first: float = 1.0
+
+            def evaluate(self, rotary_dim, length=None):
+                return self.first / np.arange(1.0, rotary_dim // 2 + 1)
+
+        spec = RopeSpec(8, Harmonic(2.0))
+        assert spec.inv_freq().tolist() == [2.0, 1.0, 2 / 3, 0.5]
+        assert RopeSpec.from_json(spec.to_json()) == spec
+    finally:
+        Frequencies.known.pop("Harmonic")
+
+
+def test_import_and_specs_need_no_torch():
+    code = (
+        "import sys, ropewalk as rw; rw.RopeSpec.from_json(rw.RopeSpec(64, rw.WholeModel(1e4, 8)).to_json());"
+        "import ropewalk.theory; dir(rw); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"head_dim": 7},
+            "head_dim=...\\)\nexpected: an even integer of at least 2\ngot:      7\ndo this:  pass an even",
+        ),
+        ({"head_dim": 0}, "even integer"),
+        ({"head_dim": -4}, "even integer"),
+        ({"head_dim": 8.0}, "even integer"),
+        ({"head_dim": "8"}, "even integer"),
+        ({"head_dim": True}, "even integer"),
+        ({"head_dim": 8, "rotary_dim": 10}, "at most head_dim = 8\ngot:      rotary_dim = 10"),
+        ({"head_dim": 8, "rotary_dim": 3}, "rotary_dim=...\\)\nexpected: an even integer"),
+        ({"head_dim": 8, "rotary_dim": 0}, "even integer"),
+        ({"head_dim": 8, "pairing": "halves"}, "did you mean 'half'"),
+        ({"head_dim": 8, "pairing": None}, "'interleaved' or 'half'"),
+        ({"head_dim": 8, "rotary_slice": "middle"}, "'leading' or 'trailing'"),
+        ({"head_dim": 8, "frequencies": 10_000}, "wrap a base as Plain"),
+        ({"head_dim": 8, "frequencies": [1.0] * 4}, "a list of frequencies as Explicit"),
+        ({"head_dim": 8, "frequencies": Explicit([1.0, 2.0])}, "4 numbers, one a pair\ngot:      2"),
+        ({"head_dim": 8, "frequencies": Explicit([[1.0], [2.0]])}, "4 numbers a head"),
+        ({"head_dim": 8, "sign": 0}, "sign=...\\)\nexpected: 1"),
+        ({"head_dim": 8, "sign": True}, "sign=...\\)\nexpected: 1"),
+        ({"head_dim": 8, "axes": ((1.0,),)}, "axes=...\\)\nexpected: None, the one value"),
+        ({"head_dim": 8, "xpos": 512}, "xpos=...\\)\nexpected: None"),
+        ({"head_dim": 8, "query_temperature": 0.1}, "query_temperature=...\\)\nexpected: None"),
+        ({"head_dim": 8, "angles": "bfloat16"}, "angles=...\\)\nexpected: 'exact'"),
+    ],
+)
+def test_what_no_rotation_can_be_is_refused(arguments, message):
+    with pytest.raises(RopewalkError, match=message):
+        RopeSpec(**arguments)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("length", [0, -1, 2.5, "8", True])
+def test_a_length_is_a_count(length):
+    for method in (RopeSpec(8).inv_freq, RopeSpec(8).amplitude):
+        with pytest.raises(RopewalkError, match=r"length=\.\.\.\nexpected: an integer of at least 1"):
+            method(length)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the JSON text that RopeSpec.to_json wrote"),
+        ("[]", 'no object with a "head_dim"'),
+        ("{}", 'no object with a "head_dim"'),
+        ("[" * 100_000, "RopeSpec.to_json"),
+        (None, "RopeSpec.to_json"),
+        ('{"head_dim": 8, "pairng": "half"}', "did you mean 'pairing'"),
+        ('{"head_dim": 8, "frequencies": {"rule": "Plain", "base": NaN}}', "a finite number above 0"),
+        ('{"head_dim": NaN}', "even integer"),
+        ('{"head_dim": 8, "frequencies": null}', 'an object with a "rule"'),
+    ],
+)
+def test_text_that_is_no_spec_is_refused(text, message):
+    with pytest.raises(RopewalkError, match=message):
+        RopeSpec.from_json(text)
+
+
+def test_json_is_json():
+    fields = json.loads(RopeSpec(8, Plain(math.pi)).to_json())
+    assert fields["frequencies"] == {"rule": "Plain", "base": math.pi}
+    assert set(fields) == {field.name for field in dataclasses.fields(RopeSpec)}
+
+
+def test_errors_survive_pickling():
+    with pytest.raises(RopewalkError) as caught:
+        RopeSpec(7)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.got) == (str(caught.value), "7")
