@@ -40,6 +40,17 @@ def _rebuild(asked: str, expected: str, got: str, do: str) -> RopewalkError:
     return RopewalkError(asked=asked, expected=expected, got=got, do=do)
 
 
+def shown(value: object) -> str:
+    """`value` as an error shows it: its repr, cut short, and its type unless the repr tells it.
+
+    >>> shown(7), shown(7.0), shown("x" * 99)[-4:]
+    ('7', '7.0 (float)', 'x...')
+    """
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if type(value) in (int, str, bool, type(None)) else f"{text} ({type(value).__name__})"
+
+
 def require_choice(value: object, choices: Iterable[str], *, asked: str) -> str:
     """`value`, if it is one of `choices`; otherwise an error that names the nearest."""
     known = tuple(choices)
@@ -47,14 +58,14 @@ def require_choice(value: object, choices: Iterable[str], *, asked: str) -> str:
         return value
     near = difflib.get_close_matches(str(value), known, n=1)
     do = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, known))}"
-    raise RopewalkError(asked=asked, expected=" or ".join(map(repr, known)), got=repr(value), do=do)
+    raise RopewalkError(asked=asked, expected=" or ".join(map(repr, known)), got=shown(value), do=do)
 
 
 def require_even(value: object, *, asked: str, do: str) -> int:
     """`value` as an int, if it is an even integer of at least 2."""
     number = as_int(value)
     if number is None or number < 2 or number % 2:
-        raise RopewalkError(asked=asked, expected="an even integer of at least 2", got=repr(value), do=do)
+        raise RopewalkError(asked=asked, expected="an even integer of at least 2", got=shown(value), do=do)
     return number
 
 
@@ -63,7 +74,7 @@ def require_count(value: object, *, asked: str, do: str, at_least: int = 1) -> i
     number = as_int(value)
     if number is None or number < at_least:
         expected = f"an integer of at least {at_least}"
-        raise RopewalkError(asked=asked, expected=expected, got=repr(value), do=do)
+        raise RopewalkError(asked=asked, expected=expected, got=shown(value), do=do)
     return number
 
 
@@ -71,8 +82,15 @@ def require_positive(value: object, *, asked: str, do: str) -> float:
     """`value` as a float, if it is a finite number above 0."""
     number = as_float(value)
     if number is None or number <= 0.0:
-        raise RopewalkError(asked=asked, expected="a finite number above 0", got=repr(value), do=do)
+        raise RopewalkError(asked=asked, expected="a finite number above 0", got=shown(value), do=do)
     return number
+
+
+def require_flag(value: object, *, asked: str) -> bool:
+    """`value`, if it is True or False: the string "no" is neither."""
+    if not isinstance(value, bool):
+        raise RopewalkError(asked=asked, expected="True or False", got=shown(value), do="pass a bool")
+    return value
 
 
 def as_int(value: object) -> int | None:

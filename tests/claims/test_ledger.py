@@ -63,8 +63,9 @@ def test_a_feature_map_that_reaches_zero_is_noticed(monkeypatch):
 
 def test_wrong_frequencies_are_noticed(monkeypatch):
     frequencies = importlib.import_module("ropewalk.spec.frequencies")
-    right = frequencies._plain
-    monkeypatch.setattr(frequencies, "_plain", lambda base, dim: right(base * 1.001, dim))
+    monkeypatch.setattr(
+        frequencies.Plain, "evaluate", lambda self, dim, *_: frequencies.float64_powers(self.base * 1.001, dim)
+    )
     ids = ("rotation.theta", "absolute.sinusoid", "men.larger-base")
     assert contradicted(*ids) == set(ids)
 

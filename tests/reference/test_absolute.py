@@ -97,8 +97,10 @@ def test_the_rnn_is_torchs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_dtype_of_x_is_kept(dtype):
-    assert sinusoidal(vector(0, 5, 4).to(dtype), torch.arange(5)).dtype == dtype
+@pytest.mark.parametrize("name", sorted(encoders(0)))
+def test_the_result_is_the_float64_result_rounded_once(name, dtype):
+    encode, x = encoders(0)[name], vector(0, 5, 4).to(dtype)
+    assert torch.equal(encode(x, torch.arange(5)), encode(x.double(), torch.arange(5)).to(dtype))
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -115,12 +117,15 @@ def test_the_dtype_of_x_is_kept(dtype):
         (lambda: sinusoidal(torch.ones(1, 3), torch.tensor([0])), "even integer"),
         (lambda: sinusoidal(torch.ones(1, 2).int(), torch.tensor([0])), "floating-point"),
         (lambda: sinusoidal(torch.ones(2), torch.tensor([0])), "2 or more dimensions"),
-        (lambda: sinusoidal(torch.ones(1, 2), torch.tensor([True])), "real numbers"),
+        (lambda: sinusoidal(torch.ones(1, 2), torch.tensor([True])), "whole numbers, float32 or float64"),
         (
             lambda: concatenated(torch.ones(1, 2), torch.tensor([0]), torch.ones(1, 1), torch.ones(2, 2)),
             r"a matrix \[dim, 3\]",
         ),
         (lambda: project(torch.ones(1, 2), torch.tensor([0]), torch.eye(2), sinusoidal, "output"), "'input' or"),
+        (lambda: project(torch.ones(1, 2), torch.tensor([0]), torch.eye(3), sinusoidal), r"a matrix \[out, 2\]"),
+        (lambda: recurrent(torch.ones(1, 2), torch.tensor([0]), *torch.ones(2, 2, 3), torch.ones(2)), "two matrices"),
+        (lambda: learned(torch.ones(1, 2), [0], torch.ones(3, 2)), "a torch.Tensor"),
     ],
 )
 def test_bad_input(call, message):

@@ -71,8 +71,12 @@ def test_alibi():
     [
         (lambda: t5_bucket(torch.tensor([1]), causal=True, num_buckets=3), "at least 4"),
         (lambda: t5_bucket(torch.tensor([1]), causal=True, max_distance=16), "at least 17"),
+        (lambda: t5_bucket(torch.tensor([1.5]), causal=True), "whole distances"),
+        (lambda: t5_bucket(torch.tensor([1]), causal="no"), "True or False"),
+        (lambda: t5_bias(torch.arange(2), torch.arange(2), torch.ones(32), causal=True), "2 or more dimensions"),
+        (lambda: alibi_bias(8, 8, 4), "a torch.Tensor"),
         (lambda: alibi_slopes(0), "at least 1"),
-        (lambda: alibi_slopes(math.nan), "at least 1"),  # pyright: ignore[reportArgumentType]
+        (lambda: alibi_slopes(math.nan), "at least 1"),
         (lambda: alibi_bias(torch.ones(2, 2), torch.ones(2), 4), "two lists of positions"),
         (lambda: t5_bias(torch.arange(2), torch.tensor(1), torch.ones(32, 1), causal=True), "two lists of positions"),
     ],

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import RopewalkError
-from ropewalk.reference import assert_within_budget, rotate, rotation_budget
-from ropewalk.reference.budget import BudgetError
+from ropewalk.reference import BudgetError, assert_within_budget, check_rotation, rotate, rotation_budget
 from strategies import pairings, seeds, theta, vector
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -67,3 +66,13 @@ def test_bad_input():
         assert_within_budget(torch.ones(2, 4), torch.ones(2, 4), rotary_dim=4)
     with pytest.raises(RopewalkError, match="two tensors of one shape"):
         assert_within_budget(torch.ones(2, 4), torch.ones(3, 4, dtype=torch.float64), rotary_dim=4)
+
+
+def test_a_check_of_some_cases_or_of_none():
+    def only_half(x, positions, inv_freq, *, pairing, **options):
+        assert pairing == "half"
+        return rotate(x, positions, inv_freq, pairing=pairing, **options)
+
+    assert check_rotation(only_half, [torch.float32], where=lambda case: case.pairing == "half") <= 1
+    with pytest.raises(RopewalkError, match="at least one dtype and one case"):
+        check_rotation(rotate, [])

@@ -78,6 +78,14 @@ def test_queries_may_stand_anywhere():
     assert not torch.allclose(by_sum, linear_attention_by_sum(q, k, v, inv_freq=theta(4), q_positions=ids + 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [linear_attention_by_sum, linear_attention_by_recurrence])
+def test_the_result_is_the_float64_result_rounded_once(form, dtype):
+    q, k, v = (x.to(dtype) for x in vector(5, 3, 1, 2, 6, 8))
+    exact = form(q.double(), k.double(), v.double(), inv_freq=theta(8), causal=True)
+    assert torch.equal(form(q, k, v, inv_freq=theta(8), causal=True), exact.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_elu_plus_one_is_positive_and_is_elu_plus_one(dtype):
     x = torch.linspace(-80, 80, 4001, dtype=torch.float64)
@@ -105,7 +113,9 @@ def test_bad_input(form):
         form(q, k, k, inv_freq=theta(4))
     with pytest.raises(RopewalkError, match="positions only together with inv_freq"):
         form(k, k, k, positions=torch.arange(3))
+    with pytest.raises(RopewalkError, match="'interleaved' or 'half'"):
+        form(k, k, k, pairing="neox")
     with pytest.raises(RopewalkError, match="no more queries than keys"):
         form(q, k, k, causal=True)
-    with pytest.raises(RopewalkError, match=r"real numbers of shape \[3\]"):
+    with pytest.raises(RopewalkError, match=r"of shape \[3\]"):
         form(k, k, k, inv_freq=theta(4), positions=torch.arange(4))

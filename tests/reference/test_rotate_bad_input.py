@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from ropewalk import RopewalkError
+from ropewalk import RopeSpec, RopewalkError
 from ropewalk.reference import rotate, rotate_complex, rotate_matrix
 from strategies import theta
 
@@ -45,8 +46,15 @@ IDS = torch.arange(5)
         ({"positions": torch.zeros(3, 5)}, r"shape \[5\] or \[2, 5\]"),
         ({"positions": torch.zeros(2, 3, 5)}, r"shape \[5\] or \[2, 5\]"),
         ({"positions": torch.tensor(3)}, r"shape \[5\] or \[2, 5\]"),
-        ({"positions": torch.ones(5, dtype=torch.bool)}, "real numbers"),
-        ({"positions": torch.zeros(1, 5), "x": torch.ones(5, 8)}, r"real numbers of shape \[5\], for x"),
+        ({"positions": torch.ones(5, dtype=torch.bool)}, "whole numbers, float32 or float64"),
+        ({"positions": torch.arange(5).bfloat16()}, "whole numbers, float32 or float64"),
+        ({"positions": [0, 1, 2, 3, 4]}, "a torch.Tensor"),
+        ({"x": np.ones((5, 8))}, "a torch.Tensor"),
+        ({"inv_freq": theta(8).bfloat16()}, "inv_freq in float64 or float32"),
+        ({"inv_freq": theta(8).int()}, "inv_freq in float64 or float32"),
+        ({"inv_freq": RopeSpec(8)}, "inv_freq in float64 or float32"),
+        ({"conjugate": "no"}, "True or False"),
+        ({"positions": torch.zeros(1, 5), "x": torch.ones(5, 8)}, r"of shape \[5\], for x"),
     ],
 )
 def test_refused(form, change, message):

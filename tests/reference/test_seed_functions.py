@@ -56,6 +56,8 @@ def test_tables_of_a_batch_or_a_head():
         (lambda: rw.build_rotary_frequencies(8, 4, base=0.0), "a finite number above 0"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *rw.build_rotary_frequencies(8, 3)), "seq or more"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *rw.build_rotary_frequencies(16, 4)), "seq or more"),
+        (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *[torch.ones(1, 1, 4, 4).bfloat16()] * 2), "float32 or float64"),
+        (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), [1.0], [0.0]), "a torch.Tensor"),
         (lambda: rw.apply_rope(torch.ones(1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "4 or more dimensions"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "x .batch, heads"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8).int(), *rw.build_rotary_frequencies(8, 4)), "floating-point"),

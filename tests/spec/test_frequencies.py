@@ -57,7 +57,7 @@ def test_explicit_takes_a_row_a_head():
 
 @pytest.mark.usefixtures("as_a_user")
 def test_rules_that_say_the_same_are_equal_and_others_are_not():
-    assert Plain(10_000) == Plain(10_000.0) == Plain(np.float32(10_000))  # pyright: ignore[reportArgumentType]
+    assert Plain(10_000) == Plain(10_000.0) == Plain(np.float32(10_000))
     assert Plain(10_000) != Plain(10_001)
     assert Plain() != WholeModel()
 

@@ -108,6 +108,7 @@ def test_the_scan_is_the_definition(dim, length, tried):
         (lambda: critical_dimension(8, 1e4, 6), "at least 7"),
         (lambda: critical_base(4096, 0), "at least 7"),
         (lambda: extrapolation_limit(-1, 8, 4), "above 0"),
+        (lambda: extrapolation_limit(1e6, 128, 200), "from 0 to rotary_dim = 128"),
         (lambda: first_negative_distance([1.0], 0), "at least 1"),
         (lambda: admissible_bases([0.5], 8, 10), "a base above 1"),
         (lambda: admissible_bases([10], 8, 0), "at least 1"),

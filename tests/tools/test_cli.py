@@ -16,22 +16,22 @@ from ropewalk.tools.verify import verify
 KEYS = {"id", "statement", "source", "method", "expected", "measured", "verdict"}
 
 
-def ropewalk(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
+def ropewalk(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from ropewalk.tools.cli import main; main()", *arguments],
+        [sys.executable, "-m", "ropewalk", *arguments],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "COLUMNS": str(columns), "PYTHONIOENCODING": "utf-8"},
+        env={**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": encoding},
     )
 
 
 def test_verify_measures_everything_and_writes_table_json_and_pictures(tmp_path):
-    result = ropewalk("verify", "--json", str(tmp_path / "new" / "ledger.json"), "--plots", str(tmp_path / "pictures"))
+    result = ropewalk("verify", "--json", str(tmp_path / "ledger.json"), "--plots", str(tmp_path / "pictures"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert max(map(len, result.stdout.splitlines())) <= max(80, len(str(tmp_path)) + 40)
     assert "Every measurement agrees with its recorded verdict." in result.stdout
-    entries = json.loads((tmp_path / "new" / "ledger.json").read_text(encoding="utf-8"))
+    entries = json.loads((tmp_path / "ledger.json").read_text(encoding="utf-8"))
     assert len(entries) > 100
     assert all(set(entry) >= KEYS for entry in entries)
     assert not any(entry["contradicted"] for entry in entries)
@@ -46,9 +46,9 @@ def test_verify_measures_everything_and_writes_table_json_and_pictures(tmp_path)
 
 
 def test_json_on_standard_output_is_all_that_is_there():
-    result = ropewalk("verify", "--only", "decay.s", "--json", "-")
+    result = ropewalk("verify", "--only", "DECAY.S0", "--only", "decay.s2", "--json", "-", encoding="ascii")
     assert result.returncode == 0
-    assert [entry["id"] for entry in json.loads(result.stdout)][:2] == ["decay.s0", "decay.s2"]
+    assert [entry["id"] for entry in json.loads(result.stdout)] == ["decay.s0", "decay.s2", "decay.s20"]
     assert "S(20)" in result.stderr
 
 
@@ -74,8 +74,9 @@ def test_help_and_version():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verify", "--only", "no-such-thing"], "stands in none"),
-        (["verify", "--json", "/proc/nowhere/ledger.json"], "a folder that can be written"),
+        (["verify", "--only", "no-such-thing"], "try a subject: absolute, alibi"),
+        (["verify", "--json", "/proc/nowhere/ledger.json"], "a folder that is there"),
+        (["verify", "--json", "/proc/ledger.json"], "a folder that can be written"),
         (["verify", "--plots", "/proc/nowhere"], "a folder that can be written"),
         (["verify", "--json", "."], "a file name"),
     ],
@@ -91,7 +92,7 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, message):
 def test_a_file_that_is_there_is_replaced_whole(tmp_path: Path):
     target = tmp_path / "ledger.json"
     target.write_text("old")
-    assert verify(json_file=str(target), only="decay.s0") == 0
+    assert verify(json_file=str(target), only=["decay.s0"]) == 0
     assert [entry["id"] for entry in json.loads(target.read_text(encoding="utf-8"))] == ["decay.s0"]
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
 

@@ -7,12 +7,14 @@ from ropewalk.reference.absolute import project as project
 from ropewalk.reference.absolute import recurrent as recurrent
 from ropewalk.reference.absolute import sinusoidal as sinusoidal
 from ropewalk.reference.absolute import sinusoidal_table as sinusoidal_table
+from ropewalk.reference.attention import Projections as Projections
 from ropewalk.reference.attention import multi_head_attention as multi_head_attention
 from ropewalk.reference.attention import softmax_attention as softmax_attention
 from ropewalk.reference.bias import alibi_bias as alibi_bias
 from ropewalk.reference.bias import alibi_slopes as alibi_slopes
 from ropewalk.reference.bias import t5_bias as t5_bias
 from ropewalk.reference.bias import t5_bucket as t5_bucket
+from ropewalk.reference.budget import BudgetError as BudgetError
 from ropewalk.reference.budget import assert_within_budget as assert_within_budget
 from ropewalk.reference.budget import rotation_budget as rotation_budget
 from ropewalk.reference.linear_attention import elu_plus_one as elu_plus_one
@@ -28,6 +30,8 @@ from ropewalk.reference.rotate import rotate_complex as rotate_complex
 from ropewalk.reference.rotate import rotate_matrix as rotate_matrix
 
 __all__ = [
+    "BudgetError",
+    "Projections",
     "alibi_bias",
     "alibi_slopes",
     "apply_rope",

@@ -1,6 +1,7 @@
 """Absolute encodings: a token is changed by where it stands, before any attention, as a function of (x, positions).
 
-x is [..., seq, dim], positions [seq] or [batch, seq]. `project` puts any of them before or after a projection.
+x is [..., seq, dim], positions [seq] or [batch, seq]. `project` puts any of them before or after a projection. All
+of them work in float64 and round once to the dtype of x.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice, require_even
-from ropewalk.reference.arguments import checked_positions, require_float
+from ropewalk.reference.arguments import checked_positions, require_float, require_tensor
 from ropewalk.reference.pairs import join_pairs
 from ropewalk.spec.frequencies import Plain
 
@@ -35,7 +36,7 @@ def learned(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
     >>> learned(torch.zeros(1, 2), torch.tensor([1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[3.0, 4.0]]
     """
-    return x + _rows(x, positions, table, "learned", width=x.shape[-1])
+    return (x.double() + _rows(x, positions, table, "learned")).to(x.dtype)
 
 
 def multiplicative(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
@@ -44,7 +45,7 @@ def multiplicative(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
     >>> multiplicative(torch.tensor([[5.0, 6.0]]), torch.tensor([0]), torch.tensor([[2.0, 1.0]])).tolist()
     [[10.0, 6.0]]
     """
-    return x * _rows(x, positions, table, "multiplicative", width=x.shape[-1])
+    return (x.double() * _rows(x, positions, table, "multiplicative")).to(x.dtype)
 
 
 def concatenated(
@@ -58,10 +59,10 @@ def concatenated(
     >>> concatenated(torch.tensor([[5.0, 6.0]]), torch.tensor([0]), torch.tensor([[7.0]])).tolist()
     [[5.0, 6.0, 7.0]]
     """
-    rows = _rows(x, positions, table, "concatenated", width=None)
-    joined = torch.cat((x, rows.expand(*x.shape[:-1], -1)), dim=-1)
+    rows = _rows(x, positions, table, "concatenated", any_width=True)
+    joined = torch.cat((x.double(), rows.expand(*x.shape[:-1], -1)), dim=-1)
     if projection is None:
-        return joined
+        return joined.to(x.dtype)
     if projection.dim() != 2 or projection.shape[1] != joined.shape[-1]:
         raise RopewalkError(
             asked="concatenated(projection=...)",
@@ -69,7 +70,7 @@ def concatenated(
             got=f"{list(projection.shape)}",
             do="its columns are the features of x and then those of the table",
         )
-    return joined @ projection.T
+    return (joined @ projection.double().T).to(x.dtype)
 
 
 def sinusoidal_table(positions: Shaped[Tensor, "*ids"], dim: int, base: float = 10_000.0) -> Float[Tensor, "*ids dim"]:
@@ -79,7 +80,9 @@ def sinusoidal_table(positions: Shaped[Tensor, "*ids"], dim: int, base: float = 
     [[0.0, 1.0], [0.8415, 0.5403]]
     """
     dim = require_even(dim, asked="sinusoidal_table(dim)", do="pass an even width; sines and cosines alternate")
-    angles = positions.to(torch.float64).unsqueeze(-1) * torch.as_tensor(Plain(base).evaluate(dim)).to(positions.device)
+    angles = positions.to(torch.float64).unsqueeze(-1) * torch.as_tensor(
+        Plain(base).evaluate(dim), device=positions.device
+    )
     return join_pairs(torch.sin(angles), torch.cos(angles), "interleaved")
 
 
@@ -91,7 +94,7 @@ def sinusoidal(x: X, positions: Shaped[Tensor, "*ids"], base: float = 10_000.0) 
     """
     require_float(x, asked="sinusoidal(x)", at_least_dims=2)
     lined_up = checked_positions(positions, tuple(x.shape), asked="sinusoidal")
-    return (x + sinusoidal_table(lined_up, x.shape[-1], base)).to(x.dtype)
+    return (x.double() + sinusoidal_table(lined_up, x.shape[-1], base)).to(x.dtype)
 
 
 def recurrent(
@@ -114,14 +117,25 @@ def recurrent(
     """
     require_float(x, asked="recurrent(x)", at_least_dims=2)
     lined_up = checked_positions(positions, tuple(x.shape), asked="recurrent")
+    dim = x.shape[-1]
+    if input_weight.shape != (dim, dim) or state_weight.shape != (dim, dim) or bias.shape != (dim,):
+        raise RopewalkError(
+            asked="recurrent(x, positions, input_weight, state_weight, bias)",
+            expected=f"two matrices [{dim}, {dim}] and a bias [{dim}], for x of {dim} features",
+            got=f"{list(input_weight.shape)}, {list(state_weight.shape)}, {list(bias.shape)}",
+            do="the network keeps the width of x",
+        )
+    a, b, c = input_weight.double(), state_weight.double(), bias.double()
     order = lined_up.argsort(dim=-1, stable=True).expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape)
-    in_order = x.gather(-2, order)
-    state = torch.zeros_like(x[..., 0, :])
+    in_order = x.double().gather(-2, order)
+    state = in_order.new_zeros((*x.shape[:-2], dim))
     states: list[Tensor] = []
     for token in in_order.unbind(dim=-2):
-        state = torch.tanh(token @ input_weight.T + state @ state_weight.T + bias)
+        state = torch.tanh(token @ a.T + state @ b.T + c)
         states.append(state)
-    return torch.zeros_like(x).scatter(-2, order, torch.stack(states, dim=-2)) if states else x
+    if not states:
+        return x
+    return torch.zeros_like(in_order).scatter(-2, order, torch.stack(states, dim=-2)).to(x.dtype)
 
 
 def project(
@@ -144,17 +158,31 @@ def project(
     """
     require_choice(placement, ("input", "projection"), asked="project(placement=...)")
     if placement == "input":
-        return encode(x, positions) @ weight.T
-    return encode(x @ weight.T, positions)
+        return _projected(encode(x.double(), positions), weight).to(x.dtype)
+    return encode(_projected(x.double(), weight), positions).to(x.dtype)
 
 
-def _rows(x: Tensor, positions: Tensor, table: Tensor, name: str, *, width: int | None) -> Tensor:
-    """The rows of `table` at `positions`, lined up with x."""
+def _projected(x: Tensor, weight: Tensor) -> Tensor:
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        raise RopewalkError(
+            asked="project(weight=...)",
+            expected=f"a matrix [out, {x.shape[-1]}], for {x.shape[-1]} features",
+            got=f"{list(weight.shape)}",
+            do="its columns are the features that it takes",
+        )
+    return x @ weight.double().T
+
+
+def _rows(x: Tensor, positions: Tensor, table: Tensor, name: str, *, any_width: bool = False) -> Tensor:
+    """The rows of `table` at `positions` in float64, lined up with x."""
     require_float(x, asked=f"{name}(x)", at_least_dims=2)
-    if positions.is_floating_point() or table.dim() != 2 or (width is not None and table.shape[1] != width):
+    require_tensor(positions, asked=f"{name}(positions)")
+    require_tensor(table, asked=f"{name}(table)")
+    width = x.shape[-1]
+    if positions.is_floating_point() or table.dim() != 2 or (table.shape[1] != width and not any_width):
         raise RopewalkError(
             asked=f"{name}(x, positions, table)",
-            expected=f"whole positions and a table [rows, {'width' if width is None else width}]",
+            expected=f"whole positions and a table [rows, {'width' if any_width else width}]",
             got=f"positions {positions.dtype}, table {list(table.shape)}",
             do="a table has a row for whole positions only; it is as wide as what it meets",
         )
@@ -166,4 +194,4 @@ def _rows(x: Tensor, positions: Tensor, table: Tensor, name: str, *, width: int 
             got=f"positions from {int(lined_up.min())} to {int(lined_up.max())}",
             do="a trained table is not defined past its length: train a longer one, or use an encoding by formula",
         )
-    return table[lined_up]
+    return table[lined_up].double()

@@ -1,23 +1,37 @@
 """Checks what a caller of the reference gives, and lines positions and frequencies up with x."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, shown
 
-__all__ = ["angles_for", "checked_positions", "require_float"]
+__all__ = ["angles_for", "checked_positions", "require_float", "require_tensor"]
+
+# Floats that cannot count: bfloat16 has no 257, float16 no 2049. As frequencies they are worse.
+_COARSE = (torch.float16, torch.bfloat16)
+
+
+def require_tensor(value: object, *, asked: str) -> None:
+    """Refuses what is no tensor, by name rather than by a missing attribute."""
+    if not isinstance(value, Tensor):
+        raise RopewalkError(
+            asked=asked, expected="a torch.Tensor", got=shown(value), do="wrap it: torch.as_tensor(value)"
+        )
 
 
 def require_float(x: Tensor, *, asked: str, at_least_dims: int) -> None:
     """Refuses an `x` that is not real floating point, or has too few dimensions."""
+    require_tensor(x, asked=asked)
     if not x.is_floating_point() or x.dim() < at_least_dims:
         raise RopewalkError(
             asked=asked,
             expected=f"a floating-point tensor of {at_least_dims} or more dimensions",
-            got=f"{x.dtype} of shape {tuple(x.shape)}",
-            do="cast it with .float(), or add the missing dimensions",
+            got=f"{x.dtype} of shape {list(x.shape)}",
+            do="add the missing dimensions" if x.is_floating_point() else "cast it with .float()",
         )
 
 
@@ -29,13 +43,15 @@ def checked_positions(
     Ids [batch, seq] belong to the first dimension of x. Broadcasting from the right, as torch does by itself, would
     take them for ids of each head wherever there are as many heads as batches.
     """
+    require_tensor(positions, asked=f"{asked}(positions)")
     seq = shape[-2]
     batches = [1, shape[0]] if len(shape) >= 3 else []
     fits = positions.dim() == 1 or (positions.dim() == 2 and positions.shape[0] in batches)
-    if positions.dtype == torch.bool or positions.is_complex() or not fits or positions.shape[-1] != seq:
+    countable = positions.dtype not in (torch.bool, *_COARSE) and not positions.is_complex()
+    if not countable or not fits or positions.shape[-1] != seq:
         raise RopewalkError(
             asked=asked,
-            expected=f"positions: real numbers of shape [{seq}]"
+            expected=f"positions: whole numbers, float32 or float64, of shape [{seq}]"
             + (f" or [{batches[-1]}, {seq}]" if batches else "")
             + f", for x of shape {list(shape)}",
             got=f"{positions.dtype} of shape {list(positions.shape)}",
@@ -62,11 +78,7 @@ def angles_for(
     asked: str,
 ) -> Float[Tensor, "*lined_up pairs"]:
     """The angles m * theta_i in float64, shaped to broadcast against the pairs of `x`."""
-    frequencies = torch.as_tensor(inv_freq).to(torch.float64)
-    if not torch.isfinite(frequencies).all():
-        raise RopewalkError(
-            asked=asked, expected="finite inv_freq", got="NaN or infinity", do="pass RopeSpec(...).inv_freq()"
-        )
+    frequencies = _frequencies(inv_freq, asked)
     shape = tuple(x.shape)
     lined_up = checked_positions(positions, shape, asked=asked)
     # One row of frequencies a head lines up with the dimension before the sequence: [.., heads, seq, dim].
@@ -88,3 +100,20 @@ def angles_for(
         )
     frequencies = frequencies.unsqueeze(-2) if per_head else frequencies
     return lined_up.to(x.device).unsqueeze(-1) * frequencies.to(x.device)
+
+
+def _frequencies(inv_freq: Any, asked: str) -> Tensor:
+    """`inv_freq` as float64, on its own device: a default device must not swallow a NumPy array."""
+    given: Any = torch.as_tensor(inv_freq, device="cpu") if isinstance(inv_freq, np.ndarray) else inv_freq
+    if not isinstance(given, Tensor) or given.dtype not in (torch.float32, torch.float64):
+        raise RopewalkError(
+            asked=asked,
+            expected="inv_freq in float64 or float32, as an array or a tensor",
+            got=f"{given.dtype}" if isinstance(given, Tensor) else shown(given),
+            do="pass RopeSpec(...).inv_freq(); frequencies that were rounded to half precision cannot be mended",
+        )
+    if not torch.isfinite(given).all():
+        raise RopewalkError(
+            asked=asked, expected="finite inv_freq", got="NaN or infinity", do="pass RopeSpec(...).inv_freq()"
+        )
+    return given.to(torch.float64)

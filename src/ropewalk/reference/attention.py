@@ -7,9 +7,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_count
+from ropewalk.errors import RopewalkError, require_count, require_flag, shown
+from ropewalk.reference.arguments import require_float
 
-__all__ = ["Projections", "group_heads", "multi_head_attention", "require_qkv", "softmax_attention"]
+__all__ = ["Projections", "group_heads", "multi_head_attention", "require_bias", "require_qkv", "softmax_attention"]
 
 Embed = Callable[[Tensor, Tensor], Tensor]
 Rotate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -27,20 +28,22 @@ def softmax_attention(
 ) -> Float[Tensor, "batch heads q_seq v_dim"]:
     """softmax(q k^T scale + bias) v (Vaswani et al., 1706.03762, eq. 1); scale is 1/sqrt(dim) unless given.
 
-    Several query heads may share a key head. Causal queries are the last of the sequence: query i of Q sees the keys
-    up to K - Q + i.
+    Worked in float64 and rounded once to the dtype of q. Several query heads may share a key head. Causal queries are
+    the last of the sequence: query i of Q sees the keys up to K - Q + i.
 
     >>> q = k = torch.zeros(1, 1, 2, 4)  # equal scores: the mean of the values that a query may see
     >>> softmax_attention(q, k, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten().tolist()
     [1.0, 2.0]
     """
     require_qkv(q, k, v, causal=causal, asked="softmax_attention")
-    k, v = group_heads(k, q.shape[1]), group_heads(v, q.shape[1])
+    require_bias(bias, q, k)
+    dtype, heads = q.dtype, q.shape[1]
+    q, k, v = q.double(), group_heads(k, heads).double(), group_heads(v, heads).double()
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if bias is None else scores + bias
     if causal:
         scores = scores.masked_fill(~causal_mask(q.shape[-2], k.shape[-2], q.device), float("-inf"))
-    return torch.softmax(scores, dim=-1) @ v
+    return (torch.softmax(scores, dim=-1) @ v).to(dtype)
 
 
 class Projections(NamedTuple):
@@ -87,6 +90,13 @@ def multi_head_attention(
         asked=f"{asked}(num_kv_heads=...)",
         do="pass how many key heads there are, or leave it out",
     )
+    if not isinstance(weights, Projections):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RopewalkError(
+            asked=f"{asked}(weights)",
+            expected="Projections(query, key, value, output)",
+            got=shown(weights),
+            do="from ropewalk.reference import Projections",
+        )
     if weights.query.shape[0] % heads or weights.key.shape[0] % kv_heads:
         raise RopewalkError(
             asked=f"{asked}(num_heads={heads}, num_kv_heads={kv_heads})",
@@ -95,14 +105,15 @@ def multi_head_attention(
             do="rows are heads times head_dim",
         )
     positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+    dtype, x = x.dtype, x.double()
     x = x if embed is None else embed(x, positions)
-    q, k, v = (x @ weight.T for weight in weights[:3])
+    q, k, v = (x @ weight.double().T for weight in weights[:3])
     q, k, v = _split_heads(q, heads), _split_heads(k, kv_heads), _split_heads(v, kv_heads)
     if rotate is not None:
         q, k = rotate(q, k, positions)
     added = None if bias is None else bias(positions, positions)
     y = softmax_attention(q, k, v, causal=causal, bias=added)
-    return y.transpose(1, 2).flatten(2) @ weights.output.T
+    return (y.transpose(1, 2).flatten(2) @ weights.output.double().T).to(dtype)
 
 
 def _split_heads(x: Tensor, heads: int) -> Tensor:
@@ -124,11 +135,31 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
+def require_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """Refuses a bias that is no number, or one a head, for every query and key.
+
+    >>> require_bias(None, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    """
+    if bias is None:
+        return
+    scores = (*q.shape[:3], k.shape[2])
+    if not 2 <= bias.dim() <= 4 or any(b not in (1, s) for b, s in zip(bias.shape[::-1], scores[::-1], strict=False)):
+        raise RopewalkError(
+            asked="softmax_attention(bias=...)",
+            expected=f"a bias that broadcasts to {list(scores)}: [q, k], [heads, q, k] or [batch, heads, q, k]",
+            got=f"{list(bias.shape)}",
+            do="check the number of heads",
+        )
+
+
 def require_qkv(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, asked: str) -> None:
     """Refuses q, k, v whose shapes do not belong together.
 
     >>> require_qkv(*[torch.zeros(1, 2, 3, 4)] * 3, causal=True, asked="a doctest")
     """
+    require_flag(causal, asked=f"{asked}(causal=...)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require_float(x, asked=f"{asked}({name})", at_least_dims=4)
     fits = q.dim() == k.dim() == v.dim() == 4
     fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3] and k.shape[:3] == v.shape[:3]
     if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1] or (causal and q.shape[2] > k.shape[2]):

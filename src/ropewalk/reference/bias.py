@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Float64, Int, Shaped
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_count
+from ropewalk.errors import RopewalkError, require_count, require_flag
+from ropewalk.reference.arguments import require_float, require_tensor
 
 __all__ = ["alibi_bias", "alibi_slopes", "t5_bias", "t5_bucket"]
 
@@ -26,6 +27,12 @@ def t5_bucket(
     [0, 1, 15, 16, 21, 26, 31]
     """
     asked = "t5_bucket"
+    require_tensor(relative, asked=f"{asked}(relative)")
+    require_flag(causal, asked=f"{asked}(causal=...)")
+    if relative.is_floating_point():
+        raise RopewalkError(
+            asked=f"{asked}(relative)", expected="whole distances", got=f"{relative.dtype}", do="round them first"
+        )
     total = require_count(num_buckets, asked=f"{asked}(num_buckets=...)", do="T5 has 32", at_least=4)
     count = total if causal else total // 2
     exact = count // 2
@@ -65,6 +72,7 @@ def t5_bias(
     >>> t5_bias(torch.tensor([2]), torch.arange(3), weight, causal=True).tolist()
     [[[2.0, 1.0, 0.0]]]
     """
+    require_float(weight, asked="t5_bias(weight)", at_least_dims=2)
     bucket = t5_bucket(
         _relative(q_positions, k_positions, "t5_bias"),
         causal=causal,
@@ -105,6 +113,8 @@ def alibi_bias(
 
 def _relative(q_positions: Tensor, k_positions: Tensor, asked: str) -> Tensor:
     """k - q for every query and key: [q, k]."""
+    require_tensor(q_positions, asked=f"{asked}(q_positions)")
+    require_tensor(k_positions, asked=f"{asked}(k_positions)")
     if q_positions.dim() != 1 or k_positions.dim() != 1:
         raise RopewalkError(
             asked=f"{asked}(q_positions, k_positions)",

@@ -1,6 +1,7 @@
 """Linear attention with RoPE, in two independent forms that must agree: the double sum and the recurrence.
 
-RoFormer (2104.09864) eq. 19: the numerator is rotated, the denominator is not.
+RoFormer (2104.09864) eq. 19: the numerator is rotated, the denominator is not. Both forms work in float64 and round
+once to the dtype of q.
 """
 
 from collections.abc import Callable
@@ -10,9 +11,10 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.reference.attention import causal_mask, group_heads, require_qkv
 from ropewalk.reference.rotate import rotate
+from ropewalk.spec.rope import PAIRINGS
 
 __all__ = ["elu_plus_one", "linear_attention_by_recurrence", "linear_attention_by_sum"]
 
@@ -61,11 +63,12 @@ def linear_attention_by_sum(
     >>> linear_attention_by_sum(q, k, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten().tolist()
     [1.0, 2.0]
     """
+    dtype = q.dtype
     q, k, v, turned_q, turned_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
     mask = causal_mask(q.shape[-2], k.shape[-2], q.device) if causal else 1.0
     numerator = ((turned_q @ turned_k.transpose(-1, -2)) * mask) @ v
     denominator = ((q @ k.transpose(-1, -2)) * mask).sum(dim=-1, keepdim=True)
-    return numerator / denominator
+    return (numerator / denominator).to(dtype)
 
 
 def linear_attention_by_recurrence(
@@ -91,6 +94,7 @@ def linear_attention_by_recurrence(
     >>> linear_attention_by_recurrence(q, k, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten().tolist()
     [1.0, 2.0]
     """
+    dtype = q.dtype
     q, k, v, turned_q, turned_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
     queries, keys = q.shape[-2], k.shape[-2]
     state = v.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
@@ -104,7 +108,7 @@ def linear_attention_by_recurrence(
             outputs.append(_read(turned_q[:, :, m], q[:, :, m], state, norm))
     if not causal:
         outputs = [_read(turned_q[:, :, m], q[:, :, m], state, norm) for m in range(queries)]
-    return torch.stack(outputs, dim=2) if outputs else v.new_zeros(*q.shape[:3], v.shape[-1])
+    return (torch.stack(outputs, dim=2) if outputs else v.new_zeros(*q.shape[:3], v.shape[-1])).to(dtype)
 
 
 def _read(turned_q: Tensor, q: Tensor, state: Tensor, norm: Tensor) -> Tensor:
@@ -125,8 +129,9 @@ def _features(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """phi(q), psi(k), v, R phi(q), R psi(k), with key heads repeated for the query heads that share them."""
     require_qkv(q, k, v, causal=causal, asked="linear attention")
-    k, v = group_heads(k, q.shape[1]), group_heads(v, q.shape[1])
-    q, k = q_map(q), k_map(k)
+    require_choice(pairing, PAIRINGS, asked="linear attention (pairing=...)")
+    k, v = group_heads(k, q.shape[1]), group_heads(v, q.shape[1]).double()
+    q, k = q_map(q.double()), k_map(k.double())
     queries, keys = q.shape[-2], k.shape[-2]
     given = positions is not None or q_positions is not None
     if (inv_freq is None and given) or (inv_freq is not None and q_positions is None and queries > keys):

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from ropewalk.errors import RopewalkError
 from ropewalk.reference.budget import BudgetError, assert_within_budget
 from ropewalk.reference.rotate import rotate
 from ropewalk.spec.frequencies import Plain, WholeModel
@@ -104,16 +105,31 @@ def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
         yield base._replace(name=f"{pairing}, no token", x=x(2, 3, 0, 64), positions=torch.arange(0))
 
 
-def check_rotation(candidate: Candidate, dtypes: Sequence[torch.dtype] = DTYPES, seed: int = 0) -> float:
+def check_rotation(
+    candidate: Candidate,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    seed: int = 0,
+    *,
+    where: Callable[[RotationCase], bool] = lambda case: True,
+) -> float:
     """Holds `candidate`, a function with the signature of `reference.rotate`, to the budget in every case.
 
     Checks the values, dtype and shape of the result, that x is unchanged, and the gradient for a random cotangent.
+    `where` picks the cases, for a candidate that serves only some: lambda case: case.pairing == "half".
     Raises `BudgetError` with the case; returns the largest error / budget.
 
     >>> check_rotation(rotate, [torch.float32]) <= 1
     True
     """
-    return max(_check(candidate, case) for dtype in dtypes for case in rotation_cases(dtype, seed))
+    ratios = [_check(candidate, case) for dtype in dtypes for case in rotation_cases(dtype, seed) if where(case)]
+    if not ratios:
+        raise RopewalkError(
+            asked="check_rotation(candidate, dtypes, where=...)",
+            expected="at least one dtype and one case",
+            got="none",
+            do="a check of nothing would pass: name a dtype, and let `where` keep a case",
+        )
+    return max(ratios)
 
 
 def _check(candidate: Candidate, case: RotationCase) -> float:

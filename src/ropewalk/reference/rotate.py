@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, as_float, require_choice, require_count, require_even
+from ropewalk.errors import RopewalkError, as_float, require_choice, require_count, require_even, require_flag, shown
 from ropewalk.reference.arguments import angles_for, require_float
 from ropewalk.reference.pairs import join_pairs, join_slice, pair_indices, split_pairs, split_slice
 from ropewalk.spec.frequencies import Plain
@@ -128,12 +128,13 @@ def _turn(
 ) -> Tensor:
     require_choice(pairing, PAIRINGS, asked=f"{asked}(pairing=...)")
     require_choice(rotary_slice, ROTARY_SLICES, asked=f"{asked}(rotary_slice=...)")
+    require_flag(conjugate, asked=f"{asked}(conjugate=...)")
     require_float(x, asked=f"{asked}(x)", at_least_dims=2)
     if as_float(amplitude) is None:
         raise RopewalkError(
             asked=f"{asked}(amplitude=...)",
             expected="a finite number",
-            got=repr(amplitude),
+            got=shown(amplitude),
             do="pass RopeSpec(...).amplitude(), or leave it out",
         )
     angles = angles_for(x, positions, inv_freq, asked=asked)
@@ -157,8 +158,9 @@ def build_rotary_frequencies(
     length = require_count(
         max_seq_len, asked="build_rotary_frequencies(max_seq_len)", do="pass how many positions", at_least=0
     )
-    inv_freq = torch.as_tensor(Plain(base).evaluate(dim))
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), inv_freq)[None, None]
+    inv_freq = torch.as_tensor(Plain(base).evaluate(dim), device="cpu")
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), inv_freq)[None, None]
+    device = torch.get_default_device() if device is None else device
     return torch.cos(angles).float().to(device), torch.sin(angles).float().to(device)
 
 
@@ -180,14 +182,24 @@ def apply_rope(
     """
     require_choice(pairing, PAIRINGS, asked="apply_rope(pairing=...)")
     require_float(x, asked="apply_rope(x)", at_least_dims=4)
-    batch, heads, seq, dim = x.shape if x.dim() == 4 else (0, 0, 0, 0)
-    fits = cos.dim() == 4 and cos.shape[0] in (1, batch) and cos.shape[1] in (1, heads)
-    if x.dim() != 4 or cos.shape != sin.shape or not fits or cos.shape[2] < seq or 2 * cos.shape[3] != dim:
+    for name, table in (("cos", cos), ("sin", sin)):
+        require_float(table, asked=f"apply_rope({name})", at_least_dims=4)
+        if table.dtype not in (torch.float32, torch.float64) or table.device != x.device:
+            raise RopewalkError(
+                asked=f"apply_rope({name})",
+                expected=f"float32 or float64 on {x.device}, where x is",
+                got=f"{table.dtype} on {table.device}",
+                do="build the tables anew: one that was cast with a model has lost its angles",
+            )
+    fits = x.dim() == cos.dim() == 4 and cos.shape == sin.shape
+    fits = fits and all(cos.shape[i] in (1, x.shape[i]) for i in (0, 1))
+    if not fits or cos.shape[2] < x.shape[2] or 2 * cos.shape[3] != x.shape[3]:
         raise RopewalkError(
             asked="apply_rope(x, cos, sin)",
             expected="x [batch, heads, seq, dim]; cos and sin alike, [1 or batch, 1 or heads, seq or more, dim/2]",
             got=f"x {list(x.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}",
             do="build_rotary_frequencies(dim, seq) makes cos and sin that fit",
         )
+    seq = x.shape[2]
     cos, sin = cos[..., :seq, :].double(), sin[..., :seq, :].double()
     return _turn_pairs(x.double(), cos, sin, pairing).to(x.dtype)

@@ -6,15 +6,29 @@ which rule it holds.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, ClassVar, final
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, cast, final
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
+from numpy.typing import NDArray
 
-from ropewalk.errors import RopewalkError, as_float, require_choice, require_count, require_positive
+from ropewalk.errors import RopewalkError, as_float, require_choice, require_count, require_positive, shown
 
-__all__ = ["Explicit", "Frequencies", "Plain", "WholeModel"]
+__all__ = ["Explicit", "Frequencies", "Plain", "Powers", "WholeModel", "float64_powers"]
+
+# base^(-2i/d) for i = 0 .. d/2-1, in some precision. A rule computes in the precision of what this gives, so that
+# float32 frequencies can be made by the very operations with which a model was trained.
+Powers = Callable[[float, int], NDArray[Any]]
+
+
+def float64_powers(base: float, dim: int) -> Float64[np.ndarray, "pairs"]:
+    """base^(-2i/dim) for i = 0 .. dim/2-1: RoFormer (2104.09864) eq. 15, with i counted from 0.
+
+    >>> float64_powers(10_000.0, 4).tolist()
+    [1.0, 0.01]
+    """
+    return base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
 class Frequencies(ABC):
@@ -33,10 +47,13 @@ class Frequencies(ABC):
         Frequencies.known[cls.__name__] = cls
 
     @abstractmethod
-    def evaluate(self, rotary_dim: int, length: int | None = None) -> Float64[np.ndarray, "*heads pairs"]:
+    def evaluate(
+        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
+    ) -> Float[np.ndarray, "*heads pairs"]:
         """theta_i for the `rotary_dim / 2` pairs; one row a head where heads differ.
 
-        `length` is how many positions the sequence has. Only rules that depend on it read it.
+        `length` is how many positions the sequence has; only rules that depend on it read it. `powers` gives
+        base^(-2i/d), and with it the precision.
         """
 
     def amplitude(self, length: int | None = None) -> float:
@@ -58,20 +75,21 @@ class Frequencies(ABC):
         return {"rule": type(self).__name__} | {field.name: getattr(self, field.name) for field in fields}
 
     @staticmethod
-    def from_dict(data: object) -> "Frequencies":
+    def from_dict(data: Any) -> "Frequencies":
         """The rule that `to_dict` wrote.
 
         >>> Frequencies.from_dict({"rule": "Plain", "base": 10_000.0})
         Plain(base=10000.0)
         """
-        if not isinstance(data, dict) or "rule" not in data:
+        fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        if "rule" not in fields:
             raise RopewalkError(
                 asked="the frequencies of a RopeSpec from JSON",
                 expected='an object with a "rule"',
-                got=repr(data),  # pyright: ignore[reportUnknownArgumentType]
+                got=shown(cast("object", data)),
                 do='write for example {"rule": "Plain", "base": 10000.0}',
             )
-        fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType]
+        fields = dict(fields)
         rule = Frequencies.known[
             require_choice(fields.pop("rule"), Frequencies.known, asked='"rule" of the frequencies')
         ]
@@ -87,11 +105,6 @@ class Frequencies(ABC):
                 got=", ".join(fields) or "no field",
                 do="add the fields that are missing",
             ) from None
-
-
-def _plain(base: float, dim: int) -> Float64[np.ndarray, "pairs"]:
-    # RoFormer (2104.09864) eq. 15 with i counted from 0: theta_i = base^(-2i/d).
-    return base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
 @final
@@ -110,8 +123,10 @@ class Plain(Frequencies):
     def __post_init__(self) -> None:
         object.__setattr__(self, "base", _base(self))
 
-    def evaluate(self, rotary_dim: int, length: int | None = None) -> Float64[np.ndarray, "pairs"]:
-        return _plain(self.base, rotary_dim)
+    def evaluate(
+        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
+    ) -> Float[np.ndarray, "pairs"]:
+        return powers(self.base, rotary_dim)
 
 
 @final
@@ -131,8 +146,10 @@ class Explicit(Frequencies):
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", _nested_tuple(self.inv_freq))
 
-    def evaluate(self, rotary_dim: int, length: int | None = None) -> Float64[np.ndarray, "*heads pairs"]:
-        array = np.array(self.inv_freq, dtype=np.float64)
+    def evaluate(
+        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
+    ) -> Float[np.ndarray, "*heads pairs"]:
+        array = np.array(self.inv_freq, dtype=powers(1.0, 2).dtype)
         if array.shape[-1] != rotary_dim // 2:
             raise RopewalkError(
                 asked=f"Explicit frequencies for rotary_dim={rotary_dim}",
@@ -164,8 +181,10 @@ class WholeModel(Frequencies):
         heads = require_count(self.num_heads, asked="WholeModel(num_heads=...)", do="pass the number of heads")
         object.__setattr__(self, "num_heads", heads)
 
-    def evaluate(self, rotary_dim: int, length: int | None = None) -> Float64[np.ndarray, "heads pairs"]:
-        return _plain(self.base, self.num_heads * rotary_dim).reshape(self.num_heads, rotary_dim // 2)
+    def evaluate(
+        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
+    ) -> Float[np.ndarray, "heads pairs"]:
+        return powers(self.base, self.num_heads * rotary_dim).reshape(self.num_heads, rotary_dim // 2)
 
 
 def _base(rule: Plain | WholeModel) -> float:
@@ -189,6 +208,6 @@ def _nested_tuple(given: object) -> tuple[Any, ...]:
     raise RopewalkError(
         asked="Explicit(inv_freq)",
         expected="finite numbers, one a pair, or rows of them of equal length, one a head",
-        got=repr(given),
+        got=shown(given),
         do="pass a list such as [1.0, 0.3, 0.05]",
     )

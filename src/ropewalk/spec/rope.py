@@ -5,20 +5,22 @@ import json
 from typing import Any, final
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float
 
-from ropewalk.errors import RopewalkError, require_choice, require_count, require_even
-from ropewalk.spec.frequencies import Frequencies, Plain
+from ropewalk.errors import RopewalkError, require_choice, require_count, require_even, shown
+from ropewalk.spec.frequencies import Frequencies, Plain, Powers, float64_powers
 
-__all__ = ["PAIRINGS", "ROTARY_SLICES", "RopeSpec"]
+__all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "RopeSpec"]
 
 # "interleaved" turns features (0,1), (2,3), ...; "half" turns (i, i + rotary_dim/2).
 PAIRINGS = ("interleaved", "half")
 # Which features of a head turn where rotary_dim < head_dim: the first or the last ones.
 ROTARY_SLICES = ("leading", "trailing")
+# "exact" forms angles in float64; "float32" repeats the operations of transformers, for models trained with them.
+ANGLES = ("exact", "float32")
 
 # Fields that hold one value only until the code that serves another is there, and that value.
-_ONLY: dict[str, object] = {"axes": None, "xpos": None, "query_temperature": None, "angles": "exact"}
+_ONLY: dict[str, object] = {"axes": None, "xpos": None, "query_temperature": None}
 
 
 @final
@@ -78,16 +80,17 @@ class RopeSpec:
             raise RopewalkError(
                 asked="RopeSpec(frequencies=...)",
                 expected=f"one of {', '.join(Frequencies.known)}",
-                got=repr(self.frequencies),
+                got=shown(self.frequencies),
                 do="wrap a base as Plain(base), a list of frequencies as Explicit(list)",
             )
         require_choice(self.pairing, PAIRINGS, asked="RopeSpec(pairing=...)")
         require_choice(self.rotary_slice, ROTARY_SLICES, asked="RopeSpec(rotary_slice=...)")
+        require_choice(self.angles, ANGLES, asked="RopeSpec(angles=...)")
         if self.sign not in (1, -1) or isinstance(self.sign, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RopewalkError(
                 asked="RopeSpec(sign=...)",
                 expected="1 (counter-clockwise, as the papers have it) or -1",
-                got=repr(self.sign),
+                got=shown(self.sign),
                 do="leave it out unless the checkpoint rotates the other way",
             )
         object.__setattr__(self, "sign", int(self.sign))
@@ -96,22 +99,23 @@ class RopeSpec:
                 raise RopewalkError(
                     asked=f"RopeSpec({name}=...)",
                     expected=f"{only!r}, the one value that this version serves",
-                    got=repr(getattr(self, name)),
+                    got=shown(getattr(self, name)),
                     do=f"leave {name} out",
                 )
         # Asks for the frequencies once, so that a list of the wrong length is refused here and not in a forward pass.
         self.inv_freq()
 
-    def inv_freq(self, length: int | None = None) -> Float64[np.ndarray, "*heads pairs"]:
+    def inv_freq(self, length: int | None = None, powers: Powers = float64_powers) -> Float[np.ndarray, "*heads pairs"]:
         """sign * theta_i for each of the rotary_dim/2 pairs, as float64; one row a head where heads differ.
 
-        `length`, how many positions there are, matters only to rules that say so.
+        `length`, how many positions there are, matters only to rules that say so. `powers` is for models trained in
+        another precision.
 
         >>> RopeSpec(head_dim=4, sign=-1).inv_freq().tolist()
         [-1.0, -0.01]
         """
         assert self.rotary_dim is not None  # noqa: S101  # __post_init__ put a number there
-        return self.sign * self.frequencies.evaluate(self.rotary_dim, _length(length))
+        return self.sign * self.frequencies.evaluate(self.rotary_dim, _length(length), powers)
 
     def amplitude(self, length: int | None = None) -> float:
         """What cos and sin are multiplied by; 1.0 for a pure rotation.
@@ -141,13 +145,14 @@ class RopeSpec:
 
     @staticmethod
     def from_json(text: str) -> "RopeSpec":
-        """The spec that `to_json` wrote. Unknown and missing keys, and NaN, are errors.
+        """The spec that `to_json` wrote. A key that is not there has its default; one that is unknown, stands twice
+        or holds NaN is an error.
 
         >>> RopeSpec.from_json('{"head_dim": 4, "frequencies": {"rule": "Plain", "base": 10000}}').head_dim
         4
         """
         try:
-            data: Any = json.loads(text)
+            data: Any = json.loads(text, object_pairs_hook=_without_repeats)
         except (ValueError, TypeError, RecursionError) as error:
             raise _not_a_spec(text, str(error)) from None
         if not isinstance(data, dict) or "head_dim" not in data:
@@ -161,6 +166,14 @@ class RopeSpec:
         return RopeSpec(**fields)
 
 
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; Python's own reader would let the last of two equal keys win."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a key stands twice")
+    return fields
+
+
 def _length(length: int | None) -> int | None:
     if length is None:
         return None
@@ -168,10 +181,9 @@ def _length(length: int | None) -> int | None:
 
 
 def _not_a_spec(text: object, reason: str) -> RopewalkError:
-    shown = repr(text)
     return RopewalkError(
         asked="RopeSpec.from_json(text)",
         expected="the JSON text that RopeSpec.to_json wrote",
-        got=f"{shown if len(shown) <= 80 else shown[:77] + '...'} ({reason})",
+        got=f"{shown(text)}: {reason}",
         do="write one with RopeSpec(...).to_json()",
     )

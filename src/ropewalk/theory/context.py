@@ -70,6 +70,13 @@ def extrapolation_limit(base: float, rotary_dim: int, critical_dim: int) -> floa
     129027
     """
     dim = require_even(rotary_dim, asked="extrapolation_limit(rotary_dim)", do="pass the rotary_dim of a head")
+    if not 0 <= critical_dim <= dim:
+        raise RopewalkError(
+            asked="extrapolation_limit(critical_dim)",
+            expected=f"a number of features from 0 to rotary_dim = {dim}",
+            got=f"{critical_dim}",
+            do="critical_dimension(rotary_dim, base, trained_length) computes it",
+        )
     return 2 * math.pi * _base_above_one(base, "extrapolation_limit") ** (critical_dim / dim)
 
 

@@ -50,12 +50,13 @@ def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "
     return np.asarray(np.abs(partial_sums(distance, inv_freq)).mean(axis=-1))
 
 
-def band_means(curve: Float64[np.ndarray, "distances"], edges: Sequence[int]) -> Float64[np.ndarray, "bands"]:
+def band_means(curve: NDArray[np.float64] | Sequence[float], edges: Sequence[int]) -> Float64[np.ndarray, "bands"]:
     """The mean of curve[a:b] for each band [a, b) between neighbouring `edges`.
 
     >>> band_means(np.array([8.0, 4.0, 2.0, 0.0]), [0, 2, 4]).tolist()
     [6.0, 1.0]
     """
+    curve = np.asarray(curve, dtype=np.float64)
     rising = all(a < b for a, b in itertools.pairwise(edges))
     if len(edges) < 2 or not rising or edges[0] < 0 or edges[-1] > len(curve):
         raise RopewalkError(

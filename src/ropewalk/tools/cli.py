@@ -42,7 +42,8 @@ def verify(
         Path | None, typer.Option("--plots", metavar="DIR", help="Write pictures (PNG) into this folder.")
     ] = None,
     only: Annotated[
-        str | None, typer.Option("--only", metavar="TEXT", help="Measure the statements whose id has TEXT in it.")
+        list[str] | None,
+        typer.Option("--only", metavar="TEXT", help="Measure the statements whose id has TEXT in it. May be repeated."),
     ] = None,
 ) -> None:
     """Measure every statement in the ledger: what notes and papers say of position encodings.
@@ -51,7 +52,7 @@ def verify(
     """
     from ropewalk.tools.verify import verify as run
 
-    raise typer.Exit(run(json_file=json, plots=plots, only=only))
+    raise typer.Exit(run(json_file=json, plots=plots, only=only or ()))
 
 
 def main() -> None:

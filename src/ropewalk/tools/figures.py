@@ -32,14 +32,14 @@ def decay() -> Figure:
     bound, score = figure.subplots(1, 2)
     distances = np.arange(BAND_EDGES[-1])
     for axes, curve, title in (
-        (bound, decay_curve(distances, THETA), "bound: mean |S_j|, RoFormer figure 2"),
+        (bound, decay_curve(distances, THETA), "bound: mean of $|S_j|$, RoFormer figure 2"),
         (score, score_sum(distances, THETA), "score of parallel vectors: Σ cos(Δθ)"),
     ):
         axes.plot(distances[1:], curve[1:], color=BLUE, linewidth=0.8, alpha=0.6, label="each distance")
         means = band_means(curve, BAND_EDGES)
         axes.stairs(means, BAND_EDGES, baseline=None, color=ORANGE, linewidth=2, zorder=3, label="mean of a band")
         axes.axhline(0, color=GREY, linewidth=0.6)
-        axes.set(title=title, xlabel="distance Δ", xscale="log", xlim=(1, BAND_EDGES[-1]))
+        axes.set(title=title, xlabel="distance Δ", ylabel="value", xscale="log", xlim=(1, BAND_EDGES[-1]))
         axes.legend(frameon=False)
     figure.suptitle("Long-term decay, d = 128: bands fall, single steps rise and fall")
     return figure
@@ -64,8 +64,8 @@ def wavelengths() -> Figure:
 
 def rotation() -> Figure:
     """A query and a key in the plane at two places of the same distance: both turn, the angle between them stays."""
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    query, key = 0.9 * np.exp(0.4j), 0.7 * np.exp(1.9j)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    query, key = 0.7 * np.exp(0.4j), 0.6 * np.exp(1.9j)
     theta = 0.35
     for axes, (m, n) in zip(figure.subplots(1, 3), ((0, 0), (3, 1), (10, 8)), strict=True):
         turned = query * np.exp(1j * m * theta), key * np.exp(1j * n * theta)
@@ -73,10 +73,10 @@ def rotation() -> Figure:
             axes.annotate(
                 "", (vector.real, vector.imag), (0, 0), arrowprops={"arrowstyle": "-|>", "color": colour, "lw": 2}
             )
-            axes.annotate(name, (1.18 * vector.real, 1.18 * vector.imag), color=colour, ha="center", va="center")
+            axes.annotate(name, (1.3 * vector.real, 1.3 * vector.imag), color=colour, ha="center", va="center")
         axes.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.6))
         score = (turned[0] * turned[1].conjugate()).real
-        axes.set(title=f"m − n = {m - n}:  q·k = {score:.3f}", xlim=(-1.25, 1.25), ylim=(-1.25, 1.25))
+        axes.set(title=f"m − n = {m - n}:  q·k = {score:.3f}", xlim=(-1.3, 1.3), ylim=(-1.3, 1.3))
         axes.set(aspect="equal", xticks=[], yticks=[])
         axes.set_frame_on(False)
     figure.suptitle("Both vectors turn by θ a position; the score knows m − n alone (θ = 0.35)")

@@ -30,17 +30,24 @@ def require_writable_file(target: str, *, asked: str) -> None:
     """Refuses a `target` that is a folder, or lies in one that cannot be written. "-" is standard output."""
     if target == "-":
         return
-    require_writable_folder(Path(target).parent, asked=asked)
-    if Path(target).is_dir():
-        raise RopewalkError(asked=asked, expected="a file name", got=f"the folder {target}", do="add a file name")
+    path = Path(target)
+    if target == "" or path.is_dir() or not path.parent.is_dir():
+        raise RopewalkError(
+            asked=asked,
+            expected="a file name in a folder that is there",
+            got=repr(target),
+            do="make the folder first, and add a file name",
+        )
+    require_writable_folder(path.parent, asked=asked)
 
 
 def write_json(data: object, target: str) -> None:
     """`data` as JSON into the file `target`, which is replaced whole, or to standard output for "-"."""
-    text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
     if target == "-":
-        sys.stdout.write(text)
+        # A terminal may not have the letters; JSON's escapes it always has.
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
         return
+    text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
     path = Path(target)
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False

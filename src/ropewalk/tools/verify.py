@@ -2,6 +2,7 @@
 
 import importlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +25,16 @@ _SHOWN = {
     "holds under a stated condition": ("only if", "yellow"),
     "does not hold": ("no", "red"),
 }
+# The verdicts in the last line: how many there are of each.
+_COUNTED = {
+    "holds": "hold",
+    "holds under a stated condition": "hold under a stated condition",
+    "does not hold": "do not hold",
+}
 
 
-def verify(json_file: str | None = None, plots: Path | None = None, only: str | None = None) -> int:
-    """Measures every claim and reports; 0 if all verdicts stand, 1 if a measurement contradicts one.
+def verify(json_file: str | None = None, plots: Path | None = None, only: Sequence[str] = ()) -> int:
+    """Measures every claim, or those with one of `only` in their ids; 0 if all verdicts stand, 1 if one does not.
 
     A place that cannot be written is refused before anything is measured.
     """
@@ -42,14 +49,19 @@ def verify(json_file: str | None = None, plots: Path | None = None, only: str | 
     with console.status("loading PyTorch"):
         from ropewalk.claims import CHAPTERS, run
 
-    chosen = [(chapter.title, [c for c in chapter.claims if only is None or only in c.id]) for chapter in CHAPTERS]
+    texts = [text.lower() for text in only]
+    chosen = [
+        (chapter.title, [c for c in chapter.claims if not texts or any(text in c.id for text in texts)])
+        for chapter in CHAPTERS
+    ]
     chosen = [(title, claims) for title, claims in chosen if claims]
     if not chosen:
+        subjects = sorted({claim.id.split(".")[0] for chapter in CHAPTERS for claim in chapter.claims})
         raise RopewalkError(
-            asked=f"ropewalk verify --only {only}",
+            asked=f"ropewalk verify --only {' --only '.join(only)}",
             expected="a text that stands in the id of a statement",
-            got=f"{only!r}, which stands in none",
-            do="run `ropewalk verify` to see the ids",
+            got="one that stands in none",
+            do=f"try a subject: {', '.join(subjects)}",
         )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -77,9 +89,9 @@ def verify(json_file: str | None = None, plots: Path | None = None, only: str | 
 
 
 def _table(title: str, entries: "list[Entry]") -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", expand=True, show_header=False, box=None)
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
     table.add_column("verdict", width=8, no_wrap=True)
-    table.add_column("statement", ratio=1)
+    table.add_column("statement")
     for entry in entries:
         claim = entry.claim
         shown, style = _SHOWN[claim.verdict]
@@ -88,7 +100,7 @@ def _table(title: str, entries: "list[Entry]") -> Table:
         body = Text(claim.statement)
         if claim.amendment:
             body.append(f"\n{'only if' if shown == 'only if' else 'rather'}: {claim.amendment}", style=style)
-        body.append(f"\n{claim.id}: {entry.finding.measured}", style="dim")
+        body.append(f"\n{claim.id}: {entry.finding.measured}\n[{claim.source}]", style="dim")
         if entry.contradicted:
             body.append(f"\nrecorded: {claim.verdict}; expected: {claim.expected}", style="red")
         table.add_row(Text(shown, style=style), body)
@@ -97,10 +109,9 @@ def _table(title: str, entries: "list[Entry]") -> Table:
 
 def _summary(console: Console, entries: "list[Entry]") -> None:
     counts = Counter(str(entry.claim.verdict) for entry in entries)
-    parts = ", ".join(
-        f"{counts[verdict]} {verdict.replace('holds', 'hold').replace('does', 'do')}" for verdict in _SHOWN
-    )
-    console.print(f"{len(entries)} statements: {parts}.")
+    parts = ", ".join(f"{counts[verdict]} {shown}" for verdict, shown in _COUNTED.items())
+    noun = "statement" if len(entries) == 1 else "statements"
+    console.print(f"{len(entries)} {noun}: {parts}.")
     wrong = [entry for entry in entries if entry.contradicted]
     if wrong:
         console.print(f"{len(wrong)} contradict the ledger: {', '.join(e.claim.id for e in wrong)}", style="bold red")

@@ -1,0 +1,95 @@
+"""cos and sin of position times frequency, half width, within 2^-24 of the truth at positions up to 2^24.
+
+Three ways, chosen by what is given:
+
+- Whole positions on the CPU, for float32: radix tables. exp(i m theta) is a product over the base-256 digits of m,
+  and the tables of all digits are fixed when the module is made: they never grow, and no largest position is asked of
+  a device. Two complex products cost less than a cosine.
+- Everything else: float64 angles, float64 cos and sin, one rounding. That is positions that are not whole or pass
+  2^24, learned frequencies, float64 results, and other devices.
+- float32 frequencies: float32 angles and cosines, as transformers forms them, for models trained that way.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["cos_sin", "float32_powers", "radix_table"]
+
+RADIX, DIGITS = 256, 3
+# What the digits reach: |m| < 2^24.
+REACH = RADIX**DIGITS
+
+
+def radix_table(inv_freq: Tensor) -> Tensor:
+    """exp(i c 256^d theta) for each digit d = 0, 1, 2 and value c = 0 .. 255: complex128 [3, 256, *heads, pairs].
+
+    >>> radix_table(torch.tensor([1.0, 0.01], dtype=torch.float64)).shape
+    torch.Size([3, 256, 2])
+    """
+    values = torch.arange(RADIX, dtype=torch.float64) * RADIX ** torch.arange(DIGITS, dtype=torch.float64)[:, None]
+    angles = values.view(DIGITS, RADIX, *[1] * inv_freq.dim()) * inv_freq
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def float32_powers(base: float, dim: int) -> np.ndarray:
+    """base^(-2i/dim) by transformers' operations in their order: float32 exponents, a float32 power, its reciprocal.
+
+    torch and NumPy differ in the last bit of a float32 power, so torch it is.
+
+    >>> float32_powers(10_000.0, 4).dtype
+    dtype('float32')
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / dim
+    return (1.0 / (base**exponents)).numpy()
+
+
+def cos_sin(
+    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """amplitude * cos(m theta_i) and amplitude * sin(m theta_i), as fresh tensors of `dtype`.
+
+    positions [seq] or [batch, seq] and inv_freq [pairs] give [seq, pairs] or [batch, seq, pairs]. One row of
+    frequencies a head, inv_freq [heads, pairs], gives [1 or batch, heads, seq, pairs].
+
+    >>> cos, sin = cos_sin(torch.tensor([0, 2]), torch.tensor([1.0, 0.5]).double(), None, 1.0, torch.float32)
+    >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1
+    [-0.4161, 0.5403]
+    """
+    if inv_freq.dim() == 2:
+        positions = positions.view(-1, 1, positions.shape[-1])
+        inv_freq = inv_freq.unsqueeze(-2)
+        table = None if table is None else table.unsqueeze(-2)
+    if inv_freq.dtype == torch.float32:
+        return _by_float32(positions, inv_freq, amplitude, dtype)
+    if table is not None and dtype == torch.float32 and _within_reach(positions):
+        return _by_digits(positions, table, amplitude)
+    angles = positions.to(torch.float64).unsqueeze(-1) * inv_freq
+    return (amplitude * torch.cos(angles)).to(dtype), (amplitude * torch.sin(angles)).to(dtype)
+
+
+def _within_reach(positions: Tensor) -> bool:
+    # On the CPU alone: elsewhere looking at the largest position would wait for the device.
+    if positions.device.type != "cpu" or positions.is_floating_point():
+        return False
+    return positions.numel() == 0 or int(positions.abs().max()) < REACH
+
+
+def _by_digits(positions: Tensor, table: Tensor, amplitude: float) -> tuple[Tensor, Tensor]:
+    size = positions.abs().to(torch.int64)
+    # Per-head tables are [3, 256, heads, 1, pairs]; positions then are [batch, 1, seq], and heads must come forward.
+    rows = [_row(table[digit], (size >> (8 * digit)) & (RADIX - 1)) for digit in range(DIGITS)]
+    z = rows[0] * rows[1] * rows[2]
+    sign = torch.where(positions < 0, -amplitude, amplitude).to(torch.float64).unsqueeze(-1)
+    return (amplitude * z.real).to(torch.float32), (sign * z.imag).to(torch.float32)
+
+
+def _row(table: Tensor, digit: Tensor) -> Tensor:
+    if table.dim() == 2:
+        return table[digit]
+    return table.squeeze(-2)[digit.squeeze(1)].transpose(1, 2)
+
+
+def _by_float32(positions: Tensor, inv_freq: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
+    return (torch.cos(angles) * amplitude).to(dtype), (torch.sin(angles) * amplitude).to(dtype)

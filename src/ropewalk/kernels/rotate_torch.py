@@ -1,0 +1,114 @@
+"""The rotation in torch operations: for every device, for tracing, and where no other backend is there.
+
+Both forms take cos and sin [.., pairs] that broadcast against x [.., dim], and turn the 2 * pairs features from
+`start` on. They work in float32 (float64 for float64) and round once.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+__all__ = ["rotate", "rotate_traceable"]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, start: int) -> Tensor:
+    """The rotation with its memory held down: the result, at most one temporary of its size in float32, and no more.
+
+    y = swap(x) * sin + x * cos, where swap puts (-b, a) for each pair (a, b).
+
+    The rotation of a token must not depend on how many tokens stand beside it, so every step is one to which
+    arithmetic leaves one result, whether a vector unit takes it or a loop over the last elements. A complex product is
+    none; a fused multiply-add is one where both fuse, which is tried once (`_fuses_alike`).
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    >>> rotate(x, torch.zeros(1, 2), torch.ones(1, 2), interleaved=False, start=0).tolist()  # a quarter turn
+    [[-3.0, -4.0, 1.0, 2.0]]
+    """
+    stop = start + 2 * cos.shape[-1]
+    y = torch.empty_like(x)
+    if stop - start < x.shape[-1]:
+        y[..., :start].copy_(x[..., :start])
+        y[..., stop:].copy_(x[..., stop:])
+    source, target = x[..., start:stop], y[..., start:stop]
+    if x.dtype in (torch.float32, torch.float64):
+        _turn(source, cos, sin, target, interleaved)
+    else:
+        wide = source.to(torch.float32)
+        turned = torch.empty_like(wide)
+        _turn(wide, cos, sin, turned, interleaved)
+        target.copy_(turned)
+    return y
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) -> None:
+    wide_cos = _turn_swapped(x, cos, sin, out, interleaved)
+    if _fuses_alike(x.device.type, x.dtype):
+        out.addcmul_(x, wide_cos)
+    else:
+        out += x * wide_cos
+
+
+@functools.cache
+def _fuses_alike(device: str, dtype: torch.dtype) -> bool:
+    """Whether addcmul rounds an element the same way alone and among others, on this build of torch.
+
+    It is compiled twice, for vectors and for what is left over, and a compiler may fuse the product and the sum in the
+    one and not in the other.
+    """
+    if device != "cpu":
+        # One thread takes one element there, and runs one code.
+        return True
+    with torch.inference_mode(False), torch.no_grad():
+        a, b, c = torch.randn(3, 257, dtype=dtype, device="cpu", generator=torch.Generator().manual_seed(0))
+        together = torch.addcmul(a, b, c)
+        alone = [torch.addcmul(a[i : i + 1], b[i : i + 1], c[i : i + 1]) for i in range(len(a))]
+        return torch.equal(together, torch.cat(alone))
+
+
+def _turn_swapped(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) -> Tensor:
+    """Writes swap(x) * sin into `out`, and returns cos as wide as x."""
+    if not interleaved:
+        pairs = cos.shape[-1]
+        torch.mul(x[..., pairs:], -sin, out=out[..., :pairs])
+        torch.mul(x[..., :pairs], sin, out=out[..., pairs:])
+        return torch.cat((cos, cos), dim=-1)
+    if _is_complex(x) and _is_complex(out):
+        # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
+        turn = torch.complex(torch.zeros_like(sin), sin)
+        torch.mul(_as_complex(x), turn, out=_as_complex(out))
+    else:
+        torch.mul(x[..., 1::2], -sin, out=out[..., 0::2])
+        torch.mul(x[..., 0::2], sin, out=out[..., 1::2])
+    return cos.repeat_interleave(2, dim=-1)
+
+
+def _is_complex(x: Tensor) -> bool:
+    """Whether neighbouring features lie in memory as complex numbers do."""
+    return x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def rotate_traceable(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, start: int) -> Tensor:
+    """The rotation as a formula: differentiable in everything, and for compilers to fuse.
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    >>> rotate_traceable(x, torch.zeros(1, 2), torch.ones(1, 2), interleaved=True, start=0).tolist()  # a quarter turn
+    [[-2.0, 1.0, -4.0, 3.0]]
+    """
+    pairs = cos.shape[-1]
+    stop = start + 2 * pairs
+    turned = x[..., start:stop].to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if interleaved:
+        a, b = turned.unflatten(-1, (pairs, 2)).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    turned = turned.to(x.dtype)
+    if stop - start == x.shape[-1]:
+        return turned
+    return torch.cat((x[..., :start], turned, x[..., stop:]), dim=-1)

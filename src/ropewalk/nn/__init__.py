@@ -1,0 +1,5 @@
+"""What a model USES: modules."""
+
+from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
+
+__all__ = ["RotaryEmbedding"]

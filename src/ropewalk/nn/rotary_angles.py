@@ -1,0 +1,177 @@
+"""RotaryAngles: the half of a rotary module that turns "where does each token stand" into cos and sin."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.errors import RopewalkError, as_int
+from ropewalk.kernels.angles import float32_powers, radix_table
+from ropewalk.nn.positions import packed_positions, range_positions
+from ropewalk.nn.range_cache import RangeCache
+from ropewalk.nn.rotary_arguments import check_angles, check_ids, check_positions, check_within
+from ropewalk.ops import cos_sin, is_plain
+from ropewalk.spec.rope import RopeSpec
+
+__all__ = ["Angles", "RotaryAngles", "checked_offset", "working_dtype"]
+
+# cos and sin, each [seq, pairs], [batch, seq, pairs] or [batch, heads, seq, pairs].
+Angles = tuple[Tensor, Tensor]
+
+
+class RotaryAngles(nn.Module):
+    """The frequencies of a spec as module state, and cos and sin at any positions.
+
+    The frequencies are a plain attribute and no buffer: they follow the device, and nothing else that is done to a
+    module touches them. The radix table stays on the CPU, where it is used.
+
+    >>> RotaryAngles(RopeSpec(4), seq_dim=-2, context_length=None, learned=False).inv_freq.tolist()
+    [1.0, 0.01]
+    """
+
+    def __init__(self, spec: RopeSpec, *, seq_dim: int, context_length: int | None, learned: bool) -> None:
+        super().__init__()
+        self.spec, self.seq_dim, self.context_length = spec, seq_dim, context_length
+        exact = spec.angles == "exact"
+        frequencies = spec.inv_freq() if exact else spec.inv_freq(powers=float32_powers)
+        home = torch.get_default_device()
+        # Under a meta default the frequencies are real all the same: nobody would fill them in later.
+        self._spec_inv_freq = torch.tensor(frequencies, device="cpu" if home.type in ("meta", "mps") else home)
+        self._table = radix_table(torch.tensor(frequencies, device="cpu")) if exact and not learned else None
+        self.log_scale = nn.Parameter(torch.zeros(frequencies.shape)) if learned else None
+        self._ranges = RangeCache()
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """The frequencies, sign * theta_i: float64 [pairs], or [heads, pairs] where heads differ.
+
+        >>> RotaryAngles(RopeSpec(4, sign=-1), seq_dim=-2, context_length=None, learned=True).inv_freq.tolist()
+        [-1.0, -0.01]
+        """
+        if self.log_scale is None:
+            return self._spec_inv_freq
+        return self._spec_inv_freq.to(self.log_scale.device) * torch.exp(self.log_scale.to(torch.float64))
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads there must be, where heads have frequencies of their own; None where they do not."""
+        return self._spec_inv_freq.shape[0] if self._spec_inv_freq.dim() == 2 else None
+
+    def at(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Angles:
+        """cos and sin at `positions`, times the amplitude: compute them once a forward pass, share them as `angles=`.
+
+        [seq, pairs] or [batch, seq, pairs]; [1 or batch, heads, seq, pairs] where heads have their own frequencies.
+
+        >>> rope = RotaryAngles(RopeSpec(4), seq_dim=-2, context_length=None, learned=False)
+        >>> cos, sin = rope.at(torch.tensor([0, 2]))
+        >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 0.02
+        [-0.4161, 0.9998]
+        """
+        check_ids(positions, asked="rope.at(positions)", expected="[seq] or [batch, seq]")
+        if dtype not in (torch.float32, torch.float64):
+            raise RopewalkError(
+                asked=f"rope.at(positions, dtype={dtype})",
+                expected="float32, or float64 for float64 input",
+                got=f"{dtype}",
+                do="leave dtype out; the rotation rounds once, at its end",
+            )
+        self._check_reach(positions)
+        return self.angles_at(positions, dtype)
+
+    def angles_at(self, positions: Tensor, dtype: torch.dtype, amplitude: float | None = None) -> Angles:
+        """`at` without its checks, and with another amplitude than the spec's if one is given."""
+        scale = self.spec.amplitude() if amplitude is None else amplitude
+        home = positions.device
+        if home.type == "mps":
+            # There is no float64: angles are formed on the CPU and moved.
+            cos, sin = cos_sin(positions.cpu(), self.inv_freq.cpu(), self._table, scale, dtype)
+            return cos.to(home), sin.to(home)
+        table = self._table if home.type == "cpu" else None
+        return cos_sin(positions, self.inv_freq.to(home), table, scale, dtype)
+
+    def angles_for(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        angles: Angles | None = None,
+        name: str = "positions",
+    ) -> Angles:
+        """cos and sin for x, from the one argument that says where it stands; from 0 on, if none does."""
+        seq = x.shape[self.seq_dim]
+        if angles is not None:
+            return check_angles(angles, x, self._spec_inv_freq.shape[-1], self.seq_dim)
+        if positions is not None:
+            check_positions(positions, x, self.seq_dim, self.heads, name)
+        elif cu_seqlens is not None:
+            check_ids(cu_seqlens, asked="rope(cu_seqlens=...)", expected="[sequences + 1]", dims=(1,), whole=True)
+            positions = packed_positions(cu_seqlens.to(x.device), seq)
+        else:
+            start = 0 if offset is None else checked_offset(offset, x, "offset")
+            if not isinstance(start, Tensor):
+                return self._range(start, seq, x)
+            positions = range_positions(seq, start, x.device)
+        self._check_reach(positions)
+        return self.angles_at(positions, working_dtype(x))
+
+    def _range(self, start: int, seq: int, x: Tensor) -> Angles:
+        if seq:
+            check_within(start + seq - 1, self.context_length)
+        dtype = working_dtype(x)
+
+        def make(first: int, last: int) -> Angles:
+            return self.angles_at(range_positions(last - first, first, x.device), dtype)
+
+        if self.log_scale is not None or not is_plain(x):
+            return make(start, start + seq)
+        return self._ranges.rows((x.device, dtype), start, start + seq, make)
+
+    def _check_reach(self, positions: Tensor) -> None:
+        # Looking at the largest position would make a device wait, and a compiler stop: eager on the CPU alone.
+        if self.context_length is not None and positions.device.type == "cpu" and is_plain(positions):
+            check_within(int(positions.max()) if positions.numel() else 0, self.context_length)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryAngles":
+        super()._apply(fn, recurse)
+        # fn may cast, move or empty; where it moves to is all that concerns the frequencies.
+        device = fn(torch.empty(0, device=self._spec_inv_freq.device)).device
+        if device.type not in ("meta", "mps"):
+            self._spec_inv_freq = self._spec_inv_freq.to(device)
+        return self
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which x is rotated.
+
+    >>> working_dtype(torch.ones(1, dtype=torch.bfloat16))
+    torch.float32
+    """
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def checked_offset(offset: Any, x: Tensor, name: str) -> int | Tensor:
+    """An int, or a tensor of one whole number a sequence.
+
+    >>> checked_offset(7, torch.ones(2, 3, 4), "offset")
+    7
+    """
+    if isinstance(offset, Tensor):
+        # A number on a device is a sequence of one, so that nothing waits for it.
+        offset = offset.unsqueeze(0) if offset.dim() == 0 else offset
+        whole = not offset.is_floating_point() and not offset.is_complex() and offset.dtype != torch.bool
+        if whole and offset.dim() == 1 and offset.shape[0] in (1, x.shape[0]):
+            return offset
+        got = f"{offset.dtype} {list(offset.shape)}"
+    elif as_int(offset) is not None or isinstance(offset, torch.SymInt):
+        return offset  # pyright: ignore[reportReturnType]  # a SymInt is an int to everything but the type checker
+    else:
+        got = repr(offset)
+    raise RopewalkError(
+        asked=f"rope(..., {name}=...) for a tensor of shape {list(x.shape)}",
+        expected=f"an int, or whole numbers [{x.shape[0]}], one a sequence",
+        got=got,
+        do="pass positions= for anything else",
+    )

@@ -1,0 +1,166 @@
+"""What callers of RotaryEmbedding may give, checked before any work is done."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError
+from ropewalk.spec.rope import RopeSpec
+
+__all__ = ["check_angles", "check_ids", "check_in_place", "check_inputs", "check_positions", "check_within"]
+
+
+def check_inputs(q: Tensor, k: Tensor | None, spec: RopeSpec, seq_dim: int, heads: int | None) -> None:
+    """Refuses q and k that this rotation cannot turn."""
+    if k is not None and isinstance(k, Tensor) and not k.is_floating_point():
+        raise RopewalkError(
+            asked="rope(q, k)",
+            expected="keys, a floating-point tensor, as the second argument",
+            got=f"{k.dtype} of shape {list(k.shape)}",
+            do="pass position ids by name: rope(q, positions=ids)",
+        )
+    _check_input("q", q, spec, seq_dim, heads)
+    if k is None:
+        return
+    _check_input("k", k, spec, seq_dim, heads)
+    if q.dtype != k.dtype or q.device != k.device:
+        raise RopewalkError(
+            asked="rope(q, k)",
+            expected="q and k of one dtype, on one device",
+            got=f"{q.dtype} on {q.device}, {k.dtype} on {k.device}",
+            do="cast or move one of them, or rotate them in two calls",
+        )
+
+
+def _check_input(name: str, x: Tensor, spec: RopeSpec, seq_dim: int, heads: int | None) -> None:
+    tensor = isinstance(x, Tensor) and x.is_floating_point()
+    if not tensor or x.dim() < -seq_dim or x.shape[-1] != spec.head_dim:
+        shape = "[..., seq, head_dim]" if seq_dim == -2 else "[..., seq, heads, head_dim]"
+        raise RopewalkError(
+            asked=f"rope({name}) with head_dim={spec.head_dim}, seq_dim={seq_dim}",
+            expected=f"a floating-point tensor {shape} whose last dimension is {spec.head_dim}",
+            got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(type(x)),
+            do="split the heads first, or make the module with the head_dim of the tensor",
+        )
+    if heads is not None and (x.dim() not in (3, 4) or x.shape[-3 if seq_dim == -2 else -2] != heads):
+        raise RopewalkError(
+            asked=f"rope({name}) with frequencies of its own for each of {heads} heads",
+            expected=f"{heads} heads in a tensor of 3 or 4 dimensions, keys like queries",
+            got=f"shape {list(x.shape)} with seq_dim={seq_dim}",
+            do="per-head frequencies cannot serve grouped keys: repeat the key heads first",
+        )
+
+
+def check_ids(ids: Any, *, asked: str, expected: str, dims: tuple[int, ...] = (1, 2), whole: bool = False) -> None:
+    """Refuses what is no tensor of numbers that can count: complex, bool, half precision, or the wrong rank."""
+    countless = (torch.bool, torch.float16, torch.bfloat16)
+    counts = isinstance(ids, Tensor) and ids.dtype not in countless and not ids.is_complex()
+    if counts and ids.dim() in dims and not (whole and ids.is_floating_point()):
+        return
+    raise RopewalkError(
+        asked=asked,
+        expected=f"a tensor {expected} of whole numbers" + ("" if whole else ", float32 or float64"),
+        got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(type(ids)),
+        do="torch.arange(seq) makes plain positions; half-precision floats cannot count past 256 or 2048",
+    )
+
+
+def check_positions(positions: Tensor, x: Tensor, seq_dim: int, heads: int | None, name: str) -> None:
+    """Refuses positions that are not one number for each token of x, or lie on another device."""
+    seq = x.shape[seq_dim]
+    # A dimension that is the heads, where these have frequencies of their own, is no batch.
+    batched = x.dim() > (3 if heads is not None else -seq_dim)
+    asked = f"rope({name}=...) for a tensor of shape {list(x.shape)}"
+    shapes = f"[{seq}]" + (f" or [{x.shape[0]}, {seq}]" if batched else "")
+    check_ids(positions, asked=asked, expected=shapes)
+    if positions.shape[-1] != seq or (positions.dim() == 2 and not (batched and positions.shape[0] in (1, x.shape[0]))):
+        raise RopewalkError(
+            asked=asked,
+            expected=f"positions {shapes}",
+            got=f"{list(positions.shape)}",
+            do="give each token its position; the batch is the first dimension of x",
+        )
+    if positions.device != x.device:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"positions on {x.device}, where x is",
+            got=f"positions on {positions.device}",
+            do=f"make them there, or move them once: positions.to({str(x.device)!r})",
+        )
+
+
+def check_within(last: int, context_length: int | None) -> None:
+    """Refuses a position past the context length, where the host knows it."""
+    if context_length is not None and last >= context_length:
+        raise RopewalkError(
+            asked=f"rope(...) with context_length={context_length}",
+            expected=f"positions below {context_length}",
+            got=f"position {last}",
+            do="shorten the input, or raise context_length if the model is meant to go there",
+        )
+
+
+def check_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> tuple[Tensor, Tensor]:
+    """cos and sin as `rope.at` gives them, if they belong to x."""
+    seq = x.shape[seq_dim]
+    if isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles):
+        cos, sin = angles
+        wanted = torch.float64 if x.dtype == torch.float64 else torch.float32
+        fits = cos.shape == sin.shape and cos.dtype == sin.dtype == wanted and cos.device == sin.device == x.device
+        fits = fits and cos.dim() in (2, 3, 4) and tuple(cos.shape[-2:]) == (seq, pairs)
+        if fits and cos.dim() == 3:
+            fits = x.dim() > -seq_dim and cos.shape[0] in (1, x.shape[0])
+        if fits and cos.dim() == 4:
+            heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
+            fits = x.dim() in (3, 4) and cos.shape[1] in (1, heads)
+            fits = fits and (cos.shape[0] == 1 or (x.dim() == 4 and cos.shape[0] == x.shape[0]))
+        if fits:
+            return cos, sin
+        got = f"cos {cos.dtype} {list(cos.shape)} on {cos.device}, sin {sin.dtype} {list(sin.shape)} on {sin.device}"
+    else:
+        got = repr(type(angles))
+    raise RopewalkError(
+        asked=f"rope(..., angles=...) for {x.dtype} of shape {list(x.shape)} on {x.device}",
+        expected=f"what rope.at(positions) gives: cos and sin [.., {seq}, {pairs}] in float32 (float64 for float64)",
+        got=got,
+        do="call rope.at(positions), with dtype=torch.float64 for float64, on the device of the input",
+    )
+
+
+def check_in_place(q: Tensor, k: Tensor | None) -> None:
+    """Refuses memory that an in-place rotation would write twice, and leaves that autograd keeps."""
+    for name, x in (("q", q), ("k", k)):
+        if x is None:
+            continue
+        if x.numel() and _overlaps_itself(x):
+            raise RopewalkError(
+                asked=f"rope.rotate_({name})",
+                expected="memory of its own for every element",
+                got=f"shape {list(x.shape)} with strides {list(x.stride())}",
+                do="use rope(...), or clone an expanded tensor first",
+            )
+        if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
+            raise RopewalkError(
+                asked=f"rope.rotate_({name})",
+                expected="a tensor that autograd does not hold as a leaf",
+                got="a leaf that requires a gradient",
+                do="use rope(...), which leaves it as it is",
+            )
+    if k is not None and q.numel() and k.numel() and q.data_ptr() == k.data_ptr():
+        raise RopewalkError(
+            asked="rope.rotate_(q, k)",
+            expected="q and k in memory of their own",
+            got="the same memory twice",
+            do="rotate it once: rope.rotate_(q)",
+        )
+
+
+def _overlaps_itself(x: Tensor) -> bool:
+    """Whether two indices of x may lead to one address. Sorted by stride, each dimension must step over the last."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
