@@ -141,7 +141,7 @@ def rotate(
     grad = torch.is_grad_enabled()
     if not is_plain(q, k, cos, sin) or (grad and (cos.requires_grad or sin.requires_grad)):
         with _mixing_allowed(q):
-            return tuple(_run(rotate_torch.rotate_traceable, x, cos, sin, layout) for x in both)
+            return tuple(_formula(x, cos, sin, layout) for x in both)
     if grad and any(x.requires_grad for x in both):
         return _Rotate.apply(q, k, cos, sin, layout)  # pyright: ignore[reportReturnType]
     return _kernel(both, cos, sin, layout)
@@ -165,13 +165,16 @@ class _Rotate(torch.autograd.Function):
 
 
 def _kernel(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    if len({x.dim() for x in both}) > 1:
+        return tuple(y for x in both for y in _kernel((x,), cos, sin, layout))
+    cos, sin = (line_up(table, both[0].dim(), layout.seq_dim) for table in (cos, sin))
     backend = OPS["rotate"].backends[layout.backend or "torch"]
-    return tuple(_run(backend, x, cos, sin, layout) for x in both)
+    return backend(both, cos, sin, interleaved=layout.interleaved, start=layout.start)
 
 
-def _run(function: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     cos, sin = (line_up(table, x.dim(), layout.seq_dim) for table in (cos, sin))
-    return function(x, cos, sin, interleaved=layout.interleaved, start=layout.start)
+    return rotate_torch.rotate_traceable(x, cos, sin, interleaved=layout.interleaved, start=layout.start)
 
 
 def _mixing_allowed(x: Tensor) -> contextlib.AbstractContextManager[Any]:

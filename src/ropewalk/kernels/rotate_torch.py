@@ -5,6 +5,7 @@ Both forms take cos and sin [.., pairs] that broadcast against x [.., dim], and 
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from torch import Tensor
 __all__ = ["rotate", "rotate_traceable"]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, start: int) -> Tensor:
-    """The rotation with its memory held down: the result, at most one temporary of its size in float32, and no more.
+def rotate(both: Sequence[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool, start: int) -> tuple[Tensor, ...]:
+    """Each tensor rotated, with memory held down: the results, at most one float32 temporary of their size, no more.
 
     y = swap(x) * sin + x * cos, where swap puts (-b, a) for each pair (a, b).
 
@@ -22,31 +23,53 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, start: int
     none; a fused multiply-add is one where both fuse, which is tried once (`_fuses_alike`).
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    >>> rotate(x, torch.zeros(1, 2), torch.ones(1, 2), interleaved=False, start=0).tolist()  # a quarter turn
+    >>> rotate([x], torch.zeros(1, 2), torch.ones(1, 2), interleaved=False, start=0)[0].tolist()  # a quarter turn
     [[-3.0, -4.0, 1.0, 2.0]]
     """
-    stop = start + 2 * cos.shape[-1]
+    if interleaved:
+        # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
+        wide_cos, swap_sin = cos.repeat_interleave(2, dim=-1), torch.complex(torch.zeros_like(sin), sin)
+    else:
+        wide_cos, swap_sin = torch.cat((cos, cos), dim=-1), sin
+    return tuple(_rotate_one(x, wide_cos, sin, swap_sin, interleaved, start) for x in both)
+
+
+def _rotate_one(x: Tensor, wide_cos: Tensor, sin: Tensor, swap_sin: Tensor, interleaved: bool, start: int) -> Tensor:
+    stop = start + wide_cos.shape[-1]
     y = torch.empty_like(x)
     if stop - start < x.shape[-1]:
         y[..., :start].copy_(x[..., :start])
         y[..., stop:].copy_(x[..., stop:])
     source, target = x[..., start:stop], y[..., start:stop]
-    if x.dtype in (torch.float32, torch.float64):
-        _turn(source, cos, sin, target, interleaved)
+    low = x.dtype not in (torch.float32, torch.float64)
+    if low:
+        source = source.to(torch.float32)
+    turned = torch.empty_like(source) if low else target
+    swap = _swap_neighbours if interleaved else _swap_halves
+    swap(source, sin, swap_sin, turned)
+    if _fuses_alike(x.device.type, source.dtype):
+        turned.addcmul_(source, wide_cos)
     else:
-        wide = source.to(torch.float32)
-        turned = torch.empty_like(wide)
-        _turn(wide, cos, sin, turned, interleaved)
+        turned += source * wide_cos
+    if low:
         target.copy_(turned)
     return y
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) -> None:
-    wide_cos = _turn_swapped(x, cos, sin, out, interleaved)
-    if _fuses_alike(x.device.type, x.dtype):
-        out.addcmul_(x, wide_cos)
+def _swap_halves(x: Tensor, sin: Tensor, _: Tensor, out: Tensor) -> None:
+    """swap(x) * sin for pairs (i, i + pairs)."""
+    pairs = sin.shape[-1]
+    torch.mul(x[..., pairs:], -sin, out=out[..., :pairs])
+    torch.mul(x[..., :pairs], sin, out=out[..., pairs:])
+
+
+def _swap_neighbours(x: Tensor, sin: Tensor, i_sin: Tensor, out: Tensor) -> None:
+    """swap(x) * sin for pairs (2i, 2i + 1)."""
+    if _is_complex(x) and _is_complex(out):
+        torch.mul(_as_complex(x), i_sin, out=_as_complex(out))
     else:
-        out += x * wide_cos
+        torch.mul(x[..., 1::2], -sin, out=out[..., 0::2])
+        torch.mul(x[..., 0::2], sin, out=out[..., 1::2])
 
 
 @functools.cache
@@ -64,23 +87,6 @@ def _fuses_alike(device: str, dtype: torch.dtype) -> bool:
         together = torch.addcmul(a, b, c)
         alone = [torch.addcmul(a[i : i + 1], b[i : i + 1], c[i : i + 1]) for i in range(len(a))]
         return torch.equal(together, torch.cat(alone))
-
-
-def _turn_swapped(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, interleaved: bool) -> Tensor:
-    """Writes swap(x) * sin into `out`, and returns cos as wide as x."""
-    if not interleaved:
-        pairs = cos.shape[-1]
-        torch.mul(x[..., pairs:], -sin, out=out[..., :pairs])
-        torch.mul(x[..., :pairs], sin, out=out[..., pairs:])
-        return torch.cat((cos, cos), dim=-1)
-    if _is_complex(x) and _is_complex(out):
-        # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
-        turn = torch.complex(torch.zeros_like(sin), sin)
-        torch.mul(_as_complex(x), turn, out=_as_complex(out))
-    else:
-        torch.mul(x[..., 1::2], -sin, out=out[..., 0::2])
-        torch.mul(x[..., 0::2], sin, out=out[..., 1::2])
-    return cos.repeat_interleave(2, dim=-1)
 
 
 def _is_complex(x: Tensor) -> bool:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice, require_even
-from ropewalk.reference.arguments import checked_positions, require_float, require_tensor
+from ropewalk.reference.arguments import checked_positions, require_finite, require_float, require_tensor
 from ropewalk.reference.pairs import join_pairs
 from ropewalk.spec.frequencies import Plain
 
@@ -80,6 +80,7 @@ def sinusoidal_table(positions: Shaped[Tensor, "*ids"], dim: int, base: float = 
     [[0.0, 1.0], [0.8415, 0.5403]]
     """
     dim = require_even(dim, asked="sinusoidal_table(dim)", do="pass an even width; sines and cosines alternate")
+    require_finite(positions, asked="sinusoidal_table(positions)")
     angles = positions.to(torch.float64).unsqueeze(-1) * torch.as_tensor(
         Plain(base).evaluate(dim), device=positions.device
     )

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 
-__all__ = ["angles_for", "checked_positions", "require_float", "require_tensor"]
-
 # Floats that cannot count: bfloat16 has no 257, float16 no 2049. As frequencies they are worse.
 _COARSE = (torch.float16, torch.bfloat16)
 
@@ -20,6 +18,18 @@ def require_tensor(value: object, *, asked: str) -> None:
     if not isinstance(value, Tensor):
         raise RopewalkError(
             asked=asked, expected="a torch.Tensor", got=shown(value), do="wrap it: torch.as_tensor(value)"
+        )
+
+
+def require_finite(positions: Tensor, *, asked: str) -> None:
+    """Refuses positions that are no numbers."""
+    require_tensor(positions, asked=asked)
+    if not torch.isfinite(positions).all():
+        raise RopewalkError(
+            asked=asked,
+            expected="finite positions",
+            got="NaN or infinity",
+            do="look at what made them: a mean over an empty mask gives NaN",
         )
 
 
@@ -57,14 +67,8 @@ def checked_positions(
             got=f"{positions.dtype} of shape {list(positions.shape)}",
             do="give one position a token, torch.arange(seq) for a plain sequence",
         )
+    require_finite(positions, asked=asked)
     exact = positions.to(torch.float64)
-    if not torch.isfinite(exact).all():
-        raise RopewalkError(
-            asked=asked,
-            expected="finite positions",
-            got="NaN or infinity",
-            do="look at what made them: a mean over an empty mask gives NaN",
-        )
     if exact.dim() == 2:
         exact = exact.view(exact.shape[0], *[1] * (len(shape) - 3), seq)
     return exact

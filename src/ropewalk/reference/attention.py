@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown
-from ropewalk.reference.arguments import require_float
+from ropewalk.reference.arguments import checked_positions, require_float
 
 __all__ = ["Projections", "group_heads", "multi_head_attention", "require_bias", "require_qkv", "softmax_attention"]
 
@@ -97,14 +97,18 @@ def multi_head_attention(
             got=shown(weights),
             do="from ropewalk.reference import Projections",
         )
-    if weights.query.shape[0] % heads or weights.key.shape[0] % kv_heads:
+    require_float(x, asked=f"{asked}(x)", at_least_dims=3)
+    rows = [weight.shape[0] for weight in weights[:3]]
+    width = rows[0] // heads
+    if rows != [heads * width, kv_heads * width, kv_heads * (rows[2] // kv_heads)] or x.dim() != 3:
         raise RopewalkError(
             asked=f"{asked}(num_heads={heads}, num_kv_heads={kv_heads})",
-            expected="projections whose rows divide into the heads",
-            got=f"{weights.query.shape[0]} rows for queries, {weights.key.shape[0]} for keys",
+            expected="x [batch, seq, dim], and projections whose rows divide into the heads",
+            got=f"x {list(x.shape)}; {rows[0]} rows for queries, {rows[1]} for keys, {rows[2]} for values",
             do="rows are heads times head_dim",
         )
     positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
+    checked_positions(positions, tuple(x.shape), asked=asked)
     dtype, x = x.dtype, x.double()
     x = x if embed is None else embed(x, positions)
     q, k, v = (x @ weight.double().T for weight in weights[:3])

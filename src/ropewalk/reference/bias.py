@@ -1,13 +1,11 @@
 """Relative encodings that add a number to each attention score: T5's buckets and ALiBi."""
 
-import math
-
 import torch
 from jaxtyping import Float, Float64, Int, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, require_flag
-from ropewalk.reference.arguments import require_float, require_tensor
+from ropewalk.reference.arguments import require_finite, require_float, require_tensor
 
 __all__ = ["alibi_bias", "alibi_slopes", "t5_bias", "t5_bucket"]
 
@@ -52,10 +50,11 @@ def t5_bucket(
 def _edge(step: int, exact: int, count: int, far: int) -> int:
     # The smallest n with log(n/exact) / log(far/exact) * count >= step, that is n^count >= far^step exact^(count-step).
     target = far**step * exact ** (count - step)
-    n = max(1, math.floor(target ** (1 / count)) - 1)
-    while n**count < target:
-        n += 1
-    return n
+    low, high = 0, far
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if middle**count < target else (low, middle)
+    return high
 
 
 def t5_bias(
@@ -113,8 +112,8 @@ def alibi_bias(
 
 def _relative(q_positions: Tensor, k_positions: Tensor, asked: str) -> Tensor:
     """k - q for every query and key: [q, k]."""
-    require_tensor(q_positions, asked=f"{asked}(q_positions)")
-    require_tensor(k_positions, asked=f"{asked}(k_positions)")
+    require_finite(q_positions, asked=f"{asked}(q_positions)")
+    require_finite(k_positions, asked=f"{asked}(k_positions)")
     if q_positions.dim() != 1 or k_positions.dim() != 1:
         raise RopewalkError(
             asked=f"{asked}(q_positions, k_positions)",
@@ -122,4 +121,6 @@ def _relative(q_positions: Tensor, k_positions: Tensor, asked: str) -> Tensor:
             got=f"{list(q_positions.shape)} and {list(k_positions.shape)}",
             do="call it once a sequence where positions differ between sequences",
         )
-    return k_positions[None, :] - q_positions[:, None]
+    # In 64 bits: unsigned ids would wrap where a key stands before its query.
+    q, k = (ids if ids.is_floating_point() else ids.to(torch.int64) for ids in (q_positions, k_positions))
+    return k[None, :] - q[:, None]

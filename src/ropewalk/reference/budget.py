@@ -6,8 +6,9 @@ A fast path works in float32 and rounds once to the dtype of x. What it may lose
 
 u |reference|: the one rounding at the end, half an ulp. u is 2^-24, 2^-11, 2^-8 for float32, float16, bfloat16.
 e |pair|: cos and sin (2^-24 each), two products and a sum in float32, relative to the norm of the pair: e = 2^-18
-    leaves 64 roundings of room and still rejects an angle that is wrong by 4e-6. float64 is worked in float64 and has
-    e = 2^-40, which is below 1e-12.
+    leaves 64 roundings of room and still rejects an angle that is wrong by 1e-5. float64 is worked in float64 and has
+    e = 2^-40, which is below 1e-12, and 2^-52 for every radian of the farthest angle: the product of position and
+    frequency is itself rounded, in the reference too.
 s: half the smallest number of the dtype, where rounding is no longer relative.
 
 It is an elementwise bound, never a mean: one wrong row among a million is found. No setting changes it.
@@ -17,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, require_even
 from ropewalk.reference.pairs import join_pairs, join_slice, split_pairs, split_slice
 
 __all__ = ["BudgetError", "assert_within_budget", "rotation_budget"]
@@ -38,10 +39,11 @@ def rotation_budget(
     rotary_dim: int,
     pairing: str = "interleaved",
     rotary_slice: str = "leading",
+    farthest: float = 0.0,
 ) -> Float[Tensor, "*any dim"]:
     """The error allowed to each element of a rotation in `dtype`, from its float64 `reference`.
 
-    Features that do not turn are copied, and are allowed no error at all.
+    `farthest` is the largest angle that was turned, in radians; it matters to float64 alone. Features that do not turn are copied, and are allowed no error at all.
 
     >>> y = torch.tensor([[3.0, 4.0, 7.0]], dtype=torch.float64)  # a pair of norm 5, and a feature that does not turn
     >>> allowed = rotation_budget(y, torch.bfloat16, rotary_dim=2)
@@ -50,8 +52,9 @@ def rotation_budget(
     >>> allowed[0, 2].item()
     0.0
     """
+    require_even(rotary_dim, asked="rotation_budget(rotary_dim=...)", do="pass how many features turn")
     info = torch.finfo(dtype)
-    pair_share = 2.0**-40 if dtype == torch.float64 else 2.0**-18
+    pair_share = 2.0**-40 + farthest * 2.0**-52 if dtype == torch.float64 else 2.0**-18
     turned, rest = split_slice(reference.double(), rotary_dim, rotary_slice)
     a, b = split_pairs(turned, pairing)
     norm = torch.hypot(a, b)
@@ -67,6 +70,7 @@ def assert_within_budget(
     rotary_dim: int,
     pairing: str = "interleaved",
     rotary_slice: str = "leading",
+    farthest: float = 0.0,
 ) -> float:
     """Raises `BudgetError` unless every element of `fast` is within budget; returns the largest error / budget.
 

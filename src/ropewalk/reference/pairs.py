@@ -9,6 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ropewalk.errors import require_choice
+from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES
+
 __all__ = ["join_pairs", "join_slice", "pair_indices", "split_pairs", "split_slice"]
 
 
@@ -18,6 +21,7 @@ def pair_indices(rotary_dim: int, pairing: str) -> tuple[list[int], list[int]]:
     >>> pair_indices(6, "interleaved"), pair_indices(6, "half")
     (([0, 2, 4], [1, 3, 5]), ([0, 1, 2], [3, 4, 5]))
     """
+    require_choice(pairing, PAIRINGS, asked="pairing=...")
     if pairing == "interleaved":
         return list(range(0, rotary_dim, 2)), list(range(1, rotary_dim, 2))
     return list(range(rotary_dim // 2)), list(range(rotary_dim // 2, rotary_dim))
@@ -58,6 +62,7 @@ def split_slice(
     >>> turned.tolist(), rest.tolist()
     ([2.0, 3.0], [0.0, 1.0])
     """
+    require_choice(rotary_slice, ROTARY_SLICES, asked="rotary_slice=...")
     if rotary_slice == "leading":
         return x[..., :rotary_dim], x[..., rotary_dim:]
     cut = x.shape[-1] - rotary_dim

@@ -3,6 +3,7 @@
 It starts from positions, so that a candidate's own cos and sin are under test too.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.reference.budget import BudgetError, assert_within_budget
 from ropewalk.reference.rotate import rotate
 from ropewalk.spec.frequencies import Plain, WholeModel
+from ropewalk.spec.rope import PAIRINGS
 
 __all__ = ["RotationCase", "check_rotation", "rotation_cases"]
 
@@ -69,40 +71,55 @@ def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
     def scattered(*shape: int, low: int = 0, high: int = 1 << 20) -> Tensor:
         return torch.randint(low, high, shape, generator=random)
 
-    for pairing in ("interleaved", "half"):
-        for dim in (2, 60, 64, 92, 128, 256):
+    per_head = torch.as_tensor(WholeModel(10_000.0, num_heads=3).evaluate(64))
+    for pairing in PAIRINGS:
+        for dim in (2, 60, 64, 80, 92, 96, 112, 128, 256, 512):
             yield RotationCase(f"{pairing}, dim {dim}", x(2, 3, 5, dim), torch.arange(5), theta(dim), pairing=pairing)
         for seq in (1, 2, 63, 64, 65, 1000):
-            case = RotationCase(
-                f"{pairing}, {seq} tokens", x(1, 2, seq, 64), torch.arange(seq), theta(64), pairing=pairing
-            )
-            yield case
+            ids = torch.arange(seq)
+            yield RotationCase(f"{pairing}, {seq} tokens", x(1, 2, seq, 64), ids, theta(64), pairing=pairing)
         base = RotationCase("", x(2, 3, 7, 64), torch.arange(7), theta(64), pairing=pairing)
         for name, positions in {
             "far": torch.arange(7) + (1 << 20) - 7,
+            "farther": scattered(7, low=1 << 20, high=1 << 24),
             "past 131072": torch.arange(7) + 131_072,
             "negative": torch.arange(-7, 0),
             "unsorted and repeated": torch.tensor([5, 5, 0, 1_000, 3, 2, 2]),
             "not whole": torch.linspace(-3.5, 40.25, 7, dtype=torch.float64),
-            "a row a batch": scattered(2, 7),
+            "not whole, float32": torch.linspace(-3.5, 40.25, 7),
             "one row for all batches": scattered(1, 7),
             "int32": scattered(7, low=-4096, high=4096).int(),
         }.items():
             yield base._replace(name=f"{pairing}, positions {name}", positions=positions)
-        yield base._replace(name=f"{pairing}, conjugate", conjugate=True)
-        yield base._replace(name=f"{pairing}, amplitude", amplitude=1.2772588722)
         yield base._replace(name=f"{pairing}, base 5e5", inv_freq=theta(64, 500_000.0), positions=scattered(7))
-        # Three heads, and three batches: ids that line up with the wrong dimension go unnoticed by shape alone.
+        yield base._replace(name=f"{pairing}, clockwise", inv_freq=-theta(64))
+        # As many heads as batches: ids that line up with the wrong dimension go unnoticed by shape alone.
         yield base._replace(name=f"{pairing}, as many heads as batches", x=x(3, 3, 7, 64), positions=scattered(3, 7))
-        per_head = torch.as_tensor(WholeModel(10_000.0, num_heads=3).evaluate(64))
-        yield base._replace(name=f"{pairing}, frequencies a head", inv_freq=per_head)
-        for rotary_slice in ("leading", "trailing"):
-            partial = base._replace(inv_freq=theta(24), rotary_slice=rotary_slice)
-            yield partial._replace(name=f"{pairing}, {rotary_slice} 24 of 64")
+        yield base._replace(name=f"{pairing}, one head", x=x(2, 1, 7, 64), positions=scattered(2, 7))
         yield base._replace(name=f"{pairing}, transposed view", x=x(2, 7, 3, 64).transpose(1, 2))
         yield base._replace(name=f"{pairing}, every other feature", x=x(2, 3, 7, 128)[..., ::2])
-        yield base._replace(name=f"{pairing}, one tensor [seq, dim]", x=x(7, 64))
+        yield base._replace(name=f"{pairing}, odd offset in memory", x=x(2, 3, 7, 67)[..., 3:])
+        yield base._replace(name=f"{pairing}, [seq, dim]", x=x(7, 64))
+        yield base._replace(name=f"{pairing}, [batch, seq, dim]", x=x(2, 7, 64), positions=scattered(2, 7))
+        yield base._replace(name=f"{pairing}, five dimensions", x=x(2, 2, 3, 7, 64), positions=scattered(2, 7))
         yield base._replace(name=f"{pairing}, no token", x=x(2, 3, 0, 64), positions=torch.arange(0))
+        # What is right alone may be wrong together.
+        for conjugate, amplitude, ids in itertools.product((False, True), (1.0, 1.2772588722), ("shared", "a row")):
+            for which, frequencies, rotary_slice in (
+                ("whole", theta(64), "leading"),
+                ("leading 24 of 64", theta(24), "leading"),
+                ("trailing 24 of 64", theta(24), "trailing"),
+                ("frequencies a head", per_head, "leading"),
+                ("frequencies a head, trailing 24 of 64", per_head[:, :12], "trailing"),
+            ):
+                yield base._replace(
+                    name=f"{pairing}, {which}, conjugate {conjugate}, amplitude {amplitude}, ids {ids}",
+                    positions=scattered(2, 7) if ids == "a row" else scattered(7),
+                    inv_freq=frequencies,
+                    conjugate=conjugate,
+                    amplitude=amplitude,
+                    rotary_slice=rotary_slice,
+                )
 
 
 def check_rotation(
@@ -149,6 +166,7 @@ def _check(candidate: Candidate, case: RotationCase) -> float:
     # The transpose of a rotation is the rotation the other way, so the reference gives the gradient too.
     transposed = case._replace(conjugate=not case.conjugate)
     true_gradient = transposed.call(rotate, cotangent.double())
+    farthest = _largest(case.positions) * _largest(case.inv_freq)
     worst = 0.0
     for what, fast, reference in (("value", result.detach(), truth), ("gradient", gradient, true_gradient)):
         try:
@@ -158,8 +176,13 @@ def _check(candidate: Candidate, case: RotationCase) -> float:
                 rotary_dim=2 * case.inv_freq.shape[-1],
                 pairing=case.pairing,
                 rotary_slice=case.rotary_slice,
+                farthest=farthest,
             )
         except BudgetError as error:
             raise BudgetError(f"{at}: {what}: {error}") from None
         worst = max(worst, ratio)
     return worst
+
+
+def _largest(numbers: Tensor) -> float:
+    return float(numbers.abs().max()) if numbers.numel() else 0.0

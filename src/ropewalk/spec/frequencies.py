@@ -6,14 +6,22 @@ which rule it holds.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast, final
 
 import numpy as np
 from jaxtyping import Float, Float64
 from numpy.typing import NDArray
 
-from ropewalk.errors import RopewalkError, as_float, require_choice, require_count, require_positive, shown
+from ropewalk.errors import (
+    RopewalkError,
+    as_float,
+    require_choice,
+    require_count,
+    require_even,
+    require_positive,
+    shown,
+)
 
 __all__ = ["Explicit", "Frequencies", "Plain", "Powers", "WholeModel", "float64_powers"]
 
@@ -28,6 +36,7 @@ def float64_powers(base: float, dim: int) -> Float64[np.ndarray, "pairs"]:
     >>> float64_powers(10_000.0, 4).tolist()
     [1.0, 0.01]
     """
+    dim = require_even(dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
     return base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
@@ -149,7 +158,8 @@ class Explicit(Frequencies):
     def evaluate(
         self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
     ) -> Float[np.ndarray, "*heads pairs"]:
-        array = np.array(self.inv_freq, dtype=powers(1.0, 2).dtype)
+        dim = require_even(rotary_dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
+        array = np.array(self.inv_freq, dtype=powers(1.0, dim).dtype)
         if array.shape[-1] != rotary_dim // 2:
             raise RopewalkError(
                 asked=f"Explicit frequencies for rotary_dim={rotary_dim}",
@@ -184,7 +194,8 @@ class WholeModel(Frequencies):
     def evaluate(
         self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
     ) -> Float[np.ndarray, "heads pairs"]:
-        return powers(self.base, self.num_heads * rotary_dim).reshape(self.num_heads, rotary_dim // 2)
+        dim = require_even(rotary_dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
+        return powers(self.base, self.num_heads * dim).reshape(self.num_heads, dim // 2)
 
 
 def _base(rule: Plain | WholeModel) -> float:
@@ -196,12 +207,12 @@ def _nested_tuple(given: object) -> tuple[Any, ...]:
     """Rows of finite floats as tuples: (1.0, 0.3) or ((1.0, 0.3), (1.0, 0.2))."""
     # NumPy arrays and torch tensors become lists here, so that torch need not be imported to recognise one.
     values: object = getattr(given, "tolist", lambda: given)()
-    if isinstance(values, Iterable) and not isinstance(values, str | bytes):
-        entries: list[Any] = list(values)  # pyright: ignore[reportUnknownArgumentType]
+    if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        entries: list[Any] = list(cast("Sequence[Any]", values))
         numbers = [as_float(entry) for entry in entries]
         if entries and None not in numbers:
             return tuple(numbers)
-        if entries and all(isinstance(entry, Iterable) for entry in entries):
+        if entries and all(isinstance(entry, Sequence) for entry in entries):
             rows = [tuple(as_float(number) for number in row) for row in entries]
             if rows[0] and all(len(row) == len(rows[0]) and None not in row for row in rows):
                 return tuple(rows)

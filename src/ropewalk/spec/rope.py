@@ -7,7 +7,7 @@ from typing import Any, final
 import numpy as np
 from jaxtyping import Float
 
-from ropewalk.errors import RopewalkError, require_choice, require_count, require_even, shown
+from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, require_even, shown
 from ropewalk.spec.frequencies import Frequencies, Plain, Powers, float64_powers
 
 __all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "RopeSpec"]
@@ -19,8 +19,8 @@ ROTARY_SLICES = ("leading", "trailing")
 # "exact" forms angles in float64; "float32" repeats the operations of transformers, for models trained with them.
 ANGLES = ("exact", "float32")
 
-# Fields that hold one value only until the code that serves another is there, and that value.
-_ONLY: dict[str, object] = {"axes": None, "xpos": None, "query_temperature": None}
+# Fields that are None until the code that serves another value is there.
+_UNSERVED = ("axes", "xpos", "query_temperature")
 
 
 @final
@@ -33,7 +33,8 @@ class RopeSpec:
 
     Interleaved pairs are the default because RoFormer has them; most checkpoints on model hubs are "half".
 
-    A spec is frozen and hashable, holds no tensor, and two that say the same are equal.
+    A spec is frozen and hashable, holds no tensor, and two that say the same are equal. rotary_dim=None is kept as
+    head_dim, so `dataclasses.replace` of one wants the other too.
 
     >>> spec = RopeSpec(head_dim=8, frequencies=Plain(base=10_000), rotary_dim=4)
     >>> spec.inv_freq().tolist()
@@ -86,7 +87,7 @@ class RopeSpec:
         require_choice(self.pairing, PAIRINGS, asked="RopeSpec(pairing=...)")
         require_choice(self.rotary_slice, ROTARY_SLICES, asked="RopeSpec(rotary_slice=...)")
         require_choice(self.angles, ANGLES, asked="RopeSpec(angles=...)")
-        if self.sign not in (1, -1) or isinstance(self.sign, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if as_int(self.sign) not in (1, -1):
             raise RopewalkError(
                 asked="RopeSpec(sign=...)",
                 expected="1 (counter-clockwise, as the papers have it) or -1",
@@ -94,11 +95,11 @@ class RopeSpec:
                 do="leave it out unless the checkpoint rotates the other way",
             )
         object.__setattr__(self, "sign", int(self.sign))
-        for name, only in _ONLY.items():
-            if getattr(self, name) != only:
+        for name in _UNSERVED:
+            if getattr(self, name) is not None:
                 raise RopewalkError(
                     asked=f"RopeSpec({name}=...)",
-                    expected=f"{only!r}, the one value that this version serves",
+                    expected="None, the one value that this version serves",
                     got=shown(getattr(self, name)),
                     do=f"leave {name} out",
                 )

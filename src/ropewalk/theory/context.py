@@ -7,8 +7,10 @@ import numpy as np
 from jaxtyping import Bool, Float64
 from numpy.typing import NDArray
 
-from ropewalk.errors import RopewalkError, require_count, require_even, require_positive
+from ropewalk.errors import RopewalkError, as_int, require_count, require_even, require_positive, shown
+from ropewalk.spec.frequencies import float64_powers
 from ropewalk.theory.arguments import InvFreq, frequencies_of
+from ropewalk.theory.decay import score_sum
 
 __all__ = [
     "admissible_bases",
@@ -70,11 +72,11 @@ def extrapolation_limit(base: float, rotary_dim: int, critical_dim: int) -> floa
     129027
     """
     dim = require_even(rotary_dim, asked="extrapolation_limit(rotary_dim)", do="pass the rotary_dim of a head")
-    if not 0 <= critical_dim <= dim:
+    if as_int(critical_dim) is None or not 0 <= critical_dim <= dim:
         raise RopewalkError(
             asked="extrapolation_limit(critical_dim)",
             expected=f"a number of features from 0 to rotary_dim = {dim}",
-            got=f"{critical_dim}",
+            got=shown(critical_dim),
             do="critical_dimension(rotary_dim, base, trained_length) computes it",
         )
     return 2 * math.pi * _base_above_one(base, "extrapolation_limit") ** (critical_dim / dim)
@@ -92,8 +94,7 @@ def first_negative_distance(inv_freq: InvFreq, limit: int) -> int | None:
     frequencies = frequencies_of(inv_freq, asked="first_negative_distance")
     limit = require_count(limit, asked="first_negative_distance(limit)", do="pass how far to look")
     for start in range(0, limit, _BLOCK):
-        distances = np.arange(start, min(start + _BLOCK, limit), dtype=np.float64)
-        below = np.cos(distances[:, None] * frequencies).sum(axis=-1) < 0
+        below = score_sum(np.arange(start, min(start + _BLOCK, limit)), frequencies) < 0
         if below.any():
             return start + int(below.argmax())
     return None
@@ -120,7 +121,7 @@ def admissible_bases(bases: Iterable[float], rotary_dim: int, length: int) -> li
 
 
 def lowest_admissible_base(bases: Iterable[float], rotary_dim: int, length: int) -> float | None:
-    """The first base of the first island of `admissible_bases`, or None.
+    """The smallest of `bases` that is admissible, or None.
 
     It is the smallest of those tried, and no more than that: an island narrower than the step is missed.
 
@@ -128,13 +129,13 @@ def lowest_admissible_base(bases: Iterable[float], rotary_dim: int, length: int)
     4294.0
     """
     islands = admissible_bases(bases, rotary_dim, length)
-    return islands[0][0] if islands else None
+    return min((min(island) for island in islands), default=None)
 
 
 def _admissible(bases: NDArray[np.float64], rotary_dim: int, length: int) -> Bool[np.ndarray, "bases"]:
     dim = require_even(rotary_dim, asked="admissible_bases(rotary_dim)", do="pass the rotary_dim of a head")
     length = require_count(length, asked="admissible_bases(length)", do="pass the context length")
-    inv_freq = bases[:, None] ** (-np.arange(0, dim, 2) / dim)
+    inv_freq = np.array([float64_powers(base, dim) for base in bases]).reshape(-1, dim // 2)
     alive = np.ones(len(bases), dtype=bool)
     # From the far end: a base that fails does so mostly near `length`, and is then out of the scan.
     step = max(1, _CELLS // (dim // 2 * max(1, len(bases))))

@@ -58,11 +58,11 @@ def band_means(curve: NDArray[np.float64] | Sequence[float], edges: Sequence[int
     """
     curve = np.asarray(curve, dtype=np.float64)
     rising = all(a < b for a, b in itertools.pairwise(edges))
-    if len(edges) < 2 or not rising or edges[0] < 0 or edges[-1] > len(curve):
+    if curve.ndim != 1 or len(edges) < 2 or not rising or edges[0] < 0 or edges[-1] > len(curve):
         raise RopewalkError(
             asked="band_means(curve, edges)",
-            expected=f"two or more rising edges from 0 to {len(curve)}, the length of the curve",
-            got=repr(list(edges)),
+            expected="a curve in one dimension, and two or more rising edges from 0 to its length",
+            got=f"a curve of shape {curve.shape}, edges {list(edges)}",
             do="compute a longer curve, or lower the edges",
         )
     return np.array([curve[a:b].mean() for a, b in itertools.pairwise(edges)])
@@ -77,7 +77,7 @@ def abel_transform(products: NDArray[np.complex128], distance: float, inv_freq: 
     >>> abel_transform(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1]).real  # 2 + 1
     3.0
     """
-    steps = _steps(products, inv_freq)
+    steps = _steps(products, distance, inv_freq)
     return complex(-(partial_sums(distance, inv_freq) * steps).sum())
 
 
@@ -87,17 +87,17 @@ def abel_bound(products: NDArray[np.complex128], distance: float, inv_freq: InvF
     >>> abel_bound(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1])  # 1 * (1 + 2)
     3.0
     """
-    steps = _steps(products, inv_freq)
+    steps = _steps(products, distance, inv_freq)
     return float(np.abs(steps).max() * np.abs(partial_sums(distance, inv_freq)).sum())
 
 
-def _steps(products: NDArray[np.complex128], inv_freq: InvFreq) -> Complex128[np.ndarray, "pairs"]:
+def _steps(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq) -> Complex128[np.ndarray, "pairs"]:
     pairs = len(frequencies_of(inv_freq, asked="the Abel transform"))
-    if np.shape(products) != (pairs,):
+    if np.shape(products) != (pairs,) or np.shape(distance) != ():
         raise RopewalkError(
             asked="the Abel transform",
-            expected=f"{pairs} products h_i, one a frequency",
-            got=f"shape {np.shape(products)}",
+            expected=f"{pairs} products h_i, one a frequency, and one distance",
+            got=f"products of shape {np.shape(products)}, distance of shape {np.shape(distance)}",
             do="pass q_i * conj(k_i) for each pair i",
         )
     return np.diff(np.asarray(products, dtype=np.complex128), append=0.0)

@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ropewalk.errors import RopewalkError
+from ropewalk.reference import sinusoidal_table
 from ropewalk.spec import Plain
 from ropewalk.theory import BAND_EDGES, band_means, decay_curve, periods, score_sum
 
@@ -87,9 +89,9 @@ def sinusoid() -> Figure:
     """The sinusoidal table of 128 positions and 64 features."""
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    angles = np.arange(128)[:, None] * Plain(10_000).evaluate(64)
-    table = np.stack((np.sin(angles), np.cos(angles)), axis=-1).reshape(128, 64)
-    image = axes.imshow(table, aspect="auto", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
+    image = axes.imshow(
+        sinusoidal_table(torch.arange(128), 64), aspect="auto", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest"
+    )
     axes.set(xlabel="feature: sin at 2i, cos at 2i+1", ylabel="position")
     axes.set_title("Sinusoidal encoding, d = 64: fast on the left, slow on the right")
     figure.colorbar(image, ax=axes)

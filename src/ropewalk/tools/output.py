@@ -49,6 +49,10 @@ def write_json(data: object, target: str) -> None:
         return
     text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
     path = Path(target)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        # A link, a pipe or a device is written through: replacing it would take it away.
+        path.write_text(text, encoding="utf-8")
+        return
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
     ) as part:
