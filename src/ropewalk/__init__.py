@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ropewalk.errors import RopewalkError as RopewalkError
+    from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.reference.rotate import apply_rope as apply_rope
     from ropewalk.reference.rotate import build_rotary_frequencies as build_rotary_frequencies
     from ropewalk.spec.frequencies import Explicit as Explicit
@@ -28,6 +29,7 @@ _HOME = {
     "Plain": "ropewalk.spec.frequencies",
     "RopeSpec": "ropewalk.spec.rope",
     "RopewalkError": "ropewalk.errors",
+    "RotaryEmbedding": "ropewalk.nn.rotary",
     "WholeModel": "ropewalk.spec.frequencies",
     "apply_rope": "ropewalk.reference.rotate",
     "build_rotary_frequencies": "ropewalk.reference.rotate",
@@ -38,6 +40,7 @@ __all__ = [
     "Plain",
     "RopeSpec",
     "RopewalkError",
+    "RotaryEmbedding",
     "WholeModel",
     "apply_rope",
     "build_rotary_frequencies",

@@ -101,8 +101,13 @@ def is_plain(*tensors: Tensor | None) -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(tensor is not None and type(tensor) not in (Tensor, torch.nn.Parameter) for tensor in tensors)
+        or any(tensor is not None and not _is_ordinary(tensor) for tensor in tensors)
     )
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    # The batched tensors of `is_grads_batched` say that they are of type Tensor, and have no memory.
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def line_up(table: Tensor, dims: int, seq_dim: int) -> Tensor:
@@ -231,7 +236,9 @@ def _angles_backward(ctx: Any, cos_grad: Tensor, sin_grad: Tensor) -> tuple[Tens
     positions, inv_freq, cos, sin = ctx.saved_tensors
     turned = (sin_grad * cos - cos_grad * sin).to(torch.float64)
     per_head = inv_freq.dim() == 2
-    where = positions.view(-1, 1, positions.shape[-1]) if per_head else positions
+    where = positions
+    if per_head:
+        where = positions.unsqueeze(-2) if positions.dim() == 2 else positions[None, None]
     by_frequency = turned * where.to(torch.float64).unsqueeze(-1)
     by_position = turned * (inv_freq.unsqueeze(-2) if per_head else inv_freq)
     over_tokens = (0, 2) if per_head else tuple(range(positions.dim()))

@@ -56,6 +56,27 @@ def test_features_that_do_not_turn_have_no_budget(rotary_slice):
         assert_within_budget(fast, truth, rotary_dim=4, rotary_slice=rotary_slice)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "half_the_smallest"),
+    [(torch.float32, 2.0**-150), (torch.bfloat16, 2.0**-134), (torch.float16, 2.0**-25), (torch.float64, 0.0)],
+)
+def test_at_zero_only_half_the_smallest_number_is_allowed(dtype, half_the_smallest):
+    # In float64 half of the smallest number is itself no number.
+    allowed = rotation_budget(torch.zeros(1, 2, dtype=torch.float64), dtype, rotary_dim=2)
+    assert allowed.tolist() == [[half_the_smallest] * 2]
+
+
+def test_the_three_parts_of_the_budget():
+    y = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    for dtype, u in ((torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)):
+        allowed = rotation_budget(y, dtype, rotary_dim=2)
+        smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        assert allowed.tolist()[0] == [size * u + 5 * 2.0**-18 + smallest / 2 for size in (3, 4)]
+    near, far = (rotation_budget(y, torch.float64, rotary_dim=2, farthest=a) for a in (0.0, 2.0**20))
+    assert near.tolist()[0] == pytest.approx([3 * 2.0**-53 + 5 * 2.0**-40, 4 * 2.0**-53 + 5 * 2.0**-40])
+    assert (far - near).tolist()[0] == pytest.approx([5 * 2.0**-32] * 2, rel=1e-6)
+
+
 def test_an_empty_tensor_is_within_budget():
     assert assert_within_budget(torch.ones(0, 8), torch.ones(0, 8, dtype=torch.float64), rotary_dim=8) == 0
 

@@ -86,11 +86,22 @@ def test_the_result_is_the_float64_result_rounded_once(form, dtype):
     assert torch.equal(form(q, k, v, inv_freq=theta(8), causal=True), exact.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_elu_plus_one_is_positive_and_is_elu_plus_one(dtype):
-    x = torch.linspace(-80, 80, 4001, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("dtype", "lowest"),
+    [(torch.float64, -745.0), (torch.float32, -103.0), (torch.bfloat16, -92.0), (torch.float16, -17.0)],
+)
+def test_elu_plus_one_is_positive_where_its_docstring_says_and_is_elu_plus_one(dtype, lowest):
+    x = torch.linspace(lowest, 80, 4001, dtype=torch.float64)
     assert (elu_plus_one(x.to(dtype)) > 0).all()
     assert torch.allclose(elu_plus_one(x), torch.nn.functional.elu(x) + 1, atol=1e-15)
+
+
+def test_default_query_positions_are_the_last_of_each_row():
+    q, (k, v) = vector(0, 2, 1, 2, 4), vector(1, 2, 2, 1, 5, 4)
+    ids = torch.randint(0, 1000, (2, 5), generator=torch.Generator().manual_seed(0))
+    for form in (linear_attention_by_sum, linear_attention_by_recurrence):
+        told = form(q, k, v, inv_freq=theta(4), positions=ids, q_positions=ids[:, 3:])
+        assert torch.equal(form(q, k, v, inv_freq=theta(4), positions=ids), told)
 
 
 def test_gradients():

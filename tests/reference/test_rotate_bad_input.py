@@ -33,6 +33,8 @@ IDS = torch.arange(5)
         ({"inv_freq": theta(16)}, "between 1 and 4 frequencies"),
         ({"inv_freq": torch.ones(0)}, "between 1 and 4 frequencies"),
         ({"inv_freq": torch.tensor([1.0, math.nan])}, "finite inv_freq"),
+        ({"inv_freq": torch.ones(1, 4)}, r"\[heads, pairs\] for x of shape"),
+        ({"positions": torch.tensor([[0.0, 1.0, 2.0, 3.0, math.nan]] * 2)}, "finite positions"),
         ({"inv_freq": torch.ones(2, 4)}, r"\[heads, pairs\] for x of shape \[batch, heads, seq, dim\]"),
         ({"inv_freq": torch.ones(5, 4), "x": torch.ones(5, 8)}, r"\[heads, pairs\]"),
         ({"inv_freq": torch.ones(2, 4), "x": torch.ones(2, 5, 8), "positions": torch.ones(2, 5)}, r"\[heads, pairs\]"),

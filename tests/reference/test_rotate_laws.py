@@ -94,13 +94,23 @@ def test_amplitude_multiplies(seed, dim, pairing, m, amplitude):
     assert torch.equal(scaled, amplitude * rotate(x, at(m), theta(dim), pairing=pairing))
 
 
-@given(seeds, st.integers(2, 32), st.integers(1, 31), positions, st.sampled_from(["leading", "trailing"]))
-def test_features_outside_the_slice_pass_through(seed, pairs, turning, m, rotary_slice):
+@given(
+    forms,
+    seeds,
+    st.integers(2, 32),
+    st.integers(1, 31),
+    positions,
+    st.sampled_from(["leading", "trailing"]),
+    st.booleans(),
+    st.floats(0.5, 2.0),
+)
+def test_features_outside_the_slice_pass_through(form, seed, pairs, turning, m, rotary_slice, conjugate, amplitude):
     dim, rotary_dim = 2 * pairs, 2 * min(turning, pairs - 1)
     x = vector(seed, 1, dim)
-    y = rotate(x, at(m), theta(rotary_dim), rotary_slice=rotary_slice)
+    options = {"conjugate": conjugate, "amplitude": amplitude}
+    y = form(x, at(m), theta(rotary_dim), rotary_slice=rotary_slice, **options)
     turned = slice(0, rotary_dim) if rotary_slice == "leading" else slice(dim - rotary_dim, dim)
-    alone = rotate(x[..., turned], at(m), theta(rotary_dim))
+    alone = form(x[..., turned], at(m), theta(rotary_dim), **options)
     expected = x.clone()
     expected[..., turned] = alone
     assert torch.equal(y, expected)
@@ -113,6 +123,15 @@ def test_ids_of_a_batch_belong_to_the_batch_even_with_as_many_heads(seed, pairin
     together = rotate(x, ids, theta(8), pairing=pairing)
     one_by_one = torch.stack([rotate(x[b], ids[b], theta(8), pairing=pairing) for b in range(3)])
     assert torch.equal(together, one_by_one)
+
+
+@given(forms, seeds, pairings)
+def test_each_head_may_have_its_own_frequencies(form, seed, pairing):
+    x, rows = vector(seed, 2, 3, 4, 8), vector(seed + 1, 3, 4)
+    ids = torch.randint(0, 1000, (2, 4), generator=torch.Generator().manual_seed(seed))
+    together = form(x, ids, rows, pairing=pairing)
+    alone = torch.stack([form(x[:, h], ids, rows[h], pairing=pairing) for h in range(3)], dim=1)
+    assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("form", FORMS)

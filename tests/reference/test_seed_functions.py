@@ -39,6 +39,18 @@ def test_the_dtype_of_x_is_kept_and_x_is_not_touched(dtype):
     assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_is_the_float64_result_rounded_once(dtype):
+    x, tables = vector(2, 1, 2, 5, 16).to(dtype), rw.build_rotary_frequencies(16, 5)
+    assert torch.equal(rw.apply_rope(x, *tables), rw.apply_rope(x.double(), *tables).to(dtype))
+
+
+def test_tables_are_made_where_they_are_asked_for():
+    assert rw.build_rotary_frequencies(8, 4, device="meta")[0].device.type == "meta"
+    with torch.device("meta"):
+        assert rw.build_rotary_frequencies(8, 4)[1].device.type == "meta"
+
+
 def test_tables_of_a_batch_or_a_head():
     x = vector(1, 2, 3, 4, 8)
     cos, sin = rw.build_rotary_frequencies(8, 9)

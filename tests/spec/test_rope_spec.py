@@ -75,9 +75,18 @@ def test_a_rule_of_ones_own_needs_no_other_change():
             first: float = 1.0
 
             def evaluate(self, rotary_dim, length=None, powers=float64_powers):
-                return self.first / np.arange(1.0, rotary_dim // 2 + 1)
+                return self.first / np.arange(1.0, rotary_dim // 2 + 1) / (length or 1)
+
+            def amplitude(self, length=None):
+                return 1.5 * (length or 1)
+
+            @property
+            def softmax_scale(self):
+                return 0.25
 
         spec = RopeSpec(8, Harmonic(2.0))
+        assert (spec.amplitude(), spec.amplitude(4), spec.softmax_scale) == (1.5, 6.0, 0.25)
+        assert spec.inv_freq(length=2).tolist() == [1.0, 0.5, 1 / 3, 0.25]
         assert spec.inv_freq().tolist() == [2.0, 1.0, 2 / 3, 0.5]
         assert RopeSpec.from_json(spec.to_json()) == spec
     finally:

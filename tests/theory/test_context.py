@@ -87,6 +87,10 @@ def test_islands(length, tried, islands):
     assert lowest_admissible_base(tried, 128, length) == (islands[0][0] if islands else None)
 
 
+def test_the_smallest_base_is_found_in_any_order():
+    assert lowest_admissible_base([29_000, 26_960], 128, 4096) == 26_960
+
+
 @given(st.integers(1, 8).map(lambda p: 2 * p), st.integers(1, 200), st.lists(st.floats(2, 1e5), max_size=12))
 def test_the_scan_is_the_definition(dim, length, tried):
     expected = [b for b in tried if (score_sum(np.arange(length + 1), Plain(b).evaluate(dim)) >= 0).all()]

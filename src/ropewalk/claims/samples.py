@@ -37,3 +37,15 @@ def largest(error: Tensor) -> float:
 def drift(score: Callable[[int, int], Tensor], pairs: tuple[tuple[int, int], ...] = ((3, 1), (17, 40))) -> float:
     """How much score(m, n) moves when both positions move by 1 to 1000, which a relative encoding does not notice."""
     return max(largest(score(m + by, n + by) - score(m, n)) for m, n in pairs for by in (1, 7, 64, 1000))
+
+
+def rank(matrix: Tensor) -> int:
+    """The numerical rank."""
+    return int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
+
+
+def cos_error(low: int, high: int, dtype: torch.dtype) -> float:
+    """The largest error of cos(m theta), d = 128, at positions low .. high-1, its angles formed in `dtype`."""
+    ids = torch.arange(low, high)
+    exact = torch.cos(torch.outer(ids.double(), theta(128)))
+    return largest(torch.cos(torch.outer(ids.to(dtype), theta(128).to(dtype)).double()) - exact)

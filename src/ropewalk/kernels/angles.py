@@ -57,7 +57,7 @@ def cos_sin(
     [-0.4161, 0.5403]
     """
     if inv_freq.dim() == 2:
-        positions = positions.view(-1, 1, positions.shape[-1])
+        positions = positions.unsqueeze(-2) if positions.dim() == 2 else positions[None, None]
         inv_freq = inv_freq.unsqueeze(-2)
         table = None if table is None else table.unsqueeze(-2)
     if inv_freq.dtype == torch.float32:
@@ -80,8 +80,9 @@ def _by_digits(positions: Tensor, table: Tensor, amplitude: float) -> tuple[Tens
     # Per-head tables are [3, 256, heads, 1, pairs]; positions then are [batch, 1, seq], and heads must come forward.
     rows = [_row(table[digit], (size >> (8 * digit)) & (RADIX - 1)) for digit in range(DIGITS)]
     z = rows[0] * rows[1] * rows[2]
-    sign = torch.where(positions < 0, -amplitude, amplitude).to(torch.float64).unsqueeze(-1)
-    return (amplitude * z.real).to(torch.float32), (sign * z.imag).to(torch.float32)
+    # A negative position turns the other way: the conjugate.
+    sign = torch.sgn(positions).to(torch.float64).unsqueeze(-1)
+    return (amplitude * z.real).to(torch.float32), (amplitude * sign * z.imag).to(torch.float32)
 
 
 def _row(table: Tensor, digit: Tensor) -> Tensor:

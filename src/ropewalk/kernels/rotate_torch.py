@@ -107,14 +107,17 @@ def rotate_traceable(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, 
     """
     pairs = cos.shape[-1]
     stop = start + 2 * pairs
-    turned = x[..., start:stop].to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    whole = stop - start == x.shape[-1]
+    # A slice of everything is an alias, for which the batched tensors of `is_grads_batched` have no rule.
+    turned = (x if whole else x[..., start:stop]).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     if interleaved:
-        a, b = turned.unflatten(-1, (pairs, 2)).unbind(-1)
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+        shape = turned.shape
+        a, b = turned.reshape(*shape[:-1], pairs, 2).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).reshape(shape)
     else:
         a, b = turned[..., :pairs], turned[..., pairs:]
         turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
     turned = turned.to(x.dtype)
-    if stop - start == x.shape[-1]:
+    if whole:
         return turned
     return torch.cat((x[..., :start], turned, x[..., stop:]), dim=-1)

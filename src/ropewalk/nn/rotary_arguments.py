@@ -8,8 +8,6 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["check_angles", "check_ids", "check_in_place", "check_inputs", "check_positions", "check_within"]
-
 
 def check_inputs(q: Tensor, k: Tensor | None, spec: RopeSpec, seq_dim: int, heads: int | None) -> None:
     """Refuses q and k that this rotation cannot turn."""

@@ -43,7 +43,8 @@ def rotation_budget(
 ) -> Float[Tensor, "*any dim"]:
     """The error allowed to each element of a rotation in `dtype`, from its float64 `reference`.
 
-    `farthest` is the largest angle that was turned, in radians; it matters to float64 alone. Features that do not turn are copied, and are allowed no error at all.
+    `farthest` is the largest angle that was turned, in radians; it matters to float64 alone. Features that do not turn
+    are copied, and are allowed no error at all.
 
     >>> y = torch.tensor([[3.0, 4.0, 7.0]], dtype=torch.float64)  # a pair of norm 5, and a feature that does not turn
     >>> allowed = rotation_budget(y, torch.bfloat16, rotary_dim=2)
@@ -90,7 +91,8 @@ def assert_within_budget(
             got=f"{list(fast.shape)}; {list(reference.shape)} in {reference.dtype}",
             do="run the reference on x.double()",
         )
-    allowed = rotation_budget(reference, fast.dtype, rotary_dim=rotary_dim, pairing=pairing, rotary_slice=rotary_slice)
+    shape = {"rotary_dim": rotary_dim, "pairing": pairing, "rotary_slice": rotary_slice}
+    allowed = rotation_budget(reference, fast.dtype, **shape, farthest=farthest)
     error = (fast.double() - reference).abs()
     # NaN fails every comparison, so it is counted as infinitely wrong rather than as not greater.
     wrong = torch.where(error.isnan(), torch.inf, error)

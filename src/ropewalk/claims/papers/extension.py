@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ropewalk.claims.ledger import Chapter, Finding
-from ropewalk.claims.sources import NOPE, PI, ROFORMER, XPOS, YARN
+from ropewalk.claims.sources import FOLKLORE, NOPE, PI, ROFORMER, XPOS, YARN
 from ropewalk.reference import alibi_slopes
 from ropewalk.spec import Plain
 from ropewalk.theory import score_sum
@@ -40,8 +40,8 @@ def _() -> Finding:
 
 @chapter.claim(
     "pi.bound-random",
-    "Trying the printed bound on random vectors would show that it is wrong.",
-    PI,
+    "Trying a bound on random vectors shows whether it holds (the one above, as printed).",
+    FOLKLORE,
     method="200 draws of complex normal h, scaled to max|h| = 1: the largest error / printed bound",
     expected="below 1 in every draw",
     fails="no random draw comes near; only the worst case shows it",
@@ -152,5 +152,5 @@ def _() -> Finding:
     return Finding(
         f"{over_wobert:.2f} over WoBERT, {over_itself:.2f} over RoFormer-512",
         stated=abs(over_wobert - 1.5) < 0.05,
-        amended=abs(over_itself - 1.5) < 0.005,
+        amended=abs(over_wobert - 1.69) < 0.005 and abs(over_itself - 1.5) < 0.005,
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.claims.ledger import Chapter, Finding
-from ropewalk.claims.samples import EXACT, largest, normal, theta
+from ropewalk.claims.samples import EXACT, cos_error, largest, normal, theta
 from ropewalk.claims.sources import CHINESE_1, KOREAN
 from ropewalk.reference import apply_rope, build_rotary_frequencies, rotate
 
@@ -14,8 +14,9 @@ chapter = Chapter("Code: tables, shapes and precision")
 
 
 def _float32_table(rows: int, dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin the way both notes make them: float32 positions times float32 frequencies."""
-    angles = torch.outer(torch.arange(rows).float(), theta(dim).float())
+    """cos and sin the way both notes make them: positions times frequencies, both of them made in float32."""
+    frequencies = 1.0 / 10_000.0 ** (torch.arange(0, dim, 2).float() / dim)
+    angles = torch.outer(torch.arange(rows).float(), frequencies)
     return angles.cos(), angles.sin()
 
 
@@ -125,15 +126,20 @@ def _() -> Finding:
     "code.dtype",
     "Applying the rotation returns x, rotated.",
     f"{KOREAN}, {CHINESE_1}",
-    method="dtype of bfloat16 x after float32 tables, as described, and after apply_rope",
-    expected="float32 as described; bfloat16 from apply_rope",
+    method="dtype of bfloat16 and of float32 x after float32 tables, as described, and after apply_rope",
+    expected="float32 for both as described; the dtype of x from apply_rope",
     only_if="x is float32: bfloat16 goes in and float32 comes out, at twice the memory",
 )
 def _() -> Finding:
     x = normal(1, 1, 4, 8).bfloat16()
     described = _even_and_odd(x, *_float32_table(4, 8)).dtype
+    single = _even_and_odd(x.float(), *_float32_table(4, 8)).dtype
     ours = apply_rope(x, *build_rotary_frequencies(8, 4)).dtype
-    return Finding(f"{described} as described, {ours} here", stated=described == x.dtype, amended=ours == x.dtype)
+    return Finding(
+        f"{described} as described, {ours} here",
+        stated=described == x.dtype,
+        amended=single == torch.float32 and ours == x.dtype,
+    )
 
 
 @chapter.claim(
@@ -203,12 +209,21 @@ def _() -> Finding:
 
 @chapter.claim(
     "code.buffer",
-    "The table is a buffer that is not saved.",
+    "Kept as a buffer that is not saved, the table stays what it was.",
     CHINESE_1,
-    method="the largest error of cos after a module that holds it as a buffer is cast to bfloat16",
-    expected="not saved, but cast: an error of 2^-9",
+    method="the largest error of cos after a module that holds it as such a buffer is moved, and is cast to bfloat16",
+    expected="0 after a move, 2^-9 after a cast",
     only_if="the model is never cast: .to(bfloat16) rounds a buffer, persistent or not",
 )
+def _() -> Finding:
+    module = torch.nn.Module()
+    table = _float32_table(512, 64)[0]
+    module.register_buffer("table", table.clone(), persistent=False)
+    moved = largest(module.to("cpu").get_buffer("table") - table) + len(module.state_dict())
+    cast = largest(module.to(torch.bfloat16).get_buffer("table").float() - table)
+    return Finding(f"error {moved:g} moved, {cast:.1e} cast", stated=cast == 0, amended=moved == 0 and cast < 2**-8)
+
+
 def _() -> Finding:
     module = torch.nn.Module()
     table = _float32_table(512, 64)[0]
@@ -221,12 +236,27 @@ def _() -> Finding:
 
 @chapter.claim(
     "code.negative-id",
-    "The table serves the ids 0 to context_length − 1.",
+    "An id outside 0 … context_length − 1 is noticed.",
     CHINESE_1,
-    method="row −1 of a table of 512 rows",
-    expected="the last row, without an error",
-    only_if="no id is negative: −1 is served too, by the row of position 511",
+    method="rows 512 and −1 of a table of 512 rows",
+    expected="an error for 512; the last row, without an error, for −1",
+    only_if="the id is too large: −1 is served, by the row of position 511",
 )
+def _() -> Finding:
+    cos, _ = _float32_table(512, 64)
+
+    def noticed(row: int) -> bool:
+        try:
+            cos[torch.tensor([row])]
+        except IndexError:
+            return True
+        return False
+
+    above, below = noticed(512), noticed(-1)
+    served = torch.equal(cos[torch.tensor([-1])], cos[511:])
+    return Finding(f"512 noticed: {above}, −1 noticed: {below}", stated=above and below, amended=above and served)
+
+
 def _() -> Finding:
     cos, _ = _float32_table(512, 64)
     same = torch.equal(cos[torch.tensor([-1])], cos[511:])
@@ -238,10 +268,38 @@ def _() -> Finding:
     "code.float32-angles",
     "freqs = positions × frequencies, and its cosine, give cos(mθ).",
     f"{KOREAN}, {CHINESE_1}",
-    method="largest error of cos in float32, d = 128, up to 4096 and up to 131072 positions",
-    expected="2e-4 and 8e-3",
+    method="largest error of float32 tables, d = 128, among the last 4096 of 4096 and of 131072 positions",
+    expected="2e-4 and 8e-3; from float64 angles 3e-8",
     only_if="positions are small: a float32 angle of 131071 is off by up to 8e-3; formed in float64 it is exact",
 )
+def _() -> Finding:
+    near, far = (cos_error(rows - 4096, rows, torch.float32) for rows in (4096, 131_072))
+    exact = torch.cos(torch.outer(torch.arange(4096).double(), theta(128)))
+    ours = largest(build_rotary_frequencies(128, 4096)[0][0, 0].double() - exact)
+    return Finding(
+        f"{near:.1e} to 4096, {far:.1e} to 131072; from float64 {ours:.1e}",
+        stated=far < 1e-6,
+        amended=near < 5e-4 and far > 1e-3 and ours <= 2**-24,
+    )
+
+
+@chapter.claim(
+    "code.base-frequency",
+    "base is the base frequency, usually 10000.",
+    KOREAN,
+    method="highest and lowest frequency of base 10000, d = 64, in radians a position",
+    expected="1 and 1.3e-4: no frequency is 10000",
+    fails="base is the number whose powers the frequencies are; the highest of them is 1, whatever the base",
+)
+def _() -> Finding:
+    found, other = theta(64), theta(64, 500_000.0)
+    return Finding(
+        f"{found[0]:g} and {found[-1]:.1e}",
+        stated=bool((found == 10_000).any()),
+        amended=float(found[0]) == float(other[0]) == 1.0 and float(found[-1]) < 1.4e-4,
+    )
+
+
 def _() -> Finding:
     def error(rows: int) -> float:
         last = torch.arange(rows - 4096, rows)

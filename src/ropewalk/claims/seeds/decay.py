@@ -8,7 +8,7 @@ import torch
 
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal, theta, turn
-from ropewalk.claims.sources import CHINESE_1, ROFORMER, RUSSIAN_1
+from ropewalk.claims.sources import BARBERO, CHINESE_1, ROFORMER, RUSSIAN_1
 from ropewalk.theory import BAND_EDGES, abel_bound, abel_transform, band_means, decay_curve, score_sum
 
 __all__ = ["chapter"]
@@ -52,8 +52,10 @@ def _() -> Finding:
     only_if="q and k are parallel; otherwise α − β stays in the cosine",
 )
 def _() -> Finding:
+    f = torch.tensor([0.3], dtype=torch.float64)
+
     def spread(gap: float) -> float:
-        ratios = [math.cos(gap + 0.3 * d) / math.cos(0.3 * d) for d in range(4)]
+        ratios = [float(turn(_polar(1.0, gap), d, f) @ _polar(1.0, 0.0)) / math.cos(0.3 * d) for d in range(4)]
         return max(ratios) - min(ratios)
 
     apart, parallel = spread(1.0), spread(0.0)
@@ -99,6 +101,24 @@ def _() -> Finding:
         f"the ratio varies by {free:.2g} (random), {same:.2g} (k = q), {equal:.1e} (equal norms)",
         stated=max(free, same) < EXACT,
         amended=equal < EXACT < same,
+    )
+
+
+@chapter.claim(
+    "decay.pair-index",
+    "q has pairs q_1 … q_{d/2}, and the total score is the sum over j = 0 … d/2−1.",
+    CHINESE_1,
+    method="the score of d = 16 summed over pairs 0 … 7, and over 1 … 7, which both countings share",
+    expected="equal for 0 … 7; the shared part lacks a pair",
+    fails="the same pairs counted from 1 in one line and from 0 in the next",
+)
+def _() -> Finding:
+    q, k = normal(2, 16, seed=6)
+    total = float(turn(q, 5) @ k)
+    pairs = (turn(q, 5) * k).view(8, 2).sum(-1)
+    shared, whole = abs(float(pairs[1:].sum()) - total), abs(float(pairs.sum()) - total)
+    return Finding(
+        f"off by {shared:.2g} over the shared ones, {whole:.1e} over all", stated=shared < EXACT, amended=whole < EXACT
     )
 
 
@@ -234,12 +254,25 @@ def _() -> Finding:
 
 @chapter.claim(
     "decay.made-for-distance",
-    "A key at distance 0 scores highest.",
-    f"{RUSSIAN_1}, {CHINESE_1}",
-    method="k = R_r q for 40 random r < 4096, d = 128: at which of 4096 distances the score is highest",
+    "Nor must the nearest key score highest: k = R_r q scores highest at distance r.",
+    BARBERO,
+    method="k = R_r q for r = 0 and 40 random r < 4096, d = 128: at which of 4096 distances the score is highest",
     expected="at r",
-    only_if="the key is the query itself; k = R_r q scores highest at distance r, whatever r",
 )
+def _() -> Finding:
+    f = theta(128)
+    h = normal(128, seed=4)
+    power = (h.view(64, 2) ** 2).sum(-1)
+    distances = torch.arange(4096, dtype=torch.float64)
+    chosen = [0, *(1 + torch.randperm(4095, generator=torch.Generator().manual_seed(5))[:40]).tolist()]
+    peaks = [int((torch.cos((distances - r)[:, None] * f) @ power).argmax()) for r in chosen]
+    # The closed form is held to the rotation itself around one r.
+    r, low = chosen[1], max(0, chosen[1] - 50)
+    direct = low + int(torch.stack([turn(h, d) @ turn(h, r) for d in range(low, r + 50)]).argmax())
+    hits = sum(peak == r for r, peak in zip(chosen, peaks, strict=True))
+    return Finding(f"at r in {hits} of {len(chosen)}", stated=hits == len(chosen) and direct == r)
+
+
 def _() -> Finding:
     f = theta(128)
     h = normal(128, seed=4)

@@ -70,12 +70,30 @@ def _() -> Finding:
 
 @chapter.claim(
     "derivation.one-g",
-    "Re[f(q,m) f*(k,n)] = g(q,k,m−n), and then f(q,m) f*(k,n) = g(q,k,m−n), with the same g.",
+    "Re[f(q,m) f*(k,n)] = g(q,k,m−n) may be solved as f(q,m) f*(k,n) = g(q,k,m−n), with the same g.",
     CHINESE_2,
-    method="the imaginary part of f(q,m) f*(k,n), and its drift when m and n move",
-    expected="not 0: the first g is real, the second complex; both depend on m−n alone",
-    fails="two functions share one letter: the first is the real part of the second",
+    method="f(q,m) = q for even m and q* for odd m, which has f(q,0) = q: drift of the real and of the complex product",
+    expected="none for the real one, some for the complex one: a solution is lost; the rotation solves both",
+    fails="two functions share a letter: the first is the real part of the second, whose equation asks for more",
 )
+def _() -> Finding:
+    def mirror(q: complex, m: int) -> complex:
+        return q if m % 2 == 0 else q.conjugate()
+
+    def drifts(f: Callable[[complex, int], complex]) -> tuple[float, float]:
+        def moved(q: complex, k: complex, m: int, n: int) -> complex:
+            return f(q, m) * f(k, n).conjugate() - f(q, m + 5) * f(k, n + 5).conjugate()
+
+        return _worst(lambda *at: abs(moved(*at).real)), _worst(lambda *at: abs(moved(*at)))
+
+    mirrored, turned = drifts(mirror), drifts(_f)
+    return Finding(
+        f"mirror: drift {mirrored[0]:.1e} real, {mirrored[1]:.2g} complex; rotation: {turned[1]:.1e}",
+        stated=mirrored[1] < EXACT,
+        amended=mirrored[0] < EXACT and max(turned) < EXACT,
+    )
+
+
 def _() -> Finding:
     imaginary = max(abs((_f(q, 3) * _f(k, 1).conjugate()).imag) for q, k in PAIRS)
     moved = _worst(lambda q, k, m, n: abs(_f(q, m) * _f(k, n).conjugate() - _f(q, m + 5) * _f(k, n + 5).conjugate()))
@@ -128,12 +146,37 @@ def _() -> Finding:
 
 
 @chapter.claim(
-    "derivation.arithmetic",
-    "φ(m) − φ(m−1) is the same for every m, so φ(m) = mθ.",
+    "derivation.step",
+    "φ(m) − φ(m−1) = Θ_g(q,k,1) + Θ(k) − Θ(q), whose right side does not depend on m.",
     CHINESE_2,
-    method="differences of φ at neighbouring positions, and φ(m) against mθ, modulo 2π",
-    expected="every difference θ = 0.3; φ(0) = 0, which the initial condition gives",
+    method="both sides for six pairs of vectors at 11 positions, Θ_g being the angle of f(q,m) f*(k,m−1), modulo 2π",
+    expected="equal, and θ on both sides",
 )
+def _() -> Finding:
+    def right(q: complex, k: complex, m: int) -> float:
+        return cmath.phase(_f(q, m) * _f(k, m - 1).conjugate()) + cmath.phase(k) - cmath.phase(q)
+
+    def left(m: int) -> float:
+        return cmath.phase(_f(1 + 0j, m)) - cmath.phase(_f(1 + 0j, m - 1))
+
+    ids = range(-2, 9)
+    error = max(_turn_difference(left(m), right(q, k, m)) for q, k in PAIRS for m in ids)
+    spread = max(_turn_difference(right(q, k, m), THETA) for q, k in PAIRS for m in ids)
+    return Finding(f"apart by {error:.1e}; off θ by {spread:.1e}", stated=max(error, spread) < EXACT)
+
+
+@chapter.claim(
+    "derivation.arithmetic",
+    "So φ is an arithmetic sequence, and φ(m) = mθ.",
+    CHINESE_2,
+    method="φ(m) against mθ at 12 positions, modulo 2π",
+    expected="equal; φ(0) = 0, which the initial condition gives",
+)
+def _() -> Finding:
+    line = max(_turn_difference(cmath.phase(_f(1 + 0j, m)), m * THETA) for m in range(-3, 9))
+    return Finding(f"off by {line:.1e}", stated=line < EXACT)
+
+
 def _() -> Finding:
     phi = {m: cmath.phase(_f(1 + 0j, m)) for m in range(-3, 9)}
     steps = max(_turn_difference(phi[m] - phi[m - 1], THETA) for m in range(-2, 9))

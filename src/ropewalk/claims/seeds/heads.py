@@ -105,7 +105,7 @@ def _() -> Finding:
 
 
 @chapter.claim(
-    "heads.critical-clamp",
+    "heads.unseen-angles",
     "The features past the critical dimension meet angles they never saw.",
     LIU,
     method="angles of each pair at 4096 … 8191: how far the farthest is, around the circle, from one seen before",

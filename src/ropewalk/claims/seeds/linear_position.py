@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.claims.ledger import Chapter, Finding
-from ropewalk.claims.samples import EXACT, largest, normal, theta
+from ropewalk.claims.samples import EXACT, largest, normal, rank, theta
 from ropewalk.claims.sources import CHINESE_1, ROFORMER
 from ropewalk.reference import (
     alibi_bias,
@@ -25,10 +25,6 @@ DIM, LENGTH = 16, 256
 IDS = torch.arange(LENGTH)
 Q, K, V = normal(3, LENGTH, DIM)
 PHI_Q, PHI_K = elu_plus_one(Q), elu_plus_one(K)
-
-
-def _rank(matrix: Tensor) -> int:
-    return int(torch.linalg.matrix_rank(matrix, rtol=1e-9))
 
 
 def _by_fft(weights: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -56,6 +52,40 @@ def _() -> Finding:
 
 
 @chapter.claim(
+    "linear.bias-denominator",
+    "With a bias, o_i = Σ_j φ(q_i)·φ(k_j) P_ij v_j.",
+    CHINESE_1,
+    method="the sum of a row of those weights, as printed and divided by Σ_j φ(q_i)·φ(k_j) P_ij",
+    expected="anything, and 1",
+    fails="the denominator is missing: it carries P_ij as well",
+)
+def _() -> Finding:
+    factors = torch.exp(t5_bias(IDS, IDS, normal(32, 1, seed=3), causal=False)[0])
+    weights = (PHI_Q @ PHI_K.T) * factors
+    printed = largest(weights.sum(-1) - 1)
+    divided = largest((weights / weights.sum(-1, keepdim=True)).sum(-1) - 1)
+    return Finding(
+        f"off 1 by {printed:.0f} as printed, by {divided:.1e} divided", stated=printed < EXACT, amended=divided < EXACT
+    )
+
+
+@chapter.claim(
+    "linear.bias-score",
+    "Score is softmax(QKᵀ + B), and Score_ij is q_i·k_j + B_ij.",
+    CHINESE_1,
+    method="the largest difference of the two; exp of the second, divided by its sum over j, against the first",
+    expected="not equal; equal",
+    fails="one word for two things: the second is the score, the first its softmax, the weight",
+)
+def _() -> Finding:
+    scores = Q @ K.T + t5_bias(IDS, IDS, normal(32, 1, seed=3), causal=False)[0]
+    weights = torch.softmax(scores, dim=-1)
+    apart = largest(weights - scores)
+    same = largest(weights - scores.exp() / scores.exp().sum(-1, keepdim=True))
+    return Finding(f"apart by {apart:.3g}; exp / sum off by {same:.1e}", stated=apart < EXACT, amended=same < EXACT)
+
+
+@chapter.claim(
     "linear.bias-quadratic",
     "An added relative bias (T5) brings linear attention back to O(L²).",
     CHINESE_1,
@@ -64,7 +94,7 @@ def _() -> Finding:
     only_if="B is any matrix; one that depends on i−j alone is a convolution, and causal ALiBi a recurrence",
 )
 def _() -> Finding:
-    any_rank = _rank(torch.exp(normal(LENGTH, LENGTH, seed=4)))
+    any_rank = rank(torch.exp(normal(LENGTH, LENGTH, seed=4)))
     table = normal(32, 1, seed=3)
     factors = torch.exp(t5_bias(IDS, IDS, table, causal=False)[0])
     direct = ((PHI_Q @ PHI_K.T) * factors) @ V
@@ -75,10 +105,10 @@ def _() -> Finding:
     at = 65_536
     quadratic, by_fft = at**2, 2 * DIM * 3 * at * math.log2(3 * at)
     return Finding(
-        f"rank {any_rank} (any B), {_rank(factors)} (T5); FFT off by {error:.1e}; "
+        f"rank {any_rank} (any B), {rank(factors)} (T5); FFT off by {error:.1e}; "
         f"at L = 65536 {quadratic / by_fft:.0f}× fewer steps",
         stated=error > 1e-9,
-        amended=error < 1e-9 and any_rank == LENGTH and _rank(factors) > DIM,
+        amended=error < 1e-9 and any_rank == LENGTH and rank(factors) > DIM,
     )
 
 
@@ -111,12 +141,12 @@ def _() -> Finding:
 )
 def _() -> Finding:
     ids = IDS * 4096
-    rank = _rank(rotate(PHI_Q, ids, theta(DIM)) @ rotate(PHI_K, ids, theta(DIM)).T)
+    found = rank(rotate(PHI_Q, ids, theta(DIM)) @ rotate(PHI_K, ids, theta(DIM)).T)
     q, k, v = (x[None, None] for x in (Q, K, V))
     by_sum = linear_attention_by_sum(q, k, v, inv_freq=theta(DIM), positions=ids, causal=True)
     by_state = linear_attention_by_recurrence(q, k, v, inv_freq=theta(DIM), positions=ids, causal=True)
     error = largest(by_sum - by_state)
-    return Finding(f"rank {rank}; difference {error:.1e}", stated=rank <= DIM and error < EXACT)
+    return Finding(f"rank {found}; difference {error:.1e}", stated=found <= DIM and error < EXACT)
 
 
 @chapter.claim(

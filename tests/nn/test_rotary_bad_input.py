@@ -1,0 +1,152 @@
+"""What the module refuses, before any work, in the four parts of an error."""
+
+import pytest
+import torch
+
+from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
+from ropewalk.spec import Plain, WholeModel
+
+Q, K = torch.ones(2, 4, 5, 8), torch.ones(2, 2, 5, 8)
+IDS = torch.arange(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RotaryEmbedding(7), "an even integer of at least 2\ngot:      7"),
+        (lambda: RotaryEmbedding(8, base=0.0), "a finite number above 0"),
+        (lambda: RotaryEmbedding(8, pairing="neox"), "'interleaved' or 'half'"),
+        (lambda: RotaryEmbedding(8, seq_dim=1), "-2 for"),
+        (lambda: RotaryEmbedding(8, context_length=0), "at least 1"),
+        (lambda: RotaryEmbedding(8, backend="cuda"), "'torch' or 'native' or 'triton'"),
+        (lambda: RotaryEmbedding(8, backend="native"), "a backend that is there\ngot:      the C kernel"),
+        (lambda: RotaryEmbedding(8, backend="triton"), "a backend that is there\ngot:      the Triton kernel"),
+        (lambda: RotaryEmbedding(RopeSpec(8), base=10_000.0), "a spec alone"),
+        (lambda: RotaryEmbedding(RopeSpec(8), pairing="half"), "a spec alone"),
+    ],
+)
+def test_making_one(call, message):
+    with pytest.raises(RopewalkError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"q": torch.ones(2, 4, 5, 6)}, r"last dimension is 8\ngot:      torch.float32 of shape \[2, 4, 5, 6\]"),
+        ({"q": Q.int()}, "a floating-point tensor"),
+        ({"q": torch.ones(8)}, "seq, head_dim"),
+        ({"q": [1.0]}, "got:      <class 'list'>"),
+        ({"k": torch.ones(2, 2, 5, 6)}, r"rope\(k\)"),
+        ({"k": IDS}, r"do this:  pass position ids by name: rope\(q, positions=ids\)"),
+        ({"k": K.double()}, "q and k of one dtype"),
+        ({"k": torch.ones(2, 2, 3, 8)}, "as many keys as queries, or k_positions\ngot:      5 queries and 3 keys"),
+        ({"positions": torch.arange(4)}, r"positions \[5\] or \[2, 5\]\ngot:      \[4\]"),
+        ({"positions": torch.zeros(3, 5).long()}, r"positions \[5\] or \[2, 5\]"),
+        ({"positions": torch.zeros(4, 5).long()}, r"positions \[5\] or \[2, 5\]"),
+        ({"positions": torch.zeros(2, 4, 5)}, r"a tensor \[5\] or \[2, 5\] of whole numbers"),
+        ({"positions": torch.tensor(3)}, "a tensor"),
+        ({"positions": IDS.bool()}, "torch.bool"),
+        ({"positions": IDS.bfloat16()}, "cannot count past 256"),
+        ({"positions": IDS.to(torch.complex64)}, "torch.complex64"),
+        ({"positions": [0, 1, 2, 3, 4]}, "got:      <class 'list'>"),
+        ({"positions": torch.zeros(5, device="meta")}, "positions on cpu, where x is\ngot:      positions on meta"),
+        ({"k_positions": torch.arange(3), "k": K}, r"rope\(k_positions=...\)"),
+        ({"k_positions": IDS}, "k_positions with k"),
+        ({"positions": IDS, "offset": 3}, "one of positions, offset, cu_seqlens and angles"),
+        ({"offset": 3, "k": K, "k_positions": IDS}, "beside positions or alone"),
+        ({"offset": 1.5}, r"an int, or whole numbers \[2\]"),
+        ({"offset": torch.ones(2)}, r"an int, or whole numbers \[2\]"),
+        ({"offset": torch.ones(3).long()}, r"got:      torch.int64 \[3\]"),
+        ({"offset": True}, "an int"),
+        ({"cu_seqlens": torch.zeros(2, 2).long()}, r"\[sequences \+ 1\]"),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "whole numbers"),
+        ({"angles": (torch.ones(4, 4), torch.ones(4, 4))}, r"cos and sin \[.., 5, 4\]"),
+        ({"angles": (torch.ones(9, 4), torch.ones(9, 4))}, r"cos and sin \[.., 5, 4\]"),
+        ({"angles": (torch.ones(5, 8), torch.ones(5, 8))}, r"cos and sin \[.., 5, 4\]"),
+        ({"angles": (torch.ones(3, 5, 4), torch.ones(3, 5, 4))}, r"what rope.at\(positions\) gives"),
+        ({"angles": (torch.ones(1, 3, 5, 4), torch.ones(1, 3, 5, 4))}, r"what rope.at\(positions\) gives"),
+        ({"angles": (torch.ones(5, 4).bfloat16(), torch.ones(5, 4).bfloat16())}, "float32"),
+        ({"angles": torch.ones(5, 4)}, r"what rope.at\(positions\) gives"),
+        ({"q": Q.double(), "angles": (torch.ones(5, 4), torch.ones(5, 4))}, "dtype=torch.float64"),
+    ],
+)
+def test_calling_it(arguments, message):
+    rope = RotaryEmbedding(8)
+    before = Q.clone()
+    with pytest.raises(RopewalkError, match=message):
+        rope(**{"q": Q} | arguments)
+    assert torch.equal(Q, before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rope, q: rope(q, offset=6),
+        lambda rope, q: rope(q, offset=10**9),
+        lambda rope, q: rope(q, positions=IDS + 6),
+        lambda rope, q: rope(q, offset=torch.tensor([0, 6])),
+        lambda rope, q: rope.at(IDS + 6),
+        lambda rope, q: rope(q, q, positions=IDS, k_positions=IDS + 6),
+        lambda rope, q: rope(torch.ones(1, 1, 11, 8)),
+        lambda rope, q: rope(torch.ones(1, 1, 11, 8), cu_seqlens=torch.tensor([0, 11])),
+    ],
+)
+def test_a_position_past_the_context_length(call):
+    rope = RotaryEmbedding(8, context_length=10)
+    rope(Q, offset=5)
+    with pytest.raises(RopewalkError, match="positions below 10"):
+        call(rope, Q)
+
+
+def test_the_context_length_counts_positions_and_not_tokens():
+    rope = RotaryEmbedding(8, context_length=10)
+    rope(torch.ones(1, 1, 30, 8), cu_seqlens=torch.tensor([0, 10, 20, 30]))
+    rope(Q, positions=IDS - 100)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "message"),
+    [
+        (torch.ones(1, 8).expand(5, 8), None, "memory of its own for every element"),
+        (torch.ones(2, 1, 5, 8).expand(2, 4, 5, 8), None, "memory of its own"),
+        (torch.ones(40).as_strided((5, 8), (4, 1)), None, "memory of its own"),
+        (Q, Q, "the same memory twice"),
+        (torch.ones(5, 8, requires_grad=True), None, "a leaf"),
+    ],
+)
+def test_in_place(q, k, message):
+    with pytest.raises(RopewalkError, match=message):
+        RotaryEmbedding(8).rotate_(q, k)
+    assert (q == 1).all()
+
+
+def test_a_mistake_in_the_second_tensor_leaves_the_first_alone():
+    q = torch.ones(1, 2, 5, 8)
+    with pytest.raises(RopewalkError, match="as many keys"):
+        RotaryEmbedding(8).rotate_(q, torch.ones(1, 2, 3, 8))
+    assert (q == 1).all()
+
+
+def test_frequencies_a_head_need_their_heads():
+    rope = RotaryEmbedding(RopeSpec(8, WholeModel(num_heads=4)))
+    rope(Q)
+    with pytest.raises(RopewalkError, match="4 heads in a tensor of 3 or 4 dimensions"):
+        rope(Q, K)
+    with pytest.raises(RopewalkError, match="4 heads"):
+        rope(torch.ones(5, 8))
+    # A dimension that is the heads is no batch.
+    with pytest.raises(RopewalkError, match=r"a tensor \[5\] of whole numbers|positions \[5\]"):
+        rope(torch.ones(4, 5, 8), positions=IDS.expand(4, 5))
+
+
+def test_what_has_no_meaning():
+    rope = RotaryEmbedding(RopeSpec(8, Plain(), angles="float32"))
+    with pytest.raises(RopewalkError, match="whose rotations compose"):
+        rope.shift(Q, 1)
+    with pytest.raises(RopewalkError, match=r"rope\(..., by=...\)"):
+        RotaryEmbedding(8).shift(Q, 1.5)
+    with pytest.raises(RopewalkError, match="float32, or float64 for float64 input"):
+        rope.at(IDS, dtype=torch.bfloat16)
+    with pytest.raises(RopewalkError, match=r"\[seq\] or \[batch, seq\]"):
+        rope.at(torch.ones(1, 2, 3))

@@ -1,0 +1,160 @@
+"""Derivatives of every kind: their values against the reference, for the module and for its ops."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from nn.module import module_for
+from ropewalk import RopeSpec, RotaryEmbedding, ops
+from ropewalk.reference import rotate
+from ropewalk.spec import Plain, WholeModel
+from strategies import theta, vector
+
+CASES = [
+    ("interleaved", "leading", theta(8)),
+    ("half", "leading", theta(8)),
+    ("half", "trailing", theta(4)),
+    ("interleaved", "trailing", theta(4)),
+]
+
+
+def module(pairing, rotary_slice, inv_freq, amplitude=1.5):
+    return module_for(torch.empty(1, 8), inv_freq, amplitude, pairing=pairing, rotary_slice=rotary_slice)
+
+
+def truth(x, pairing, rotary_slice, inv_freq, amplitude=1.5, **options):
+    return rotate(
+        x, torch.arange(5), inv_freq, pairing=pairing, rotary_slice=rotary_slice, amplitude=amplitude, **options
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradcheck_backward_forward_and_twice(case):
+    rope = module(*case)
+    q, k = vector(0, 2, 3, 5, 8).requires_grad_(), vector(1, 2, 1, 5, 8).requires_grad_()
+    assert gradcheck(lambda q, k: rope(q, k), (q, k), check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(lambda q, k: rope(q, k), (q, k), check_fwd_over_rev=True)
+    assert gradcheck(lambda q: rope.unrotate(rope.shift(q, 3)), (q,), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_of_jvp_vjp_vmap_grad_and_hessian(case):
+    rope = module(*case)
+    x, tangent = vector(0, 2, 3, 5, 8), vector(1, 2, 3, 5, 8)
+    # The map is linear: its derivative along a tangent is the rotation of the tangent.
+    _, along = torch.func.jvp(rope, (x,), (tangent,))
+    assert torch.allclose(along, truth(tangent, *case), atol=1e-14)
+    with forward_ad.dual_level():
+        dual = rope(forward_ad.make_dual(x, tangent))
+        assert torch.allclose(forward_ad.unpack_dual(dual).tangent, truth(tangent, *case), atol=1e-14)
+    _, pull = torch.func.vjp(rope, x)
+    assert torch.allclose(pull(tangent)[0], truth(tangent, *case, conjugate=True), atol=1e-14)
+    gradient = torch.func.grad(lambda x: (rope(x) * tangent).sum())(x)
+    assert torch.allclose(gradient, truth(tangent, *case, conjugate=True), atol=1e-14)
+    assert torch.allclose(torch.func.vmap(rope)(x), truth(x, *case), atol=1e-14)
+    each = torch.func.vmap(torch.func.grad(lambda x: (rope(x) ** 3).sum()))(x)
+    value = truth(x, *case)
+    assert torch.allclose(each, truth(3 * value**2, *case, conjugate=True), atol=1e-12)
+    hessian = torch.func.hessian(lambda x: (rope(x) ** 2).sum() / 2)(x[0, 0])
+    # Where features turn it is R^T R = amplitude^2, elsewhere 1.
+    expected = torch.ones(5, 8)
+    turned = 2 * case[2].shape[-1]
+    expected[:, slice(0, turned) if case[1] == "leading" else slice(8 - turned, 8)] = 1.5**2
+    assert torch.allclose(hessian.reshape(40, 40), torch.diag(expected.flatten()).double(), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_what_needs_a_gradient_gets_one(dtype):
+    rope = RotaryEmbedding(8)
+    q, k = vector(0, 1, 2, 5, 8).to(dtype).requires_grad_(), vector(1, 1, 2, 5, 8).to(dtype)
+    turned_q, _ = rope(q, k)
+    turned_q.sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == dtype
+    assert torch.equal(q.grad, rope.unrotate(torch.ones_like(q)))
+    assert k.grad is None
+    assert not rope(k).requires_grad
+    # One of two outputs may go unused.
+    q2, k2 = q.detach().requires_grad_(), k.detach().requires_grad_()
+    rope(q2, k2)[1].sum().backward()
+    assert q2.grad is None
+    assert k2.grad is not None
+
+
+def test_in_place_rotation_has_its_gradient():
+    rope = RotaryEmbedding(8)
+    x, cotangent = vector(0, 2, 5, 8).requires_grad_(), vector(1, 2, 5, 8)
+    y = x * 1
+    rope.rotate_(y)
+    y.backward(cotangent)
+    assert x.grad is not None
+    assert torch.allclose(x.grad, rope.unrotate(cotangent), atol=1e-14)
+
+
+@pytest.mark.parametrize("frequencies", [Plain(50.0), WholeModel(50.0, num_heads=3)])
+@pytest.mark.parametrize("positions", [None, "rows"])
+def test_learned_frequencies_have_the_gradient_of_the_reference(frequencies, positions):
+    rope = RotaryEmbedding(RopeSpec(8, frequencies), learned=True)
+    assert rope.log_scale is not None
+    with torch.no_grad():
+        rope.log_scale.copy_(vector(2, *rope.log_scale.shape) / 10)
+    q, k, g = (vector(i, 2, 3, 5, 8) for i in range(3))
+    ids = (
+        torch.arange(5)
+        if positions is None
+        else torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
+    )
+    turned = rope(q, k, positions=ids)
+    (turned[0] * g + turned[1] * g * 2).sum().backward()
+    inv_freq = rope.inv_freq.detach().requires_grad_()
+    expected = (rotate(q, ids, inv_freq) * g + rotate(k, ids, inv_freq) * g * 2).sum()
+    (by_frequency,) = torch.autograd.grad(expected, inv_freq)
+    assert rope.log_scale.grad is not None
+    assert torch.allclose(rope.log_scale.grad.double(), by_frequency * inv_freq.detach(), rtol=1e-6)
+
+
+def test_learned_frequencies_start_where_the_spec_says_and_survive_a_cast():
+    plain, learned = RotaryEmbedding(8), RotaryEmbedding(8, learned=True)
+    assert list(learned.state_dict()) == ["log_scale"]
+    assert [name for name, _ in learned.named_parameters()] == ["log_scale"]
+    x = vector(0, 2, 5, 8).float()
+    before = learned(x, offset=100_000)
+    assert torch.allclose(plain(x, offset=100_000), before, atol=1e-6)
+    assert torch.equal(learned.to(torch.bfloat16)(x, offset=100_000), before)
+    loss = learned.float()(x.requires_grad_()).square().sum() + learned(x)[..., 0].sum()
+    loss.backward()
+    torch.optim.SGD(learned.parameters(), lr=0.1).step()
+    assert not torch.equal(plain(x), learned(x))
+
+
+def test_float_positions_get_a_gradient():
+    rope = RotaryEmbedding(8)
+    x, ids = vector(0, 5, 8), vector(1, 5).requires_grad_()
+    assert gradcheck(lambda ids: rope(x, positions=ids), (ids,), check_forward_ad=True)
+
+
+def test_gradients_of_cos_and_sin():
+    rope, x = RotaryEmbedding(8), vector(0, 1, 2, 5, 8).requires_grad_()
+    cos, sin = (table.double().requires_grad_() for table in rope.at(torch.arange(5)))
+    assert gradcheck(lambda x, cos, sin: rope(x, angles=(cos, sin)), (x, cos, sin), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_angles_op(per_head, batched):
+    inv_freq = (theta(8).expand(3, 4) if per_head else theta(8)).clone().requires_grad_()
+    positions = vector(0, 2, 5) if batched else vector(0, 5)
+    op = torch.ops.ropewalk.cos_sin.default
+    for ids in (positions.requires_grad_(), torch.arange(5)):
+        torch.library.opcheck(op, (ids, inv_freq, None, 1.5, torch.float64))
+    assert gradcheck(lambda p, f: op(p, f, None, 1.5, torch.float64), (positions, inv_freq))
+    # Its backward is what autograd finds in the formula.
+    weights = [torch.randn_like(table) for table in op(positions, inv_freq, None, 1.5, torch.float64)]
+
+    def gradients(function):
+        tables = function(positions, inv_freq, None, 1.5, torch.float64)
+        loss = sum((table * w).sum() for table, w in zip(tables, weights, strict=True))
+        return torch.autograd.grad(loss, (positions, inv_freq))
+
+    for a, b in zip(gradients(op), gradients(ops.angle_kernels.cos_sin), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
