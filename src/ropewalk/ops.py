@@ -205,7 +205,8 @@ def cos_sin(
     """
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype)
-    return angle_kernels.cos_sin(positions, inv_freq, table, amplitude, dtype)
+    # The table is looked up by values, which only plain positions have.
+    return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype)
 
 
 @torch.library.custom_op("ropewalk::cos_sin", mutates_args=())

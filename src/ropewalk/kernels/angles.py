@@ -27,7 +27,8 @@ def radix_table(inv_freq: Tensor) -> Tensor:
     >>> radix_table(torch.tensor([1.0, 0.01], dtype=torch.float64)).shape
     torch.Size([3, 256, 2])
     """
-    values = torch.arange(RADIX, dtype=torch.float64) * RADIX ** torch.arange(DIGITS, dtype=torch.float64)[:, None]
+    values, digits = (torch.arange(n, dtype=torch.float64, device=inv_freq.device) for n in (RADIX, DIGITS))
+    values = values * RADIX ** digits[:, None]
     angles = values.view(DIGITS, RADIX, *[1] * inv_freq.dim()) * inv_freq
     return torch.polar(torch.ones_like(angles), angles)
 

@@ -68,7 +68,7 @@ class RotaryAngles(nn.Module):
         >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 0.02
         [-0.4161, 0.9998]
         """
-        check_ids(positions, asked="rope.at(positions)", expected="[seq] or [batch, seq]")
+        check_ids(positions, name="positions", shape="[seq] or [batch, seq]")
         if dtype not in (torch.float32, torch.float64):
             raise RopewalkError(
                 asked=f"rope.at(positions, dtype={dtype})",
@@ -107,7 +107,7 @@ class RotaryAngles(nn.Module):
         if positions is not None:
             check_positions(positions, x, self.seq_dim, self.heads, name)
         elif cu_seqlens is not None:
-            check_ids(cu_seqlens, asked="rope(cu_seqlens=...)", expected="[sequences + 1]", dims=(1,), whole=True)
+            check_ids(cu_seqlens, name="cu_seqlens", shape="[sequences + 1]", dims=(1,), whole=True)
             positions = packed_positions(cu_seqlens.to(x.device), seq)
         else:
             start = 0 if offset is None else checked_offset(offset, x, "offset")

@@ -50,15 +50,18 @@ def _check_input(name: str, x: Tensor, spec: RopeSpec, seq_dim: int, heads: int 
         )
 
 
-def check_ids(ids: Any, *, asked: str, expected: str, dims: tuple[int, ...] = (1, 2), whole: bool = False) -> None:
-    """Refuses what is no tensor of numbers that can count: complex, bool, half precision, or the wrong rank."""
+def check_ids(ids: Any, *, name: str, shape: str, dims: tuple[int, ...] = (1, 2), whole: bool = False) -> None:
+    """Refuses what is no tensor of numbers that can count: complex, bool, half precision, or the wrong rank.
+
+    Messages are put together only for an error: to print a length, a compiler would have to fix it.
+    """
     countless = (torch.bool, torch.float16, torch.bfloat16)
     counts = isinstance(ids, Tensor) and ids.dtype not in countless and not ids.is_complex()
     if counts and ids.dim() in dims and not (whole and ids.is_floating_point()):
         return
     raise RopewalkError(
-        asked=asked,
-        expected=f"a tensor {expected} of whole numbers" + ("" if whole else ", float32 or float64"),
+        asked=f"rope(...) with {name}",
+        expected=f"a tensor {shape} of whole numbers" + ("" if whole else ", float32 or float64"),
         got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(type(ids)),
         do="torch.arange(seq) makes plain positions; half-precision floats cannot count past 256 or 2048",
     )
@@ -66,22 +69,21 @@ def check_ids(ids: Any, *, asked: str, expected: str, dims: tuple[int, ...] = (1
 
 def check_positions(positions: Tensor, x: Tensor, seq_dim: int, heads: int | None, name: str) -> None:
     """Refuses positions that are not one number for each token of x, or lie on another device."""
-    seq = x.shape[seq_dim]
+    check_ids(positions, name=name, shape="[seq] or [batch, seq]")
     # A dimension that is the heads, where these have frequencies of their own, is no batch.
     batched = x.dim() > (3 if heads is not None else -seq_dim)
-    asked = f"rope({name}=...) for a tensor of shape {list(x.shape)}"
-    shapes = f"[{seq}]" + (f" or [{x.shape[0]}, {seq}]" if batched else "")
-    check_ids(positions, asked=asked, expected=shapes)
-    if positions.shape[-1] != seq or (positions.dim() == 2 and not (batched and positions.shape[0] in (1, x.shape[0]))):
+    rows = positions.dim() == 1 or (batched and positions.shape[0] in (1, x.shape[0]))
+    if positions.shape[-1] != x.shape[seq_dim] or not rows:
+        seq = x.shape[seq_dim]
         raise RopewalkError(
-            asked=asked,
-            expected=f"positions {shapes}",
+            asked=f"rope({name}=...) for a tensor of shape {list(x.shape)}",
+            expected=f"positions [{seq}]" + (f" or [{x.shape[0]}, {seq}]" if batched else ""),
             got=f"{list(positions.shape)}",
             do="give each token its position; the batch is the first dimension of x",
         )
     if positions.device != x.device:
         raise RopewalkError(
-            asked=asked,
+            asked=f"rope({name}=...)",
             expected=f"positions on {x.device}, where x is",
             got=f"positions on {positions.device}",
             do=f"make them there, or move them once: positions.to({str(x.device)!r})",

@@ -1,0 +1,166 @@
+"""torch.compile, torch.export and ONNX: whole graphs, few of them, and the values of eager mode."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from ropewalk import RopeSpec, RotaryEmbedding
+from ropewalk.reference import assert_within_budget, rotate
+from ropewalk.spec import Plain, WholeModel
+from strategies import theta, vector
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def inputs(seq: int, seed: int = 0):
+    return vector(seed, 2, 4, seq, 8).float(), vector(seed + 1, 2, 2, seq, 8).float()
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("where", ["range", "positions", "offsets", "cu_seqlens", "angles"])
+def test_one_graph_for_every_length_and_one_for_a_single_token(pairing, where):
+    rope, counter = RotaryEmbedding(8, pairing=pairing), CompileCounter()
+
+    def arguments(seq):
+        return {
+            "range": {},
+            "positions": {"positions": torch.arange(seq) + 3},
+            "offsets": {"offset": torch.tensor([3, 9])},
+            "cu_seqlens": {"cu_seqlens": torch.tensor([0, 1, seq])},
+            "angles": {"angles": rope.at(torch.arange(seq))},
+        }[where]
+
+    compiled = torch.compile(rope, fullgraph=True, dynamic=True, backend=counter)
+    for seq in (7, 19, 64, 301, 33, 2):
+        q, k = inputs(seq)
+        for a, b in zip(compiled(q, k, **arguments(seq)), rope(q, k, **arguments(seq)), strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+    assert counter.frame_count == 1
+    for start in range(3):
+        q, k = inputs(1, seed=start)
+        compiled(q, k, **arguments(1))
+    assert counter.frame_count == 2
+
+
+def test_an_offset_that_counts_up_is_one_graph():
+    rope, counter = RotaryEmbedding(8), CompileCounter()
+    compiled = torch.compile(rope, fullgraph=True, dynamic=True, backend=counter)
+    q, _ = inputs(1)
+    for offset in (5, 6, 7, 100, 4095):
+        assert torch.allclose(compiled(q, offset=offset), rope(q, offset=offset), atol=1e-6)
+    assert counter.frame_count <= 2
+
+
+def test_twelve_layers_with_twelve_specs_are_one_graph():
+    counter = CompileCounter()
+    layers = nn.ModuleList([RotaryEmbedding(8, base=10_000.0 * (i + 1)) for i in range(12)])
+    for layer in layers:
+        layer.compile(fullgraph=True, dynamic=True, backend=counter)
+    q, _ = inputs(7)
+    for layer, base in zip(layers, range(12), strict=True):
+        truth = rotate(q.double(), torch.arange(7), theta(8, 10_000.0 * (base + 1)))
+        assert_within_budget(layer(q), truth, rotary_dim=8)
+    assert counter.frame_count <= 2, "a graph a layer would pass the recompile limit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inductor_forward_and_backward(pairing, dtype):
+    rope = RotaryEmbedding(RopeSpec(8, rotary_dim=6, rotary_slice="trailing", pairing=pairing))
+    compiled = torch.compile(rope, fullgraph=True, dynamic=True)
+    for seq, start in ((7, 0), (19, 100_000), (1, 5)):
+        x, cotangent = vector(0, 2, 3, seq, 8).to(dtype), vector(1, 2, 3, seq, 8).to(dtype)
+        positions = torch.arange(seq) + start
+        shape = {"rotary_dim": 6, "pairing": pairing, "rotary_slice": "trailing"}
+        options = {"pairing": pairing, "rotary_slice": "trailing"}
+        y = compiled(x.requires_grad_(), positions=positions)
+        assert_within_budget(y.detach(), rotate(x.detach().double(), positions, theta(6), **options), **shape)
+        (gradient,) = torch.autograd.grad(y, x, cotangent)
+        truth = rotate(cotangent.double(), positions, theta(6), conjugate=True, **options)
+        assert_within_budget(gradient, truth, **shape)
+    # What was compiled leaves nothing behind.
+    assert_within_budget(rope(x.detach()), rotate(x.detach().double(), torch.arange(1), theta(6), **options), **shape)
+
+
+@pytest.mark.slow
+def test_inductor_with_learned_frequencies_and_frequencies_a_head():
+    rope = RotaryEmbedding(RopeSpec(8, WholeModel(50.0, num_heads=3)), learned=True)
+    assert rope.log_scale is not None
+    x, cotangent = vector(0, 2, 3, 5, 8).float(), vector(1, 2, 3, 5, 8).float()
+    gradients = []
+    for function in (torch.compile(rope, fullgraph=True), rope):
+        (function(x) * cotangent).sum().backward()
+        gradients.append(rope.log_scale.grad)
+        rope.log_scale.grad = None
+    assert torch.allclose(*gradients, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_compiled_in_inference_mode_and_then_trained():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rope, self.linear = RotaryEmbedding(8, pairing="half"), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.rope(self.linear(x))
+
+    layer = Layer()
+    compiled = torch.compile(layer, fullgraph=True)
+    x = vector(0, 2, 5, 8).float()
+    with torch.inference_mode():
+        first = compiled(x)
+    compiled(x).sum().backward()
+    assert layer.linear.weight.grad is not None
+    assert torch.allclose(first, layer(x), atol=1e-6)
+
+
+def test_export_with_a_dynamic_length():
+    rope = RotaryEmbedding(8, pairing="half")
+    q, k = inputs(7)
+    seq = torch.export.Dim("seq", min=2, max=4096)
+    program = torch.export.export(rope, (q, k), dynamic_shapes=({2: seq}, {2: seq}))
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not any("ropewalk" in target for target in targets), "what is exported would need ropewalk"
+    for length in (7, 100, 2):
+        q, k = inputs(length, seed=length)
+        for a, b in zip(program.module()(q, k), rope(q, k), strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.filterwarnings("default")  # the exporter warns of its own parts
+def test_onnx_in_onnxruntime(pairing, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    class Rotated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rope = RotaryEmbedding(RopeSpec(8, Plain(10_000), pairing=pairing))
+
+        def forward(self, q, positions):
+            return self.rope(q, positions=positions)
+
+    q, positions = vector(0, 1, 4, 7, 8).float(), torch.arange(7) + 5000
+    seq = torch.export.Dim("seq", min=2, max=4096)
+    path = tmp_path / "rope.onnx"
+    program = torch.onnx.export(
+        Rotated(), (q, positions), dynamo=True, dynamic_shapes=({2: seq}, {0: seq}), verbose=False
+    )
+    assert program is not None
+    program.save(str(path))
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    for length, start in ((7, 5000), (40, 131_000)):
+        q, positions = vector(length, 1, 4, length, 8).float(), torch.arange(length) + start
+        (result,) = session.run(None, {names[0]: q.numpy(), names[1]: positions.numpy()})
+        truth = rotate(q.double(), positions, theta(8), pairing=pairing)
+        assert (torch.as_tensor(result).double() - truth).abs().max() < 1e-6
