@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from ropewalk.errors import RopewalkError, require_choice
@@ -107,7 +108,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 def _is_ordinary(tensor: Tensor) -> bool:
     # The batched tensors of `is_grads_batched` say that they are of type Tensor, and have no memory.
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(tensor)
+    return type(tensor) in (Tensor, torch.nn.Parameter) and not is_legacy_batchedtensor(tensor)
 
 
 def line_up(table: Tensor, dims: int, seq_dim: int) -> Tensor:

@@ -6,8 +6,8 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 
 from ropewalk import RotaryEmbedding
 from strategies import vector
@@ -87,4 +87,4 @@ def test_two_ranks(name):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(_run, args=(name, port), nprocs=2)
+    spawn(_run, args=(name, port), nprocs=2)

@@ -240,7 +240,11 @@ def test_the_forward_allocates_its_outputs_and_at_most_one_temporary(pairing, fu
     with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
         outputs = rope(q, k)
     events = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    memory = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    memory = sorted(
+        (event.start_ns(), event.nbytes())  # pyright: ignore[reportAttributeAccessIssue]
+        for event in events
+        if event.name() == "[memory]"
+    )
     held = list(itertools.accumulate(change for _, change in memory))
     size = sum(y.numel() * y.element_size() for y in outputs)
     tables = 4 * 512 * 64 * 4

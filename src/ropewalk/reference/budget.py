@@ -91,8 +91,14 @@ def assert_within_budget(
             got=f"{list(fast.shape)}; {list(reference.shape)} in {reference.dtype}",
             do="run the reference on x.double()",
         )
-    shape = {"rotary_dim": rotary_dim, "pairing": pairing, "rotary_slice": rotary_slice}
-    allowed = rotation_budget(reference, fast.dtype, **shape, farthest=farthest)
+    allowed = rotation_budget(
+        reference,
+        fast.dtype,
+        rotary_dim=rotary_dim,
+        pairing=pairing,
+        rotary_slice=rotary_slice,
+        farthest=farthest,
+    )
     error = (fast.double() - reference).abs()
     # NaN fails every comparison, so it is counted as infinitely wrong rather than as not greater.
     wrong = torch.where(error.isnan(), torch.inf, error)
