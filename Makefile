@@ -4,12 +4,13 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PICTURES ?= build/verify
 
-.PHONY: help demo test test-all check format clean
+.PHONY: help demo test test-all test-gpu check format clean
 
 help:
 	@echo "make demo      check every statement in the ledger and draw the pictures"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  all tests that need no GPU (what CI runs)"
+	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make check     ruff (format, lint) and pyright"
 
 .venv/python:
@@ -36,6 +37,9 @@ test: .venv/installed-dev
 
 test-all: .venv/installed-dev
 	@$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+test-gpu: .venv/installed-dev
+	@$(BIN)/python -m pytest -m gpu
 
 check: .venv/installed-dev
 	@$(BIN)/ruff format --check .

@@ -237,7 +237,7 @@ def test_the_forward_allocates_its_outputs_and_at_most_one_temporary(pairing, fu
     rope = RotaryEmbedding(64, pairing=pairing)
     q, k = torch.ones(1, 8, 512, 64), torch.ones(1, 2, 512, 64)
     rope(q, k)
-    with torch.profiler.profile(profile_memory=True) as profile, torch.no_grad():
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile, torch.no_grad():
         outputs = rope(q, k)
     events = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     memory = sorted(
