@@ -36,11 +36,12 @@ def test_making_one(call, message):
         ({"q": torch.ones(2, 4, 5, 6)}, r"last dimension is 8\ngot:      torch.float32 of shape \[2, 4, 5, 6\]"),
         ({"q": Q.int()}, "a floating-point tensor"),
         ({"q": torch.ones(8)}, "seq, head_dim"),
-        ({"q": [1.0]}, "got:      <class 'list'>"),
+        ({"q": [1.0]}, r"got:      \[1.0\] \(list\)\ndo this:  pass a torch.Tensor"),
+        ({"k": 5}, r"a start as rope\(q, offset=n\)"),
         ({"k": torch.ones(2, 2, 5, 6)}, r"rope\(k\)"),
-        ({"k": IDS}, r"do this:  pass position ids by name: rope\(q, positions=ids\)"),
+        ({"k": IDS}, r"do this:  pass position ids by name, rope\(q, positions=ids\)"),
         ({"k": K.double()}, "q and k of one dtype"),
-        ({"k": torch.ones(2, 2, 3, 8)}, "as many keys as queries, or k_positions\ngot:      5 queries and 3 keys"),
+        ({"k": torch.ones(2, 2, 3, 8)}, "5 queries and 3 keys\ndo this:  for .* seq_dim=-3"),
         ({"positions": torch.arange(4)}, r"positions \[5\] or \[2, 5\]\ngot:      \[4\]"),
         ({"positions": torch.zeros(3, 5).long()}, r"positions \[5\] or \[2, 5\]"),
         ({"positions": torch.zeros(4, 5).long()}, r"positions \[5\] or \[2, 5\]"),
@@ -49,7 +50,8 @@ def test_making_one(call, message):
         ({"positions": IDS.bool()}, "torch.bool"),
         ({"positions": IDS.bfloat16()}, "cannot count past 256"),
         ({"positions": IDS.to(torch.complex64)}, "torch.complex64"),
-        ({"positions": [0, 1, 2, 3, 4]}, "got:      <class 'list'>"),
+        ({"positions": [0, 1, 2, 3, 4]}, r"do this:  wrap them: torch.tensor"),
+        ({"positions": torch.tensor([0.0, 1.0, 2.0, 3.0, float("nan")])}, "finite positions"),
         ({"positions": torch.zeros(5, device="meta")}, "positions on cpu, where x is\ngot:      positions on meta"),
         ({"k_positions": torch.arange(3), "k": K}, r"rope\(k_positions=...\)"),
         ({"k_positions": IDS}, "k_positions with k"),
@@ -61,6 +63,10 @@ def test_making_one(call, message):
         ({"offset": True}, "an int"),
         ({"cu_seqlens": torch.zeros(2, 2).long()}, r"\[sequences \+ 1\]"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "whole numbers"),
+        ({"cu_seqlens": torch.tensor([2, 3])}, "start at 0, never fall, and reach at most 5"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, "never fall"),
+        ({"cu_seqlens": torch.tensor([0, 5, 10])}, "reach at most 5"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, "start at 0"),
         ({"angles": (torch.ones(4, 4), torch.ones(4, 4))}, r"cos and sin \[.., 5, 4\]"),
         ({"angles": (torch.ones(9, 4), torch.ones(9, 4))}, r"cos and sin \[.., 5, 4\]"),
         ({"angles": (torch.ones(5, 8), torch.ones(5, 8))}, r"cos and sin \[.., 5, 4\]"),
@@ -144,7 +150,7 @@ def test_what_has_no_meaning():
     rope = RotaryEmbedding(RopeSpec(8, Plain(), angles="float32"))
     with pytest.raises(RopewalkError, match="whose rotations compose"):
         rope.shift(Q, 1)
-    with pytest.raises(RopewalkError, match=r"rope\(..., by=...\)"):
+    with pytest.raises(RopewalkError, match=r"by=... for a tensor"):
         RotaryEmbedding(8).shift(Q, 1.5)
     with pytest.raises(RopewalkError, match="float32, or float64 for float64 input"):
         rope.at(IDS, dtype=torch.bfloat16)

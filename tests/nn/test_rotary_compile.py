@@ -48,6 +48,15 @@ def test_one_graph_for_every_length_and_one_for_a_single_token(pairing, where):
     assert counter.frame_count == 2
 
 
+def test_in_place_is_traced_too():
+    rope = RotaryEmbedding(8)
+    q, k = inputs(7)
+    expected = rope(q, k)
+    torch.compile(rope.rotate_, fullgraph=True, backend="eager")(q, k)
+    assert torch.allclose(q, expected[0], atol=1e-6)
+    assert torch.allclose(k, expected[1], atol=1e-6)
+
+
 def test_an_offset_that_counts_up_is_one_graph():
     rope, counter = RotaryEmbedding(8), CompileCounter()
     compiled = torch.compile(rope, fullgraph=True, dynamic=True, backend=counter)

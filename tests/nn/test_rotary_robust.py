@@ -81,6 +81,13 @@ def test_the_rotation_is_bit_identical_after(treatment, used_before, spec):
     assert len(treated.state_dict()) == len(list(treated.parameters())) == len(list(treated.buffers())) == 0
 
 
+def test_learned_frequencies_made_on_meta_are_reset_like_any_parameter():
+    with torch.device("meta"):
+        rope = RotaryEmbedding(8, learned=True)
+    rope.to_empty(device="cpu").reset_parameters()
+    assert torch.equal(rope(X), RotaryEmbedding(8, learned=True)(X))
+
+
 def test_under_autocast():
     rope = RotaryEmbedding(8)
     expected = rope(X, positions=FAR)

@@ -101,7 +101,7 @@ class RotaryEmbedding(RotaryAngles):
                     asked="rope(q, k)",
                     expected="as many keys as queries, or k_positions",
                     got=f"{q.shape[self.seq_dim]} queries and {k.shape[self.seq_dim]} keys",
-                    do="say where the keys stand: rope(q, k, positions=..., k_positions=...)",
+                    do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
                 )
             return rotate(q, k, *self.angles_for(q, **given), self._layout)
         here = self.angles_for(q, **given)
@@ -205,8 +205,8 @@ def _require_one(given: dict[str, Any], k_positions: Tensor | None, k: Tensor | 
         return
     named += [] if k_positions is None else ["k_positions"]
     raise RopewalkError(
-        asked=f"rope(...) with {' and '.join(named)}" + ("" if k is not None else ", without k"),
+        asked="rope(q, ...)" if k is None else "rope(q, k, ...)",
         expected="one of positions, offset, cu_seqlens and angles; k_positions with k, beside positions or alone",
-        got=f"{len(named)} of them",
+        got=", ".join(named),
         do="add an offset to the positions yourself; give at() the positions of its angles",
     )

@@ -6,11 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ropewalk.errors import RopewalkError, as_int
+from ropewalk.errors import RopewalkError, as_int, require_flag, shown
 from ropewalk.kernels.angles import float32_powers, radix_table
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.range_cache import RangeCache
-from ropewalk.nn.rotary_arguments import check_angles, check_ids, check_positions, check_within
+from ropewalk.nn.rotary_arguments import (
+    check_angles,
+    check_ends,
+    check_finite,
+    check_ids,
+    check_positions,
+    check_within,
+)
 from ropewalk.ops import cos_sin, is_plain
 from ropewalk.spec.rope import RopeSpec
 
@@ -32,6 +39,7 @@ class RotaryAngles(nn.Module):
 
     def __init__(self, spec: RopeSpec, *, seq_dim: int, context_length: int | None, learned: bool) -> None:
         super().__init__()
+        require_flag(learned, asked="RotaryEmbedding(learned=...)")
         self.spec, self.seq_dim, self.context_length = spec, seq_dim, context_length
         exact = spec.angles == "exact"
         frequencies = spec.inv_freq() if exact else spec.inv_freq(powers=float32_powers)
@@ -76,7 +84,7 @@ class RotaryAngles(nn.Module):
                 got=f"{dtype}",
                 do="leave dtype out; the rotation rounds once, at its end",
             )
-        self._check_reach(positions)
+        self._check_values(positions, "positions")
         return self.angles_at(positions, dtype)
 
     def angles_at(self, positions: Tensor, dtype: torch.dtype, amplitude: float | None = None) -> Angles:
@@ -108,13 +116,15 @@ class RotaryAngles(nn.Module):
             check_positions(positions, x, self.seq_dim, self.heads, name)
         elif cu_seqlens is not None:
             check_ids(cu_seqlens, name="cu_seqlens", shape="[sequences + 1]", dims=(1,), whole=True)
+            if cu_seqlens.device.type == "cpu" and is_plain(cu_seqlens):
+                check_ends(cu_seqlens, seq)
             positions = packed_positions(cu_seqlens.to(x.device), seq)
         else:
             start = 0 if offset is None else checked_offset(offset, x, "offset")
             if not isinstance(start, Tensor):
                 return self._range(start, seq, x)
             positions = range_positions(seq, start, x.device)
-        self._check_reach(positions)
+        self._check_values(positions, name)
         return self.angles_at(positions, working_dtype(x))
 
     def _range(self, start: int, seq: int, x: Tensor) -> Angles:
@@ -129,10 +139,24 @@ class RotaryAngles(nn.Module):
             return make(start, start + seq)
         return self._ranges.rows((x.device, dtype), start, start + seq, make)
 
-    def _check_reach(self, positions: Tensor) -> None:
-        # Looking at the largest position would make a device wait, and a compiler stop: eager on the CPU alone.
-        if self.context_length is not None and positions.device.type == "cpu" and is_plain(positions):
-            check_within(int(positions.max()) if positions.numel() else 0, self.context_length)
+    def _check_values(self, positions: Tensor, name: str) -> None:
+        # Looking at the values would make a device wait, and a compiler stop: eager on the CPU alone.
+        if positions.device.type != "cpu" or not is_plain(positions):
+            return
+        check_finite(positions, name)
+        if self.context_length is not None and positions.numel():
+            check_within(int(positions.max()), self.context_length)
+
+    def reset_parameters(self) -> None:
+        """Puts learned frequencies back to those of the spec, as initialisation after `to_empty` wants it.
+
+        >>> rope = RotaryAngles(RopeSpec(4), seq_dim=-2, context_length=None, learned=True)
+        >>> rope.reset_parameters()
+        >>> rope.inv_freq.tolist()
+        [1.0, 0.01]
+        """
+        if self.log_scale is not None:
+            nn.init.zeros_(self.log_scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryAngles":
         super()._apply(fn, recurse)
@@ -168,10 +192,10 @@ def checked_offset(offset: Any, x: Tensor, name: str) -> int | Tensor:
     elif as_int(offset) is not None or isinstance(offset, torch.SymInt):
         return offset  # pyright: ignore[reportReturnType]  # a SymInt is an int to everything but the type checker
     else:
-        got = repr(offset)
+        got = shown(offset)
     raise RopewalkError(
-        asked=f"rope(..., {name}=...) for a tensor of shape {list(x.shape)}",
+        asked=f"{name}=... for a tensor of shape {list(x.shape)}",
         expected=f"an int, or whole numbers [{x.shape[0]}], one a sequence",
         got=got,
-        do="pass positions= for anything else",
+        do="rotate with positions= for anything else",
     )

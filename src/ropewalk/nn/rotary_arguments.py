@@ -5,18 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, shown
+from ropewalk.ops import is_plain
 from ropewalk.spec.rope import RopeSpec
 
 
 def check_inputs(q: Tensor, k: Tensor | None, spec: RopeSpec, seq_dim: int, heads: int | None) -> None:
     """Refuses q and k that this rotation cannot turn."""
-    if k is not None and isinstance(k, Tensor) and not k.is_floating_point():
+    if k is not None and not (isinstance(k, Tensor) and k.is_floating_point()):
         raise RopewalkError(
             asked="rope(q, k)",
             expected="keys, a floating-point tensor, as the second argument",
-            got=f"{k.dtype} of shape {list(k.shape)}",
-            do="pass position ids by name: rope(q, positions=ids)",
+            got=f"{k.dtype} of shape {list(k.shape)}" if isinstance(k, Tensor) else shown(k),
+            do="pass position ids by name, rope(q, positions=ids), and a start as rope(q, offset=n)",
         )
     _check_input("q", q, spec, seq_dim, heads)
     if k is None:
@@ -38,8 +39,10 @@ def _check_input(name: str, x: Tensor, spec: RopeSpec, seq_dim: int, heads: int 
         raise RopewalkError(
             asked=f"rope({name}) with head_dim={spec.head_dim}, seq_dim={seq_dim}",
             expected=f"a floating-point tensor {shape} whose last dimension is {spec.head_dim}",
-            got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else repr(type(x)),
-            do="split the heads first, or make the module with the head_dim of the tensor",
+            got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
+            do="split the heads first, or make the module with the head_dim of the tensor"
+            if tensor
+            else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
         )
     if heads is not None and (x.dim() not in (3, 4) or x.shape[-3 if seq_dim == -2 else -2] != heads):
         raise RopewalkError(
@@ -62,9 +65,31 @@ def check_ids(ids: Any, *, name: str, shape: str, dims: tuple[int, ...] = (1, 2)
     raise RopewalkError(
         asked=f"rope(...) with {name}",
         expected=f"a tensor {shape} of whole numbers" + ("" if whole else ", float32 or float64"),
-        got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else repr(type(ids)),
-        do="torch.arange(seq) makes plain positions; half-precision floats cannot count past 256 or 2048",
+        got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else shown(ids),
+        do="wrap them: torch.tensor(...)"
+        if not isinstance(ids, Tensor)
+        else "pass int64; half-precision floats cannot count past 256 or 2048",
     )
+
+
+def check_ends(cu_seqlens: Tensor, seq: int) -> None:
+    """Refuses ends of sequences that are none: lengths that were not cumulated, or more tokens than there are."""
+    ends = cu_seqlens.tolist()
+    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > seq:
+        raise RopewalkError(
+            asked=f"rope(cu_seqlens=...) for {seq} tokens",
+            expected=f"ends of sequences that start at 0, never fall, and reach at most {seq}",
+            got=f"{ends if len(ends) <= 12 else [*ends[:11], '...']}",
+            do="cumulate the lengths and put a 0 before them; lay all sequences of a batch end to end",
+        )
+
+
+def check_finite(positions: Tensor, name: str) -> None:
+    """Refuses NaN and infinity."""
+    if positions.is_floating_point() and not torch.isfinite(positions).all():
+        raise RopewalkError(
+            asked=f"rope({name}=...)", expected="finite positions", got="NaN or infinity", do="look at what made them"
+        )
 
 
 def check_positions(positions: Tensor, x: Tensor, seq_dim: int, heads: int | None, name: str) -> None:
@@ -147,7 +172,7 @@ def check_in_place(q: Tensor, k: Tensor | None) -> None:
                 got="a leaf that requires a gradient",
                 do="use rope(...), which leaves it as it is",
             )
-    if k is not None and q.numel() and k.numel() and q.data_ptr() == k.data_ptr():
+    if k is not None and is_plain(q, k) and q.numel() and k.numel() and q.data_ptr() == k.data_ptr():
         raise RopewalkError(
             asked="rope.rotate_(q, k)",
             expected="q and k in memory of their own",
