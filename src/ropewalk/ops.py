@@ -7,7 +7,6 @@ functorch, forward-mode AD, tensor subclasses, gradients of cos and sin) gets th
 all of them understand. Only plain tensors reach a kernel, so that none takes a pointer that is not there.
 """
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -146,9 +145,11 @@ def rotate(
     both = (q,) if k is None else (q, k)
     grad = torch.is_grad_enabled()
     if not is_plain(q, k, cos, sin) or (grad and (cos.requires_grad or sin.requires_grad)):
-        with _mixing_allowed(q):
-            return tuple(_formula(x, cos, sin, layout) for x in both)
+        return tuple(_formula(x, cos, sin, layout) for x in both)
     if grad and any(x.requires_grad for x in both):
+        if not all(x.requires_grad for x in both):
+            # One Function for both would give the one that needs no gradient a graph.
+            return tuple(rotate(x, None, cos, sin, layout)[0] for x in both)
         return _Rotate.apply(q, k, cos, sin, layout)  # pyright: ignore[reportReturnType]
     return _kernel(both, cos, sin, layout)
 
@@ -179,32 +180,36 @@ def _kernel(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout) 
 
 
 def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    cos, sin = (line_up(table, x.dim(), layout.seq_dim) for table in (cos, sin))
+    cos, sin = (_as_on(x, line_up(table, x.dim(), layout.seq_dim)) for table in (cos, sin))
     return rotate_torch.rotate_traceable(x, cos, sin, interleaved=layout.interleaved, start=layout.start)
 
 
-def _mixing_allowed(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Lets a DTensor meet cos and sin, which every rank computes alike, as plain tensors."""
-    if type(x).__name__ != "DTensor":
-        return contextlib.nullcontext()
-    from torch.distributed.tensor.experimental import implicit_replication
+def _as_on(x: Tensor, table: Tensor) -> Tensor:
+    """`table` as x can meet it: replicated on the mesh of a DTensor, since every rank computes the same."""
+    if type(x).__name__ != "DTensor" or type(table).__name__ == "DTensor":
+        return table
+    from torch.distributed.tensor import DTensor, Replicate
 
-    return implicit_replication()
+    mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def cos_sin(
-    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: float, dtype: torch.dtype
+    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles: `kernels.angles.cos_sin`, behind an op boundary where a compiler would see it.
 
     Left to itself Inductor computes the float64 cosines again for every head: on two Neoverse-N1 cores 163 ms against
-    7 ms (2026-11). An exporter gets the formula, so that what it writes needs no ropewalk.
+    7 ms (2026-11). An exporter gets the formula, so that what it writes needs no ropewalk; so does functorch, for which
+    the op has no rules.
 
-    >>> cos, _ = cos_sin(torch.tensor([2]), torch.ones(1, dtype=torch.float64), None, 1.0, torch.float32)
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> cos, _ = cos_sin(torch.tensor([2]), one, None, one[0], torch.float32)
     >>> round(cos.item(), 4)
     -0.4161
     """
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not transformed:
         return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype)
     # The table is looked up by values, which only plain positions have.
     return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype)
@@ -212,13 +217,13 @@ def cos_sin(
 
 @torch.library.custom_op("ropewalk::cos_sin", mutates_args=())
 def _cos_sin_op(
-    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: float, dtype: torch.dtype
+    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return angle_kernels.cos_sin(positions, inv_freq, table, amplitude, dtype)
 
 
 @_cos_sin_op.register_fake
-def _(positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: float, dtype: torch.dtype):
+def _(positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: Tensor, dtype: torch.dtype):
     pairs = inv_freq.shape[-1]
     if inv_freq.dim() == 2:
         batch = 1 if positions.dim() == 1 else positions.shape[0]

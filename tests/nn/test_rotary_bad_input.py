@@ -6,6 +6,9 @@ import torch
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.spec import Plain, WholeModel
 
+SHARED = torch.ones(1, 2, 10, 8)
+with torch.inference_mode():
+    INFERENCE = torch.ones(2, 4, 5, 8)
 Q, K = torch.ones(2, 4, 5, 8), torch.ones(2, 2, 5, 8)
 IDS = torch.arange(5)
 
@@ -57,10 +60,18 @@ def test_making_one(call, message):
         ({"k_positions": IDS}, "k_positions with k"),
         ({"positions": IDS, "offset": 3}, "one of positions, offset, cu_seqlens and angles"),
         ({"offset": 3, "k": K, "k_positions": IDS}, "beside positions or alone"),
-        ({"offset": 1.5}, r"an int, or whole numbers \[2\]"),
-        ({"offset": torch.ones(2)}, r"an int, or whole numbers \[2\]"),
+        ({"offset": 1.5}, r"an int of less than 63 bits, or whole numbers \[2\]"),
+        ({"offset": torch.ones(2)}, r"an int of less than 63 bits, or whole numbers \[2\]"),
         ({"offset": torch.ones(3).long()}, r"got:      torch.int64 \[3\]"),
         ({"offset": True}, "an int"),
+        ({"offset": 10**30}, "less than 63 bits"),
+        ({"q": torch.ones(5, 8), "offset": IDS}, "expected: an int of less than 63 bits\ngot"),
+        ({"positions": IDS.to(torch.float8_e4m3fn)}, "cannot count past"),
+        ({"k": torch.ones(1, 2, 5, 8), "positions": torch.zeros(2, 5).long()}, r"what rope.at\(positions\) gives"),
+        ({"k": torch.ones(1, 2, 5, 8), "offset": torch.tensor([1, 2])}, r"what rope.at\(positions\) gives"),
+        ({"k": K, "angles": (torch.ones(1, 4, 5, 4), torch.ones(1, 4, 5, 4))}, r"what rope.at\(positions\) gives"),
+        ({"k": torch.ones(2, 2, 5, 8, device="meta")}, "on one device"),
+        ({"angles": (torch.ones(5, 4, device="meta"), torch.ones(5, 4, device="meta"))}, "on the device of the input"),
         ({"cu_seqlens": torch.zeros(2, 2).long()}, r"\[sequences \+ 1\]"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "whole numbers"),
         ({"cu_seqlens": torch.tensor([2, 3])}, "start at 0, never fall, and reach at most 5"),
@@ -117,7 +128,11 @@ def test_the_context_length_counts_positions_and_not_tokens():
         (torch.ones(1, 8).expand(5, 8), None, "memory of its own for every element"),
         (torch.ones(2, 1, 5, 8).expand(2, 4, 5, 8), None, "memory of its own"),
         (torch.ones(40).as_strided((5, 8), (4, 1)), None, "memory of its own"),
-        (Q, Q, "the same memory twice"),
+        (Q, Q, "elements that belong to both"),
+        (SHARED[:, :, :6], SHARED[:, :, 4:], "elements that belong to both"),
+        (SHARED[:, :, :6], SHARED.transpose(1, 2)[:, :6, :2], "elements that belong to both"),
+        (Q.clone(), torch.ones(2, 4, 5, 8, requires_grad=True)[:], "a view of one"),
+        (Q.clone(), INFERENCE, "an inference tensor"),
         (torch.ones(5, 8, requires_grad=True), None, "a leaf"),
     ],
 )

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from nn.module import module_for
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.spec import Plain, WholeModel
@@ -68,12 +69,13 @@ def test_an_offset_that_counts_up_is_one_graph():
 
 def test_twelve_layers_with_twelve_specs_are_one_graph():
     counter = CompileCounter()
-    layers = nn.ModuleList([RotaryEmbedding(8, base=10_000.0 * (i + 1)) for i in range(12)])
-    for layer in layers:
-        layer.compile(fullgraph=True, dynamic=True, backend=counter)
     q, _ = inputs(7)
-    for layer, base in zip(layers, range(12), strict=True):
-        truth = rotate(q.double(), torch.arange(7), theta(8, 10_000.0 * (base + 1)))
+    for i in range(12):
+        # Each with frequencies and an amplitude of its own.
+        frequencies, amplitude = theta(8, 10_000.0 * (i + 1)), 1 + i / 10
+        layer = module_for(q, frequencies, amplitude)
+        layer.compile(fullgraph=True, dynamic=True, backend=counter)
+        truth = rotate(q.double(), torch.arange(7), frequencies, amplitude=amplitude)
         assert_within_budget(layer(q), truth, rotary_dim=8)
     assert counter.frame_count <= 2, "a graph a layer would pass the recompile limit"
 
@@ -96,6 +98,36 @@ def test_inductor_forward_and_backward(pairing, dtype):
         assert_within_budget(gradient, truth, **shape)
     # What was compiled leaves nothing behind.
     assert_within_budget(rope(x.detach()), rotate(x.detach().double(), torch.arange(1), theta(6), **options), **shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["frequencies a head", "amplitude", "float32 angles", "transposed ids"])
+def test_inductor_serves_every_spec(case):
+    x, ids = vector(0, 2, 3, 5, 8).float(), torch.arange(10).view(5, 2).t()
+    rope = {
+        "frequencies a head": lambda: RotaryEmbedding(RopeSpec(8, WholeModel(50.0, num_heads=3))),
+        "amplitude": lambda: module_for(x, theta(8), 1.5),
+        "float32 angles": lambda: RotaryEmbedding(RopeSpec(8, Plain(50.0), angles="float32")),
+        "transposed ids": lambda: RotaryEmbedding(8),
+    }[case]()
+    compiled = torch.compile(rope, fullgraph=True)
+    assert torch.allclose(compiled(x, positions=ids * 20_000), rope(x, positions=ids * 20_000), atol=1e-6)
+    assert torch.allclose(compiled(x), rope(x), atol=1e-6)
+
+
+def test_functorch_inside_a_compiled_function():
+    rope, x = RotaryEmbedding(8), vector(0, 5, 8)
+    ids, tangent = vector(1, 5), vector(2, 5)
+
+    def along(ids):
+        return torch.func.jvp(lambda ids: rope(x, positions=ids), (ids,), (tangent,))[1]
+
+    def gradient(ids):
+        return torch.func.grad(lambda ids: (rope(x, positions=ids) ** 3).sum())(ids)
+
+    for function in (along, gradient):
+        compiled = torch.compile(function, backend="aot_eager")
+        assert torch.allclose(compiled(ids), function(ids), atol=1e-12)
 
 
 @pytest.mark.slow

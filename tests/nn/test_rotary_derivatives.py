@@ -6,6 +6,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from nn.module import module_for
 from ropewalk import RopeSpec, RotaryEmbedding, ops
+from ropewalk.kernels.angles import radix_table
 from ropewalk.reference import rotate
 from ropewalk.spec import Plain, WholeModel
 from strategies import theta, vector
@@ -74,6 +75,8 @@ def test_only_what_needs_a_gradient_gets_one(dtype):
     assert torch.equal(q.grad, rope.unrotate(torch.ones_like(q)))
     assert k.grad is None
     assert not rope(k).requires_grad
+    assert [x.requires_grad for x in rope(q, k)] == [True, False]
+    assert [x.requires_grad for x in rope(k, q)] == [False, True]
     # One of two outputs may go unused.
     q2, k2 = q.detach().requires_grad_(), k.detach().requires_grad_()
     rope(q2, k2)[1].sum().backward()
@@ -142,17 +145,26 @@ def test_gradients_of_cos_and_sin():
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_angles_op(per_head, batched):
-    inv_freq = (theta(8).expand(3, 4) if per_head else theta(8)).clone().requires_grad_()
+    inv_freq = (theta(8).expand(3, 4) if per_head else theta(8)).clone()
+    scale = torch.tensor(1.5, dtype=torch.float64)
     positions = vector(0, 2, 5) if batched else vector(0, 5)
     op = torch.ops.ropewalk.cos_sin.default
-    for ids in (positions.requires_grad_(), torch.arange(5)):
-        torch.library.opcheck(op, (ids, inv_freq, None, 1.5, torch.float64))
-    assert gradcheck(lambda p, f: op(p, f, None, 1.5, torch.float64), (positions, inv_freq))
+    whole = torch.arange(10).view(5, 2).t() if batched else torch.arange(5)
+    for ids, table, dtype in (
+        (positions, None, torch.float64),
+        (whole, None, torch.float64),
+        (whole, radix_table(inv_freq), torch.float32),
+        (whole.contiguous(), radix_table(inv_freq), torch.float32),
+    ):
+        torch.library.opcheck(op, (ids, inv_freq, table, scale, dtype))
+    positions, inv_freq = positions.requires_grad_(), inv_freq.requires_grad_()
+    torch.library.opcheck(op, (positions, inv_freq, None, scale, torch.float64))
+    assert gradcheck(lambda p, f: op(p, f, None, scale, torch.float64), (positions, inv_freq))
     # Its backward is what autograd finds in the formula.
-    weights = [torch.randn_like(table) for table in op(positions, inv_freq, None, 1.5, torch.float64)]
+    weights = [torch.randn_like(table) for table in op(positions, inv_freq, None, scale, torch.float64)]
 
     def gradients(function):
-        tables = function(positions, inv_freq, None, 1.5, torch.float64)
+        tables = function(positions, inv_freq, None, scale, torch.float64)
         loss = sum((table * w).sum() for table, w in zip(tables, weights, strict=True))
         return torch.autograd.grad(loss, (positions, inv_freq))
 

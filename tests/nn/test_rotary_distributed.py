@@ -66,8 +66,13 @@ def _dtensor(rank: int, x: torch.Tensor) -> None:
     rope = RotaryEmbedding(8)
     expected = rope(x)
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
-        y = rope(distribute_tensor(x, mesh, [placement]))
+        q = distribute_tensor(x, mesh, [placement]).requires_grad_()
+        y = rope(q)
         assert torch.allclose(y.full_tensor(), expected, atol=1e-6), placement
+        y.square().sum().backward()
+        assert q.grad is not None
+        gradient = q.grad.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        assert torch.allclose(gradient, 2 * x, atol=1e-5), placement
 
 
 WORK = {"ddp": _ddp, "fsdp": _fsdp, "dtensor": _dtensor}

@@ -183,12 +183,42 @@ def test_an_empty_sequence_is_legal():
     q, k = rope(torch.ones(2, 3, 0, 8), torch.ones(2, 1, 0, 8))
     assert (q.shape, k.shape) == ((2, 3, 0, 8), (2, 1, 0, 8))
     assert rope(torch.ones(0, 3, 4, 8)).shape == (0, 3, 4, 8)
+    assert rope(torch.ones(2, 3, 0, 8), offset=100).shape == (2, 3, 0, 8)
     assert rope(torch.ones(2, 3, 0, 8), positions=torch.arange(0)).shape == (2, 3, 0, 8)
+
+
+def test_q_and_k_may_differ_in_rank():
+    rope, q, k = RotaryEmbedding(8), vector(0, 2, 4, 5, 8).float(), vector(1, 5, 8).float()
+    both = rope(q, k, offset=3)
+    assert torch.equal(both[0], rope(q, offset=3))
+    assert torch.equal(both[1], rope(k, offset=3))
+
+
+def test_a_token_does_not_depend_on_its_neighbours_where_the_digits_end():
+    rope, x, start = RotaryEmbedding(8), vector(0, 1, 1, 40, 8).float(), (1 << 24) - 20
+    whole = rope(x, offset=start)
+    for token in range(40):
+        assert torch.equal(
+            RotaryEmbedding(8)(x[:, :, token : token + 1], offset=start + token), whole[:, :, token : token + 1]
+        )
+
+
+def test_the_probe_of_fused_sums(monkeypatch):
+    probe = rotate_torch._fuses_alike.__wrapped__
+    assert probe("cpu", torch.float32) == probe("cpu", torch.float32)
+    right = torch.addcmul
+
+    def rounds_single_elements_otherwise(a, b, c):
+        return right(a, b, c) if len(a) > 1 else torch.nextafter(right(a, b, c), torch.tensor(torch.inf, dtype=a.dtype))
+
+    monkeypatch.setattr(torch, "addcmul", rounds_single_elements_otherwise)
+    assert not probe("cpu", torch.float32)
 
 
 def test_repr_shows_what_goes_wrong():
     assert repr(RotaryEmbedding(64)) == "RotaryEmbedding(64, Plain(base=10000.0), pairing='interleaved', seq_dim=-2)"
     spec = RopeSpec(64, rotary_dim=16, rotary_slice="trailing", pairing="half", sign=-1, angles="float32")
     shown = repr(RotaryEmbedding(spec, seq_dim=-3, context_length=9, backend="torch"))
+    assert "learned=True" in repr(RotaryEmbedding(8, learned=True))
     for part in ("pairing='half'", "rotary_dim=16 (trailing)", "sign=-1", "angles='float32'", "context_length=9"):
         assert part in shown

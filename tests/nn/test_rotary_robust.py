@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.kernels import rotate_torch
-from ropewalk.nn.range_cache import LONGEST
+from ropewalk.nn.range_cache import LONGEST, MOST_ROWS
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.spec import WholeModel
 from strategies import theta, vector
@@ -122,6 +122,9 @@ def test_made_in_inference_mode():
     x = X.clone().requires_grad_()
     rope(x).sum().backward()
     assert x.grad is not None
+    ids = torch.rand(40, dtype=torch.float64, requires_grad=True)
+    rope(x, positions=ids).sum().backward()
+    assert ids.grad is not None
 
 
 @pytest.mark.parametrize("called_before", [False, True])
@@ -159,6 +162,26 @@ def test_nobody_can_tell_that_ranges_are_kept():
     cos, _ = rope.at(torch.arange(5))
     cos.fill_(7)
     assert torch.equal(rope(X), RotaryEmbedding(8)(X))
+
+
+def test_sequences_that_are_decoded_in_turn_have_a_block_each(monkeypatch):
+    rope, made = RotaryEmbedding(8), []
+    real = rope._angles_at
+    monkeypatch.setattr(rope, "_angles_at", lambda *arguments: made.append(1) or real(*arguments))
+    for step in range(20):
+        for start in (10, 100_000, 5_000):
+            rope(X[:, :, :1], offset=start + step)
+    assert len(made) == 3
+    for start in range(0, 200_000, 10_000):
+        rope(X[:, :, :1], offset=start)
+    assert sum(block.stop - block.start for block in rope._ranges._blocks) <= MOST_ROWS
+
+
+def test_copies_leave_the_ranges_and_the_table_behind():
+    rope = RotaryEmbedding(128)
+    rope(torch.ones(1, 1, 100, 128))
+    assert len(pickle.dumps(rope)) < 20_000
+    assert copy.deepcopy(rope)._ranges._blocks == ()
 
 
 def test_modules_with_other_bases_share_nothing():

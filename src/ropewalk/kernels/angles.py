@@ -46,14 +46,16 @@ def float32_powers(base: float, dim: int) -> np.ndarray:
 
 
 def cos_sin(
-    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: float, dtype: torch.dtype
+    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """amplitude * cos(m theta_i) and amplitude * sin(m theta_i), as fresh tensors of `dtype`.
+    """amplitude * cos(m theta_i) and amplitude * sin(m theta_i), as fresh contiguous tensors of `dtype`.
 
     positions [seq] or [batch, seq] and inv_freq [pairs] give [seq, pairs] or [batch, seq, pairs]. One row of
-    frequencies a head, inv_freq [heads, pairs], gives [1 or batch, heads, seq, pairs].
+    frequencies a head, inv_freq [heads, pairs], gives [1 or batch, heads, seq, pairs]. `amplitude` is one float64
+    number, as a tensor, so that a compiled graph serves every amplitude.
 
-    >>> cos, sin = cos_sin(torch.tensor([0, 2]), torch.tensor([1.0, 0.5]).double(), None, 1.0, torch.float32)
+    >>> one, theta = torch.tensor(1.0).double(), torch.tensor([1.0, 0.5]).double()
+    >>> cos, sin = cos_sin(torch.tensor([0, 2]), theta, None, one, torch.float32)
     >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1
     [-0.4161, 0.5403]
     """
@@ -62,36 +64,39 @@ def cos_sin(
         inv_freq = inv_freq.unsqueeze(-2)
         table = None if table is None else table.unsqueeze(-2)
     if inv_freq.dtype == torch.float32:
-        return _by_float32(positions, inv_freq, amplitude, dtype)
-    if table is not None and dtype == torch.float32 and _within_reach(positions):
-        return _by_digits(positions, table, amplitude)
+        angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
+        scale = amplitude.to(torch.float32)
+        return (torch.cos(angles) * scale).to(dtype).contiguous(), (torch.sin(angles) * scale).to(dtype).contiguous()
+    whole = dtype == torch.float32 and not positions.is_floating_point()
+    if table is not None and whole and positions.device.type == "cpu":
+        cos, sin = _by_digits(positions.to(torch.int64), inv_freq, table)
+    else:
+        cos, sin = _by_cosines(positions, inv_freq)
+    return (amplitude * cos).to(dtype).contiguous(), (amplitude * sin).to(dtype).contiguous()
+
+
+def _by_cosines(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
     angles = positions.to(torch.float64).unsqueeze(-1) * inv_freq
-    return (amplitude * torch.cos(angles)).to(dtype), (amplitude * torch.sin(angles)).to(dtype)
+    return torch.cos(angles), torch.sin(angles)
 
 
-def _within_reach(positions: Tensor) -> bool:
-    # On the CPU alone: elsewhere looking at the largest position would wait for the device.
-    if positions.device.type != "cpu" or positions.is_floating_point():
-        return False
-    return positions.numel() == 0 or int(positions.abs().max()) < REACH
-
-
-def _by_digits(positions: Tensor, table: Tensor, amplitude: float) -> tuple[Tensor, Tensor]:
-    size = positions.abs().to(torch.int64)
-    # Per-head tables are [3, 256, heads, 1, pairs]; positions then are [batch, 1, seq], and heads must come forward.
+def _by_digits(positions: Tensor, inv_freq: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    within = (positions > -REACH) & (positions < REACH)
+    size = torch.where(within, positions, 0).abs()
     rows = [_row(table[digit], (size >> (8 * digit)) & (RADIX - 1)) for digit in range(DIGITS)]
     z = rows[0] * rows[1] * rows[2]
     # A negative position turns the other way: the conjugate.
-    sign = torch.sgn(positions).to(torch.float64).unsqueeze(-1)
-    return (amplitude * z.real).to(torch.float32), (amplitude * sign * z.imag).to(torch.float32)
+    cos, sin = z.real, torch.sgn(positions).to(torch.float64).unsqueeze(-1) * z.imag
+    if bool(within.all()):
+        return cos, sin
+    # Each position by itself: what stands beside it must not change how it is computed.
+    far = _by_cosines(positions, inv_freq)
+    within = within.unsqueeze(-1)
+    return torch.where(within, cos, far[0]), torch.where(within, sin, far[1])
 
 
 def _row(table: Tensor, digit: Tensor) -> Tensor:
     if table.dim() == 2:
         return table[digit]
+    # One table a head, [256, heads, 1, pairs], with positions [batch, 1, seq]: heads come before the sequence.
     return table.squeeze(-2)[digit.squeeze(1)].transpose(1, 2)
-
-
-def _by_float32(positions: Tensor, inv_freq: Tensor, amplitude: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
-    return (torch.cos(angles) * amplitude).to(dtype), (torch.sin(angles) * amplitude).to(dtype)

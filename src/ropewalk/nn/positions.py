@@ -7,14 +7,14 @@ __all__ = ["packed_positions", "range_positions"]
 
 
 def range_positions(length: int, offset: int | Tensor, device: torch.device) -> Tensor:
-    """offset .. offset + length - 1: [length] for an int, [batch, length] for an offset a sequence [batch].
+    """offset .. offset + length - 1: [length] for one offset, [batch, length] for an offset a sequence [batch].
 
     >>> range_positions(3, torch.tensor([0, 7]), torch.device("cpu")).tolist()
     [[0, 1, 2], [7, 8, 9]]
     """
-    if isinstance(offset, Tensor):
+    if isinstance(offset, Tensor) and offset.dim() == 1:
         return torch.arange(length, device=device) + offset.to(device).unsqueeze(-1)
-    return torch.arange(length, device=device) + offset
+    return torch.arange(length, device=device) + (offset.to(device) if isinstance(offset, Tensor) else offset)
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Keeps cos and sin of the last plain range, so that decoding pays a slice. Nobody can tell that it is there."""
+"""Keeps cos and sin of the last plain ranges, so that decoding pays a slice. Nobody can tell that they are there."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ __all__ = ["RangeCache"]
 STEP = 256
 # A longer range is computed for the call alone: 8192 rows of 64 pairs are 4 MiB of float32.
 LONGEST = 8192
+# Sequences that are decoded in turn have a block each, as far as all of them together stay below this.
+MOST_ROWS = LONGEST + 8 * STEP
 
 
 class _Block(NamedTuple):
@@ -20,11 +22,17 @@ class _Block(NamedTuple):
     stop: int
     tables: tuple[Tensor, Tensor]
 
+    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        cos, sin = self.tables
+        # The sequence is the next to last dimension, or the only one.
+        dim = max(cos.dim() - 2, 0)
+        return cos.narrow(dim, start - self.start, stop - start), sin.narrow(dim, start - self.start, stop - start)
+
 
 class RangeCache:
-    """cos and sin of one block of positions. A block is replaced whole, so threads see the old one or the new.
+    """cos and sin of a few blocks of positions. The blocks are replaced together, so threads see the old or the new.
 
-    It is left behind when its owner is copied or pickled.
+    They are left behind when its owner is copied or pickled.
 
     >>> made = []
     >>> def make(start, stop):
@@ -39,7 +47,7 @@ class RangeCache:
     """
 
     def __init__(self) -> None:
-        self._block: _Block | None = None
+        self._blocks: tuple[_Block, ...] = ()
 
     def rows(
         self,
@@ -48,21 +56,26 @@ class RangeCache:
         stop: int,
         make: Callable[[int, int], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Rows start .. stop-1, from the block if it has them, else from a new one that `make` computes."""
+        """Rows start .. stop-1, from a block that has them, else from a new one that `make` computes."""
         if stop - start > LONGEST:
             return make(start, stop)
-        block = self._block
-        if block is None or block.key != key or start < block.start or stop > block.stop:
-            first = start - start % STEP
-            last = stop + STEP + (-stop) % STEP
-            # Tensors born in inference mode could not be saved for a later backward.
-            with torch.inference_mode(False):
-                block = _Block(key, first, last, make(first, last))
-            self._block = block
-        cos, sin = block.tables
-        # The sequence is the next to last dimension, or the only one.
-        dim = max(cos.dim() - 2, 0)
-        return tuple(t.narrow(dim, start - block.start, stop - start) for t in (cos, sin))  # pyright: ignore
+        blocks = self._blocks
+        for block in blocks:
+            if block.key == key and block.start <= start and stop <= block.stop:
+                return block.rows(start, stop)
+        first = start - start % STEP
+        last = stop + STEP + (-stop) % STEP
+        # Tensors born in inference mode could not be saved for a later backward.
+        with torch.inference_mode(False):
+            block = _Block(key, first, last, make(first, last))
+        kept, rows = [block], last - first
+        for old in blocks:
+            rows += old.stop - old.start
+            if rows > MOST_ROWS:
+                break
+            kept.append(old)
+        self._blocks = tuple(kept)
+        return block.rows(start, stop)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_block": None}
+        return {"_blocks": ()}

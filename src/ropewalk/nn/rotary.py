@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count
+from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary_angles import Angles, RotaryAngles, checked_offset, working_dtype
-from ropewalk.nn.rotary_arguments import check_in_place, check_inputs
+from ropewalk.nn.rotary_arguments import check_angles, check_in_place, check_inputs
 from ropewalk.ops import Layout, require_backend, rotate
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
@@ -94,7 +95,7 @@ class RotaryEmbedding(RotaryAngles):
         given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
         _require_one(given, k_positions, k)
         if k is None:
-            return rotate(q, None, *self.angles_for(q, **given), self._layout)[0]
+            return rotate(q, None, *self._angles_for(q, **given), self._layout)[0]
         if k_positions is None:
             if q.shape[self.seq_dim] != k.shape[self.seq_dim]:
                 raise RopewalkError(
@@ -103,9 +104,13 @@ class RotaryEmbedding(RotaryAngles):
                     got=f"{q.shape[self.seq_dim]} queries and {k.shape[self.seq_dim]} keys",
                     do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
                 )
-            return rotate(q, k, *self.angles_for(q, **given), self._layout)
-        here = self.angles_for(q, **given)
-        there = self.angles_for(k, positions=k_positions, name="k_positions")
+            cos, sin = self._angles_for(q, **given)
+            if cos.dim() > 2:
+                # They were found for q; keys of another batch or other heads would broadcast in silence.
+                check_angles((cos, sin), k, cos.shape[-1], self.seq_dim)
+            return rotate(q, k, cos, sin, self._layout)
+        here = self._angles_for(q, **given)
+        there = self._angles_for(k, positions=k_positions, name="k_positions")
         return rotate(q, None, *here, self._layout)[0], rotate(k, None, *there, self._layout)[0]
 
     def rotate_(self, q: Tensor, k: Tensor | None = None, **where: Any) -> Any:
@@ -140,11 +145,10 @@ class RotaryEmbedding(RotaryAngles):
         check_inputs(x, None, self.spec, self.seq_dim, self.heads)
         given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
         _require_one(given, None, None)
-        cos, sin = self.angles_for(x, **given)
-        scale = self.spec.amplitude() ** 2
-        if scale != 1.0:
-            # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
-            cos, sin = cos / scale, sin / scale
+        cos, sin = self._angles_for(x, **given)
+        # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
+        square = self._amplitude.to(cos) ** 2
+        cos, sin = cos / square, sin / square
         return rotate(x, None, cos, sin, self._layout, conjugate=True)[0]
 
     def shift(self, x: Tensor, by: int | Tensor) -> Tensor:
@@ -164,10 +168,11 @@ class RotaryEmbedding(RotaryAngles):
                 do="rotate the keys afresh: rope(rope.unrotate(k, positions=old), positions=new)",
             )
         check_inputs(x, None, self.spec, self.seq_dim, self.heads)
-        by = checked_offset(by, x, "by")
-        one = torch.zeros(x.shape[self.seq_dim], dtype=torch.int64, device=x.device)
-        positions = one + (by.to(x.device).unsqueeze(-1) if isinstance(by, Tensor) else by)
-        cos, sin = self.angles_at(positions, working_dtype(x), amplitude=1.0)
+        by = checked_offset(by, x, self.batched(x), "by")
+        # Every token moves by the same: a range of one position, as long as the sequence.
+        positions = range_positions(1, by, x.device)
+        positions = positions.expand(*positions.shape[:-1], x.shape[self.seq_dim])
+        cos, sin = self._angles_at(positions, working_dtype(x), amplitude=torch.ones_like(self._amplitude))
         return rotate(x, None, cos, sin, self._layout)[0]
 
     def extra_repr(self) -> str:

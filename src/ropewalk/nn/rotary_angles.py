@@ -45,10 +45,28 @@ class RotaryAngles(nn.Module):
         frequencies = spec.inv_freq() if exact else spec.inv_freq(powers=float32_powers)
         home = torch.get_default_device()
         # Under a meta default the frequencies are real all the same: nobody would fill them in later.
-        self._spec_inv_freq = torch.tensor(frequencies, device="cpu" if home.type in ("meta", "mps") else home)
-        self._table = radix_table(torch.tensor(frequencies, device="cpu")) if exact and not learned else None
-        self.log_scale = nn.Parameter(torch.zeros(frequencies.shape)) if learned else None
+        home = torch.device("cpu") if home.type in ("meta", "mps") else home
+        # Outside inference mode even there: what is made in it could not serve a later backward.
+        with torch.inference_mode(False):
+            self._spec_inv_freq = torch.tensor(frequencies, device=home)
+            self._amplitude = torch.tensor(spec.amplitude(), dtype=torch.float64, device=home)
+            self.log_scale = nn.Parameter(torch.zeros(frequencies.shape)) if learned else None
+        self._table = self._make_table()
         self._ranges = RangeCache()
+
+    def _make_table(self) -> Tensor | None:
+        if self.spec.angles != "exact" or self.log_scale is not None:
+            return None
+        with torch.inference_mode(False):
+            return radix_table(torch.tensor(self.spec.inv_freq(), device="cpu"))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The table is large and follows from the spec.
+        return self.__dict__ | {"_table": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._table = self._make_table()
 
     @property
     def inv_freq(self) -> Tensor:
@@ -59,12 +77,19 @@ class RotaryAngles(nn.Module):
         """
         if self.log_scale is None:
             return self._spec_inv_freq
-        return self._spec_inv_freq.to(self.log_scale.device) * torch.exp(self.log_scale.to(torch.float64))
+        log_scale = self.log_scale
+        # float64 on the CPU for a device that has none.
+        log_scale = log_scale.cpu() if log_scale.device.type == "mps" else log_scale
+        return self._spec_inv_freq.to(log_scale.device) * torch.exp(log_scale.to(torch.float64))
 
     @property
     def heads(self) -> int | None:
         """How many heads there must be, where heads have frequencies of their own; None where they do not."""
         return self._spec_inv_freq.shape[0] if self._spec_inv_freq.dim() == 2 else None
+
+    def batched(self, x: Tensor) -> bool:
+        """Whether the first dimension of x is a batch, and not the sequence, or heads with frequencies of their own."""
+        return x.dim() > (3 if self.heads is not None else -self.seq_dim)
 
     def at(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Angles:
         """cos and sin at `positions`, times the amplitude: compute them once a forward pass, share them as `angles=`.
@@ -85,20 +110,20 @@ class RotaryAngles(nn.Module):
                 do="leave dtype out; the rotation rounds once, at its end",
             )
         self._check_values(positions, "positions")
-        return self.angles_at(positions, dtype)
+        return self._angles_at(positions, dtype)
 
-    def angles_at(self, positions: Tensor, dtype: torch.dtype, amplitude: float | None = None) -> Angles:
+    def _angles_at(self, positions: Tensor, dtype: torch.dtype, amplitude: Tensor | None = None) -> Angles:
         """`at` without its checks, and with another amplitude than the spec's if one is given."""
-        scale = self.spec.amplitude() if amplitude is None else amplitude
+        scale = self._amplitude if amplitude is None else amplitude
         home = positions.device
         if home.type == "mps":
             # There is no float64: angles are formed on the CPU and moved.
-            cos, sin = cos_sin(positions.cpu(), self.inv_freq.cpu(), self._table, scale, dtype)
+            cos, sin = cos_sin(positions.cpu(), self.inv_freq, self._table, scale, dtype)
             return cos.to(home), sin.to(home)
         table = self._table if home.type == "cpu" else None
-        return cos_sin(positions, self.inv_freq.to(home), table, scale, dtype)
+        return cos_sin(positions, self.inv_freq.to(home), table, scale.to(home), dtype)
 
-    def angles_for(
+    def _angles_for(
         self,
         x: Tensor,
         *,
@@ -113,19 +138,19 @@ class RotaryAngles(nn.Module):
         if angles is not None:
             return check_angles(angles, x, self._spec_inv_freq.shape[-1], self.seq_dim)
         if positions is not None:
-            check_positions(positions, x, self.seq_dim, self.heads, name)
+            check_positions(positions, x, self.seq_dim, self.batched(x), name)
         elif cu_seqlens is not None:
             check_ids(cu_seqlens, name="cu_seqlens", shape="[sequences + 1]", dims=(1,), whole=True)
             if cu_seqlens.device.type == "cpu" and is_plain(cu_seqlens):
                 check_ends(cu_seqlens, seq)
             positions = packed_positions(cu_seqlens.to(x.device), seq)
         else:
-            start = 0 if offset is None else checked_offset(offset, x, "offset")
+            start = 0 if offset is None else checked_offset(offset, x, self.batched(x), "offset")
             if not isinstance(start, Tensor):
                 return self._range(start, seq, x)
             positions = range_positions(seq, start, x.device)
         self._check_values(positions, name)
-        return self.angles_at(positions, working_dtype(x))
+        return self._angles_at(positions, working_dtype(x))
 
     def _range(self, start: int, seq: int, x: Tensor) -> Angles:
         if seq:
@@ -133,9 +158,10 @@ class RotaryAngles(nn.Module):
         dtype = working_dtype(x)
 
         def make(first: int, last: int) -> Angles:
-            return self.angles_at(range_positions(last - first, first, x.device), dtype)
+            return self._angles_at(range_positions(last - first, first, x.device), dtype)
 
-        if self.log_scale is not None or not is_plain(x):
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.log_scale is not None or capturing or not is_plain(x):
             return make(start, start + seq)
         return self._ranges.rows((x.device, dtype), start, start + seq, make)
 
@@ -164,6 +190,7 @@ class RotaryAngles(nn.Module):
         device = fn(torch.empty(0, device=self._spec_inv_freq.device)).device
         if device.type not in ("meta", "mps"):
             self._spec_inv_freq = self._spec_inv_freq.to(device)
+            self._amplitude = self._amplitude.to(device)
         return self
 
 
@@ -176,26 +203,29 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def checked_offset(offset: Any, x: Tensor, name: str) -> int | Tensor:
-    """An int, or a tensor of one whole number a sequence.
+def checked_offset(offset: Any, x: Tensor, batched: bool, name: str) -> int | Tensor:
+    """An int, or a tensor: of one whole number, or of one a sequence where x has a batch.
 
-    >>> checked_offset(7, torch.ones(2, 3, 4), "offset")
+    >>> checked_offset(7, torch.ones(2, 3, 4), True, "offset")
     7
     """
     if isinstance(offset, Tensor):
-        # A number on a device is a sequence of one, so that nothing waits for it.
-        offset = offset.unsqueeze(0) if offset.dim() == 0 else offset
         whole = not offset.is_floating_point() and not offset.is_complex() and offset.dtype != torch.bool
-        if whole and offset.dim() == 1 and offset.shape[0] in (1, x.shape[0]):
-            return offset
+        rows = offset.dim() == 1 and batched and offset.shape[0] in (1, x.shape[0])
+        if whole and (offset.dim() == 0 or rows):
+            return offset.to(torch.int64)
         got = f"{offset.dtype} {list(offset.shape)}"
-    elif as_int(offset) is not None or isinstance(offset, torch.SymInt):
-        return offset  # pyright: ignore[reportReturnType]  # a SymInt is an int to everything but the type checker
+    elif isinstance(offset, torch.SymInt):
+        return offset  # pyright: ignore[reportReturnType]  # an int to everything but the type checker
     else:
+        number = as_int(offset)
+        if number is not None and abs(number) < 1 << 62:
+            return number
         got = shown(offset)
     raise RopewalkError(
         asked=f"{name}=... for a tensor of shape {list(x.shape)}",
-        expected=f"an int, or whole numbers [{x.shape[0]}], one a sequence",
+        expected="an int of less than 63 bits"
+        + (f", or whole numbers [{x.shape[0]}], one a sequence" if batched else ""),
         got=got,
         do="rotate with positions= for anything else",
     )

@@ -9,6 +9,10 @@ from ropewalk.errors import RopewalkError, shown
 from ropewalk.ops import is_plain
 from ropewalk.spec.rope import RopeSpec
 
+# What can count: bfloat16 has no 257, float16 no 2049.
+_COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
+_COUNTING |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+
 
 def check_inputs(q: Tensor, k: Tensor | None, spec: RopeSpec, seq_dim: int, heads: int | None) -> None:
     """Refuses q and k that this rotation cannot turn."""
@@ -58,8 +62,7 @@ def check_ids(ids: Any, *, name: str, shape: str, dims: tuple[int, ...] = (1, 2)
 
     Messages are put together only for an error: to print a length, a compiler would have to fix it.
     """
-    countless = (torch.bool, torch.float16, torch.bfloat16)
-    counts = isinstance(ids, Tensor) and ids.dtype not in countless and not ids.is_complex()
+    counts = isinstance(ids, Tensor) and ids.dtype in _COUNTING
     if counts and ids.dim() in dims and not (whole and ids.is_floating_point()):
         return
     raise RopewalkError(
@@ -92,11 +95,9 @@ def check_finite(positions: Tensor, name: str) -> None:
         )
 
 
-def check_positions(positions: Tensor, x: Tensor, seq_dim: int, heads: int | None, name: str) -> None:
+def check_positions(positions: Tensor, x: Tensor, seq_dim: int, batched: bool, name: str) -> None:
     """Refuses positions that are not one number for each token of x, or lie on another device."""
     check_ids(positions, name=name, shape="[seq] or [batch, seq]")
-    # A dimension that is the heads, where these have frequencies of their own, is no batch.
-    batched = x.dim() > (3 if heads is not None else -seq_dim)
     rows = positions.dim() == 1 or (batched and positions.shape[0] in (1, x.shape[0]))
     if positions.shape[-1] != x.shape[seq_dim] or not rows:
         seq = x.shape[seq_dim]
@@ -154,10 +155,21 @@ def check_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> tuple[T
 
 
 def check_in_place(q: Tensor, k: Tensor | None) -> None:
-    """Refuses memory that an in-place rotation would write twice, and leaves that autograd keeps."""
+    """Refuses memory that an in-place rotation would write twice or may not write, before it writes any."""
+    if not is_plain(q, k):
+        return
     for name, x in (("q", q), ("k", k)):
         if x is None:
             continue
+        base = x if x._base is None else x._base
+        held = torch.is_grad_enabled() and base.is_leaf and base.requires_grad
+        if held or (x.is_inference() and not torch.is_inference_mode_enabled()):
+            raise RopewalkError(
+                asked=f"rope.rotate_({name})",
+                expected="a tensor that may be written: no leaf of autograd, no view of one, no inference tensor",
+                got="a leaf that requires a gradient, or a view of one" if held else "an inference tensor",
+                do="use rope(...), which leaves it as it is",
+            )
         if x.numel() and _overlaps_itself(x):
             raise RopewalkError(
                 asked=f"rope.rotate_({name})",
@@ -165,19 +177,12 @@ def check_in_place(q: Tensor, k: Tensor | None) -> None:
                 got=f"shape {list(x.shape)} with strides {list(x.stride())}",
                 do="use rope(...), or clone an expanded tensor first",
             )
-        if torch.is_grad_enabled() and x.is_leaf and x.requires_grad:
-            raise RopewalkError(
-                asked=f"rope.rotate_({name})",
-                expected="a tensor that autograd does not hold as a leaf",
-                got="a leaf that requires a gradient",
-                do="use rope(...), which leaves it as it is",
-            )
-    if k is not None and is_plain(q, k) and q.numel() and k.numel() and q.data_ptr() == k.data_ptr():
+    if k is not None and q.numel() and k.numel() and _share_elements(q, k):
         raise RopewalkError(
             asked="rope.rotate_(q, k)",
             expected="q and k in memory of their own",
-            got="the same memory twice",
-            do="rotate it once: rope.rotate_(q)",
+            got="elements that belong to both",
+            do="rotate what they share once, or clone one of them",
         )
 
 
@@ -189,3 +194,29 @@ def _overlaps_itself(x: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
+
+
+def _share_elements(q: Tensor, k: Tensor) -> bool:
+    """Whether q and k have an element in common. Slices of packed projections do not, though their extents overlap."""
+    if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
+        return False
+    gap = k.storage_offset() - q.storage_offset()
+    q_reach, k_reach = (sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True)) for x in (q, k))
+    if gap > q_reach or -gap > k_reach:
+        return False
+    if q.stride() != k.stride():
+        return True
+    # They meet where sum(i * stride) - sum(j * stride) = gap for some indices i of q and j of k.
+    dims = sorted(zip(q.stride(), q.shape, k.shape, strict=True), reverse=True)
+    return _steps_make(int(gap), dims)
+
+
+def _steps_make(gap: int, dims: list[tuple[int, int, int]]) -> bool:
+    if not dims:
+        return gap == 0
+    (stride, q_size, k_size), rest = dims[0], dims[1:]
+    # Smaller strides together reach less than one larger step, so only the two nearest numbers of steps can do.
+    return any(
+        -(k_size - 1) <= steps <= q_size - 1 and _steps_make(gap - steps * stride, rest)
+        for steps in {gap // stride, gap // stride + 1}
+    )
