@@ -1,5 +1,6 @@
 """What the documents say is run: doctests of the package, and every Python block of README.md and docs/."""
 
+import json
 import re
 import subprocess
 import sys
@@ -46,6 +47,23 @@ def test_the_readme_counts_the_ledger():
         verdicts.total(),
         *(verdicts[verdict] for verdict in (Verdict.HOLDS, Verdict.CONDITIONAL, Verdict.FAILS)),
     ]
+
+
+def test_the_readmes_ratios_are_the_measured_ones():
+    record = json.loads((ROOT / "benchmarks" / "torch_path.json").read_text(encoding="utf-8"))
+    measured = {
+        (row["layout"], row["path"]): row["times_faster_than_transformers"]
+        for row in record["results"]
+        if row["dtype"] == "float32"
+    }
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    said = re.search(r"prefill (\S+) \(half\) +and (\S+) \(interleaved\).*?make, (\S+) +and (\S+) times", readme)
+    assert said
+    layouts = [
+        (layout, f"ropewalk torch, {p}") for layout in ("transposed", "contiguous") for p in ("half", "interleaved")
+    ]
+    for number, key in zip(said.groups(), layouts, strict=True):
+        assert abs(float(number) - measured[key]) <= 0.06, key
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -29,7 +29,8 @@ class RopewalkError(ValueError):
 
     def __init__(self, *, asked: str, expected: str, got: str, do: str) -> None:
         self.asked, self.expected, self.got, self.do = asked, expected, got, do
-        super().__init__(f"asked:    {asked}\nexpected: {expected}\ngot:      {got}\ndo this:  {do}")
+        # Not by super().__init__, which torch.compile cannot trace: it would hide the error behind its own.
+        self.args = (f"asked:    {asked}\nexpected: {expected}\ngot:      {got}\ndo this:  {do}",)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments are not what BaseException pickles, and worker processes do send errors home.
