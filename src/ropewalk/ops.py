@@ -5,6 +5,11 @@ What a call costs, apart from the rotation itself, on two Neoverse-N1 cores with
 kernel; one that needs a gradient goes through the cheapest Function; everything that looks inside (compile, export,
 functorch, forward-mode AD, tensor subclasses, gradients of cos and sin) gets the formula in torch operations, which
 all of them understand. Only plain tensors reach a kernel, so that none takes a pointer that is not there.
+
+For a compiler the formula is also the faster way, as long as the kernel is made of torch operations: on the same
+machine q and k of (1, 2048, 32 and 8, 128) take Inductor 2.1 and 5.6 ms in float32 (half, interleaved) and 6.0 and
+12.8 ms in bfloat16, where the kernel takes 7.8, 8.1, 15.0 and 14.3. So the rotation is no library op; the angles,
+which Inductor would compute again for every head, are one.
 """
 
 from collections.abc import Callable

@@ -142,6 +142,18 @@ def test_gradients_of_cos_and_sin():
     assert gradcheck(lambda x, cos, sin: rope(x, angles=(cos, sin)), (x, cos, sin), check_forward_ad=True)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_gradient_of_one_table_alone(which):
+    rope, x, g = RotaryEmbedding(8), vector(0, 1, 2, 5, 8), vector(1, 1, 2, 5, 8)
+    tables = list(rope.at(torch.arange(5), dtype=torch.float64))
+    tables[which] = tables[which].clone().requires_grad_()
+    (rope(x, angles=tuple(tables)) * g).sum().backward()
+    a, b, ga, gb = x[..., 0::2], x[..., 1::2], g[..., 0::2], g[..., 1::2]
+    expected = (a * ga + b * gb, a * gb - b * ga)[which].sum((0, 1))
+    assert tables[which].grad is not None
+    assert torch.allclose(tables[which].grad, expected, atol=1e-13)
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_angles_op(per_head, batched):
