@@ -5,7 +5,7 @@ Both forms take cos and sin [.., pairs] that broadcast against x [.., dim], and 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,25 +28,27 @@ def rotate(both: Sequence[Tensor], cos: Tensor, sin: Tensor, *, interleaved: boo
     """
     if interleaved:
         # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
-        wide_cos, swap_sin = cos.repeat_interleave(2, dim=-1), torch.complex(torch.zeros_like(sin), sin)
+        wide_cos, i_sin = cos.repeat_interleave(2, dim=-1), torch.complex(torch.zeros_like(sin), sin)
+        swap = functools.partial(_swap_neighbours, sin=sin, i_sin=i_sin)
     else:
-        wide_cos, swap_sin = torch.cat((cos, cos), dim=-1), sin
-    return tuple(_rotate_one(x, wide_cos, sin, swap_sin, interleaved, start) for x in both)
+        wide_cos = torch.cat((cos, cos), dim=-1)
+        swap = functools.partial(_swap_halves, sin=sin, minus_sin=-sin)
+    return tuple(_rotate_one(x, wide_cos, swap, start) for x in both)
 
 
-def _rotate_one(x: Tensor, wide_cos: Tensor, sin: Tensor, swap_sin: Tensor, interleaved: bool, start: int) -> Tensor:
+def _rotate_one(x: Tensor, wide_cos: Tensor, swap: Callable[[Tensor, Tensor], None], start: int) -> Tensor:
     stop = start + wide_cos.shape[-1]
     y = torch.empty_like(x)
+    source, target = x, y
     if stop - start < x.shape[-1]:
         y[..., :start].copy_(x[..., :start])
         y[..., stop:].copy_(x[..., stop:])
-    source, target = x[..., start:stop], y[..., start:stop]
+        source, target = x[..., start:stop], y[..., start:stop]
     low = x.dtype not in (torch.float32, torch.float64)
     if low:
         source = source.to(torch.float32)
     turned = torch.empty_like(source) if low else target
-    swap = _swap_neighbours if interleaved else _swap_halves
-    swap(source, sin, swap_sin, turned)
+    swap(source, turned)
     if _fuses_alike(x.device.type, source.dtype):
         turned.addcmul_(source, wide_cos)
     else:
@@ -56,14 +58,15 @@ def _rotate_one(x: Tensor, wide_cos: Tensor, sin: Tensor, swap_sin: Tensor, inte
     return y
 
 
-def _swap_halves(x: Tensor, sin: Tensor, _: Tensor, out: Tensor) -> None:
+def _swap_halves(x: Tensor, out: Tensor, *, sin: Tensor, minus_sin: Tensor) -> None:
     """swap(x) * sin for pairs (i, i + pairs)."""
-    pairs = sin.shape[-1]
-    torch.mul(x[..., pairs:], -sin, out=out[..., :pairs])
-    torch.mul(x[..., :pairs], sin, out=out[..., pairs:])
+    a, b = x.chunk(2, dim=-1)
+    first, second = out.chunk(2, dim=-1)
+    torch.mul(b, minus_sin, out=first)
+    torch.mul(a, sin, out=second)
 
 
-def _swap_neighbours(x: Tensor, sin: Tensor, i_sin: Tensor, out: Tensor) -> None:
+def _swap_neighbours(x: Tensor, out: Tensor, *, sin: Tensor, i_sin: Tensor) -> None:
     """swap(x) * sin for pairs (2i, 2i + 1)."""
     if _is_complex(x) and _is_complex(out):
         torch.mul(_as_complex(x), i_sin, out=_as_complex(out))
