@@ -114,11 +114,11 @@ def main() -> None:
     options = parser.parse_args()
     with torch.no_grad():
         rows = measure(options.rounds)
-    print(f"{'dtype':10} {'layout':11} {'path':28} {'ms':>8} {'× eager':>8} {'err/budget':>10}")  # noqa: T201
+    print(f"{'dtype':10} {'layout':11} {'path':28} {'ms':>8} {'× eager':>8} {'err/budget':>10}")
     for row in rows:
         figures = [row["times_faster_than_transformers"], row["error_over_budget"]]
         shown = " ".join(f"{'' if figure is None else f'{figure:.2f}':>9}" for figure in figures)
-        print(f"{row['dtype']!s:10} {row['layout']!s:11} {row['path']!s:28} {row['ms']:8.2f}{shown}")  # noqa: T201
+        print(f"{row['dtype']!s:10} {row['layout']!s:11} {row['path']!s:28} {row['ms']:8.2f}{shown}")
     if options.json:
         record = {
             "command": "benchmarks/torch_path.py",

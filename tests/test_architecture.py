@@ -58,6 +58,13 @@ def test_no_file_passes_400_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
 
 
+@pytest.mark.parametrize("path", sorted((PACKAGE / "claims").rglob("*.py")), ids=lambda path: path.stem)
+def test_every_measurement_belongs_to_a_claim(path):
+    # They are all called _, so one that lost its decorator would go unnoticed.
+    functions = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
+    assert all(function.decorator_list for function in functions if function.name == "_")
+
+
 def test_the_readmes_tree_is_the_tree():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     tree = re.search(r"```\nsrc/ropewalk/\n(.*?)```", readme, re.DOTALL)

@@ -142,7 +142,6 @@ def run(claims: list[Claim]) -> Iterator[Entry]:
     for claim in claims:
         try:
             finding = claim.measure()
-        except Exception as error:
-            # One broken measurement must not hide the others; it is reported as what it is.
+        except Exception as error:  # whatever breaks one measurement must not hide the others: it is reported
             finding = Finding(f"{type(error).__name__}: {error}", stated=False, amended=False)
         yield Entry(claim, finding)

@@ -99,24 +99,3 @@ def _() -> Finding:
         stated=rounded[1] > 2 * rounded[0],
         amended=max(rounded) < 2 * min(rounded) < 2e-2 and coarse[1] > 10 * rounded[1],
     )
-
-
-def _() -> Finding:
-    q, k = normal(2, 64, 128)
-    gap = torch.arange(64) * 7
-
-    def scores(shift: int, dtype: torch.dtype) -> Tensor:
-        turned_q = rotate(q, gap + shift, theta(128)).to(dtype).double()
-        turned_k = rotate(k, torch.full((64,), shift), theta(128)).to(dtype).double()
-        return (turned_q * turned_k).sum(-1) / math.sqrt(128)
-
-    def moved(dtype: torch.dtype) -> list[float]:
-        exact = scores(0, torch.float64)
-        return [float((scores(by, dtype) - exact).square().mean().sqrt()) for by in (16, 1000, 100_000)]
-
-    single, half = moved(torch.float32), moved(torch.bfloat16)
-    return Finding(
-        f"float32 {single[0]:.1e} … {single[-1]:.1e}, bfloat16 {half[0]:.1e} … {half[-1]:.1e}",
-        stated=half[-1] > 2 * half[0],
-        amended=max(single) < 1e-6 and max(half) < 2 * min(half) < 2e-2,
-    )

@@ -238,12 +238,6 @@ def _() -> Finding:
     return Finding(f"difference {same:g}; spread {spread:.2f}", stated=same == 0 and spread > 0.1)
 
 
-def _() -> Finding:
-    a, b = normal(2, DIM, DIM, seed=7) / DIM**0.5
-    states = absolute.recurrent(normal(1, 4096, DIM), torch.arange(4096), a, b, torch.zeros(DIM, dtype=torch.float64))
-    return Finding(f"{states.shape[1]} states, largest {largest(states):.3f}", stated=largest(states) <= 1)
-
-
 def _depth(tensor: Tensor) -> int:
     """How many operations must follow one another to make it: the longest path through the autograd graph."""
     depths: dict[object, int] = {}

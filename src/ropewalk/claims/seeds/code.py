@@ -224,16 +224,6 @@ def _() -> Finding:
     return Finding(f"error {moved:g} moved, {cast:.1e} cast", stated=cast == 0, amended=moved == 0 and cast < 2**-8)
 
 
-def _() -> Finding:
-    module = torch.nn.Module()
-    table = _float32_table(512, 64)[0]
-    module.register_buffer("table", table, persistent=False)
-    saved = len(module.state_dict())
-    module.to(torch.bfloat16)
-    error = largest(module.get_buffer("table").float() - table)
-    return Finding(f"{saved} tensors saved; error {error:.1e}", stated=error == 0, amended=saved == 0 and error < 2**-8)
-
-
 @chapter.claim(
     "code.negative-id",
     "An id outside 0 … context_length − 1 is noticed.",
@@ -255,13 +245,6 @@ def _() -> Finding:
     above, below = noticed(512), noticed(-1)
     served = torch.equal(cos[torch.tensor([-1])], cos[511:])
     return Finding(f"512 noticed: {above}, −1 noticed: {below}", stated=above and below, amended=above and served)
-
-
-def _() -> Finding:
-    cos, _ = _float32_table(512, 64)
-    same = torch.equal(cos[torch.tensor([-1])], cos[511:])
-    right = largest(cos[511] - torch.cos(-theta(64)))
-    return Finding(f"row 511: {same}; off by {right:.2g}", stated=not same, amended=same and right > 0.1)
 
 
 @chapter.claim(
@@ -297,22 +280,4 @@ def _() -> Finding:
         f"{found[0]:g} and {found[-1]:.1e}",
         stated=bool((found == 10_000).any()),
         amended=float(found[0]) == float(other[0]) == 1.0 and float(found[-1]) < 1.4e-4,
-    )
-
-
-def _() -> Finding:
-    def error(rows: int) -> float:
-        last = torch.arange(rows - 4096, rows)
-        exact = torch.cos(torch.outer(last.double(), theta(128)))
-        return largest(torch.cos(torch.outer(last.float(), theta(128).float())).double() - exact)
-
-    near, far = error(4096), error(131_072)
-    ours = largest(
-        build_rotary_frequencies(128, 4096)[0][0, 0].double()
-        - torch.cos(torch.outer(torch.arange(4096).double(), theta(128)))
-    )
-    return Finding(
-        f"{near:.1e} to 4096, {far:.1e} to 131072; from float64 {ours:.1e}",
-        stated=far < 1e-6,
-        amended=near < 5e-4 and far > 1e-3 and ours <= 2**-24,
     )

@@ -271,21 +271,3 @@ def _() -> Finding:
     direct = low + int(torch.stack([turn(h, d) @ turn(h, r) for d in range(low, r + 50)]).argmax())
     hits = sum(peak == r for r, peak in zip(chosen, peaks, strict=True))
     return Finding(f"at r in {hits} of {len(chosen)}", stated=hits == len(chosen) and direct == r)
-
-
-def _() -> Finding:
-    f = theta(128)
-    h = normal(128, seed=4)
-    power = (h.view(64, 2) ** 2).sum(-1)
-    distances = torch.arange(4096, dtype=torch.float64)
-    peaks = {
-        r: int((torch.cos((distances - r)[:, None] * f) @ power).argmax())
-        for r in (1 + torch.randperm(4095, generator=torch.Generator().manual_seed(5))[:40]).tolist()
-    }
-    # The closed form is held to the rotation itself at one r.
-    r = next(iter(peaks))
-    direct = int(torch.stack([turn(h, d) @ turn(h, r) for d in range(max(0, r - 50), r + 50)]).argmax()) + max(
-        0, r - 50
-    )
-    hits = sum(peak == r for r, peak in peaks.items())
-    return Finding(f"at r in {hits} of {len(peaks)}", stated=hits == 0, amended=hits == len(peaks) and direct == r)

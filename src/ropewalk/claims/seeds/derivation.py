@@ -94,14 +94,6 @@ def _() -> Finding:
     )
 
 
-def _() -> Finding:
-    imaginary = max(abs((_f(q, 3) * _f(k, 1).conjugate()).imag) for q, k in PAIRS)
-    moved = _worst(lambda q, k, m, n: abs(_f(q, m) * _f(k, n).conjugate() - _f(q, m + 5) * _f(k, n + 5).conjugate()))
-    return Finding(
-        f"imaginary part {imaginary:.3g}; drift {moved:.1e}", stated=imaginary < EXACT, amended=moved < EXACT
-    )
-
-
 @chapter.claim(
     "derivation.radius",
     "R_f(q,m) R_f(k,n) = R_g(q,k,m−n), and at m = n this is |q| |k|.",
@@ -175,13 +167,6 @@ def _() -> Finding:
 def _() -> Finding:
     line = max(_turn_difference(cmath.phase(_f(1 + 0j, m)), m * THETA) for m in range(-3, 9))
     return Finding(f"off by {line:.1e}", stated=line < EXACT)
-
-
-def _() -> Finding:
-    phi = {m: cmath.phase(_f(1 + 0j, m)) for m in range(-3, 9)}
-    steps = max(_turn_difference(phi[m] - phi[m - 1], THETA) for m in range(-2, 9))
-    line = max(_turn_difference(phi[m], m * THETA) for m in phi)
-    return Finding(f"steps off by {steps:.1e}, line by {line:.1e}", stated=max(steps, line) < EXACT)
 
 
 @chapter.claim(

@@ -304,14 +304,6 @@ def _() -> Finding:
     return Finding(f"change {change:g}; refused: {refused}", stated=change == 0 and refused)
 
 
-def _() -> Finding:
-    try:
-        RopeSpec(7)
-    except RopewalkError as error:
-        return Finding(f"refused: expected {error.expected}", stated=True)
-    return Finding("accepted", stated=False)
-
-
 @chapter.claim(
     "rotation.sparse",
     "Multiplying by the whole matrix wastes memory and time.",
