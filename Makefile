@@ -19,7 +19,7 @@ help:
 	@$(PYTHON) -m venv .venv
 	@touch $@
 
-.venv/installed: .venv/python pyproject.toml constraints.txt
+.venv/installed: .venv/python pyproject.toml setup.py constraints.txt $(wildcard src/ropewalk/kernels/native/*.[ch])
 	@echo "installing ropewalk (PyTorch comes with it: the first time takes minutes)"
 	@$(PIP) -e '.[plots]'
 	@touch $@

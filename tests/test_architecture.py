@@ -69,15 +69,16 @@ def test_the_readmes_tree_is_the_tree():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     tree = re.search(r"```\nsrc/ropewalk/\n(.*?)```", readme, re.DOTALL)
     assert tree, "README.md has no tree"
-    listed, folder = set(), ""
+    listed, folders = set(), {2: ""}
     for line in tree[1].splitlines():
         indent = len(line) - len(line.lstrip())
         for name in re.findall(r"[\w/]+(?:\.\w+|/)(?=\s|$)", line.split("  —  ")[0]):
             if name.endswith("/"):
-                folder = name if indent == 2 else folder.split("/")[0] + "/" + name
+                folders[indent + 2] = folders[indent] + name
             else:
-                listed.add(folder * (indent > 2) + name)
-    there = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.suffix in {".py", ".c", ".typed"}}
+                listed.add(folders[indent] + name)
+    kinds = {".py", ".c", ".h", ".typed"}
+    there = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*") if path.suffix in kinds}
     there = {path for path in there if path == "__init__.py" or not path.endswith("__init__.py")}
     assert listed == there
 

@@ -1,41 +1,54 @@
 """The registry of operations, and the one place that decides which path serves a call.
 
 What a call costs, apart from the rotation itself, on two Neoverse-N1 cores with torch 2.13 (2026-11): a direct call
-2 us, an autograd.Function 15 to 22 us, a library op 21 to 58 us. So a call that needs nothing else goes directly to a
-kernel; one that needs a gradient goes through the cheapest Function; everything that looks inside (compile, export,
-functorch, forward-mode AD, tensor subclasses, gradients of cos and sin) gets the formula in torch operations, which
-all of them understand. Only plain tensors reach a kernel, so that none takes a pointer that is not there.
+2 us, an autograd.Function 15 to 22 us, a library op 21 to 58 us. So
 
-For a compiler the formula is also the faster way, as long as the kernel is made of torch operations: on the same
-machine q and k of (1, 2048, 32 and 8, 128) take Inductor 2.1 and 5.6 ms in float32 (half, interleaved) and 6.0 and
-12.8 ms in bfloat16, where the kernel takes 7.8, 8.1, 15.0 and 14.3. So the rotation is no library op; the angles,
-which Inductor would compute again for every head, are one.
+- a call that needs nothing else goes directly to a kernel: `native`, in C, for plain CPU tensors; else `torch`;
+- one that needs a gradient goes through the cheapest autograd.Function to the same kernel;
+- a compiler gets a library op where the C kernel can serve, and else the formula in torch operations, which Inductor
+  fuses. On the same machine q and k of (1, 2048, 32 and 8, 128) take Inductor's code 2.1 and 5.6 ms in float32 (half,
+  interleaved) and 6.0 and 12.8 ms in bfloat16; benchmarks/cpu.json has both ways beside each other;
+- everything else that looks inside (export, functorch, forward-mode AD, tensor subclasses, gradients of cos and sin)
+  gets the formula, which all of them understand.
+
+Only plain tensors reach a kernel, so that none takes a pointer that is not there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.kernels import angles as angle_kernels
-from ropewalk.kernels import rotate_torch
+from ropewalk.kernels import rotate_native, rotate_torch
+from ropewalk.kernels.layout import Layout
 from ropewalk.reference import rotate as reference_rotate
 from ropewalk.reference.budget import rotation_budget
 
-__all__ = ["OPS", "Layout", "Op", "backend_reasons", "cos_sin", "is_plain", "line_up", "require_backend", "rotate"]
+__all__ = [
+    "OPS",
+    "Op",
+    "backend_reasons",
+    "cos_sin",
+    "is_plain",
+    "require_backend",
+    "rotate",
+    "rotate_",
+    "rotate_plain",
+    "rotates_directly",
+]
 
 
 @dataclass(frozen=True)
 class Op:
     """An operation: its reference, the backends that compute it, and how far they may be from it.
 
-    >>> sorted(OPS["rotate"].backends)
-    ['torch']
+    >>> "torch" in OPS["rotate"].backends
+    True
     """
 
     name: str
@@ -44,13 +57,18 @@ class Op:
     budget: Callable[..., Any]
 
 
-OPS = {op.name: op for op in (Op("rotate", reference_rotate, {"torch": rotate_torch.rotate}, rotation_budget),)}
+# Takes q, k or None, cos, sin, the layout, the first row and whether to turn the other way.
+Kernel = Callable[..., tuple[Tensor, ...]]
 
+_BACKENDS: dict[str, Kernel] = {"torch": rotate_torch.rotate}
 # Why a backend of the design is not here.
-_MISSING = {
-    "native": "the C kernel is not part of this version",
-    "triton": "the Triton kernel is not part of this version",
-}
+_MISSING: dict[str, str] = {"triton": "the Triton kernel is not part of this version"}
+if rotate_native.MISSING is None:
+    _BACKENDS["native"] = rotate_native.rotate
+else:
+    _MISSING["native"] = rotate_native.MISSING
+
+OPS = {op.name: op for op in (Op("rotate", reference_rotate, _BACKENDS, rotation_budget),)}
 
 
 def backend_reasons() -> dict[str, str | None]:
@@ -81,122 +99,219 @@ def require_backend(name: str | None) -> str | None:
     return name
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where the features of a rotation lie: their pairing, the first that turns, the dimension of the sequence.
-
-    >>> Layout(interleaved=True, start=0, seq_dim=-2).backend is None
-    True
-    """
-
-    interleaved: bool
-    start: int
-    seq_dim: int
-    backend: str | None = None
-
-
 def is_plain(*tensors: Tensor | None) -> bool:
     """Whether these are ordinary tensors in an ordinary eager call, which nothing traces, transforms or intercepts.
 
     >>> is_plain(torch.ones(2)), torch.func.vmap(lambda x: torch.tensor(is_plain(x)))(torch.ones(1)).item()
     (True, False)
     """
+    return _is_eager() and all(tensor is None or _is_ordinary(tensor) for tensor in tensors)
+
+
+def _is_eager() -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
-        or any(tensor is not None and not _is_ordinary(tensor) for tensor in tensors)
     )
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
-    # The batched tensors of `is_grads_batched` say that they are of type Tensor, and have no memory.
-    return type(tensor) in (Tensor, torch.nn.Parameter) and not is_legacy_batchedtensor(tensor)
-
-
-def line_up(table: Tensor, dims: int, seq_dim: int) -> Tensor:
-    """cos or sin as `cos_sin` gives it, shaped to broadcast against an x of `dims` dimensions.
-
-    [seq, pairs] serves every batch and head, [batch, seq, pairs] every head, [batch, heads, seq, pairs] is as it says.
-    x is [.., seq, dim] for seq_dim -2 and [.., seq, heads, dim] for seq_dim -3; its batch is its first dimension.
-
-    >>> line_up(torch.ones(2, 5, 4), dims=4, seq_dim=-2).shape, line_up(torch.ones(2, 5, 4), dims=4, seq_dim=-3).shape
-    (torch.Size([2, 1, 5, 4]), torch.Size([2, 5, 1, 4]))
-    """
-    if table.dim() == 4:
-        table = table if seq_dim == -2 else table.transpose(1, 2)
-        return table if dims == 4 else table.squeeze(0)
-    per_batch = table.dim() == 3
-    table = table if seq_dim == -2 else table.unsqueeze(-2)
-    if not per_batch:
-        return table
-    return table.view(table.shape[0], *[1] * (dims - table.dim()), *table.shape[1:])
+    kind = type(tensor)
+    return (kind is Tensor or kind is torch.nn.Parameter) and not any(masked(tensor) for masked in rotate_native.MASKS)
 
 
 def rotate(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, *, conjugate: bool = False
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, *, row: int = 0, conjugate: bool = False
 ) -> tuple[Tensor, ...]:
     """q, and k if there is one, turned by cos and sin as `cos_sin` gives them; the other way if `conjugate`.
 
-    Differentiable in everything, by every kind of derivative that torch has. The backward of a rotation is the
-    rotation the other way.
+    Row `row` of cos and sin is the first token's. Differentiable in everything, by every kind of derivative that torch
+    has. The backward of a rotation is the rotation the other way.
 
     >>> quarter = torch.zeros(1, 1), torch.ones(1, 1)
     >>> rotate(torch.tensor([[1.0, 0.0]]), None, *quarter, Layout(True, 0, -2))[0].tolist()
     [[0.0, 1.0]]
     """
-    sin = -sin if conjugate else sin
-    both = (q,) if k is None else (q, k)
-    grad = torch.is_grad_enabled()
-    if not is_plain(q, k, cos, sin) or (grad and (cos.requires_grad or sin.requires_grad)):
-        return tuple(_formula(x, cos, sin, layout) for x in both)
-    if grad and any(x.requires_grad for x in both):
-        if not all(x.requires_grad for x in both):
+    if not is_plain(q, k, cos, sin) or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
+        return _traced((q,) if k is None else (q, k), cos, sin, layout, row, conjugate)
+    return rotate_plain(q, k, cos, sin, layout, _kernel(q, layout), row, conjugate)
+
+
+def rotates_directly(q: Tensor, k: Tensor | None, head_dim: int, layout: Layout) -> bool:
+    """Whether `rotate_plain` may have q and k as they are: a plain eager call, and tensors that the C kernel serves.
+
+    It asks in a microsecond what `is_plain` and the checks of a module ask in six, which is what decoding waits for.
+
+    >>> rotates_directly(torch.ones(3, 4), None, 5, Layout(True, 0, -2))  # five features were asked for
+    False
+    """
+    return _is_eager() and layout.backend != "torch" and rotate_native.ready(q, k, head_dim, layout.seq_dim)
+
+
+def rotate_plain(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    kernel: Kernel = rotate_native.rotate,
+    row: int = 0,
+    conjugate: bool = False,
+) -> tuple[Tensor, ...]:
+    """`rotate` for plain tensors in an eager call, by a kernel that serves them. cos and sin get no gradient.
+
+    >>> quarter = torch.zeros(1, 1), torch.ones(1, 1)
+    >>> rotate_plain(torch.tensor([[1.0, 0.0]]), None, *quarter, Layout(True, 0, -2), rotate_torch.rotate)
+    (tensor([[0., 1.]]),)
+    """
+    if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
+        if k is not None and q.requires_grad != k.requires_grad:
             # One Function for both would give the one that needs no gradient a graph.
-            return tuple(rotate(x, None, cos, sin, layout)[0] for x in both)
-        return _Rotate.apply(q, k, cos, sin, layout)  # pyright: ignore[reportReturnType]
-    return _kernel(both, cos, sin, layout)
+            return tuple(rotate_plain(x, None, cos, sin, layout, kernel, row, conjugate)[0] for x in (q, k))
+        return _Rotate.apply(q, k, cos, sin, layout, kernel, row, conjugate)  # pyright: ignore[reportReturnType]
+    return kernel(q, k, cos, sin, layout, row, conjugate)
+
+
+def rotate_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, *, row: int = 0) -> bool:
+    """Turns q and k where they lie, if a kernel can do that to them; whether it did.
+
+    >>> x = torch.tensor([[1.0, 0.0]])
+    >>> done = rotate_(x, None, torch.zeros(1, 1), torch.ones(1, 1), Layout(True, 0, -2))
+    >>> x.tolist() == ([[0.0, 1.0]] if done else [[1.0, 0.0]])
+    True
+    """
+    both = (q,) if k is None else (q, k)
+    needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*both, cos, sin))
+    if needs_graph or not is_plain(q, k, cos, sin) or _kernel(q, layout) is not rotate_native.rotate:
+        return False
+    rotate_native.rotate(q, k, cos, sin, layout, row, in_place=True)
+    for x in both:
+        # What autograd saved of x before this is no longer there: it must say so.
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)
+    return True
+
+
+def _kernel(x: Tensor, layout: Layout) -> Kernel:
+    """The backend for plain tensors like x: the one that was asked for, else the fastest that can serve."""
+    if layout.backend is not None:
+        if layout.backend == "native" and not _native_serves(x):
+            raise _cannot_serve("native", f"{x.dtype} on {x.device}")
+        return _BACKENDS[layout.backend]
+    return rotate_native.rotate if _native_serves(x) else rotate_torch.rotate
+
+
+def _native_serves(x: Tensor) -> bool:
+    return x.is_cpu and rotate_native.MISSING is None and x.dtype in rotate_native.DTYPES
+
+
+def _cannot_serve(backend: str, why: str) -> RopewalkError:
+    return RopewalkError(
+        asked=f"backend={backend!r}",
+        expected="a call that it can serve",
+        got=why,
+        do="leave backend out, and each call takes the fastest path that can serve it",
+    )
+
+
+def _traced(
+    both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout, row: int, conjugate: bool
+) -> tuple[Tensor, ...]:
+    """The rotation for everything that is not a plain eager call."""
+    if layout.backend != "torch" and _takes_op(both, cos, sin):
+        if row or cos.shape[-2] != both[0].shape[layout.seq_dim]:
+            cos, sin = (table.narrow(-2, row, both[0].shape[layout.seq_dim]) for table in (cos, sin))
+        return tuple(
+            torch.ops.ropewalk.rotate(both, cos, sin, layout.interleaved, layout.start, layout.seq_dim, conjugate)
+        )
+    if layout.backend == "native":
+        raise _cannot_serve("native", "a transform, a tensor subclass, an export, or gradients of cos and sin")
+    return tuple(rotate_torch.rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both)
+
+
+def _takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
+    """Whether a compiler is to see the C kernel, as a library op. What an exporter writes must not need ropewalk."""
+    return (
+        torch.compiler.is_compiling()
+        and not torch.compiler.is_exporting()
+        and not _is_transformed()
+        and _native_serves(both[0])
+        and not (cos.requires_grad or sin.requires_grad)
+        and all(type(x) in (Tensor, torch.nn.Parameter) for x in (*both, cos, sin))
+    )
+
+
+def _is_transformed() -> bool:
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _Rotate(torch.autograd.Function):
     """The rotation of one or two tensors with the opposite rotation as its backward. cos and sin get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        layout: Layout,
+        kernel: Kernel,
+        row: int,
+        conjugate: bool,
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.layout = layout
-        return _kernel((q,) if k is None else (q, k), cos, sin, layout)
+        ctx.how = layout, row, conjugate
+        return kernel(q, k, cos, sin, layout, row, conjugate)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        back = [None if g is None else rotate(g, None, cos, sin, ctx.layout, conjugate=True)[0] for g in cotangents]
-        return (*back, *[None] * (5 - len(back)))
+        layout, row, conjugate = ctx.how
+        there = [g for g in cotangents if g is not None]
+        if not there:
+            return (None,) * 8
+        q, k = (there[0], None) if len(there) == 1 else there
+        back = iter(rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate))
+        grads = [None if g is None else next(back) for g in cotangents]
+        return (*grads, *[None] * (8 - len(grads)))
 
 
-def _kernel(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-    if len({x.dim() for x in both}) > 1:
-        return tuple(y for x in both for y in _kernel((x,), cos, sin, layout))
-    cos, sin = (line_up(table, both[0].dim(), layout.seq_dim) for table in (cos, sin))
-    backend = OPS["rotate"].backends[layout.backend or "torch"]
-    return backend(both, cos, sin, interleaved=layout.interleaved, start=layout.start)
+@torch.library.custom_op("ropewalk::rotate", mutates_args=())
+def _rotate_op(
+    both: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    start: int,
+    seq_dim: int,
+    conjugate: bool,
+) -> list[Tensor]:
+    layout = Layout(interleaved, start, seq_dim)
+    q, k = (both[0], None) if len(both) == 1 else both
+    return list(_kernel(q, layout)(q, k, cos, sin, layout, 0, conjugate))
 
 
-def _formula(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    cos, sin = (_as_on(x, line_up(table, x.dim(), layout.seq_dim)) for table in (cos, sin))
-    return rotate_torch.rotate_traceable(x, cos, sin, interleaved=layout.interleaved, start=layout.start)
+@_rotate_op.register_fake
+def _(both: Sequence[Tensor], cos: Tensor, sin: Tensor, *how: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in both]
 
 
-def _as_on(x: Tensor, table: Tensor) -> Tensor:
-    """`table` as x can meet it: replicated on the mesh of a DTensor, since every rank computes the same."""
-    if type(x).__name__ != "DTensor" or type(table).__name__ == "DTensor":
-        return table
-    from torch.distributed.tensor import DTensor, Replicate
+def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, cos, sin, *ctx.how = inputs
+    ctx.save_for_backward(cos, sin)
 
-    mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
-    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+def _rotation_backward(ctx: Any, cotangents: list[Tensor]) -> tuple[Any, ...]:
+    *how, conjugate = ctx.how
+    back = torch.ops.ropewalk.rotate(cotangents, *ctx.saved_tensors, *how, not conjugate)
+    return back, *[None] * 6
+
+
+_rotate_op.register_autograd(_rotation_backward, setup_context=_save_rotation)
 
 
 def cos_sin(
@@ -213,8 +328,7 @@ def cos_sin(
     >>> round(cos.item(), 4)
     -0.4161
     """
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not transformed:
+    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not _is_transformed():
         return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype)
     # The table is looked up by values, which only plain positions have.
     return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype)

@@ -2,9 +2,9 @@
 
 Three ways, chosen by what is given:
 
-- Whole positions on the CPU, for float32: radix tables. exp(i m theta) is a product over the base-256 digits of m,
-  and the tables of all digits are fixed when the module is made: they never grow, and no largest position is asked of
-  a device. Two complex products cost less than a cosine.
+- Whole positions on the CPU, for float32: radix tables, in C where the C kernel is there. exp(i m theta) is a product
+  over the base-256 digits of m, and the tables of all digits are fixed when the module is made: they never grow, and
+  no largest position is asked of a device. Two complex products cost less than a cosine.
 - Everything else: float64 angles, float64 cos and sin, one rounding. That is positions that are not whole or pass
   2^24, learned frequencies, float64 results, and other devices.
 - float32 frequencies: float32 angles and cosines, as transformers forms them, for models trained that way.
@@ -13,6 +13,8 @@ Three ways, chosen by what is given:
 import numpy as np
 import torch
 from torch import Tensor
+
+from ropewalk.kernels import rotate_native
 
 __all__ = ["cos_sin", "float32_powers", "radix_table"]
 
@@ -59,6 +61,12 @@ def cos_sin(
     >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1
     [-0.4161, 0.5403]
     """
+    if dtype != torch.float32 or inv_freq.dtype != torch.float64:
+        table = None
+    if positions.device.type != "cpu" or positions.is_floating_point():
+        table = None
+    if table is not None and rotate_native.MISSING is None:
+        return rotate_native.cos_sin(positions, inv_freq, table, amplitude)
     if inv_freq.dim() == 2:
         positions = positions.unsqueeze(-2) if positions.dim() == 2 else positions[None, None]
         inv_freq = inv_freq.unsqueeze(-2)
@@ -67,8 +75,7 @@ def cos_sin(
         angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
         scale = amplitude.to(torch.float32)
         return (torch.cos(angles) * scale).to(dtype).contiguous(), (torch.sin(angles) * scale).to(dtype).contiguous()
-    whole = dtype == torch.float32 and not positions.is_floating_point()
-    if table is not None and whole and positions.device.type == "cpu":
+    if table is not None:
         cos, sin = _by_digits(positions.to(torch.int64), inv_freq, table)
     else:
         cos, sin = _by_cosines(positions, inv_freq)

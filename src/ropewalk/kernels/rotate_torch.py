@@ -1,39 +1,48 @@
 """The rotation in torch operations: for every device, for tracing, and where no other backend is there.
 
-Both forms take cos and sin [.., pairs] that broadcast against x [.., dim], and turn the 2 * pairs features from
-`start` on. They work in float32 (float64 for float64) and round once.
+Both forms take cos and sin as `cos_sin` gives them, and turn the 2 * pairs features from `layout.start` on. They work
+in float32 (float64 for float64) and round once.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.layout import Layout, line_up
+
 __all__ = ["rotate", "rotate_traceable"]
 
 
-def rotate(both: Sequence[Tensor], cos: Tensor, sin: Tensor, *, interleaved: bool, start: int) -> tuple[Tensor, ...]:
-    """Each tensor rotated, with memory held down: the results, at most one float32 temporary of their size, no more.
+def rotate(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int = 0, conjugate: bool = False
+) -> tuple[Tensor, ...]:
+    """q, and k if there is one, rotated. Memory is held down: the results, at most one float32 temporary of their size.
 
-    y = swap(x) * sin + x * cos, where swap puts (-b, a) for each pair (a, b).
+    y = swap(x) * sin + x * cos, where swap puts (-b, a) for each pair (a, b). Row `row` of cos and sin is the first
+    token's.
 
     The rotation of a token must not depend on how many tokens stand beside it, so every step is one to which
     arithmetic leaves one result, whether a vector unit takes it or a loop over the last elements. A complex product is
     none; a fused multiply-add is one where both fuse, which is tried once (`_fuses_alike`).
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    >>> rotate([x], torch.zeros(1, 2), torch.ones(1, 2), interleaved=False, start=0)[0].tolist()  # a quarter turn
+    >>> rotate(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # a quarter turn
     [[-3.0, -4.0, 1.0, 2.0]]
     """
-    if interleaved:
+    if k is not None and q.dim() != k.dim():
+        return tuple(rotate(x, None, cos, sin, layout, row, conjugate)[0] for x in (q, k))
+    cos, sin = (line_up(table, q, layout.seq_dim, row) for table in (cos, sin))
+    sin = -sin if conjugate else sin
+    if layout.interleaved:
         # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
         wide_cos, i_sin = cos.repeat_interleave(2, dim=-1), torch.complex(torch.zeros_like(sin), sin)
         swap = functools.partial(_swap_neighbours, sin=sin, i_sin=i_sin)
     else:
         wide_cos = torch.cat((cos, cos), dim=-1)
         swap = functools.partial(_swap_halves, sin=sin, minus_sin=-sin)
-    return tuple(_rotate_one(x, wide_cos, swap, start) for x in both)
+    return tuple(_rotate_one(x, wide_cos, swap, layout.start) for x in (q, k) if x is not None)
 
 
 def _rotate_one(x: Tensor, wide_cos: Tensor, swap: Callable[[Tensor, Tensor], None], start: int) -> Tensor:
@@ -101,19 +110,23 @@ def _as_complex(x: Tensor) -> Tensor:
     return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
-def rotate_traceable(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, start: int) -> Tensor:
+def rotate_traceable(
+    x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, row: int = 0, conjugate: bool = False
+) -> Tensor:
     """The rotation as a formula: differentiable in everything, and for compilers to fuse.
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    >>> rotate_traceable(x, torch.zeros(1, 2), torch.ones(1, 2), interleaved=True, start=0).tolist()  # a quarter turn
+    >>> rotate_traceable(x, torch.zeros(1, 2), torch.ones(1, 2), Layout(True, 0, -2)).tolist()  # a quarter turn
     [[-2.0, 1.0, -4.0, 3.0]]
     """
-    pairs = cos.shape[-1]
+    cos, sin = (_as_on(x, line_up(table, x, layout.seq_dim, row)) for table in (cos, sin))
+    sin = -sin if conjugate else sin
+    start, pairs = layout.start, cos.shape[-1]
     stop = start + 2 * pairs
     whole = stop - start == x.shape[-1]
     # A slice of everything is an alias, for which the batched tensors of `is_grads_batched` have no rule.
     turned = (x if whole else x[..., start:stop]).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    if interleaved:
+    if layout.interleaved:
         shape = turned.shape
         a, b = turned.reshape(*shape[:-1], pairs, 2).unbind(-1)
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).reshape(shape)
@@ -124,3 +137,13 @@ def rotate_traceable(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, 
     if whole:
         return turned
     return torch.cat((x[..., :start], turned, x[..., stop:]), dim=-1)
+
+
+def _as_on(x: Tensor, table: Tensor) -> Tensor:
+    """`table` as x can meet it: replicated on the mesh of a DTensor, since every rank computes the same."""
+    if type(x).__name__ != "DTensor" or type(table).__name__ == "DTensor":
+        return table
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -20,13 +20,8 @@ class _Block(NamedTuple):
     key: tuple[torch.device, torch.dtype]
     start: int
     stop: int
-    tables: tuple[Tensor, Tensor]
-
-    def rows(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        cos, sin = self.tables
-        # The sequence is the next to last dimension, or the only one.
-        dim = max(cos.dim() - 2, 0)
-        return cos.narrow(dim, start - self.start, stop - start), sin.narrow(dim, start - self.start, stop - start)
+    cos: Tensor
+    sin: Tensor
 
 
 class RangeCache:
@@ -40,7 +35,8 @@ class RangeCache:
     ...     return torch.arange(start, stop), torch.arange(start, stop)
     >>> cache = RangeCache()
     >>> key = torch.device("cpu"), torch.float32
-    >>> [cache.rows(key, start, start + 2, make)[0].tolist() for start in (0, 2, 250)]
+    >>> found = [cache.find(key, start, start + 2, make) for start in (0, 2, 250)]
+    >>> [cos[row : row + 2].tolist() for cos, sin, row in found]
     [[0, 1], [2, 3], [250, 251]]
     >>> made
     [(0, 512)]
@@ -49,25 +45,28 @@ class RangeCache:
     def __init__(self) -> None:
         self._blocks: tuple[_Block, ...] = ()
 
-    def rows(
+    def find(
         self,
         key: tuple[torch.device, torch.dtype],
         start: int,
         stop: int,
         make: Callable[[int, int], tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, Tensor]:
-        """Rows start .. stop-1, from a block that has them, else from a new one that `make` computes."""
+    ) -> tuple[Tensor, Tensor, int]:
+        """cos and sin of a block, old or made by `make`, and the row in it at which start .. stop-1 begin.
+
+        No view is made of them: on the CPU a view costs as much as the rotation of a token.
+        """
         if stop - start > LONGEST:
-            return make(start, stop)
+            return *make(start, stop), 0
+        found = self.seek(key, start, stop)
+        if found is not None:
+            return found
         blocks = self._blocks
-        for block in blocks:
-            if block.key == key and block.start <= start and stop <= block.stop:
-                return block.rows(start, stop)
         first = start - start % STEP
         last = stop + STEP + (-stop) % STEP
         # Tensors born in inference mode could not be saved for a later backward.
         with torch.inference_mode(False):
-            block = _Block(key, first, last, make(first, last))
+            block = _Block(key, first, last, *make(first, last))
         kept, rows = [block], last - first
         for old in blocks:
             rows += old.stop - old.start
@@ -75,7 +74,14 @@ class RangeCache:
                 break
             kept.append(old)
         self._blocks = tuple(kept)
-        return block.rows(start, stop)
+        return block.cos, block.sin, start - first
+
+    def seek(self, key: tuple[torch.device, torch.dtype], start: int, stop: int) -> tuple[Tensor, Tensor, int] | None:
+        """What `find` gives, if a block has it already."""
+        for block in self._blocks:
+            if block.start <= start and stop <= block.stop and block.key == key:
+                return block.cos, block.sin, start - block.start
+        return None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_blocks": ()}

@@ -1,15 +1,16 @@
 """RotaryEmbedding: the module that models use."""
 
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count
+from ropewalk.kernels.layout import Layout
 from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary_angles import Angles, RotaryAngles, checked_offset, working_dtype
 from ropewalk.nn.rotary_arguments import check_angles, check_in_place, check_inputs
-from ropewalk.ops import Layout, require_backend, rotate
+from ropewalk.ops import require_backend, rotate, rotate_, rotate_plain, rotates_directly
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
 
@@ -91,41 +92,97 @@ class RotaryEmbedding(RotaryAngles):
         >>> torch.equal(k, rope(torch.ones(1, 2, 3, 4), positions=torch.arange(100, 103)))
         True
         """
-        check_inputs(q, k, self.spec, self.seq_dim, self.heads)
+        if (
+            positions is k_positions is cu_seqlens is angles is None
+            and self._heads is self.log_scale is None
+            and _is_start(offset)
+            and rotates_directly(q, k, self.spec.head_dim, self._layout)
+        ):
+            # Decoding: the host's time decides, so what is plain and in order goes straight to the kernel.
+            cos, sin, row = self._kept_range(offset or 0, q.shape[self.seq_dim], q)
+            turned = rotate_plain(q, k, cos, sin, self._layout, row=row)
+            return turned[0] if k is None else turned
+        if k_positions is not None:
+            (q_where, k_where) = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
+            cos, sin, row = q_where
+            turned = rotate(q, None, cos, sin, self._layout, row=row)[0]
+            cos, sin, row = k_where
+            return turned, rotate(cast(Tensor, k), None, cos, sin, self._layout, row=row)[0]
+        cos, sin, row = self._place(q, k, positions, offset, cu_seqlens, angles)
+        turned = rotate(q, k, cos, sin, self._layout, row=row)
+        return turned[0] if k is None else turned
+
+    def _place(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        positions: Tensor | None,
+        offset: int | Tensor | None,
+        cu_seqlens: Tensor | None,
+        angles: Angles | None,
+    ) -> tuple[Tensor, Tensor, int]:
+        """cos, sin and their first row, for q and for k at the same positions. Refuses what does not fit."""
+        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
+        if positions is None and cu_seqlens is None and angles is None and _is_start(offset):
+            cos, sin, row = self._range(offset or 0, q.shape[self.seq_dim], q)
+        else:
+            given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
+            _require_one(given, None, k)
+            cos, sin, row = self._angles_for(q, **given)
+        if k is None:
+            return cos, sin, row
+        if q.shape[self.seq_dim] != k.shape[self.seq_dim]:
+            raise RopewalkError(
+                asked="rope(q, k)",
+                expected="as many keys as queries, or k_positions",
+                got=f"{q.shape[self.seq_dim]} queries and {k.shape[self.seq_dim]} keys",
+                do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
+            )
+        if cos.dim() > 2 and cos.shape[-2] == q.shape[self.seq_dim]:
+            # They were found for q; keys of another batch or other heads would broadcast in silence.
+            check_angles((cos, sin), k, cos.shape[-1], self.seq_dim)
+        return cos, sin, row
+
+    def _two_places(
+        self, q: Tensor, k: Tensor | None, positions: Tensor | None, k_positions: Tensor, *others: Any
+    ) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
+        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
+        offset, cu_seqlens, angles = others
         given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
         _require_one(given, k_positions, k)
-        if k is None:
-            return rotate(q, None, *self._angles_for(q, **given), self._layout)[0]
-        if k_positions is None:
-            if q.shape[self.seq_dim] != k.shape[self.seq_dim]:
-                raise RopewalkError(
-                    asked="rope(q, k)",
-                    expected="as many keys as queries, or k_positions",
-                    got=f"{q.shape[self.seq_dim]} queries and {k.shape[self.seq_dim]} keys",
-                    do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
-                )
-            cos, sin = self._angles_for(q, **given)
-            if cos.dim() > 2:
-                # They were found for q; keys of another batch or other heads would broadcast in silence.
-                check_angles((cos, sin), k, cos.shape[-1], self.seq_dim)
-            return rotate(q, k, cos, sin, self._layout)
         here = self._angles_for(q, **given)
-        there = self._angles_for(k, positions=k_positions, name="k_positions")
-        return rotate(q, None, *here, self._layout)[0], rotate(k, None, *there, self._layout)[0]
+        return here, self._angles_for(cast(Tensor, k), positions=k_positions, name="k_positions")
 
-    def rotate_(self, q: Tensor, k: Tensor | None = None, **where: Any) -> Any:
-        """`forward` in place: q, and k if given, are overwritten and returned.
+    def rotate_(
+        self,
+        q: Tensor,
+        k: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        angles: Angles | None = None,
+    ) -> Any:
+        """`forward` in place: q, and k if given, are overwritten and returned. What is refused leaves both as they are.
 
         >>> rope, q = RotaryEmbedding(2), torch.ones(3, 2)
         >>> rope.rotate_(q) is q
         True
         """
-        check_inputs(q, k, self.spec, self.seq_dim, self.heads)
+        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
         check_in_place(q, k)
-        if k is None:
-            return q.copy_(self(q, **where))
-        turned_q, turned_k = self(q, k, **where)
-        return q.copy_(turned_q), k.copy_(turned_k)
+        if k_positions is not None:
+            here, there = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
+            parts = [(q, None, *here), (cast(Tensor, k), None, *there)]
+        else:
+            parts = [(q, k, *self._place(q, k, positions, offset, cu_seqlens, angles))]
+        for x, other, cos, sin, row in parts:
+            if not rotate_(x, other, cos, sin, self._layout, row=row):
+                turned = rotate(x, other, cos, sin, self._layout, row=row)
+                for target, source in zip((x, other), turned, strict=False):
+                    cast(Tensor, target).copy_(source)
+        return q if k is None else (q, k)
 
     def unrotate(
         self,
@@ -142,14 +199,14 @@ class RotaryEmbedding(RotaryAngles):
         >>> torch.allclose(rope.unrotate(rope(x)), x)
         True
         """
-        check_inputs(x, None, self.spec, self.seq_dim, self.heads)
+        check_inputs(x, None, self.spec.head_dim, self.seq_dim, self._heads)
         given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
         _require_one(given, None, None)
-        cos, sin = self._angles_for(x, **given)
+        cos, sin, row = self._angles_for(x, **given)
         # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
         square = self._amplitude.to(cos) ** 2
         cos, sin = cos / square, sin / square
-        return rotate(x, None, cos, sin, self._layout, conjugate=True)[0]
+        return rotate(x, None, cos, sin, self._layout, row=row, conjugate=True)[0]
 
     def shift(self, x: Tensor, by: int | Tensor) -> Tensor:
         """Moves what is rotated already by `by` positions, an int or one a sequence [batch]: R_by R_m = R_{m+by}.
@@ -167,7 +224,7 @@ class RotaryEmbedding(RotaryAngles):
                 got=f"angles={self.spec.angles!r}",
                 do="rotate the keys afresh: rope(rope.unrotate(k, positions=old), positions=new)",
             )
-        check_inputs(x, None, self.spec, self.seq_dim, self.heads)
+        check_inputs(x, None, self.spec.head_dim, self.seq_dim, self._heads)
         by = checked_offset(by, x, self.batched(x), "by")
         # Every token moves by the same: a range of one position, as long as the sequence.
         positions = range_positions(1, by, x.device)
@@ -201,6 +258,11 @@ def _spec(dim: int | RopeSpec, base: float | None, pairing: str | None) -> RopeS
             do="put them into the spec: RopeSpec(128, Plain(base), pairing=...)",
         )
     return dim
+
+
+def _is_start(offset: Any) -> TypeGuard[int | None]:
+    """Whether this is no offset, or an int that a position can be: the common cases, without a look at the rest."""
+    return offset is None or (type(offset) is int and -(1 << 62) < offset < 1 << 62)
 
 
 def _require_one(given: dict[str, Any], k_positions: Tensor | None, k: Tensor | None) -> None:

@@ -43,6 +43,8 @@ class RotaryAngles(nn.Module):
         self.spec, self.seq_dim, self.context_length = spec, seq_dim, context_length
         exact = spec.angles == "exact"
         frequencies = spec.inv_freq() if exact else spec.inv_freq(powers=float32_powers)
+        # How many heads there must be, where heads have frequencies of their own.
+        self._heads = len(frequencies) if frequencies.ndim == 2 else None
         home = torch.get_default_device()
         # Under a meta default the frequencies are real all the same: nobody would fill them in later.
         home = torch.device("cpu") if home.type in ("meta", "mps") else home
@@ -82,14 +84,9 @@ class RotaryAngles(nn.Module):
         log_scale = log_scale.cpu() if log_scale.device.type == "mps" else log_scale
         return self._spec_inv_freq.to(log_scale.device) * torch.exp(log_scale.to(torch.float64))
 
-    @property
-    def heads(self) -> int | None:
-        """How many heads there must be, where heads have frequencies of their own; None where they do not."""
-        return self._spec_inv_freq.shape[0] if self._spec_inv_freq.dim() == 2 else None
-
     def batched(self, x: Tensor) -> bool:
         """Whether the first dimension of x is a batch, and not the sequence, or heads with frequencies of their own."""
-        return x.dim() > (3 if self.heads is not None else -self.seq_dim)
+        return x.dim() > (3 if self._heads is not None else -self.seq_dim)
 
     def at(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Angles:
         """cos and sin at `positions`, times the amplitude: compute them once a forward pass, share them as `angles=`.
@@ -132,11 +129,11 @@ class RotaryAngles(nn.Module):
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
         name: str = "positions",
-    ) -> Angles:
-        """cos and sin for x, from the one argument that says where it stands; from 0 on, if none does."""
+    ) -> tuple[Tensor, Tensor, int]:
+        """cos, sin and the row of the first token, from the one argument that says where x stands; else from 0 on."""
         seq = x.shape[self.seq_dim]
         if angles is not None:
-            return check_angles(angles, x, self._spec_inv_freq.shape[-1], self.seq_dim)
+            return *check_angles(angles, x, self._spec_inv_freq.shape[-1], self.seq_dim), 0
         if positions is not None:
             check_positions(positions, x, self.seq_dim, self.batched(x), name)
         elif cu_seqlens is not None:
@@ -150,20 +147,29 @@ class RotaryAngles(nn.Module):
                 return self._range(start, seq, x)
             positions = range_positions(seq, start, x.device)
         self._check_values(positions, name)
-        return self._angles_at(positions, working_dtype(x))
+        return *self._angles_at(positions, working_dtype(x)), 0
 
-    def _range(self, start: int, seq: int, x: Tensor) -> Angles:
+    def _range(self, start: int, seq: int, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.log_scale is None and not capturing and is_plain(x):
+            return self._kept_range(start, seq, x)
         if seq:
             check_within(start + seq - 1, self.context_length)
-        dtype = working_dtype(x)
+        return *self._angles_at(range_positions(seq, start, x.device), working_dtype(x)), 0
+
+    def _kept_range(self, start: int, seq: int, x: Tensor) -> tuple[Tensor, Tensor, int]:
+        """cos, sin and the first row of a range, from the cache, for a plain x."""
+        if self.context_length is not None and seq:
+            check_within(start + seq - 1, self.context_length)
+        device, dtype = key = x.device, torch.float64 if x.dtype == torch.float64 else torch.float32
+        found = self._ranges.seek(key, start, start + seq)
+        if found is not None:
+            return found
 
         def make(first: int, last: int) -> Angles:
-            return self._angles_at(range_positions(last - first, first, x.device), dtype)
+            return self._angles_at(range_positions(last - first, first, device), dtype)
 
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.log_scale is not None or capturing or not is_plain(x):
-            return make(start, start + seq)
-        return self._ranges.rows((x.device, dtype), start, start + seq, make)
+        return self._ranges.find(key, start, start + seq, make)
 
     def _check_values(self, positions: Tensor, name: str) -> None:
         # Looking at the values would make a device wait, and a compiler stop: eager on the CPU alone.

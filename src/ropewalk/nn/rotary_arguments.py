@@ -1,32 +1,33 @@
 """What callers of RotaryEmbedding may give, checked before any work is done."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.ops import is_plain
-from ropewalk.spec.rope import RopeSpec
 
 # What can count: bfloat16 has no 257, float16 no 2049.
 _COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
 _COUNTING |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 
 
-def check_inputs(q: Tensor, k: Tensor | None, spec: RopeSpec, seq_dim: int, heads: int | None) -> None:
-    """Refuses q and k that this rotation cannot turn."""
-    if k is not None and not (isinstance(k, Tensor) and k.is_floating_point()):
+def check_inputs(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads: int | None) -> None:
+    """Refuses q and k that this rotation cannot turn. In one look where they are fine: decoding waits for this."""
+    if not _fits(q, head_dim, seq_dim, heads):
+        _refuse("q", q, head_dim, seq_dim, heads)
+    if k is None:
+        return
+    if not (isinstance(k, Tensor) and k.is_floating_point()):
         raise RopewalkError(
             asked="rope(q, k)",
             expected="keys, a floating-point tensor, as the second argument",
             got=f"{k.dtype} of shape {list(k.shape)}" if isinstance(k, Tensor) else shown(k),
             do="pass position ids by name, rope(q, positions=ids), and a start as rope(q, offset=n)",
         )
-    _check_input("q", q, spec, seq_dim, heads)
-    if k is None:
-        return
-    _check_input("k", k, spec, seq_dim, heads)
+    if not _fits(k, head_dim, seq_dim, heads):
+        _refuse("k", k, head_dim, seq_dim, heads)
     if q.dtype != k.dtype or q.device != k.device:
         raise RopewalkError(
             asked="rope(q, k)",
@@ -36,25 +37,33 @@ def check_inputs(q: Tensor, k: Tensor | None, spec: RopeSpec, seq_dim: int, head
         )
 
 
-def _check_input(name: str, x: Tensor, spec: RopeSpec, seq_dim: int, heads: int | None) -> None:
-    tensor = isinstance(x, Tensor) and x.is_floating_point()
-    if not tensor or x.dim() < -seq_dim or x.shape[-1] != spec.head_dim:
-        shape = "[..., seq, head_dim]" if seq_dim == -2 else "[..., seq, heads, head_dim]"
-        raise RopewalkError(
-            asked=f"rope({name}) with head_dim={spec.head_dim}, seq_dim={seq_dim}",
-            expected=f"a floating-point tensor {shape} whose last dimension is {spec.head_dim}",
-            got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
-            do="split the heads first, or make the module with the head_dim of the tensor"
-            if tensor
-            else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
-        )
-    if heads is not None and (x.dim() not in (3, 4) or x.shape[-3 if seq_dim == -2 else -2] != heads):
+def _fits(x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> bool:
+    if not isinstance(x, Tensor):
+        return False
+    shape = x.shape
+    fits = x.is_floating_point() and len(shape) >= -seq_dim and shape[-1] == head_dim
+    if heads is None or not fits:
+        return fits
+    return len(shape) in (3, 4) and shape[-3 if seq_dim == -2 else -2] == heads
+
+
+def _refuse(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> NoReturn:
+    if _fits(x, head_dim, seq_dim, None):
         raise RopewalkError(
             asked=f"rope({name}) with frequencies of its own for each of {heads} heads",
             expected=f"{heads} heads in a tensor of 3 or 4 dimensions, keys like queries",
             got=f"shape {list(x.shape)} with seq_dim={seq_dim}",
             do="per-head frequencies cannot serve grouped keys: repeat the key heads first",
         )
+    shape = "[..., seq, head_dim]" if seq_dim == -2 else "[..., seq, heads, head_dim]"
+    raise RopewalkError(
+        asked=f"rope({name}) with head_dim={head_dim}, seq_dim={seq_dim}",
+        expected=f"a floating-point tensor {shape} whose last dimension is {head_dim}",
+        got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
+        do="split the heads first, or make the module with the head_dim of the tensor"
+        if isinstance(x, Tensor) and x.is_floating_point()
+        else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
+    )
 
 
 def check_ids(ids: Any, *, name: str, shape: str, dims: tuple[int, ...] = (1, 2), whole: bool = False) -> None:

@@ -1,0 +1,28 @@
+"""Builds the C kernel, which is optional: without a compiler the torch path serves, and says why at run time."""
+
+import hashlib
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCES = sorted(Path("src/ropewalk/kernels/native").glob("*.[ch]"))
+
+
+def source_hash() -> str:
+    """What kernels/native_build.py compares, so that a stale build is noticed."""
+    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "ropewalk.kernels._native",
+            ["src/ropewalk/kernels/native/module.c"],
+            depends=[str(source) for source in SOURCES],
+            define_macros=[("SOURCE_HASH", f'"{source_hash()}"')],
+            # No fused multiply-add, which a compiler puts into one loop and not into another: see vectors.h.
+            extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off"],
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,145 @@
+"""The C kernel: one pass over memory on the CPU. Here it is loaded, and a missing or stale build gets its reason."""
+
+import ctypes
+import hashlib
+import importlib
+import os
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+from ropewalk.kernels.layout import Layout
+
+__all__ = ["DTYPES", "MASKS", "MISSING", "cos_sin", "instructions", "ready", "rotate"]
+
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+# A plain type does not make plain memory: the batched tensors of `is_grads_batched` have none, and in that of the
+# imaginary part of a conjugate every sign is the opposite.
+MASKS = (is_legacy_batchedtensor, Tensor.is_neg)
+
+_SOURCES = Path(__file__).parent / "native"
+
+
+def _source_hash() -> str | None:
+    """What setup.py computes, or None where the sources were not installed beside the package."""
+    sources = sorted(_SOURCES.glob("*.[ch]"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest() if sources else None
+
+
+def _openmp_team() -> int:
+    """The address at which torch's own OpenMP runs a team of threads; 0 where it has none.
+
+    It is looked up behind torch's library, so that it is the copy that torch loaded, under whatever name.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if os.name != "posix" or not path.exists():
+        return 0
+    entry = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+    return ctypes.cast(entry, ctypes.c_void_p).value or 0 if entry is not None else 0
+
+
+def _load() -> tuple[ModuleType | None, str | None]:
+    """The extension, or the reason why it cannot serve."""
+    rebuild = "install ropewalk again, with a C compiler (gcc or clang) at hand"
+    try:
+        native = importlib.import_module("ropewalk.kernels._native")
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError):
+            return None, f"the C kernel was not built: {rebuild}"
+        return None, f"the C kernel does not load ({error}): {rebuild}"
+    sources = _source_hash()
+    if sources is not None and sources != native.source_hash:
+        return None, f"the C kernel was built from other sources than {_SOURCES.name}/ has now: {rebuild}"
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        return None, f"torch {torch.__version__} does not export DLPack's exchange API: use torch 2.11 or later"
+    try:
+        native.use_torch(Tensor, torch.nn.Parameter, exchange, _openmp_team(), MASKS, torch.empty_like)
+    except ImportError as error:
+        return None, str(error)
+    return native, None
+
+
+_native, MISSING = _load()
+
+
+def instructions() -> str | None:
+    """The instruction set whose loops run here: "neon", "avx2", "sse2" or "portable"; None without the C kernel.
+
+    >>> instructions() in ("neon", "avx2", "sse2", "portable", None)
+    True
+    """
+    return None if _native is None else _native.instructions
+
+
+def ready(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int) -> bool:
+    """Whether q and k are plain CPU tensors, alike and of the right shape: all that `rotate` asks of them, in one look.
+
+    >>> ready(torch.ones(3, 4, device="meta"), None, 4, -2)
+    False
+    """
+    return _native is not None and _native.ready(q, k, head_dim, seq_dim)
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int = 0,
+    conjugate: bool = False,
+    in_place: bool = False,
+) -> tuple[Tensor, ...]:
+    """q, and k if there is one, rotated: plain CPU tensors, into memory like theirs, or in place.
+
+    cos and sin are as `cos_sin` gives them, and row `row` of them is the first token's.
+
+    >>> from ropewalk.kernels.rotate_torch import rotate as fallback
+    >>> turn = rotate if MISSING is None else fallback
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    >>> turn(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # a quarter turn
+    [[-3.0, -4.0, 1.0, 2.0]]
+    """
+    return _native.rotate(  # pyright: ignore[reportOptionalMemberAccess]
+        q,
+        k,
+        q if in_place else None,
+        k if in_place else None,
+        cos,
+        sin,
+        row,
+        layout.start,
+        layout.seq_dim,
+        layout.interleaved,
+        conjugate,
+        torch.get_num_threads(),
+    )
+
+
+def cos_sin(positions: Tensor, inv_freq: Tensor, table: Tensor, amplitude: Tensor) -> tuple[Tensor, Tensor]:
+    """`kernels.angles.cos_sin` at whole positions, in float32, from the radix table.
+
+    >>> from ropewalk.kernels.angles import radix_table
+    >>> theta, one = torch.ones(1, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    >>> cos = 0.5403 if MISSING else cos_sin(torch.tensor([1]), theta, radix_table(theta), one)[0].item()
+    >>> round(cos, 4)
+    0.5403
+    """
+    if positions.dtype not in (torch.int64, torch.int32):
+        positions = positions.to(torch.int64)
+    if inv_freq.dim() == 2:
+        batch = positions.shape[0] if positions.dim() == 2 else 1
+        shape = (batch, inv_freq.shape[0], positions.shape[-1], inv_freq.shape[1])
+    else:
+        shape = (*positions.shape, inv_freq.shape[0])
+    cos, sin = (torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2))
+    threads = torch.get_num_threads()
+    _native.cos_sin(  # pyright: ignore[reportOptionalMemberAccess]
+        positions, inv_freq, table, amplitude, cos, sin, threads
+    )
+    return cos, sin
