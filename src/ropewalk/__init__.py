@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ropewalk.errors import RopewalkError as RopewalkError
+    from ropewalk.nn.qk_norm import qk_norm_rope as qk_norm_rope
     from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.reference.rotate import apply_rope as apply_rope
     from ropewalk.reference.rotate import build_rotary_frequencies as build_rotary_frequencies
@@ -33,6 +34,7 @@ _HOME = {
     "WholeModel": "ropewalk.spec.frequencies",
     "apply_rope": "ropewalk.reference.rotate",
     "build_rotary_frequencies": "ropewalk.reference.rotate",
+    "qk_norm_rope": "ropewalk.nn.qk_norm",
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "WholeModel",
     "apply_rope",
     "build_rotary_frequencies",
+    "qk_norm_rope",
 ]
 
 

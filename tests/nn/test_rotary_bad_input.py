@@ -23,7 +23,6 @@ IDS = torch.arange(5)
         (lambda: RotaryEmbedding(8, context_length=0), "at least 1"),
         (lambda: RotaryEmbedding(8, backend="cuda"), "'torch' or 'native' or 'triton'"),
         (lambda: RotaryEmbedding(8, backend="triton"), "a backend that is there\ngot:      the Triton kernel"),
-        (lambda: RotaryEmbedding(8, backend="triton"), "a backend that is there\ngot:      the Triton kernel"),
         (lambda: RotaryEmbedding(RopeSpec(8), base=10_000.0), "a spec alone"),
         (lambda: RotaryEmbedding(RopeSpec(8), pairing="half"), "a spec alone"),
     ],

@@ -1,50 +1,59 @@
 """The module against the reference, from positions on: every case, every dtype, every path; and what it must equal."""
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nn.module import by_module, module_for, with_heads_last
-from ropewalk import RopeSpec, RotaryEmbedding, ops
+from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.kernels import rotate_torch
+from ropewalk.ops import rotation
 from ropewalk.reference import assert_within_budget, check_rotation, rotate
 from ropewalk.spec import Explicit, Plain
 from strategies import pairings, seeds, theta, vector
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = ["native", "torch"]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_is_within_budget(dtype):
-    assert check_rotation(by_module, [dtype]) <= 1
+def test_the_kernels_are_within_budget(dtype, backend):
+    assert check_rotation(functools.partial(by_module, backend=backend), [dtype]) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_formula_is_within_budget(dtype, monkeypatch):
-    monkeypatch.setattr(ops, "is_plain", lambda *tensors: False)
+    monkeypatch.setattr(rotation, "is_plain", lambda *tensors: False)
     assert check_rotation(by_module, [dtype]) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_kernel_without_fused_sums_is_within_budget(dtype, monkeypatch):
+def test_the_torch_kernel_without_fused_sums_is_within_budget(dtype, monkeypatch):
     monkeypatch.setattr(rotate_torch, "_fuses_alike", lambda *what: False)
-    assert check_rotation(by_module, [dtype]) <= 1
+    assert check_rotation(functools.partial(by_module, backend="torch"), [dtype]) <= 1
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_before_features_are_within_budget(dtype):
+def test_heads_before_features_are_within_budget(dtype, backend):
     assert (
         check_rotation(
-            with_heads_last, [dtype], where=lambda case: case.x.dim() >= 3 and case.name.count("[batch, seq") == 0
+            functools.partial(with_heads_last, backend=backend),
+            [dtype],
+            where=lambda case: case.x.dim() >= 3 and case.name.count("[batch, seq") == 0,
         )
         <= 1
     )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @given(seeds, st.integers(1, 40), pairings, st.sampled_from(DTYPES), st.integers(0, 1 << 20))
-def test_prefill_and_decode_agree_bit_for_bit(seed, pairs, pairing, dtype, start):
-    rope = RotaryEmbedding(2 * pairs, pairing=pairing)
+def test_prefill_and_decode_agree_bit_for_bit(backend, seed, pairs, pairing, dtype, start):
+    rope = RotaryEmbedding(2 * pairs, pairing=pairing, backend=backend)
     x = vector(seed, 2, 3, 19, 2 * pairs).to(dtype)
     whole = rope(x, offset=start)
     for token in (0, 7, 18):
@@ -61,7 +70,7 @@ def test_rounding_does_not_depend_on_the_fusing_of_sums_by_the_compiler(seed, pa
         with pytest.MonkeyPatch.context() as patch:
             if not answer:
                 patch.setattr(rotate_torch, "_fuses_alike", lambda *what: False)
-            rope = RotaryEmbedding(2 * pairs, pairing=pairing)
+            rope = RotaryEmbedding(2 * pairs, pairing=pairing, backend="torch")
             x = vector(seed, 1, 2, 9, 2 * pairs).float()
             assert torch.equal(rope(x)[:, :, 4:5], rope(x[:, :, 4:5], offset=4))
 

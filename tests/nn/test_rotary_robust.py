@@ -260,22 +260,52 @@ def test_results_keep_the_strides_of_their_input():
     assert y.grad.stride() == x.stride()
 
 
-@pytest.mark.parametrize("pairing", ["interleaved", "half"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_the_forward_allocates_its_outputs_and_at_most_one_temporary(pairing, fused, monkeypatch):
-    monkeypatch.setattr(rotate_torch, "_fuses_alike", lambda *what: fused)
-    rope = RotaryEmbedding(64, pairing=pairing)
-    q, k = torch.ones(1, 8, 512, 64), torch.ones(1, 2, 512, 64)
-    rope(q, k)
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile, torch.no_grad():
-        outputs = rope(q, k)
+def most_memory(run):
+    """The most that a call held at a time of what it allocated, and what it returned."""
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        outputs = run()
     events = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     memory = sorted(
         (event.start_ns(), event.nbytes())  # pyright: ignore[reportAttributeAccessIssue]
         for event in events
         if event.name() == "[memory]"
     )
-    held = list(itertools.accumulate(change for _, change in memory))
+    return max(itertools.accumulate(change for _, change in memory)), outputs
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_torch_path_allocates_its_outputs_and_at_most_one_temporary(pairing, fused, monkeypatch):
+    monkeypatch.setattr(rotate_torch, "_fuses_alike", lambda *what: fused)
+    rope = RotaryEmbedding(64, pairing=pairing, backend="torch")
+    q, k = torch.ones(1, 8, 512, 64), torch.ones(1, 2, 512, 64)
+    rope(q, k)
+    with torch.no_grad():
+        held, outputs = most_memory(lambda: rope(q, k))
     size = sum(y.numel() * y.element_size() for y in outputs)
     tables = 4 * 512 * 64 * 4
-    assert size <= max(held) <= size + (0 if fused else q.numel() * q.element_size()) + tables
+    assert size <= held <= size + (0 if fused else q.numel() * q.element_size()) + tables
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_the_c_kernel_allocates_its_outputs_and_nothing_else(pairing, dtype, layout):
+    rope = RotaryEmbedding(64, pairing=pairing, backend="native")
+    q, k = (torch.ones(1, heads, 512, 64, dtype=dtype) for heads in (8, 2))
+    if layout == "transposed":
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+    rope(q, k)
+    size = (q.numel() + k.numel()) * q.element_size()
+    with torch.no_grad():
+        held, outputs = most_memory(lambda: rope(q, k))
+    assert held == size
+    q, k = q.requires_grad_(), k.requires_grad_()
+    outputs = rope(q, k)
+    cotangents = [torch.ones_like(y) for y in outputs]
+    held, _ = most_memory(lambda: torch.autograd.grad(outputs, (q, k), cotangents))
+    assert held == size
+    with torch.no_grad():
+        q, k = q.detach().clone(), k.detach().clone()
+        held, _ = most_memory(lambda: (rope.rotate_(q, k), torch.empty(1))[0])
+    assert held < 1024

@@ -12,10 +12,14 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.qk_norm_torch import Norm
 
-__all__ = ["DTYPES", "MASKS", "MISSING", "cos_sin", "instructions", "ready", "rotate"]
+__all__ = ["DTYPES", "MASKS", "MISSING", "MOST_DIMS", "cos_sin", "instructions", "norm_rotate", "ready", "rotate"]
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+# MOST_OTHERS in native/rotation.h.
+MOST_DIMS = 16
 
 # A plain type does not make plain memory: the batched tensors of `is_grads_batched` have none, and in that of the
 # imaginary part of a conjugate every sign is the opposite.
@@ -118,6 +122,48 @@ def rotate(
         layout.interleaved,
         conjugate,
         torch.get_num_threads(),
+    )
+
+
+def norm_rotate(
+    q: Tensor,
+    k: Tensor | None,
+    q_factor: Tensor,
+    k_factor: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    norm: Norm,
+    row: int = 0,
+) -> tuple[Tensor, ...]:
+    """RMSNorm and rotation in one pass. The factors are what the scaled features are multiplied with, [dim].
+
+    >>> from ropewalk.kernels.qk_norm_torch import norm_rotate as fallback
+    >>> x, one, quarter = torch.tensor([[3.0, 4.0]]), torch.ones(2), (torch.zeros(1, 1), torch.ones(1, 1))
+    >>> how = *quarter, Layout(True, 0, -2), Norm(1e-9)
+    >>> y = fallback(x, one, *how) if MISSING else norm_rotate(x, None, one, None, *how)[0]
+    >>> [round(v, 4) for v in y[0].tolist()]
+    [-1.1314, 0.8485]
+    """
+    # Bits of `Norm.rounding` in rotation.h: after the scaling, after the weight.
+    rounding = 0 if not norm.rounded else 2 if norm.plus_one else 3
+    return _native.rotate(  # pyright: ignore[reportOptionalMemberAccess]
+        q,
+        k,
+        None,
+        None,
+        cos,
+        sin,
+        row,
+        layout.start,
+        layout.seq_dim,
+        layout.interleaved,
+        False,
+        torch.get_num_threads(),
+        q_factor.contiguous(),
+        None if k_factor is None else k_factor.contiguous(),
+        norm.eps,
+        rounding,
     )
 
 

@@ -67,7 +67,7 @@ class RotaryEmbedding(RotaryAngles):
         self.backend = require_backend(backend)
         still = spec.head_dim - 2 * self._spec_inv_freq.shape[-1]
         start = 0 if spec.rotary_slice == "leading" else still
-        self._layout = Layout(spec.pairing == "interleaved", start, seq_dim, self.backend)
+        self.layout = Layout(spec.pairing == "interleaved", start, seq_dim, self.backend)
 
     def forward(
         self,
@@ -96,32 +96,40 @@ class RotaryEmbedding(RotaryAngles):
             positions is k_positions is cu_seqlens is angles is None
             and self._heads is self.log_scale is None
             and _is_start(offset)
-            and rotates_directly(q, k, self.spec.head_dim, self._layout)
+            and rotates_directly(q, k, self.spec.head_dim, self.layout)
         ):
             # Decoding: the host's time decides, so what is plain and in order goes straight to the kernel.
             cos, sin, row = self._kept_range(offset or 0, q.shape[self.seq_dim], q)
-            turned = rotate_plain(q, k, cos, sin, self._layout, row=row)
+            turned = rotate_plain(q, k, cos, sin, self.layout, row=row)
             return turned[0] if k is None else turned
         if k_positions is not None:
             (q_where, k_where) = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
             cos, sin, row = q_where
-            turned = rotate(q, None, cos, sin, self._layout, row=row)[0]
+            turned = rotate(q, None, cos, sin, self.layout, row=row)[0]
             cos, sin, row = k_where
-            return turned, rotate(cast(Tensor, k), None, cos, sin, self._layout, row=row)[0]
-        cos, sin, row = self._place(q, k, positions, offset, cu_seqlens, angles)
-        turned = rotate(q, k, cos, sin, self._layout, row=row)
+            return turned, rotate(cast(Tensor, k), None, cos, sin, self.layout, row=row)[0]
+        cos, sin, row = self.place(q, k, positions, offset, cu_seqlens, angles)
+        turned = rotate(q, k, cos, sin, self.layout, row=row)
         return turned[0] if k is None else turned
 
-    def _place(
+    def place(
         self,
         q: Tensor,
-        k: Tensor | None,
-        positions: Tensor | None,
-        offset: int | Tensor | None,
-        cu_seqlens: Tensor | None,
-        angles: Angles | None,
+        k: Tensor | None = None,
+        positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        angles: Angles | None = None,
     ) -> tuple[Tensor, Tensor, int]:
-        """cos, sin and their first row, for q and for k at the same positions. Refuses what does not fit."""
+        """cos, sin and the row of them that is the first token's, for q and for k at the same positions.
+
+        What an operation of its own needs from the module; what does not fit together is refused here.
+
+        >>> rope, q = RotaryEmbedding(4), torch.ones(1, 2, 3, 4)
+        >>> cos, sin, row = rope.place(q, offset=5)
+        >>> torch.equal(cos[row : row + 3], rope.at(torch.arange(5, 8))[0])
+        True
+        """
         check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
         if positions is None and cu_seqlens is None and angles is None and _is_start(offset):
             cos, sin, row = self._range(offset or 0, q.shape[self.seq_dim], q)
@@ -176,10 +184,10 @@ class RotaryEmbedding(RotaryAngles):
             here, there = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
             parts = [(q, None, *here), (cast(Tensor, k), None, *there)]
         else:
-            parts = [(q, k, *self._place(q, k, positions, offset, cu_seqlens, angles))]
+            parts = [(q, k, *self.place(q, k, positions, offset, cu_seqlens, angles))]
         for x, other, cos, sin, row in parts:
-            if not rotate_(x, other, cos, sin, self._layout, row=row):
-                turned = rotate(x, other, cos, sin, self._layout, row=row)
+            if not rotate_(x, other, cos, sin, self.layout, row=row):
+                turned = rotate(x, other, cos, sin, self.layout, row=row)
                 for target, source in zip((x, other), turned, strict=False):
                     cast(Tensor, target).copy_(source)
         return q if k is None else (q, k)
@@ -206,7 +214,7 @@ class RotaryEmbedding(RotaryAngles):
         # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
         square = self._amplitude.to(cos) ** 2
         cos, sin = cos / square, sin / square
-        return rotate(x, None, cos, sin, self._layout, row=row, conjugate=True)[0]
+        return rotate(x, None, cos, sin, self.layout, row=row, conjugate=True)[0]
 
     def shift(self, x: Tensor, by: int | Tensor) -> Tensor:
         """Moves what is rotated already by `by` positions, an int or one a sequence [batch]: R_by R_m = R_{m+by}.
@@ -230,7 +238,7 @@ class RotaryEmbedding(RotaryAngles):
         positions = range_positions(1, by, x.device)
         positions = positions.expand(*positions.shape[:-1], x.shape[self.seq_dim])
         cos, sin = self._angles_at(positions, working_dtype(x), amplitude=torch.ones_like(self._amplitude))
-        return rotate(x, None, cos, sin, self._layout)[0]
+        return rotate(x, None, cos, sin, self.layout)[0]
 
     def extra_repr(self) -> str:
         """The spec in a line: the pairing and the base, which most often are wrong, come first."""

@@ -23,6 +23,8 @@ from ropewalk.reference.linear_attention import (
 )
 from ropewalk.reference.linear_attention import linear_attention_by_sum as linear_attention_by_sum
 from ropewalk.reference.parity import check_rotation as check_rotation
+from ropewalk.reference.qk_norm import qk_norm_rotate as qk_norm_rotate
+from ropewalk.reference.qk_norm import rms_norm as rms_norm
 from ropewalk.reference.rotate import apply_rope as apply_rope
 from ropewalk.reference.rotate import build_rotary_frequencies as build_rotary_frequencies
 from ropewalk.reference.rotate import rotate as rotate
@@ -46,7 +48,9 @@ __all__ = [
     "multi_head_attention",
     "multiplicative",
     "project",
+    "qk_norm_rotate",
     "recurrent",
+    "rms_norm",
     "rotate",
     "rotate_complex",
     "rotate_matrix",

@@ -40,11 +40,13 @@ def rotation_budget(
     pairing: str = "interleaved",
     rotary_slice: str = "leading",
     farthest: float = 0.0,
+    copied: bool = True,
 ) -> Float[Tensor, "*any dim"]:
     """The error allowed to each element of a rotation in `dtype`, from its float64 `reference`.
 
     `farthest` is the largest angle that was turned, in radians; it matters to float64 alone. Features that do not turn
-    are copied, and are allowed no error at all.
+    are copied, and are allowed no error at all; with copied=False, as after a norm, they are allowed what a feature
+    that turns by nothing is.
 
     >>> y = torch.tensor([[3.0, 4.0, 7.0]], dtype=torch.float64)  # a pair of norm 5, and a feature that does not turn
     >>> allowed = rotation_budget(y, torch.bfloat16, rotary_dim=2)
@@ -61,7 +63,8 @@ def rotation_budget(
     norm = torch.hypot(a, b)
     smallest = info.smallest_normal * info.eps
     allowed = info.eps / 2 * turned.abs() + pair_share * join_pairs(norm, norm, pairing) + smallest / 2
-    return join_slice(allowed, torch.zeros_like(rest), rotary_slice)
+    still = torch.zeros_like(rest) if copied else (info.eps / 2 + pair_share) * rest.abs() + smallest / 2
+    return join_slice(allowed, still, rotary_slice)
 
 
 def assert_within_budget(
@@ -72,6 +75,7 @@ def assert_within_budget(
     pairing: str = "interleaved",
     rotary_slice: str = "leading",
     farthest: float = 0.0,
+    copied: bool = True,
 ) -> float:
     """Raises `BudgetError` unless every element of `fast` is within budget; returns the largest error / budget.
 
@@ -98,6 +102,7 @@ def assert_within_budget(
         pairing=pairing,
         rotary_slice=rotary_slice,
         farthest=farthest,
+        copied=copied,
     )
     error = (fast.double() - reference).abs()
     # NaN fails every comparison, so it is counted as infinitely wrong rather than as not greater.

@@ -60,7 +60,7 @@
         for (int64_t i = 0; i < count; i++) {                                                                          \
             const int64_t n = at + i * next;                                                                           \
             a[i] = x[n * f->step], b[i] = x[(n + mate) * f->step];                                                     \
-            c[i] = cosines[first + i], s[i] = sines[first + i];                                                        \
+            c[i] = cosines[(first + i) * f->cos_step], s[i] = sines[(first + i) * f->sin_step];                        \
             if (norm) wa[i] = ((const W *)norm->weight)[n], wb[i] = ((const W *)norm->weight)[n + mate];               \
         }                                                                                                              \
         NAME(load_##KIND)(a, va), NAME(load_##KIND)(b, vb), LOAD_W(c, vc), LOAD_W(s, vs);                              \

@@ -68,7 +68,11 @@ static int borrow(PyObject *object, Tensor *out, const char *name) {
         PyErr_Format(PyExc_TypeError, "%s: a plain torch.Tensor was expected, not %s", name, Py_TYPE(object)->tp_name);
         return -1;
     }
-    if (exchange->borrow(object, out)) return -1;
+    if (exchange->borrow(object, out)) {
+        /* A device or a memory layout that DLPack does not know; what torch says of it ends in a C++ stack. */
+        PyErr_Clear();
+        out->device_type = 0;
+    }
     if (out->device_type != DL_CPU || out->dtype.lanes != 1 || !out->strides) {
         PyErr_Format(PyExc_ValueError, "%s: a strided tensor on the CPU was expected", name);
         return -1;

@@ -1,0 +1,54 @@
+"""Tensors in blocks of their own from malloc, exactly as long as they are: a sanitizer sees a step outside of one.
+
+torch's CPU allocator may be one that a sanitizer does not know, and then nothing that runs on its memory is watched.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def guarded(t: Tensor) -> Tensor:
+    """The same numbers at the same strides, in a block that ends with the last of them."""
+    if t.numel() == 0:
+        return t
+    reach = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True)) + 1
+    block = torch.from_numpy(np.empty(reach * t.element_size(), dtype=np.uint8)).view(t.dtype)
+    copy = block.as_strided(t.shape, t.stride())
+    # The whole extent, gaps and all: elements may share memory.
+    block.copy_(t.as_strided((reach,), (1,), t.storage_offset()))
+    return copy
+
+
+class Guarded:
+    """The extension, with every tensor it is given moved into a guarded block, and the results moved out."""
+
+    def __init__(self, native: Any) -> None:
+        self.native, self.calls = native, 0
+        self.ready, self.instructions = native.ready, native.instructions
+
+    def rotate(self, *args: Any) -> tuple[Tensor, ...]:
+        self.calls += 1
+        q, k, yq, _, *rest = args
+        in_place = yq is not None
+        both = [guarded(x) for x in (q, k) if x is not None]
+        out = both if in_place else [guarded(torch.empty_like(x)) for x in (q, k) if x is not None]
+        rest = [guarded(item) if isinstance(item, Tensor) else item for item in rest]
+        pad = [None] * (2 - len(both))
+        self.native.rotate(*both, *pad, *out, *pad, *rest)
+        results = [torch.empty_like(x).copy_(y) for x, y in zip((q, k), out, strict=False)]
+        if in_place:
+            for target, y in zip((q, k), results, strict=False):
+                target.copy_(y)
+            return tuple(x for x in (q, k) if x is not None)
+        return tuple(results)
+
+    def cos_sin(self, *args: Any) -> None:
+        self.calls += 1
+        *tensors, threads = args
+        inside = [guarded(t) for t in tensors]
+        self.native.cos_sin(*inside, threads)
+        for target, t in zip(tensors[-2:], inside[-2:], strict=True):
+            target.copy_(t)

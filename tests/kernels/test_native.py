@@ -1,0 +1,298 @@
+"""The C kernel beside the torch path: memory of every shape, threads, forks, odd numbers; what must not reach it."""
+
+import multiprocessing
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.utils.deterministic as deterministic
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ropewalk import RopeSpec, RotaryEmbedding
+from ropewalk.errors import RopewalkError
+from ropewalk.kernels import rotate_native
+from ropewalk.kernels.layout import Layout
+from ropewalk.ops import backend_reasons, rotation
+from ropewalk.reference import assert_within_budget, rotate
+from strategies import theta, vector
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+TABLES = [torch.outer(torch.arange(9, dtype=torch.float64), theta(16)).cos(), vector(7, 9, 8)]
+
+
+def test_it_was_built():
+    # `make test` asks for a C compiler: without this the tests below would hold the torch path twice.
+    assert rotate_native.MISSING is None
+    assert backend_reasons()["native"] is None
+    assert rotate_native.instructions() in ("neon", "avx2", "sse2", "portable")
+
+
+def turned(x, dtype, pairing="interleaved", **options):
+    layout = Layout(pairing == "interleaved", options.pop("start", 0), options.pop("seq_dim", -2))
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    cos, sin = (table.to(working) for table in TABLES)
+    return rotate_native.rotate(x, None, cos, sin, layout, **options)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_memory_of_every_shape_gives_the_same_bits(dtype, pairing):
+    x = vector(0, 2, 3, 9, 16).to(dtype)
+    expected = turned(x.contiguous(), dtype, pairing)
+    odd = torch.zeros(2 * 3 * 9 * 16 * x.element_size() + 1, dtype=torch.uint8)
+    misaligned = torch.frombuffer(odd.numpy(), dtype=dtype, offset=1, count=x.numel()).view(x.shape)
+    misaligned.copy_(x)
+    assert misaligned.data_ptr() % 2 == 1
+    for name, view in {
+        "transposed": x.transpose(1, 2).contiguous().transpose(1, 2),
+        "sequence last": x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2),
+        "batch last": x.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0),
+        "every other feature": x.repeat_interleave(2, -1)[..., ::2],
+        "packed": torch.stack((x, x + 1, x + 2), 2)[:, :, 0],
+        "an odd offset": torch.cat((x[..., :3], x), -1)[..., 3:],
+        "misaligned": misaligned,
+    }.items():
+        assert torch.equal(view, x), name
+        assert torch.equal(turned(view, dtype, pairing), expected), name
+    one = x[:1].expand(4, 3, 9, 16)
+    assert torch.equal(turned(one, dtype, pairing), expected[:1].expand(4, 3, 9, 16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_in_place_gives_the_same_bits_and_touches_nothing_else(dtype, pairing):
+    packed = vector(1, 2, 9, 5, 24).to(dtype)
+    before, x = packed.clone(), packed[:, :, 1:4].transpose(1, 2)
+    expected = turned(x.contiguous(), dtype, pairing, start=3)
+    turned(x, dtype, pairing, start=3, in_place=True)
+    assert torch.equal(x, expected)
+    assert torch.equal(packed[:, :, 0], before[:, :, 0])
+    assert torch.equal(packed[:, :, 4], before[:, :, 4])
+    assert torch.equal(x[..., :3], before[:, :, 1:4].transpose(1, 2)[..., :3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_share_the_work_and_change_nothing(dtype):
+    rope, before = RotaryEmbedding(64, backend="native"), torch.get_num_threads()
+    results = []
+    try:
+        for shape in ((1, 3, 1000, 64), (300, 2, 5, 64), (2, 500, 3, 64), (7, 3, 2, 31, 64)):
+            x = vector(3, *shape).to(dtype)
+            for threads in (1, 2, 3, 16):
+                torch.set_num_threads(threads)
+                results.append(rope(x))
+                assert torch.equal(results[-1], results[0])
+            results.clear()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_many_python_threads_at_once():
+    rope, x = RotaryEmbedding(64, backend="native"), vector(3, 1, 4, 1000, 64).float()
+    expected, wrong = rope(x), []
+
+    def work():
+        for _ in range(20):
+            if not torch.equal(rope(x), expected):
+                wrong.append(1)
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def _in_a_child(rope, x, expected, answer):
+    # torch's own parallel loops hang here, so none may run: not the one that fills new memory, nor that which compares.
+    deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    y = rope(x)
+    torch.set_num_threads(1)
+    answer.put(bool(torch.equal(y, expected)))
+
+
+def test_a_forked_child_rotates_large_tensors():
+    # OpenMP's threads do not live on in a child: a kernel that waits for them hangs.
+    rope, x = RotaryEmbedding(64, backend="native"), vector(3, 1, 4, 4000, 64).float()
+    expected = rope(x)
+    context = multiprocessing.get_context("fork")
+    answer = context.Queue()
+    child = context.Process(target=_in_a_child, args=(rope, x, expected, answer))
+    child.start()
+    try:
+        assert answer.get(timeout=60)
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+    assert torch.equal(rope(x), expected)
+
+
+def test_without_openmp_threads_are_made_for_the_call():
+    # In a process of its own, since the team is found once.
+    script = (
+        "import torch; from ropewalk.kernels import rotate_native; from ropewalk import RotaryEmbedding\n"
+        "rotate_native._native.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__, 0,"
+        " rotate_native.MASKS, torch.empty_like)\n"
+        "rope, x = RotaryEmbedding(64, backend='native'), torch.randn(1, 4, 4000, 64)\n"
+        "torch.set_num_threads(1); one = rope(x); torch.set_num_threads(5); assert torch.equal(rope(x), one)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_is_rounded_as_torch_rounds(dtype, pairing):
+    # The product of each number with cos, rounded once; sin is 0, and so is the other member of the pair.
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    for cos in (1.0, 0.3, -0.99999, 2.0**-9, 1.2772588):
+        a = numbers.view(-1, 1, 1)
+        x = torch.cat((a, torch.zeros_like(a)), -1)
+        table = torch.full((1, 1), cos)
+        (y,) = rotate_native.rotate(x, None, table, torch.zeros(1, 1), Layout(pairing == "interleaved", 0, -2))
+        expected = (numbers.float() * torch.tensor(cos)).to(dtype)
+        got = y[:, 0, 0]
+        assert torch.equal(got.isnan(), expected.isnan())
+        there = ~got.isnan()
+        assert torch.equal(got[there], expected[there])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pairs", [1, 8, 40])
+def test_a_nan_stays_a_nan_whatever_its_bits(dtype, pairs):
+    # 0x7fffffff is what a GPU makes; rounded to bfloat16 by a sum alone it would become -0.
+    for bits in (0x7FFFFFFF, 0x7FC00000, -1, 0x7F800001):
+        nan = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        assert nan.isnan()
+        x = torch.ones(1, 3, 2, 2 * pairs, dtype=dtype)
+        working = torch.float64 if dtype == torch.float64 else torch.float32
+        cos, sin = torch.ones(2, pairs, dtype=working), torch.zeros(2, pairs, dtype=working)
+        cos[1, -1] = nan.to(working) if working == torch.float64 else nan
+        (y,) = rotate_native.rotate(x, None, cos, sin, Layout(True, 0, -2))
+        assert y[:, :, 1, -2:].isnan().all()
+        assert not y[:, :, 0].isnan().any()
+        assert not y[:, :, 1, :-2].isnan().any()
+
+
+def test_infinities_do_as_the_formula_does():
+    x = torch.tensor([[[torch.inf, 1.0, -torch.inf, 2.0]]])
+    cos, sin = torch.full((1, 2), 0.6), torch.full((1, 2), 0.8)
+    (y,) = rotate_native.rotate(x, None, cos, sin, Layout(True, 0, -2))
+    assert y.tolist() == [[[torch.inf, torch.inf, -torch.inf, -torch.inf]]]
+
+
+def test_the_imaginary_part_of_a_conjugate():
+    # Its memory has every sign the other way, and its type is plain.
+    z = torch.complex(vector(0, 1, 2, 3, 8), vector(1, 1, 2, 3, 8)).conj()
+    assert z.imag.is_neg()
+    rope = RotaryEmbedding(8)
+    assert torch.allclose(rope(z.imag), rope(z.imag.resolve_neg().clone()), atol=1e-15)
+
+
+def test_what_is_not_plain_never_reaches_it(monkeypatch):
+    def never(*args):
+        raise AssertionError("the C kernel was called")
+
+    monkeypatch.setattr(rotate_native._native, "rotate", never)
+    monkeypatch.setattr(rotation.rotate_native, "ready", lambda *args: False)
+    rope, x = RotaryEmbedding(8), vector(0, 2, 3, 5, 8).float()
+
+    class Subclass(torch.Tensor):
+        pass
+
+    rope(x.as_subclass(Subclass))
+    torch.func.vmap(rope)(x)
+    torch.func.jvp(rope, (x,), (x,))
+    rope(x.to("meta"))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        rope(mode.from_tensor(x))
+    with pytest.raises(AssertionError, match="was called"):
+        rope(x)
+
+
+def test_a_forced_backend_does_not_fall_back_in_silence():
+    rope, x = RotaryEmbedding(8, backend="native"), vector(0, 2, 3, 5, 8).float()
+    with pytest.raises(RopewalkError, match="leave backend out"):
+        torch.func.vmap(rope)(x)
+    with pytest.raises(RopewalkError, match="leave backend out"):
+        rope(x.to("meta"))
+    cos, sin = (table.requires_grad_() for table in rope.at(torch.arange(5)))
+    with pytest.raises(RopewalkError, match="gradients of cos and sin"):
+        rope(x, angles=(cos, sin))
+
+
+def test_bad_arguments_are_refused_before_a_pointer_is_taken():
+    native, x, table = rotate_native._native, torch.ones(1, 2, 3, 8), torch.ones(3, 4)
+    good = (x, None, torch.empty_like(x), None, table, table, 0, 0, -2, True, False, 1)
+    native.rotate(*good)  # pyright: ignore[reportOptionalMemberAccess]
+    for place, bad in {
+        0: (x.tolist(), x.to("meta"), x.int(), x[..., :6], x.double(), x[:, :, :2], x.to_sparse(), x.bfloat16()),
+        2: (torch.empty(1, 2, 3, 7), torch.empty(1, 2, 3, 8, dtype=torch.float64), torch.empty(6, 8)),
+        4: (torch.ones(2, 4), torch.ones(3, 5), torch.ones(4), torch.ones(2, 3, 4), torch.ones(1, 5, 3, 4)),
+        5: (torch.ones(3, 3), torch.ones(3, 4).double(), torch.ones(1, 3, 4)),
+        6: (1, -1, 1 << 62, "0"),
+        7: (1, -1, None),
+        8: (-1, 0, -4, 5),
+    }.items():
+        for value in bad:
+            with pytest.raises((TypeError, ValueError, OverflowError, BufferError)):
+                native.rotate(*good[:place], value, *good[place + 1 :])  # pyright: ignore[reportOptionalMemberAccess]
+    for few in ((), good[:5], (*good, 1)):
+        with pytest.raises(ValueError, match="arguments"):
+            native.rotate(*few)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("table_step", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tables_of_any_strides(dtype, table_step):
+    rope, x = RotaryEmbedding(16), vector(0, 2, 3, 9, 16).to(dtype)
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    angles = rope.at(torch.arange(9), dtype=working)
+    strided = tuple(table.repeat_interleave(table_step, -1)[:, ::table_step] for table in angles)
+    flipped = tuple(table.T.contiguous().T for table in angles)
+    assert torch.equal(rope(x, angles=strided), rope(x))
+    assert torch.equal(rope(x, angles=flipped), rope(x))
+
+
+def test_angles_in_c_are_those_of_the_torch_path(monkeypatch):
+    for spec in (RopeSpec(64), RopeSpec(64, rotary_dim=2)):
+        rope = RotaryEmbedding(spec)
+        for ids in (
+            torch.arange(300),
+            torch.randint(-(1 << 24), 1 << 24, (3, 50)),
+            torch.randint(-(1 << 26), 1 << 26, (40,)).to(torch.int32),
+            torch.arange(100).view(10, 10).T,
+            torch.arange(20, dtype=torch.int16)[::3],
+            torch.tensor([(1 << 62), -(1 << 62), (1 << 24) - 1, 1 << 24, -(1 << 24)]),
+        ):
+            in_c = rope.at(ids)
+            with monkeypatch.context() as patch:
+                patch.setattr(rotate_native, "MISSING", "on purpose")
+                in_torch = rope.at(ids)
+            for a, b in zip(in_c, in_torch, strict=True):
+                assert a.shape == b.shape
+                assert (a - b).abs().max() <= 2.0**-24
+
+
+def test_the_default_device_does_not_matter():
+    x = vector(0, 1, 2, 5, 8).float()
+    expected = RotaryEmbedding(8)(x, positions=torch.arange(5))
+    with torch.device("meta"):
+        rope = RotaryEmbedding(8)
+        assert torch.equal(rope(x, positions=torch.arange(5, device="cpu")), expected)
+        assert torch.equal(rope(x), expected)
+
+
+def test_more_dimensions_than_anyone_has():
+    x = vector(0, 1, 2, 1, 2, 1, 1, 2, 3, 8).float()
+    truth = rotate(x.double(), torch.arange(3), theta(8))
+    assert_within_budget(RotaryEmbedding(8, backend="native")(x), truth, rotary_dim=8)
+    # Past what C takes, the torch path serves.
+    for dims in (13, 20):
+        y = RotaryEmbedding(8)(x.view(*[1] * dims, 8, 3, 8))
+        assert_within_budget(y.view(x.shape), truth, rotary_dim=8)
+    with pytest.raises(RopewalkError, match="leave backend out"):
+        RotaryEmbedding(8, backend="native")(x.view(*[1] * 20, 8, 3, 8))

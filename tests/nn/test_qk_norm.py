@@ -1,0 +1,169 @@
+"""qk_norm_rope against the reference, for every dtype, pairing, slice and backend; its gradients; what it refuses."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, qk_norm_rope
+from ropewalk.reference import assert_within_budget, qk_norm_rotate, rms_norm, rotate
+from strategies import pairings, seeds, theta, vector
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+BACKENDS = ["native", "torch"]
+
+
+def test_the_norm_by_hand():
+    assert torch.allclose(rms_norm(torch.tensor([3.0, 4.0]), eps=1e-12), torch.tensor([3.0, 4.0]) / 12.5**0.5)
+    with_one = rms_norm(torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.0]), eps=1e-12, plus_one=True)
+    assert torch.allclose(with_one, torch.tensor([1.5, -1.0]))
+    assert torch.allclose(rms_norm(torch.full((4,), 1e-9)), torch.full((4,), 1e-6), rtol=1e-4)
+
+
+@given(seeds, st.floats(0.01, 100.0))
+def test_the_norm_does_not_see_a_longer_vector(seed, factor):
+    x = vector(seed, 3, 8)
+    assert torch.allclose(rms_norm(x * factor, eps=1e-30), rms_norm(x, eps=1e-30), atol=1e-12)
+    assert torch.allclose(rms_norm(x, eps=1e-30).square().mean(-1), torch.ones(3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    seed=seeds,
+    pairing=pairings,
+    pairs=st.integers(1, 40),
+    rest=st.sampled_from([0, 2, 14, 600]),
+    rotary_slice=st.sampled_from(["leading", "trailing"]),
+    plus_one=st.booleans(),
+    seq_dim=st.sampled_from([-2, -3]),
+)
+def test_within_budget(backend, dtype, seed, pairing, pairs, rest, rotary_slice, plus_one, seq_dim):
+    dim = 2 * pairs + rest
+    spec = RopeSpec(dim, rotary_dim=2 * pairs, pairing=pairing, rotary_slice=rotary_slice)
+    rope = RotaryEmbedding(spec, seq_dim=seq_dim, backend=backend)
+    q, k = (vector(seed + n, 2, heads, 5, dim).to(dtype) for n, heads in ((0, 3), (1, 2)))
+    weights = vector(seed + 2, dim), vector(seed + 3, dim).float()
+    given = (q, k) if seq_dim == -2 else (q.transpose(1, 2), k.transpose(1, 2))
+    results = qk_norm_rope(*given, *weights, rope, eps=1e-5, plus_one=plus_one, offset=7)
+    for x, weight, y in zip((q, k), weights, results, strict=True):
+        y = y if seq_dim == -2 else y.transpose(1, 2)
+        # A float64 weight is worked in float32 for every other dtype of x.
+        weight = weight.double() if dtype == torch.float64 else weight.float().double()
+        truth = qk_norm_rotate(
+            x.double(),
+            weight,
+            torch.arange(7, 12),
+            rope.inv_freq,
+            eps=1e-5,
+            plus_one=plus_one,
+            pairing=pairing,
+            rotary_slice=rotary_slice,
+        )
+        assert y.dtype == dtype
+        assert_within_budget(
+            y, truth, rotary_dim=2 * pairs, pairing=pairing, rotary_slice=rotary_slice, farthest=12.0, copied=False
+        )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_where_transformers_rounds(dtype, plus_one, backend):
+    rope, x = RotaryEmbedding(64, pairing="half", backend=backend), vector(0, 2, 3, 50, 64).to(dtype)
+    weight = vector(1, 64).to(dtype)
+    y, _ = qk_norm_rope(x, x, weight, weight, rope, plus_one=plus_one, round_norm=True)
+    # The two norms of transformers' models, written from their description.
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    normed = (scaled * (1.0 + weight.float())).to(dtype) if plus_one else weight * scaled.to(dtype)
+    truth = rotate(normed.double(), torch.arange(50), theta(64), pairing="half")
+    # The sums of squares are taken in another order: now and then the norm falls on the other side of a tie.
+    apart = (y.double() - truth).abs() > torch.finfo(dtype).eps / 2 * truth.abs() + 1e-5
+    assert apart.float().mean() < 0.01
+    once, _ = qk_norm_rope(x, x, weight, weight, rope, plus_one=plus_one)
+    assert not torch.equal(y, once)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_gradients(backend, pairing, plus_one):
+    rope = RotaryEmbedding(RopeSpec(10, rotary_dim=6, pairing=pairing), backend=backend)
+    q, k = vector(0, 2, 3, 4, 10).requires_grad_(), vector(1, 2, 1, 4, 10).requires_grad_()
+    weights = vector(2, 10).requires_grad_(), vector(3, 10).requires_grad_()
+
+    def call(q, k, a, b):
+        return qk_norm_rope(q, k, a, b, rope, eps=1e-3, plus_one=plus_one, offset=3)
+
+    assert torch.autograd.gradcheck(call, (q, k, *weights))
+    assert torch.autograd.gradgradcheck(call, (q, k, *weights))
+    # One of them alone.
+    still = q.detach(), k.detach(), weights[1].detach()
+    assert torch.autograd.gradcheck(lambda w: call(*still[:2], w, still[2])[0], (weights[0],))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_backends_have_the_same_gradients(dtype):
+    q, k = vector(0, 2, 3, 40, 64).to(dtype), vector(1, 2, 1, 40, 64).to(dtype)
+    weight, cotangents = vector(2, 64).float(), (vector(3, 2, 3, 40, 64).to(dtype), vector(4, 2, 1, 40, 64).to(dtype))
+    found = []
+    for backend in BACKENDS:
+        leaves = [t.clone().requires_grad_() for t in (q, k, weight)]
+        outputs = qk_norm_rope(*leaves[:2], leaves[2], leaves[2], RotaryEmbedding(64, backend=backend))
+        found.append(torch.autograd.grad(outputs, leaves, cotangents))
+    for a, b in zip(*found, strict=True):
+        tolerance = 2 * torch.finfo(dtype).eps if a.dtype == dtype else 1e-4
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+def test_prefill_and_decode_agree_bit_for_bit():
+    for dtype in DTYPES:
+        rope, x, weight = RotaryEmbedding(40), vector(0, 1, 3, 12, 40).to(dtype), vector(1, 40).float()
+        whole, _ = qk_norm_rope(x, x, weight, None, rope, offset=100)
+        for token in (0, 5, 11):
+            part = x[:, :, token : token + 1].contiguous()
+            assert torch.equal(
+                qk_norm_rope(part, part, weight, None, rope, offset=100 + token)[0], whole[:, :, token : token + 1]
+            )
+
+
+def test_compile_and_transforms():
+    rope, x, weight = RotaryEmbedding(16), vector(0, 2, 3, 12, 16).float(), vector(1, 16).float()
+
+    def call(x, weight):
+        return qk_norm_rope(x, x, weight, None, rope)[0]
+
+    expected = call(x, weight)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x, weight), expected, atol=1e-5)
+    assert torch.allclose(torch.func.vmap(call, in_dims=(0, None))(x, weight), expected, atol=1e-5)
+    tangent = torch.func.jvp(call, (x, weight), (x, torch.zeros_like(weight)))[1]
+    assert tangent.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"q_weight": torch.ones(7)}, "a floating-point tensor [8] on cpu, or None"),
+        ({"k_weight": torch.ones(3, 8)}, "normalise first"),
+        ({"k_weight": torch.ones(8, dtype=torch.int64)}, "torch.int64 [8]"),
+        ({"q_weight": torch.ones(8, device="meta")}, "on meta"),
+        ({"q_weight": None, "plus_one": True}, "with plus_one"),
+        ({"q_weight": 1.0}, "got:      1.0"),
+        ({"eps": 0.0}, "eps"),
+        ({"eps": "1e-6"}, "eps"),
+        ({"plus_one": 1}, "plus_one"),
+        ({"round_norm": None}, "round_norm"),
+        ({"rope": "rope"}, "a RotaryEmbedding as the fifth argument"),
+        ({"k": None}, "keys"),
+        ({"k": torch.ones(1, 2, 6, 8)}, "as many keys as queries"),
+        ({"q": torch.ones(1, 2, 5, 7)}, "whose last dimension is 8"),
+        ({"positions": torch.arange(4)}, "positions [5]"),
+        ({"offset": 1, "positions": torch.arange(5)}, "one of positions, offset"),
+    ],
+)
+def test_bad_input(arguments, said):
+    good = {"q": torch.ones(1, 2, 5, 8), "k": torch.ones(1, 2, 5, 8), "q_weight": torch.ones(8), "k_weight": None}
+    with pytest.raises(RopewalkError) as error:
+        qk_norm_rope(**{**good, "rope": RotaryEmbedding(8)} | arguments)
+    assert said in str(error.value)
