@@ -14,7 +14,7 @@ from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels import rotate_native
 from ropewalk.kernels.layout import Layout
-from ropewalk.ops import backend_reasons, rotation
+from ropewalk.ops import backend_reasons
 from ropewalk.reference import assert_within_budget, rotate
 from strategies import theta, vector
 
@@ -197,7 +197,7 @@ def test_what_is_not_plain_never_reaches_it(monkeypatch):
         raise AssertionError("the C kernel was called")
 
     monkeypatch.setattr(rotate_native._native, "rotate", never)
-    monkeypatch.setattr(rotation.rotate_native, "ready", lambda *args: False)
+    monkeypatch.setattr(rotate_native._native, "direct", never)
     rope, x = RotaryEmbedding(8), vector(0, 2, 3, 5, 8).float()
 
     class Subclass(torch.Tensor):
@@ -211,6 +211,8 @@ def test_what_is_not_plain_never_reaches_it(monkeypatch):
         rope(mode.from_tensor(x))
     with pytest.raises(AssertionError, match="was called"):
         rope(x)
+    with pytest.raises(AssertionError, match="was called"):
+        rope(x, positions=torch.arange(5))
 
 
 def test_a_forced_backend_does_not_fall_back_in_silence():

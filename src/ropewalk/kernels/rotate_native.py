@@ -14,7 +14,17 @@ from torch._C._functorch import is_legacy_batchedtensor
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.qk_norm_torch import Norm
 
-__all__ = ["DTYPES", "MASKS", "MISSING", "MOST_DIMS", "cos_sin", "instructions", "norm_rotate", "ready", "rotate"]
+__all__ = [
+    "DTYPES",
+    "MASKS",
+    "MISSING",
+    "MOST_DIMS",
+    "cos_sin",
+    "instructions",
+    "norm_rotate",
+    "rotate",
+    "rotate_if_ready",
+]
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
@@ -80,13 +90,31 @@ def instructions() -> str | None:
     return None if _native is None else _native.instructions
 
 
-def ready(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int) -> bool:
-    """Whether q and k are plain CPU tensors, alike and of the right shape: all that `rotate` asks of them, in one look.
+def rotate_if_ready(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int, rows: int, head_dim: int, act: bool
+) -> tuple[Tensor, ...] | bool | None:
+    """`rotate`, if q and k are plain CPU tensors, alike, with head_dim features and at most `rows` tokens; else None.
 
-    >>> ready(torch.ones(3, 4, device="meta"), None, 4, -2)
-    False
+    Whatever a caller would check first is checked here, in C, which is what decoding waits for. act=False only asks:
+    True where it would rotate.
+
+    >>> rotate_if_ready(torch.ones(3, 4), None, torch.ones(3, 2), torch.ones(3, 2), Layout(True, 0, -2), 0, 3, 5, True)
     """
-    return _native is not None and _native.ready(q, k, head_dim, seq_dim)
+    if _native is None:
+        return None
+    return _native.direct(
+        q,
+        k,
+        cos,
+        sin,
+        row,
+        rows,
+        head_dim,
+        layout.start,
+        layout.seq_dim,
+        layout.interleaved,
+        torch.get_num_threads() if act else 0,
+    )
 
 
 def rotate(

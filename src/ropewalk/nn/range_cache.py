@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RangeCache"]
+__all__ = ["Block", "RangeCache"]
 
 # Ranges start at a multiple of this and reach at least this far past what was asked for: the next tokens of a decode.
 STEP = 256
@@ -16,7 +16,13 @@ LONGEST = 8192
 MOST_ROWS = LONGEST + 8 * STEP
 
 
-class _Block(NamedTuple):
+class Block(NamedTuple):
+    """cos and sin of positions start .. stop-1, on a device, in a dtype.
+
+    >>> Block((torch.device("cpu"), torch.float32), 0, 2, torch.ones(2, 1), torch.zeros(2, 1)).stop
+    2
+    """
+
     key: tuple[torch.device, torch.dtype]
     start: int
     stop: int
@@ -43,7 +49,9 @@ class RangeCache:
     """
 
     def __init__(self) -> None:
-        self._blocks: tuple[_Block, ...] = ()
+        self._blocks: tuple[Block, ...] = ()
+        # The block that was used last, if it is on the CPU and shared by all heads: decoding looks there first.
+        self.recent: Block | None = None
 
     def find(
         self,
@@ -66,7 +74,7 @@ class RangeCache:
         last = stop + STEP + (-stop) % STEP
         # Tensors born in inference mode could not be saved for a later backward.
         with torch.inference_mode(False):
-            block = _Block(key, first, last, *make(first, last))
+            block = Block(key, first, last, *make(first, last))
         kept, rows = [block], last - first
         for old in blocks:
             rows += old.stop - old.start
@@ -74,14 +82,19 @@ class RangeCache:
                 break
             kept.append(old)
         self._blocks = tuple(kept)
+        self._put_forward(block)
         return block.cos, block.sin, start - first
 
     def seek(self, key: tuple[torch.device, torch.dtype], start: int, stop: int) -> tuple[Tensor, Tensor, int] | None:
         """What `find` gives, if a block has it already."""
         for block in self._blocks:
             if block.start <= start and stop <= block.stop and block.key == key:
+                self._put_forward(block)
                 return block.cos, block.sin, start - block.start
         return None
 
+    def _put_forward(self, block: Block) -> None:
+        self.recent = block if block.key[0].type == "cpu" and block.cos.dim() == 2 else None
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"_blocks": ()}
+        return {"_blocks": (), "recent": None}

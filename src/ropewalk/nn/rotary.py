@@ -10,7 +10,7 @@ from ropewalk.kernels.layout import Layout
 from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary_angles import Angles, RotaryAngles, checked_offset, working_dtype
 from ropewalk.nn.rotary_arguments import check_angles, check_in_place, check_inputs
-from ropewalk.ops import require_backend, rotate, rotate_, rotate_plain, rotates_directly
+from ropewalk.ops import require_backend, rotate, rotate_, rotate_directly
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
 
@@ -92,16 +92,15 @@ class RotaryEmbedding(RotaryAngles):
         >>> torch.equal(k, rope(torch.ones(1, 2, 3, 4), positions=torch.arange(100, 103)))
         True
         """
-        if (
-            positions is k_positions is cu_seqlens is angles is None
-            and self._heads is self.log_scale is None
-            and _is_start(offset)
-            and rotates_directly(q, k, self.spec.head_dim, self.layout)
-        ):
-            # Decoding: the host's time decides, so what is plain and in order goes straight to the kernel.
-            cos, sin, row = self._kept_range(offset or 0, q.shape[self.seq_dim], q)
-            turned = rotate_plain(q, k, cos, sin, self.layout, row=row)
-            return turned[0] if k is None else turned
+        if positions is k_positions is cu_seqlens is angles is None and _is_start(offset):
+            # Decoding, where the host's time decides: what is in order goes straight to the kernel.
+            block, start, stop = self._ranges.recent, offset or 0, self.context_length
+            if block is not None:
+                stop = block.stop if stop is None else min(stop, block.stop)
+                where = start - block.start, stop - start
+                turned = rotate_directly(q, k, block.cos, block.sin, self.layout, *where, self.spec.head_dim)
+                if turned is not None:
+                    return turned[0] if k is None else turned
         if k_positions is not None:
             (q_where, k_where) = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
             cos, sin, row = q_where

@@ -8,5 +8,5 @@ from ropewalk.ops.registry import backend_reasons as backend_reasons
 from ropewalk.ops.registry import require_backend as require_backend
 from ropewalk.ops.rotation import rotate as rotate
 from ropewalk.ops.rotation import rotate_ as rotate_
+from ropewalk.ops.rotation import rotate_directly as rotate_directly
 from ropewalk.ops.rotation import rotate_plain as rotate_plain
-from ropewalk.ops.rotation import rotates_directly as rotates_directly

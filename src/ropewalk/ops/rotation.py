@@ -25,7 +25,7 @@ from ropewalk.kernels.layout import Layout
 from ropewalk.ops.plain import is_eager, is_plain, is_transformed
 from ropewalk.ops.registry import OPS, Kernel, cannot_serve
 
-__all__ = ["kernel_for", "native_serves", "rotate", "rotate_", "rotate_plain", "rotates_directly"]
+__all__ = ["kernel_for", "native_serves", "rotate", "rotate_", "rotate_directly", "rotate_plain"]
 
 
 def rotate(
@@ -45,15 +45,26 @@ def rotate(
     return rotate_plain(q, k, cos, sin, layout, kernel_for(q, layout), row, conjugate)
 
 
-def rotates_directly(q: Tensor, k: Tensor | None, head_dim: int, layout: Layout) -> bool:
-    """Whether `rotate_plain` may have q and k as they are: a plain eager call, and tensors that the C kernel serves.
+def rotate_directly(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int, rows: int, head_dim: int
+) -> tuple[Tensor, ...] | None:
+    """`rotate` for a plain eager call on tensors that the C kernel serves as they are; else None, and nothing is done.
 
-    It asks in a microsecond what `is_plain` and the checks of a module ask in six, which is what decoding waits for.
+    It asks in two microseconds what `is_plain` and the checks of a module ask in ten. cos and sin are plain, need no
+    gradient, and have `rows` rows for these tokens from `row` on.
 
-    >>> rotates_directly(torch.ones(3, 4), None, 5, Layout(True, 0, -2))  # five features were asked for
-    False
+    >>> table = torch.ones(3, 2)
+    >>> rotate_directly(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)  # it has no five features
     """
-    return is_eager() and layout.backend != "torch" and rotate_native.ready(q, k, head_dim, layout.seq_dim)
+    if layout.backend == "torch" or not is_eager():
+        return None
+    how = cos, sin, layout, row, rows, head_dim
+    if torch.is_grad_enabled():
+        if not rotate_native.rotate_if_ready(q, k, *how, act=False):
+            return None
+        if q.requires_grad or (k is not None and k.requires_grad):
+            return rotate_plain(q, k, cos, sin, layout, row=row)
+    return rotate_native.rotate_if_ready(q, k, *how, act=True)  # pyright: ignore[reportReturnType]
 
 
 def rotate_plain(

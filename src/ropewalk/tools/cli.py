@@ -9,7 +9,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="ropewalk",
-    help="Position in transformers: check what is said about RoPE, against the mathematics.",
+    help="Position in transformers: check what is said about RoPE, and time it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -53,6 +53,42 @@ def verify(
     from ropewalk.tools.verify import verify as run
 
     raise typer.Exit(run(json_file=json, plots=plots, only=only or ()))
+
+
+bench = typer.Typer(help="Time the rotation on this machine, against a copy and against others.", no_args_is_help=True)
+app.add_typer(bench, name="bench", invoke_without_command=True)
+
+
+@bench.callback()
+def _bench(
+    backends: Annotated[bool, typer.Option("--backends", help="Say which backends are there, and why not.")] = False,
+) -> None:
+    if backends:
+        from rich.console import Console
+
+        from ropewalk.tools.bench_cpu import show_backends
+
+        show_backends(Console(highlight=False))
+        raise typer.Exit
+
+
+@bench.command()
+def cpu(
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Forward alone, few rounds, nothing compiled: about a minute.")
+    ] = False,
+    backends: Annotated[bool, typer.Option("--backends", help="Say which backends are there, and stop.")] = False,
+) -> None:
+    """Time copy, ropewalk and its peers on the CPU: prefill and decode, both pairings, both memory layouts.
+
+    All take turns; medians are shown. A path that is wrong gets no time. Exits with 1 if one of ours is.
+    """
+    from ropewalk.tools.bench_cpu import bench_cpu
+
+    raise typer.Exit(bench_cpu(json_file=json, quick=quick, backends=backends))
 
 
 def main() -> None:

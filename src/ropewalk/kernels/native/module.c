@@ -62,27 +62,6 @@ static int is_ready(PyObject *object, Tensor *out) {
     return out->device_type == DL_CPU && out->strides && find_dtype(out, &dtype);
 }
 
-/* ready(q, k, head_dim, seq_dim): whether both, or q where k is None, are plain CPU tensors that can be rotated as they
-   are: of one dtype, with features and tokens as they must be. */
-static PyObject *ready(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    if (count != 4) return refuse("ready takes 4 arguments");
-    const int64_t head_dim = PyLong_AsLongLong(args[2]), seq_dim = PyLong_AsLongLong(args[3]);
-    if (PyErr_Occurred()) return NULL;
-    Tensor x[2];
-    const int tensors = args[1] == Py_None ? 1 : 2;
-    for (int i = 0; i < tensors; i++) {
-        const int fine = is_ready(args[i], &x[i]);
-        if (fine < 0) return NULL;
-        const int dims = fine ? x[i].dims : 0;
-        if (!fine || dims < -seq_dim || dims < 2 || dims > MOST_OTHERS || x[i].shape[dims - 1] != head_dim ||
-            memcmp(&x[i].dtype, &x[0].dtype, sizeof x[i].dtype) ||
-            x[i].shape[dims + seq_dim] != x[0].shape[x[0].dims + seq_dim])
-            Py_RETURN_FALSE;
-    }
-    Py_RETURN_TRUE;
-}
-
 /* Which way features lie and turn; the dimension of the sequence, from the end; the first row of cos and sin. */
 typedef struct {
     int64_t row, start, seq_dim;
@@ -110,7 +89,7 @@ static int describe(Rotation *r, const Tensor *x, const Tensor *y, const Tensor 
     for (int i = 0; fits && i < wide; i++) fits = cos->shape[i] == sin->shape[i];
     if (!fits) return refuse("x, y, cos and sin do not fit together"), 0;
     const int64_t pairs = cos->shape[wide - 1], tokens = x->shape[seq];
-    fits = cos->shape[wide - 2] >= l->row + tokens && l->start + 2 * pairs <= x->shape[dims - 1];
+    fits = l->row <= cos->shape[wide - 2] - tokens && l->start <= x->shape[dims - 1] - 2 * pairs;
     Axis axes[MOST_OTHERS];
     *elements = x->shape[dims - 1];
     for (int i = 0; i < dims - 1; i++) {
@@ -196,7 +175,7 @@ static PyObject *targets(PyObject *const *args, PyObject *const *like) {
     const int count = like[1] == Py_None ? 1 : 2;
     PyObject *both = PyTuple_New(count);
     for (int i = 0; both && i < count; i++) {
-        PyObject *target = args[0] == Py_None ? PyObject_CallOneArg(empty_like, like[i]) : Py_NewRef(args[i]);
+        PyObject *target = args ? Py_NewRef(args[i]) : PyObject_CallOneArg(empty_like, like[i]);
         if (target) {
             PyTuple_SET_ITEM(both, i, target);
         } else {
@@ -206,34 +185,25 @@ static PyObject *targets(PyObject *const *args, PyObject *const *like) {
     return both;
 }
 
-/* rotate(q, k, yq, yk, cos, sin, row, start, seq_dim, interleaved, conjugate, threads[, q_weight, k_weight, eps,
-   rounding]) -> (yq, yk) or (yq,). k and yk may be None; where yq is None, new tensors are made. Everything is checked
-   before anything is written. */
-static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    if (!exchange || (count != 12 && count != 16)) return refuse("rotate takes 12 or 16 arguments, after use_torch");
-    Tensor cos, sin;
-    if (borrow(args[4], &cos, "cos") || borrow(args[5], &sin, "sin")) return NULL;
-    const Layout layout = {PyLong_AsLongLong(args[6]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8]),
-                           PyObject_IsTrue(args[9]), PyObject_IsTrue(args[10])};
-    const int64_t threads = PyLong_AsLongLong(args[11]);
-    if (PyErr_Occurred()) return NULL;
-    PyObject *both = targets(args + 2, args);
-    if (!both) return NULL;
+/* Turns q and k, in `given`, into the tensors of `both`, which it returns or lets go. Everything is checked before
+   anything is written. `norm`, if there is one, is q_weight, k_weight, eps, rounding. */
+static PyObject *turn(PyObject *const *given, PyObject *both, const Tensor *cos, const Tensor *sin, const Layout *layout,
+                      int64_t threads, PyObject *const *norm) {
     Job job = {.count = 0};
-    for (int i = 0; i < (int)PyTuple_GET_SIZE(both); i++) {
+    for (int i = 0; both && i < (int)PyTuple_GET_SIZE(both); i++) {
         Tensor x, y;
         Rotation *r = &job.rotations[job.count];
         int64_t elements;
-        if (borrow(args[i], &x, i ? "k" : "q") || borrow(PyTuple_GET_ITEM(both, i), &y, i ? "yk" : "yq") ||
-            !describe(r, &x, &y, &cos, &sin, &layout, &elements) ||
-            (count == 16 && !read_norm(args[12 + i], args[14], args[15], r))) {
-            Py_DECREF(both);
-            return NULL;
+        if (borrow(given[i], &x, i ? "k" : "q") || borrow(PyTuple_GET_ITEM(both, i), &y, i ? "yk" : "yq") ||
+            !describe(r, &x, &y, cos, sin, layout, &elements) ||
+            (norm && !read_norm(norm[i], norm[2], norm[3], r))) {
+            Py_CLEAR(both);
+            break;
         }
         job.elements += elements;
         job.count += elements > 0;
     }
+    if (!both) return NULL;
     const int64_t worth = job.elements / GRAIN;
     if (threads <= 1 || worth <= 1) {
         rotate_part(&job, 0, 1);
@@ -243,6 +213,49 @@ static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
         Py_END_ALLOW_THREADS;
     }
     return both;
+}
+
+/* rotate(q, k, yq, yk, cos, sin, row, start, seq_dim, interleaved, conjugate, threads[, q_weight, k_weight, eps,
+   rounding]) -> (yq, yk) or (yq,). k and yk may be None; where yq is None, new tensors are made. */
+static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (!exchange || (count != 12 && count != 16)) return refuse("rotate takes 12 or 16 arguments, after use_torch");
+    Tensor cos, sin;
+    if (borrow(args[4], &cos, "cos") || borrow(args[5], &sin, "sin")) return NULL;
+    const Layout layout = {PyLong_AsLongLong(args[6]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8]),
+                           PyObject_IsTrue(args[9]), PyObject_IsTrue(args[10])};
+    const int64_t threads = PyLong_AsLongLong(args[11]);
+    if (PyErr_Occurred()) return NULL;
+    PyObject *both = targets(args[2] == Py_None ? NULL : args + 2, args);
+    return turn(args, both, &cos, &sin, &layout, threads, count == 16 ? args + 12 : NULL);
+}
+
+/* direct(q, k, cos, sin, row, rows, head_dim, start, seq_dim, interleaved, threads) -> (yq, yk) or (yq,): `rotate` where
+   q and k are plain CPU tensors, of one dtype, with head_dim features and as many tokens as each other and at most
+   `rows`; else None, and nothing is done. threads = 0 asks alone: True where it would rotate. */
+static PyObject *direct(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (!exchange || count != 11) return refuse("direct takes 11 arguments, after use_torch");
+    const Layout layout = {PyLong_AsLongLong(args[4]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8]),
+                           PyObject_IsTrue(args[9]), 0};
+    const int64_t rows = PyLong_AsLongLong(args[5]), head_dim = PyLong_AsLongLong(args[6]);
+    const int64_t threads = PyLong_AsLongLong(args[10]);
+    if (PyErr_Occurred()) return NULL;
+    if (layout.row < 0) Py_RETURN_NONE;
+    Tensor x[2], cos, sin;
+    const int tensors = args[1] == Py_None ? 1 : 2;
+    for (int i = 0; i < tensors; i++) {
+        const int fine = is_ready(args[i], &x[i]);
+        if (fine < 0) return NULL;
+        const int64_t dims = fine ? x[i].dims : 0, seq = dims + layout.seq_dim;
+        if (!fine || seq < 0 || dims > MOST_OTHERS || x[i].shape[dims - 1] != head_dim || x[i].shape[seq] > rows ||
+            memcmp(&x[i].dtype, &x[0].dtype, sizeof x[i].dtype) || x[i].shape[seq] != x[0].shape[x[0].dims + layout.seq_dim])
+            Py_RETURN_NONE;
+    }
+    if (borrow(args[2], &cos, "cos") || borrow(args[3], &sin, "sin")) return NULL;
+    if (cos.dtype.bits != (x[0].dtype.bits == 64 ? 64 : 32)) Py_RETURN_NONE;
+    if (threads == 0) Py_RETURN_TRUE;
+    return turn(args, targets(NULL, args), &cos, &sin, &layout, threads, NULL);
 }
 
 /* cos_sin(positions, inv_freq, tables, amplitude, cos, sin, threads): fills cos and sin. */
@@ -301,7 +314,7 @@ static PyObject *cos_sin(PyObject *self, PyObject *const *args, Py_ssize_t count
 
 static PyMethodDef methods[] = {
     {"use_torch", (PyCFunction)(void (*)(void))use, METH_FASTCALL, NULL},
-    {"ready", (PyCFunction)(void (*)(void))ready, METH_FASTCALL, NULL},
+    {"direct", (PyCFunction)(void (*)(void))direct, METH_FASTCALL, NULL},
     {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
     {"cos_sin", (PyCFunction)(void (*)(void))cos_sin, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
