@@ -138,7 +138,7 @@ def _traced(
     both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout, row: int, conjugate: bool
 ) -> tuple[Tensor, ...]:
     """The rotation for everything that is not a plain eager call."""
-    if layout.backend != "torch" and _takes_op(both, cos, sin):
+    if layout.backend != "torch" and _takes_op(both, cos, sin, layout):
         if row or cos.shape[-2] != both[0].shape[layout.seq_dim]:
             cos, sin = (table.narrow(-2, row, both[0].shape[layout.seq_dim]) for table in (cos, sin))
         return tuple(
@@ -149,10 +149,14 @@ def _traced(
     return tuple(rotate_torch.rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both)
 
 
-def _takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor) -> bool:
-    """Whether a compiler is to see the C kernel, as a library op. What an exporter writes must not need ropewalk."""
+def _takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout) -> bool:
+    """Whether a compiler is to see the C kernel, as a library op. What an exporter writes must not need ropewalk.
+
+    For one token the call of an op takes longer than the rotation, and Inductor's code is faster.
+    """
     return (
         torch.compiler.is_compiling()
+        and (layout.backend == "native" or both[0].shape[layout.seq_dim] != 1)
         and not torch.compiler.is_exporting()
         and not is_transformed()
         and native_serves(both[0])

@@ -79,7 +79,10 @@ def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, floa
     yield OURS, _ours(case, None), 1.0
     yield "ropewalk, torch", _ours(case, "torch"), 1.0
     if compiled:
-        yield "ropewalk, compiled", torch.compile(_ours(case, None), dynamic=False), 1.0
+        # Compiled, nothing is kept between calls: a model makes its angles once a pass, as it makes the peers' tables.
+        rope, where = RotaryEmbedding(DIM, pairing=case.pairing), case.where()
+        angles = rope.at(torch.arange(where.start, where.stop))
+        yield "ropewalk, compiled", torch.compile(lambda q, k: rope(q, k, angles=angles), dynamic=False), 1.0
     for name, (maker, compiles) in PEERS.items():
         rotation = maker(case.where(), DIM, dtype, case.pairing)
         if rotation is None:
@@ -92,12 +95,7 @@ def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, floa
 def _contestant(case: Case, name: str, rotation: Rotation, limit: float, tensors: list[Tensor]) -> Contestant:
     q, k = tensors
     if case.work == "forward":
-
-        def run() -> object:
-            with torch.no_grad():
-                return rotation(q, k)
-
-        return Contestant(name, run, lambda: list(run()), limit)  # pyright: ignore[reportArgumentType]
+        return Contestant(name, lambda: rotation(q, k), lambda: rotation(q, k), limit)
     leaves = [x.detach().requires_grad_() for x in tensors]
     cotangents = [torch.ones_like(x) for x in tensors]
     if case.work == "forward, grad":
@@ -121,6 +119,11 @@ def _copy(case: Case, tensors: list[Tensor]) -> Contestant:
 def measure(case: Case, rounds: int, compiled: bool, progress: Progress | None = None) -> list[Line]:
     """The lines of one case: copy, then the paths from the fastest on, then those that are wrong, without a time."""
     torch._dynamo.reset()
+    with torch.set_grad_enabled(case.work != "forward"):
+        return _measure(case, rounds, compiled, progress)
+
+
+def _measure(case: Case, rounds: int, compiled: bool, progress: Progress | None) -> list[Line]:
     tensors = _tensors(case)
     inv_freq, start = RotaryEmbedding(DIM).inv_freq, case.where().start
     tokens = torch.unique(torch.linspace(0, case.seq - 1, 24).long())

@@ -23,7 +23,7 @@ def _angles(where: range, dim: int) -> Tensor:
 
 
 def transformers_formula(where: range, dim: int, dtype: torch.dtype, pairing: str) -> Rotation:
-    """x * cos + rotated(x) * sin, tables as wide as x and in its dtype: Llama's form for half, GPT-J's for neighbours."""
+    """x * cos + rotated(x) * sin, tables as wide as x and in its dtype: Llama's form for half, GPT-J's for pairs."""
     angles = _angles(where, dim)
     wide = torch.cat((angles, angles), dim=-1) if pairing == "half" else angles.repeat_interleave(2, dim=-1)
     cos, sin = wide.cos().to(dtype)[None, None], wide.sin().to(dtype)[None, None]

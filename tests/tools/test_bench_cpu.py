@@ -1,0 +1,132 @@
+"""ropewalk bench cpu: who takes part, what is shown, that a wrong path gets no time. Nothing here looks at times."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from ropewalk.tools import bench_cpu, peers, timing
+from ropewalk.tools.bench_cpu import Case, cases, measure
+
+
+def lines_of(case, **how):
+    lines: dict[str, Any] = {line.path: line for line in measure(case, rounds=1, compiled=False, **how)}
+    return lines
+
+
+@pytest.mark.parametrize("work", ["forward", "forward, grad", "forward+backward"])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_everyone_who_has_the_pairing_takes_part(dtype, pairing, work):
+    lines = lines_of(Case(64, dtype, pairing, "transposed", work))
+    expected = {"copy", "ropewalk", "ropewalk, torch", "transformers' formula"}
+    if pairing == "interleaved":
+        expected |= {"complex product", "seed, table cut", "seed, table gathered", "rotary-embedding-torch"}
+    assert set(lines) == expected
+    assert lines["ropewalk"].error_over_budget <= 1
+    assert lines["ropewalk"].ratio_to_ropewalk == 1
+    assert lines["copy"].share_of_copy == 1
+    moved = 2 * 64 * 40 * 128 * (4 if dtype == "float32" else 2) * (2 if work == "forward+backward" else 1)
+    for line in lines.values():
+        if line.ms is not None:
+            assert line.gb_per_s == pytest.approx(moved / line.ms * 1e-6)
+            assert line.share_of_copy == pytest.approx(lines["copy"].ms / line.ms)
+
+
+def test_decoding_is_held_to_a_position_of_its_own():
+    lines = lines_of(Case(1, "float32", "interleaved", "contiguous", "forward"))
+    assert all(line.ms is not None for line in lines.values())
+    assert lines["transformers' formula"].error_over_budget > 0
+
+
+@pytest.mark.parametrize("work", ["forward", "forward+backward"])
+def test_a_wrong_path_gets_no_time(monkeypatch, work):
+    def wrong_way(where, dim, dtype, pairing):
+        right = peers.transformers_formula(where, dim, dtype, pairing)
+        return lambda q, k: tuple(2 * x - y for x, y in zip((q, k), right(q, k), strict=True))
+
+    def wrong_backward(where, dim, dtype, pairing):
+        right = peers.transformers_formula(where, dim, dtype, pairing)
+
+        def turn(q, k):
+            return tuple(y.detach() + 0 * x + (x - x.detach()) for x, y in zip((q, k), right(q, k), strict=True))
+
+        return turn
+
+    monkeypatch.setitem(peers.PEERS, "wrong", (wrong_way, False))
+    monkeypatch.setitem(peers.PEERS, "wrong backward", (wrong_backward, False))
+    lines = lines_of(Case(64, "float32", "half", "contiguous", work))
+    assert lines["wrong"].ms is None
+    assert lines["wrong"].error_over_budget > 1000
+    assert (lines["wrong backward"].ms is None) == (work == "forward+backward")
+    shown = Console(width=80, record=True, file=io.StringIO())
+    shown.print(bench_cpu._table(Case(64, "float32", "half", "contiguous", work), list(lines.values())))
+    assert "wrong  " in shown.export_text()
+
+
+def test_our_own_path_past_its_budget_is_exit_code_1(monkeypatch, capsys):
+    monkeypatch.setattr(bench_cpu, "cases", lambda quick: [Case(8, "float32", "half", "contiguous", "forward")])
+    assert bench_cpu.bench_cpu(quick=True) == 0
+    monkeypatch.setattr(bench_cpu, "error_over_budget", lambda *what: 1.5)
+    assert bench_cpu.bench_cpu(quick=True) == 1
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_nan_is_no_small_error():
+    x = torch.ones(1, 1, 2, 4)
+    broken = x.clone()
+    broken[0, 0, 1, 3] = torch.nan
+    how = (torch.tensor([1.0, 0.1], dtype=torch.float64), "half", False, torch.tensor([0, 1]), 0)
+    assert timing.error_over_budget([broken], [x], *how) > 1e300
+
+
+def test_cases():
+    assert len(set(cases(quick=False))) == 24
+    assert {case.work for case in cases(quick=True)} == {"forward"}
+
+
+def test_the_compiled_forms():
+    lines = {line.path for line in measure(Case(16, "float32", "half", "transposed", "forward"), 1, compiled=True)}
+    assert {"ropewalk, compiled", "transformers' formula, compiled"} <= lines
+
+
+def run(*arguments):
+    environment = os.environ | {"COLUMNS": "80"}
+    return subprocess.run(
+        [sys.executable, "-m", "ropewalk", *arguments], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def test_the_command(tmp_path):
+    target = tmp_path / "figures.json"
+    result = run("bench", "cpu", "--quick", "--json", str(target))
+    assert result.returncode == 0, result.stderr
+    assert max(len(line) for line in result.stdout.splitlines()) <= 80
+    record = json.loads(target.read_text(encoding="utf-8"))
+    assert record["command"] == "ropewalk bench cpu --quick"
+    assert {"date", "hardware", "versions", "rounds"} <= set(record)
+    assert len(record["cases"]) == len(cases(quick=True))
+    for case in record["cases"]:
+        assert next(line for line in case["lines"] if line["path"] == "ropewalk")["error_over_budget"] <= 1
+
+
+@pytest.mark.parametrize("arguments", [("bench", "--backends"), ("bench", "cpu", "--backends")])
+def test_backends_are_told_with_their_reasons(arguments):
+    result = run(*arguments)
+    assert result.returncode == 0
+    assert "torch: ready" in result.stdout
+    assert "native: ready (" in result.stdout
+    assert "triton: the Triton kernel is not part of this version" in result.stdout
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):
+    result = run("bench", "cpu", "--json", str(tmp_path / "nowhere" / "figures.json"))
+    assert result.returncode == 2
+    assert "make the folder first" in result.stderr
+    assert "Traceback" not in result.stderr
