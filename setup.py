@@ -9,7 +9,7 @@ SOURCES = sorted(Path("src/ropewalk/kernels/native").glob("*.[ch]"))
 
 
 def source_hash() -> str:
-    """What kernels/native_build.py compares, so that a stale build is noticed."""
+    """What kernels/rotate_native.py compares, so that a stale build is noticed."""
     return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
 
 
@@ -22,6 +22,7 @@ setup(
             define_macros=[("SOURCE_HASH", f'"{source_hash()}"')],
             # No fused multiply-add, which a compiler puts into one loop and not into another: see vectors.h.
             extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off"],
+            libraries=["m"],
             optional=True,
         )
     ]

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.utils.deterministic as deterministic
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels import rotate_native
+from ropewalk.kernels.angles import radix_table
 from ropewalk.kernels.layout import Layout
 from ropewalk.ops import backend_reasons
 from ropewalk.reference import assert_within_budget, rotate
@@ -131,12 +133,31 @@ def test_a_forked_child_rotates_large_tensors():
     assert torch.equal(rope(x), expected)
 
 
+def test_the_work_is_shared_out():
+    # In the place of OpenMP stands a function that writes down how many threads it was asked for.
+    script = (
+        "import ctypes, torch; from ropewalk.kernels import rotate_native; from ropewalk import RotaryEmbedding\n"
+        "asked = []; work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)\n"
+        "@ctypes.CFUNCTYPE(None, work, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)\n"
+        "def team(run, data, threads, flags): asked.append(threads); run(data)\n"
+        "address = ctypes.cast(team, ctypes.c_void_p).value\n"
+        "rotate_native._native.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__,"
+        " address, rotate_native.MASKS[:2], torch.empty_like)\n"
+        "rope, x = RotaryEmbedding(64, backend='native'), torch.randn(1, 4, 4000, 64)\n"
+        "torch.set_num_threads(3); y = rope(x); assert asked[-1] == 3, asked\n"
+        "rope(x[:, :, :10]); rope(x[:, :1, :1]); assert len(asked) <= 2, asked\n"
+        "rope(x[:, :1, :1100]); assert asked[-1] == 2, asked\n"
+        "torch.set_num_threads(1); asked.clear(); assert torch.equal(rope(x), y); assert not asked\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
 def test_without_openmp_threads_are_made_for_the_call():
     # In a process of its own, since the team is found once.
     script = (
         "import torch; from ropewalk.kernels import rotate_native; from ropewalk import RotaryEmbedding\n"
         "rotate_native._native.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__, 0,"
-        " rotate_native.MASKS, torch.empty_like)\n"
+        " rotate_native.MASKS[:2], torch.empty_like)\n"
         "rope, x = RotaryEmbedding(64, backend='native'), torch.randn(1, 4, 4000, 64)\n"
         "torch.set_num_threads(1); one = rope(x); torch.set_num_threads(5); assert torch.equal(rope(x), one)\n"
     )
@@ -169,12 +190,19 @@ def test_a_nan_stays_a_nan_whatever_its_bits(dtype, pairs):
         assert nan.isnan()
         x = torch.ones(1, 3, 2, 2 * pairs, dtype=dtype)
         working = torch.float64 if dtype == torch.float64 else torch.float32
-        cos, sin = torch.ones(2, pairs, dtype=working), torch.zeros(2, pairs, dtype=working)
-        cos[1, -1] = nan.to(working) if working == torch.float64 else nan
-        (y,) = rotate_native.rotate(x, None, cos, sin, Layout(True, 0, -2))
-        assert y[:, :, 1, -2:].isnan().all()
-        assert not y[:, :, 0].isnan().any()
-        assert not y[:, :, 1, :-2].isnan().any()
+        for place in (0, 1):
+            tables = [torch.ones(2, pairs, dtype=working), torch.zeros(2, pairs, dtype=working)]
+            tables[place][1, -1] = nan.to(working) if working == torch.float64 else nan
+            (y,) = rotate_native.rotate(x, None, *tables, Layout(True, 0, -2))
+            assert y[:, :, 1, -2:].isnan().all()
+            assert not y[:, :, 0].isnan().any()
+            assert not y[:, :, 1, :-2].isnan().any()
+        weight = torch.ones(2 * pairs, dtype=working)
+        weight[0] = nan.to(working) if working == torch.float64 else nan
+        tables = [torch.ones(2, pairs, dtype=working), torch.zeros(2, pairs, dtype=working)]
+        (y,) = rotate_native.norm_rotate(x, None, weight, None, *tables, Layout(True, 0, -2), 1e-6, 0)
+        assert y[..., :2].isnan().all()
+        assert not y[..., 2:].isnan().any()
 
 
 def test_infinities_do_as_the_formula_does():
@@ -188,8 +216,46 @@ def test_the_imaginary_part_of_a_conjugate():
     # Its memory has every sign the other way, and its type is plain.
     z = torch.complex(vector(0, 1, 2, 3, 8), vector(1, 1, 2, 3, 8)).conj()
     assert z.imag.is_neg()
+    rope, expected = RotaryEmbedding(8), RotaryEmbedding(8)(z.imag.resolve_neg().clone())
+    for _ in range(2):  # the second call of a module goes straight to C
+        assert torch.allclose(rope(z.imag), expected, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "make", [torch._efficientzerotensor, lambda shape: torch._to_functional_tensor(torch.zeros(shape))]
+)  # pyright: ignore
+def test_tensors_of_a_plain_type_without_memory(make):
     rope = RotaryEmbedding(8)
-    assert torch.allclose(rope(z.imag), rope(z.imag.resolve_neg().clone()), atol=1e-15)
+    rope(torch.ones(1, 2, 3, 8))
+    y = rope(make((1, 2, 3, 8)))
+    y = torch._from_functional_tensor(y) if torch._is_functional_tensor(y) else y  # pyright: ignore
+    assert torch.equal(y + 0.0, torch.zeros(1, 2, 3, 8))
+    with pytest.raises(ValueError, match="a strided tensor on the CPU"):
+        turned(torch._efficientzerotensor((1, 2, 9, 16)), torch.float32)  # pyright: ignore
+
+
+def test_in_place_is_seen_by_autograd():
+    rope, w = RotaryEmbedding(8), torch.ones(1, 2, 3, 8, requires_grad=True)
+    x = torch.ones(1, 2, 3, 8)
+    product = w * x
+    with torch.no_grad():
+        rope.rotate_(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_a_dispatch_mode_sees_the_operations():
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    rope, x = RotaryEmbedding(8), torch.ones(1, 2, 3, 8)
+    rope(x)
+    with Log():
+        rope(x)
+    assert any("mul" in name for name in seen)
 
 
 def test_what_is_not_plain_never_reaches_it(monkeypatch):
@@ -242,9 +308,47 @@ def test_bad_arguments_are_refused_before_a_pointer_is_taken():
         for value in bad:
             with pytest.raises((TypeError, ValueError, OverflowError, BufferError)):
                 native.rotate(*good[:place], value, *good[place + 1 :])  # pyright: ignore[reportOptionalMemberAccess]
+    normed = (*good, torch.ones(8), None, 1e-6, 0)
+    native.rotate(*normed)  # pyright: ignore[reportOptionalMemberAccess]
+    for weight in (torch.ones(7), torch.ones(9), torch.ones(16)[::2], torch.ones(8).double(), torch.ones(1, 8), None):
+        with pytest.raises((TypeError, ValueError)):
+            native.rotate(*good, weight, None, 1e-6, 0)  # pyright: ignore[reportOptionalMemberAccess]
+    with pytest.raises(TypeError):
+        native.rotate(*good, torch.ones(8), None, "small", 0)  # pyright: ignore[reportOptionalMemberAccess]
     for few in ((), good[:5], (*good, 1)):
         with pytest.raises(ValueError, match="arguments"):
             native.rotate(*few)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_bad_arguments_of_the_angles_are_refused_too():
+    native, theta = rotate_native._native, torch.ones(4, dtype=torch.float64)
+    table, one, ids = radix_table(theta), torch.tensor(1.0, dtype=torch.float64), torch.arange(3)
+    good = (ids, theta, table, one, torch.empty(3, 4), torch.empty(3, 4), 1)
+    native.cos_sin(*good)  # pyright: ignore[reportOptionalMemberAccess]
+    for place, bad in {
+        0: (torch.arange(4), ids.float(), ids.to(torch.int16), torch.tensor(1), ids.view(1, 1, 3), ids.tolist()),
+        1: (theta[:3], theta.float(), torch.ones(2, 4, dtype=torch.float64), torch.ones(8, dtype=torch.float64)[::2]),
+        2: (table[:2], table[..., :3], table.real, table.to(torch.complex64), table[:, :255]),
+        3: (one.float(), one.view(1)),
+        4: (
+            torch.empty(3, 3),
+            torch.empty(2, 4),
+            torch.empty(3, 8)[:, ::2],
+            torch.empty(4, 3).T,
+            torch.empty(3, 4).double(),
+        ),
+        5: (torch.empty(3, 3), torch.empty(3, 4).bfloat16(), torch.empty(4, 3).T),
+    }.items():
+        for value in bad:
+            with pytest.raises((TypeError, ValueError)):
+                native.cos_sin(*good[:place], value, *good[place + 1 :])  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_the_most_negative_position():
+    cos, sin = RotaryEmbedding(8).at(torch.tensor([-(2**63)]))
+    angle = -(2.0**63) * theta(8)
+    assert torch.allclose(cos[0].double(), angle.cos(), atol=1e-7)
+    assert torch.allclose(sin[0].double(), angle.sin(), atol=1e-7)
 
 
 @pytest.mark.parametrize("table_step", [1, 2])

@@ -1,5 +1,6 @@
 """What the module refuses, before any work, in the four parts of an error."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ IDS = torch.arange(5)
         (lambda: RotaryEmbedding(8, pairing="neox"), "'interleaved' or 'half'"),
         (lambda: RotaryEmbedding(8, seq_dim=1), "-2 for"),
         (lambda: RotaryEmbedding(8, context_length=0), "at least 1"),
-        (lambda: RotaryEmbedding(8, backend="cuda"), "'torch' or 'native' or 'triton'"),
+        (lambda: RotaryEmbedding(8, backend="cuda"), "'native' or 'triton' or 'torch'"),
         (lambda: RotaryEmbedding(8, backend="triton"), "a backend that is there\ngot:      the Triton kernel"),
         (lambda: RotaryEmbedding(RopeSpec(8), base=10_000.0), "a spec alone"),
         (lambda: RotaryEmbedding(RopeSpec(8), pairing="half"), "a spec alone"),
@@ -43,6 +44,10 @@ def test_making_one(call, message):
         ({"k": torch.ones(2, 2, 5, 6)}, r"rope\(k\)"),
         ({"k": IDS}, r"do this:  pass position ids by name, rope\(q, positions=ids\)"),
         ({"k": K.double()}, "q and k of one dtype"),
+        ({"k": K.bfloat16()}, "q and k of one dtype"),
+        ({"k": K.numpy()}, "pass a torch.Tensor of float32"),
+        ({"q": Q.to(torch.float8_e5m2)}, "pass a torch.Tensor of float32, float64, bfloat16 or float16"),
+        ({"k": torch.ones(2, 2, 6, 8)}, "5 queries and 6 keys"),
         ({"k": torch.ones(2, 2, 3, 8)}, "5 queries and 3 keys\ndo this:  for .* seq_dim=-3"),
         ({"positions": torch.arange(4)}, r"positions \[5\] or \[2, 5\]\ngot:      \[4\]"),
         ({"positions": torch.zeros(3, 5).long()}, r"positions \[5\] or \[2, 5\]"),
@@ -87,8 +92,14 @@ def test_making_one(call, message):
         ({"q": Q.double(), "angles": (torch.ones(5, 4), torch.ones(5, 4))}, "dtype=torch.float64"),
     ],
 )
-def test_calling_it(arguments, message):
+@pytest.mark.parametrize("warm", [False, True])
+def test_calling_it(arguments, message, warm):
     rope = RotaryEmbedding(8)
+    if warm:
+        # A second call goes straight to the kernel, which has checks of its own.
+        rope(Q, K)
+        rope(Q.double())
+        rope(Q, K)
     before = Q.clone()
     with pytest.raises(RopewalkError, match=message):
         rope(**{"q": Q} | arguments)
@@ -170,3 +181,13 @@ def test_what_has_no_meaning():
         rope.at(IDS, dtype=torch.bfloat16)
     with pytest.raises(RopewalkError, match=r"\[seq\] or \[batch, seq\]"):
         rope.at(torch.ones(1, 2, 3))
+
+
+def test_in_place_sees_memory_that_two_storages_share():
+    memory, rope = np.zeros(2000, dtype=np.float32), RotaryEmbedding(8)
+    q = torch.from_numpy(memory)[:480].view(1, 4, 15, 8)
+    with pytest.raises(RopewalkError, match="elements that belong to both"):
+        rope.rotate_(q, torch.from_numpy(memory[64:])[:480].view(1, 4, 15, 8))
+    with pytest.raises(RopewalkError, match="elements that belong to both"):
+        rope.rotate_(q, torch.frombuffer(memory.data, dtype=torch.float32, offset=2, count=480).view(1, 4, 15, 8))
+    rope.rotate_(q, torch.from_numpy(memory[480:])[:480].view(1, 4, 15, 8))

@@ -6,7 +6,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from nn.module import module_for
-from ropewalk import RopeSpec, RotaryEmbedding
+from ropewalk import RopeSpec, RotaryEmbedding, qk_norm_rope
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.spec import Plain, WholeModel
 from strategies import theta, vector
@@ -47,6 +47,112 @@ def test_one_graph_for_every_length_and_one_for_a_single_token(pairing, where):
         q, k = inputs(1, seed=start)
         compiled(q, k, **arguments(1))
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("arguments", [{}, {"offset": 5}])
+def test_what_eager_calls_keep_does_not_concern_a_graph(arguments):
+    rope, counter = RotaryEmbedding(8), CompileCounter()
+    compiled = torch.compile(lambda q, k: rope(q, k, **arguments), fullgraph=True, dynamic=True, backend=counter)
+    q, k = inputs(7)
+    for start in range(0, 4000, 600):
+        rope(*inputs(1), offset=start)
+        compiled(q, k)
+    assert counter.frame_count == 1
+
+
+def graph_of(call, *given):
+    """The functions that a compiler sees in a call."""
+    seen = []
+
+    def backend(graph, example_inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compile(call, fullgraph=True, backend=backend)(*given)
+    return " ".join(seen)
+
+
+def test_the_c_kernel_is_an_op_but_for_one_token():
+    rope = RotaryEmbedding(8)
+    assert "ropewalk.rotate" in graph_of(rope, *inputs(7))
+    assert "ropewalk.rotate" not in graph_of(rope, *inputs(1))
+    assert "ropewalk.rotate" not in graph_of(RotaryEmbedding(8, backend="torch"), *inputs(7))
+    forced = RotaryEmbedding(8, backend="native")
+    assert "ropewalk.rotate" in graph_of(forced, *inputs(1))
+    weight = torch.ones(8)
+    assert "ropewalk.norm_rotate" in graph_of(lambda q, k: qk_norm_rope(q, k, weight, None, forced), *inputs(7))
+    learned = RotaryEmbedding(8, learned=True)
+    assert "ropewalk.rotate" not in graph_of(learned, *inputs(7))
+
+
+def test_a_length_that_depends_on_data():
+    rope = RotaryEmbedding(8)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def some(x, mask):
+        ids = mask.nonzero().squeeze(-1)
+        return rope(x[:, :, ids], positions=ids)
+
+    x, mask = vector(0, 1, 2, 9, 8).float(), torch.arange(9) % 2 == 0
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.allclose(some(x, mask), rope(x)[:, :, ::2], atol=1e-6)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_only_what_needs_a_gradient_gets_a_graph(which):
+    rope, both = RotaryEmbedding(8), list(inputs(7))
+    both[which].requires_grad_()
+    for call in (rope, torch.compile(rope, fullgraph=True, backend="aot_eager")):
+        outputs = call(*both)
+        assert [y.requires_grad for y in outputs] == [which == 0, which == 1]
+        outputs[which].sum().backward()
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5])
+def test_norm_and_rotation_are_one_graph(eps):
+    rope, counter, weight = RotaryEmbedding(8), CompileCounter(), vector(5, 8).float()
+
+    def call(q, k):
+        return qk_norm_rope(q, k, weight, weight, rope, eps=eps)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for seq in (7, 19, 33):
+        for a, b in zip(compiled(*inputs(seq)), call(*inputs(seq)), strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_rotation_compiled_with_backward(dtype):
+    rope, weight = RotaryEmbedding(8), vector(5, 8).float()
+
+    def gradients(call):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs(7)] + [weight.clone().requires_grad_()]
+        outputs = call(leaves[0], leaves[1], leaves[2], leaves[2])
+        return torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
+
+    def eager(q, k, a, b):
+        return qk_norm_rope(q, k, a, b, rope)
+
+    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(compiled), gradients(eager), strict=True):
+        assert torch.allclose(a, b, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_by_torchscript_follows_its_input():
+    rope, weight = RotaryEmbedding(8), torch.ones(8)
+    x, y = vector(0, 1, 2, 7, 8).float(), vector(1, 1, 2, 7, 8).float()
+    calls = {
+        "range": lambda x: rope(x) * 1.0,
+        "positions": lambda x: rope(x, positions=torch.arange(7)) * 1.0,
+        "norm": lambda x: qk_norm_rope(x, x, weight, None, rope)[0] * 1.0,
+        "in place": lambda x: rope.rotate_(x * 1.0),
+    }
+    for name, call in calls.items():
+        call(x)
+        traced = torch.jit.trace(call, (x,), check_trace=False)
+        assert torch.allclose(traced(y), call(y), atol=1e-6), name
 
 
 def test_in_place_is_traced_too():

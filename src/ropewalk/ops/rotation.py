@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ropewalk.kernels import rotate_native, rotate_torch
 from ropewalk.kernels.layout import Layout
-from ropewalk.ops.plain import is_eager, is_plain, is_transformed
+from ropewalk.ops.plain import is_eager, is_plain, is_transformed, why_not_plain
 from ropewalk.ops.registry import OPS, Kernel, cannot_serve
 
-__all__ = ["kernel_for", "native_serves", "rotate", "rotate_", "rotate_directly", "rotate_plain"]
+__all__ = ["kernel_for", "native_serves", "rotate", "rotate_", "rotate_directly", "rotate_plain", "takes_op"]
 
 
 def rotate(
@@ -42,7 +42,7 @@ def rotate(
     """
     if not is_plain(q, k, cos, sin) or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
         return _traced((q,) if k is None else (q, k), cos, sin, layout, row, conjugate)
-    return rotate_plain(q, k, cos, sin, layout, kernel_for(q, layout), row, conjugate)
+    return rotate_plain(q, k, cos, sin, layout, kernel_for(q, layout, k), row, conjugate)
 
 
 def rotate_directly(
@@ -101,7 +101,7 @@ def rotate_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layou
     """
     both = (q,) if k is None else (q, k)
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*both, cos, sin))
-    if needs_graph or not is_plain(q, k, cos, sin) or kernel_for(q, layout) is not rotate_native.rotate:
+    if needs_graph or not is_plain(q, k, cos, sin) or kernel_for(q, layout, k) is not rotate_native.rotate:
         return False
     rotate_native.rotate(q, k, cos, sin, layout, row, in_place=True)
     for x in both:
@@ -111,58 +111,71 @@ def rotate_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layou
     return True
 
 
-def kernel_for(x: Tensor, layout: Layout) -> Kernel:
-    """The backend for plain tensors like x: the one that was asked for, else the fastest that can serve.
+def kernel_for(x: Tensor, layout: Layout, other: Tensor | None = None) -> Kernel:
+    """The backend for plain tensors like x and the other: the one that was asked for, else the fastest that can serve.
 
     >>> kernel_for(torch.ones(1), Layout(True, 0, -2, "torch")) is rotate_torch.rotate
     True
     """
     if layout.backend is not None:
-        if layout.backend == "native" and not native_serves(x):
+        if layout.backend == "native" and not native_serves(x, other):
             raise cannot_serve("native", f"{x.dtype} of {x.dim()} dimensions on {x.device}")
         return OPS["rotate"].backends[layout.backend]
-    return rotate_native.rotate if native_serves(x) else rotate_torch.rotate
+    return rotate_native.rotate if native_serves(x, other) else rotate_torch.rotate
 
 
-def native_serves(x: Tensor) -> bool:
-    """Whether the C kernel is there, and knows the device and the dtype of x.
+def native_serves(x: Tensor, other: Tensor | None = None) -> bool:
+    """Whether the C kernel is there, and knows the device, the dtype and as many dimensions.
 
     >>> native_serves(torch.ones(1, dtype=torch.float8_e5m2))
     False
     """
     served = x.is_cpu and rotate_native.MISSING is None and x.dtype in rotate_native.DTYPES
-    return served and x.dim() <= rotate_native.MOST_DIMS
+    return served and x.dim() <= rotate_native.MOST_DIMS and (other is None or other.dim() <= rotate_native.MOST_DIMS)
 
 
 def _traced(
     both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout, row: int, conjugate: bool
 ) -> tuple[Tensor, ...]:
     """The rotation for everything that is not a plain eager call."""
-    if layout.backend != "torch" and _takes_op(both, cos, sin, layout):
+    if layout.backend != "torch" and takes_op(both, cos, sin, layout):
         if row or cos.shape[-2] != both[0].shape[layout.seq_dim]:
             cos, sin = (table.narrow(-2, row, both[0].shape[layout.seq_dim]) for table in (cos, sin))
-        return tuple(
-            torch.ops.ropewalk.rotate(both, cos, sin, layout.interleaved, layout.start, layout.seq_dim, conjugate)
-        )
+        how = cos, sin, layout.interleaved, layout.start, layout.seq_dim, conjugate
+        if torch.is_grad_enabled() and len({x.requires_grad for x in both}) > 1:
+            # One op for both would give the one that needs no gradient a graph.
+            return tuple(torch.ops.ropewalk.rotate([x], *how)[0] for x in both)
+        return tuple(torch.ops.ropewalk.rotate(both, *how))
     if layout.backend == "native":
-        raise cannot_serve("native", "a transform, a tensor subclass, an export, or gradients of cos and sin")
+        raise cannot_serve("native", why_not_plain(*both, cos, sin) or "gradients of cos and sin")
     return tuple(rotate_torch.rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both)
 
 
-def _takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout) -> bool:
+def takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout) -> bool:
     """Whether a compiler is to see the C kernel, as a library op. What an exporter writes must not need ropewalk.
 
     For one token the call of an op takes longer than the rotation, and Inductor's code is faster.
+
+    >>> table = torch.ones(3, 2)
+    >>> takes_op((torch.ones(3, 4),), table, table, Layout(True, 0, -2))  # nothing is compiled here
+    False
     """
     return (
         torch.compiler.is_compiling()
-        and (layout.backend == "native" or both[0].shape[layout.seq_dim] != 1)
         and not torch.compiler.is_exporting()
         and not is_transformed()
-        and native_serves(both[0])
+        and native_serves(*both)
         and not (cos.requires_grad or sin.requires_grad)
         and all(type(x) in (Tensor, torch.nn.Parameter) for x in (*both, cos, sin))
+        and (layout.backend == "native" or not _is_one(both[0].shape[layout.seq_dim]))
     )
+
+
+def _is_one(length: Any) -> bool:
+    """Whether a compiler knows the length to be 1. One that depends on data is asked nothing."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(length == 1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -210,7 +223,7 @@ def _rotate_op(
 ) -> list[Tensor]:
     layout = Layout(interleaved, start, seq_dim)
     q, k = (both[0], None) if len(both) == 1 else both
-    return list(kernel_for(q, layout)(q, k, cos, sin, layout, 0, conjugate))
+    return list(kernel_for(q, layout, k)(q, k, cos, sin, layout, 0, conjugate))
 
 
 @_rotate_op.register_fake

@@ -78,7 +78,7 @@ def cpu(
         str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Forward alone, few rounds, nothing compiled: about a minute.")
+        bool, typer.Option("--quick", help="Forward alone, few rounds, nothing compiled: half a minute.")
     ] = False,
     backends: Annotated[bool, typer.Option("--backends", help="Say which backends are there, and stop.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ropewalk.reference.budget import rotation_budget
 from ropewalk.reference.rotate import rotate
 
-__all__ = ["Contestant", "Line", "error_over_budget", "take_turns"]
+__all__ = ["Contestant", "Line", "Truth", "take_turns"]
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,20 @@ class Line:
     error_over_budget: float | None
 
 
-def error_over_budget(
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    inv_freq: Tensor,
-    pairing: str,
-    conjugate: bool,
-    tokens: Tensor,
-    start: int,
-) -> float:
-    """The largest error of any output, in budgets, at `tokens` of [batch, heads, seq, dim]; the first is at `start`."""
-    worst = 0.0
-    for y, x in zip(outputs, inputs, strict=True):
-        part = x.detach().index_select(-2, tokens)
-        truth = rotate(part.double(), tokens + start, inv_freq, pairing=pairing, conjugate=conjugate)
-        allowed = rotation_budget(truth, x.dtype, rotary_dim=x.shape[-1], pairing=pairing)
-        off = (y.detach().index_select(-2, tokens).double() - truth).abs() / allowed
-        worst = max(worst, float(torch.nan_to_num(off, nan=torch.inf).max()))
-    return worst
+class Truth:
+    """The rotation of a tensor [batch, heads, seq, dim] in float64, and what each element may be off by."""
+
+    def __init__(self, x: Tensor, positions: Tensor, inv_freq: Tensor, pairing: str, conjugate: bool) -> None:
+        self.dtype = x.dtype
+        self.value = rotate(x.detach().double(), positions, inv_freq, pairing=pairing, conjugate=conjugate)
+        self.allowed = rotation_budget(self.value, x.dtype, rotary_dim=x.shape[-1], pairing=pairing)
+
+    def error_over_budget(self, y: Tensor) -> float:
+        """The largest error of any element of y, in budgets; infinite for another shape or dtype."""
+        if y.shape != self.value.shape or y.dtype != self.dtype:
+            return torch.inf
+        off = y.detach().double().sub_(self.value).abs_().div_(self.allowed)
+        return float(torch.nan_to_num(off, nan=torch.inf).max())
 
 
 def take_turns(

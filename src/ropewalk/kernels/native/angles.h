@@ -22,7 +22,7 @@ typedef struct {
 
 static void angles_row(const Angles *a, int64_t position, int64_t head, AnyFloat *cosines,
                        AnyFloat *sines) {
-    const int64_t pairs = a->pairs, width = 2 * a->heads * pairs, size = position < 0 ? -position : position;
+    const int64_t pairs = a->pairs, width = 2 * a->heads * pairs;
     const double amplitude = a->amplitude, turn = position < 0 ? -amplitude : amplitude;
     if (position <= -REACH || position >= REACH) {
         const AnyDouble *theta = a->inv_freq + head * pairs;
@@ -32,6 +32,7 @@ static void angles_row(const Angles *a, int64_t position, int64_t head, AnyFloat
         }
         return;
     }
+    const int64_t size = position < 0 ? -position : position;
     const AnyDouble *low = a->tables + (size & 255) * width + 2 * head * pairs;
     const AnyDouble *middle = a->tables + (256 + ((size >> 8) & 255)) * width + 2 * head * pairs;
     const AnyDouble *high = a->tables + (512 + (size >> 16)) * width + 2 * head * pairs;

@@ -58,8 +58,7 @@ static int is_ready(PyObject *object, Tensor *out) {
         PyErr_Clear();
         return 0;
     }
-    out->data = (char *)out->data + out->byte_offset;
-    return out->device_type == DL_CPU && out->strides && find_dtype(out, &dtype);
+    return out->device_type == DL_CPU && out->strides && has_memory(out) && find_dtype(out, &dtype);
 }
 
 /* Which way features lie and turn; the dimension of the sequence, from the end; the first row of cos and sin. */
@@ -187,15 +186,17 @@ static PyObject *targets(PyObject *const *args, PyObject *const *like) {
 
 /* Turns q and k, in `given`, into the tensors of `both`, which it returns or lets go. Everything is checked before
    anything is written. `norm`, if there is one, is q_weight, k_weight, eps, rounding. */
-static PyObject *turn(PyObject *const *given, PyObject *both, const Tensor *cos, const Tensor *sin, const Layout *layout,
+static PyObject *turn(PyObject *const *given, PyObject *both, PyObject *const *tables, const Layout *layout,
                       int64_t threads, PyObject *const *norm) {
     Job job = {.count = 0};
+    Tensor cos, sin;
+    if (both && (borrow(tables[0], &cos, "cos") || borrow(tables[1], &sin, "sin"))) Py_CLEAR(both);
     for (int i = 0; both && i < (int)PyTuple_GET_SIZE(both); i++) {
         Tensor x, y;
         Rotation *r = &job.rotations[job.count];
         int64_t elements;
         if (borrow(given[i], &x, i ? "k" : "q") || borrow(PyTuple_GET_ITEM(both, i), &y, i ? "yk" : "yq") ||
-            !describe(r, &x, &y, cos, sin, layout, &elements) ||
+            !describe(r, &x, &y, &cos, &sin, layout, &elements) ||
             (norm && !read_norm(norm[i], norm[2], norm[3], r))) {
             Py_CLEAR(both);
             break;
@@ -220,14 +221,12 @@ static PyObject *turn(PyObject *const *given, PyObject *both, const Tensor *cos,
 static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     if (!exchange || (count != 12 && count != 16)) return refuse("rotate takes 12 or 16 arguments, after use_torch");
-    Tensor cos, sin;
-    if (borrow(args[4], &cos, "cos") || borrow(args[5], &sin, "sin")) return NULL;
     const Layout layout = {PyLong_AsLongLong(args[6]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8]),
                            PyObject_IsTrue(args[9]), PyObject_IsTrue(args[10])};
     const int64_t threads = PyLong_AsLongLong(args[11]);
     if (PyErr_Occurred()) return NULL;
     PyObject *both = targets(args[2] == Py_None ? NULL : args + 2, args);
-    return turn(args, both, &cos, &sin, &layout, threads, count == 16 ? args + 12 : NULL);
+    return turn(args, both, args + 4, &layout, threads, count == 16 ? args + 12 : NULL);
 }
 
 /* direct(q, k, cos, sin, row, rows, head_dim, start, seq_dim, interleaved, threads) -> (yq, yk) or (yq,): `rotate` where
@@ -242,7 +241,7 @@ static PyObject *direct(PyObject *self, PyObject *const *args, Py_ssize_t count)
     const int64_t threads = PyLong_AsLongLong(args[10]);
     if (PyErr_Occurred()) return NULL;
     if (layout.row < 0) Py_RETURN_NONE;
-    Tensor x[2], cos, sin;
+    Tensor x[2], cos;
     const int tensors = args[1] == Py_None ? 1 : 2;
     for (int i = 0; i < tensors; i++) {
         const int fine = is_ready(args[i], &x[i]);
@@ -252,10 +251,10 @@ static PyObject *direct(PyObject *self, PyObject *const *args, Py_ssize_t count)
             memcmp(&x[i].dtype, &x[0].dtype, sizeof x[i].dtype) || x[i].shape[seq] != x[0].shape[x[0].dims + layout.seq_dim])
             Py_RETURN_NONE;
     }
-    if (borrow(args[2], &cos, "cos") || borrow(args[3], &sin, "sin")) return NULL;
+    if (borrow(args[2], &cos, "cos")) return NULL;
     if (cos.dtype.bits != (x[0].dtype.bits == 64 ? 64 : 32)) Py_RETURN_NONE;
     if (threads == 0) Py_RETURN_TRUE;
-    return turn(args, targets(NULL, args), &cos, &sin, &layout, threads, NULL);
+    return turn(args, targets(NULL, args), args + 2, &layout, threads, NULL);
 }
 
 /* cos_sin(positions, inv_freq, tables, amplitude, cos, sin, threads): fills cos and sin. */

@@ -5,15 +5,25 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined(__aarch64__)
+
+/* A test builds with 1, to run what machines without NEON or AVX2 run. */
+#ifndef BASELINE
+#define BASELINE 0
+#endif
+#if defined(__aarch64__) && !BASELINE
+#define NEON 1
 #include <arm_neon.h>
-#elif defined(__x86_64__)
+#else
+#define NEON 0
+#endif
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 #include "tensors.h"
 
-#define INLINE static inline __attribute__((always_inline))
+/* What is compiled for an instruction set is inlined into what is compiled for the same alone. */
+#define INLINE TARGET static inline __attribute__((always_inline))
 /* What is seldom run, kept out of the loops that are. */
 #define APART TARGET static __attribute__((noinline))
 
@@ -132,9 +142,9 @@ typedef void (*Walk)(const Rotation *);
 static Walk best_walk(const char **name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *name = "avx2", walk_32;
+    if (!BASELINE && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *name = "avx2", walk_32;
     *name = "sse2";
-#elif defined(__aarch64__)
+#elif NEON
     *name = "neon";
 #else
     *name = "portable";

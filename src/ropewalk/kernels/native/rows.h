@@ -18,26 +18,29 @@
             if (rounding & ROUND_WEIGHTED) v[i] = NEAREST(v[i]);                                                       \
         }                                                                                                              \
     }                                                                                                                  \
-    /* 1 / sqrt(mean of squares + eps). Sixteen sums, whatever the vectors, so that every machine rounds alike. */     \
+    /* 1 / sqrt(mean of squares + eps). As many sums as the longest vectors have, so that every machine rounds alike. */\
     INLINE W NAME(KIND##_scale)(const T *x, const Features *f, double eps) {                                           \
+        enum { SUMS = 32, EACH = SUMS * sizeof(W) / sizeof(V) };                                                       \
+        _Static_assert(SUMS % NAME(KIND##_N) == 0, "whole loads");                                                     \
         double total = 0;                                                                                              \
         for (int64_t from = 0; from < f->dim; from += 512) {                                                           \
             const int64_t stop = from + 512 < f->dim ? from + 512 : f->dim;                                            \
-            V sums[16 * sizeof(W) / sizeof(V)];                                                                        \
+            V sums[EACH];                                                                                              \
             memset(sums, 0, sizeof sums);                                                                              \
-            for (int64_t i = from; i < stop; i += 16) {                                                                \
-                T some[16] = {0};                                                                                      \
-                V v[16 * sizeof(W) / sizeof(V)];                                                                       \
-                if (f->step == 1 && i + 16 <= stop)                                                                    \
+            for (int64_t i = from; i < stop; i += SUMS) {                                                              \
+                T some[SUMS] = {0};                                                                                    \
+                V v[EACH];                                                                                             \
+                if (f->step == 1 && i + SUMS <= stop)                                                                  \
                     memcpy(some, x + i, sizeof some);                                                                  \
                 else                                                                                                   \
-                    for (int64_t j = 0; j < 16 && i + j < stop; j++) some[j] = x[(i + j) * f->step];                   \
-                for (int j = 0; j < 16; j += NAME(KIND##_N)) NAME(load_##KIND)(some + j, v + j * sizeof(W) / sizeof(V));\
-                for (size_t j = 0; j < 16 * sizeof(W) / sizeof(V); j++) sums[j] += v[j] * v[j];                        \
+                    for (int64_t j = 0; j < SUMS && i + j < stop; j++) some[j] = x[(i + j) * f->step];                 \
+                for (int j = 0; j < SUMS; j += NAME(KIND##_N))                                                         \
+                    NAME(load_##KIND)(some + j, v + (size_t)j * sizeof(W) / sizeof(V));                                \
+                for (int j = 0; j < EACH; j++) sums[j] += v[j] * v[j];                                                 \
             }                                                                                                          \
-            W s[16];                                                                                                   \
+            W s[SUMS];                                                                                                 \
             memcpy(s, sums, sizeof s);                                                                                 \
-            for (int half = 8; half; half /= 2)                                                                        \
+            for (int half = SUMS / 2; half; half /= 2)                                                                 \
                 for (int j = 0; j < half; j++) s[j] += s[j + half];                                                    \
             total += (double)s[0];                                                                                     \
         }                                                                                                              \

@@ -58,6 +58,13 @@ static int use_torch(PyObject *tensors, PyObject *parameters, PyObject *capsule)
     return 0;
 }
 
+/* Whether there is memory, or no need of any. */
+static int has_memory(const Tensor *t) {
+    for (int i = 0; i < t->dims; i++)
+        if (t->shape[i] == 0) return 1;
+    return t->data != NULL;
+}
+
 /* The memory of a plain CPU tensor, for as long as the object lives; 0, or -1 with an exception. */
 static int borrow(PyObject *object, Tensor *out, const char *name) {
     if (!exchange) {
@@ -73,11 +80,11 @@ static int borrow(PyObject *object, Tensor *out, const char *name) {
         PyErr_Clear();
         out->device_type = 0;
     }
-    if (out->device_type != DL_CPU || out->dtype.lanes != 1 || !out->strides) {
+    if (out->device_type != DL_CPU || out->dtype.lanes != 1 || !out->strides || !has_memory(out)) {
         PyErr_Format(PyExc_ValueError, "%s: a strided tensor on the CPU was expected", name);
         return -1;
     }
-    out->data = (char *)out->data + out->byte_offset;
+    if (out->data) out->data = (char *)out->data + out->byte_offset;
     return 0;
 }
 

@@ -13,17 +13,17 @@ typedef double NAME(D) __attribute__((vector_size(4 * LANES)));
 typedef int64_t NAME(L) __attribute__((vector_size(4 * LANES)));
 
 
-/* u - v w and u + v w. NEON always fuses them, and so does every machine with AVX2 that was ever built. */
-#if defined(__aarch64__)
+/* u - v w and u + v w, fused where the instruction set has it: NEON, and AVX2 with FMA, which came together. */
+#if NEON
 INLINE NAME(F) NAME(minus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return vfmsq_f32(u, v, w); }
 INLINE NAME(F) NAME(plus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return vfmaq_f32(u, v, w); }
 INLINE NAME(D) NAME(minus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return vfmsq_f64(u, v, w); }
 INLINE NAME(D) NAME(plus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return vfmaq_f64(u, v, w); }
 #elif LANES == 8
-TARGET INLINE NAME(F) NAME(minus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return _mm256_fnmadd_ps(v, w, u); }
-TARGET INLINE NAME(F) NAME(plus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return _mm256_fmadd_ps(v, w, u); }
-TARGET INLINE NAME(D) NAME(minus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return _mm256_fnmadd_pd(v, w, u); }
-TARGET INLINE NAME(D) NAME(plus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return _mm256_fmadd_pd(v, w, u); }
+INLINE NAME(F) NAME(minus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return _mm256_fnmadd_ps(v, w, u); }
+INLINE NAME(F) NAME(plus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return _mm256_fmadd_ps(v, w, u); }
+INLINE NAME(D) NAME(minus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return _mm256_fnmadd_pd(v, w, u); }
+INLINE NAME(D) NAME(plus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return _mm256_fmadd_pd(v, w, u); }
 #else
 INLINE NAME(F) NAME(minus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return u - v * w; }
 INLINE NAME(F) NAME(plus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return u + v * w; }
@@ -54,7 +54,7 @@ INLINE void NAME(store_f64)(AnyDouble *to, const NAME(D) *v) {
 
 /* 16-bit numbers as the upper halves of 32-bit words, and back. */
 INLINE void NAME(load_upper)(const AnyHalf *from, NAME(U) *v) {
-#if defined(__aarch64__)
+#if NEON
     NAME(H) both, zero = {0};
     memcpy(&both, from, sizeof both);
     v[0] = (NAME(U))SHUFFLE_H(zero, both, 0, 8, 1, 9, 2, 10, 3, 11);
@@ -69,7 +69,7 @@ INLINE void NAME(load_upper)(const AnyHalf *from, NAME(U) *v) {
 }
 
 INLINE void NAME(store_upper)(AnyHalf *to, const NAME(U) *v) {
-#if defined(__aarch64__)
+#if NEON
     NAME(H) both = SHUFFLE_H((NAME(H))v[0], (NAME(H))v[1], 1, 3, 5, 7, 9, 11, 13, 15);
     memcpy(to, &both, sizeof both);
 #else
@@ -95,7 +95,7 @@ INLINE NAME(F) NAME(nearest_bf16)(NAME(F) v) { return (NAME(F))(NAME(careful_bf1
 INLINE void NAME(load_bf16)(const AnyHalf *from, NAME(F) *v) { NAME(load_upper)(from, (NAME(U) *)v); }
 
 INLINE void NAME(store_bf16)(AnyHalf *to, const NAME(F) *v) {
-#if defined(__aarch64__)
+#if NEON
     const NAME(U) low = (NAME(U))v[0], high = (NAME(U))v[1], half = vdupq_n_u32(0x7fffu);
     /* round_bf16, with the sum and the dropping of what lies below in one instruction. */
     const uint16x4_t first = vaddhn_u32(low - NAME(odd_bf16)(low), half);
@@ -138,7 +138,7 @@ INLINE NAME(U) NAME(round_f16)(NAME(F) v) {
 INLINE NAME(F) NAME(nearest_f16)(NAME(F) v) { return NAME(expand_f16)(NAME(round_f16)(v)); }
 
 INLINE void NAME(load_f16)(const AnyHalf *from, NAME(F) *v) {
-#if defined(__aarch64__)
+#if NEON
     float16x8_t both;
     memcpy(&both, from, sizeof both);
     v[0] = vcvt_f32_f16(vget_low_f16(both)), v[1] = vcvt_high_f32_f16(both);
@@ -150,7 +150,7 @@ INLINE void NAME(load_f16)(const AnyHalf *from, NAME(F) *v) {
 }
 
 INLINE void NAME(store_f16)(AnyHalf *to, const NAME(F) *v) {
-#if defined(__aarch64__)
+#if NEON
     float16x8_t both = vcvt_high_f16_f32(vcvt_f16_f32(v[0]), v[1]);
     memcpy(to, &both, sizeof both);
 #else
@@ -236,7 +236,7 @@ INLINE void NAME(load2_bf16)(const AnyHalf *from, NAME(F) *a, NAME(F) *b) {
 INLINE void NAME(store2_bf16)(AnyHalf *to, const NAME(F) *a, const NAME(F) *b) {
     for (int i = 0; i < 2; i++) {
         NAME(U) even = NAME(round_bf16)(a[i]), odd = NAME(round_bf16)(b[i]), words;
-#if defined(__aarch64__)
+#if NEON
         words = (NAME(U))vtrn2q_u16((uint16x8_t)even, (uint16x8_t)odd);
 #else
         words = (even >> 16) | (odd & 0xffff0000u);
@@ -246,7 +246,7 @@ INLINE void NAME(store2_bf16)(AnyHalf *to, const NAME(F) *a, const NAME(F) *b) {
 }
 
 INLINE void NAME(load2_f16)(const AnyHalf *from, NAME(F) *a, NAME(F) *b) {
-#if defined(__aarch64__)
+#if NEON
     float16x8_t u, v;
     memcpy(&u, from, sizeof u), memcpy(&v, from + 8, sizeof v);
     const float16x8_t even = vuzp1q_f16(u, v), odd = vuzp2q_f16(u, v);
@@ -262,7 +262,7 @@ INLINE void NAME(load2_f16)(const AnyHalf *from, NAME(F) *a, NAME(F) *b) {
 }
 
 INLINE void NAME(store2_f16)(AnyHalf *to, const NAME(F) *a, const NAME(F) *b) {
-#if defined(__aarch64__)
+#if NEON
     const float16x8_t even = vcvt_high_f16_f32(vcvt_f16_f32(a[0]), a[1]);
     const float16x8_t odd = vcvt_high_f16_f32(vcvt_f16_f32(b[0]), b[1]);
     const float16x8_t u = vzip1q_f16(even, odd), v = vzip2q_f16(even, odd);
