@@ -221,17 +221,24 @@ def test_the_imaginary_part_of_a_conjugate():
         assert torch.allclose(rope(z.imag), expected, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    "make", [torch._efficientzerotensor, lambda shape: torch._to_functional_tensor(torch.zeros(shape))]
-)  # pyright: ignore
+def zero_tensor(shape):
+    return torch._efficientzerotensor(shape)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def functional_tensor(shape):
+    return torch._to_functional_tensor(torch.zeros(shape))  # pyright: ignore[reportPrivateImportUsage]
+
+
+@pytest.mark.parametrize("make", [zero_tensor, functional_tensor])
 def test_tensors_of_a_plain_type_without_memory(make):
     rope = RotaryEmbedding(8)
     rope(torch.ones(1, 2, 3, 8))
     y = rope(make((1, 2, 3, 8)))
-    y = torch._from_functional_tensor(y) if torch._is_functional_tensor(y) else y  # pyright: ignore
+    if make is functional_tensor:
+        y = torch._from_functional_tensor(y)  # pyright: ignore[reportPrivateImportUsage]
     assert torch.equal(y + 0.0, torch.zeros(1, 2, 3, 8))
     with pytest.raises(ValueError, match="a strided tensor on the CPU"):
-        turned(torch._efficientzerotensor((1, 2, 9, 16)), torch.float32)  # pyright: ignore
+        turned(zero_tensor((1, 2, 9, 16)), torch.float32)
 
 
 def test_in_place_is_seen_by_autograd():

@@ -69,21 +69,21 @@ def _ours(case: Case, backend: str | None) -> Rotation:
     return lambda q, k: rope(q, k, offset=start)
 
 
-def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, float]]:
-    """Each path with this pairing, and how many budgets it may be off: ours one, a peer what its arithmetic explains.
+def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, float | None]]:
+    """Each path with this pairing, and how many norms of a pair it may be off; None for ours, which have a budget.
 
     A peer rounds its tables and products to the dtype, and forms angles in float32, whose error grows with the length.
     """
     dtype = getattr(torch, case.dtype)
-    lenient = (torch.finfo(dtype).eps + case.where().stop * 2.0**-22) / 2.0**-18
-    yield OURS, _ours(case, None), 1.0
+    lenient = 2 * torch.finfo(dtype).eps + case.where().stop * 2.0**-22
+    yield OURS, _ours(case, None), None
     if backend_reasons()["native"] is None:
-        yield "ropewalk, torch", _ours(case, "torch"), 1.0
+        yield "ropewalk, torch", _ours(case, "torch"), None
     if compiled:
         # Compiled, nothing is kept between calls: a model makes its angles once a pass, as it makes the peers' tables.
         rope, where = RotaryEmbedding(DIM, pairing=case.pairing), case.where()
         angles = rope.at(torch.arange(where.start, where.stop))
-        yield "ropewalk, compiled", torch.compile(lambda q, k: rope(q, k, angles=angles), dynamic=False), 1.0
+        yield "ropewalk, compiled", torch.compile(lambda q, k: rope(q, k, angles=angles), dynamic=False), None
     for name, (maker, compiles) in PEERS.items():
         rotation = maker(case.where(), DIM, dtype, case.pairing)
         if rotation is None:
@@ -93,7 +93,7 @@ def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, floa
             yield f"{name}, compiled", torch.compile(rotation, dynamic=False), lenient
 
 
-def _contestant(case: Case, name: str, rotation: Rotation, limit: float, tensors: list[Tensor]) -> Contestant:
+def _contestant(case: Case, name: str, rotation: Rotation, limit: float | None, tensors: list[Tensor]) -> Contestant:
     q, k = tensors
     if case.work == "forward":
         return Contestant(name, lambda: rotation(q, k), lambda: rotation(q, k), limit)
@@ -135,9 +135,9 @@ def _measure(case: Case, rounds: int, compiled: bool, progress: Progress | None)
     for name, rotation, limit in _rotations(case, compiled):
         contestant = _contestant(case, name, rotation, limit, tensors)
         outputs = contestant.outputs() if contestant.outputs else []
-        error = max(truth.error_over_budget(y) for truth, y in zip(truths, outputs, strict=True))
-        errors[name] = error
-        if error <= limit:
+        found = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
+        errors[name], relative = (max(error) for error in zip(*found, strict=True))
+        if errors[name] <= 1 if limit is None else relative <= limit:
             contestants.append(contestant)
     task = None if progress is None else progress.task_ids[0]
     advance = (lambda: None) if progress is None or task is None else lambda: progress.advance(task)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.reference.budget import rotation_budget
+from ropewalk.reference.pairs import join_pairs, split_pairs
 from ropewalk.reference.rotate import rotate
 
 __all__ = ["Contestant", "Line", "Truth", "take_turns"]
@@ -18,12 +19,12 @@ __all__ = ["Contestant", "Line", "Truth", "take_turns"]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A path under its name: `run` is what is timed; `limit` is how many budgets it may be off."""
+    """A path under its name: `run` is what is timed. Ours may be off by a budget, a peer by `limit` norms of a pair."""
 
     name: str
     run: Callable[[], object]
     outputs: Callable[[], Sequence[Tensor]] | None = None
-    limit: float = 1.0
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,15 @@ class Truth:
         self.dtype = x.dtype
         self.value = rotate(x.detach().double(), positions, inv_freq, pairing=pairing, conjugate=conjugate)
         self.allowed = rotation_budget(self.value, x.dtype, rotary_dim=x.shape[-1], pairing=pairing)
+        norm = torch.hypot(*split_pairs(self.value, pairing))
+        self.norm = join_pairs(norm, norm, pairing)
 
-    def error_over_budget(self, y: Tensor) -> float:
-        """The largest error of any element of y, in budgets; infinite for another shape or dtype."""
+    def errors(self, y: Tensor) -> tuple[float, float]:
+        """The largest error of any element of y, in budgets and in norms of its pair; infinite for another dtype."""
         if y.shape != self.value.shape or y.dtype != self.dtype:
-            return torch.inf
-        off = y.detach().double().sub_(self.value).abs_().div_(self.allowed)
-        return float(torch.nan_to_num(off, nan=torch.inf).max())
+            return torch.inf, torch.inf
+        error = torch.nan_to_num((y.detach().double() - self.value).abs_(), nan=torch.inf)
+        return float((error / self.allowed).max()), float((error / self.norm).max())
 
 
 def take_turns(
