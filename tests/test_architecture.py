@@ -52,7 +52,9 @@ def test_imports_run_one_way(path):
 
 
 @pytest.mark.parametrize(
-    "path", [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))], ids=lambda path: str(path.relative_to(ROOT))
+    "path",
+    [*SOURCES, *sorted(PACKAGE.rglob("*.[ch]")), *sorted((ROOT / "tests").rglob("*.py"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_no_file_passes_400_lines(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 400

@@ -142,20 +142,24 @@ def rotate(
     >>> turn(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # a quarter turn
     [[-3.0, -4.0, 1.0, 2.0]]
     """
-    return _native.rotate(  # pyright: ignore[reportOptionalMemberAccess]
-        q,
-        k,
-        q if in_place else None,
-        k if in_place else None,
-        cos,
-        sin,
-        row,
-        layout.start,
-        layout.seq_dim,
-        layout.interleaved,
-        conjugate,
-        torch.get_num_threads(),
-    )
+    out = (q, k) if in_place else (None, None)
+    return _turn(q, k, *out, cos, sin, layout, row, conjugate)
+
+
+def _turn(
+    q: Tensor,
+    k: Tensor | None,
+    yq: Tensor | None,
+    yk: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int,
+    conjugate: bool,
+    *norm: object,
+) -> tuple[Tensor, ...]:
+    how = row, layout.start, layout.seq_dim, layout.interleaved, conjugate, torch.get_num_threads()
+    return _native.rotate(q, k, yq, yk, cos, sin, *how, *norm)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def norm_rotate(
@@ -181,24 +185,9 @@ def norm_rotate(
     >>> [round(v, 4) for v in y[0]]
     [-1.1314, 0.8485]
     """
-    return _native.rotate(  # pyright: ignore[reportOptionalMemberAccess]
-        q,
-        k,
-        None,
-        None,
-        cos,
-        sin,
-        row,
-        layout.start,
-        layout.seq_dim,
-        layout.interleaved,
-        False,
-        torch.get_num_threads(),
-        q_factor.contiguous(),
-        None if k_factor is None else k_factor.contiguous(),
-        eps,
-        rounding,
-    )
+    k_factor = None if k_factor is None else k_factor.contiguous()
+    norm = q_factor.contiguous(), k_factor, eps, rounding
+    return _turn(q, k, None, None, cos, sin, layout, row, False, *norm)
 
 
 def cos_sin(positions: Tensor, inv_freq: Tensor, table: Tensor, amplitude: Tensor) -> tuple[Tensor, Tensor]:

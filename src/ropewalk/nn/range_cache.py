@@ -66,10 +66,11 @@ class RangeCache:
         """
         if stop - start > LONGEST:
             return *make(start, stop), 0
-        found = self.seek(key, start, stop)
-        if found is not None:
-            return found
         blocks = self._blocks
+        for block in blocks:
+            if block.start <= start and stop <= block.stop and block.key == key:
+                self._put_forward(block)
+                return block.cos, block.sin, start - block.start
         first = start - start % STEP
         last = stop + STEP + (-stop) % STEP
         # Tensors born in inference mode could not be saved for a later backward.
@@ -84,14 +85,6 @@ class RangeCache:
         self._blocks = tuple(kept)
         self._put_forward(block)
         return block.cos, block.sin, start - first
-
-    def seek(self, key: tuple[torch.device, torch.dtype], start: int, stop: int) -> tuple[Tensor, Tensor, int] | None:
-        """What `find` gives, if a block has it already."""
-        for block in self._blocks:
-            if block.start <= start and stop <= block.stop and block.key == key:
-                self._put_forward(block)
-                return block.cos, block.sin, start - block.start
-        return None
 
     def _put_forward(self, block: Block) -> None:
         self.recent = block if block.key[0].type == "cpu" and block.cos.dim() == 2 else None

@@ -107,11 +107,9 @@ class RotaryEmbedding(RotaryAngles):
                 if turned is not None:
                     return turned[0] if k is None else turned
         if k_positions is not None:
-            (q_where, k_where) = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
-            cos, sin, row = q_where
-            turned = rotate(q, None, cos, sin, self.layout, row=row)[0]
-            cos, sin, row = k_where
-            return turned, rotate(cast(Tensor, k), None, cos, sin, self.layout, row=row)[0]
+            here, there = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
+            both = ((q, here), (cast(Tensor, k), there))
+            return tuple(rotate(x, None, cos, sin, self.layout, row=row)[0] for x, (cos, sin, row) in both)
         cos, sin, row = self._place(q, k, positions, offset, cu_seqlens, angles)
         turned = rotate(q, k, cos, sin, self.layout, row=row)
         return turned[0] if k is None else turned

@@ -161,10 +161,7 @@ class RotaryAngles(nn.Module):
         """cos, sin and the first row of a range, from the cache, for a plain x."""
         if self.context_length is not None and seq:
             check_within(start + seq - 1, self.context_length)
-        device, dtype = key = x.device, torch.float64 if x.dtype == torch.float64 else torch.float32
-        found = self._ranges.seek(key, start, start + seq)
-        if found is not None:
-            return found
+        device, dtype = key = x.device, working_dtype(x)
 
         def make(first: int, last: int) -> Angles:
             return self._angles_at(range_positions(last - first, first, device), dtype)
