@@ -78,6 +78,23 @@ def test_the_readmes_times_are_the_measured_ones():
             assert not line["path"].startswith("ropewalk") or line["error_over_budget"] <= 1
 
 
+def test_the_record_keeps_what_was_asked_of_the_kernel():
+    record = json.loads((ROOT / "benchmarks" / "cpu.json").read_text(encoding="utf-8"))
+    for case in record["cases"]:
+        times = {line["path"]: line["ms"] for line in case["lines"] if line["ms"] is not None}
+        ours, formula = times["ropewalk"], times["transformers' formula"]
+        assert all(ours <= ms for path, ms in times.items() if not path.startswith(("ropewalk", "copy"))), case
+        wide = case["dtype"] == "float32"
+        if case["seq"] == 1:
+            assert formula >= (4 if case["work"] == "forward" else 2) * ours
+            assert ours <= 0.025 or case["work"] != "forward"
+        elif case["work"] == "forward+backward":
+            assert formula >= 5 * ours
+        else:
+            assert ours <= (1.8 if wide else 4) * times["copy"]
+            assert formula >= (6 if wide else 8) * ours or case["memory"] != "transposed"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""Keeps cos and sin of the last plain ranges, so that decoding pays a slice. Nobody can tell that they are there."""
+"""Keeps cos and sin of the last plain ranges, so that decoding finds its row. Nobody can tell that they are there."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

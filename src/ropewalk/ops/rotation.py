@@ -7,7 +7,7 @@ What a call costs, apart from the rotation itself, on two Neoverse-N1 cores with
 - one that needs a gradient goes through the cheapest autograd.Function to the same kernel;
 - a compiler gets a library op where the C kernel can serve, and else the formula in torch operations, which Inductor
   fuses. On the same machine q and k of (1, 2048, 32 and 8, 128) take Inductor's code 2.1 and 5.6 ms in float32 (half,
-  interleaved) and 6.0 and 12.8 ms in bfloat16; benchmarks/cpu.json has both ways beside each other;
+  interleaved) and 6.0 and 12.8 ms in bfloat16; what the op takes is in benchmarks/cpu.json, as "compiled";
 - everything else that looks inside (export, functorch, forward-mode AD, tensor subclasses, gradients of cos and sin)
   gets the formula, which all of them understand.
 
