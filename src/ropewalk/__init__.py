@@ -13,39 +13,90 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ropewalk.errors import RopewalkError as RopewalkError
+    from ropewalk.hub.config import load_spec as load_spec
     from ropewalk.nn.qk_norm import qk_norm_rope as qk_norm_rope
     from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.reference.rotate import apply_rope as apply_rope
     from ropewalk.reference.rotate import build_rotary_frequencies as build_rotary_frequencies
+    from ropewalk.spec.axes import Axes as Axes
+    from ropewalk.spec.by_parts import Llama3 as Llama3
+    from ropewalk.spec.by_parts import NTKByParts as NTKByParts
+    from ropewalk.spec.by_parts import Yarn as Yarn
     from ropewalk.spec.frequencies import Explicit as Explicit
+    from ropewalk.spec.frequencies import Frequencies as Frequencies
     from ropewalk.spec.frequencies import Plain as Plain
+    from ropewalk.spec.frequencies import Proportional as Proportional
     from ropewalk.spec.frequencies import WholeModel as WholeModel
     from ropewalk.spec.rope import RopeSpec as RopeSpec
+    from ropewalk.spec.stretched import NTK as NTK
+    from ropewalk.spec.stretched import DynamicNTK as DynamicNTK
+    from ropewalk.spec.stretched import Linear as Linear
+    from ropewalk.spec.stretched import LongRope as LongRope
+    from ropewalk.spec.stretched import NTKFixed as NTKFixed
+    from ropewalk.spec.stretched import NTKMixed as NTKMixed
+    from ropewalk.spec.temperature import LogTemperature as LogTemperature
+    from ropewalk.spec.temperature import QueryTemperature as QueryTemperature
+    from ropewalk.spec.temperature import StepTemperature as StepTemperature
+    from ropewalk.spec.xpos import XPos as XPos
 
 __version__ = "0.1.0"
 
 # Where each public name lives. tests/test_architecture.py holds it against the imports above.
 _HOME = {
+    "Axes": "ropewalk.spec.axes",
+    "DynamicNTK": "ropewalk.spec.stretched",
     "Explicit": "ropewalk.spec.frequencies",
+    "Frequencies": "ropewalk.spec.frequencies",
+    "Linear": "ropewalk.spec.stretched",
+    "Llama3": "ropewalk.spec.by_parts",
+    "LogTemperature": "ropewalk.spec.temperature",
+    "LongRope": "ropewalk.spec.stretched",
+    "NTK": "ropewalk.spec.stretched",
+    "NTKByParts": "ropewalk.spec.by_parts",
+    "NTKFixed": "ropewalk.spec.stretched",
+    "NTKMixed": "ropewalk.spec.stretched",
     "Plain": "ropewalk.spec.frequencies",
+    "Proportional": "ropewalk.spec.frequencies",
+    "QueryTemperature": "ropewalk.spec.temperature",
     "RopeSpec": "ropewalk.spec.rope",
     "RopewalkError": "ropewalk.errors",
     "RotaryEmbedding": "ropewalk.nn.rotary",
+    "StepTemperature": "ropewalk.spec.temperature",
     "WholeModel": "ropewalk.spec.frequencies",
+    "XPos": "ropewalk.spec.xpos",
+    "Yarn": "ropewalk.spec.by_parts",
     "apply_rope": "ropewalk.reference.rotate",
     "build_rotary_frequencies": "ropewalk.reference.rotate",
+    "load_spec": "ropewalk.hub.config",
     "qk_norm_rope": "ropewalk.nn.qk_norm",
 }
 
 __all__ = [
+    "NTK",
+    "Axes",
+    "DynamicNTK",
     "Explicit",
+    "Frequencies",
+    "Linear",
+    "Llama3",
+    "LogTemperature",
+    "LongRope",
+    "NTKByParts",
+    "NTKFixed",
+    "NTKMixed",
     "Plain",
+    "Proportional",
+    "QueryTemperature",
     "RopeSpec",
     "RopewalkError",
     "RotaryEmbedding",
+    "StepTemperature",
     "WholeModel",
+    "XPos",
+    "Yarn",
     "apply_rope",
     "build_rotary_frequencies",
+    "load_spec",
     "qk_norm_rope",
 ]
 

@@ -64,7 +64,7 @@ def test_a_feature_map_that_reaches_zero_is_noticed(monkeypatch):
 def test_wrong_frequencies_are_noticed(monkeypatch):
     frequencies = importlib.import_module("ropewalk.spec.frequencies")
     monkeypatch.setattr(
-        frequencies.Plain, "evaluate", lambda self, dim, *_: frequencies.float64_powers(self.base * 1.001, dim)
+        frequencies.Plain, "evaluate", lambda self, dim, *_: 1 / frequencies.FLOAT64.powers(self.base * 1.001, dim)
     )
     ids = ("rotation.theta", "absolute.sinusoid", "men.larger-base")
     assert contradicted(*ids) == set(ids)

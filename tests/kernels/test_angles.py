@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.kernels.angles import REACH, cos_sin, float32_powers, radix_table
+from ropewalk.kernels.angles import REACH, cos_sin, radix_table
+from ropewalk.kernels.arithmetic import TorchArithmetic
 from strategies import theta
 
 
@@ -86,7 +87,7 @@ def test_rows_of_a_batch_and_of_heads():
 def test_float32_angles_are_formed_as_transformers_forms_them(base, dim):
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(dtype=torch.float) / dim
     inv_freq = 1.0 / (base**exponents)
-    assert torch.equal(torch.tensor(float32_powers(base, dim)), inv_freq)
+    assert torch.equal(1.0 / TorchArithmetic(torch.float32, torch.device("cpu")).powers(base, dim), inv_freq)
     ids = torch.arange(100_000, 100_300)
     # A matrix product with one term a sum, transposed, and doubled in width: transformers' own route to the angles.
     angles = (inv_freq[None, :, None].float() @ ids[None, None, :].float()).transpose(1, 2)

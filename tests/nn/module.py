@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ropewalk import RopeSpec, RotaryEmbedding, ops
-from ropewalk.spec.frequencies import Frequencies, float64_powers
+from ropewalk.spec.frequencies import Frequencies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Given(Frequencies):
     values: tuple[Any, ...]
     scale: float = 1.0
 
-    def evaluate(self, rotary_dim, length=None, powers=float64_powers):
+    def evaluate(self, rotary_dim, length=None, arithmetic=None):
         return np.array(self.values, dtype=np.float64)
 
-    def amplitude(self, length=None):
+    def amplitude(self, length=None, arithmetic=None):
         return self.scale
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from ropewalk import RopeSpec, RopewalkError
 from ropewalk.spec import Explicit, Frequencies, Plain, WholeModel
-from ropewalk.spec.frequencies import float64_powers
 from strategies import bases, pairings
 
 
@@ -74,10 +73,10 @@ def test_a_rule_of_ones_own_needs_no_other_change():
         class Harmonic(Frequencies):
             first: float = 1.0
 
-            def evaluate(self, rotary_dim, length=None, powers=float64_powers):
+            def evaluate(self, rotary_dim, length=None, arithmetic=None):
                 return self.first / np.arange(1.0, rotary_dim // 2 + 1) / (length or 1)
 
-            def amplitude(self, length=None):
+            def amplitude(self, length=None, arithmetic=None):
                 return 1.5 * (length or 1)
 
             @property

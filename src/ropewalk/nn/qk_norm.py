@@ -26,12 +26,14 @@ def qk_norm_rope(
     offset: int | Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     angles: Angles | None = None,
+    length: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """rope(norm(q), norm(k)) with norm(x) = x / sqrt(mean(x^2) + eps) * weight over each head, in one pass over memory.
 
     Qwen 3, Gemma 3 and others normalise so. The weights are [head_dim], or None for none. `plus_one` multiplies by
-    1 + weight, as Gemma stores it. `positions`, `offset`, `cu_seqlens` and `angles` say where the tokens stand, as in
-    rope(q, k, ...).
+    1 + weight, as Gemma stores it. `positions`, `offset`, `cu_seqlens` and `angles` say where the tokens stand, and
+    `length` how long the sequence is, as in rope(q, k, ...). xPos and query temperatures, which treat queries and keys
+    differently, are refused.
 
     Everything is worked in float32 and rounded once. transformers rounds the norm before it turns it; `round_norm=True`
     rounds where it does, for models that are to give the same logits. Gradients go to q, k and both weights. Squares
@@ -62,7 +64,14 @@ def qk_norm_rope(
             got=shown(k),
             do="for one tensor alone call rope(norm(x))",
         )
-    cos, sin, row = rope._place(q, k, positions, offset, cu_seqlens, angles)
+    if not rope.spec.same_for_both:
+        raise RopewalkError(
+            asked="qk_norm_rope(..., rope)",
+            expected="a spec that treats queries and keys alike",
+            got=f"{rope}",
+            do="normalise first and call rope(q, k)",
+        )
+    cos, sin, row = rope._place(q, k, positions, offset, cu_seqlens, angles, length)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         _check_weight(name, weight, x, plus_one)
     return qk_norm_rotate(q, k, q_weight, k_weight, cos, sin, rope.layout, Norm(eps, plus_one, round_norm), row=row)

@@ -17,13 +17,13 @@ MOST_ROWS = LONGEST + 8 * STEP
 
 
 class Block(NamedTuple):
-    """cos and sin of positions start .. stop-1, on a device, in a dtype.
+    """cos and sin of positions start .. stop-1. The key begins with device and dtype, and says all that they depend on.
 
     >>> Block((torch.device("cpu"), torch.float32), 0, 2, torch.ones(2, 1), torch.zeros(2, 1)).stop
     2
     """
 
-    key: tuple[torch.device, torch.dtype]
+    key: tuple[Any, ...]
     start: int
     stop: int
     cos: Tensor
@@ -55,7 +55,7 @@ class RangeCache:
 
     def find(
         self,
-        key: tuple[torch.device, torch.dtype],
+        key: tuple[Any, ...],
         start: int,
         stop: int,
         make: Callable[[int, int], tuple[Tensor, Tensor]],

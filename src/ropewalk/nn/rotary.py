@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count
 from ropewalk.kernels.layout import Layout
-from ropewalk.nn.positions import range_positions
-from ropewalk.nn.rotary_angles import Angles, RotaryAngles, checked_offset, working_dtype
-from ropewalk.nn.rotary_arguments import check_angles, check_in_place, check_inputs
+from ropewalk.nn.rotary_angles import Angles
+from ropewalk.nn.rotary_arguments import check_angles, check_in_place, check_inputs, checked_role, require_one
+from ropewalk.nn.rotary_moves import RotaryMoves
 from ropewalk.ops import require_backend, rotate, rotate_, rotate_directly
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
@@ -17,7 +17,7 @@ from ropewalk.spec.rope import RopeSpec
 __all__ = ["RotaryEmbedding"]
 
 
-class RotaryEmbedding(RotaryAngles):
+class RotaryEmbedding(RotaryMoves):
     """Rotary position encoding: turns each pair i of features at position m by the angle m * theta_i.
 
     RoFormer, 2104.09864, eq. 15 and 34. Pairs are interleaved, (0,1), (2,3), .., unless told otherwise; most
@@ -27,7 +27,8 @@ class RotaryEmbedding(RotaryAngles):
 
     q and k are [..., seq, head_dim] for seq_dim=-2, as `scaled_dot_product_attention` takes them, or
     [..., seq, heads, head_dim] for seq_dim=-3, as flash-attention does. Positions are [seq], or [batch, seq] with the
-    batch as the first dimension of q; whole or not, negative allowed, on the device of q.
+    batch as the first dimension of q; whole or not, negative allowed, on the device of q. For a spec with A axes they
+    are [A, seq] or [A, batch, seq], and must be given.
 
     `context_length` refuses positions past it where the host knows them: ranges, and ids on the CPU in eager mode.
 
@@ -68,6 +69,8 @@ class RotaryEmbedding(RotaryAngles):
         still = spec.head_dim - 2 * self._spec_inv_freq.shape[-1]
         start = 0 if spec.rotary_slice == "leading" else still
         self.layout = Layout(spec.pairing == "interleaved", start, seq_dim, self.backend)
+        # Whether a call for a plain range may go straight to the kernel, with what the cache holds.
+        self._plain_ranges = spec.same_for_both and not spec.varies and spec.axes is None
 
     def forward(
         self,
@@ -79,12 +82,18 @@ class RotaryEmbedding(RotaryAngles):
         offset: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
+        length: int | Tensor | None = None,
+        role: str | None = None,
     ) -> Any:
         """Rotates q, or q and k. Positions are 0 .. seq-1 unless one of these says otherwise:
 
         `positions` of q, and of k unless `k_positions` says otherwise; `offset`, an int, or one a sequence [batch], at
         which they start; `cu_seqlens`, the ends of sequences that are laid end to end, each of which starts at 0;
         `angles`, cos and sin that `at` computed before. One of them; k_positions goes beside positions, or alone.
+
+        `length`, an int or one a sequence [batch], is how long the sequence is, for DynamicNTK and LongRope; it is
+        needed wherever tokens do not start at 0. `role`, "q" or "k", says what a single tensor holds, for xPos and
+        query temperatures, which treat the two differently.
 
         >>> rope = RotaryEmbedding(4)
         >>> q, k = torch.ones(1, 8, 3, 4), torch.ones(1, 2, 3, 4)
@@ -93,7 +102,8 @@ class RotaryEmbedding(RotaryAngles):
         True
         """
         if (
-            positions is k_positions is cu_seqlens is angles is None
+            positions is k_positions is cu_seqlens is angles is length is role is None
+            and self._plain_ranges
             and not torch.compiler.is_compiling()
             and _is_start(offset)
         ):
@@ -106,13 +116,77 @@ class RotaryEmbedding(RotaryAngles):
                 turned = rotate_directly(q, k, block.cos, block.sin, self.layout, *where, self.spec.head_dim)
                 if turned is not None:
                     return turned[0] if k is None else turned
-        if k_positions is not None:
-            here, there = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
-            both = ((q, here), (cast(Tensor, k), there))
-            return tuple(rotate(x, None, cos, sin, self.layout, row=row)[0] for x, (cos, sin, row) in both)
-        cos, sin, row = self._place(q, k, positions, offset, cu_seqlens, angles)
-        turned = rotate(q, k, cos, sin, self.layout, row=row)
-        return turned[0] if k is None else turned
+        turned = []
+        for x, other, place, tempered in self._parts(
+            q, k, positions, k_positions, offset, cu_seqlens, angles, length, role
+        ):
+            cos, sin, row = place
+            done = rotate(x, other, cos, sin, self.layout, row=row)
+            turned += [done[0] if tempered is None else done[0] * tempered] if other is None else done
+        return turned[0] if k is None else tuple(turned)
+
+    def _parts(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        positions: Tensor | None,
+        k_positions: Tensor | None,
+        offset: int | Tensor | None,
+        cu_seqlens: Tensor | None,
+        angles: Angles | None,
+        length: int | Tensor | None,
+        role: str | None,
+    ) -> list[tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, int], Tensor | None]]:
+        """What is to be rotated: one or two tensors, their cos, sin and first row, and a factor that comes after."""
+        where = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
+        if k is not None and role is not None:
+            raise RopewalkError(
+                asked="rope(q, k, role=...)",
+                expected="a role for a single tensor; the second of two holds keys",
+                got=f"role={role!r} and two tensors",
+                do="leave role out",
+            )
+        if self.spec.same_for_both and k_positions is None:
+            if role is not None:
+                checked_role(role, self.spec)
+            return [(q, k, self._place(q, k, positions, offset, cu_seqlens, angles, length), None)]
+        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
+        require_one(where, k_positions, k)
+        if k is None:
+            role = checked_role(role, self.spec)
+            place = self._angles_for(q, **where, length=length, role=role)
+            return [(q, None, place, self._temper(q, where) if role == "q" else None)]
+        if self.spec.same_for_both:
+            q_role = k_role = None
+        elif angles is not None:
+            raise RopewalkError(
+                asked="rope(q, k, angles=...) with a spec that treats queries and keys differently",
+                expected="angles of their own for q and for k",
+                got="one pair of cos and sin",
+                do='rotate them in two calls: rope(q, angles=rope.at(p, role="q"), role="q"), and so for k',
+            )
+        else:
+            q_role, k_role = "q", "k"
+        if k_positions is None:
+            self._check_lengths(q, k)
+        there = where if k_positions is None else {"positions": k_positions, "name": "k_positions"}
+        here = self._angles_for(q, **where, length=length, role=q_role)
+        other = self._angles_for(k, **there, length=length, role=k_role)
+        return [(q, None, here, self._temper(q, where) if q_role else None), (k, None, other, None)]
+
+    def _temper(self, q: Tensor, where: dict[str, Any]) -> Tensor | None:
+        """The factor on whole queries, where it reaches features that do not turn."""
+        if not self._tempers_apart:
+            return None
+        given = {name: value for name, value in where.items() if name != "angles"}
+        if where["angles"] is not None:
+            raise RopewalkError(
+                asked="rope(q, angles=...) with a query_temperature over features that do not turn",
+                expected="positions: the temperature of a query is not in its cos and sin",
+                got="angles",
+                do="pass positions= or offset=",
+            )
+        return self._temperature_at(self._positions_of(q, **given), q)
 
     def _place(
         self,
@@ -122,20 +196,28 @@ class RotaryEmbedding(RotaryAngles):
         offset: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
+        length: int | Tensor | None = None,
     ) -> tuple[Tensor, Tensor, int]:
         """cos, sin and the row of them that is the first token's, for q and for k at the same positions.
 
         They may be the cache's own, which nobody else may have. What does not fit together is refused here.
         """
         check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
-        if positions is None and cu_seqlens is None and angles is None and _is_start(offset):
-            cos, sin, row = self._range(offset or 0, q.shape[self.seq_dim], q)
+        if positions is None and cu_seqlens is None and angles is None and self._plain_ranges and _is_start(offset):
+            cos, sin, row = self._range(offset or 0, q.shape[self.seq_dim], q, None, None)
         else:
             given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
-            _require_one(given, None, k)
-            cos, sin, row = self._angles_for(q, **given)
+            require_one(given, None, k)
+            cos, sin, row = self._angles_for(q, **given, length=length)
         if k is None:
             return cos, sin, row
+        self._check_lengths(q, k)
+        if cos.dim() > 2 and cos.shape[-2] == q.shape[self.seq_dim]:
+            # They were found for q; keys of another batch or other heads would broadcast in silence.
+            check_angles((cos, sin), k, cos.shape[-1], self.seq_dim)
+        return cos, sin, row
+
+    def _check_lengths(self, q: Tensor, k: Tensor) -> None:
         if q.shape[self.seq_dim] != k.shape[self.seq_dim]:
             raise RopewalkError(
                 asked="rope(q, k)",
@@ -143,20 +225,6 @@ class RotaryEmbedding(RotaryAngles):
                 got=f"{q.shape[self.seq_dim]} queries and {k.shape[self.seq_dim]} keys",
                 do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
             )
-        if cos.dim() > 2 and cos.shape[-2] == q.shape[self.seq_dim]:
-            # They were found for q; keys of another batch or other heads would broadcast in silence.
-            check_angles((cos, sin), k, cos.shape[-1], self.seq_dim)
-        return cos, sin, row
-
-    def _two_places(
-        self, q: Tensor, k: Tensor | None, positions: Tensor | None, k_positions: Tensor, *others: Any
-    ) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
-        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
-        offset, cu_seqlens, angles = others
-        given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
-        _require_one(given, k_positions, k)
-        here = self._angles_for(q, **given)
-        return here, self._angles_for(cast(Tensor, k), positions=k_positions, name="k_positions")
 
     def rotate_(
         self,
@@ -168,6 +236,8 @@ class RotaryEmbedding(RotaryAngles):
         offset: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
+        length: int | Tensor | None = None,
+        role: str | None = None,
     ) -> Any:
         """`forward` in place: q, and k if given, are overwritten and returned. What is refused leaves both as they are.
 
@@ -177,65 +247,15 @@ class RotaryEmbedding(RotaryAngles):
         """
         check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
         check_in_place(q, k)
-        if k_positions is not None:
-            here, there = self._two_places(q, k, positions, k_positions, offset, cu_seqlens, angles)
-            parts = [(q, None, *here), (cast(Tensor, k), None, *there)]
-        else:
-            parts = [(q, k, *self._place(q, k, positions, offset, cu_seqlens, angles))]
-        for x, other, cos, sin, row in parts:
+        parts = self._parts(q, k, positions, k_positions, offset, cu_seqlens, angles, length, role)
+        for x, other, (cos, sin, row), tempered in parts:
             if not rotate_(x, other, cos, sin, self.layout, row=row):
                 turned = rotate(x, other, cos, sin, self.layout, row=row)
                 for target, source in zip((x, other), turned, strict=False):
                     cast(Tensor, target).copy_(source)
+            if tempered is not None:
+                x.mul_(tempered)
         return q if k is None else (q, k)
-
-    def unrotate(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        offset: int | Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        angles: Angles | None = None,
-    ) -> Tensor:
-        """The inverse of `forward` on one tensor, given the same positions; divides by the amplitude.
-
-        >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
-        >>> torch.allclose(rope.unrotate(rope(x)), x)
-        True
-        """
-        check_inputs(x, None, self.spec.head_dim, self.seq_dim, self._heads)
-        given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
-        _require_one(given, None, None)
-        cos, sin, row = self._angles_for(x, **given)
-        # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
-        square = self._amplitude.to(cos) ** 2
-        cos, sin = cos / square, sin / square
-        return rotate(x, None, cos, sin, self.layout, row=row, conjugate=True)[0]
-
-    def shift(self, x: Tensor, by: int | Tensor) -> Tensor:
-        """Moves what is rotated already by `by` positions, an int or one a sequence [batch]: R_by R_m = R_{m+by}.
-
-        Refused for angles="float32", whose rotations do not compose.
-
-        >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
-        >>> torch.allclose(rope.shift(rope(x), by=-2), rope(x, offset=-2))
-        True
-        """
-        if self.spec.angles != "exact":
-            raise RopewalkError(
-                asked="rope.shift(x, by)",
-                expected='angles="exact", whose rotations compose: R_by R_m = R_{m+by}',
-                got=f"angles={self.spec.angles!r}",
-                do="rotate the keys afresh: rope(rope.unrotate(k, positions=old), positions=new)",
-            )
-        check_inputs(x, None, self.spec.head_dim, self.seq_dim, self._heads)
-        by = checked_offset(by, x, self.batched(x), "by")
-        # Every token moves by the same: a range of one position, as long as the sequence.
-        positions = range_positions(1, by, x.device)
-        positions = positions.expand(*positions.shape[:-1], x.shape[self.seq_dim])
-        cos, sin = self._angles_at(positions, working_dtype(x), amplitude=torch.ones_like(self._amplitude))
-        return rotate(x, None, cos, sin, self.layout)[0]
 
     def extra_repr(self) -> str:
         """The spec in a line: the pairing and the base, which most often are wrong, come first."""
@@ -243,7 +263,7 @@ class RotaryEmbedding(RotaryAngles):
         parts = [f"{spec.head_dim}", f"{spec.frequencies}", f"pairing={spec.pairing!r}"]
         if spec.rotary_dim != spec.head_dim:
             parts.append(f"rotary_dim={spec.rotary_dim} ({spec.rotary_slice})")
-        usual = {"sign": 1, "angles": "exact"}
+        usual = {"axes": None, "sign": 1, "xpos": None, "query_temperature": None, "angles": "exact"}
         parts += [f"{name}={getattr(spec, name)!r}" for name in usual if getattr(spec, name) != usual[name]]
         parts.append(f"seq_dim={self.seq_dim}")
         own = {name: getattr(self, name) for name in ("context_length", "backend")}
@@ -268,17 +288,3 @@ def _spec(dim: int | RopeSpec, base: float | None, pairing: str | None) -> RopeS
 def _is_start(offset: Any) -> TypeGuard[int | None]:
     """Whether this is no offset, or an int that a position can be: the common cases, without a look at the rest."""
     return offset is None or (type(offset) is int and -(1 << 62) < offset < 1 << 62)
-
-
-def _require_one(given: dict[str, Any], k_positions: Tensor | None, k: Tensor | None) -> None:
-    """Refuses two answers to the question where q stands, and keys' positions without keys."""
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) <= 1 and (k_positions is None or (k is not None and named in ([], ["positions"]))):
-        return
-    named += [] if k_positions is None else ["k_positions"]
-    raise RopewalkError(
-        asked="rope(q, ...)" if k is None else "rope(q, k, ...)",
-        expected="one of positions, offset, cu_seqlens and angles; k_positions with k, beside positions or alone",
-        got=", ".join(named),
-        do="add an offset to the positions yourself; give at() the positions of its angles",
-    )

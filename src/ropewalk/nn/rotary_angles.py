@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, as_int, require_flag, shown
-from ropewalk.kernels.angles import float32_powers, radix_table
+from ropewalk.kernels.angles import radix_table
+from ropewalk.kernels.arithmetic import TorchArithmetic
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.range_cache import RangeCache
 from ropewalk.nn.rotary_arguments import (
@@ -17,6 +18,8 @@ from ropewalk.nn.rotary_arguments import (
     check_ids,
     check_positions,
     check_within,
+    checked_length,
+    checked_role,
 )
 from ropewalk.ops import cos_sin, is_plain
 from ropewalk.spec.rope import RopeSpec
@@ -41,8 +44,9 @@ class RotaryAngles(nn.Module):
         super().__init__()
         require_flag(learned, asked="RotaryEmbedding(learned=...)")
         self.spec, self.seq_dim, self.context_length = spec, seq_dim, context_length
-        exact = spec.angles == "exact"
-        frequencies = spec.inv_freq() if exact else spec.inv_freq(powers=float32_powers)
+        # float32 frequencies are made by the operations of transformers, and on the CPU, where it makes them.
+        by_torch = TorchArithmetic(torch.float32, torch.device("cpu"))
+        frequencies = spec.inv_freq() if spec.angles == "exact" else spec.evaluate(None, by_torch)
         # How many heads there must be, where heads have frequencies of their own.
         self._heads = len(frequencies) if frequencies.ndim == 2 else None
         home = torch.get_default_device()
@@ -50,14 +54,18 @@ class RotaryAngles(nn.Module):
         home = torch.device("cpu") if home.type in ("meta", "mps") else home
         # Outside inference mode even there: what is made in it could not serve a later backward.
         with torch.inference_mode(False):
-            self._spec_inv_freq = torch.tensor(frequencies, device=home)
+            self._spec_inv_freq = torch.as_tensor(frequencies, device=home)
             self._amplitude = torch.tensor(spec.amplitude(), dtype=torch.float64, device=home)
+            self._axes = None
+            if spec.axes is not None:
+                self._axes = torch.tensor(spec.axes.weights, dtype=torch.float64, device=home)
             self.log_scale = nn.Parameter(torch.zeros(frequencies.shape)) if learned else None
         self._table = self._make_table()
         self._ranges = RangeCache()
 
     def _make_table(self) -> Tensor | None:
-        if self.spec.angles != "exact" or self.log_scale is not None:
+        served = self.spec.angles == "exact" and not self.spec.varies and self.spec.axes is None
+        if not served or self.log_scale is not None:
             return None
         with torch.inference_mode(False):
             return radix_table(torch.tensor(self.spec.inv_freq(), device="cpu"))
@@ -74,31 +82,84 @@ class RotaryAngles(nn.Module):
     def inv_freq(self) -> Tensor:
         """The frequencies, sign * theta_i: float64 [pairs], or [heads, pairs] where heads differ.
 
+        Of a rule that varies with the length they are those of short sequences.
+
         >>> RotaryAngles(RopeSpec(4, sign=-1), seq_dim=-2, context_length=None, learned=True).inv_freq.tolist()
         [-1.0, -0.01]
         """
+        return self._learned(self._spec_inv_freq)
+
+    def _learned(self, theta: Tensor) -> Tensor:
         if self.log_scale is None:
-            return self._spec_inv_freq
+            return theta
         log_scale = self.log_scale
         # float64 on the CPU for a device that has none.
         log_scale = log_scale.cpu() if log_scale.device.type == "mps" else log_scale
-        return self._spec_inv_freq.to(log_scale.device) * torch.exp(log_scale.to(torch.float64))
+        return theta.to(log_scale.device) * torch.exp(log_scale.to(torch.float64))
+
+    def _turning(self, length: int | Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
+        """Frequencies and amplitude for sequences of `length`: one, or one a sequence [batch]."""
+        if length is None or not self.spec.varies:
+            return self.inv_freq.to(home), self._amplitude.to(home)
+        dtype = torch.float64 if self.spec.angles == "exact" else torch.float32
+        arithmetic = TorchArithmetic(dtype, home)
+        # As a tensor even if it is an int, so that a compiled graph serves every length.
+        n = length.to(home) if isinstance(length, Tensor) else torch.full((), length, device=home)
+        n = n.to(dtype).unsqueeze(-1) if n.dim() else n.to(dtype)
+        theta = torch.as_tensor(self.spec.evaluate(n, arithmetic), device=home)
+        amplitude = torch.as_tensor(self.spec.frequencies.amplitude(n, arithmetic), dtype=torch.float64, device=home)
+        theta = self._learned(theta)
+        if n.dim():
+            # [batch, pairs] and [batch, 1] become [batch, 1, pairs] and [batch, 1, 1], to stand before the sequence.
+            theta = theta.unsqueeze(-2)
+            amplitude = amplitude.unsqueeze(-1) if amplitude.dim() else amplitude
+        return theta, amplitude
+
+    def _amplitude_of(self, amplitude: Tensor, positions: Tensor, role: str | None) -> Tensor:
+        """What cos and sin of queries ("q") or keys ("k") at `positions` are multiplied by."""
+        xpos, temperature = self.spec.xpos, self.spec.query_temperature
+        if role is None or self.spec.same_for_both:
+            return amplitude
+        where, arithmetic = positions.to(torch.float64), TorchArithmetic(torch.float64, positions.device)
+        if xpos is not None:
+            log_scale = xpos.log_scale(self.spec.turning, where.unsqueeze(-1), arithmetic)
+            amplitude = amplitude * torch.exp(log_scale if role == "q" else -log_scale)
+        if temperature is not None and role == "q" and not self._tempers_apart:
+            amplitude = amplitude * temperature.evaluate(where, arithmetic).unsqueeze(-1)
+        if self._heads is not None:
+            # [batch, seq, pairs] against [batch, heads, seq, pairs].
+            amplitude = amplitude.unsqueeze(-3) if amplitude.dim() == 3 else amplitude
+        return amplitude
+
+    @property
+    def _tempers_apart(self) -> bool:
+        """Whether the temperature has features to scale that cos and sin do not reach."""
+        return self.spec.query_temperature is not None and self.spec.turning < self.spec.head_dim
 
     def batched(self, x: Tensor) -> bool:
         """Whether the first dimension of x is a batch, and not the sequence, or heads with frequencies of their own."""
         return x.dim() > (3 if self._heads is not None else -self.seq_dim)
 
-    def at(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> Angles:
+    def at(
+        self,
+        positions: Tensor,
+        *,
+        dtype: torch.dtype = torch.float32,
+        length: int | Tensor | None = None,
+        role: str | None = None,
+    ) -> Angles:
         """cos and sin at `positions`, times the amplitude: compute them once a forward pass, share them as `angles=`.
 
         [seq, pairs] or [batch, seq, pairs]; [1 or batch, heads, seq, pairs] where heads have their own frequencies.
+        `length` and `role` are for the specs that need them: see `forward`.
 
         >>> rope = RotaryAngles(RopeSpec(4), seq_dim=-2, context_length=None, learned=False)
         >>> cos, sin = rope.at(torch.tensor([0, 2]))
         >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 0.02
         [-0.4161, 0.9998]
         """
-        check_ids(positions, name="positions", shape="[seq] or [batch, seq]")
+        count = 1 if self.spec.axes is None else self.spec.axes.count
+        check_ids(positions, name="positions", axes=count)
         if dtype not in (torch.float32, torch.float64):
             raise RopewalkError(
                 asked=f"rope.at(positions, dtype={dtype})",
@@ -107,18 +168,28 @@ class RotaryAngles(nn.Module):
                 do="leave dtype out; the rotation rounds once, at its end",
             )
         self._check_values(positions, "positions")
-        return self._angles_at(positions, dtype)
+        role = checked_role(role, self.spec)
+        if positions.dim() > (1 if count == 1 else 2):
+            rows = positions.shape[-2]
+        else:
+            # Positions that all sequences share may be asked for at a length a sequence.
+            rows = length.numel() if isinstance(length, Tensor) else None
+        length = checked_length(length, self.spec, rows, None)
+        return self._angles_at(positions, dtype, length, role)
 
-    def _angles_at(self, positions: Tensor, dtype: torch.dtype, amplitude: Tensor | None = None) -> Angles:
-        """`at` without its checks, and with another amplitude than the spec's if one is given."""
-        scale = self._amplitude if amplitude is None else amplitude
+    def _angles_at(
+        self, positions: Tensor, dtype: torch.dtype, length: int | Tensor | None = None, role: str | None = None
+    ) -> Angles:
+        """`at` without its checks."""
         home = positions.device
-        if home.type == "mps":
-            # There is no float64: angles are formed on the CPU and moved.
-            cos, sin = cos_sin(positions.cpu(), self.inv_freq, self._table, scale, dtype)
-            return cos.to(home), sin.to(home)
-        table = self._table if home.type == "cpu" else None
-        return cos_sin(positions, self.inv_freq.to(home), table, scale.to(home), dtype)
+        # There is no float64 on MPS: angles are formed on the CPU and moved.
+        here = positions.cpu() if home.type == "mps" else positions
+        table = self._table if here.device.type == "cpu" else None
+        theta, amplitude = self._turning(length, here.device)
+        amplitude = self._amplitude_of(amplitude, here, role)
+        axes = None if self._axes is None else self._axes.to(here.device)
+        cos, sin = cos_sin(here, theta, table, amplitude, dtype, axes)
+        return (cos, sin) if home.type != "mps" else (cos.to(home), sin.to(home))
 
     def _angles_for(
         self,
@@ -128,14 +199,40 @@ class RotaryAngles(nn.Module):
         offset: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
+        length: int | Tensor | None = None,
+        role: str | None = None,
         name: str = "positions",
     ) -> tuple[Tensor, Tensor, int]:
         """cos, sin and the row of the first token, from the one argument that says where x stands; else from 0 on."""
         seq = x.shape[self.seq_dim]
         if angles is not None:
             return *check_angles(angles, x, self._spec_inv_freq.shape[-1], self.seq_dim), 0
+        fresh = positions is None and offset is None and cu_seqlens is None
+        length = checked_length(length, self.spec, x.shape[0] if self.batched(x) else None, seq if fresh else None)
+        where = self._positions_of(x, positions, offset, cu_seqlens, name)
+        if not isinstance(where, Tensor):
+            return self._range(where, seq, x, length, role)
+        return *self._angles_at(where, working_dtype(x), length, role), 0
+
+    def _positions_of(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        name: str = "positions",
+    ) -> int | Tensor:
+        """Where the tokens of x stand, checked: an int where they are a range that starts there."""
+        seq, axes = x.shape[self.seq_dim], self.spec.axes
         if positions is not None:
-            check_positions(positions, x, self.seq_dim, self.batched(x), name)
+            check_positions(positions, x, self.seq_dim, self.batched(x), name, 1 if axes is None else axes.count)
+        elif axes is not None:
+            raise RopewalkError(
+                asked=f"rope(...) over {axes.count} position axes",
+                expected=f"positions [{axes.count}, seq] or [{axes.count}, batch, seq]",
+                got="no positions",
+                do="make them with ropewalk.nn.positions: text_positions, grid_positions, mrope_positions",
+            )
         elif cu_seqlens is not None:
             check_ids(cu_seqlens, name="cu_seqlens", shape="[sequences + 1]", dims=(1,), whole=True)
             if cu_seqlens.device.type == "cpu" and is_plain(cu_seqlens):
@@ -144,37 +241,42 @@ class RotaryAngles(nn.Module):
         else:
             start = 0 if offset is None else checked_offset(offset, x, self.batched(x), "offset")
             if not isinstance(start, Tensor):
-                return self._range(start, seq, x)
+                return start
             positions = range_positions(seq, start, x.device)
         self._check_values(positions, name)
-        return *self._angles_at(positions, working_dtype(x)), 0
+        return positions
 
-    def _range(self, start: int, seq: int, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.log_scale is None and not capturing and is_plain(x):
-            return self._kept_range(start, seq, x)
+    def _range(
+        self, start: int, seq: int, x: Tensor, length: int | Tensor | None, role: str | None
+    ) -> tuple[Tensor, Tensor, int]:
         if seq:
-            check_within(start + seq - 1, self.context_length)
-        return *self._angles_at(range_positions(seq, start, x.device), working_dtype(x)), 0
+            self._check_last(start + seq - 1)
+        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        kept = self.log_scale is None and not isinstance(length, Tensor) and not capturing
+        if not kept or not is_plain(x):
+            return *self._angles_at(range_positions(seq, start, x.device), working_dtype(x), length, role), 0
 
-    def _kept_range(self, start: int, seq: int, x: Tensor) -> tuple[Tensor, Tensor, int]:
-        """cos, sin and the first row of a range, from the cache, for a plain x."""
-        if self.context_length is not None and seq:
-            check_within(start + seq - 1, self.context_length)
-        device, dtype = key = x.device, working_dtype(x)
+        # From the cache, for a plain x.
+        device, dtype = x.device, working_dtype(x)
 
         def make(first: int, last: int) -> Angles:
-            return self._angles_at(range_positions(last - first, first, device), dtype)
+            return self._angles_at(range_positions(last - first, first, device), dtype, length, role)
 
-        return self._ranges.find(key, start, start + seq, make)
+        return self._ranges.find((device, dtype, length, role), start, start + seq, make)
+
+    def _check_last(self, last: int) -> None:
+        """Refuses a last position past what the module or its spec is for, where the host knows it."""
+        check_within(last, self.context_length)
+        if self.spec.xpos is not None:
+            check_within(last, self.spec.xpos.length)
 
     def _check_values(self, positions: Tensor, name: str) -> None:
         # Looking at the values would make a device wait, and a compiler stop: eager on the CPU alone.
         if positions.device.type != "cpu" or not is_plain(positions):
             return
         check_finite(positions, name)
-        if self.context_length is not None and positions.numel():
-            check_within(int(positions.max()), self.context_length)
+        if positions.numel() and (self.context_length is not None or self.spec.xpos is not None):
+            self._check_last(int(positions.max()))
 
     def reset_parameters(self) -> None:
         """Puts learned frequencies back to those of the spec, as initialisation after `to_empty` wants it.
@@ -194,6 +296,7 @@ class RotaryAngles(nn.Module):
         if device.type not in ("meta", "mps"):
             self._spec_inv_freq = self._spec_inv_freq.to(device)
             self._amplitude = self._amplitude.to(device)
+            self._axes = None if self._axes is None else self._axes.to(device)
         return self
 
 

@@ -5,8 +5,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, shown
+from ropewalk.errors import RopewalkError, as_int, require_choice, shown
 from ropewalk.ops import is_plain
+from ropewalk.spec.rope import RopeSpec
 
 # What can count: bfloat16 has no 257, float16 no 2049.
 _COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
@@ -71,17 +72,42 @@ def _refuse(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int | None
     )
 
 
-def check_ids(ids: Any, *, name: str, shape: str, dims: tuple[int, ...] = (1, 2), whole: bool = False) -> None:
+def require_one(given: dict[str, Any], k_positions: Tensor | None, k: Tensor | None) -> None:
+    """Refuses two answers to the question where q stands, and keys' positions without keys."""
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) <= 1 and (k_positions is None or (k is not None and named in ([], ["positions"]))):
+        return
+    named += [] if k_positions is None else ["k_positions"]
+    raise RopewalkError(
+        asked="rope(q, ...)" if k is None else "rope(q, k, ...)",
+        expected="one of positions, offset, cu_seqlens and angles; k_positions with k, beside positions or alone",
+        got=", ".join(named),
+        do="add an offset to the positions yourself; give at() the positions of its angles",
+    )
+
+
+def check_ids(
+    ids: Any,
+    *,
+    name: str,
+    shape: str | None = None,
+    dims: tuple[int, ...] = (1, 2),
+    whole: bool = False,
+    axes: int = 1,
+) -> None:
     """Refuses what is no tensor of numbers that can count: complex, bool, half precision, or the wrong rank.
 
     Messages are put together only for an error: to print a length, a compiler would have to fix it.
     """
+    if axes > 1:
+        dims, shape = (2, 3), f"[{axes}, seq] or [{axes}, batch, seq]"
     counts = isinstance(ids, Tensor) and ids.dtype in _COUNTING
-    if counts and ids.dim() in dims and not (whole and ids.is_floating_point()):
+    if counts and ids.dim() in dims and not (whole and ids.is_floating_point()) and (axes == 1 or len(ids) == axes):
         return
     raise RopewalkError(
         asked=f"rope(...) with {name}",
-        expected=f"a tensor {shape} of whole numbers" + ("" if whole else ", float32 or float64"),
+        expected=f"a tensor {shape or '[seq] or [batch, seq]'} of whole numbers"
+        + ("" if whole else ", float32 or float64"),
         got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else shown(ids),
         do="wrap them: torch.tensor(...)"
         if not isinstance(ids, Tensor)
@@ -109,15 +135,16 @@ def check_finite(positions: Tensor, name: str) -> None:
         )
 
 
-def check_positions(positions: Tensor, x: Tensor, seq_dim: int, batched: bool, name: str) -> None:
-    """Refuses positions that are not one number for each token of x, or lie on another device."""
-    check_ids(positions, name=name, shape="[seq] or [batch, seq]")
-    rows = positions.dim() == 1 or (batched and positions.shape[0] in (1, x.shape[0]))
+def check_positions(positions: Any, x: Tensor, seq_dim: int, batched: bool, name: str, axes: int = 1) -> None:
+    """Refuses positions that are not one number for each token of x and axis, or lie on another device."""
+    check_ids(positions, name=name, axes=axes)
+    leading = positions.shape[:-1] if axes == 1 else positions.shape[1:-1]
+    rows = len(leading) == 0 or (batched and leading[0] in (1, x.shape[0]))
     if positions.shape[-1] != x.shape[seq_dim] or not rows:
-        seq = x.shape[seq_dim]
+        seq, first = x.shape[seq_dim], "" if axes == 1 else f"{axes}, "
         raise RopewalkError(
             asked=f"rope({name}=...) for a tensor of shape {list(x.shape)}",
-            expected=f"positions [{seq}]" + (f" or [{x.shape[0]}, {seq}]" if batched else ""),
+            expected=f"positions [{first}{seq}]" + (f" or [{first}{x.shape[0]}, {seq}]" if batched else ""),
             got=f"{list(positions.shape)}",
             do="give each token its position; the batch is the first dimension of x",
         )
@@ -139,6 +166,56 @@ def check_within(last: int, context_length: int | None) -> None:
             got=f"position {last}",
             do="shorten the input, or raise context_length if the model is meant to go there",
         )
+
+
+def checked_length(length: Any, spec: RopeSpec, rows: int | None, fresh: int | None) -> Any:
+    """How long sequences are, if the spec asks for it: an int, or whole numbers [rows], one a sequence.
+
+    `fresh` is the number of tokens where they are a whole sequence, from position 0 on; nobody has to say it then.
+    """
+    if length is None:
+        if not spec.varies or fresh is not None:
+            return fresh if spec.varies else None
+        raise RopewalkError(
+            asked=f"rope(...) with {type(spec.frequencies).__name__}, whose frequencies depend on the length",
+            expected="length=, an int or one a sequence [batch], wherever tokens do not start at position 0",
+            got="no length",
+            do="pass the length that the keys in the cache were rotated for; rope.retune moves them to another",
+        )
+    if isinstance(length, Tensor):
+        whole = not length.is_floating_point() and not length.is_complex() and length.dtype != torch.bool
+        if whole and (length.dim() == 0 or (length.dim() == 1 and rows is not None and len(length) in (1, rows))):
+            return length if spec.varies else None
+        got = f"{length.dtype} {list(length.shape)}"
+    elif isinstance(length, torch.SymInt):
+        return length if spec.varies else None
+    else:
+        number = as_int(length)
+        if number is not None and 1 <= number < 1 << 62:
+            return number if spec.varies else None
+        got = shown(length)
+    raise RopewalkError(
+        asked="rope(..., length=...)",
+        expected="an int of at least 1" + ("" if rows is None else f", or whole numbers [{rows}], one a sequence"),
+        got=got,
+        do="pass how many positions the sequence has",
+    )
+
+
+def checked_role(role: Any, spec: RopeSpec) -> str | None:
+    """Whether a tensor holds queries ("q") or keys ("k"); None where the spec treats them alike."""
+    if role is not None:
+        require_choice(role, ("q", "k"), asked="rope(..., role=...)")
+    if spec.same_for_both:
+        return None
+    if role is None:
+        raise RopewalkError(
+            asked="rope(x) with a spec that treats queries and keys differently (xpos or query_temperature)",
+            expected='role="q" for queries or role="k" for keys, or both tensors: rope(q, k)',
+            got="one tensor without a role",
+            do='say what it holds: rope(k, role="k")',
+        )
+    return role
 
 
 def check_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,12 @@ __all__ = ["cos_sin"]
 
 
 def cos_sin(
-    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: Tensor, dtype: torch.dtype
+    positions: Tensor,
+    inv_freq: Tensor,
+    table: Tensor | None,
+    amplitude: Tensor,
+    dtype: torch.dtype,
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of the angles: `kernels.angles.cos_sin`, behind an op boundary where a compiler would see it.
 
@@ -26,50 +31,60 @@ def cos_sin(
     -0.4161
     """
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not is_transformed():
-        return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype)
+        return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype, axes)
     # The table is looked up by values, which only plain positions have.
-    return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype)
+    return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype, axes)
 
 
 @torch.library.custom_op("ropewalk::cos_sin", mutates_args=())
 def _cos_sin_op(
-    positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: Tensor, dtype: torch.dtype
+    positions: Tensor,
+    inv_freq: Tensor,
+    table: Tensor | None,
+    amplitude: Tensor,
+    dtype: torch.dtype,
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return angle_kernels.cos_sin(positions, inv_freq, table, amplitude, dtype)
+    return angle_kernels.cos_sin(positions, inv_freq, table, amplitude, dtype, axes)
 
 
 @_cos_sin_op.register_fake
-def _(positions: Tensor, inv_freq: Tensor, table: Tensor | None, amplitude: Tensor, dtype: torch.dtype):
-    pairs = inv_freq.shape[-1]
-    if inv_freq.dim() == 2:
-        batch = 1 if positions.dim() == 1 else positions.shape[0]
-        shape = (batch, inv_freq.shape[0], positions.shape[-1], pairs)
-    else:
-        shape = (*positions.shape, pairs)
+def _(
+    positions: Tensor,
+    inv_freq: Tensor,
+    table: Tensor | None,
+    amplitude: Tensor,
+    dtype: torch.dtype,
+    axes: Tensor | None = None,
+):
+    shape = (angle_kernels.angles_at(positions, inv_freq, axes) * amplitude).shape
     return tuple(torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
 
 
 def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    positions, inv_freq, *_ = inputs
-    ctx.save_for_backward(positions, inv_freq, *output)
+    positions, inv_freq, _, amplitude, _, axes = inputs
+    ctx.save_for_backward(positions, inv_freq, amplitude, axes, *output)
 
 
 def _angles_backward(ctx: Any, cos_grad: Tensor, sin_grad: Tensor) -> tuple[Tensor | None, ...]:
-    # d(a cos(m theta)) = -a sin(m theta) (m dtheta + theta dm), and a sin, a cos are what was returned.
-    positions, inv_freq, cos, sin = ctx.saved_tensors
+    # d(a cos φ) = -a sin φ dφ + cos φ da and d(a sin φ) = a cos φ dφ + sin φ da; a cos φ and a sin φ were returned.
+    positions, inv_freq, amplitude, axes, cos, sin = ctx.saved_tensors
     turned = (sin_grad * cos - cos_grad * sin).to(torch.float64)
-    per_head = inv_freq.dim() == 2
-    where = positions
-    if per_head:
-        where = positions.unsqueeze(-2) if positions.dim() == 2 else positions[None, None]
-    by_frequency = turned * where.to(torch.float64).unsqueeze(-1)
-    by_position = turned * (inv_freq.unsqueeze(-2) if per_head else inv_freq)
-    over_tokens = (0, 2) if per_head else tuple(range(positions.dim()))
-    theta_grad = by_frequency.sum(over_tokens).to(inv_freq.dtype) if ctx.needs_input_grad[1] else None
-    position_grad = None
-    if ctx.needs_input_grad[0]:
-        position_grad = by_position.sum((1, 3) if per_head else -1).reshape(positions.shape).to(positions.dtype)
-    return position_grad, theta_grad, None, None, None
+    needs_positions, needs_frequencies, _, needs_amplitude, *_ = ctx.needs_input_grad
+
+    position_grad = theta_grad = amplitude_grad = None
+    if needs_positions or needs_frequencies:
+        where, theta = angle_kernels.pair_positions(positions, inv_freq.to(torch.float64), axes)
+        if needs_frequencies:
+            theta_grad = (turned * where).sum_to_size(theta.shape).reshape(inv_freq.shape).to(inv_freq.dtype)
+        if needs_positions:
+            by_pair = (turned * theta).sum_to_size(where.shape)
+            by_pair = by_pair if axes is None else torch.stack([(by_pair * axis).sum(-1) for axis in axes.unbind(0)])
+            position_grad = by_pair.reshape(positions.shape).to(positions.dtype)
+    if needs_amplitude:
+        grown = (cos_grad * cos + sin_grad * sin).to(torch.float64) / amplitude
+        amplitude_grad = grown.sum_to_size(amplitude.shape)
+    return position_grad, theta_grad, None, amplitude_grad, None, None
 
 
 _cos_sin_op.register_autograd(_angles_backward, setup_context=_save_angles)

@@ -1,43 +1,19 @@
 """Frequency rules: how fast each pair of features turns.
 
-A rule is a frozen, hashable, final value that answers `evaluate(rotary_dim)`. Nothing outside this file asks
-which rule it holds.
+A rule is a frozen, hashable, final value that answers `evaluate(rotary_dim)`. Nothing outside this room asks which
+rule it holds. Rules for longer contexts are in stretched.py and by_parts.py.
 """
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast, final
 
-import numpy as np
-from jaxtyping import Float, Float64
-from numpy.typing import NDArray
+from ropewalk.errors import RopewalkError, as_float, require_count, require_even, require_positive, shown
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.value import from_dict, to_dict
 
-from ropewalk.errors import (
-    RopewalkError,
-    as_float,
-    require_choice,
-    require_count,
-    require_even,
-    require_positive,
-    shown,
-)
-
-__all__ = ["Explicit", "Frequencies", "Plain", "Powers", "WholeModel", "float64_powers"]
-
-# base^(-2i/d) for i = 0 .. d/2-1, in some precision. A rule computes in the precision of what this gives, so that
-# float32 frequencies can be made by the very operations with which a model was trained.
-Powers = Callable[[float, int], NDArray[Any]]
-
-
-def float64_powers(base: float, dim: int) -> Float64[np.ndarray, "pairs"]:
-    """base^(-2i/dim) for i = 0 .. dim/2-1: RoFormer (2104.09864) eq. 15, with i counted from 0.
-
-    >>> float64_powers(10_000.0, 4).tolist()
-    [1.0, 0.01]
-    """
-    dim = require_even(dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
-    return base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+__all__ = ["Explicit", "Frequencies", "Plain", "Proportional", "WholeModel", "check_base", "check_factor"]
 
 
 class Frequencies(ABC):
@@ -55,17 +31,18 @@ class Frequencies(ABC):
     def __init_subclass__(cls) -> None:
         Frequencies.known[cls.__name__] = cls
 
-    @abstractmethod
-    def evaluate(
-        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
-    ) -> Float[np.ndarray, "*heads pairs"]:
-        """theta_i for the `rotary_dim / 2` pairs; one row a head where heads differ.
+    # Whether the frequencies or the amplitude depend on how long the sequence is.
+    varies: ClassVar[bool] = False
 
-        `length` is how many positions the sequence has; only rules that depend on it read it. `powers` gives
-        base^(-2i/d), and with it the precision.
+    @abstractmethod
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        """theta_i for the `rotary_dim / 2` pairs, [pairs]; [heads, pairs] where heads differ.
+
+        `length` is how many positions the sequence has: a number, or an array [batch, 1] of `arithmetic` that gives
+        [batch, pairs]. Only rules that vary read it; None is a sequence no longer than the model was trained on.
         """
 
-    def amplitude(self, length: int | None = None) -> float:
+    def amplitude(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         """What cos and sin are multiplied by. 1 for a pure rotation."""
         return 1.0
 
@@ -80,8 +57,7 @@ class Frequencies(ABC):
         >>> Plain(500_000).to_dict()
         {'rule': 'Plain', 'base': 500000.0}
         """
-        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
-        return {"rule": type(self).__name__} | {field.name: getattr(self, field.name) for field in fields}
+        return to_dict(self, "rule")
 
     @staticmethod
     def from_dict(data: Any) -> "Frequencies":
@@ -90,30 +66,7 @@ class Frequencies(ABC):
         >>> Frequencies.from_dict({"rule": "Plain", "base": 10_000.0})
         Plain(base=10000.0)
         """
-        fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-        if "rule" not in fields:
-            raise RopewalkError(
-                asked="the frequencies of a RopeSpec from JSON",
-                expected='an object with a "rule"',
-                got=shown(cast("object", data)),
-                do='write for example {"rule": "Plain", "base": 10000.0}',
-            )
-        fields = dict(fields)
-        rule = Frequencies.known[
-            require_choice(fields.pop("rule"), Frequencies.known, asked='"rule" of the frequencies')
-        ]
-        names = [field.name for field in dataclasses.fields(rule)]  # pyright: ignore[reportArgumentType]
-        for name in fields:
-            require_choice(name, names, asked=f"the fields of {rule.__name__} in JSON")
-        try:
-            return rule(**fields)
-        except TypeError:
-            raise RopewalkError(
-                asked=f"{rule.__name__} from JSON",
-                expected=f"the fields {', '.join(names)}",
-                got=", ".join(fields) or "no field",
-                do="add the fields that are missing",
-            ) from None
+        return from_dict(data, "rule", Frequencies.known, what="the frequencies")
 
 
 @final
@@ -130,12 +83,10 @@ class Plain(Frequencies):
     base: float = 10_000.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "base", _base(self))
+        check_base(self)
 
-    def evaluate(
-        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
-    ) -> Float[np.ndarray, "pairs"]:
-        return powers(self.base, rotary_dim)
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        return 1.0 / arithmetic.powers(self.base, rotary_dim)
 
 
 @final
@@ -155,12 +106,10 @@ class Explicit(Frequencies):
     def __post_init__(self) -> None:
         object.__setattr__(self, "inv_freq", _nested_tuple(self.inv_freq))
 
-    def evaluate(
-        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
-    ) -> Float[np.ndarray, "*heads pairs"]:
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         dim = require_even(rotary_dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
-        array = np.array(self.inv_freq, dtype=powers(1.0, dim).dtype)
-        if array.shape[-1] != rotary_dim // 2:
+        array = arithmetic.array(self.inv_freq)
+        if array.shape[-1] != dim // 2:
             raise RopewalkError(
                 asked=f"Explicit frequencies for rotary_dim={rotary_dim}",
                 expected=f"{rotary_dim // 2} numbers{' a head' if array.ndim == 2 else ''}, one a pair",
@@ -187,20 +136,76 @@ class WholeModel(Frequencies):
     num_heads: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "base", _base(self))
+        check_base(self)
         heads = require_count(self.num_heads, asked="WholeModel(num_heads=...)", do="pass the number of heads")
         object.__setattr__(self, "num_heads", heads)
 
-    def evaluate(
-        self, rotary_dim: int, length: int | None = None, powers: Powers = float64_powers
-    ) -> Float[np.ndarray, "heads pairs"]:
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         dim = require_even(rotary_dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
-        return powers(self.base, self.num_heads * dim).reshape(self.num_heads, dim // 2)
+        return (1.0 / arithmetic.powers(self.base, self.num_heads * dim)).reshape(self.num_heads, dim // 2)
 
 
-def _base(rule: Plain | WholeModel) -> float:
-    do = "pass the base of the geometric sequence, for example 10_000"
-    return require_positive(rule.base, asked=f"{type(rule).__name__}(base=...)", do=do)
+@final
+@dataclasses.dataclass(frozen=True)
+class Proportional(Frequencies):
+    """p-RoPE: the first `fraction` of the pairs turn as in Plain, divided by `factor`; the others stand still.
+
+    theta_i = base^(-2i/d) / factor for i < int(fraction * d / 2), else 0 (2410.06205, section 6). Exponents and pairs
+    are those of the whole head, unlike partial rotation, which turns a narrower head: there rotary_dim is what is cut.
+
+    >>> Proportional(10_000, fraction=0.5).evaluate(8).tolist()
+    [1.0, 0.1, 0.0, 0.0]
+    """
+
+    base: float = 10_000.0
+    fraction: float = 1.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_base(self)
+        check_factor(self)
+        fraction = as_float(self.fraction)
+        if fraction is None or not 0.0 <= fraction <= 1.0:
+            raise RopewalkError(
+                asked="Proportional(fraction=...)",
+                expected="a number from 0 to 1",
+                got=shown(self.fraction),
+                do="pass the share of pairs that turn",
+            )
+        object.__setattr__(self, "fraction", fraction)
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        theta = 1.0 / arithmetic.powers(self.base, rotary_dim)
+        turning = int(self.fraction * rotary_dim // 2)
+        still = arithmetic.array([i >= turning for i in range(rotary_dim // 2)])
+        return arithmetic.where(still == 1, still * 0.0, theta / self.factor)
+
+
+def check_base(rule: Any, above: float = 0.0) -> None:
+    """Makes `base` of a rule a float, if it is a finite number above `above`."""
+    asked = f"{type(rule).__name__}(base=...)"
+    base = require_positive(rule.base, asked=asked, do="pass the base of the geometric sequence, for example 10_000")
+    if base <= above:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"a finite number above {above:g}",
+            got=shown(rule.base),
+            do="the rule divides by the logarithm of the base; pass for example 10_000",
+        )
+    object.__setattr__(rule, "base", base)
+
+
+def check_factor(rule: Any) -> None:
+    """Makes `factor` of a rule a float, if it is a finite number of at least 1."""
+    factor = as_float(rule.factor)
+    if factor is None or factor < 1.0:
+        raise RopewalkError(
+            asked=f"{type(rule).__name__}(factor=...)",
+            expected="a finite number of at least 1",
+            got=shown(rule.factor),
+            do="pass how many times longer the context is to be",
+        )
+    object.__setattr__(rule, "factor", factor)
 
 
 def _nested_tuple(given: object) -> tuple[Any, ...]:

@@ -2,13 +2,18 @@
 
 import dataclasses
 import json
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float64
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, require_even, shown
-from ropewalk.spec.frequencies import Frequencies, Plain, Powers, float64_powers
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.axes import Axes
+from ropewalk.spec.frequencies import Frequencies, Plain
+from ropewalk.spec.temperature import QueryTemperature
+from ropewalk.spec.value import from_dict, to_dict
+from ropewalk.spec.xpos import XPos
 
 __all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "RopeSpec"]
 
@@ -18,9 +23,6 @@ PAIRINGS = ("interleaved", "half")
 ROTARY_SLICES = ("leading", "trailing")
 # "exact" forms angles in float64; "float32" repeats the operations of transformers, for models trained with them.
 ANGLES = ("exact", "float32")
-
-# Fields that are None until the code that serves another value is there.
-_UNSERVED = ("axes", "xpos", "query_temperature")
 
 
 @final
@@ -50,10 +52,12 @@ class RopeSpec:
     rotary_dim: int | None = None
     pairing: str = "interleaved"
     rotary_slice: str = "leading"
-    axes: None = None
+    # More than one position a token: which of them turns which pair.
+    axes: Axes | None = None
     sign: int = 1
-    xpos: None = None
-    query_temperature: None = None
+    # Factors on queries and keys that depend on their positions.
+    xpos: XPos | None = None
+    query_temperature: QueryTemperature | None = None
     angles: str = "exact"
 
     def __post_init__(self) -> None:
@@ -95,28 +99,66 @@ class RopeSpec:
                 do="leave it out unless the checkpoint rotates the other way",
             )
         object.__setattr__(self, "sign", int(self.sign))
-        for name in _UNSERVED:
-            if getattr(self, name) is not None:
+        for name, kind in (("axes", Axes), ("xpos", XPos), ("query_temperature", QueryTemperature)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
                 raise RopewalkError(
                     asked=f"RopeSpec({name}=...)",
-                    expected="None, the one value that this version serves",
-                    got=shown(getattr(self, name)),
-                    do=f"leave {name} out",
+                    expected=f"a value of {kind.__name__}, or None",
+                    got=shown(value),
+                    do=f"leave {name} out unless the model has it",
                 )
+        if self.axes is not None:
+            self._check_axes(self.axes)
         # Asks for the frequencies once, so that a list of the wrong length is refused here and not in a forward pass.
         self.inv_freq()
 
-    def inv_freq(self, length: int | None = None, powers: Powers = float64_powers) -> Float[np.ndarray, "*heads pairs"]:
+    def _check_axes(self, axes: Axes) -> None:
+        if 2 * axes.pairs != self.rotary_dim:
+            raise RopewalkError(
+                asked="RopeSpec(axes=...)",
+                expected=f"axes for {self.turning // 2} pairs: half of rotary_dim = {self.rotary_dim}",
+                got=f"{axes.pairs} pairs",
+                do=f"set rotary_dim={2 * axes.pairs}, or give sections that sum to {self.turning // 2}",
+            )
+        for name in ("xpos", "query_temperature"):
+            if getattr(self, name) is not None:
+                raise RopewalkError(
+                    asked=f"RopeSpec(axes=..., {name}=...)",
+                    expected="one position a token: the factor depends on a single one",
+                    got=f"{axes.count} axes",
+                    do="leave one of them out",
+                )
+
+    @property
+    def turning(self) -> int:
+        """rotary_dim as the number that it is: how many features turn.
+
+        >>> RopeSpec(head_dim=8).turning
+        8
+        """
+        return cast(int, self.rotary_dim)
+
+    def inv_freq(self, length: int | None = None) -> Float64[np.ndarray, "*heads pairs"]:
         """sign * theta_i for each of the rotary_dim/2 pairs, as float64; one row a head where heads differ.
 
-        `length`, how many positions there are, matters only to rules that say so. `powers` is for models trained in
-        another precision.
+        `length`, how many positions there are, matters only to rules that vary with it: DynamicNTK and LongRope.
 
         >>> RopeSpec(head_dim=4, sign=-1).inv_freq().tolist()
         [-1.0, -0.01]
         """
-        assert self.rotary_dim is not None  # noqa: S101  # __post_init__ put a number there
-        return self.sign * self.frequencies.evaluate(self.rotary_dim, _length(length), powers)
+        return np.asarray(self.evaluate(_length(length)), dtype=np.float64)
+
+    def evaluate(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        """`inv_freq` in any arithmetic: what `Frequencies.evaluate` gives, at the pairs of the spec, with its sign.
+
+        >>> RopeSpec(4, axes=Axes.repeated(2, 4)).evaluate().tolist()  # each axis has the frequencies of 2 features
+        [1.0, 1.0]
+        """
+        if self.axes is None:
+            return self.sign * self.frequencies.evaluate(self.turning, length, arithmetic)
+        theta = self.frequencies.evaluate(self.axes.dim, length, arithmetic)
+        return self.sign * theta[..., list(self.axes.index)]
 
     def amplitude(self, length: int | None = None) -> float:
         """What cos and sin are multiplied by; 1.0 for a pure rotation.
@@ -124,7 +166,7 @@ class RopeSpec:
         >>> RopeSpec(head_dim=4).amplitude()
         1.0
         """
-        return self.frequencies.amplitude(_length(length))
+        return float(self.frequencies.amplitude(_length(length)))
 
     @property
     def softmax_scale(self) -> float:
@@ -135,6 +177,24 @@ class RopeSpec:
         """
         return self.frequencies.softmax_scale
 
+    @property
+    def varies(self) -> bool:
+        """Whether frequencies or amplitude depend on how long the sequence is, so that a module must be told.
+
+        >>> RopeSpec(head_dim=4).varies
+        False
+        """
+        return self.frequencies.varies
+
+    @property
+    def same_for_both(self) -> bool:
+        """Whether queries and keys are treated alike.
+
+        >>> RopeSpec(head_dim=4, xpos=XPos(1024)).same_for_both
+        False
+        """
+        return self.xpos is None and self.query_temperature is None
+
     def to_json(self) -> str:
         """The spec as JSON text that `from_json` reads back to an equal spec.
 
@@ -142,7 +202,11 @@ class RopeSpec:
         True
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return json.dumps(fields | {"frequencies": self.frequencies.to_dict()}, allow_nan=False)
+        fields["frequencies"] = self.frequencies.to_dict()
+        for name in ("axes", "xpos", "query_temperature"):
+            if fields[name] is not None:
+                fields[name] = to_dict(fields[name], "rule")
+        return json.dumps(fields, allow_nan=False)
 
     @staticmethod
     def from_json(text: str) -> "RopeSpec":
@@ -164,6 +228,10 @@ class RopeSpec:
             require_choice(name, names, asked="the keys of a RopeSpec in JSON")
         if "frequencies" in fields:
             fields["frequencies"] = Frequencies.from_dict(fields["frequencies"])
+        readers = {"axes": {"Axes": Axes}, "xpos": {"XPos": XPos}, "query_temperature": QueryTemperature.known}
+        for name, known in readers.items():
+            if fields.get(name) is not None:
+                fields[name] = from_dict(fields[name], "rule", known, what=f"the {name}")
         return RopeSpec(**fields)
 
 

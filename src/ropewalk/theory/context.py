@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float64
 from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, as_int, require_count, require_even, require_positive, shown
-from ropewalk.spec.frequencies import float64_powers
+from ropewalk.spec.frequencies import Plain
 from ropewalk.theory.arguments import InvFreq, frequencies_of
 from ropewalk.theory.decay import score_sum
 
@@ -135,7 +135,7 @@ def lowest_admissible_base(bases: Iterable[float], rotary_dim: int, length: int)
 def _admissible(bases: NDArray[np.float64], rotary_dim: int, length: int) -> Bool[np.ndarray, "bases"]:
     dim = require_even(rotary_dim, asked="admissible_bases(rotary_dim)", do="pass the rotary_dim of a head")
     length = require_count(length, asked="admissible_bases(length)", do="pass the context length")
-    inv_freq = np.array([float64_powers(base, dim) for base in bases]).reshape(-1, dim // 2)
+    inv_freq = np.array([Plain(base).evaluate(dim) for base in bases]).reshape(-1, dim // 2)
     alive = np.ones(len(bases), dtype=bool)
     # From the far end: a base that fails does so mostly near `length`, and is then out of the scan.
     step = max(1, _CELLS // (dim // 2 * max(1, len(bases))))

@@ -7,7 +7,7 @@ import numpy as np
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.sources import FOLKLORE, NOPE, PI, ROFORMER, XPOS, YARN
 from ropewalk.reference import alibi_slopes
-from ropewalk.spec import Plain
+from ropewalk.spec import Plain, Yarn
 from ropewalk.theory import score_sum
 
 __all__ = ["chapter"]
@@ -57,23 +57,6 @@ def _() -> Finding:
     return Finding(f"largest ratio {largest:.2f}", stated=largest > 1, amended=largest < 1)
 
 
-def _yarn_paper(scale: float, length: int, alpha: float = 1.0, beta: float = 32.0) -> np.ndarray:
-    """Frequencies with the ramp of the paper's eq. 18: linear in r = length / period."""
-    gamma = np.clip((length * THETA / (2 * math.pi) - alpha) / (beta - alpha), 0, 1)
-    return (1 - gamma) * THETA / scale + gamma * THETA
-
-
-def _yarn_code(scale: float, length: int, alpha: float = 1.0, beta: float = 32.0) -> np.ndarray:
-    """Frequencies with the ramp of the published code: linear in the index of the pair, between whole numbers."""
-
-    def index(turns: float) -> float:
-        return DIM * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(BASE))
-
-    low, high = math.floor(index(beta)), math.ceil(index(alpha))
-    gamma = 1 - np.clip((np.arange(DIM // 2) - low) / (high - low), 0, 1)
-    return (1 - gamma) * THETA / scale + gamma * THETA
-
-
 @chapter.claim(
     "yarn.ramps",
     "YaRN's published code computes the frequencies that its paper defines.",
@@ -83,7 +66,7 @@ def _yarn_code(scale: float, length: int, alpha: float = 1.0, beta: float = 32.0
     fails="the paper's ramp is linear in length/period, the code's in the index: up to 67 % apart",
 )
 def _() -> Finding:
-    paper, code = _yarn_paper(16, 4096), _yarn_code(16, 4096)
+    paper, code = (Yarn(BASE, 16, 4096, ramp=ramp).evaluate(DIM) for ramp in ("ratio", "index"))
     gap = np.abs(paper - code) / np.maximum(paper, code)
     at = int(gap.argmax())
     same = bool((gap[:20] < 1e-12).all() and (gap[46:] < 1e-12).all())
@@ -102,7 +85,7 @@ def _() -> Finding:
     expected="1.0693, 1.1386, 1.2079, 1.2773, 1.3466",
 )
 def _() -> Finding:
-    values = [0.1 * math.log(s) + 1 for s in (2, 4, 8, 16, 32)]
+    values = [Yarn(BASE, s, 4096).amplitude() for s in (2, 4, 8, 16, 32)]
     shown = ", ".join(f"{v:.4f}" for v in values)
     return Finding(shown, stated=shown == "1.0693, 1.1386, 1.2079, 1.2773, 1.3466")
 

@@ -1,0 +1,247 @@
+"""Axes: which position turns which pair, for tokens that stand in time, height and width at once."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast, final
+
+import numpy as np
+from jaxtyping import Float64
+
+from ropewalk.errors import RopewalkError, as_float, as_int, require_count, shown
+
+__all__ = ["Axes"]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """A RoPE over A position axes, as the matrix F[a, i] = weights[a][i] * theta[index[i]] with angles p @ F.
+
+    Pair i of a token at positions p_0 .. p_(A-1) turns by the sum over a of p_a * F[a, i]. In all models but those with
+    learned mixtures a column of `weights` has a single 1: the axis of that pair.
+
+    `index` says which frequency of the rule a pair has, and `dim` for how many features the rule is asked: the whole
+    rotary_dim where axes share one sequence of frequencies (M-RoPE), a part of it where each axis has a sequence of its
+    own (vision). Both come from the class methods, one for each way that models have.
+
+    >>> axes = Axes.chunked([1, 1])  # pair 0 turns with axis 0, pair 1 with axis 1
+    >>> axes.matrix(np.array([1.0, 0.01])).tolist()
+    [[1.0, 0.0], [0.0, 0.01]]
+    """
+
+    weights: Any
+    index: Any
+    dim: int
+
+    def __post_init__(self) -> None:
+        rows = _rows(self.weights)
+        index = tuple(as_int(i) for i in self.index) if isinstance(self.index, Sequence) else ()
+        pairs = len(rows[0]) if rows else 0
+        dim = require_count(self.dim, asked="Axes(dim=...)", do="pass the features that the rule is asked for")
+        inside = all(i is not None and 0 <= i < dim // 2 for i in index)
+        if len(rows) < 2 or len(index) != pairs or not inside or dim % 2:
+            raise RopewalkError(
+                asked="Axes(weights, index, dim)",
+                expected="two axes or more: rows of as many finite numbers as there are indices, all below dim / 2",
+                got=f"weights {shown(self.weights)}, index {shown(self.index)}, dim {self.dim}",
+                do="use Axes.chunked, Axes.interleaved, Axes.repeated, ...",
+            )
+        object.__setattr__(self, "weights", rows)
+        object.__setattr__(self, "index", index)
+        object.__setattr__(self, "dim", dim)
+
+    @property
+    def count(self) -> int:
+        """How many positions a token has.
+
+        >>> Axes.chunked([16, 24, 24]).count
+        3
+        """
+        return len(self.weights)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs turn: half of the rotary_dim that these axes serve.
+
+        >>> Axes.chunked([16, 24, 24]).pairs
+        64
+        """
+        return len(self.index)
+
+    def matrix(self, inv_freq: Float64[np.ndarray, "*heads pairs"]) -> Float64[np.ndarray, "*heads axes pairs"]:
+        """F, from the frequencies of the pairs.
+
+        >>> Axes.repeated(2, 4).matrix(np.array([1.0, 1.0])).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+        """
+        return np.array(self.weights) * inv_freq[..., None, :]
+
+    @property
+    def names(self) -> str:
+        """The axis of each pair as a letter, T H W for three axes, else a digit; ? for a mixture.
+
+        >>> Axes.interleaved([2, 1, 1]).names
+        'THWT'
+        """
+        letters = "THW" if self.count == 3 else "0123456789"
+        columns = zip(*self.weights, strict=True)
+        alone = (sum(weight != 0 for weight in column) == 1 for column in zip(*self.weights, strict=True))
+        return "".join(
+            letters[[weight != 0 for weight in column].index(True)] if one else "?"
+            for column, one in zip(columns, alone, strict=True)
+        )
+
+    @staticmethod
+    def chunked(sections: Sequence[int]) -> "Axes":
+        """One sequence of frequencies, cut into a section an axis, the fastest first: Qwen2-VL, HunYuan-VL.
+
+        >>> Axes.chunked([2, 3, 3]).names
+        'TTHHHWWW'
+        """
+        sections = _sections(sections)
+        return _shared([axis for axis, size in enumerate(sections) for _ in range(size)], len(sections))
+
+    @staticmethod
+    def interleaved(sections: Sequence[int]) -> "Axes":
+        """One sequence of frequencies, dealt to the axes in turn; what is left belongs to axis 0: Qwen3-VL.
+
+        >>> Axes.interleaved([4, 2, 2]).names
+        'THWTHWTT'
+        """
+        sections = _sections(sections)
+        count, pairs = len(sections), sum(sections)
+        taken = [i % count if i % count and i < count * sections[i % count] else 0 for i in range(pairs)]
+        return _shared(taken, count)
+
+    @staticmethod
+    def ernie(sections: Sequence[int]) -> "Axes":
+        """Height and width in turn on the fast pairs, time on the slow ones: ERNIE 4.5 VL. Sections are [h, w, t].
+
+        Positions are given in the order t, h, w, as everywhere.
+
+        >>> Axes.ernie([2, 2, 1]).names
+        'HWHWT'
+        """
+        sections = _sections(sections)
+        if len(sections) != 3 or sections[0] != sections[1]:
+            raise RopewalkError(
+                asked="Axes.ernie(sections)",
+                expected="three sections [h, w, t] with h equal to w",
+                got=shown(sections),
+                do="copy mrope_section from the config",
+            )
+        return _shared([1 + i % 2 for i in range(2 * sections[0])] + [0] * sections[2], 3)
+
+    @staticmethod
+    def rarest_first(sections: Sequence[int]) -> "Axes":
+        """Dealt so that each axis is spread evenly, and the last pair is axis 0's: openPangu (as in vLLM).
+
+        Each pair goes to the axis that has had the smallest share of its section so far, if it is not the axis of the
+        pair before.
+
+        >>> Axes.rarest_first([2, 2, 2]).names
+        'THWHWT'
+        """
+        sections = _sections(sections)
+        if not sections[0]:
+            raise RopewalkError(
+                asked="Axes.rarest_first(sections)",
+                expected="at least one pair for axis 0, which has the last",
+                got=shown(sections),
+                do="copy mrope_section from the config",
+            )
+        return _shared(_spread(sections), len(sections))
+
+    @staticmethod
+    def repeated(count: int, rotary_dim: int) -> "Axes":
+        """Each axis has all frequencies of rotary_dim / count features, one axis after the other: vision, 3-D video.
+
+        >>> axes = Axes.repeated(2, 8)
+        >>> axes.names, axes.index, axes.dim
+        ('0011', (0, 1, 0, 1), 4)
+        """
+        each = _each(count, rotary_dim, "Axes.repeated")
+        axes = [axis for axis in range(count) for _ in range(each)]
+        return Axes(_one_hot(axes, count), tuple(range(each)) * count, 2 * each)
+
+    @staticmethod
+    def alternating(count: int, rotary_dim: int) -> "Axes":
+        """As `repeated`, with the axes in turn: Kimi's vision.
+
+        >>> axes = Axes.alternating(2, 8)
+        >>> axes.names, axes.index
+        ('0101', (0, 0, 1, 1))
+        """
+        each = _each(count, rotary_dim, "Axes.alternating")
+        index = tuple(i for i in range(each) for _ in range(count))
+        return Axes(_one_hot(list(range(count)) * each, count), index, 2 * each)
+
+    @staticmethod
+    def strided(count: int, rotary_dim: int) -> "Axes":
+        """One sequence of frequencies, of which axis a has every count-th from a on, one axis after the other: Pixtral.
+
+        >>> axes = Axes.strided(2, 8)
+        >>> axes.names, axes.index
+        ('0011', (0, 2, 1, 3))
+        """
+        each = _each(count, rotary_dim, "Axes.strided")
+        axes = [axis for axis in range(count) for _ in range(each)]
+        index = tuple(axis + count * i for axis in range(count) for i in range(each))
+        return Axes(_one_hot(axes, count), index, rotary_dim)
+
+
+def _shared(axes: list[int], count: int) -> Axes:
+    return Axes(_one_hot(axes, count), tuple(range(len(axes))), 2 * len(axes))
+
+
+def _one_hot(axes: list[int], count: int) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(axis == a) for axis in axes) for a in range(count))
+
+
+def _sections(sections: object) -> list[int]:
+    values = list(cast("Sequence[Any]", sections)) if isinstance(sections, list | tuple) else []
+    sizes = [as_int(size) for size in values]
+    if not sizes or any(size is None or size < 0 for size in sizes) or not any(sizes):
+        raise RopewalkError(
+            asked="Axes of sections",
+            expected="how many pairs each axis has, a list of whole numbers",
+            got=shown(sections),
+            do="copy mrope_section from the config, for example [16, 24, 24]",
+        )
+    return [size for size in sizes if size is not None]
+
+
+def _each(count: object, rotary_dim: object, asked: str) -> int:
+    axes = require_count(count, asked=f"{asked}(count, ...)", do="pass the number of axes")
+    dim = require_count(rotary_dim, asked=f"{asked}(..., rotary_dim)", do="pass the features that turn")
+    if dim % (2 * axes):
+        raise RopewalkError(
+            asked=f"{asked}({axes}, {dim})",
+            expected=f"a rotary_dim that {axes} axes of whole pairs fill: a multiple of {2 * axes}",
+            got=f"{dim}",
+            do=f"turn {dim - dim % (2 * axes)} features and leave the rest, with RopeSpec(rotary_dim=...)",
+        )
+    return dim // (2 * axes)
+
+
+def _rows(weights: object) -> tuple[tuple[float, ...], ...]:
+    values: Any = getattr(weights, "tolist", lambda: weights)()
+    rows: list[tuple[float | None, ...]] = []
+    if isinstance(values, list | tuple):
+        for row in cast("Sequence[Any]", values):
+            rows.append(tuple(as_float(x) for x in cast("Sequence[Any]", row)) if isinstance(row, list | tuple) else ())
+    fits = bool(rows) and all(row and len(row) == len(rows[0]) and None not in row for row in rows)
+    return cast("tuple[tuple[float, ...], ...]", tuple(rows)) if fits else ()
+
+
+def _spread(sections: list[int]) -> list[int]:
+    # One pair of axis 0 is kept for the end.
+    room = [sections[0] - 1, *sections[1:]]
+    dealt, order = [0] * len(room), list[int]()
+    for _ in range(sum(room)):
+        free = [axis for axis, size in enumerate(room) if dealt[axis] < size]
+        others = [axis for axis in free if order[-1:] != [axis]]
+        axis = min(others or free, key=lambda axis: (dealt[axis] / room[axis], axis))
+        dealt[axis] += 1
+        order.append(axis)
+    return [*order, 0]

@@ -1,0 +1,201 @@
+"""Rules that treat high and low frequencies apart: NTK-by-parts, YaRN, Llama 3.
+
+Pairs that turn many times within the trained length keep their frequency, pairs that do not turn once are divided by
+the factor, and a ramp lies between.
+"""
+
+import dataclasses
+import math
+from typing import Any, final
+
+from ropewalk.errors import RopewalkError, require_choice, require_flag, require_positive
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.frequencies import Frequencies, check_base, check_factor
+from ropewalk.spec.stretched import check_trained_length
+
+__all__ = ["POLICIES", "RAMPS", "Llama3", "NTKByParts", "Yarn"]
+
+RAMPS = ("index", "ratio")
+POLICIES = ("transformers", "deepseek", "vllm")
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class NTKByParts(Frequencies):
+    """theta_i kept where r > beta, divided by the factor where r < alpha, and between them linear in r.
+
+    r = trained_length * theta_i / 2π is how often pair i turns within the trained length; with
+    γ = (r - alpha) / (beta - alpha), theta'_i = (1 - γ) theta_i / factor + γ theta_i (2309.00071, section 3.2, eq. 18).
+    With factor 1 it is Plain.
+
+    >>> rule = NTKByParts(10_000, factor=2, trained_length=628)  # 100 turns, and 1 turn less a little
+    >>> [round(x, 4) for x in rule.evaluate(4)]
+    [1.0, 0.005]
+    """
+
+    base: float = 10_000.0
+    factor: float = 1.0
+    trained_length: int = 2048
+    alpha: float = 1.0
+    beta: float = 32.0
+
+    def __post_init__(self) -> None:
+        _check(self, low="alpha", high="beta")
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        return _by_turns(self, rotary_dim, self.alpha, self.beta, arithmetic)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Llama3(Frequencies):
+    """Llama 3.1's rule: NTKByParts with alpha = low_freq_factor and beta = high_freq_factor, and no amplitude.
+
+    Wavelengths above trained_length / low_freq_factor are multiplied by the factor, those below
+    trained_length / high_freq_factor stay (Meta's model code; transformers' rope type "llama3"). With factor 1 it is
+    Plain.
+
+    >>> rule = Llama3(10_000, factor=8, trained_length=628)
+    >>> [round(x, 5) for x in rule.evaluate(4)]
+    [1.0, 0.00125]
+    """
+
+    base: float = 500_000.0
+    factor: float = 8.0
+    trained_length: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        _check(self, low="low_freq_factor", high="high_freq_factor")
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        return _by_turns(self, rotary_dim, self.low_freq_factor, self.high_freq_factor, arithmetic)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Yarn(Frequencies):
+    """YaRN: frequencies by parts, and an amplitude that makes the scores sharper (2309.00071, section 3.4).
+
+    ramp="ratio" is the paper's: NTKByParts with alpha = beta_slow and beta = beta_fast. ramp="index" is that of the
+    published code, which every model uses: linear in the index i between the indices at which a pair turns beta_fast
+    and beta_slow times, rounded outwards to whole numbers if `truncate`. The two differ by up to 67 % in a frequency.
+
+    Stacks differ in the amplitude, with g(m) = 0.1 m ln(factor) + 1:
+
+    - policy="transformers": `attention_factor` if given; else g(mscale) / g(mscale_all_dim) if both are given and not
+      0; else g(1).
+    - policy="deepseek": `attention_factor` if given; else g(mscale, by default 1) / g(mscale_all_dim, by default 0);
+      and the softmax scale is multiplied by g(mscale_all_dim)^2.
+    - policy="vllm": g(1), times `attention_factor` if given. The mscale pair is not looked at.
+
+    With factor 1 it is Plain, of amplitude 1 unless attention_factor says otherwise.
+
+    >>> from ropewalk.spec import Plain
+    >>> rule = Yarn(10_000, factor=16, trained_length=4096)
+    >>> theta = rule.evaluate(128)
+    >>> bool((theta[:21] == Plain(10_000).evaluate(128)[:21]).all()), round(rule.amplitude(), 6)
+    (True, 1.277259)
+    >>> Yarn(10_000, 40, 4096, mscale=1, mscale_all_dim=1, policy="deepseek").softmax_scale  # g(1)^2
+    1.8738542070926265
+    """
+
+    base: float = 10_000.0
+    factor: float = 16.0
+    trained_length: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    ramp: str = "index"
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    policy: str = "transformers"
+
+    def __post_init__(self) -> None:
+        _check(self, low="beta_slow", high="beta_fast")
+        require_flag(self.truncate, asked="Yarn(truncate=...)")
+        require_choice(self.ramp, RAMPS, asked="Yarn(ramp=...)")
+        require_choice(self.policy, POLICIES, asked="Yarn(policy=...)")
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            # 0 is DeepSeek's way to say "no mscale".
+            if name == "attention_factor" or value != 0:
+                value = require_positive(value, asked=f"Yarn({name}=...)", do="leave it out for the usual one")
+            object.__setattr__(self, name, float(value))
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        if self.ramp == "ratio":
+            return _by_turns(self, rotary_dim, self.beta_slow, self.beta_fast, arithmetic)
+        low, high = self.correction_range(rotary_dim)
+        powers = arithmetic.powers(self.base, rotary_dim)
+        index = arithmetic.array(range(rotary_dim // 2))
+        # In the order of transformers, so that float32 gives its bits.
+        kept = 1 - arithmetic.clip((index - low) / (high - low), low=0.0, high=1.0)
+        return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+    def correction_range(self, rotary_dim: int) -> tuple[float, float]:
+        """The indices between which the ramp of ramp="index" lies.
+
+        >>> Yarn(10_000, factor=16, trained_length=4096).correction_range(128)
+        (20, 46)
+        """
+        low, high = (
+            rotary_dim * math.log(self.trained_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        # The published code bounds by d-1, though the last index is d/2-1; models were trained so.
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        return (low, high + 0.001) if low == high else (low, high)
+
+    def amplitude(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        if self.policy == "vllm":
+            return self._g(1.0) * (1.0 if self.attention_factor is None else self.attention_factor)
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.policy == "deepseek":
+            return self._g(1.0 if self.mscale is None else self.mscale) / self._g(self.mscale_all_dim or 0.0)
+        return (
+            self._g(self.mscale) / self._g(self.mscale_all_dim) if self.mscale and self.mscale_all_dim else self._g(1.0)
+        )
+
+    @property
+    def softmax_scale(self) -> float:
+        return self._g(self.mscale_all_dim or 0.0) ** 2 if self.policy == "deepseek" else 1.0
+
+    def _g(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+def _check(rule: Any, *, low: str, high: str) -> None:
+    """The fields that all of these have, and two bounds on the number of turns, of which one must be the larger."""
+    check_base(rule, above=1.0)
+    check_factor(rule)
+    check_trained_length(rule)
+    name = type(rule).__name__
+    for bound in (low, high):
+        do = "pass how often a pair turns within the trained length"
+        object.__setattr__(rule, bound, require_positive(getattr(rule, bound), asked=f"{name}({bound}=...)", do=do))
+    if getattr(rule, high) <= getattr(rule, low):
+        raise RopewalkError(
+            asked=f"{name}({low}=..., {high}=...)",
+            expected=f"{high} above {low}",
+            got=f"{low}={getattr(rule, low):g}, {high}={getattr(rule, high):g}",
+            do="swap them, if they were meant the other way round",
+        )
+
+
+def _by_turns(rule: Any, rotary_dim: int, low: float, high: float, arithmetic: Arithmetic) -> Any:
+    """theta where a pair turns more than `high` times within the trained length, theta / factor below `low`, a ramp
+    between. In the order of transformers, so that float32 gives its bits."""
+    theta = 1.0 / arithmetic.powers(rule.base, rotary_dim)
+    wavelength = 2 * math.pi / theta
+    gamma = (rule.trained_length / wavelength - low) / (high - low)
+    between = (1 - gamma) * theta / rule.factor + gamma * theta
+    kept_or_between = arithmetic.where(wavelength < rule.trained_length / high, theta, between)
+    return arithmetic.where(wavelength > rule.trained_length / low, theta / rule.factor, kept_or_between)

@@ -1,0 +1,265 @@
+"""Rules that stretch every frequency by a law of its index or of the length: PI, NTK in its forms, LongRoPE."""
+
+import dataclasses
+import math
+from typing import Any, ClassVar, final
+
+from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.frequencies import Frequencies, check_base, check_factor
+
+__all__ = ["NTK", "DynamicNTK", "Linear", "LongRope", "NTKFixed", "NTKMixed", "check_trained_length"]
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Linear(Frequencies):
+    """Position Interpolation: theta_i = base^(-2i/d) / factor, as if positions were m / factor (2306.15595, eq. 4).
+
+    With factor 1 it is Plain.
+
+    >>> Linear(10_000, factor=4).evaluate(4).tolist()
+    [0.25, 0.0025]
+    """
+
+    base: float = 10_000.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_base(self)
+        check_factor(self)
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        return 1.0 / arithmetic.powers(self.base, rotary_dim) / self.factor
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class NTK(Frequencies):
+    """NTK-aware scaling: theta_i = b^(-2i/d) with b = base * factor^(d/(d-2)) (2309.00071, section 3.1).
+
+    The highest frequency stays and the lowest is divided by the factor. `factor` is what HunYuan's configs call alpha.
+    With factor 1 it is Plain. Two features alone have no lowest frequency apart from the highest: rotary_dim is 4 or
+    more.
+
+    >>> NTK(10_000, factor=4).evaluate(4).tolist()  # b = 10000 * 4^2
+    [1.0, 0.0025]
+    """
+
+    base: float = 10_000.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_base(self)
+        check_factor(self)
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        base = self.base * self.factor ** _stretch_exponent(self, rotary_dim)
+        return 1.0 / arithmetic.powers(base, rotary_dim)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class DynamicNTK(Frequencies):
+    """NTK whose factor grows with the length n: factor * n / trained_length - (factor - 1), from trained_length on.
+
+    Up to trained_length it is Plain (2309.00071, section 3.3, in the form that transformers computes). With factor 1 it
+    still stretches: by n / trained_length.
+
+    >>> DynamicNTK(10_000, factor=2, trained_length=2048).evaluate(4).tolist()
+    [1.0, 0.01]
+    >>> DynamicNTK(10_000, factor=2, trained_length=2048).evaluate(4, length=4096).tolist()  # as NTK with factor 3
+    [1.0, 0.0033333333333333335]
+    """
+
+    varies: ClassVar[bool] = True
+
+    base: float = 10_000.0
+    factor: float = 1.0
+    trained_length: int = 2048
+
+    def __post_init__(self) -> None:
+        check_base(self)
+        check_factor(self)
+        check_trained_length(self)
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        exponent = _stretch_exponent(self, rotary_dim)
+        plain = 1.0 / arithmetic.powers(self.base, rotary_dim)
+        if length is None:
+            return plain
+        growth = self.factor * arithmetic.clip(length, low=self.trained_length) / self.trained_length - (
+            self.factor - 1
+        )
+        grown = 1.0 / arithmetic.powers(self.base * growth**exponent, rotary_dim)
+        return arithmetic.where(length > self.trained_length, grown, plain)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class NTKFixed(Frequencies):
+    """NTK that also divides the highest frequency: theta_i = base^(-2i/d) * factor^(-2(i+1)/d).
+
+    The lowest is divided by the factor, as PI would; NTK itself divides pair i = d/2-1 by it through another exponent
+    (kexue.fm 9706, "NTK-RoPE-fixed"; vLLM's rope type "ntk"). With factor 1 it is Plain.
+
+    >>> NTKFixed(10_000, factor=4).evaluate(4).tolist()
+    [0.5, 0.0025]
+    """
+
+    base: float = 10_000.0
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_base(self)
+        check_factor(self)
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        stretched = arithmetic.powers(self.base * self.factor, rotary_dim)
+        return 1.0 / stretched / self.factor ** (2 / rotary_dim)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class NTKMixed(Frequencies):
+    """NTK with a power law: theta_i = base^(-2i/d) / exp(a (i+1)^bend) with a (d/2)^bend = ln factor.
+
+    `bend` 0.625 is the source's (kexue.fm 9706, "NTK-RoPE-mixed"; vLLM's key is mixed_b). With factor 1 it is Plain;
+    the lowest frequency is divided by the factor.
+
+    >>> [round(x, 6) for x in NTKMixed(10_000, factor=4, bend=1).evaluate(4).tolist()]  # 1/4^(1/2), 0.01/4
+    [0.5, 0.0025]
+    """
+
+    base: float = 10_000.0
+    factor: float = 1.0
+    bend: float = 0.625
+
+    def __post_init__(self) -> None:
+        check_base(self)
+        check_factor(self)
+        bend = require_positive(self.bend, asked="NTKMixed(bend=...)", do="0.625 is the source's")
+        object.__setattr__(self, "bend", bend)
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        pairs = rotary_dim // 2
+        stretch = arithmetic.array([self.factor ** (((i + 1) / pairs) ** self.bend) for i in range(pairs)])
+        return 1.0 / (stretch * arithmetic.powers(self.base, rotary_dim))
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class LongRope(Frequencies):
+    """LongRoPE: each frequency has a divisor of its own, and there are two sets of them (2402.13753).
+
+    theta_i = base^(-2i/d) / long_factor_i for sequences longer than trained_length, else / short_factor_i. The
+    amplitude is `attention_factor`, else sqrt(1 + ln(factor) / ln(trained_length)), 1 without a factor; it holds for
+    both sets, as in Phi-3. `short_amplitude` and `long_amplitude` give each set its own, as in Phi-3.5-MoE.
+
+    Differs from the paper: it leaves the first tokens unscaled; no released model does.
+
+    >>> rule = LongRope(10_000, short_factor=[1, 2], long_factor=[1, 4], trained_length=4096, factor=32)
+    >>> rule.evaluate(4).tolist(), rule.evaluate(4, length=4097).tolist()
+    ([1.0, 0.005], [1.0, 0.0025])
+    >>> round(rule.amplitude(), 6)
+    1.190238
+    """
+
+    varies: ClassVar[bool] = True
+
+    base: float
+    short_factor: Any
+    long_factor: Any
+    trained_length: int
+    factor: float | None = None
+    attention_factor: float | None = None
+    short_amplitude: float | None = None
+    long_amplitude: float | None = None
+
+    def __post_init__(self) -> None:
+        check_base(self)
+        check_trained_length(self)
+        if self.factor is not None:
+            check_factor(self)
+        for name in ("attention_factor", "short_amplitude", "long_amplitude"):
+            if getattr(self, name) is not None:
+                asked = f"LongRope({name}=...)"
+                number = require_positive(getattr(self, name), asked=asked, do="leave it out for the usual one")
+                object.__setattr__(self, name, number)
+        given = [name for name in ("short_amplitude", "long_amplitude") if getattr(self, name) is not None]
+        if len(given) == 1 or (given and self.attention_factor is not None):
+            raise RopewalkError(
+                asked="LongRope(...)",
+                expected="short_amplitude and long_amplitude together, or attention_factor, or none of them",
+                got=" and ".join([*given, *(["attention_factor"] if self.attention_factor is not None else [])]),
+                do="give both amplitudes, or one attention_factor for both sets",
+            )
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, _divisors(getattr(self, name), f"LongRope({name}=...)"))
+
+    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        for name in ("short_factor", "long_factor"):
+            count = len(getattr(self, name))
+            if 2 * count != rotary_dim:
+                raise RopewalkError(
+                    asked=f"LongRope frequencies for rotary_dim={rotary_dim}",
+                    expected=f"{rotary_dim // 2} numbers in {name}, one a pair",
+                    got=f"{count}",
+                    do=f"give {rotary_dim // 2} divisors, or set rotary_dim={2 * count}",
+                )
+        powers = arithmetic.powers(self.base, rotary_dim)
+        short = 1.0 / (arithmetic.array(self.short_factor) * powers)
+        if length is None:
+            return short
+        return arithmetic.where(
+            length > self.trained_length, 1.0 / (arithmetic.array(self.long_factor) * powers), short
+        )
+
+    def amplitude(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.short_amplitude is not None:
+            if length is None:
+                return self.short_amplitude
+            both = arithmetic.array([self.short_amplitude, self.long_amplitude])
+            return arithmetic.where(length > self.trained_length, both[1], both[0])
+        if self.factor is None:
+            return 1.0
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.trained_length))
+
+
+def check_trained_length(rule: Any) -> None:
+    """Makes `trained_length` of a rule an int of at least 2, whose logarithm can be divided by."""
+    length = require_count(
+        rule.trained_length,
+        asked=f"{type(rule).__name__}(trained_length=...)",
+        do="pass the length that the model was trained on before it was extended",
+        at_least=2,
+    )
+    object.__setattr__(rule, "trained_length", length)
+
+
+def _stretch_exponent(rule: Frequencies, rotary_dim: int) -> float:
+    if rotary_dim < 4:
+        raise RopewalkError(
+            asked=f"{type(rule).__name__} for rotary_dim={rotary_dim}",
+            expected="a rotary_dim of at least 4: the exponent is d/(d-2)",
+            got=f"{rotary_dim}",
+            do="use Linear for a single pair",
+        )
+    return rotary_dim / (rotary_dim - 2)
+
+
+def _divisors(given: Any, asked: str) -> tuple[float, ...]:
+    # NumPy arrays and torch tensors become lists here, so that torch need not be imported to recognise one.
+    values: Any = getattr(given, "tolist", lambda: given)()
+    if isinstance(values, list | tuple):
+        numbers = [as_float(value) for value in values]  # pyright: ignore[reportUnknownVariableType]
+        if numbers and all(number is not None and number > 0 for number in numbers):
+            return tuple(number for number in numbers if number is not None)
+    raise RopewalkError(
+        asked=asked,
+        expected="finite numbers above 0, one a pair",
+        got=shown(given),
+        do="copy the list from the config of the model",
+    )

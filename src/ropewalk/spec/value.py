@@ -1,0 +1,55 @@
+"""Values as JSON holds them: the class by name, and its fields."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from ropewalk.errors import RopewalkError, require_choice, shown
+
+__all__ = ["from_dict", "to_dict"]
+
+T = TypeVar("T")
+
+
+def to_dict(value: Any, key: str) -> dict[str, Any]:
+    """The name of a frozen dataclass under `key`, and its fields.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Step:
+    ...     by: int
+    >>> to_dict(Step(2), "kind")
+    {'kind': 'Step', 'by': 2}
+    """
+    return {key: type(value).__name__} | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str) -> T:
+    """The value that `to_dict` wrote, of one of the classes in `known`.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Step:
+    ...     by: int
+    >>> from_dict({"kind": "Step", "by": 2}, "kind", {"Step": Step}, what="the stride")
+    Step(by=2)
+    """
+    fields = dict(cast("dict[str, Any]", data)) if isinstance(data, dict) else {}
+    if key not in fields:
+        raise RopewalkError(
+            asked=f"{what} of a RopeSpec from JSON",
+            expected=f'an object with a "{key}"',
+            got=shown(data),
+            do=f'write for example {{"{key}": "{next(iter(known))}", ...}}',
+        )
+    made = known[require_choice(fields.pop(key), known, asked=f'"{key}" of {what}')]
+    names = [field.name for field in dataclasses.fields(cast("Any", made))]
+    for name in fields:
+        require_choice(name, names, asked=f"the fields of {made.__name__} in JSON")
+    try:
+        return made(**fields)
+    except TypeError:
+        raise RopewalkError(
+            asked=f"{made.__name__} from JSON",
+            expected=f"the fields {', '.join(names)}",
+            got=", ".join(fields) or "no field",
+            do="add the fields that are missing",
+        ) from None
