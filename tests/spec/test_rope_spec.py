@@ -125,9 +125,12 @@ def test_import_and_specs_need_no_torch():
         ({"head_dim": 8, "frequencies": Explicit([[1.0], [2.0]])}, "4 numbers a head"),
         ({"head_dim": 8, "sign": 0}, "sign=...\\)\nexpected: 1"),
         ({"head_dim": 8, "sign": True}, "sign=...\\)\nexpected: 1"),
-        ({"head_dim": 8, "axes": ((1.0,),)}, "axes=...\\)\nexpected: None, the one value"),
-        ({"head_dim": 8, "xpos": 512}, "xpos=...\\)\nexpected: None"),
-        ({"head_dim": 8, "query_temperature": 0.1}, "query_temperature=...\\)\nexpected: None"),
+        ({"head_dim": 8, "axes": ((1.0,),)}, "axes=...\\)\nexpected: a value of Axes, or None"),
+        ({"head_dim": 8, "xpos": 512}, "xpos=...\\)\nexpected: a value of XPos, or None"),
+        (
+            {"head_dim": 8, "query_temperature": 0.1},
+            "query_temperature=...\\)\nexpected: a value of QueryTemperature, or None",
+        ),
         ({"head_dim": 8, "angles": "bfloat16"}, "angles=...\\)\nexpected: 'exact' or 'float32'"),
     ],
 )

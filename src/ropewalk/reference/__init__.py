@@ -17,6 +17,7 @@ from ropewalk.reference.bias import t5_bucket as t5_bucket
 from ropewalk.reference.budget import BudgetError as BudgetError
 from ropewalk.reference.budget import assert_within_budget as assert_within_budget
 from ropewalk.reference.budget import rotation_budget as rotation_budget
+from ropewalk.reference.by_spec import rotate_by_spec as rotate_by_spec
 from ropewalk.reference.linear_attention import elu_plus_one as elu_plus_one
 from ropewalk.reference.linear_attention import (
     linear_attention_by_recurrence as linear_attention_by_recurrence,
@@ -52,6 +53,7 @@ __all__ = [
     "recurrent",
     "rms_norm",
     "rotate",
+    "rotate_by_spec",
     "rotate_complex",
     "rotate_matrix",
     "rotation_budget",

@@ -29,7 +29,7 @@ class NTKByParts(Frequencies):
     With factor 1 it is Plain.
 
     >>> rule = NTKByParts(10_000, factor=2, trained_length=628)  # 100 turns, and 1 turn less a little
-    >>> [round(x, 4) for x in rule.evaluate(4)]
+    >>> [round(x, 4) for x in rule.evaluate(4).tolist()]
     [1.0, 0.005]
     """
 
@@ -56,7 +56,7 @@ class Llama3(Frequencies):
     Plain.
 
     >>> rule = Llama3(10_000, factor=8, trained_length=628)
-    >>> [round(x, 5) for x in rule.evaluate(4)]
+    >>> [round(x, 5) for x in rule.evaluate(4).tolist()]
     [1.0, 0.00125]
     """
 

@@ -27,7 +27,7 @@ class XPos:
     would leave the range of the formats is refused.
 
     >>> import numpy as np
-    >>> [round(x, 6) for x in XPos(length=1024).log_scale(4, np.array([[0.0]]))[0]]  # ln(0.4/1.4), ln(0.9/1.4)
+    >>> [round(x, 6) for x in XPos(length=1024).log_scale(4, np.array([[0.0]]))[0].tolist()]  # ln(0.4/1.4), ln(0.9/1.4)
     [1.252763, 0.441833]
     """
 

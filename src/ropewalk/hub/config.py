@@ -1,0 +1,212 @@
+"""load_spec: the config of a model, read into the RopeSpec that its attention computes."""
+
+from pathlib import Path
+from typing import Any
+
+from ropewalk.errors import require_choice, shown
+from ropewalk.hub.families import Family, family_of
+from ropewalk.hub.layers import parameters_by_layer
+from ropewalk.hub.pitfalls import warn
+from ropewalk.hub.read import Keys, config_error, read_config
+from ropewalk.hub.rules import Around, rule_of, type_of
+from ropewalk.spec.axes import Axes
+from ropewalk.spec.by_parts import POLICIES
+from ropewalk.spec.rope import PAIRINGS, RopeSpec
+from ropewalk.spec.temperature import StepTemperature
+
+__all__ = ["load_spec"]
+
+# Where composite models keep the config of their language model.
+_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "text_encoder")
+
+
+def load_spec(
+    config: str | Path | dict[str, Any] | Any,
+    *,
+    pairing: str | None = None,
+    policy: str | None = None,
+    angles: str = "float32",
+) -> Any:
+    """The RopeSpec of a model, from its config; a dict with one a layer type where they differ, None for no rotation.
+
+    `config` is the path of a config.json, of Mistral's params.json or of a folder with one, a dict, or a config object
+    of transformers. Keys may be those of transformers 4 (rope_scaling, rope_theta, rotary_pct, ..) or 5
+    (rope_parameters, flat or by layer type), with vLLM's extra ones. Of a composite model it is the language model.
+
+    No config says which features form a pair: that follows from model_type. For a family that is not known `pairing`
+    must say it; beside a known one it must agree. `policy` is whose reading of YaRN's amplitude holds: "transformers",
+    "deepseek" or "vllm"; by default that of the family in transformers. Angles are formed in float32 as transformers
+    forms them; angles="exact" forms them exactly.
+
+    What cannot be is an error. What stacks read differently is a RopeConfigWarning with a name.
+
+    >>> spec = load_spec({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 500000.0})
+    >>> spec.head_dim, spec.frequencies, spec.pairing
+    (16, Plain(base=500000.0), 'half')
+    """
+    data = read_config(config)
+    data, family = _language_model(data, pairing)
+    if policy is not None:
+        require_choice(policy, POLICIES, asked="load_spec(policy=...)")
+    whole = Keys(data)
+    layers = parameters_by_layer(whole, family)
+    specs = {
+        name: None if parameters is None else _spec(whole, family, name, parameters, nested, policy, angles)
+        for name, (parameters, nested) in layers.items()
+    }
+    if family.temperature == "without rotation" and None in specs.values() and whole.flag("attn_temperature_tuning", True):
+        scale, step = whole.number("attn_scale", 0.1), whole.whole("floor_scale", 8192)
+        warn(
+            "temperature-without-rotation",
+            f"layers without rotation multiply queries by StepTemperature({scale:g}, {step}, first=1), which None has"
+            " no place for",
+        )
+    distinct = list(specs.values())
+    # One spec is one answer, even if the config repeats it for every layer type.
+    if all(spec is not None and spec == distinct[0] for spec in distinct) and len(layers) == 1:
+        return distinct[0]
+    return specs
+
+
+def _language_model(data: dict[str, Any], pairing: str | None) -> tuple[dict[str, Any], Family]:
+    """The part of the config that says how text is rotated, and its family."""
+    if pairing is not None:
+        require_choice(pairing, PAIRINGS, asked="load_spec(pairing=...)")
+    keys = Keys(data)
+    name = keys.text("model_type")
+    if name is None and keys.has("n_heads") and keys.has("dim"):
+        return data, family_of("mistral params.json", pairing)
+    part = next((part for part in _PARTS if isinstance(data.get(part), dict)), None)
+    own = any(keys.has(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
+    if part is not None and not (own and keys.has("hidden_size")):
+        inner = data[part]
+        if inner.get("model_type") is None and name is not None:
+            inner = {**inner, "model_type": f"{name}_text"}
+        return _language_model(inner, pairing)
+    return data, family_of(name, pairing)
+
+
+def _spec(
+    whole: Keys, family: Family, layer: str, parameters: Keys, nested: bool, policy: str | None, angles: str
+) -> RopeSpec:
+    head_dim, rotary_dim = _dims(whole, family, layer, parameters)
+    longest = whole.whole("max_position_embeddings") if whole.has("max_position_embeddings") else None
+    original = "original_max_position_embeddings"
+    axes = _axes(whole, family, parameters, rotary_dim)
+    around = Around(
+        base=family.base_of(layer),
+        longest=parameters.whole("max_position_embeddings") if parameters.has("max_position_embeddings") else longest,
+        original=whole.whole(original, at_least=2) if whole.has(original) else None,
+        nested=nested,
+        policy=policy or family.policy,
+        rotary_dim=rotary_dim if axes is None else axes.dim,
+    )
+    rule = rule_of(parameters, around)
+    temperature = None
+    if family.temperature == "everywhere" and parameters.has("llama_4_scaling_beta"):
+        step = parameters.whole(original, at_least=1)
+        beta = parameters.number("llama_4_scaling_beta", at_least=0)
+        temperature = StepTemperature(beta, step) if beta else None
+    if axes is not None and type_of(parameters) == "yarn":
+        warn("vllm-mrope-yarn", "vLLM computes YaRN's ramp from four times the original length where there are axes")
+    return RopeSpec(
+        head_dim,
+        rule,
+        rotary_dim=rotary_dim,
+        pairing=family.pairing_of(whole),
+        rotary_slice=family.rotary_slice,
+        axes=axes,
+        sign=family.sign,
+        query_temperature=temperature,
+        angles=angles,
+    )
+
+
+def _dims(whole: Keys, family: Family, layer: str, parameters: Keys) -> tuple[int, int]:
+    """head_dim and rotary_dim."""
+    if family.latent:
+        # Multi-head latent attention: features that do not turn, then features that do.
+        still, turning = whole.whole("qk_nope_head_dim", at_least=0), whole.whole("qk_rope_head_dim")
+        return still + turning, turning
+    head_dim = family.head_dim_of(whole, layer)
+    if head_dim is None:
+        width, heads = (_first(whole, keys) for keys in (family.width, family.heads))
+        if width % heads:
+            raise config_error(
+                whole.name(family.width[0]), f"a multiple of the {heads} heads", f"{width}", "set head_dim"
+            )
+        head_dim = width // heads
+        if "head_dim" in whole.unread() or (whole.raw("head_dim") is None and "head_dim" in whole.keys()):
+            if type_of(parameters) in ("dynamic", "yarn", "longrope"):
+                warn("head-dim-null", f"head_dim is null, which transformers cannot read; {head_dim} is taken")
+    rotary_dim = _rotary_dim(whole, family, parameters, head_dim)
+    if head_dim % 2 and rotary_dim == head_dim:
+        raise config_error(whole.name("head_dim"), "an even number: features turn in pairs", f"{head_dim}", "set it")
+    return head_dim, rotary_dim
+
+
+def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) -> int:
+    said: dict[str, int] = {}
+    if family.rotary_dim is not None:
+        said[f"model_type {whole.raw('model_type')!r}"] = family.rotary_dim(head_dim)
+    for keys in (parameters, whole):
+        for key in ("rotary_dim", "rope_dim"):
+            if keys.has(key):
+                said[keys.name(key)] = keys.whole(key)
+        for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_pct"):
+            if keys.has(key) and not (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
+                share = keys.number(key, at_least=0)
+                said[keys.name(key)] = int(head_dim * share)
+                if abs(head_dim * share - round(head_dim * share)) > 1e-6:
+                    warn(
+                        "partial-truncated",
+                        f"{keys.name(key)!r} = {share:g} of head_dim {head_dim} is {head_dim * share:g}, which"
+                        f" transformers cuts off to {int(head_dim * share)}",
+                    )
+    if len(set(said.values())) > 1:
+        got = ", ".join(f"{key} ({value} features)" for key, value in said.items())
+        raise config_error(next(iter(said)), "one number of features that turn", got, "remove all but one")
+    rotary_dim = next(iter(said.values()), family.partial(head_dim))
+    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+        key = next(iter(said), "partial_rotary_factor")
+        expected = f"an even number of features that turn, from 2 to head_dim = {head_dim}"
+        raise config_error(key, expected, f"{rotary_dim}", "set it as the model was trained")
+    return rotary_dim
+
+
+def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axes | None:
+    """Which position turns which pair, where tokens have several."""
+    key = "mrope_section" if parameters.has("mrope_section") else "xdrope_section"
+    if family.axes is None:
+        if parameters.has(key):
+            raise config_error(
+                parameters.name(key),
+                "a family that is known to have several positions a token",
+                f"{shown(parameters.raw(key))} for model_type {whole.raw('model_type')!r}",
+                "make the spec yourself: RopeSpec(..., axes=Axes.chunked(sections))",
+            )
+        return None
+    if isinstance(family.axes, str):
+        sections = family.sections(rotary_dim) if not parameters.has(key) else parameters.numbers(key)
+        if sections is None:
+            return None
+        whole_sections = [int(size) for size in sections]
+        if whole_sections != list(sections) or sum(whole_sections) * 2 != rotary_dim:
+            raise config_error(
+                parameters.name(key),
+                f"whole numbers that sum to {rotary_dim // 2}, half of the features that turn",
+                shown(list(sections)),
+                "copy the sections from the model",
+            )
+        kind = family.axes
+        if kind == "chunked" and parameters.flag("mrope_interleaved", False):
+            kind = "interleaved"
+        return {"chunked": Axes.chunked, "interleaved": Axes.interleaved, "ernie": Axes.ernie}[kind](whole_sections)
+    return family.axes(rotary_dim)
+
+
+def _first(whole: Keys, keys: tuple[str, ...]) -> int:
+    for key in keys:
+        if whole.has(key):
+            return whole.whole(key)
+    raise config_error(keys[0], "a whole number", "nothing", f"set head_dim, or {keys[0]}")

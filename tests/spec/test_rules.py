@@ -1,0 +1,309 @@
+"""Rules for longer contexts: published figures, and the laws that hold between them."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ropewalk import RopeSpec, RopewalkError
+from ropewalk.spec import (
+    NTK,
+    DynamicNTK,
+    Explicit,
+    Frequencies,
+    Linear,
+    Llama3,
+    LongRope,
+    NTKByParts,
+    NTKFixed,
+    NTKMixed,
+    Plain,
+    Proportional,
+    WholeModel,
+    Yarn,
+)
+
+bases = st.floats(2.0, 1e8)
+factors = st.floats(1.0, 256.0)
+lengths = st.integers(64, 1 << 20)
+dims = st.integers(2, 128).map(lambda pairs: 2 * pairs)
+
+
+@st.composite
+def rules(draw, dim: int):
+    """Any rule, for a rotary_dim."""
+    base, factor, length = draw(bases), draw(factors), draw(lengths)
+    low, span = draw(st.floats(0.1, 4)), draw(st.floats(0.1, 40))
+    divisors = st.lists(st.floats(1, 64), min_size=dim // 2, max_size=dim // 2)
+    short, long = draw(divisors), draw(divisors)
+    fraction, bend, mscale = draw(st.floats(0, 1)), draw(st.floats(0.1, 2)), draw(st.floats(0.1, 2))
+    truncate, ramp, heads = draw(st.booleans()), draw(st.sampled_from(["index", "ratio"])), draw(st.integers(1, 4))
+    explicit = draw(st.lists(st.floats(-4, 4), min_size=dim // 2, max_size=dim // 2))
+    # As calls still to be made: the checker of types must not run while Hypothesis draws.
+    return draw(
+        st.sampled_from(
+            [
+                lambda: Plain(base),
+                lambda: Linear(base, factor),
+                lambda: NTK(base, factor),
+                lambda: DynamicNTK(base, factor, length),
+                lambda: NTKFixed(base, factor),
+                lambda: NTKMixed(base, factor, bend),
+                lambda: NTKByParts(base, factor, length, low, low + span),
+                lambda: Llama3(base, factor, length, low, low + span),
+                lambda: Yarn(base, factor, length, low + span, low, truncate, ramp),
+                lambda: Yarn(base, factor, length, mscale=0.7, mscale_all_dim=mscale, policy="deepseek"),
+                lambda: LongRope(base, short, long, length, factor),
+                lambda: Proportional(base, fraction, factor),
+                lambda: Explicit(explicit),
+                lambda: WholeModel(base, heads),
+            ]
+        )
+    )
+
+
+def test_yarn_of_gpt_oss():
+    rule = Yarn(150_000, 32, 4096, truncate=False)
+    assert rule.correction_range(64) == pytest.approx((8.092779115512402, 17.39802450158856), rel=1e-15)
+    assert dataclasses.replace(rule, truncate=True).correction_range(64) == (8, 18)
+    assert rule.amplitude() == pytest.approx(1.3465735902799727, rel=1e-15)
+    found = rule.evaluate(64)[[0, 9, 31]]
+    np.testing.assert_allclose(found, [1, 0.03170569618466377, 3.0235114281192144e-07], rtol=1e-14)
+
+
+def test_yarn_of_deepseek():
+    rule = Yarn(1e4, 40, 4096, mscale=1.0, mscale_all_dim=1.0, policy="deepseek")
+    raw = dataclasses.replace(rule, truncate=False).correction_range(64)
+    assert raw == pytest.approx((10.472240810318025, 22.513440636877274), rel=1e-15)
+    assert rule.correction_range(64) == (10, 23)
+    np.testing.assert_allclose(rule.evaluate(64)[[11, 23]], [0.03900692656714386, 3.33380358040831e-05], rtol=1e-14)
+    assert Yarn(1e4, 40, 4096).amplitude() == pytest.approx(1.3688879454113936, rel=1e-15)
+    assert (rule.amplitude(), rule.softmax_scale) == (1.0, pytest.approx(1.8738542070926265, rel=1e-15))
+    lite = dataclasses.replace(rule, mscale=0.707, mscale_all_dim=0.707)
+    assert (lite.amplitude(), lite.softmax_scale) == (1.0, pytest.approx(1.5896261651208736, rel=1e-15))
+
+
+@pytest.mark.parametrize(
+    ("rule", "dim", "reach", "amplitude"),
+    [
+        (Yarn(1e6, 4, 32768), 128, (23, 40), 1.138629436111989),
+        (Yarn(1e4, 16, 4096), 128, (20, 46), 1.2772588722239782),
+        (Yarn(1e4, 2, 4096), 128, (20, 46), 1.0693147),
+        (Yarn(1e4, 8, 4096), 128, (20, 46), 1.2079442),
+    ],
+)
+def test_yarn_of_qwen_and_llama_2(rule, dim, reach, amplitude):
+    assert rule.correction_range(dim) == reach
+    assert rule.amplitude() == pytest.approx(amplitude, abs=5e-8)
+
+
+def test_yarn_in_bands():
+    plain = Plain().evaluate(128)
+    for ramp, at_30 in (("ratio", 0.003935989), ("index", 0.008526844)):
+        found = Yarn(1e4, 16, 4096, ramp=ramp).evaluate(128)
+        assert found[30] == pytest.approx(at_30, abs=5e-10)
+        assert found[63] == pytest.approx(7.217387e-6, abs=5e-13)
+        kept, divided = np.isclose(found, plain, rtol=1e-12), np.isclose(found, plain / 16, rtol=1e-12)
+        assert (kept.sum(), divided.sum(), (~kept & ~divided).sum()) == (21, 18, 25)
+        assert kept[:21].all()
+        assert divided[46:].all()
+
+
+def test_llama_3_1():
+    found, plain = Llama3(500_000, 8, 8192).evaluate(128), Plain(500_000).evaluate(128)
+    at = [28, 29, 63]
+    np.testing.assert_allclose(
+        found[at], [0.003211445994752591, 0.002166570763503359, 3.068925988914511e-07], rtol=1e-14
+    )
+    ratios = [0.82817, 0.64374, 0.49351, 0.37112, 0.27143, 0.19021, 0.125]
+    np.testing.assert_allclose((found / plain)[29:36], ratios, atol=5e-6)
+    assert (found == plain).sum() == 29
+    assert np.isclose(found, plain / 8, rtol=1e-14).sum() == 29
+
+
+def test_longrope_of_phi_3_5():
+    assert LongRope(1e4, [1.0], [1.0], 4096, 32).amplitude() == pytest.approx(1.1902380714238083, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("rule", "dim", "length", "base"),
+    [
+        (DynamicNTK(1e4, 2, 4096), 128, 8192, 30527.7367488067),
+        (DynamicNTK(1e4, 2, 2048), 128, 8192, 72195.860),
+        (NTK(1e4, 2), 128, None, 20221.262),
+        (NTK(1e4, 4), 128, None, 40889.942),
+        (NTK(1e4, 8), 128, None, 82684.623),
+        (NTK(1e4, 16), 128, None, 167198.739),
+        (NTK(1e4, 32), 128, None, 338096.946),
+        (NTK(1e4, 2), 64, None, 20452.229),
+        (NTK(1e4, 4), 64, None, 41829.366),
+        (NTK(1e4, 8), 64, None, 85550.376),
+        (NTK(1e4, 1000), 128, None, 11_158_839.925),
+    ],
+)
+def test_ntk_is_another_base(rule, dim, length, base):
+    found = rule.evaluate(dim, length)
+    np.testing.assert_allclose(found, Plain(base).evaluate(dim), rtol=1e-7)
+    # theta_1 = base^(-2/d) gives the base back to the digits that were printed.
+    assert found[1] ** (-dim / 2) == pytest.approx(base, abs=6e-4)
+
+
+def test_xpos_abf_and_granularity():
+    # Effective long context (2309.16039), section on granularity: the mean step of ln(theta) is ln(base) / (d/2).
+    assert 1 / (math.log(1e4) + math.log(50)) == pytest.approx(0.0762, abs=5e-5)
+    steps = -np.diff(np.log(Plain(5e5).evaluate(128)))
+    np.testing.assert_allclose(1 / (steps * 64), 0.0762, atol=5e-5)
+
+
+@given(bases, dims, lengths)
+def test_a_factor_of_one_is_plain(base, dim, length):
+    plain = Plain(base).evaluate(dim)
+    same = [
+        Linear(base, 1),
+        NTK(base, 1),
+        NTKFixed(base, 1),
+        NTKMixed(base, 1),
+        NTKByParts(base, 1, length),
+        Llama3(base, 1, length),
+        Yarn(base, 1, length),
+        Yarn(base, 1, length, ramp="ratio"),
+        Proportional(base, 1, 1),
+        LongRope(base, [1.0] * (dim // 2), [1.0] * (dim // 2), length, 1),
+        WholeModel(base, 1),
+    ]
+    for rule in same:
+        np.testing.assert_allclose(rule.evaluate(dim).ravel(), plain, rtol=1e-13)
+        assert rule.amplitude() == 1
+    # Of DynamicNTK it is true up to the trained length alone.
+    grown = DynamicNTK(base, 1, length)
+    np.testing.assert_array_equal(grown.evaluate(dim, length), plain)
+    if dim > 4:
+        assert (grown.evaluate(dim, 2 * length)[1:] < plain[1:]).all()
+
+
+@given(bases, factors, lengths, dims, st.sampled_from(["index", "ratio"]), st.booleans())
+def test_yarn_lies_between_plain_and_linear(base, factor, length, dim, ramp, truncate):
+    found = Yarn(base, factor, length, truncate=truncate, ramp=ramp).evaluate(dim)
+    plain = Plain(base).evaluate(dim)
+    assert (found <= plain * (1 + 1e-12)).all()
+    assert (found >= Linear(base, factor).evaluate(dim) * (1 - 1e-12)).all()
+
+
+@given(bases, factors, dims)
+def test_ntk_keeps_the_highest_frequency_and_divides_the_lowest_by_the_factor(base, factor, dim):
+    assume(dim >= 4)
+    found, plain = NTK(base, factor).evaluate(dim), Plain(base).evaluate(dim)
+    assert found[0] == 1
+    assert found[-1] == pytest.approx(plain[-1] / factor, rel=1e-11)
+    for rule in (NTKFixed(base, factor), NTKMixed(base, factor)):
+        assert rule.evaluate(dim)[-1] == pytest.approx(plain[-1] / factor, rel=1e-11)
+        assert (np.diff(rule.evaluate(dim)) <= 0).all()
+
+
+@given(bases, factors, lengths, dims, st.floats(0.1, 4), st.floats(0.1, 40))
+def test_llama_3_and_yarn_of_the_paper_are_ntk_by_parts(base, factor, length, dim, low, span):
+    parts = NTKByParts(base, factor, length, low, low + span).evaluate(dim)
+    np.testing.assert_array_equal(Llama3(base, factor, length, low, low + span).evaluate(dim), parts)
+    np.testing.assert_array_equal(Yarn(base, factor, length, low + span, low, ramp="ratio").evaluate(dim), parts)
+    # The formula of the paper, as it is printed.
+    plain = Plain(base).evaluate(dim)
+    gamma = np.clip((length * plain / (2 * math.pi) - low) / span, 0, 1)
+    np.testing.assert_allclose(parts, (1 - gamma) * plain / factor + gamma * plain, rtol=1e-9)
+
+
+@given(bases, factors, lengths, dims, st.floats(1.0, 8.0))
+def test_dynamic_ntk_is_ntk_with_a_factor_that_grows(base, factor, length, dim, times):
+    n = int(length * times)
+    factor_there = factor * n / length - (factor - 1)
+    found = DynamicNTK(base, factor, length).evaluate(dim, n)
+    np.testing.assert_allclose(found, NTK(base, max(1, factor_there)).evaluate(dim), rtol=1e-12)
+
+
+@given(st.integers(0, 64), bases, factors)
+def test_proportional_turns_the_first_pairs_and_no_others(turning, base, factor):
+    found = Proportional(base, turning / 64, factor).evaluate(128)
+    assert np.count_nonzero(found) == turning
+    np.testing.assert_allclose(found[:turning], Linear(base, factor).evaluate(128)[:turning])
+
+
+@given(st.data(), dims)
+def test_every_spec_goes_through_json(data, dim):
+    rule = data.draw(rules(dim))()
+    spec = RopeSpec(dim, rule)
+    again = RopeSpec.from_json(spec.to_json())
+    assert again == spec
+    assert hash(again) == hash(spec)
+    for length in (None, 10_000_000):
+        np.testing.assert_array_equal(again.inv_freq(length), spec.inv_freq(length))
+        assert again.amplitude(length) == spec.amplitude(length)
+    assert again.softmax_scale == spec.softmax_scale
+
+
+def test_longrope_switches_after_the_trained_length():
+    rule = LongRope(1e4, [1.0, 2.0], [3.0, 4.0], 100, short_amplitude=1.5, long_amplitude=2.5)
+    for length, divisors, amplitude in ((None, [1, 2], 1.5), (100, [1, 2], 1.5), (101, [3, 4], 2.5)):
+        np.testing.assert_allclose(rule.evaluate(4, length), [1 / divisors[0], 0.01 / divisors[1]])
+        assert rule.amplitude(length) == amplitude
+
+
+def test_amplitudes_by_policy():
+    def amplitude(policy, **fields):
+        return Yarn(1e4, 40, 4096, policy=policy, **fields).amplitude()
+
+    g = 0.1 * math.log(40) + 1
+    assert amplitude("transformers", mscale=2.0) == g != amplitude("deepseek", mscale=2.0) == pytest.approx(2 * g - 1)
+    assert amplitude("vllm", mscale=2.0, mscale_all_dim=1.0) == g
+    assert amplitude("transformers", attention_factor=0.5) == amplitude("deepseek", attention_factor=0.5) == 0.5
+    assert amplitude("vllm", attention_factor=0.5) == 0.5 * g
+    assert amplitude("transformers", mscale=1.0, mscale_all_dim=0.0) == g
+    for policy in ("transformers", "vllm"):
+        assert Yarn(1e4, 40, 4096, mscale=1.0, mscale_all_dim=1.0, policy=policy).softmax_scale == 1
+
+
+YARN, LONG = {"factor": 4, "trained_length": 4096}, {"base": 1e4, "short_factor": [1], "long_factor": [1]}
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Linear(1e4, 0.5), r"Linear\(factor=...\)\nexpected: a finite number of at least 1\ngot:      0.5"),
+        (lambda: NTK(1e4, math.nan), "NTK\\(factor"),
+        (lambda: NTK(1e4, 2).evaluate(2), "a rotary_dim of at least 4"),
+        (lambda: RopeSpec(2, DynamicNTK(1e4, 2, 64)), "a rotary_dim of at least 4"),
+        (lambda: DynamicNTK(1e4, 2, 1), "trained_length=...\\)\nexpected: an integer of at least 2"),
+        (lambda: DynamicNTK(1e4, 2, 2048.0), "trained_length"),
+        (lambda: NTKMixed(1e4, 2, 0), "bend"),
+        (lambda: Llama3(5e5, 8, 8192, 4, 1), "high_freq_factor above low_freq_factor"),
+        (lambda: Llama3(5e5, 8, 8192, 4, 4), "high_freq_factor above low_freq_factor"),
+        (lambda: NTKByParts(1.0, 8, 8192), "base=...\\)\nexpected: a finite number above 1"),
+        (lambda: Yarn(**YARN, beta_fast=1, beta_slow=32), "beta_fast above beta_slow"),
+        (lambda: Yarn(**YARN, beta_fast=0), "beta_fast=...\\)\nexpected: a finite number above 0"),
+        (lambda: Yarn(**YARN, ramp="ration"), "did you mean 'ratio'"),
+        (lambda: Yarn(**YARN, policy="hf"), "'transformers' or 'deepseek' or 'vllm'"),
+        (lambda: Yarn(**YARN, truncate=1), "True or False"),
+        (lambda: Yarn(**YARN, attention_factor=0), "attention_factor"),
+        (lambda: Yarn(**YARN, mscale=-1), "mscale"),
+        (lambda: Yarn(**YARN, mscale="1"), "mscale"),
+        (lambda: LongRope(**LONG | {"short_factor": [0]}, trained_length=64), "finite numbers above 0"),
+        (lambda: LongRope(**LONG | {"long_factor": "1"}, trained_length=64), "finite numbers above 0"),
+        (lambda: LongRope(**LONG, trained_length=64).evaluate(4), "2 numbers in short_factor"),
+        (lambda: LongRope(**LONG, trained_length=64, short_amplitude=1.0), "together"),
+        (lambda: Proportional(1e4, 1.5), "a number from 0 to 1"),
+        (lambda: Proportional(1e4, 0.5, 0.5), "at least 1"),
+    ],
+)
+def test_what_no_rule_can_be_is_refused(make, message):
+    with pytest.raises(RopewalkError, match=message):
+        make()
+
+
+def test_every_rule_is_final_frozen_and_has_its_fields_in_json():
+    for name, rule in Frequencies.known.items():
+        assert rule.__final__, name
+        assert rule.__dataclass_params__.frozen, name
+        assert rule.__doc__ is not None
+        assert ">>>" in rule.__doc__, name
