@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -302,7 +303,8 @@ def test_what_no_rule_can_be_is_refused(make, message):
 
 
 def test_every_rule_is_final_frozen_and_has_its_fields_in_json():
-    for name, rule in Frequencies.known.items():
+    for name, known in Frequencies.known.items():
+        rule: Any = known
         assert rule.__final__, name
         assert rule.__dataclass_params__.frozen, name
         assert rule.__doc__ is not None

@@ -54,18 +54,15 @@ def load_spec(
         name: None if parameters is None else _spec(whole, family, name, parameters, nested, policy, angles)
         for name, (parameters, nested) in layers.items()
     }
-    if family.temperature == "without rotation" and None in specs.values() and whole.flag("attn_temperature_tuning", True):
+    tempered = family.temperature == "without rotation" and whole.flag("attn_temperature_tuning", True)
+    if tempered and None in specs.values():
         scale, step = whole.number("attn_scale", 0.1), whole.whole("floor_scale", 8192)
         warn(
             "temperature-without-rotation",
             f"layers without rotation multiply queries by StepTemperature({scale:g}, {step}, first=1), which None has"
             " no place for",
         )
-    distinct = list(specs.values())
-    # One spec is one answer, even if the config repeats it for every layer type.
-    if all(spec is not None and spec == distinct[0] for spec in distinct) and len(layers) == 1:
-        return distinct[0]
-    return specs
+    return specs.get("", specs)
 
 
 def _language_model(data: dict[str, Any], pairing: str | None) -> tuple[dict[str, Any], Family]:
@@ -75,7 +72,7 @@ def _language_model(data: dict[str, Any], pairing: str | None) -> tuple[dict[str
     keys = Keys(data)
     name = keys.text("model_type")
     if name is None and keys.has("n_heads") and keys.has("dim"):
-        return data, family_of("mistral params.json", pairing)
+        return _from_params(data), family_of("mistral params.json", pairing)
     part = next((part for part in _PARTS if isinstance(data.get(part), dict)), None)
     own = any(keys.has(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
     if part is not None and not (own and keys.has("hidden_size")):
@@ -86,11 +83,30 @@ def _language_model(data: dict[str, Any], pairing: str | None) -> tuple[dict[str
     return data, family_of(name, pairing)
 
 
+def _from_params(data: dict[str, Any]) -> dict[str, Any]:
+    """Mistral's params.json, with its yarn under the names of transformers."""
+    keys = Keys(data)
+    yarn = Keys(keys.part("yarn"), "yarn")
+    if not keys.has("yarn"):
+        return data
+    factor = yarn.number("factor", at_least=1)
+    parameters: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": yarn.whole("original_max_position_embeddings", at_least=2),
+        "beta_fast": yarn.number("beta", 32.0),
+        "beta_slow": yarn.number("alpha", 1.0),
+    }
+    if not yarn.flag("apply_scale", True):
+        parameters["attention_factor"] = 1.0
+    return {**data, "rope_parameters": parameters}
+
+
 def _spec(
     whole: Keys, family: Family, layer: str, parameters: Keys, nested: bool, policy: str | None, angles: str
 ) -> RopeSpec:
     head_dim, rotary_dim = _dims(whole, family, layer, parameters)
-    longest = whole.whole("max_position_embeddings") if whole.has("max_position_embeddings") else None
+    longest = next((whole.whole(key) for key in family.longest if whole.has(key)), None)
     original = "original_max_position_embeddings"
     axes = _axes(whole, family, parameters, rotary_dim)
     around = Around(
@@ -128,30 +144,41 @@ def _dims(whole: Keys, family: Family, layer: str, parameters: Keys) -> tuple[in
         # Multi-head latent attention: features that do not turn, then features that do.
         still, turning = whole.whole("qk_nope_head_dim", at_least=0), whole.whole("qk_rope_head_dim")
         return still + turning, turning
-    head_dim = family.head_dim_of(whole, layer)
+    head_dim = _head_dim_of_layer(whole, family, layer)
+    if head_dim is None:
+        head_dim = next((whole.whole(key) for key in family.head_dim if whole.has(key)), None)
     if head_dim is None:
         width, heads = (_first(whole, keys) for keys in (family.width, family.heads))
-        if width % heads:
-            raise config_error(
-                whole.name(family.width[0]), f"a multiple of the {heads} heads", f"{width}", "set head_dim"
-            )
         head_dim = width // heads
-        if "head_dim" in whole.unread() or (whole.raw("head_dim") is None and "head_dim" in whole.keys()):
-            if type_of(parameters) in ("dynamic", "yarn", "longrope"):
-                warn("head-dim-null", f"head_dim is null, which transformers cannot read; {head_dim} is taken")
-    rotary_dim = _rotary_dim(whole, family, parameters, head_dim)
-    if head_dim % 2 and rotary_dim == head_dim:
-        raise config_error(whole.name("head_dim"), "an even number: features turn in pairs", f"{head_dim}", "set it")
-    return head_dim, rotary_dim
+        if whole.stands("head_dim") and type_of(parameters) in ("dynamic", "yarn", "longrope"):
+            warn("head-dim-null", f"head_dim is null, which some versions of transformers cannot read; here {head_dim}")
+    return head_dim, _rotary_dim(whole, family, parameters, head_dim)
+
+
+def _head_dim_of_layer(whole: Keys, family: Family, layer: str) -> int | None:
+    """The head_dim that a layer type has for itself: under a key of its own, or in per_layer_config."""
+    if layer not in family.head_dims:
+        return None
+    if whole.has(family.head_dims[layer]):
+        return whole.whole(family.head_dims[layer])
+    own = Keys(whole.part("per_layer_config"), "per_layer_config")
+    types = whole.raw("layer_types") or []
+    for key in (layer, *(str(i) for i, name in enumerate(types) if name == layer)):
+        overrides = Keys(own.part(key), own.name(key))
+        if overrides.has("head_dim"):
+            return overrides.whole("head_dim")
+    return None
 
 
 def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) -> int:
     said: dict[str, int] = {}
-    if family.rotary_dim is not None:
-        said[f"model_type {whole.raw('model_type')!r}"] = family.rotary_dim(head_dim)
+    if family.turning is not None:
+        return family.turning(head_dim)
     for keys in (parameters, whole):
         for key in ("rotary_dim", "rope_dim"):
-            if keys.has(key):
+            if keys.has(key) and key in family.unread:
+                warn("key-ignored", f"{keys.name(key)!r} is not read by this family, which reads partial_rotary_factor")
+            elif keys.has(key):
                 said[keys.name(key)] = keys.whole(key)
         for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_pct"):
             if keys.has(key) and not (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
@@ -166,7 +193,7 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
     if len(set(said.values())) > 1:
         got = ", ".join(f"{key} ({value} features)" for key, value in said.items())
         raise config_error(next(iter(said)), "one number of features that turn", got, "remove all but one")
-    rotary_dim = next(iter(said.values()), family.partial(head_dim))
+    rotary_dim = next(iter(said.values()), int(head_dim * family.share))
     if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
         key = next(iter(said), "partial_rotary_factor")
         expected = f"an even number of features that turn, from 2 to head_dim = {head_dim}"
@@ -186,23 +213,24 @@ def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axe
                 "make the spec yourself: RopeSpec(..., axes=Axes.chunked(sections))",
             )
         return None
-    if isinstance(family.axes, str):
-        sections = family.sections(rotary_dim) if not parameters.has(key) else parameters.numbers(key)
-        if sections is None:
-            return None
-        whole_sections = [int(size) for size in sections]
-        if whole_sections != list(sections) or sum(whole_sections) * 2 != rotary_dim:
-            raise config_error(
-                parameters.name(key),
-                f"whole numbers that sum to {rotary_dim // 2}, half of the features that turn",
-                shown(list(sections)),
-                "copy the sections from the model",
-            )
-        kind = family.axes
-        if kind == "chunked" and parameters.flag("mrope_interleaved", False):
-            kind = "interleaved"
-        return {"chunked": Axes.chunked, "interleaved": Axes.interleaved, "ernie": Axes.ernie}[kind](whole_sections)
-    return family.axes(rotary_dim)
+    if not isinstance(family.axes, str):
+        return family.axes(rotary_dim)
+    numbers = parameters.numbers(key) if parameters.has(key) else family.sections
+    if numbers is None:
+        return None
+    sections, pairs = [int(size) for size in numbers], rotary_dim // 2
+    dealt = family.axes == "interleaved" or parameters.flag("mrope_interleaved", False)
+    # Sections that are dealt out need not fill the pairs: what is left belongs to the first axis.
+    if sections != list(numbers) or min(sections) < 0 or (not dealt and sum(sections) != pairs) or not any(sections):
+        raise config_error(
+            parameters.name(key),
+            f"whole numbers that sum to {pairs}, half of the features that turn",
+            shown(list(numbers)),
+            "copy the sections from the model",
+        )
+    if dealt:
+        return Axes.interleaved(sections, pairs)
+    return Axes.ernie(sections) if family.axes == "ernie" else Axes.chunked(sections)
 
 
 def _first(whole: Keys, keys: tuple[str, ...]) -> int:

@@ -1,11 +1,10 @@
 """Configs as plain dicts: from a file, a folder, a dict, or a config object of transformers."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any, cast
 
-from ropewalk.errors import RopewalkError, shown
+from ropewalk.errors import RopewalkError, as_float, shown
 
 __all__ = ["Keys", "config_error", "read_config"]
 
@@ -75,15 +74,13 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _copied(value: Any, depth: int, name: str) -> Any:
-    """A deep copy with plain strings as keys, that refuses NaN and what no config is nested like."""
+    """A deep copy with plain strings as keys, that refuses what no config is nested like."""
     if depth > 32:
         raise config_error(name, "at most 32 levels", "more", "pass the config of a model")
     if isinstance(value, dict):
         return {str(key): _copied(entry, depth + 1, str(key)) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_copied(entry, depth + 1, name) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise config_error(name, "a finite number", shown(value), "look at what wrote the config")
     return value
 
 
@@ -121,6 +118,10 @@ class Keys:
         self._read.add(key)
         return self._data.get(key) is not None
 
+    def stands(self, key: str) -> bool:
+        """Whether the key is there, be it null."""
+        return key in self._data
+
     def raw(self, key: str) -> Any:
         """What stands there, unchecked; None if nothing does."""
         self._read.add(key)
@@ -135,11 +136,11 @@ class Keys:
         value = self.raw(key)
         if value is None and default is not None:
             return default
-        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-        if not fits or (at_least is not None and value < at_least):
+        number = as_float(value)
+        if number is None or (at_least is not None and number < at_least):
             expected = "a number" + ("" if at_least is None else f" of at least {at_least:g}")
             raise config_error(self.name(key), expected, self._shown(key), f"set {key} as the model was trained")
-        return float(value)
+        return number
 
     def whole(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
         """A whole number; 4096.0 is one."""

@@ -169,7 +169,7 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
     if pair[0] != pair[1] and given["attention_factor"] is None:
         warn(
             "amplitude-differs",
-            "of mscale and mscale_all_dim one is set: transformers ignores it for the amplitude, DeepSeek's code does not",
+            "of mscale and mscale_all_dim one is set, which transformers ignores for the amplitude and DeepSeek does not",
         )
         if around.policy != "vllm":
             # What transformers computes, whatever the policy says about the softmax scale.
@@ -204,8 +204,8 @@ def _longrope(parameters: Keys, base: float, around: Around) -> Frequencies:
             "long_amplitude": parameters.number("long_mscale"),
         }
     attention = parameters.number("attention_factor") if parameters.has("attention_factor") else None
-    lists = [parameters.numbers(key) for key in ("short_factor", "long_factor")]
-    return LongRope(base, *lists, original, factor, attention, **scales)
+    short, long = (parameters.numbers(key) for key in ("short_factor", "long_factor"))
+    return LongRope(base, short, long, original, factor, attention, **scales)
 
 
 def _llama3(parameters: Keys, base: float, around: Around) -> Frequencies:

@@ -97,7 +97,12 @@ def cos_sin(
         cos, sin = _by_digits(positions.to(torch.int64), inv_freq, table)
     else:
         angles = angles_at(positions, inv_freq, axes)
-        cos, sin = torch.cos(angles), torch.sin(angles)
+        pairs = angles.shape[-1]
+        if angles.dtype == torch.float32:
+            # transformers takes cosines of angles that stand there twice, and torch's cosine of a number differs in the
+            # last bit with where in memory it stands.
+            angles = torch.cat((angles, angles), dim=-1)
+        cos, sin = torch.cos(angles)[..., :pairs], torch.sin(angles)[..., :pairs]
     # As many bits as the angles have: float32 tables are scaled in float32, as transformers scales them.
     scale = amplitude.to(cos.dtype)
     return (scale * cos).to(dtype).contiguous(), (scale * sin).to(dtype).contiguous()

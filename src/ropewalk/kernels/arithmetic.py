@@ -24,12 +24,17 @@ class TorchArithmetic:
     dtype: torch.dtype
     device: torch.device
 
-    def powers(self, base: Any, dim: int) -> Tensor:
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=self.device).to(self.dtype) / dim
+    def powers(self, base: Any, dim: int, count: int | None = None) -> Tensor:
+        # No more than are asked for: the last bit of a power differs with where in memory it stands.
+        stop = dim if count is None else 2 * count
+        exponents = torch.arange(0, stop, 2, dtype=torch.int64, device=self.device).to(self.dtype) / dim
         return base**exponents
 
     def array(self, values: Sequence[Any]) -> Tensor:
         return torch.tensor(values, dtype=self.dtype, device=self.device)
+
+    def join(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.cat((first, second), dim=-1)
 
     def where(self, condition: Tensor, this: Any, other: Any) -> Tensor:
         return torch.where(condition, this, other)

@@ -5,10 +5,9 @@ which a model was trained, or float64 on a device, for a length that is a tensor
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64
 
 from ropewalk.errors import require_even
 
@@ -23,11 +22,14 @@ class Arithmetic(Protocol):
     [1.0, 100.0]
     """
 
-    def powers(self, base: Any, dim: int) -> Any:
-        """base^(2i/dim) for i = 0 .. dim/2-1. A base [batch, 1] gives [batch, dim/2]."""
+    def powers(self, base: Any, dim: int, count: int | None = None) -> Any:
+        """base^(2i/dim) for i = 0 .. dim/2-1, or the first `count` of them. A base [batch, 1] gives [batch, dim/2]."""
 
     def array(self, values: Sequence[Any]) -> Any:
         """Numbers as an array."""
+
+    def join(self, first: Any, second: Any) -> Any:
+        """Two rows of numbers, one after the other."""
 
     def where(self, condition: Any, this: Any, other: Any) -> Any:
         """`this` where the condition holds, `other` elsewhere."""
@@ -45,15 +47,19 @@ class Arithmetic(Protocol):
 class _NumPyFloat64:
     """NumPy in float64."""
 
-    def powers(self, base: Any, dim: int) -> Float64[np.ndarray, "..."]:
+    def powers(self, base: Any, dim: int, count: int | None = None) -> Any:
         dim = require_even(dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
-        return base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
+        exponents: Any = np.arange(0, dim, 2, dtype=np.float64)[:count] / dim
+        return base**exponents
 
-    def array(self, values: Sequence[Any]) -> Float64[np.ndarray, "..."]:
-        return np.array(values, dtype=np.float64)
+    def array(self, values: Sequence[Any]) -> Any:
+        return np.asarray(values, dtype=np.float64)
+
+    def join(self, first: Any, second: Any) -> Any:
+        return np.concatenate((first, second))
 
     def where(self, condition: Any, this: Any, other: Any) -> Any:
-        return np.where(condition, this, other)
+        return cast("Any", np.where(condition, this, other))
 
     def clip(self, x: Any, low: float | None = None, high: float | None = None) -> Any:
         return np.clip(x, low, high)

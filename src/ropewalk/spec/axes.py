@@ -35,7 +35,10 @@ class Axes:
 
     def __post_init__(self) -> None:
         rows = _rows(self.weights)
-        index = tuple(as_int(i) for i in self.index) if isinstance(self.index, Sequence) else ()
+        given: Any = self.index
+        index = (
+            tuple(as_int(i) for i in cast("Sequence[Any]", given)) if isinstance(given, list | tuple | range) else ()
+        )
         pairs = len(rows[0]) if rows else 0
         dim = require_count(self.dim, asked="Axes(dim=...)", do="pass the features that the rule is asked for")
         inside = all(i is not None and 0 <= i < dim // 2 for i in index)
@@ -91,6 +94,24 @@ class Axes:
             for column, one in zip(columns, alone, strict=True)
         )
 
+    def to_config(self) -> dict[str, Any]:
+        """The rope parameters that say this to transformers, where sections do.
+
+        >>> Axes.interleaved([2, 1, 1]).to_config()
+        {'mrope_section': [2, 1, 1], 'mrope_interleaved': True}
+        """
+        sections = [int(sum(row)) for row in self.weights]
+        if self == Axes.chunked(sections):
+            return {"mrope_section": sections}
+        if self == Axes.interleaved(sections):
+            return {"mrope_section": sections, "mrope_interleaved": True}
+        if self.count == 3 and sections[1] == sections[2]:
+            ernie = [sections[1], sections[2], sections[0]]
+            if self == Axes.ernie(ernie):
+                return {"mrope_section": ernie}
+        # Towers that see have their axes from the family.
+        return {}
+
     @staticmethod
     def chunked(sections: Sequence[int]) -> "Axes":
         """One sequence of frequencies, cut into a section an axis, the fastest first: Qwen2-VL, HunYuan-VL.
@@ -102,14 +123,18 @@ class Axes:
         return _shared([axis for axis, size in enumerate(sections) for _ in range(size)], len(sections))
 
     @staticmethod
-    def interleaved(sections: Sequence[int]) -> "Axes":
+    def interleaved(sections: Sequence[int], pairs: int | None = None) -> "Axes":
         """One sequence of frequencies, dealt to the axes in turn; what is left belongs to axis 0: Qwen3-VL.
+
+        `pairs` is how many there are, where the sections do not sum to them.
 
         >>> Axes.interleaved([4, 2, 2]).names
         'THWTHWTT'
         """
         sections = _sections(sections)
-        count, pairs = len(sections), sum(sections)
+        count = len(sections)
+        do = "leave it out for the sum of the sections"
+        pairs = sum(sections) if pairs is None else require_count(pairs, asked="Axes.interleaved(pairs=...)", do=do)
         taken = [i % count if i % count and i < count * sections[i % count] else 0 for i in range(pairs)]
         return _shared(taken, count)
 
@@ -205,7 +230,7 @@ def _sections(sections: object) -> list[int]:
         raise RopewalkError(
             asked="Axes of sections",
             expected="how many pairs each axis has, a list of whole numbers",
-            got=shown(sections),
+            got=shown(cast("object", sections)),
             do="copy mrope_section from the config, for example [16, 24, 24]",
         )
     return [size for size in sizes if size is not None]

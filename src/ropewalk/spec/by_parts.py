@@ -72,6 +72,16 @@ class Llama3(Frequencies):
     def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         return _by_turns(self, rotary_dim, self.low_freq_factor, self.high_freq_factor, arithmetic)
 
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "rope_theta": self.base,
+            "factor": self.factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_max_position_embeddings": self.trained_length,
+        }
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +173,24 @@ class Yarn(Frequencies):
         return (
             self._g(self.mscale) / self._g(self.mscale_all_dim) if self.mscale and self.mscale_all_dim else self._g(1.0)
         )
+
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        if self.ramp != "index":
+            return super().to_config(rotary_dim)
+        factor = "attn_factor" if self.policy == "vllm" else "attention_factor"
+        keys = {
+            "rope_type": "yarn",
+            "rope_theta": self.base,
+            "factor": self.factor,
+            "original_max_position_embeddings": self.trained_length,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
+            "truncate": self.truncate,
+            factor: self.attention_factor,
+            "mscale": self.mscale,
+            "mscale_all_dim": self.mscale_all_dim,
+        }
+        return {key: value for key, value in keys.items() if value is not None}
 
     @property
     def softmax_scale(self) -> float:

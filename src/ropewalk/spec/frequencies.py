@@ -51,6 +51,15 @@ class Frequencies(ABC):
         """What the scale of the attention scores is multiplied by."""
         return 1.0
 
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        """The rope parameters with which transformers computes this rule; an error where it has no such type."""
+        raise RopewalkError(
+            asked=f'to_config("transformers") of {type(self).__name__}',
+            expected="a rule that transformers has a rope_type for",
+            got=shown(self),
+            do="keep the spec as JSON: RopeSpec.to_json",
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The rule as JSON holds it: its class name under "rule", and its fields.
 
@@ -87,6 +96,9 @@ class Plain(Frequencies):
 
     def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         return 1.0 / arithmetic.powers(self.base, rotary_dim)
+
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        return {"rope_type": "default", "rope_theta": self.base}
 
 
 @final
@@ -175,10 +187,13 @@ class Proportional(Frequencies):
         object.__setattr__(self, "fraction", fraction)
 
     def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
-        theta = 1.0 / arithmetic.powers(self.base, rotary_dim)
         turning = int(self.fraction * rotary_dim // 2)
-        still = arithmetic.array([i >= turning for i in range(rotary_dim // 2)])
-        return arithmetic.where(still == 1, still * 0.0, theta / self.factor)
+        theta = 1.0 / arithmetic.powers(self.base, rotary_dim, turning) / self.factor
+        return arithmetic.join(theta, arithmetic.array([0.0] * (rotary_dim // 2 - turning)))
+
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        keys = {"rope_type": "proportional", "rope_theta": self.base, "partial_rotary_factor": self.fraction}
+        return keys if self.factor == 1 else keys | {"factor": self.factor}
 
 
 def check_base(rule: Any, above: float = 0.0) -> None:

@@ -195,6 +195,30 @@ class RopeSpec:
         """
         return self.xpos is None and self.query_temperature is None
 
+    def to_config(self, stack: str) -> dict[str, Any]:
+        """Keys for a config.json with which `stack`, "transformers", computes this rotation in a model of its family.
+
+        Pairing, slice, sign and the axes of vision towers are the family's, and no key says them. What transformers has
+        no key for is an error.
+
+        >>> RopeSpec(128, Plain(500_000), rotary_dim=64).to_config("transformers")
+        {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0, 'partial_rotary_factor': 0.5}}
+        """
+        require_choice(stack, ("transformers",), asked="RopeSpec.to_config(stack)")
+        if self.xpos is not None:
+            raise RopewalkError(
+                asked='RopeSpec.to_config("transformers")',
+                expected="a rotation that transformers computes",
+                got=shown(self.xpos),
+                do="keep the spec as JSON: RopeSpec.to_json",
+            )
+        keys = self.frequencies.to_config(self.turning)
+        if self.turning < self.head_dim and self.rotary_slice == "leading":
+            keys.setdefault("partial_rotary_factor", self.turning / self.head_dim)
+        keys |= {} if self.axes is None else self.axes.to_config()
+        keys |= {} if self.query_temperature is None else self.query_temperature.to_config()
+        return {"rope_parameters": keys}
+
     def to_json(self) -> str:
         """The spec as JSON text that `from_json` reads back to an equal spec.
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, ClassVar, final
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast, final
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
@@ -32,6 +33,9 @@ class Linear(Frequencies):
     def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         return 1.0 / arithmetic.powers(self.base, rotary_dim) / self.factor
 
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        return {"rope_type": "linear", "rope_theta": self.base, "factor": self.factor}
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,10 @@ class NTK(Frequencies):
     def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         base = self.base * self.factor ** _stretch_exponent(self, rotary_dim)
         return 1.0 / arithmetic.powers(base, rotary_dim)
+
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        # The models that have it read alpha; to all others it is another base.
+        return {"rope_type": "dynamic", "rope_theta": self.base, "alpha": self.factor}
 
 
 @final
@@ -93,6 +101,11 @@ class DynamicNTK(Frequencies):
         )
         grown = 1.0 / arithmetic.powers(self.base * growth**exponent, rotary_dim)
         return arithmetic.where(length > self.trained_length, grown, plain)
+
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        # transformers takes the length from beside the parameters, vLLM from among them.
+        length = {"max_trained_positions": self.trained_length}
+        return {"rope_type": "dynamic", "rope_theta": self.base, "factor": self.factor} | length
 
 
 @final
@@ -215,6 +228,20 @@ class LongRope(Frequencies):
             length > self.trained_length, 1.0 / (arithmetic.array(self.long_factor) * powers), short
         )
 
+    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+        keys = {
+            "rope_type": "longrope",
+            "rope_theta": self.base,
+            "short_factor": list(self.short_factor),
+            "long_factor": list(self.long_factor),
+            "original_max_position_embeddings": self.trained_length,
+            "factor": self.factor,
+            "attention_factor": self.attention_factor,
+            "short_mscale": self.short_amplitude,
+            "long_mscale": self.long_amplitude,
+        }
+        return {key: value for key, value in keys.items() if value is not None}
+
     def amplitude(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         if self.attention_factor is not None:
             return self.attention_factor
@@ -254,7 +281,7 @@ def _divisors(given: Any, asked: str) -> tuple[float, ...]:
     # NumPy arrays and torch tensors become lists here, so that torch need not be imported to recognise one.
     values: Any = getattr(given, "tolist", lambda: given)()
     if isinstance(values, list | tuple):
-        numbers = [as_float(value) for value in values]  # pyright: ignore[reportUnknownVariableType]
+        numbers = [as_float(value) for value in cast("Sequence[Any]", values)]
         if numbers and all(number is not None and number > 0 for number in numbers):
             return tuple(number for number in numbers if number is not None)
     raise RopewalkError(

@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, final
 
-from ropewalk.errors import require_count, require_positive
+from ropewalk.errors import RopewalkError, require_count, require_positive, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
 from ropewalk.spec.value import from_dict, to_dict
 
@@ -29,6 +29,15 @@ class QueryTemperature(ABC):
     @abstractmethod
     def evaluate(self, positions: Any, arithmetic: Arithmetic = FLOAT64) -> Any:
         """The factor at each position; positions are an array of `arithmetic`."""
+
+    def to_config(self) -> dict[str, Any]:
+        """The rope parameters that say this to transformers; an error where none do."""
+        raise RopewalkError(
+            asked=f'to_config("transformers") of {type(self).__name__}',
+            expected="a temperature that transformers has a key for",
+            got=shown(self),
+            do="keep the spec as JSON: RopeSpec.to_json",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The rule as JSON holds it.
@@ -77,6 +86,11 @@ class StepTemperature(QueryTemperature):
         steps = arithmetic.floor((positions + self.first) / self.step)
         # Positions before 0 have taken no step.
         return 1 + self.scale * arithmetic.log(1 + arithmetic.clip(steps, low=0.0))
+
+    def to_config(self) -> dict[str, Any]:
+        if self.first:
+            return super().to_config()
+        return {"llama_4_scaling_beta": self.scale, "original_max_position_embeddings": self.step}
 
 
 @final

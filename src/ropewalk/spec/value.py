@@ -37,7 +37,7 @@ def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str
         raise RopewalkError(
             asked=f"{what} of a RopeSpec from JSON",
             expected=f'an object with a "{key}"',
-            got=shown(data),
+            got=shown(cast("object", data)),
             do=f'write for example {{"{key}": "{next(iter(known))}", ...}}',
         )
     made = known[require_choice(fields.pop(key), known, asked=f'"{key}" of {what}')]

@@ -1,0 +1,194 @@
+"""Compares what `load_spec` says of a family with what transformers computes, and writes docs/conformance.md."""
+
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from hub.applied import NOTES
+from hub.observed import Seen, Unbuildable, families, observe
+from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, load_spec
+from ropewalk.hub.pitfalls import RopeConfigWarning
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+AGREES, REORDERS, DIFFERS, UNBUILDABLE = "agrees", "agrees, features reordered", "differs", "not built"
+# Families that a spec cannot say, and why; whatever else differs is a fault of ours.
+CANNOT = {
+    "gemma4_vision": "each axis has a block of the head of its own, in halves: two RopeSpecs with rotary_slice say it",
+    "hunyuan_vl_text": "transformers gives the two features of a pair different axes; the model's own code does not",
+    "mistral_large4_text": "frequencies and a factor on queries are learned, and stand in the checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    model_type: str
+    layer: str
+    verdict: str
+    note: str
+
+
+def rows_of(model_type: str) -> list[Row]:
+    """Every kind of layer of a family."""
+    try:
+        seen = observe(model_type)
+    except Unbuildable as reason:
+        return [Row(model_type, "", UNBUILDABLE, str(reason))]
+    return [_row(one) for one in seen]
+
+
+def _row(seen: Seen) -> Row:
+    layer = seen.layer_type or ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RopeConfigWarning)
+            spec = _spec_of(seen)
+    except RopewalkError as error:
+        return Row(seen.model_type, layer, DIFFERS, CANNOT.get(seen.model_type, " ".join(str(error).split())))
+    if not seen.rotates:
+        same = spec is None
+        return Row(seen.model_type, layer, AGREES if same else DIFFERS, "no rotation" if same else f"{spec}")
+    if spec is None:
+        return Row(seen.model_type, layer, DIFFERS, "load_spec finds no rotation")
+    fault = _fault(seen, spec)
+    if fault is None:
+        extra = f"; {NOTES[seen.model_type]}" if seen.model_type in NOTES else ""
+        return Row(seen.model_type, layer, AGREES, _said(spec) + extra)
+    if spec.pairing == "interleaved" and _fault(seen, spec, reorder=True) is None:
+        return Row(seen.model_type, layer, REORDERS, _said(spec))
+    return Row(seen.model_type, layer, DIFFERS, CANNOT.get(seen.model_type, fault))
+
+
+def _spec_of(seen: Seen) -> RopeSpec | None:
+    """The spec of the layer that was seen."""
+    # Two classes are parts of a model and have no model_type; what they are must be said.
+    loaded: Any = load_spec(seen.config, pairing=None if seen.config.model_type else "half")
+    if not isinstance(loaded, dict):
+        return loaded
+    if seen.layer_type in loaded:
+        return loaded[seen.layer_type]
+    if "compress" in loaded:
+        return loaded["compress"]
+    if "no_rope" in loaded and not seen.rotates:
+        return loaded["no_rope"]
+    bases = getattr(seen.config, "layer_rope_theta", None)
+    return loaded["rope"] if bases is None else loaded[f"rope_theta={bases[seen.layer_idx]:g}"]
+
+
+def _fault(seen: Seen, spec: RopeSpec, *, reorder: bool = False) -> str | None:
+    """What is different, in a line; None if nothing is."""
+    rope = RotaryEmbedding(spec)
+    amplitude = spec.amplitude()
+    if abs(amplitude - seen.amplitude) > 1e-6:
+        return f"amplitude {amplitude} where transformers has {seen.amplitude}"
+    own = rope._spec_inv_freq
+    if seen.inv_freq is not None and seen.inv_freq.shape == own.shape and spec.axes is None:
+        gap = ((own.abs() - seen.inv_freq).abs() / seen.inv_freq.abs().clamp(min=1e-30)).max().item()
+        if gap > 2**-22:
+            return f"frequencies differ by {gap:.2g}"
+    for name, role, before, after in (
+        ("queries", "q", seen.q_before, seen.q_after),
+        ("keys", "k", seen.k_before, seen.k_after),
+    ):
+        if before.shape[-1] != spec.head_dim:
+            return f"{name} have {before.shape[-1]} features, the spec has {spec.head_dim}"
+        if seen.before_has_amplitude:
+            before = _without(before, spec, amplitude)
+        turned = rope(before, positions=seen.positions.to(before.device), role=role, length=1)
+        if reorder:
+            turned = _in_halves(turned, spec)
+        gap = ((turned - after).abs().max() / after.abs().max()).item()
+        # NaN is no agreement.
+        if not gap <= 2e-5:
+            return f"{name} differ by {gap:.2g}"
+    return None
+
+
+def _without(x: Tensor, spec: RopeSpec, amplitude: float) -> Tensor:
+    start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.turning
+    scale = torch.ones(spec.head_dim)
+    scale[start : start + spec.turning] = amplitude
+    return x / scale
+
+
+def _in_halves(x: Tensor, spec: RopeSpec) -> Tensor:
+    """The features that turn, first ones of all pairs before second ones: what transformers' DeepSeek gives back."""
+    start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.turning
+    turned = x[..., start : start + spec.turning]
+    halves = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
+    return torch.cat((x[..., :start], halves, x[..., start + spec.turning :]), dim=-1)
+
+
+def _said(spec: RopeSpec) -> str:
+    parts = [type(spec.frequencies).__name__, spec.pairing]
+    if spec.turning < spec.head_dim:
+        parts.append(f"{spec.turning} of {spec.head_dim} {spec.rotary_slice}")
+    parts += [f"{spec.axes.count} axes"] if spec.axes is not None else []
+    parts += ["sign −1"] if spec.sign < 0 else []
+    parts += ["query temperature"] if spec.query_temperature is not None else []
+    return ", ".join(parts)
+
+
+def page(rows: list[Row]) -> str:
+    """The page of docs/, from every line."""
+    built = {row.model_type for row in rows if row.verdict != UNBUILDABLE}
+    differing = {row.model_type for row in rows if row.verdict == DIFFERS}
+    reordered = {row.model_type for row in rows if row.verdict == REORDERS}
+    lines = [
+        "# Conformance with transformers",
+        "",
+        f"transformers {transformers.__version__}: {len({row.model_type for row in rows})} families have a rotary",
+        f"embedding of their own. {len(built)} could be built offline; of these {len(built - differing)}",
+        f"({100 * len(built - differing) / len(built):.1f} %) agree with `load_spec`.",
+        "",
+        "A family is a config class. Its model is made small, run twice on the same input, and its queries and keys",
+        "are taken at the attention kernel, before and after it rotates them; `RotaryEmbedding(load_spec(config))`",
+        "must turn the one into the other: pairing, slice, sign, axes, amplitude, temperature and layers without",
+        f"rotation. {len(reordered)} families read interleaved pairs and write them in halves: the scores are the",
+        "same, and a key cache of one is not that of the other. `python -m hub.conformance` in tests/ writes the page,",
+        "and `make test-all` compares it.",
+        "",
+        "## Families that differ",
+        "",
+        "| family | why |",
+        "|---|---|",
+        *[f"| {row.model_type} | {row.note} |" for row in rows if row.verdict == DIFFERS],
+        "",
+        "## Families that could not be built",
+        "",
+        "| family | why |",
+        "|---|---|",
+        *[f"| {row.model_type} | {row.note} |" for row in rows if row.verdict == UNBUILDABLE],
+        "",
+        "## Families that agree",
+        "",
+        "| family | layers | rotation |",
+        "|---|---|---|",
+        *[
+            f"| {row.model_type} | {row.layer or 'all'} | {row.note} |"
+            if row.verdict == AGREES
+            else f"| {row.model_type} | {row.layer or 'all'} | {row.note}; reordered |"
+            for row in rows
+            if row.verdict in (AGREES, REORDERS)
+        ],
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def all_rows() -> list[Row]:
+    """Every family, in the order of their names."""
+    return [row for model_type in sorted(families()) for row in rows_of(model_type)]
+
+
+if __name__ == "__main__":
+    found = all_rows()
+    PAGE.write_text(page(found), encoding="utf-8")
+    sys.stdout.write(f"{PAGE.name}: {len(found)} lines\n")
