@@ -1,6 +1,7 @@
 """Compares what `load_spec` says of a family with what transformers computes, and writes docs/conformance.md."""
 
 import sys
+import textwrap
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ class Row:
     layer: str
     verdict: str
     note: str
+    seen: str = ""
 
 
 def rows_of(model_type: str) -> list[Row]:
@@ -54,15 +56,15 @@ def _row(seen: Seen) -> Row:
         return Row(seen.model_type, layer, DIFFERS, CANNOT.get(seen.model_type, " ".join(str(error).split())))
     if not seen.rotates:
         same = spec is None
-        return Row(seen.model_type, layer, AGREES if same else DIFFERS, "no rotation" if same else f"{spec}")
+        return Row(seen.model_type, layer, AGREES if same else DIFFERS, "no rotation" if same else f"{spec}", seen.how)
     if spec is None:
         return Row(seen.model_type, layer, DIFFERS, "load_spec finds no rotation")
     fault = _fault(seen, spec)
     if fault is None:
         extra = f"; {NOTES[seen.model_type]}" if seen.model_type in NOTES else ""
-        return Row(seen.model_type, layer, AGREES, _said(spec) + extra)
+        return Row(seen.model_type, layer, AGREES, _said(spec) + extra, seen.how)
     if spec.pairing == "interleaved" and _fault(seen, spec, reorder=True) is None:
-        return Row(seen.model_type, layer, REORDERS, _said(spec))
+        return Row(seen.model_type, layer, REORDERS, _said(spec) + "; reordered", seen.how)
     return Row(seen.model_type, layer, DIFFERS, CANNOT.get(seen.model_type, fault))
 
 
@@ -141,19 +143,22 @@ def page(rows: list[Row]) -> str:
     built = {row.model_type for row in rows if row.verdict != UNBUILDABLE}
     differing = {row.model_type for row in rows if row.verdict == DIFFERS}
     reordered = {row.model_type for row in rows if row.verdict == REORDERS}
+    every, agreeing = {row.model_type for row in rows}, built - differing
+    by_hand = {row.model_type for row in rows if row.seen == "function"}
+    text = f"""transformers {transformers.__version__} has {len(every)} families with a rotary embedding of their own; a
+family is a config class. {len(built)} could be built offline, and {len(agreeing)} of these agree with `load_spec`:
+{100 * len(agreeing) / len(built):.1f} %, or {100 * len(agreeing) / len(every):.1f} % of all. A model is made small and
+run on one input with its rotation and without; its queries and keys are taken at the attention kernel, and
+`RotaryEmbedding(load_spec(config))` must turn the ones into the others: pairing, slice, sign, axes, amplitude,
+temperature, and layers without rotation. Configs are the defaults of their classes, with sizes and a few switches
+changed. {len(by_hand)} families are not run whole: their rotary module and their apply function are called by hand, and
+the table says "function". {len(reordered)} families read interleaved pairs and write them in halves: scores are the
+same, and a key cache of one is not that of the other. `python -m hub.conformance` in tests/ writes the page, and `make
+test-all` compares it."""
     lines = [
         "# Conformance with transformers",
         "",
-        f"transformers {transformers.__version__}: {len({row.model_type for row in rows})} families have a rotary",
-        f"embedding of their own. {len(built)} could be built offline; of these {len(built - differing)}",
-        f"({100 * len(built - differing) / len(built):.1f} %) agree with `load_spec`.",
-        "",
-        "A family is a config class. Its model is made small, run twice on the same input, and its queries and keys",
-        "are taken at the attention kernel, before and after it rotates them; `RotaryEmbedding(load_spec(config))`",
-        "must turn the one into the other: pairing, slice, sign, axes, amplitude, temperature and layers without",
-        f"rotation. {len(reordered)} families read interleaved pairs and write them in halves: the scores are the",
-        "same, and a key cache of one is not that of the other. `python -m hub.conformance` in tests/ writes the page,",
-        "and `make test-all` compares it.",
+        *textwrap.wrap(" ".join(text.split()), 120),
         "",
         "## Families that differ",
         "",
@@ -169,12 +174,10 @@ def page(rows: list[Row]) -> str:
         "",
         "## Families that agree",
         "",
-        "| family | layers | rotation |",
-        "|---|---|---|",
+        "| family | layers | rotation | seen |",
+        "|---|---|---|---|",
         *[
-            f"| {row.model_type} | {row.layer or 'all'} | {row.note} |"
-            if row.verdict == AGREES
-            else f"| {row.model_type} | {row.layer or 'all'} | {row.note}; reordered |"
+            f"| {row.model_type} | {row.layer or 'all'} | {row.note} | {row.seen} |"
             for row in rows
             if row.verdict in (AGREES, REORDERS)
         ],

@@ -11,7 +11,7 @@ from ropewalk.hub.read import Keys, config_error, read_config
 from ropewalk.hub.rules import Around, rule_of, type_of
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.by_parts import POLICIES
-from ropewalk.spec.rope import PAIRINGS, RopeSpec
+from ropewalk.spec.rope import MOST_FEATURES, PAIRINGS, RopeSpec
 from ropewalk.spec.temperature import StepTemperature
 
 __all__ = ["load_spec"]
@@ -183,6 +183,8 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
         for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_pct"):
             if keys.has(key) and not (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
                 share = keys.number(key, at_least=0)
+                if share > 1:
+                    raise config_error(keys.name(key), "a share from 0 to 1", f"{share:g}", "rotary_dim is a number")
                 said[keys.name(key)] = int(head_dim * share)
                 if abs(head_dim * share - round(head_dim * share)) > 1e-6:
                     warn(
@@ -194,7 +196,7 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
         got = ", ".join(f"{key} ({value} features)" for key, value in said.items())
         raise config_error(next(iter(said)), "one number of features that turn", got, "remove all but one")
     rotary_dim = next(iter(said.values()), int(head_dim * family.share))
-    if not 2 <= rotary_dim <= head_dim or rotary_dim % 2:
+    if not 2 <= rotary_dim <= min(head_dim, MOST_FEATURES) or rotary_dim % 2:
         key = next(iter(said), "partial_rotary_factor")
         expected = f"an even number of features that turn, from 2 to head_dim = {head_dim}"
         raise config_error(key, expected, f"{rotary_dim}", "set it as the model was trained")

@@ -148,7 +148,7 @@ class Keys:
         if value is None and default is not None:
             return default
         number = self.number(key, at_least=at_least)
-        if number != int(number):
+        if number != int(number) or number > 2**53:
             raise config_error(self.name(key), "a whole number", self._shown(key), f"set {key} to a whole number")
         return int(number)
 

@@ -9,6 +9,7 @@ from ropewalk.hub.pitfalls import warn
 from ropewalk.hub.read import Keys, config_error
 from ropewalk.spec.by_parts import Llama3, Yarn
 from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
+from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.stretched import NTK, DynamicNTK, Linear, LongRope, NTKFixed, NTKMixed
 
 __all__ = ["Around", "rule_of", "type_of"]
@@ -61,7 +62,8 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
     parameters.raw("partial_rotary_factor")
     try:
         rule = _READERS[rope_type](parameters, base, around)
-        rule.evaluate(around.rotary_dim)
+        # Lists of the wrong length are found here, where the key is known.
+        RopeSpec(around.rotary_dim, rule)
     except RopewalkError as error:
         if error.asked.startswith("load_spec"):
             raise
@@ -169,7 +171,7 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
     if pair[0] != pair[1] and given["attention_factor"] is None:
         warn(
             "amplitude-differs",
-            "of mscale and mscale_all_dim one is set, which transformers ignores for the amplitude and DeepSeek does not",
+            "of mscale and mscale_all_dim one is set, which counts for DeepSeek's amplitude and not for transformers'",
         )
         if around.policy != "vllm":
             # What transformers computes, whatever the policy says about the softmax scale.

@@ -73,7 +73,7 @@ class Llama3(Frequencies):
         return _by_turns(self, rotary_dim, self.low_freq_factor, self.high_freq_factor, arithmetic)
 
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        return {
+        keys = {
             "rope_type": "llama3",
             "rope_theta": self.base,
             "factor": self.factor,
@@ -81,6 +81,7 @@ class Llama3(Frequencies):
             "high_freq_factor": self.high_freq_factor,
             "original_max_position_embeddings": self.trained_length,
         }
+        return {"rope_parameters": keys}
 
 
 @final
@@ -190,7 +191,7 @@ class Yarn(Frequencies):
             "mscale": self.mscale,
             "mscale_all_dim": self.mscale_all_dim,
         }
-        return {key: value for key, value in keys.items() if value is not None}
+        return {"rope_parameters": {key: value for key, value in keys.items() if value is not None}}
 
     @property
     def softmax_scale(self) -> float:
@@ -208,7 +209,12 @@ def _check(rule: Any, *, low: str, high: str) -> None:
     name = type(rule).__name__
     for bound in (low, high):
         do = "pass how often a pair turns within the trained length"
-        object.__setattr__(rule, bound, require_positive(getattr(rule, bound), asked=f"{name}({bound}=...)", do=do))
+        turns = require_positive(getattr(rule, bound), asked=f"{name}({bound}=...)", do=do)
+        if not 1e-9 < turns < 1e9:
+            raise RopewalkError(
+                asked=f"{name}({bound}=...)", expected="a number of turns from 1e-9 to 1e9", got=f"{turns:g}", do=do
+            )
+        object.__setattr__(rule, bound, turns)
     if getattr(rule, high) <= getattr(rule, low):
         raise RopewalkError(
             asked=f"{name}({low}=..., {high}=...)",

@@ -52,7 +52,7 @@ class Frequencies(ABC):
         return 1.0
 
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        """The rope parameters with which transformers computes this rule; an error where it has no such type."""
+        """The keys of a config with which transformers computes this rule; an error where it has no such type."""
         raise RopewalkError(
             asked=f'to_config("transformers") of {type(self).__name__}',
             expected="a rule that transformers has a rope_type for",
@@ -98,7 +98,7 @@ class Plain(Frequencies):
         return 1.0 / arithmetic.powers(self.base, rotary_dim)
 
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        return {"rope_type": "default", "rope_theta": self.base}
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": self.base}}
 
 
 @final
@@ -193,7 +193,7 @@ class Proportional(Frequencies):
 
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
         keys = {"rope_type": "proportional", "rope_theta": self.base, "partial_rotary_factor": self.fraction}
-        return keys if self.factor == 1 else keys | {"factor": self.factor}
+        return {"rope_parameters": keys if self.factor == 1 else keys | {"factor": self.factor}}
 
 
 def check_base(rule: Any, above: float = 0.0) -> None:

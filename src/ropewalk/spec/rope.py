@@ -24,6 +24,9 @@ ROTARY_SLICES = ("leading", "trailing")
 # "exact" forms angles in float64; "float32" repeats the operations of transformers, for models trained with them.
 ANGLES = ("exact", "float32")
 
+# No head is near this; a number beyond it is a mistake, and its frequencies would not fit in memory.
+MOST_FEATURES = 1 << 20
+
 
 @final
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +69,13 @@ class RopeSpec:
             asked="RopeSpec(head_dim=...)",
             do="pass an even head_dim; features rotate in pairs",
         )
+        if head_dim > MOST_FEATURES:
+            raise RopewalkError(
+                asked="RopeSpec(head_dim=...)",
+                expected=f"at most {MOST_FEATURES} features in a head",
+                got=f"{head_dim}",
+                do="pass the width of one head, not of the model",
+            )
         rotary_dim = head_dim if self.rotary_dim is None else self.rotary_dim
         rotary_dim = require_even(
             rotary_dim,
@@ -111,7 +121,15 @@ class RopeSpec:
         if self.axes is not None:
             self._check_axes(self.axes)
         # Asks for the frequencies once, so that a list of the wrong length is refused here and not in a forward pass.
-        self.inv_freq()
+        for length in (None, 1 << 40) if self.varies else (None,):
+            numbers = [*self.inv_freq(length).ravel(), self.amplitude(length), self.softmax_scale]
+            if not np.isfinite(numbers).all():
+                raise RopewalkError(
+                    asked="RopeSpec(frequencies=...)",
+                    expected="finite frequencies, amplitude and softmax scale",
+                    got=shown(self.frequencies),
+                    do="use numbers that a model could have: factors and bases far below 1e300",
+                )
 
     def _check_axes(self, axes: Axes) -> None:
         if 2 * axes.pairs != self.rotary_dim:
@@ -147,7 +165,9 @@ class RopeSpec:
         >>> RopeSpec(head_dim=4, sign=-1).inv_freq().tolist()
         [-1.0, -0.01]
         """
-        return np.asarray(self.evaluate(_length(length)), dtype=np.float64)
+        # What overflows is infinite, and refused when the spec is made.
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            return np.asarray(self.evaluate(_length(length)), dtype=np.float64)
 
     def evaluate(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         """`inv_freq` in any arithmetic: what `Frequencies.evaluate` gives, at the pairs of the spec, with its sign.
@@ -198,8 +218,8 @@ class RopeSpec:
     def to_config(self, stack: str) -> dict[str, Any]:
         """Keys for a config.json with which `stack`, "transformers", computes this rotation in a model of its family.
 
-        Pairing, slice, sign and the axes of vision towers are the family's, and no key says them. What transformers has
-        no key for is an error.
+        Pairing, slice, sign and the axes of vision towers are the family's, and no key says them; nor is the width of a
+        trailing slice written, for which families have keys of their own. What transformers has no key for is an error.
 
         >>> RopeSpec(128, Plain(500_000), rotary_dim=64).to_config("transformers")
         {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0, 'partial_rotary_factor': 0.5}}
@@ -212,12 +232,13 @@ class RopeSpec:
                 got=shown(self.xpos),
                 do="keep the spec as JSON: RopeSpec.to_json",
             )
-        keys = self.frequencies.to_config(self.turning)
+        config = self.frequencies.to_config(self.turning if self.axes is None else self.axes.dim)
+        keys = config["rope_parameters"]
         if self.turning < self.head_dim and self.rotary_slice == "leading":
             keys.setdefault("partial_rotary_factor", self.turning / self.head_dim)
         keys |= {} if self.axes is None else self.axes.to_config()
         keys |= {} if self.query_temperature is None else self.query_temperature.to_config()
-        return {"rope_parameters": keys}
+        return config
 
     def to_json(self) -> str:
         """The spec as JSON text that `from_json` reads back to an equal spec.

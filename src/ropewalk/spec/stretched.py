@@ -7,7 +7,7 @@ from typing import Any, ClassVar, cast, final
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
-from ropewalk.spec.frequencies import Frequencies, check_base, check_factor
+from ropewalk.spec.frequencies import Frequencies, Plain, check_base, check_factor
 
 __all__ = ["NTK", "DynamicNTK", "Linear", "LongRope", "NTKFixed", "NTKMixed", "check_trained_length"]
 
@@ -34,7 +34,7 @@ class Linear(Frequencies):
         return 1.0 / arithmetic.powers(self.base, rotary_dim) / self.factor
 
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        return {"rope_type": "linear", "rope_theta": self.base, "factor": self.factor}
+        return {"rope_parameters": {"rope_type": "linear", "rope_theta": self.base, "factor": self.factor}}
 
 
 @final
@@ -62,8 +62,8 @@ class NTK(Frequencies):
         return 1.0 / arithmetic.powers(base, rotary_dim)
 
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        # The models that have it read alpha; to all others it is another base.
-        return {"rope_type": "dynamic", "rope_theta": self.base, "alpha": self.factor}
+        # Another base says the same to every family; alpha is read by HunYuan alone.
+        return Plain(self.base * self.factor ** _stretch_exponent(self, rotary_dim)).to_config(rotary_dim)
 
 
 @final
@@ -103,9 +103,9 @@ class DynamicNTK(Frequencies):
         return arithmetic.where(length > self.trained_length, grown, plain)
 
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        # transformers takes the length from beside the parameters, vLLM from among them.
-        length = {"max_trained_positions": self.trained_length}
-        return {"rope_type": "dynamic", "rope_theta": self.base, "factor": self.factor} | length
+        keys = {"rope_type": "dynamic", "rope_theta": self.base, "factor": self.factor}
+        # The length that counts for transformers stands beside the parameters.
+        return {"rope_parameters": keys, "max_position_embeddings": self.trained_length}
 
 
 @final
@@ -240,7 +240,7 @@ class LongRope(Frequencies):
             "short_mscale": self.short_amplitude,
             "long_mscale": self.long_amplitude,
         }
-        return {key: value for key, value in keys.items() if value is not None}
+        return {"rope_parameters": {key: value for key, value in keys.items() if value is not None}}
 
     def amplitude(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
         if self.attention_factor is not None:

@@ -1,0 +1,74 @@
+"""Every family of the installed transformers against `load_spec`, and the page that says so."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hub.conformance import CANNOT, DIFFERS, PAGE, UNBUILDABLE, Row, page, rows_of
+from hub.observed import Unbuildable, families, observe
+from ropewalk import RopeSpec, load_spec
+from ropewalk.hub import RopeConfigWarning
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return [row for model_type in sorted(families()) for row in rows_of(model_type)]
+
+
+def test_at_least_95_percent_of_the_families_agree_and_the_page_says_which(rows):
+    built = {row.model_type for row in rows if row.verdict != UNBUILDABLE}
+    differing = {row.model_type for row in rows if row.verdict == DIFFERS}
+    every = {row.model_type for row in rows}
+    assert len(built) >= 200
+    assert differing == set(CANNOT)
+    # Even if what could not be built is counted against us.
+    assert len(built - differing) >= 0.95 * len(every)
+    assert PAGE.read_text(encoding="utf-8") == page(rows), "run `python -m hub.conformance` in tests/"
+
+
+def test_every_familys_config_goes_through_load_spec_and_to_config():
+    gone = 0
+    for model_type in sorted(families()):
+        try:
+            config = observe(model_type)[0].config
+        except Unbuildable:
+            continue
+        if model_type in CANNOT:
+            continue
+        data = config.to_dict()
+        pairing = None if data.get("model_type") else "half"
+        loaded = _load(data, pairing)
+        for name, spec in loaded.items() if isinstance(loaded, dict) else [("", loaded)]:
+            if spec is None:
+                continue
+            written = spec.to_config("transformers")
+            clean = {key: value for key, value in data.items() if key not in ("rope_theta", "rope_scaling")}
+            clean |= {"partial_rotary_factor": None, "rotary_dim": None, "attn_config": None, "layer_rope_theta": None}
+            old = data.get("rope_parameters") or {}
+            share = old.get(name, old).get("partial_rotary_factor") if old else None
+            if spec.rotary_slice == "trailing" and share is not None:
+                # The features that turn last are the family's business, and its key stays.
+                written["rope_parameters"]["partial_rotary_factor"] = share
+            if name and name in old:
+                written["rope_parameters"] = {name: written["rope_parameters"]}
+            again = _load(clean | written, pairing)
+            again = (
+                again
+                if not isinstance(again, dict)
+                else again.get(name, again.get("rope", again.get("full_attention")))
+            )
+            assert isinstance(again, RopeSpec), model_type
+            np.testing.assert_allclose(again.inv_freq(), spec.inv_freq(), rtol=1e-13, err_msg=model_type)
+            assert again.to_json() == spec.to_json() or "NTK" in spec.to_json(), model_type
+            gone += 1
+    assert gone >= 200
+
+
+def _load(data: dict[str, Any], pairing: str | None) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RopeConfigWarning)
+        return load_spec(data, pairing=pairing)

@@ -1,0 +1,428 @@
+"""load_spec: what well-known configs say, in every form in which they are written, and what is refused."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ropewalk import RopewalkError, load_spec
+from ropewalk.hub import RopeConfigWarning
+from ropewalk.hub.families import FAMILIES
+from ropewalk.hub.pitfalls import PITFALLS
+from ropewalk.spec import (
+    NTK,
+    Axes,
+    DynamicNTK,
+    Linear,
+    Llama3,
+    LongRope,
+    NTKFixed,
+    NTKMixed,
+    Plain,
+    Proportional,
+    StepTemperature,
+    Yarn,
+)
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 131072,
+}
+SCALED = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+
+
+def loaded(config: Any, **options: Any) -> tuple[Any, list[str]]:
+    """The spec, and the names of the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        spec = load_spec(config, **options)
+    assert all(isinstance(one.message, RopeConfigWarning) for one in caught)
+    return spec, [one.message.name for one in caught if isinstance(one.message, RopeConfigWarning)]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3"} | SCALED},
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3"} | SCALED},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0} | SCALED},
+        {"rope_parameters": {"rope_type": "llama3"} | SCALED, "rope_theta": 500000.0},
+    ],
+)
+def test_llama_3_1_in_both_forms(said):
+    spec, names = loaded(LLAMA | said)
+    assert (spec.frequencies, spec.head_dim, spec.turning) == (Llama3(500_000, 8, 8192), 128, 128)
+    assert (spec.pairing, spec.rotary_slice, spec.angles, names) == ("half", "leading", "float32", [])
+
+
+def test_deepseek_v3():
+    spec, names = loaded(DEEPSEEK)
+    assert (spec.head_dim, spec.turning, spec.rotary_slice, spec.pairing) == (192, 64, "trailing", "interleaved")
+    assert spec.amplitude() == 1
+    assert spec.softmax_scale == pytest.approx(1.8738542070926265)
+    assert names == []
+    assert load_spec(DEEPSEEK | {"rope_interleave": False}).pairing == "half"
+
+
+def test_gemma_3_in_both_forms():
+    old = {
+        "model_type": "gemma3_text",
+        "head_dim": 256,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    new = {
+        "model_type": "gemma3_text",
+        "head_dim": 256,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        },
+    }
+    for config in (old, new, {"model_type": "gemma3", "text_config": old}):
+        specs = load_spec(config)
+        assert specs["sliding_attention"].frequencies == Plain(1e4)
+        assert specs["full_attention"].frequencies == Linear(1e6, 8)
+
+
+def test_other_models():
+    phi = {
+        "model_type": "phi3",
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    }
+    spec = load_spec(phi)
+    assert spec.frequencies == LongRope(1e4, [1.0] * 4, [2.0] * 4, 4096, 32)
+    assert spec.amplitude() == pytest.approx(1.1902380714238083)
+    oss = {"model_type": "gpt_oss", "head_dim": 64, "max_position_embeddings": 131072, "rope_theta": 150000}
+    oss["rope_scaling"] = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+    assert load_spec(oss).frequencies == Yarn(150_000, 32, 4096, truncate=False)
+    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4, "rotary_pct": 0.25}
+    assert (load_spec(neox).turning, load_spec(neox | {"rotary_emb_base": 500}).frequencies) == (4, Plain(500))
+    gptj = {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "rotary_dim": 64}
+    assert (load_spec(gptj).turning, load_spec(gptj).head_dim, load_spec(gptj).pairing) == (64, 256, "interleaved")
+    hunyuan = LLAMA | {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0}}
+    assert load_spec(hunyuan).frequencies == NTK(1e4, 1000)
+    qwen = LLAMA | {"model_type": "qwen2_vl", "hidden_size": 3584, "num_attention_heads": 28, "rope_theta": 1e6}
+    with pytest.warns(RopeConfigWarning, match="legacy-type"):
+        spec = load_spec(qwen | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}})
+    assert (spec.axes, spec.frequencies) == (Axes.chunked([16, 24, 24]), Plain(1e6))
+    ministral = {"model_type": "ministral3", "head_dim": 128, "max_position_embeddings": 262144}
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "rope_theta": 1e6}
+    spec = load_spec(ministral | {"rope_parameters": yarn | {"llama_4_scaling_beta": 0.1}})
+    assert spec.query_temperature == StepTemperature(0.1, 16384)
+    gemma = {"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "layer_types": ["full_attention"]}
+    full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    spec = load_spec(gemma | {"rope_parameters": {"full_attention": full}})["full_attention"]
+    assert (spec.frequencies, spec.head_dim, spec.turning) == (Proportional(1e6, 0.25), 512, 512)
+
+
+def test_vllms_keys():
+    bert = LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}
+    assert load_spec(bert).frequencies == NTKFixed(1e4, 2)
+    mixed = LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0, "mixed_b": 0.625}}
+    assert load_spec(mixed).frequencies == NTKMixed(1e4, 2, 0.625)
+    nomic = LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "max_trained_positions": 2048}}
+    assert loaded(nomic)[0].frequencies == DynamicNTK(1e4, 2, 2048)
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192, "attn_factor": 0.878}
+    spec, names = loaded(LLAMA | {"rope_scaling": yarn})
+    assert names == ["amplitude-differs"]
+    assert spec.frequencies.attention_factor is None
+    spec, names = loaded(LLAMA | {"rope_scaling": yarn}, policy="vllm")
+    assert names == []
+    assert spec.amplitude() == pytest.approx(0.878 * Yarn(1e4, 16, 8192).amplitude())
+
+
+def test_mistrals_params_json(tmp_path):
+    params = {"dim": 5120, "n_heads": 32, "head_dim": 128, "rope_theta": 1e9, "n_kv_heads": 8}
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    spec = load_spec(tmp_path)
+    assert (spec.frequencies, spec.pairing, spec.head_dim) == (Plain(1e9), "interleaved", 128)
+    yarn = {"factor": 16, "original_max_position_embeddings": 8192, "beta": 32, "alpha": 1, "apply_scale": False}
+    spec = load_spec(params | {"yarn": yarn})
+    assert (spec.frequencies.factor, spec.amplitude()) == (16, 1.0)
+
+
+def test_layers_without_rotation_are_none():
+    smol = LLAMA | {"model_type": "smollm3", "no_rope_layers": [1, 1, 1, 0]}
+    specs = load_spec(smol)
+    assert specs["no_rope"] is None
+    assert specs["rope"].frequencies == Plain(2e6)
+    cohere = LLAMA | {"model_type": "cohere2", "sliding_window": 4096}
+    assert load_spec(cohere) == {"sliding_attention": load_spec(cohere)["sliding_attention"], "full_attention": None}
+    nested = LLAMA | {"layer_types": ["a", "b"], "rope_parameters": {"a": {"rope_type": "default"}, "b": None}}
+    assert load_spec(nested)["b"] is None
+    granite = LLAMA | {"model_type": "granite_swa", "layer_rope_theta": [10000.0, 0, 5e5]}
+    assert sorted(load_spec(granite)) == ["no_rope", "rope_theta=10000", "rope_theta=500000"]
+    with pytest.warns(RopeConfigWarning, match=r"StepTemperature\(0.1, 8192, first=1\)"):
+        assert load_spec(LLAMA | {"model_type": "llama4_text"})["no_rope"] is None
+    assert load_spec(LLAMA | {"model_type": "falcon", "alibi": True}) is None
+
+
+def test_files_folders_dicts_and_objects_say_the_same(tmp_path):
+    config = LLAMA | {"rope_theta": 5e5}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+
+    class Config:
+        def to_dict(self):
+            return config
+
+    before = json.dumps(config)
+    specs = [load_spec(given) for given in (config, path, str(path), tmp_path, Config())]
+    assert len(set(specs)) == 1
+    assert json.dumps(config) == before
+
+
+def test_it_needs_neither_torch_nor_transformers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    code = (
+        "import sys, ropewalk as rw; rw.load_spec(sys.argv[1]).to_config('transformers');"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
+YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}
+PITFALL_CASES = [
+    ("amplitude-differs", {"rope_scaling": YARN | {"mscale": 0.7}}),
+    ("dynamic-batch", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ("factor-differs", {"rope_scaling": YARN | {"factor": 4.0}}),
+    ("head-dim-null", {"head_dim": None, "rope_scaling": YARN}),
+    ("int-for-float", {"rope_scaling": {"type": "linear", "factor": 4}}),
+    ("int-for-float", {"rope_scaling": YARN | {"attention_factor": 1}}),
+    ("key-ignored", {"rope_scaling": YARN | {"fator": 4.0}}),
+    ("key-ignored", {"rope_parameters": {"rope_type": "default", "factor": 4.0}}),
+    ("legacy-type", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 64, "long_factor": [1.0] * 64}}),
+    ("nested-truncate", {"layer_types": ["a"], "rope_parameters": {"a": YARN | {"truncate": False}}}),
+    ("original-is-extended", {"max_position_embeddings": 8192, "rope_scaling": YARN}),
+    ("partial-truncated", {"head_dim": 192, "partial_rotary_factor": 0.334}),
+    ("temperature-without-rotation", {"model_type": "llama4_text"}),
+    ("vllm-mrope-yarn", {"model_type": "qwen2_vl_text", "rope_scaling": YARN | {"mrope_section": [16, 24, 24]}}),
+    ("zero-is-unset", {"rope_scaling": YARN | {"beta_fast": 0}}),
+    ("zero-is-unset", {"rope_scaling": YARN | {"mscale": 0, "mscale_all_dim": 0}}),
+]
+
+
+@pytest.mark.parametrize(("name", "said"), PITFALL_CASES)
+def test_a_pitfall_has_its_name(name, said):
+    if said.get("rope_scaling", {}).get("type") == "su":
+        said = said | {"original_max_position_embeddings": 4096}
+    assert name in loaded(LLAMA | said)[1]
+
+
+def test_every_pitfall_has_a_case_and_a_line_in_the_docs():
+    assert {name for name, _ in PITFALL_CASES} == set(PITFALLS)
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+    for name, text in PITFALLS.items():
+        assert f"| `{name}` | {text} |" in page
+
+
+def test_a_warning_names_the_line_that_asked():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_spec(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2.0}})
+    assert caught[0].filename == __file__
+
+
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, "short_factor": [1.0] * 64}
+LLAMA3 = {"rope_type": "llama3"} | SCALED
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"model_type": "unheard_of"}, "a family that ropewalk knows, or pairing="),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": 7}, "'model_type'\nexpected: a string"),
+        ({"hidden_size": None}, "'hidden_size'\nexpected: a whole number\ngot:      nothing"),
+        ({"num_attention_heads": 0}, "'num_attention_heads'\nexpected: a number of at least 1"),
+        ({"num_attention_heads": 2.5}, "a whole number"),
+        ({"head_dim": 63}, "an even number of features that turn"),
+        ({"head_dim": "128"}, "'head_dim'\nexpected: a number"),
+        ({"rope_theta": -1.0}, "a number above 0"),
+        ({"rope_theta": float("nan")}, "'rope_theta'\nexpected: a number\ngot:      nan"),
+        ({"rope_theta": True}, "'rope_theta'\nexpected: a number"),
+        ({"rope_scaling": {"type": "liner", "factor": 2.0}}, "did you mean 'linear'"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_parameters.factor'\nexpected: a number of at least 1\ngot:      nothing",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "a number of at least 1\ngot:      0.5"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "rope_parameters.factor"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "one rope type"),
+        ({"rope_scaling": "linear"}, "'rope_scaling'\nexpected: an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "transformers would silently take max_position_embeddings"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 1}}, "at least 2"),
+        ({"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 32.0}}, "beta_fast above beta_slow"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "true or false"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high_freq_factor above low"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 63}}, "64 numbers in long_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 63 + ["x"]}}, "long_factor.63"),
+        ({"rope_scaling": LONG | {"long_factor": "x"}}, "a list of numbers"),
+        ({"rope_scaling": LONG}, "long_factor"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "a rotary_dim of at least 4"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "remove one",
+        ),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000 beside 500000"),
+        ({"partial_rotary_factor": 0.5, "rotary_dim": 32}, "one number of features that turn"),
+        ({"partial_rotary_factor": 1.5}, "a share from 0 to 1"),
+        ({"partial_rotary_factor": 0.0}, "from 2 to head_dim = 128"),
+        ({"rope_parameters": {"full": {"rope_type": "default"}}}, "a layer type of this model"),
+        ({"layer_types": "full", "rope_parameters": {}}, "a list of strings"),
+        ({"layer_types": ["a"], "rope_parameters": {"a": 3}}, "an object or null"),
+        ({"layer_types": ["a"], "rope_parameters": {"a": {}, "factor": 2.0}}, "nothing beside the layer types"),
+        ({"rope_parameters": {"mrope_section": [16, 24, 24]}}, "known to have several positions"),
+        ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16, 24, 25]}}, "that sum to 64"),
+        ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16.5, 24, 24]}}, "that sum to 64"),
+        ({"model_type": "smollm3", "no_rope_layers": [2]}, "a list of 0 and 1"),
+        ({"model_type": "granite_swa", "layer_rope_theta": [-1]}, "bases above 0"),
+    ],
+)
+def test_what_no_model_can_have_is_refused(said, message):
+    with pytest.raises(RopewalkError, match=message) as caught:
+        loaded(LLAMA | said)
+    assert caught.value.asked.startswith("load_spec")
+
+
+def test_files_that_are_no_configs_are_refused(tmp_path):
+    def refused(message, content=None, name="config.json"):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(RopewalkError, match=message):
+            load_spec(path)
+
+    refused("No such file")
+    refused("a folder without config.json or params.json", name="")
+    refused("not JSON", b"{")
+    refused("not JSON", b"")
+    refused("UnicodeDecodeError", b"\xff\xfe")
+    refused("stands twice", b'{"model_type": "llama", "model_type": "gptj"}')
+    refused("a JSON object", b"[1, 2]")
+    refused("not JSON", b"[" * 100_000)
+    refused("at most 32 levels", b'{"a":' * 200 + b"1" + b"}" * 200)
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(100 << 20)
+    refused("100 MiB; a config has at most 16")
+    for nothing in (None, 7, [], b"config.json", object()):
+        with pytest.raises(RopewalkError, match="the path of a config"):
+            load_spec(nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pairing": "halves"}, "did you mean 'half'"),
+        ({"pairing": "interleaved"}, "'half', which that family has"),
+        ({"policy": "hf"}, "'transformers' or 'deepseek' or 'vllm'"),
+        ({"angles": "bf16"}, "'exact' or 'float32'"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(RopewalkError, match=message):
+        load_spec(LLAMA, **options)
+
+
+def test_an_unknown_family_is_served_with_its_pairing():
+    spec = load_spec(LLAMA | {"model_type": "unheard_of"}, pairing="interleaved")
+    assert (spec.pairing, spec.frequencies) == ("interleaved", Plain(1e4))
+
+
+def test_families_are_values_that_make_sense():
+    for name, family in FAMILIES.items():
+        assert family.pairing in ("half", "interleaved"), name
+        assert family.base > 0, name
+
+
+def test_a_spec_writes_keys_that_load_it_again():
+    configs = [
+        LLAMA | {"rope_theta": 5e5},
+        LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+        LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.9, "beta_fast": 30.0, "truncate": False}},
+        LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        LLAMA | {"rope_scaling": LONG | {"long_factor": [2.0] * 64, "factor": 4.0}},
+        LLAMA | {"model_type": "stablelm", "partial_rotary_factor": 0.25},
+        LLAMA
+        | {"model_type": "qwen2_vl_text", "rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+        LLAMA
+        | {"model_type": "qwen3_vl_text", "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}},
+        DEEPSEEK,
+    ]
+    for config in configs:
+        spec, _ = loaded(config)
+        rest = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+        rest = {key: value for key, value in rest.items() if key != "partial_rotary_factor"}
+        assert loaded(rest | spec.to_config("transformers"))[0] == spec
+
+
+def test_ntk_is_written_as_another_base():
+    spec, _ = loaded(LLAMA | {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0}})
+    again, _ = loaded(LLAMA | {"model_type": "hunyuan_v1_dense"} | spec.to_config("transformers"))
+    np.testing.assert_allclose(again.inv_freq(), spec.inv_freq(), rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("xpos", "a rotation that transformers computes"),
+        ("ratio", "a rule that transformers has a rope_type for"),
+        ("explicit", "a rule that transformers has a rope_type for"),
+        ("log", "a temperature that transformers has a key for"),
+    ],
+)
+def test_what_transformers_has_no_key_for_is_refused(spec, message):
+    from ropewalk import Explicit, LogTemperature, RopeSpec, XPos
+
+    made = {
+        "xpos": RopeSpec(8, xpos=XPos(64)),
+        "ratio": RopeSpec(8, Yarn(1e4, 4, 64, ramp="ratio")),
+        "explicit": RopeSpec(4, Explicit([1.0, 0.5])),
+        "log": RopeSpec(8, query_temperature=LogTemperature(9)),
+    }[spec]
+    with pytest.raises(RopewalkError, match=message):
+        made.to_config("transformers")
+    with pytest.raises(RopewalkError, match="'transformers'"):
+        made.to_config("vllm")
