@@ -4,8 +4,16 @@ import pytest
 import torch
 
 from nn.module import by_module, module_for
-from ropewalk import RotaryEmbedding
+from ropewalk import RopeSpec, RotaryEmbedding
+from ropewalk.nn.positions import (
+    centred_positions,
+    grid_positions,
+    mrope_positions,
+    positions_of_lengths,
+    text_positions,
+)
 from ropewalk.reference import assert_within_budget, check_rotation, rotate
+from ropewalk.spec import Axes, DynamicNTK, LongRope, StepTemperature, XPos, Yarn
 from strategies import theta, vector
 
 pytestmark = [
@@ -42,6 +50,56 @@ def test_nothing_waits_for_the_device():
         rope(q, k, angles=rope.at(ids))
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+VARIANTS = [
+    RopeSpec(64, DynamicNTK(1e4, 2, 64), pairing="half"),
+    RopeSpec(64, LongRope(1e4, [1.0] * 32, [2.0] * 32, 64, short_amplitude=1.0, long_amplitude=1.5)),
+    RopeSpec(64, Yarn(1e4, 4, 64), axes=Axes.interleaved([12, 10, 10]), pairing="half"),
+    RopeSpec(64, xpos=XPos(4096)),
+    RopeSpec(64, rotary_dim=32, query_temperature=StepTemperature(0.1, 64)),
+    RopeSpec(64, DynamicNTK(1e4, 2, 64), angles="float32"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: type(spec.frequencies).__name__)
+def test_no_kind_of_spec_waits_for_the_device_and_each_is_what_it_is_on_the_cpu(spec):
+    here, there = RotaryEmbedding(spec), RotaryEmbedding(spec).to("cuda")
+    q, k = vector(0, 2, 4, 16, 64).float(), vector(1, 2, 2, 16, 64).float()
+    ids = torch.arange(16) if spec.axes is None else torch.arange(48).view(3, 16)
+    lengths = torch.tensor([16, 200])
+    on_gpu = [x.to("cuda") for x in (q, k, ids, lengths)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        turned = there(*on_gpu[:2], positions=on_gpu[2], length=on_gpu[3])
+        moved = there.retune(turned[1], to=there, positions=on_gpu[2], length=on_gpu[3], to_length=99)
+        text_positions(4, 3, on_gpu[3])
+        grid_positions(4, 6, merge=2, device="cuda")
+        centred_positions(4, 6, device="cuda")
+        mrope_positions([3, (1, 4, 6), 2], device="cuda")
+        positions_of_lengths(on_gpu[3], 216)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for mine, wanted in zip(turned, here(q, k, positions=ids, length=lengths), strict=True):
+        torch.testing.assert_close(mine.cpu(), wanted, rtol=2e-6, atol=2e-6)
+    wanted = here(k, positions=ids, length=99, role="k")
+    torch.testing.assert_close(moved.cpu(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_length_that_grows_in_a_cuda_graph():
+    rope = RotaryEmbedding(VARIANTS[0]).to("cuda")
+    q, ids, length = torch.randn(1, 4, 8, 64, device="cuda"), torch.arange(8, device="cuda"), torch.tensor([64]).cuda()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        rope(q, positions=ids, length=length)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = rope(q, positions=ids, length=length)
+    length.fill_(1000)
+    graph.replay()
+    assert torch.equal(y, rope(q, positions=ids, length=1000))
 
 
 def test_in_a_cuda_graph():

@@ -1,7 +1,6 @@
 """The arithmetic of torch for the rules of a spec."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,19 +9,27 @@ from torch import Tensor
 __all__ = ["TorchArithmetic"]
 
 
-@dataclass(frozen=True)
 class TorchArithmetic:
     """What `ropewalk.spec.arithmetic.Arithmetic` asks for, in a dtype of torch, on a device.
 
     In float32 the operations are those of transformers in their order: float32 exponents, a float32 power. torch and
     NumPy differ in the last bit of such a power.
 
-    >>> TorchArithmetic(torch.float32, torch.device("cpu")).powers(10_000.0, 4).tolist()
-    [1.0, 100.0]
+    Numbers that a rule brings along, such as LongRope's lists, would have to be copied to a device, which makes the
+    host wait. `made` collects them as tensors; handed back as `constants` they serve a later call of the same rule, in
+    the order in which it asks for them.
+
+    >>> first = TorchArithmetic(torch.float32, torch.device("cpu"))
+    >>> first.powers(10_000.0, 4).tolist(), first.array([3, 4]).tolist()
+    ([1.0, 100.0], [3.0, 4.0])
+    >>> TorchArithmetic(torch.float32, torch.device("cpu"), first.made).array([3, 4]) is first.made[0]
+    True
     """
 
-    dtype: torch.dtype
-    device: torch.device
+    def __init__(self, dtype: torch.dtype, device: torch.device, constants: list[Tensor] | None = None) -> None:
+        self.dtype, self.device = dtype, device
+        self.made: list[Tensor] = []
+        self._constants, self._asked = constants, 0
 
     def powers(self, base: Any, dim: int, count: int | None = None) -> Tensor:
         # No more than are asked for: the last bit of a power differs with where in memory it stands.
@@ -31,7 +38,11 @@ class TorchArithmetic:
         return base**exponents
 
     def array(self, values: Sequence[Any]) -> Tensor:
-        return torch.tensor(values, dtype=self.dtype, device=self.device)
+        if self._constants is not None:
+            self._asked += 1
+            return self._constants[self._asked - 1].to(self.device)
+        self.made.append(torch.tensor(values, dtype=self.dtype, device=self.device))
+        return self.made[-1]
 
     def join(self, first: Tensor, second: Tensor) -> Tensor:
         return torch.cat((first, second), dim=-1)

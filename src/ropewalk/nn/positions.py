@@ -110,9 +110,8 @@ def centred_positions(height: int, width: int, *, device: torch.device | str | N
     >>> [round(y / math.pi, 4) for y in centred_positions(2, 1)[0].tolist()]  # -1/2 and 1/2, times 2π
     [-1.0, 1.0]
     """
-    cells = grid_positions(height, width, device=device).to(torch.float64)
-    sizes = torch.tensor([[height], [width]], dtype=torch.float64, device=cells.device)
-    return 2 * math.pi * (2 * (cells + 0.5) / sizes - 1)
+    rows, columns = grid_positions(height, width, device=device).to(torch.float64)
+    return 2 * math.pi * torch.stack((2 * (rows + 0.5) / height - 1, 2 * (columns + 0.5) / width - 1))
 
 
 def mrope_positions(

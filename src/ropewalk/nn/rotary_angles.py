@@ -60,8 +60,28 @@ class RotaryAngles(nn.Module):
             if spec.axes is not None:
                 self._axes = torch.tensor(spec.axes.weights, dtype=torch.float64, device=home)
             self.log_scale = nn.Parameter(torch.zeros(frequencies.shape)) if learned else None
+            self._constants = self._make_constants(home)
         self._table = self._make_table()
         self._ranges = RangeCache()
+
+    def _make_constants(self, home: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+        """Numbers of the rule, and of xPos and temperature, as tensors: a forward pass must not copy them to a device."""
+        rule, scales = TorchArithmetic(self._working, home), TorchArithmetic(torch.float64, home)
+        zero = torch.zeros(1, dtype=torch.float64, device=home)
+        if self.spec.varies:
+            length = torch.ones((), dtype=self._working, device=home)
+            self.spec.evaluate(length, rule)
+            self.spec.frequencies.amplitude(length, rule)
+        if self.spec.xpos is not None:
+            self.spec.xpos.log_scale(self.spec.turning, zero, scales)
+        if self.spec.query_temperature is not None:
+            self.spec.query_temperature.evaluate(zero, scales)
+        return rule.made, scales.made
+
+    @property
+    def _working(self) -> torch.dtype:
+        """The dtype in which frequencies are formed."""
+        return torch.float64 if self.spec.angles == "exact" else torch.float32
 
     def _make_table(self) -> Tensor | None:
         served = self.spec.angles == "exact" and not self.spec.varies and self.spec.axes is None
@@ -101,13 +121,15 @@ class RotaryAngles(nn.Module):
         """Frequencies and amplitude for sequences of `length`: one, or one a sequence [batch]."""
         if length is None or not self.spec.varies:
             return self.inv_freq.to(home), self._amplitude.to(home)
-        dtype = torch.float64 if self.spec.angles == "exact" else torch.float32
-        arithmetic = TorchArithmetic(dtype, home)
+        dtype, arithmetic = self._working, TorchArithmetic(self._working, home, self._constants[0])
         # As a tensor even if it is an int, so that a compiled graph serves every length.
         n = length.to(home) if isinstance(length, Tensor) else torch.full((), length, device=home)
         n = n.to(dtype).unsqueeze(-1) if n.dim() else n.to(dtype)
         theta = torch.as_tensor(self.spec.evaluate(n, arithmetic), device=home)
-        amplitude = torch.as_tensor(self.spec.frequencies.amplitude(n, arithmetic), dtype=torch.float64, device=home)
+        amplitude = self.spec.frequencies.amplitude(n, arithmetic)
+        if not isinstance(amplitude, Tensor):
+            amplitude = torch.full((), amplitude, dtype=torch.float64, device=home)
+        amplitude = amplitude.to(torch.float64)
         theta = self._learned(theta)
         if n.dim():
             # [batch, pairs] and [batch, 1] become [batch, 1, pairs] and [batch, 1, 1], to stand before the sequence.
@@ -120,7 +142,8 @@ class RotaryAngles(nn.Module):
         xpos, temperature = self.spec.xpos, self.spec.query_temperature
         if role is None or self.spec.same_for_both:
             return amplitude
-        where, arithmetic = positions.to(torch.float64), TorchArithmetic(torch.float64, positions.device)
+        where = positions.to(torch.float64)
+        arithmetic = TorchArithmetic(torch.float64, positions.device, self._constants[1])
         if xpos is not None:
             log_scale = xpos.log_scale(self.spec.turning, where.unsqueeze(-1), arithmetic)
             amplitude = amplitude * torch.exp(log_scale if role == "q" else -log_scale)
@@ -297,6 +320,8 @@ class RotaryAngles(nn.Module):
             self._spec_inv_freq = self._spec_inv_freq.to(device)
             self._amplitude = self._amplitude.to(device)
             self._axes = None if self._axes is None else self._axes.to(device)
+            rule, scales = self._constants
+            self._constants = [x.to(device) for x in rule], [x.to(device) for x in scales]
         return self
 
 
