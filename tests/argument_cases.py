@@ -39,6 +39,17 @@ LINEAR_CHANGES = {
     "q_map": torch.exp,
     "k_map": torch.exp,
 }
+YARN_CONFIG = {
+    "model_type": "llama",
+    "head_dim": 8,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 0.5,
+        "mscale_all_dim": 1.0,
+    },
+}
 H = np.array([1.0, 2.0, -1.0], dtype=np.complex128)
 # function -> (arguments, {argument: another value}); a list of such pairs where one call cannot show them all.
 CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -46,6 +57,29 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         form: [(ROTATION, ROTATION_CHANGES), (ROTATION | {"inv_freq": theta(4)}, {"rotary_slice": "trailing"})]
         for form in (reference.rotate, reference.rotate_complex, reference.rotate_matrix)
     },
+    reference.rotate_by_spec: [
+        (
+            {"x": SHORT, "spec": rw.RopeSpec(8, rw.DynamicNTK(1e4, 2, 4), xpos=rw.XPos(64)), "positions": IDS},
+            {
+                "x": SHORT + 1,
+                "spec": rw.RopeSpec(8),
+                "positions": IDS + 1,
+                "length": 64,
+                "role": "q",
+            },
+        )
+    ],
+    rw.load_spec: [
+        (
+            {"config": YARN_CONFIG},
+            {
+                "config": YARN_CONFIG | {"head_dim": 16},
+                "pairing": "interleaved",
+                "policy": "vllm",
+                "angles": "exact",
+            },
+        )
+    ],
     rw.build_rotary_frequencies: [
         ({"dim_head": 8, "max_seq_len": 4}, {"dim_head": 16, "max_seq_len": 5, "base": 50.0, "device": "meta"})
     ],
@@ -185,6 +219,16 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (
             {"q": X.bfloat16(), "k": X.bfloat16(), "q_weight": WEIGHT[0], "k_weight": None, "rope": RotaryEmbedding(8)},
             {"round_norm": True},
+        ),
+        (
+            {
+                "q": X,
+                "k": X,
+                "q_weight": None,
+                "k_weight": None,
+                "rope": RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(1e4, 2, 4))),
+            },
+            {"length": 99},
         ),
     ],
     reference.assert_within_budget: [

@@ -14,15 +14,33 @@ import torch
 
 import ropewalk as rw
 from argument_cases import CASES, IDS
-from ropewalk import reference, theory
+from ropewalk import reference, spec, theory
 from ropewalk.nn import RotaryEmbedding
-from ropewalk.spec import Explicit, Plain, WholeModel
+from ropewalk.spec import (
+    NTK,
+    Axes,
+    DynamicNTK,
+    Explicit,
+    Linear,
+    Llama3,
+    LogTemperature,
+    LongRope,
+    NTKByParts,
+    NTKFixed,
+    NTKMixed,
+    Plain,
+    Proportional,
+    StepTemperature,
+    WholeModel,
+    XPos,
+    Yarn,
+)
 from strategies import vector
 
 # Harnesses and containers, whose arguments are not data: check_rotation takes the function under test.
 NOT_FUNCTIONS = {"BAND_EDGES", "BudgetError", "Projections", "check_rotation"}
-# A rule alone reads `length` and `powers` where it depends on them.
-VALUES = {"RopeSpec", "Plain", "Explicit", "WholeModel", "RopewalkError", "RotaryEmbedding"}
+# Values, whose fields are changed below, and the module.
+VALUES = {*spec.__all__, "RopewalkError", "RotaryEmbedding"}
 
 
 def flat(result: Any) -> list[Any]:
@@ -81,10 +99,10 @@ SPEC_CHANGES = {
     "rotary_dim": 4,
     "pairing": "half",
     "rotary_slice": "trailing",
-    "axes": 1,
+    "axes": Axes.chunked([2, 1]),
     "sign": -1,
-    "xpos": 1,
-    "query_temperature": 1,
+    "xpos": XPos(200_000, 4096.0),
+    "query_temperature": LogTemperature(64),
     "angles": "float32",
 }
 
@@ -97,18 +115,98 @@ def test_every_field_of_a_spec_matters(name):
     q = vector(9, 1, 2, 300, 8).float()
 
     def rotated(**fields: Any) -> Any:
-        return RotaryEmbedding(rw.RopeSpec(**fields))(q, offset=100_000)
+        return RotaryEmbedding(rw.RopeSpec(**fields))(q, offset=100_000, role="q")
 
     before = outcome(lambda: rotated(**arguments))
     assert not isinstance(before, str)
     assert outcome(lambda: rotated(**arguments | {name: SPEC_CHANGES[name]})) != before
 
 
-@pytest.mark.parametrize("rule", [Plain(50.0), WholeModel(50.0, 2), WholeModel(1e4, 3), Explicit([1.0, 0.5])])
-def test_every_field_of_a_rule_matters(rule):
-    plain = {Plain: Plain(), WholeModel: WholeModel(1e4, 2), Explicit: Explicit([1.0, 0.4])}[type(rule)]
-    assert rule != plain
-    assert flat(rule.evaluate(4)) != flat(plain.evaluate(4))
+# Each value with, for each field, another that must be seen in what it computes.
+VALUE_CHANGES: list[tuple[Any, dict[str, Any]]] = [
+    (Plain(), {"base": 50.0}),
+    (WholeModel(1e4, 2), {"base": 50.0, "num_heads": 3}),
+    (Explicit([1.0, 0.4, 0.2, 0.1]), {"inv_freq": [1.0, 0.5, 0.2, 0.1]}),
+    (Linear(1e4, 2), {"base": 50.0, "factor": 3.0}),
+    (NTK(1e4, 2), {"base": 50.0, "factor": 3.0}),
+    (NTKFixed(1e4, 2), {"base": 50.0, "factor": 3.0}),
+    (NTKMixed(1e4, 2), {"base": 50.0, "factor": 3.0, "bend": 1.0}),
+    (DynamicNTK(1e4, 2, 64), {"base": 50.0, "factor": 3.0, "trained_length": 128}),
+    (NTKByParts(1e4, 4, 200), {"base": 50.0, "factor": 3.0, "trained_length": 100, "alpha": 0.5, "beta": 16.0}),
+    (
+        Llama3(1e4, 4, 200),
+        {"base": 50.0, "factor": 3.0, "trained_length": 100, "low_freq_factor": 0.2, "high_freq_factor": 8.0},
+    ),
+    (
+        Yarn(1e4, 4, 1000, beta_fast=16.0),
+        {
+            "base": 50.0,
+            "factor": 3.0,
+            "trained_length": 4000,
+            "beta_fast": 64.0,
+            "beta_slow": 0.1,
+            "truncate": False,
+            "ramp": "ratio",
+            "attention_factor": 2.0,
+        },
+    ),
+    (
+        Yarn(1e4, 4, 400, mscale=1.0, mscale_all_dim=0.5, policy="deepseek"),
+        {"mscale": 2.0, "mscale_all_dim": 1.0, "policy": "vllm"},
+    ),
+    (
+        LongRope(1e4, [1.0] * 4, [2.0] * 4, 64, 4),
+        {
+            "base": 50.0,
+            "short_factor": [1.5] * 4,
+            "long_factor": [3.0] * 4,
+            "trained_length": 128,
+            "factor": 8.0,
+            "attention_factor": 2.0,
+        },
+    ),
+    (
+        LongRope(1e4, [1.0] * 4, [2.0] * 4, 64, short_amplitude=1.1, long_amplitude=1.2),
+        {"short_amplitude": 1.5, "long_amplitude": 1.5},
+    ),
+    (Proportional(1e4, 0.5, 2), {"base": 50.0, "fraction": 0.25, "factor": 3.0}),
+    (StepTemperature(0.1, 64), {"scale": 0.2, "step": 32, "first": 1}),
+    (LogTemperature(32), {"trained_length": 16}),
+    (XPos(256), {"length": 128, "scale_base": 256.0, "gamma": 0.5}),
+    (
+        Axes([[1.0, 0.0], [0.0, 1.0]], [0, 1], 4),
+        {"weights": [[0.0, 1.0], [1.0, 0.0]], "index": [1, 0], "dim": 8},
+    ),
+]
+
+
+def computed(value: Any) -> list[Any]:
+    """Everything that a value computes."""
+    if hasattr(value, "softmax_scale"):
+        lengths = (None, 100)
+        return [*flat([[value.evaluate(8, n), value.amplitude(n)] for n in lengths]), value.softmax_scale]
+    if isinstance(value, XPos):
+        return flat(value.log_scale(8, np.array([[3.0]])))
+    if isinstance(value, Axes):
+        made = rw.RopeSpec(2 * value.pairs, axes=value)
+        return flat(value.matrix(made.inv_freq()))
+    return flat([value.evaluate(float(m)) for m in (31, 63, 200)])
+
+
+@pytest.mark.parametrize(("value", "others"), VALUE_CHANGES, ids=lambda part: type(part).__name__)
+@pytest.mark.usefixtures("as_a_user")
+def test_every_field_of_a_value_matters(value, others):
+    before = computed(value)
+    for name, other in others.items():
+        assert computed(dataclasses.replace(value, **{name: other})) != before, name
+
+
+def test_every_field_of_every_value_has_a_case():
+    tabled: dict[str, set[str]] = {}
+    for value, others in VALUE_CHANGES:
+        tabled.setdefault(type(value).__name__, set()).update(others)
+    for name in set(spec.__all__) - {"Frequencies", "QueryTemperature", "RopeSpec"}:
+        assert tabled[name] == {field.name for field in dataclasses.fields(getattr(spec, name))}, name
 
 
 Q, KEYS = vector(10, 2, 3, 5, 8).float(), vector(11, 2, 3, 5, 8).float()
@@ -120,7 +218,7 @@ MODULE_CHANGES = {
     "context_length": 4,
     "learned": True,
 }
-FORWARD_CHANGES = {
+FORWARD_CHANGES: dict[str, Any] = {
     "q": Q + 1,
     "k": None,
     "positions": IDS + 1,
@@ -128,6 +226,8 @@ FORWARD_CHANGES = {
     "offset": 3,
     "cu_seqlens": torch.tensor([0, 2, 5]),
     "angles": RotaryEmbedding(8).at(IDS + 7),
+    "length": 64,
+    "role": "k",
 }
 
 
@@ -145,11 +245,13 @@ def test_every_argument_of_the_module_matters():
 
 
 def test_every_argument_of_its_methods_matters():
-    rope = RotaryEmbedding(8)
+    rope = RotaryEmbedding(rw.RopeSpec(8, DynamicNTK(1e4, 2, 4)))
     assert set(FORWARD_CHANGES) == set(inspect.signature(rope.forward).parameters)
+    # These say where tokens stand, and then a length is asked for.
+    places = {"positions", "k_positions", "offset", "cu_seqlens"}
     before = outcome(lambda: rope(Q, KEYS))
     for name, other in FORWARD_CHANGES.items():
-        arguments = {"q": Q, "k": KEYS} | {name: other}
+        arguments = {"q": Q, "k": KEYS} | {name: other} | ({"length": 5} if name in places else {})
         assert outcome(lambda arguments=arguments: rope(**arguments)) != before, name
         in_place = {
             key: value.clone() if key in "qk" and value is not None else value for key, value in arguments.items()
@@ -159,10 +261,39 @@ def test_every_argument_of_its_methods_matters():
     back = outcome(lambda: rope.unrotate(Q))
     assert set(inspect.signature(rope.unrotate).parameters) == {"x", *one} - {"q"}
     assert outcome(lambda: rope.unrotate(Q + 1)) != back
-    for name in ("positions", "offset", "cu_seqlens", "angles"):
-        assert outcome(lambda name=name: rope.unrotate(Q, **{name: FORWARD_CHANGES[name]})) != back, name
+    for name in ("positions", "offset", "cu_seqlens", "angles", "length"):
+        extra = {"length": 5} if name in places else {}
+        assert (
+            outcome(lambda name=name, extra=extra: rope.unrotate(Q, **{name: FORWARD_CHANGES[name]}, **extra)) != back
+        ), name
+    plain, xpos = RotaryEmbedding(8), RotaryEmbedding(rw.RopeSpec(8, xpos=XPos(64)))
+    for call in (xpos, xpos.unrotate, lambda x, role: xpos.at(IDS, role=role)):
+        assert outcome(lambda call=call: call(Q, role="q")) != outcome(lambda call=call: call(Q, role="k"))
     assert (
-        outcome(lambda: rope.shift(Q, 1)) != outcome(lambda: rope.shift(Q, 2)) != outcome(lambda: rope.shift(KEYS, 2))
+        outcome(lambda: plain.shift(Q, 1))
+        != outcome(lambda: plain.shift(Q, 2))
+        != outcome(lambda: plain.shift(KEYS, 2))
     )
-    assert outcome(lambda: rope.at(IDS)) != outcome(lambda: rope.at(IDS + 1))
-    assert outcome(lambda: rope.at(IDS)) != outcome(lambda: rope.at(IDS, dtype=torch.float64))
+    assert outcome(lambda: rope.shift(Q, 1, length=4)) != outcome(lambda: rope.shift(Q, 1, length=9))
+    assert outcome(lambda: plain.at(IDS)) != outcome(lambda: plain.at(IDS + 1))
+    assert outcome(lambda: plain.at(IDS)) != outcome(lambda: plain.at(IDS, dtype=torch.float64))
+    assert outcome(lambda: rope.at(IDS, length=4)) != outcome(lambda: rope.at(IDS, length=9))
+
+
+def test_every_argument_of_retune_matters():
+    rope = RotaryEmbedding(rw.RopeSpec(8, DynamicNTK(1e4, 2, 4)))
+    given = {"x": Q, "to": RotaryEmbedding(8, base=500.0), "length": 9, "to_length": 9}
+    changes = {
+        "x": Q + 1,
+        "to": rope,
+        "positions": IDS + 3,
+        "offset": 7,
+        "cu_seqlens": torch.tensor([0, 2, 5]),
+        "length": 30,
+    }
+    assert {*changes, "to_length"} == set(inspect.signature(rope.retune).parameters)
+    before = outcome(lambda: rope.retune(**given))
+    for name, other in changes.items():
+        assert outcome(lambda name=name, other=other: rope.retune(**given | {name: other})) != before, name
+    same = given | {"to": rope}
+    assert outcome(lambda: rope.retune(**same)) != outcome(lambda: rope.retune(**same | {"to_length": 30}))

@@ -65,7 +65,7 @@ class RotaryAngles(nn.Module):
         self._ranges = RangeCache()
 
     def _make_constants(self, home: torch.device) -> tuple[list[Tensor], list[Tensor]]:
-        """Numbers of the rule, and of xPos and temperature, as tensors: a forward pass must not copy them to a device."""
+        """Numbers of the rule, and of xPos and temperature, as tensors: forward must not copy them to a device."""
         rule, scales = TorchArithmetic(self._working, home), TorchArithmetic(torch.float64, home)
         zero = torch.zeros(1, dtype=torch.float64, device=home)
         if self.spec.varies:

@@ -18,7 +18,11 @@ __all__ = ["RotaryMoves"]
 
 
 class RotaryMoves(RotaryAngles):
-    """The inverse of a rotation, and what follows from R_m R_n = R_{m+n}."""
+    """The inverse of a rotation, and what follows from R_m R_n = R_{m+n}.
+
+    >>> [name for name in ("unrotate", "shift", "retune") if hasattr(RotaryMoves, name)]
+    ['unrotate', 'shift', 'retune']
+    """
 
     layout: Layout
 

@@ -28,6 +28,7 @@ def rotate_by_spec(
 
     Shapes: x [..., seq, dim]; positions [seq], or [axes, seq] for a spec with axes.
 
+    >>> import torch
     >>> x, m = torch.tensor([[1.0, 0.0]], dtype=torch.float64), torch.tensor([2])
     >>> [round(v, 4) for v in rotate_by_spec(x, RopeSpec(2), m)[0].tolist()]  # cos 2, sin 2
     [-0.4161, 0.9093]

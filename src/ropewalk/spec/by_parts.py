@@ -10,8 +10,8 @@ from typing import Any, final
 
 from ropewalk.errors import RopewalkError, require_choice, require_flag, require_positive
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
-from ropewalk.spec.frequencies import Frequencies, check_base, check_factor
-from ropewalk.spec.stretched import check_trained_length
+from ropewalk.spec.fields import check_base, check_factor, check_trained_length
+from ropewalk.spec.frequencies import Frequencies
 
 __all__ = ["POLICIES", "RAMPS", "Llama3", "NTKByParts", "Yarn"]
 

@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast, final
 
-from ropewalk.errors import RopewalkError, as_float, require_count, require_even, require_positive, shown
+from ropewalk.errors import RopewalkError, as_float, require_count, require_even, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.fields import check_base, check_factor
 from ropewalk.spec.value import from_dict, to_dict
 
-__all__ = ["Explicit", "Frequencies", "Plain", "Proportional", "WholeModel", "check_base", "check_factor"]
+__all__ = ["Explicit", "Frequencies", "Plain", "Proportional", "WholeModel"]
 
 
 class Frequencies(ABC):
@@ -194,33 +195,6 @@ class Proportional(Frequencies):
     def to_config(self, rotary_dim: int) -> dict[str, Any]:
         keys = {"rope_type": "proportional", "rope_theta": self.base, "partial_rotary_factor": self.fraction}
         return {"rope_parameters": keys if self.factor == 1 else keys | {"factor": self.factor}}
-
-
-def check_base(rule: Any, above: float = 0.0) -> None:
-    """Makes `base` of a rule a float, if it is a finite number above `above`."""
-    asked = f"{type(rule).__name__}(base=...)"
-    base = require_positive(rule.base, asked=asked, do="pass the base of the geometric sequence, for example 10_000")
-    if base <= above:
-        raise RopewalkError(
-            asked=asked,
-            expected=f"a finite number above {above:g}",
-            got=shown(rule.base),
-            do="the rule divides by the logarithm of the base; pass for example 10_000",
-        )
-    object.__setattr__(rule, "base", base)
-
-
-def check_factor(rule: Any) -> None:
-    """Makes `factor` of a rule a float, if it is a finite number of at least 1."""
-    factor = as_float(rule.factor)
-    if factor is None or factor < 1.0:
-        raise RopewalkError(
-            asked=f"{type(rule).__name__}(factor=...)",
-            expected="a finite number of at least 1",
-            got=shown(rule.factor),
-            do="pass how many times longer the context is to be",
-        )
-    object.__setattr__(rule, "factor", factor)
 
 
 def _nested_tuple(given: object) -> tuple[Any, ...]:

@@ -5,11 +5,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast, final
 
-from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
+from ropewalk.errors import RopewalkError, as_float, require_positive, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
-from ropewalk.spec.frequencies import Frequencies, Plain, check_base, check_factor
+from ropewalk.spec.fields import check_base, check_factor, check_trained_length
+from ropewalk.spec.frequencies import Frequencies, Plain
 
-__all__ = ["NTK", "DynamicNTK", "Linear", "LongRope", "NTKFixed", "NTKMixed", "check_trained_length"]
+__all__ = ["NTK", "DynamicNTK", "Linear", "LongRope", "NTKFixed", "NTKMixed"]
 
 
 @final
@@ -253,17 +254,6 @@ class LongRope(Frequencies):
         if self.factor is None:
             return 1.0
         return math.sqrt(1 + math.log(self.factor) / math.log(self.trained_length))
-
-
-def check_trained_length(rule: Any) -> None:
-    """Makes `trained_length` of a rule an int of at least 2, whose logarithm can be divided by."""
-    length = require_count(
-        rule.trained_length,
-        asked=f"{type(rule).__name__}(trained_length=...)",
-        do="pass the length that the model was trained on before it was extended",
-        at_least=2,
-    )
-    object.__setattr__(rule, "trained_length", length)
 
 
 def _stretch_exponent(rule: Frequencies, rotary_dim: int) -> float:

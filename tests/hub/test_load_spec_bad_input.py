@@ -1,0 +1,104 @@
+"""Configs that no model can have, and files that are none."""
+
+import pytest
+
+from hub.configs import LLAMA, LLAMA3, LONG, YARN, loaded
+from ropewalk import RopewalkError, load_spec
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"model_type": "unheard_of"}, "a family that ropewalk knows, or pairing="),
+        ({"model_type": None}, "model_type None"),
+        ({"model_type": 7}, "'model_type'\nexpected: a string"),
+        ({"hidden_size": None}, "'hidden_size'\nexpected: a whole number\ngot:      nothing"),
+        ({"num_attention_heads": 0}, "'num_attention_heads'\nexpected: a number of at least 1"),
+        ({"num_attention_heads": 2.5}, "a whole number"),
+        ({"head_dim": 63}, "an even number of features that turn"),
+        ({"head_dim": "128"}, "'head_dim'\nexpected: a number"),
+        ({"rope_theta": -1.0}, "a number above 0"),
+        ({"rope_theta": float("nan")}, "'rope_theta'\nexpected: a number\ngot:      nan"),
+        ({"rope_theta": True}, "'rope_theta'\nexpected: a number"),
+        ({"rope_scaling": {"type": "liner", "factor": 2.0}}, "did you mean 'linear'"),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope_parameters.factor'\nexpected: a number of at least 1\ngot:      nothing",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "a number of at least 1\ngot:      0.5"),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, "rope_parameters.factor"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "one rope type"),
+        ({"rope_scaling": "linear"}, "'rope_scaling'\nexpected: an object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "transformers would silently take max_position_embeddings"),
+        ({"rope_scaling": YARN | {"original_max_position_embeddings": 1}}, "at least 2"),
+        ({"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 32.0}}, "beta_fast above beta_slow"),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "true or false"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0, "high_freq_factor": 1.0}}, "high_freq_factor above low"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "low_freq_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 63}}, "64 numbers in long_factor"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * 63 + ["x"]}}, "long_factor.63"),
+        ({"rope_scaling": LONG | {"long_factor": "x"}}, "a list of numbers"),
+        ({"rope_scaling": LONG}, "long_factor"),
+        ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "a rotary_dim of at least 4"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "remove one",
+        ),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000 beside 500000"),
+        ({"partial_rotary_factor": 0.5, "rotary_dim": 32}, "one number of features that turn"),
+        ({"partial_rotary_factor": 1.5}, "a share from 0 to 1"),
+        ({"partial_rotary_factor": 0.0}, "from 2 to head_dim = 128"),
+        ({"rope_parameters": {"full": {"rope_type": "default"}}}, "a layer type of this model"),
+        ({"layer_types": "full", "rope_parameters": {}}, "a list of strings"),
+        ({"layer_types": ["a"], "rope_parameters": {"a": 3}}, "an object or null"),
+        ({"layer_types": ["a"], "rope_parameters": {"a": {}, "factor": 2.0}}, "nothing beside the layer types"),
+        ({"rope_parameters": {"mrope_section": [16, 24, 24]}}, "known to have several positions"),
+        ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16, 24, 25]}}, "that sum to 64"),
+        ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16.5, 24, 24]}}, "that sum to 64"),
+        ({"model_type": "smollm3", "no_rope_layers": [2]}, "a list of 0 and 1"),
+        ({"model_type": "granite_swa", "layer_rope_theta": [-1]}, "bases above 0"),
+    ],
+)
+def test_what_no_model_can_have_is_refused(said, message):
+    with pytest.raises(RopewalkError, match=message) as caught:
+        loaded(LLAMA | said)
+    assert caught.value.asked.startswith("load_spec")
+
+
+def test_files_that_are_no_configs_are_refused(tmp_path):
+    def refused(message, content=None, name="config.json"):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(RopewalkError, match=message):
+            load_spec(path)
+
+    refused("No such file")
+    refused("a folder without config.json or params.json", name="")
+    refused("not JSON", b"{")
+    refused("not JSON", b"")
+    refused("UnicodeDecodeError", b"\xff\xfe")
+    refused("stands twice", b'{"model_type": "llama", "model_type": "gptj"}')
+    refused("a JSON object", b"[1, 2]")
+    refused("not JSON", b"[" * 100_000)
+    refused("at most 32 levels", b'{"a":' * 200 + b"1" + b"}" * 200)
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(100 << 20)
+    refused("100 MiB; a config has at most 16")
+    for nothing in (None, 7, [], b"config.json", object()):
+        with pytest.raises(RopewalkError, match="the path of a config"):
+            load_spec(nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pairing": "halves"}, "did you mean 'half'"),
+        ({"pairing": "interleaved"}, "'half', which that family has"),
+        ({"policy": "hf"}, "'transformers' or 'deepseek' or 'vllm'"),
+        ({"angles": "bf16"}, "'exact' or 'float32'"),
+    ],
+)
+def test_options_are_checked(options, message):
+    with pytest.raises(RopewalkError, match=message):
+        load_spec(LLAMA, **options)
