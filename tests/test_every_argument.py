@@ -143,7 +143,7 @@ VALUE_CHANGES: list[tuple[Any, dict[str, Any]]] = [
             "base": 50.0,
             "factor": 3.0,
             "trained_length": 4000,
-            "beta_fast": 64.0,
+            "beta_fast": 4.0,
             "beta_slow": 0.1,
             "truncate": False,
             "ramp": "ratio",

@@ -88,9 +88,10 @@ def test_frequencies_and_amplitude_are_transformers_over_random_configs(rope_typ
     rng = random.Random(rope_type)
     for _ in range(HOW_MANY):
         config = random_config(rope_type, rng)
+        parameters: Any = config.rope_parameters
         longest, trained = (
             config.max_position_embeddings,
-            config.rope_parameters.get("original_max_position_embeddings"),
+            parameters.get("original_max_position_embeddings"),
         )
         lengths = {"dynamic": (None, longest, 3 * longest), "longrope": (None, trained, (trained or 0) + 1)}
         if rope_type == "default":

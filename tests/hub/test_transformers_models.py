@@ -1,12 +1,13 @@
 """What transformers' models compute besides cos and sin: positions of images, temperatures, and the softmax scale."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Qwen2VLConfig
+from transformers import DeepseekV3Config, Llama4TextConfig, Qwen2VLConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
-from transformers.models.llama4.modeling_llama4 import Llama4TextConfig, Llama4TextRotaryEmbedding
+from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 from hub.conformance import DIFFERS, _row
@@ -19,7 +20,8 @@ from ropewalk.nn.positions import mrope_positions
 def test_positions_of_text_and_images_are_those_of_qwen2_vl():
     with quiet(), torch.device("meta"):
         model = Qwen2VLModel(Qwen2VLConfig())
-    merge = model.config.vision_config.spatial_merge_size
+    vision: Any = model.config.vision_config
+    merge = vision.spatial_merge_size
     runs = [4, (1, 3, 5), 2, (1, 2, 2), 7]
     kinds = [kind for run in runs for kind in ([0] * run if isinstance(run, int) else [1] * (run[1] * run[2]))]
     grids = torch.tensor([[t, h * merge, w * merge] for t, h, w in (run for run in runs if not isinstance(run, int))])
