@@ -251,7 +251,7 @@ def test_every_argument_of_its_methods_matters():
     places = {"positions", "k_positions", "offset", "cu_seqlens"}
     before = outcome(lambda: rope(Q, KEYS))
     for name, other in FORWARD_CHANGES.items():
-        arguments = {"q": Q, "k": KEYS} | {name: other} | ({"length": 5} if name in places else {})
+        arguments: dict[str, Any] = {"q": Q, "k": KEYS} | {name: other} | ({"length": 5} if name in places else {})
         assert outcome(lambda arguments=arguments: rope(**arguments)) != before, name
         in_place = {
             key: value.clone() if key in "qk" and value is not None else value for key, value in arguments.items()

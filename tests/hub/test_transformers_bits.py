@@ -100,7 +100,8 @@ def test_frequencies_and_amplitude_are_transformers_over_random_configs(rope_typ
             init = ROPE_INIT_FUNCTIONS[rope_type]
         spec = load_spec(config)
         for length in lengths.get(rope_type, (None,)):
-            wanted, amplitude = init(config, device=torch.device("cpu"), seq_len=length)
+            more = {} if rope_type == "default" else {"device": torch.device("cpu"), "seq_len": length}
+            wanted, amplitude = init(config, **more)
             exact = torch.tensor(spec.inv_freq(length))
             gap = (exact - wanted.double()).abs() / wanted.double().abs().clamp(min=1e-30)
             assert gap.max() < 2**-24 * _roundings(config.rope_parameters), (config.rope_parameters, length)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels import angles as angle_kernels
-from ropewalk.ops.plain import is_plain, is_transformed
+from ropewalk.ops.plain import is_exporting, is_plain, is_transformed
 
 __all__ = ["cos_sin"]
 
@@ -30,7 +30,7 @@ def cos_sin(
     >>> round(cos.item(), 4)
     -0.4161
     """
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not is_transformed():
+    if torch.compiler.is_compiling() and not is_exporting() and not is_transformed():
         return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype, axes)
     # The table is looked up by values, which only plain positions have.
     return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype, axes)

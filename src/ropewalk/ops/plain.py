@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 from ropewalk.kernels.rotate_native import MASKS
 
-__all__ = ["is_eager", "is_plain", "is_transformed", "why_not_plain"]
+__all__ = ["is_eager", "is_exporting", "is_plain", "is_transformed", "why_not_plain"]
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -47,6 +47,17 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is at work.
+
+    The flag and not `torch.compiler.is_exporting`, of which torch 2.11 says True whatever it compiles.
+
+    >>> is_exporting()
+    False
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def why_not_plain(*tensors: Tensor | None) -> str | None:
     """What keeps these from a kernel, in words; None if nothing does.
 
@@ -54,7 +65,7 @@ def why_not_plain(*tensors: Tensor | None) -> str | None:
     True
     """
     if torch.compiler.is_compiling():
-        return "an export" if torch.compiler.is_exporting() else "a compiler"
+        return "an export" if is_exporting() else "a compiler"
     if is_transformed():
         return "a transform of torch.func, or forward-mode differentiation"
     if torch._C._get_tracing_state() is not None:

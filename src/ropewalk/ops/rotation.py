@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ropewalk.kernels import rotate_native, rotate_torch
 from ropewalk.kernels.layout import Layout
-from ropewalk.ops.plain import is_eager, is_plain, is_transformed, why_not_plain
+from ropewalk.ops.plain import is_eager, is_exporting, is_plain, is_transformed, why_not_plain
 from ropewalk.ops.registry import OPS, Kernel, cannot_serve
 
 __all__ = ["kernel_for", "native_serves", "rotate", "rotate_", "rotate_directly", "rotate_plain", "takes_op"]
@@ -162,7 +162,7 @@ def takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout)
     """
     return (
         torch.compiler.is_compiling()
-        and not torch.compiler.is_exporting()
+        and not is_exporting()
         and not is_transformed()
         and native_serves(*both)
         and not (cos.requires_grad or sin.requires_grad)
