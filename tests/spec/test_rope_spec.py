@@ -71,6 +71,7 @@ def test_a_rule_of_ones_own_needs_no_other_change():
 
         @dataclasses.dataclass(frozen=True)
         class Harmonic(Frequencies):
+            varies = True
             first: float = 1.0
 
             def evaluate(self, rotary_dim, length=None, arithmetic=None):
@@ -90,6 +91,38 @@ def test_a_rule_of_ones_own_needs_no_other_change():
         assert RopeSpec.from_json(spec.to_json()) == spec
     finally:
         Frequencies.known.pop("Harmonic")
+
+
+def test_a_rule_that_is_none_is_refused():
+    before = dict(Frequencies.known)
+
+    class Loose(Frequencies):
+        def evaluate(self, rotary_dim, length=None, arithmetic=None):
+            return np.ones(rotary_dim // 2)
+
+    @dataclasses.dataclass(frozen=True)
+    class Wide(Loose):
+        def evaluate(self, rotary_dim, length=None, arithmetic=None):
+            return np.ones(rotary_dim)
+
+    @dataclasses.dataclass(frozen=True)
+    class Silent(Loose):
+        def evaluate(self, rotary_dim, length=None, arithmetic=None):
+            return np.ones(rotary_dim // 2) / (length or 1)
+
+    try:
+        for rule, message in (
+            (Loose(), "a frozen dataclass"),
+            (Wide(), r"\[4\], one a pair, or one such row a head\ngot:      shape \[8\]"),
+            (Silent(), "varies = True"),
+        ):
+            with pytest.raises(RopewalkError, match=message):
+                RopeSpec(8, rule)
+        with pytest.raises(RopewalkError, match="a name that no rule has yet"):
+            type("Plain", (Loose,), {})
+    finally:
+        Frequencies.known.clear()
+        Frequencies.known.update(before)
 
 
 def test_import_and_specs_need_no_torch():

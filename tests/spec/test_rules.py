@@ -125,6 +125,16 @@ def test_llama_3_1():
     assert np.isclose(found, plain / 8, rtol=1e-14).sum() == 29
 
 
+def test_equal_bounds_are_a_step():
+    # Llama 4 Scout: low_freq_factor = high_freq_factor = 1. Kimi K2: beta_fast = beta_slow = 1.
+    plain = Plain(5e5).evaluate(128)
+    for found in (Llama3(5e5, 16, 8192, 1, 1).evaluate(128), Yarn(5e5, 16, 8192, 1, 1, ramp="ratio").evaluate(128)):
+        turns_once = 8192 * plain / (2 * math.pi) >= 1
+        np.testing.assert_allclose(found, np.where(turns_once, plain, plain / 16), rtol=1e-14)
+    index = Yarn(5e4, 32, 4096, 1.0, 1.0).correction_range(64)
+    assert index[1] - index[0] == 1
+
+
 def test_longrope_of_phi_3_5():
     assert LongRope(1e4, [1.0], [1.0], 4096, 32).amplitude() == pytest.approx(1.1902380714238083, rel=1e-15)
 
@@ -278,10 +288,10 @@ YARN, LONG = {"factor": 4, "trained_length": 4096}, {"base": 1e4, "short_factor"
         (lambda: DynamicNTK(1e4, 2, 1), "trained_length=...\\)\nexpected: an integer of at least 2"),
         (lambda: DynamicNTK(1e4, 2, 2048.0), "trained_length"),
         (lambda: NTKMixed(1e4, 2, 0), "bend"),
-        (lambda: Llama3(5e5, 8, 8192, 4, 1), "high_freq_factor above low_freq_factor"),
-        (lambda: Llama3(5e5, 8, 8192, 4, 4), "high_freq_factor above low_freq_factor"),
+        (lambda: Llama3(5e5, 8, 8192, 4, 1), "high_freq_factor not below low_freq_factor"),
+        (lambda: Llama3(5e5, 8, 8192, 4, 1e10), "a number of turns from 1e-9 to 1e9"),
         (lambda: NTKByParts(1.0, 8, 8192), "base=...\\)\nexpected: a finite number above 1"),
-        (lambda: Yarn(**YARN, beta_fast=1, beta_slow=32), "beta_fast above beta_slow"),
+        (lambda: Yarn(**YARN, beta_fast=1, beta_slow=32), "beta_fast not below beta_slow"),
         (lambda: Yarn(**YARN, beta_fast=0), "beta_fast=...\\)\nexpected: a finite number above 0"),
         (lambda: Yarn(**YARN, ramp="ration"), "did you mean 'ratio'"),
         (lambda: Yarn(**YARN, policy="hf"), "'transformers' or 'deepseek' or 'vllm'"),

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-def range_positions(length: int, offset: int | Tensor, device: torch.device) -> Tensor:
+def range_positions(length: int, offset: int | Tensor, device: torch.device | str | None) -> Tensor:
     """offset .. offset + length - 1: [length] for one offset, [batch, length] for an offset a sequence [batch].
 
     >>> range_positions(3, torch.tensor([0, 7]), torch.device("cpu")).tolist()
@@ -69,9 +69,8 @@ def text_positions(
     >>> text_positions(2, axes=3, offset=7).tolist()
     [[7, 8], [7, 8], [7, 8]]
     """
-    home = torch.get_default_device() if device is None else torch.device(device)
-    home = offset.device if isinstance(offset, Tensor) and device is None else home
-    positions = range_positions(length, offset, home)
+    device = offset.device if isinstance(offset, Tensor) and device is None else device
+    positions = range_positions(length, offset, device)
     return positions.expand(_count(axes, "text_positions(axes=...)"), *positions.shape)
 
 

@@ -5,7 +5,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_count
+from ropewalk.errors import RopewalkError, require_count, shown
 from ropewalk.kernels.layout import Layout
 from ropewalk.nn.rotary_angles import Angles
 from ropewalk.nn.rotary_arguments import check_angles, check_in_place, check_inputs, checked_role, require_one
@@ -272,6 +272,16 @@ class RotaryEmbedding(RotaryMoves):
 
 
 def _spec(dim: int | RopeSpec, base: float | None, pairing: str | None) -> RopeSpec:
+    if dim is None or isinstance(dim, dict):
+        layers = isinstance(dim, dict) and all(value is None or isinstance(value, RopeSpec) for value in dim.values())
+        raise RopewalkError(
+            asked="RotaryEmbedding(...)",
+            expected="a head_dim, or one RopeSpec",
+            got=f"one spec a layer type: {', '.join(map(str, dim))}" if dim and layers else shown(dim),
+            do="make a module of each that is not None: RotaryEmbedding(specs[layer_type])"
+            if layers
+            else "read a config with load_spec first; None, for layers without rotation, needs no module",
+        )
     if not isinstance(dim, RopeSpec):
         frequencies = Plain() if base is None else Plain(base)
         return RopeSpec(dim, frequencies, pairing="interleaved" if pairing is None else pairing)

@@ -111,6 +111,8 @@ def check_ids(
         got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else shown(ids),
         do="wrap them: torch.tensor(...)"
         if not isinstance(ids, Tensor)
+        else "give them that shape; ropewalk.nn.positions makes them for several axes"
+        if counts
         else "pass int64; half-precision floats cannot count past 256 or 2048",
     )
 
@@ -168,7 +170,7 @@ def check_within(last: int, context_length: int | None) -> None:
         )
 
 
-def checked_length(length: Any, spec: RopeSpec, rows: int | None, fresh: int | None) -> Any:
+def checked_length(length: Any, spec: RopeSpec, rows: int | None, fresh: int | None, name: str = "length") -> Any:
     """How long sequences are, if the spec asks for it: an int, or whole numbers [rows], one a sequence.
 
     `fresh` is the number of tokens where they are a whole sequence, from position 0 on; nobody has to say it then.
@@ -178,8 +180,8 @@ def checked_length(length: Any, spec: RopeSpec, rows: int | None, fresh: int | N
             return fresh if spec.varies else None
         raise RopewalkError(
             asked=f"rope(...) with {type(spec.frequencies).__name__}, whose frequencies depend on the length",
-            expected="length=, an int or one a sequence [batch], wherever tokens do not start at position 0",
-            got="no length",
+            expected=f"{name}=, an int or one a sequence [batch], wherever tokens do not start at position 0",
+            got=f"no {name}",
             do="pass the length that the keys in the cache were rotated for; rope.retune moves them to another",
         )
     if isinstance(length, Tensor):
@@ -195,7 +197,7 @@ def checked_length(length: Any, spec: RopeSpec, rows: int | None, fresh: int | N
             return number if spec.varies else None
         got = shown(length)
     raise RopewalkError(
-        asked="rope(..., length=...)",
+        asked=f"rope(..., {name}=...)",
         expected="an int of at least 1" + ("" if rows is None else f", or whole numbers [{rows}], one a sequence"),
         got=got,
         do="pass how many positions the sequence has",

@@ -137,7 +137,7 @@ class RotaryMoves(RotaryAngles):
         seq, rows = x.shape[self.seq_dim], x.shape[0] if self.batched(x) else None
         fresh = seq if positions is offset is cu_seqlens is None else None
         length = checked_length(length, self.spec, rows, fresh)
-        to_length = checked_length(to_length, to.spec, rows, fresh)
+        to_length = checked_length(to_length, to.spec, rows, fresh, "to_length")
         if not isinstance(where, Tensor):
             where = range_positions(seq, where, x.device)
         here = where.cpu() if x.device.type == "mps" else where

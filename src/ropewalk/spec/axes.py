@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, cast, final
 
 import numpy as np
@@ -13,7 +14,7 @@ __all__ = ["Axes"]
 
 
 @final
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Axes:
     """A RoPE over A position axes, as the matrix F[a, i] = weights[a][i] * theta[index[i]] with angles p @ F.
 
@@ -52,6 +53,10 @@ class Axes:
         object.__setattr__(self, "weights", rows)
         object.__setattr__(self, "index", index)
         object.__setattr__(self, "dim", dim)
+
+    def __repr__(self) -> str:
+        runs = "".join(f" {name}" + (f"x{n}" if (n := len(list(run))) > 1 else "") for name, run in groupby(self.names))
+        return f"Axes({self.count} axes, pairs{runs}, of {self.dim} features)"
 
     @property
     def count(self) -> int:

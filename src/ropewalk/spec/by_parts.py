@@ -202,7 +202,7 @@ class Yarn(Frequencies):
 
 
 def _check(rule: Any, *, low: str, high: str) -> None:
-    """The fields that all of these have, and two bounds on the number of turns, of which one must be the larger."""
+    """The fields that all of these have, and two bounds on the number of turns; equal ones leave no ramp between."""
     check_base(rule, above=1.0)
     check_factor(rule)
     check_trained_length(rule)
@@ -215,10 +215,10 @@ def _check(rule: Any, *, low: str, high: str) -> None:
                 asked=f"{name}({bound}=...)", expected="a number of turns from 1e-9 to 1e9", got=f"{turns:g}", do=do
             )
         object.__setattr__(rule, bound, turns)
-    if getattr(rule, high) <= getattr(rule, low):
+    if getattr(rule, high) < getattr(rule, low):
         raise RopewalkError(
             asked=f"{name}({low}=..., {high}=...)",
-            expected=f"{high} above {low}",
+            expected=f"{high} not below {low}",
             got=f"{low}={getattr(rule, low):g}, {high}={getattr(rule, high):g}",
             do="swap them, if they were meant the other way round",
         )
@@ -229,7 +229,8 @@ def _by_turns(rule: Any, rotary_dim: int, low: float, high: float, arithmetic: A
     between. In the order of transformers, so that float32 gives its bits."""
     theta = 1.0 / arithmetic.powers(rule.base, rotary_dim)
     wavelength = 2 * math.pi / theta
-    gamma = (rule.trained_length / wavelength - low) / (high - low)
+    # Bounds that are equal, as Llama 4 Scout has them, leave no ramp: a step from theta to theta / factor.
+    gamma = (rule.trained_length / wavelength - low) / (high - low or 1.0)
     between = (1 - gamma) * theta / rule.factor + gamma * theta
     kept_or_between = arithmetic.where(wavelength < rule.trained_length / high, theta, between)
     return arithmetic.where(wavelength > rule.trained_length / low, theta / rule.factor, kept_or_between)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast, final
 from ropewalk.errors import RopewalkError, as_float, require_count, require_even, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
 from ropewalk.spec.fields import check_base, check_factor
-from ropewalk.spec.value import from_dict, to_dict
+from ropewalk.spec.value import from_dict, register, to_dict
 
 __all__ = ["Explicit", "Frequencies", "Plain", "Proportional", "WholeModel"]
 
@@ -20,8 +20,8 @@ __all__ = ["Explicit", "Frequencies", "Plain", "Proportional", "WholeModel"]
 class Frequencies(ABC):
     """A rule that gives each pair i of a rotation its inverse frequency theta_i, in radians per position.
 
-    Subclass it as a frozen dataclass and implement `evaluate`: a spec, its JSON and everything made from a spec
-    then take the new rule without another change.
+    Subclass it as a frozen dataclass and implement `evaluate`, with `varies = True` if it reads the length: a spec, its
+    JSON and everything made from a spec then take the new rule without another change.
 
     >>> isinstance(Plain(), Frequencies)
     True
@@ -30,7 +30,7 @@ class Frequencies(ABC):
     known: ClassVar[dict[str, type["Frequencies"]]] = {}
 
     def __init_subclass__(cls) -> None:
-        Frequencies.known[cls.__name__] = cls
+        register(cls, Frequencies.known)
 
     # Whether the frequencies or the amplitude depend on how long the sequence is.
     varies: ClassVar[bool] = False

@@ -98,6 +98,13 @@ class RopeSpec:
                 got=shown(self.frequencies),
                 do="wrap a base as Plain(base), a list of frequencies as Explicit(list)",
             )
+        if not dataclasses.is_dataclass(self.frequencies):
+            raise RopewalkError(
+                asked="RopeSpec(frequencies=...)",
+                expected="a rule that is a frozen dataclass, so that it can be compared, hashed and written as JSON",
+                got=shown(self.frequencies),
+                do="put @dataclasses.dataclass(frozen=True) above the class",
+            )
         require_choice(self.pairing, PAIRINGS, asked="RopeSpec(pairing=...)")
         require_choice(self.rotary_slice, ROTARY_SLICES, asked="RopeSpec(rotary_slice=...)")
         require_choice(self.angles, ANGLES, asked="RopeSpec(angles=...)")
@@ -122,7 +129,15 @@ class RopeSpec:
             self._check_axes(self.axes)
         # Asks for the frequencies once, so that a list of the wrong length is refused here and not in a forward pass.
         for length in (None, 1 << 40) if self.varies else (None,):
-            numbers = [*self.inv_freq(length).ravel(), self.amplitude(length), self.softmax_scale]
+            theta = self.inv_freq(length)
+            if theta.ndim not in (1, 2) or 2 * theta.shape[-1] != self.rotary_dim:
+                raise RopewalkError(
+                    asked=f"the frequencies of {type(self.frequencies).__name__} for rotary_dim={self.rotary_dim}",
+                    expected=f"[{self.turning // 2}], one a pair, or one such row a head",
+                    got=f"shape {list(theta.shape)}",
+                    do="let evaluate(rotary_dim, ...) return rotary_dim / 2 numbers",
+                )
+            numbers = [*theta.ravel(), self.amplitude(length), self.softmax_scale]
             if not np.isfinite(numbers).all():
                 raise RopewalkError(
                     asked="RopeSpec(frequencies=...)",
@@ -130,6 +145,13 @@ class RopeSpec:
                     got=shown(self.frequencies),
                     do="use numbers that a model could have: factors and bases far below 1e300",
                 )
+        if not self.varies and not np.array_equal(self.inv_freq(), self.inv_freq(1 << 40)):
+            raise RopewalkError(
+                asked=f"RopeSpec with {type(self.frequencies).__name__}",
+                expected="`varies = True` in a rule whose frequencies depend on the length, so that modules ask for it",
+                got="other frequencies for another length",
+                do="add to the class: varies: ClassVar[bool] = True",
+            )
 
     def _check_axes(self, axes: Axes) -> None:
         if 2 * axes.pairs != self.rotary_dim:

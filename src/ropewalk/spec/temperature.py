@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 from ropewalk.errors import RopewalkError, require_count, require_positive, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
-from ropewalk.spec.value import from_dict, to_dict
+from ropewalk.spec.value import from_dict, register, to_dict
 
 __all__ = ["LogTemperature", "QueryTemperature", "StepTemperature"]
 
@@ -24,7 +24,7 @@ class QueryTemperature(ABC):
     known: ClassVar[dict[str, type["QueryTemperature"]]] = {}
 
     def __init_subclass__(cls) -> None:
-        QueryTemperature.known[cls.__name__] = cls
+        register(cls, QueryTemperature.known)
 
     @abstractmethod
     def evaluate(self, positions: Any, arithmetic: Arithmetic = FLOAT64) -> Any:

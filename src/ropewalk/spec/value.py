@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 
 from ropewalk.errors import RopewalkError, require_choice, shown
 
-__all__ = ["from_dict", "to_dict"]
+__all__ = ["from_dict", "register", "to_dict"]
 
 T = TypeVar("T")
 
@@ -21,6 +21,26 @@ def to_dict(value: Any, key: str) -> dict[str, Any]:
     {'kind': 'Step', 'by': 2}
     """
     return {key: type(value).__name__} | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def register(made: type[T], known: dict[str, type[T]]) -> None:
+    """Lets JSON name a class. One that has the name of another is refused: JSON could not tell them apart.
+
+    >>> known = {}
+    >>> register(int, known)
+    >>> known
+    {'int': <class 'int'>}
+    """
+    other = known.get(made.__name__, made)
+    # The same class, defined again, as a notebook does it.
+    if (other.__module__, other.__qualname__) != (made.__module__, made.__qualname__):
+        raise RopewalkError(
+            asked=f"a class {made.__module__}.{made.__qualname__}",
+            expected="a name that no rule has yet, since JSON tells rules apart by their names",
+            got=f"the name of {other.__module__}.{other.__qualname__}",
+            do="give it another name",
+        )
+    known[made.__name__] = made
 
 
 def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str) -> T:
@@ -40,7 +60,8 @@ def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str
             got=shown(cast("object", data)),
             do=f'write for example {{"{key}": "{next(iter(known))}", ...}}',
         )
-    made = known[require_choice(fields.pop(key), known, asked=f'"{key}" of {what}')]
+    asked = f'"{key}" of {what}; a rule of your own is known once its module is imported'
+    made = known[require_choice(fields.pop(key), known, asked=asked)]
     names = [field.name for field in dataclasses.fields(cast("Any", made))]
     for name in fields:
         require_choice(name, names, asked=f"the fields of {made.__name__} in JSON")
