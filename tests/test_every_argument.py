@@ -40,7 +40,7 @@ from strategies import vector
 # Harnesses and containers, whose arguments are not data: check_rotation takes the function under test.
 NOT_FUNCTIONS = {"BAND_EDGES", "BudgetError", "Projections", "check_rotation"}
 # Values, whose fields are changed below, and the module.
-VALUES = {*spec.__all__, "RopewalkError", "RotaryEmbedding"}
+VALUES = {*spec.__all__, "RopeConfigWarning", "RopewalkError", "RotaryEmbedding"}
 
 
 def flat(result: Any) -> list[Any]:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ropewalk.errors import RopewalkError as RopewalkError
     from ropewalk.hub.config import load_spec as load_spec
+    from ropewalk.hub.pitfalls import RopeConfigWarning as RopeConfigWarning
     from ropewalk.nn.qk_norm import qk_norm_rope as qk_norm_rope
     from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.reference.rotate import apply_rope as apply_rope
     from ropewalk.reference.rotate import build_rotary_frequencies as build_rotary_frequencies
+    from ropewalk.spec.arithmetic import FLOAT64 as FLOAT64
     from ropewalk.spec.axes import Axes as Axes
     from ropewalk.spec.by_parts import Llama3 as Llama3
     from ropewalk.spec.by_parts import NTKByParts as NTKByParts
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 
 # Where each public name lives. tests/test_architecture.py holds it against the imports above.
 _HOME = {
+    "FLOAT64": "ropewalk.spec.arithmetic",
     "Axes": "ropewalk.spec.axes",
     "DynamicNTK": "ropewalk.spec.stretched",
     "Explicit": "ropewalk.spec.frequencies",
@@ -58,6 +61,7 @@ _HOME = {
     "Plain": "ropewalk.spec.frequencies",
     "Proportional": "ropewalk.spec.frequencies",
     "QueryTemperature": "ropewalk.spec.temperature",
+    "RopeConfigWarning": "ropewalk.hub.pitfalls",
     "RopeSpec": "ropewalk.spec.rope",
     "RopewalkError": "ropewalk.errors",
     "RotaryEmbedding": "ropewalk.nn.rotary",
@@ -72,6 +76,7 @@ _HOME = {
 }
 
 __all__ = [
+    "FLOAT64",
     "NTK",
     "Axes",
     "DynamicNTK",
@@ -87,6 +92,7 @@ __all__ = [
     "Plain",
     "Proportional",
     "QueryTemperature",
+    "RopeConfigWarning",
     "RopeSpec",
     "RopewalkError",
     "RotaryEmbedding",

@@ -1,5 +1,6 @@
 """load_spec: the config of a model, read into the RopeSpec that its attention computes."""
 
+import difflib
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,16 @@ def load_spec(
     data, family = _language_model(data, pairing)
     if policy is not None:
         require_choice(policy, POLICIES, asked="load_spec(policy=...)")
-    whole = Keys(data)
+    # A config object has gone through transformers, which fills in what a file lacks.
+    whole, filled = Keys(data), not isinstance(config, str | Path | dict)
     layers = parameters_by_layer(whole, family)
     specs = {
-        name: None if parameters is None else _spec(whole, family, name, parameters, nested, policy, angles)
+        name: None
+        if parameters is None
+        else _spec(whole, family, name, parameters, nested=nested, filled=filled, policy=policy, angles=angles)
         for name, (parameters, nested) in layers.items()
     }
+    _warn_of_near_misses(whole)
     tempered = family.temperature == "without rotation" and whole.flag("attn_temperature_tuning", True)
     if tempered and None in specs.values():
         scale, step = whole.number("attn_scale", 0.1), whole.whole("floor_scale", 8192)
@@ -80,14 +85,27 @@ def _language_model(data: dict[str, Any], pairing: str | None) -> tuple[dict[str
         if inner.get("model_type") is None and name is not None:
             inner = {**inner, "model_type": f"{name}_text"}
         return _language_model(inner, pairing)
-    return data, family_of(name, pairing)
+    tower = any(key in data for key in ("patch_size", "spatial_merge_size")) and not keys.has("vocab_size")
+    return data, family_of(name, pairing, tower=tower)
+
+
+def _warn_of_near_misses(whole: Keys) -> None:
+    """Keys that nobody reads, and that look like ones that matter: misspelt, or of a family that is not known."""
+    known = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_dim")
+    for key in whole.unread():
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if near or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
+            meant = f"; {near[0]!r} is" if near else ", nor is anything like it"
+            warn("key-ignored", f"{key!r} is not read{meant}")
 
 
 def _from_params(data: dict[str, Any]) -> dict[str, Any]:
     """Mistral's params.json, with its yarn under the names of transformers."""
     keys = Keys(data)
-    yarn = Keys(keys.part("yarn"), "yarn")
+    yarn, growing = Keys(keys.part("yarn"), "yarn"), Keys(keys.part("llama_4_scaling"), "llama_4_scaling")
     if not keys.has("yarn"):
+        if keys.has("llama_4_scaling"):
+            raise config_error("llama_4_scaling", "yarn beside it", "no yarn", "add the yarn of the model")
         return data
     factor = yarn.number("factor", at_least=1)
     parameters: dict[str, Any] = {
@@ -99,11 +117,24 @@ def _from_params(data: dict[str, Any]) -> dict[str, Any]:
     }
     if not yarn.flag("apply_scale", True):
         parameters["attention_factor"] = 1.0
+    if keys.has("llama_4_scaling"):
+        length = growing.whole("original_max_position_embeddings", at_least=2)
+        if length != parameters["original_max_position_embeddings"]:
+            raise config_error(growing.name("original_max_position_embeddings"), "that of yarn", f"{length}", "set one")
+        parameters["llama_4_scaling_beta"] = growing.number("beta", at_least=0)
     return {**data, "rope_parameters": parameters}
 
 
 def _spec(
-    whole: Keys, family: Family, layer: str, parameters: Keys, nested: bool, policy: str | None, angles: str
+    whole: Keys,
+    family: Family,
+    layer: str,
+    parameters: Keys,
+    *,
+    nested: bool,
+    filled: bool,
+    policy: str | None,
+    angles: str,
 ) -> RopeSpec:
     head_dim, rotary_dim = _dims(whole, family, layer, parameters)
     longest = next((whole.whole(key) for key in family.longest if whole.has(key)), None)
@@ -114,6 +145,7 @@ def _spec(
         longest=parameters.whole("max_position_embeddings") if parameters.has("max_position_embeddings") else longest,
         original=whole.whole(original, at_least=2) if whole.has(original) else None,
         nested=nested,
+        filled=filled,
         policy=policy or family.policy,
         rotary_dim=rotary_dim if axes is None else axes.dim,
     )
@@ -148,11 +180,28 @@ def _dims(whole: Keys, family: Family, layer: str, parameters: Keys) -> tuple[in
     if head_dim is None:
         head_dim = next((whole.whole(key) for key in family.head_dim if whole.has(key)), None)
     if head_dim is None:
-        width, heads = (_first(whole, keys) for keys in (family.width, family.heads))
-        head_dim = width // heads
+        head_dim = _derived_head_dim(whole, family)
         if whole.stands("head_dim") and type_of(parameters) in ("dynamic", "yarn", "longrope"):
             warn("head-dim-null", f"head_dim is null, which some versions of transformers cannot read; here {head_dim}")
     return head_dim, _rotary_dim(whole, family, parameters, head_dim)
+
+
+def _derived_head_dim(whole: Keys, family: Family) -> int:
+    """The head_dim of a config that names none: that of the class, or the width of the model over its heads."""
+    if family.usual_head_dim is not None and not whole.stands("head_dim"):
+        return family.usual_head_dim
+    width, heads = (
+        next((whole.whole(key) for key in keys if whole.has(key)), None) for keys in (family.width, family.heads)
+    )
+    if width is None or heads is None:
+        missing = family.width[0] if width is None else family.heads[0]
+        raise config_error(
+            missing,
+            "a whole number",
+            "nothing; files leave out what is the default of a class in transformers",
+            f"set head_dim, or {missing}, or pass the config object: AutoConfig.from_pretrained(...)",
+        )
+    return width // heads
 
 
 def _head_dim_of_layer(whole: Keys, family: Family, layer: str) -> int | None:
@@ -233,10 +282,3 @@ def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axe
     if dealt:
         return Axes.interleaved(sections, pairs)
     return Axes.ernie(sections) if family.axes == "ernie" else Axes.chunked(sections)
-
-
-def _first(whole: Keys, keys: tuple[str, ...]) -> int:
-    for key in keys:
-        if whole.has(key):
-            return whole.whole(key)
-    raise config_error(keys[0], "a whole number", "nothing", f"set head_dim, or {keys[0]}")

@@ -4,10 +4,12 @@ The table stands for what transformers' own model code computes: docs/conformanc
 tests/hub measures them anew.
 """
 
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ropewalk.errors import RopewalkError
+from ropewalk.hub.pitfalls import warn
 from ropewalk.hub.read import Keys
 from ropewalk.spec.axes import Axes
 
@@ -48,6 +50,8 @@ class Family:
     # Keys with the head_dim: the usual ones, and those of layer types that have their own.
     head_dim: tuple[str, ...] = ("head_dim", "attention_head_dim", "kv_channels")
     head_dims: dict[str, str] = field(default_factory=dict[str, str])
+    # The head_dim that the class in transformers has where a config leaves it out, whatever the width is.
+    usual_head_dim: int | None = None
     width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
     heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
     # Keys that other families have for the features that turn, and that this one does not read.
@@ -73,7 +77,7 @@ class Family:
         return "interleaved" if whole.flag(self.interleave_key, self.pairing == "interleaved") else "half"
 
 
-def family_of(model_type: str | None, pairing: str | None) -> Family:
+def family_of(model_type: str | None, pairing: str | None, *, tower: bool = False) -> Family:
     """The family of a model_type. One that is not known needs a pairing; one that is must agree with it.
 
     >>> family_of("llama", None).pairing
@@ -82,14 +86,24 @@ def family_of(model_type: str | None, pairing: str | None) -> Family:
     name = model_type or ""
     # A composite model whose config is flat, as it was in transformers 4, is its language model.
     known = FAMILIES.get(name) or FAMILIES.get(f"{name}_text")
+    if tower:
+        # Towers used to carry the name of the model that they see for.
+        known = FAMILIES.get(f"{name}_vision") or (known if known and callable(known.axes) else None)
     if known is None and pairing is None:
+        near = difflib.get_close_matches(name, FAMILIES, n=1)
         raise RopewalkError(
-            asked=f"load_spec of a config with model_type {model_type!r}",
+            asked=f"load_spec of a {'vision ' if tower else ''}config with model_type {model_type!r}",
             expected="a family that ropewalk knows, or pairing=",
-            got="neither: no config says which features form a pair",
-            do='look at its model code: rotate_half over two halves is pairing="half", else "interleaved"',
+            got="neither: no config says which features form a pair, or whether any do",
+            do=(f"did you mean {near[0]!r}? Else " if near else "")
+            + 'look at its model code: rotate_half over two halves is pairing="half", else "interleaved"',
         )
     if known is None:
+        warn(
+            "unknown-family",
+            f"nothing is known of {model_type!r}: where its config does not say otherwise, whole heads turn, by a base"
+            " of 10000, in layers that are alike",
+        )
         return Family(pairing=str(pairing), axes="chunked")
     if pairing is not None and known.interleave_key is None and pairing != known.pairing:
         raise RopewalkError(
@@ -131,7 +145,7 @@ qwen3_omni_moe_talker_code_predictor seed_oss starcoder2 step3p5 t5_gemma_module
 vaultgemma voxtral_realtime_encoder voxtral_realtime_text mellum ultrabert xcodec2
 """
 # Remote code that transformers does not hold, as published with the checkpoints.
-_REMOTE = "internlm internlm2 internlm3 baichuan exaone minicpm orion xverse"
+_REMOTE = "internlm internlm2 internlm3 exaone minicpm orion"
 _VISION = """
 cohere_compass_vision ernie4_5_vl_moe_vision exaone4_5_vision glm4v_vision glm4v_moe_vision glm5_next_vision
 glm_ocr_vision mlcd_vision_model muse_glimmer_vision muse_spark_vision paddleocr_vl_vision qwen2_5_omni_vision_encoder
@@ -185,7 +199,7 @@ FAMILIES: dict[str, Family] = {
     "moonshine": replace(_INTERLEAVED, share=0.9, heads=("decoder_num_attention_heads", "num_attention_heads")),
     "moonshine_streaming": replace(_INTERLEAVED, share=0.8),
     "llama4_text": replace(_INTERLEAVED, base=5e5, layers="listed", temperature="without rotation"),
-    "mistral params.json": replace(_INTERLEAVED),
+    "mistral params.json": replace(_INTERLEAVED, temperature="everywhere"),
     # Layers of their own kind.
     **_each(replace(_INTERLEAVED, layers="sliding"), "cohere2 cohere2_moe"),
     **_each(_SLIDING, "afmoe exaone4 exaone_moe flint kolibri1 beam"),
@@ -241,3 +255,22 @@ FAMILIES: dict[str, Family] = {
         "sam2_video sam3_tracker_video edgetam_video",
     ),
 }
+
+# Classes of transformers that have a head_dim of their own: files may leave it out.
+_USUAL_HEAD_DIMS = {
+    64: "gpt_oss muse_spark_text neomme neucodec openai_privacy_filter voxtral_realtime_encoder xcodec2",
+    80: "timesfm2_5",
+    128: """afmoe beam cohere2_moe cosmos3_edge_text cwm dia_decoder dia_encoder ernie4_5 flint glm glm4 helium
+        higgs_audio_v2 hrm_text hy_v3 kolibri1 laguna llama4_text mellum minimax_m2 minimax_m3_vl_text ministral3
+        molmo2_text muse_glimmer_assistant muse_glimmer_text paddleocr_vl_text pe_audio_encoder pe_audio_video_encoder
+        pe_video_encoder qwen2_5_omni_talker qwen3 qwen3_omni_moe_talker_code_predictor qwen3_vl_text seed_oss
+        solar_open step3p5 zaya""",
+    192: "mimo_v2_flash",
+    256: """diffusion_gemma_text embedding_gemma2_text gemma gemma2 gemma3_text gemma3n_text gemma4_text
+        gemma4_unified_text qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text t5_gemma_module t5gemma2_decoder
+        t5gemma2_text vaultgemma""",
+    512: "deepseek_v4",
+}
+for _head_dim, _names in _USUAL_HEAD_DIMS.items():
+    for _name in _names.split():
+        FAMILIES[_name] = replace(FAMILIES[_name], usual_head_dim=_head_dim)

@@ -34,7 +34,8 @@ def parameters_by_layer(whole: Keys, family: Family) -> Layers:
     if not nested:
         shared = _with_base(whole, found, strict=True)
         split = _SPLITS[family.layers](whole, shared, types)
-        return {name: (None if part is None else Keys(part, "rope_parameters"), False) for name, part in split.items()}
+        where = "rope_scaling" if whole.part("rope_scaling") else "rope_parameters"
+        return {name: (None if part is None else Keys(part, where), False) for name, part in split.items()}
     loose = [key for key in found if key not in nested]
     # transformers writes the base of the model beside the layer types, which have their own.
     if set(loose) - {"rope_theta", "rope_type", "partial_rotary_factor"}:
@@ -90,8 +91,9 @@ def _with_base(whole: Keys, parameters: dict[str, Any], *, strict: bool) -> dict
     # DBRX keeps it among the settings of its attention.
     inner = Keys(whole.part("attn_config"), "attn_config")
     if inner.has("rope_theta"):
-        base = merged.setdefault("rope_theta", inner.number("rope_theta"))
-        warn("key-ignored", f"'attn_config.rope_theta' is not read by transformers 5; the base here is {base}")
+        base = inner.number("rope_theta")
+        if merged.setdefault("rope_theta", base) != base or len(merged) == 1:
+            warn("key-ignored", f"'attn_config.rope_theta' is not read by transformers 5; here {merged['rope_theta']}")
     return merged
 
 

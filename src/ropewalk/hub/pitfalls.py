@@ -14,9 +14,11 @@ PITFALLS = {
     "key-ignored": "transformers ignores a key without a word, or with one in its log",
     "legacy-type": "an old name of a rope type, which transformers rewrites",
     "nested-truncate": "transformers ignores truncate inside a layer type",
-    "original-is-extended": "original_max_position_embeddings is the extended length",
+    "no-ramp": "the two bounds on turns are equal: a step, of which transformers warns",
+    "original-is-extended": "transformers may have filled in the extended length for the original one",
     "partial-truncated": "head_dim * partial_rotary_factor is no whole number, and transformers cuts it off",
     "temperature-without-rotation": "layers without rotation multiply their queries by a temperature",
+    "unknown-family": "nothing is known of the family: what its config does not say is guessed",
     "vllm-mrope-yarn": "vLLM computes YaRN's ramp from four times the length where there are several axes",
     "zero-is-unset": "transformers takes 0 for a key that is not there",
 }

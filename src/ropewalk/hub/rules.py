@@ -23,13 +23,14 @@ _ALIASES = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn", "open
 @dataclass(frozen=True)
 class Around:
     """What a rule reads from outside of its own keys: the base that is used where none is given, the longest sequence,
-    the original length of Phi-3's configs, whether layer types each have keys of their own, the policy of amplitudes,
-    and how many features turn."""
+    the original length of Phi-3's configs, whether layer types each have keys of their own, whether transformers has
+    filled in what a file lacked, the policy of amplitudes, and how many features turn."""
 
     base: float
     longest: int | None
     original: int | None
     nested: bool
+    filled: bool
     policy: str
     rotary_dim: int
 
@@ -42,19 +43,19 @@ def type_of(parameters: Keys) -> str:
             parameters.name("rope_type"), "one rope type", f"rope_type {new!r} and type {old!r}", "remove one"
         )
     name = new or old or "default"
-    if name in ("su", "mrope"):
-        warn("legacy-type", f"rope type {name!r} is the old name of {_ALIASES[name]!r}; transformers rewrites it")
     return _ALIASES.get(name, name)
 
 
 def rule_of(parameters: Keys, around: Around) -> Frequencies:
     """The rule that the parameters say. Keys that nobody reads are warned of.
 
-    >>> around = Around(10_000.0, 8192, None, False, "transformers", 128)
+    >>> around = Around(10_000.0, 8192, None, False, False, "transformers", 128)
     >>> rule_of(Keys({"rope_type": "linear", "factor": 2.0}), around)
     Linear(base=10000.0, factor=2.0)
     """
     rope_type = type_of(parameters)
+    if "su" in (parameters.raw("rope_type"), parameters.raw("type")):
+        warn("legacy-type", "rope type 'su' is the old name of 'longrope'; transformers rewrites it for Phi-3 alone")
     require_choice(rope_type, _READERS, asked=f"load_spec: the key {parameters.name('rope_type')!r}")
     base = parameters.number("rope_theta", around.base)
     if base <= 0:
@@ -71,23 +72,23 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
         raise config_error(
             parameters.name(f"rope_type {rope_type!r}"), f"{error.asked}: {error.expected}", error.got, error.do
         ) from None
-    for key in parameters.unread():
-        if key not in _FOR_OTHERS:
-            warn("key-ignored", f"{parameters.name(key)!r} means nothing to rope type {rope_type!r}, here or elsewhere")
+    ignored = [key for key in parameters.unread() if key not in _FOR_OTHERS]
+    if ignored:
+        names = ", ".join(parameters.name(key) for key in ignored)
+        warn("key-ignored", f"rope type {rope_type!r} does not read {names}")
     return rule
 
 
 def _default(parameters: Keys, base: float, around: Around) -> Frequencies:
-    # Left over from a scaling that was switched off: transformers and vLLM read neither.
-    for key in ("factor", "original_max_position_embeddings"):
-        if parameters.has(key):
-            warn("key-ignored", f"{parameters.name(key)!r} means nothing to rope type 'default'; nothing is scaled")
     return Plain(base)
 
 
 def _linear(parameters: Keys, base: float, around: Around) -> Frequencies:
     if type(parameters.raw("factor")) is int:
-        warn("int-for-float", f"{parameters.name('factor')!r} is a whole number, over which vLLM iterates: write 4.0")
+        warn(
+            "int-for-float",
+            f"{parameters.name('factor')!r} is a whole number, over which vLLM iterates: write it with a point",
+        )
     return Linear(base, parameters.number("factor", at_least=1))
 
 
@@ -129,13 +130,13 @@ def _original(parameters: Keys, around: Around, factor: float | None) -> int:
     original = parameters.whole(key, at_least=2) if around.original is None else around.original
     parameters.raw(key)
     if around.longest is not None and factor is not None and factor != 1:
-        if around.longest == original:
+        if around.longest == original and around.filled:
             warn(
                 "original-is-extended",
                 f"{parameters.name(key)!r} is {original}, as max_position_embeddings is, though factor is {factor:g}:"
-                " if it is the extended length, all frequencies are off",
+                " transformers fills it in where a config has none, and then all frequencies are off",
             )
-        elif abs(around.longest / original - factor) > 1e-6 * factor:
+        elif around.longest != original and abs(around.longest / original - factor) > 1e-6 * factor:
             warn(
                 "factor-differs",
                 f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is"
@@ -213,6 +214,8 @@ def _longrope(parameters: Keys, base: float, around: Around) -> Frequencies:
 def _llama3(parameters: Keys, base: float, around: Around) -> Frequencies:
     factor = parameters.number("factor", at_least=1)
     bounds = [parameters.number(key) for key in ("low_freq_factor", "high_freq_factor")]
+    if bounds[0] == bounds[1]:
+        warn("no-ramp", f"low_freq_factor and high_freq_factor are both {bounds[0]:g}: a step and no ramp")
     return Llama3(base, factor, _original(parameters, around, None), *bounds)
 
 
