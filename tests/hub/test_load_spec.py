@@ -7,11 +7,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from hub.configs import LLAMA, LLAMA3, LONG, SCALED, YARN, loaded
-from ropewalk import RopewalkError, load_spec
+from hub.configs import LLAMA, LLAMA3, SCALED, YARN, loaded
+from ropewalk import load_spec
 from ropewalk.hub import RopeConfigWarning
 from ropewalk.hub.families import FAMILIES
 from ropewalk.hub.pitfalls import PITFALLS
@@ -190,6 +189,44 @@ class Given:
         return self.config
 
 
+def test_encodings_that_are_only_there_if_asked_for():
+    assert load_spec(LLAMA | {"model_type": "esm"}) is None
+    assert load_spec(LLAMA | {"model_type": "esm", "position_embedding_type": "rotary"}) is not None
+    assert load_spec(LLAMA | {"model_type": "zamba2"}) is None
+    assert load_spec(LLAMA | {"model_type": "zamba2", "use_mem_rope": True}) is not None
+    exaone = LLAMA | {"model_type": "exaone4"}
+    assert load_spec(exaone | {"layer_types": ["sliding_attention", "full_attention"]})["full_attention"] is None
+    assert load_spec(exaone).frequencies == Plain(1e4)
+    assert sorted(load_spec(LLAMA | {"model_type": "smollm3", "no_rope_layers": [1, 1]})) == ["rope"]
+
+
+def test_stacks_read_their_own_keys():
+    # alpha is HunYuan's; latent attention is DeepSeek's whatever stack reads it; apply_yarn_scaling is vLLM's.
+    both = {"type": "dynamic", "factor": 2.0, "alpha": 8.0}
+    assert loaded(LLAMA | {"rope_scaling": both})[0].frequencies == DynamicNTK(1e4, 2, 131072)
+    assert load_spec(LLAMA | {"model_type": "hunyuan_v1_dense", "rope_scaling": both}).frequencies == NTK(1e4, 8)
+    assert load_spec(DEEPSEEK, policy="vllm").softmax_scale == load_spec(DEEPSEEK).softmax_scale
+    quiet = YARN | {"apply_yarn_scaling": False, "attn_factor": 1.5}
+    assert load_spec(LLAMA | {"rope_scaling": quiet}, policy="vllm").amplitude() == pytest.approx(1.5)
+    one = YARN | {"mscale": 0.7}
+    assert loaded(DEEPSEEK | {"rope_scaling": one})[0].amplitude() == Yarn(1e4, 16, 8192).amplitude()
+    pangu = LLAMA | {
+        "model_type": "pangu",
+        "rope_parameters": {"rope_type": "openpangu", "mrope_section": [24, 20, 20]},
+    }
+    assert loaded(pangu, pairing="half")[0].axes == Axes.rarest_first([24, 20, 20])
+    phi = {
+        "model_type": "phi3",
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "original_max_position_embeddings": 4096,
+    }
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+    # The length beside the parameters wins, and a ratio below 1 is no factor.
+    spec = load_spec(phi | {"rope_scaling": {"type": "longrope"} | lists})
+    assert (spec.frequencies.trained_length, spec.amplitude()) == (4096, 1.0)
+
+
 def test_files_folders_dicts_and_objects_say_the_same(tmp_path):
     config = LLAMA | {"rope_theta": 5e5}
     path = tmp_path / "config.json"
@@ -222,10 +259,11 @@ PITFALL_CASES = [
     ("nested-truncate", {"layer_types": ["a"], "rope_parameters": {"a": YARN | {"truncate": False}}}),
     ("no-ramp", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}),
     ("original-is-extended", {"max_position_embeddings": 8192, "rope_scaling": YARN}),
-    ("partial-truncated", {"head_dim": 192, "partial_rotary_factor": 0.334}),
+    ("partial-truncated", {"model_type": "phi3", "head_dim": 192, "partial_rotary_factor": 0.334}),
     ("temperature-without-rotation", {"model_type": "llama4_text"}),
     ("unknown-family", {"model_type": "unheard_of"}),
     ("key-ignored", {"rope_thetta": 5e5}),
+    ("key-ignored", {"partial_rotary_factor": 0.5}),
     ("vllm-mrope-yarn", {"model_type": "qwen2_vl_text", "rope_scaling": YARN | {"mrope_section": [16, 24, 24]}}),
     ("zero-is-unset", {"rope_scaling": YARN | {"beta_fast": 0}}),
     ("zero-is-unset", {"rope_scaling": YARN | {"mscale": 0, "mscale_all_dim": 0}}),
@@ -294,55 +332,3 @@ def test_families_are_values_that_make_sense():
     for name, family in FAMILIES.items():
         assert family.pairing in ("half", "interleaved"), name
         assert family.base > 0, name
-
-
-def test_a_spec_writes_keys_that_load_it_again():
-    configs = [
-        LLAMA | {"rope_theta": 5e5},
-        LLAMA | {"rope_scaling": LLAMA3, "rope_theta": 5e5},
-        LLAMA | {"rope_scaling": YARN | {"attention_factor": 0.9, "beta_fast": 30.0, "truncate": False}},
-        LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}},
-        LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-        LLAMA | {"rope_scaling": LONG | {"long_factor": [2.0] * 64, "factor": 4.0}},
-        LLAMA | {"model_type": "stablelm", "partial_rotary_factor": 0.25},
-        LLAMA
-        | {"model_type": "qwen2_vl_text", "rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
-        LLAMA
-        | {"model_type": "qwen3_vl_text", "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}},
-        DEEPSEEK,
-    ]
-    for config in configs:
-        spec, _ = loaded(config)
-        rest = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
-        rest = {key: value for key, value in rest.items() if key != "partial_rotary_factor"}
-        assert loaded(rest | spec.to_config("transformers"))[0] == spec
-
-
-def test_ntk_is_written_as_another_base():
-    spec, _ = loaded(LLAMA | {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0}})
-    again, _ = loaded(LLAMA | {"model_type": "hunyuan_v1_dense"} | spec.to_config("transformers"))
-    np.testing.assert_allclose(again.inv_freq(), spec.inv_freq(), rtol=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("xpos", "a rotation that transformers computes"),
-        ("ratio", "a rule that transformers has a rope_type for"),
-        ("explicit", "a rule that transformers has a rope_type for"),
-        ("log", "a temperature that transformers has a key for"),
-    ],
-)
-def test_what_transformers_has_no_key_for_is_refused(spec, message):
-    from ropewalk import Explicit, LogTemperature, RopeSpec, XPos
-
-    made = {
-        "xpos": RopeSpec(8, xpos=XPos(64)),
-        "ratio": RopeSpec(8, Yarn(1e4, 4, 64, ramp="ratio")),
-        "explicit": RopeSpec(4, Explicit([1.0, 0.5])),
-        "log": RopeSpec(8, query_temperature=LogTemperature(9)),
-    }[spec]
-    with pytest.raises(RopewalkError, match=message):
-        made.to_config("transformers")
-    with pytest.raises(RopewalkError, match="'transformers'"):
-        made.to_config("vllm")

@@ -50,9 +50,9 @@ from ropewalk import RopewalkError, load_spec
             "remove one",
         ),
         ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000 beside 500000"),
-        ({"partial_rotary_factor": 0.5, "rotary_dim": 32}, "one number of features that turn"),
-        ({"partial_rotary_factor": 1.5}, "a share from 0 to 1"),
-        ({"partial_rotary_factor": 0.0}, "from 2 to head_dim = 128"),
+        ({"partial_rotary_factor": 0.5, "rotary_dim": 32, "model_type": "phi3"}, "one number of features that turn"),
+        ({"partial_rotary_factor": 1.5, "model_type": "phi3"}, "a share from 0 to 1"),
+        ({"partial_rotary_factor": 0.0, "model_type": "phi3"}, "from 2 to head_dim = 128"),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "a layer type of this model"),
         ({"layer_types": "full", "rope_parameters": {}}, "a list of strings"),
         ({"layer_types": ["a"], "rope_parameters": {"a": 3}}, "an object or null"),
@@ -60,6 +60,12 @@ from ropewalk import RopewalkError, load_spec
         ({"rope_parameters": {"mrope_section": [16, 24, 24]}}, "known to have several positions"),
         ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16, 24, 25]}}, "that sum to 64"),
         ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16.5, 24, 24]}}, "that sum to 64"),
+        ({"model_type": "gpt_oss"}, "those of this family are not plain"),
+        (
+            {"model_type": "mimo_v2_flash", "rope_theta": 5e6, "rope_parameters": {"rope_type": "default"}},
+            "one set for",
+        ),
+        ({"rope_scaling": YARN | {"extrapolation_factor": 2.0}}, "1, or nothing"),
         ({"model_type": "smollm3", "no_rope_layers": [2]}, "a list of 0 and 1"),
         ({"model_type": "granite_swa", "layer_rope_theta": [-1]}, "bases above 0"),
     ],
@@ -107,3 +113,23 @@ def test_files_that_are_no_configs_are_refused(tmp_path):
 def test_options_are_checked(options, message):
     with pytest.raises(RopewalkError, match=message):
         load_spec(LLAMA, **options)
+
+
+def test_a_pairing_must_agree_with_a_flag_too():
+    latent = {"model_type": "deepseek_v3", "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    assert load_spec(latent | {"rope_interleave": False}, pairing="half").pairing == "half"
+    with pytest.raises(RopewalkError, match="pairing='interleaved', which the config says"):
+        load_spec(latent, pairing="half")
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"dim": 64, "n_heads": 4}, "'rope_theta'"),
+        ({"dim": 64, "n_heads": 4, "rope_theta": 5e5, "use_scaled_rope": True}, "Meta's use_scaled_rope"),
+        ({"dim": 64, "n_heads": 4, "rope_theta": 1e4, "qk_rope_head_dim": 64}, "load its config.json"),
+    ],
+)
+def test_params_of_others_are_refused(params, message):
+    with pytest.raises(RopewalkError, match=message):
+        load_spec(params)

@@ -22,11 +22,12 @@ def test_positions_of_text_and_images_are_those_of_qwen2_vl():
         model = Qwen2VLModel(Qwen2VLConfig())
     vision: Any = model.config.vision_config
     merge = vision.spatial_merge_size
-    runs = [4, (1, 3, 5), 2, (1, 2, 2), 7]
-    kinds = [kind for run in runs for kind in ([0] * run if isinstance(run, int) else [1] * (run[1] * run[2]))]
-    grids = torch.tensor([[t, h * merge, w * merge] for t, h, w in (run for run in runs if not isinstance(run, int))])
+    # The film is longer than it is wide, which tells one way of counting on from another.
+    runs = [4, (1, 3, 5), 2, (7, 2, 3), 7]
+    kinds = [*[0] * 4, *[1] * 15, *[0] * 2, *[2] * 42, *[0] * 7]
+    grids = [torch.tensor([[t, h * merge, w * merge]]) for t, h, w in ((1, 3, 5), (7, 2, 3))]
     ids = torch.zeros(1, len(kinds), dtype=torch.int64)
-    wanted, deltas = model.get_rope_index(ids, torch.tensor([kinds]), image_grid_thw=grids)
+    wanted, deltas = model.get_rope_index(ids, torch.tensor([kinds]), image_grid_thw=grids[0], video_grid_thw=grids[1])
     found, delta = mrope_positions(runs)
     assert torch.equal(found, wanted[:, 0])
     assert delta == int(deltas)

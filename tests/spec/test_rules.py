@@ -24,6 +24,7 @@ from ropewalk.spec import (
     Plain,
     Proportional,
     WholeModel,
+    XPos,
     Yarn,
 )
 
@@ -270,6 +271,8 @@ def test_amplitudes_by_policy():
     assert amplitude("transformers", attention_factor=0.5) == amplitude("deepseek", attention_factor=0.5) == 0.5
     assert amplitude("vllm", attention_factor=0.5) == 0.5 * g
     assert amplitude("transformers", mscale=1.0, mscale_all_dim=0.0) == g
+    assert amplitude("transformers", mscale=0.0, mscale_all_dim=1.0) == g
+    assert amplitude("deepseek", mscale=0.0) == 1
     for policy in ("transformers", "vllm"):
         assert Yarn(1e4, 40, 4096, mscale=1.0, mscale_all_dim=1.0, policy=policy).softmax_scale == 1
 
@@ -281,7 +284,10 @@ YARN, LONG = {"factor": 4, "trained_length": 4096}, {"base": 1e4, "short_factor"
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Linear(1e4, 0.5), r"Linear\(factor=...\)\nexpected: a finite number of at least 1\ngot:      0.5"),
+        (
+            lambda: Linear(1e4, 0.5),
+            r"Linear\(factor=...\)\nexpected: a finite number of at least 1, and below 1e30\ngot:      0.5",
+        ),
         (lambda: NTK(1e4, math.nan), "NTK\\(factor"),
         (lambda: NTK(1e4, 2).evaluate(2), "a rotary_dim of at least 4"),
         (lambda: RopeSpec(2, DynamicNTK(1e4, 2, 64)), "a rotary_dim of at least 4"),
@@ -304,6 +310,18 @@ YARN, LONG = {"factor": 4, "trained_length": 4096}, {"base": 1e4, "short_factor"
         (lambda: LongRope(**LONG, trained_length=64).evaluate(4), "2 numbers in short_factor"),
         (lambda: LongRope(**LONG, trained_length=64, short_amplitude=1.0), "together"),
         (lambda: Proportional(1e4, 1.5), "a number from 0 to 1"),
+        (
+            lambda: LongRope(**LONG, trained_length=64, attention_factor=1.0, short_amplitude=1.0, long_amplitude=1.0),
+            "or",
+        ),
+        (lambda: NTK(1e4, 1e308), "below 1e30"),
+        (lambda: DynamicNTK(1e4, 2, 10**25), r"at most 2\^53"),
+        (lambda: Yarn(1e4, 2, 10**400), r"at most 2\^53"),
+        (lambda: Yarn(**YARN, mscale=np.array([1.0, 2.0])), "mscale"),
+        (lambda: Yarn(**YARN, mscale=0j), "mscale"),
+        (lambda: Yarn(**YARN, mscale=False), "mscale"),
+        (lambda: XPos(10**400), r"at most 2\^53"),
+        (lambda: XPos(8, gamma=1e-320), "gamma above 1e-6"),
         (lambda: Proportional(1e4, 0.5, 0.5), "at least 1"),
     ],
 )

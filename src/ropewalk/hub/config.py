@@ -52,10 +52,9 @@ def load_spec(
     # A config object has gone through transformers, which fills in what a file lacks.
     whole, filled = Keys(data), not isinstance(config, str | Path | dict)
     layers = parameters_by_layer(whole, family)
+    options = {"filled": filled, "policy": policy, "angles": angles, "pairing": pairing}
     specs = {
-        name: None
-        if parameters is None
-        else _spec(whole, family, name, parameters, nested=nested, filled=filled, policy=policy, angles=angles)
+        name: None if parameters is None else _spec(whole, family, name, parameters, nested=nested, **options)
         for name, (parameters, nested) in layers.items()
     }
     _warn_of_near_misses(whole)
@@ -102,6 +101,12 @@ def _warn_of_near_misses(whole: Keys) -> None:
 def _from_params(data: dict[str, Any]) -> dict[str, Any]:
     """Mistral's params.json, with its yarn under the names of transformers."""
     keys = Keys(data)
+    for key, what in (("use_scaled_rope", "Meta's"), ("qk_rope_head_dim", "latent attention's")):
+        if keys.raw(key):
+            raise config_error(
+                key, "Mistral's params.json of a model with plain heads", f"{what} {key}", "load its config.json"
+            )
+    keys.number("rope_theta")
     yarn, growing = Keys(keys.part("yarn"), "yarn"), Keys(keys.part("llama_4_scaling"), "llama_4_scaling")
     if not keys.has("yarn"):
         if keys.has("llama_4_scaling"):
@@ -135,6 +140,7 @@ def _spec(
     filled: bool,
     policy: str | None,
     angles: str,
+    pairing: str | None,
 ) -> RopeSpec:
     head_dim, rotary_dim = _dims(whole, family, layer, parameters)
     longest = next((whole.whole(key) for key in family.longest if whole.has(key)), None)
@@ -146,7 +152,9 @@ def _spec(
         original=whole.whole(original, at_least=2) if whole.has(original) else None,
         nested=nested,
         filled=filled,
-        policy=policy or family.policy,
+        # vLLM computes latent attention as DeepSeek's code does, whatever its config calls the type.
+        policy="deepseek" if family.latent else policy or family.policy,
+        alpha=family.reads_alpha,
         rotary_dim=rotary_dim if axes is None else axes.dim,
     )
     rule = rule_of(parameters, around)
@@ -161,13 +169,25 @@ def _spec(
         head_dim,
         rule,
         rotary_dim=rotary_dim,
-        pairing=family.pairing_of(whole),
+        pairing=_agreed(family.pairing_of(whole), pairing, family),
         rotary_slice=family.rotary_slice,
         axes=axes,
         sign=family.sign,
         query_temperature=temperature,
         angles=angles,
     )
+
+
+def _agreed(own: str, pairing: str | None, family: Family) -> str:
+    """The pairing of the family, if the caller has said no other."""
+    if pairing is not None and pairing != own:
+        raise config_error(
+            family.interleave_key or "model_type",
+            f"pairing={own!r}, which the config says",
+            f"pairing={pairing!r}",
+            "leave pairing out",
+        )
+    return own
 
 
 def _dims(whole: Keys, family: Family, layer: str, parameters: Keys) -> tuple[int, int]:
@@ -230,7 +250,12 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
             elif keys.has(key):
                 said[keys.name(key)] = keys.whole(key)
         for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_pct"):
-            if keys.has(key) and not (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
+            if not keys.has(key) or (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
+                continue
+            if not family.reads_share and type_of(parameters) == "default":
+                if keys.number(key) != 1:
+                    warn("key-ignored", f"{keys.name(key)!r} is not read by this family, which turns whole heads")
+            else:
                 share = keys.number(key, at_least=0)
                 if share > 1:
                     raise config_error(keys.name(key), "a share from 0 to 1", f"{share:g}", "rotary_dim is a number")
@@ -244,7 +269,8 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
     if len(set(said.values())) > 1:
         got = ", ".join(f"{key} ({value} features)" for key, value in said.items())
         raise config_error(next(iter(said)), "one number of features that turn", got, "remove all but one")
-    rotary_dim = next(iter(said.values()), int(head_dim * family.share))
+    usual = min(head_dim, family.usual_rotary_dim or int(head_dim * family.share))
+    rotary_dim = next(iter(said.values()), usual)
     if not 2 <= rotary_dim <= min(head_dim, MOST_FEATURES) or rotary_dim % 2:
         key = next(iter(said), "partial_rotary_factor")
         expected = f"an even number of features that turn, from 2 to head_dim = {head_dim}"
@@ -254,7 +280,9 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
 
 def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axes | None:
     """Which position turns which pair, where tokens have several."""
-    key = "mrope_section" if parameters.has("mrope_section") else "xdrope_section"
+    key = "xdrope_section" if parameters.has("xdrope_section") else "mrope_section"
+    if parameters.text("rope_type") == "openpangu":
+        return Axes.rarest_first([int(size) for size in parameters.numbers(key)])
     if family.axes is None:
         if parameters.has(key):
             raise config_error(

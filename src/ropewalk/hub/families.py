@@ -54,6 +54,14 @@ class Family:
     usual_head_dim: int | None = None
     width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
     heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+    # How many features turn where a config does not say it, whatever the width of a head.
+    usual_rotary_dim: int | None = None
+    # Whether the class in transformers has something else than a plain rope where a config has no rope parameters.
+    needs_parameters: bool = False
+    # Whether the default rope type reads partial_rotary_factor.
+    reads_share: bool = False
+    # Whether the dynamic rope type reads alpha, and is static then: HunYuan's.
+    reads_alpha: bool = False
     # Keys that other families have for the features that turn, and that this one does not read.
     unread: tuple[str, ...] = ()
     longest: tuple[str, ...] = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
@@ -104,7 +112,7 @@ def family_of(model_type: str | None, pairing: str | None, *, tower: bool = Fals
             f"nothing is known of {model_type!r}: where its config does not say otherwise, whole heads turn, by a base"
             " of 10000, in layers that are alike",
         )
-        return Family(pairing=str(pairing), axes="chunked")
+        return Family(pairing=str(pairing), axes="chunked", reads_share=True, reads_alpha=True)
     if pairing is not None and known.interleave_key is None and pairing != known.pairing:
         raise RopewalkError(
             asked=f"load_spec(config, pairing={pairing!r}) of a config with model_type {model_type!r}",
@@ -142,7 +150,7 @@ kyutai_speech_to_text lasr_encoder llama mimi mimi_decoder mimi_encoder ministra
 nemotron3_diarization_audio olmo olmo2 olmo_hybrid olmoe phi3 phi4_multimodal pocket_tts pocket_tts_audio_tokenizer
 pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2 qwen2_moe qwen3 qwen3_moe
 qwen3_omni_moe_talker_code_predictor seed_oss starcoder2 step3p5 t5_gemma_module timesfm2_5 unlimited_ocr_text
-vaultgemma voxtral_realtime_encoder voxtral_realtime_text mellum ultrabert xcodec2
+vaultgemma voxtral_realtime_encoder voxtral_realtime_text xcodec2
 """
 # Remote code that transformers does not hold, as published with the checkpoints.
 _REMOTE = "internlm internlm2 internlm3 exaone minicpm orion"
@@ -183,12 +191,13 @@ FAMILIES: dict[str, Family] = {
     **_each(Family(share=0.25), "gpt_neox stablelm qwen3_next"),
     **_each(Family(share=0.5), "bamba persimmon phi nemotron glm4_moe recurrent_gemma glmasr_encoder"),
     **_each(Family(share=0.5), "nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp"),
-    **_each(Family(), "laguna mimo_v2_flash"),
+    **_each(Family(labels=("full_attention", "sliding_attention")), "laguna mimo_v2_flash mellum ultrabert"),
     "zaya": Family(labels=("hybrid", "hybrid_sliding")),
     # CLVP turns 32 features, or half of a wide head.
     "clvp_encoder": Family(turning=lambda head_dim: max(head_dim // 2, 32)),
     # Pairs (0,1), (2,3), ...
-    **_each(_INTERLEAVED, "pe_audio_encoder pe_audio_video_encoder pe_video_encoder gptj codegen roformer"),
+    **_each(_INTERLEAVED, "pe_audio_encoder pe_audio_video_encoder pe_video_encoder roformer"),
+    **_each(replace(_INTERLEAVED, usual_rotary_dim=64), "gptj codegen"),
     **_each(
         replace(_INTERLEAVED, base=5e5), "blt blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher"
     ),
@@ -209,8 +218,9 @@ FAMILIES: dict[str, Family] = {
     "olmo3": Family(layers="olmo", base=5e5),
     "smollm3": Family(layers="listed", base=2e6),
     **_each(Family(layers="bases"), "granite_swa granitemoe_swa muse_glimmer_text muse_spark_text"),
-    **_each(Family(layers="optional"), "falcon esm granitemoehybrid zamba2 wav2vec2-bert wav2vec2-conformer neucodec"),
-    "seamless_m4t": Family(layers="optional", heads=("speech_encoder_attention_heads",)),
+    **_each(Family(layers="optional"), "falcon neucodec"),
+    **_each(Family(layers="asked"), "esm granitemoehybrid zamba2 wav2vec2-bert wav2vec2-conformer"),
+    "seamless_m4t": Family(layers="asked", heads=("speech_encoder_attention_heads",)),
     # Latent attention: the features that turn come last.
     **_each(_LATENT, "deepseek_v2 deepseek_v32 axk2 bailing_hybrid glm_moe_dsa"),
     **_each(replace(_LATENT, interleave_key="rope_interleave"), "deepseek_v3 kimi_k2 axk1 glm4_moe_lite youtu"),
@@ -260,7 +270,7 @@ FAMILIES: dict[str, Family] = {
 _USUAL_HEAD_DIMS = {
     64: "gpt_oss muse_spark_text neomme neucodec openai_privacy_filter voxtral_realtime_encoder xcodec2",
     80: "timesfm2_5",
-    128: """afmoe beam cohere2_moe cosmos3_edge_text cwm dia_decoder dia_encoder ernie4_5 flint glm glm4 helium
+    128: """jetmoe afmoe beam cohere2_moe cosmos3_edge_text cwm dia_decoder dia_encoder ernie4_5 flint glm glm4 helium
         higgs_audio_v2 hrm_text hy_v3 kolibri1 laguna llama4_text mellum minimax_m2 minimax_m3_vl_text ministral3
         molmo2_text muse_glimmer_assistant muse_glimmer_text paddleocr_vl_text pe_audio_encoder pe_audio_video_encoder
         pe_video_encoder qwen2_5_omni_talker qwen3 qwen3_omni_moe_talker_code_predictor qwen3_vl_text seed_oss
@@ -271,6 +281,24 @@ _USUAL_HEAD_DIMS = {
         t5gemma2_text vaultgemma""",
     512: "deepseek_v4",
 }
+# Classes whose default is scaled, or has several ropes.
+_NEED_PARAMETERS = """apertus beam cwm deepseek_v4 diffusion_gemma_text embedding_gemma2_text gemma4_text
+gemma4_unified_text gpt_oss higgs_audio_v2 laguna mellum mimo_v2_flash ministral3 mistral4 mistral_large4_text neomme
+openai_privacy_filter ultrabert zaya"""
+# Families whose default type turns a part of a head if it is told to; the others turn whole heads.
+_READ_SHARE = """bamba codegen deepseek_v4 glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_image_text glm_ocr_text
+glmasr_encoder gpt_neox gpt_neox_japanese gptj laguna mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text moonshine
+moonshine_streaming nemotron nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp
+nemotron3_diarization_audio neomme persimmon phi phi3 phi4_multimodal qwen3_5_moe_text qwen3_5_text qwen3_next
+qwen4_exp_text recurrent_gemma solar_open stablelm step3p5 zaya"""
+_FLAGS = {
+    "needs_parameters": _NEED_PARAMETERS,
+    "reads_share": _READ_SHARE,
+    "reads_alpha": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
+}
+for _flag, _names in _FLAGS.items():
+    for _name in _names.split():
+        FAMILIES[_name] = replace(FAMILIES[_name], **{_flag: True})
 for _head_dim, _names in _USUAL_HEAD_DIMS.items():
     for _name in _names.split():
         FAMILIES[_name] = replace(FAMILIES[_name], usual_head_dim=_head_dim)

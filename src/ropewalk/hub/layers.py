@@ -31,6 +31,13 @@ def parameters_by_layer(whole: Keys, family: Family) -> Layers:
             "an object under another name",
             "rename it, or add the type to layer_types",
         )
+    if family.needs_parameters and not nested and (family.labels or not found):
+        raise config_error(
+            "rope_parameters",
+            "rope parameters: those of this family are not plain, and a file that leaves them out means its class's",
+            "nothing" if not found else "one set for all layers",
+            "pass the config object: AutoConfig.from_pretrained(...)",
+        )
     if not nested:
         shared = _with_base(whole, found, strict=True)
         split = _SPLITS[family.layers](whole, shared, types)
@@ -157,8 +164,15 @@ def _optional(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str,
     """Families of which some models have another encoding."""
     kinds = [whole.text(key) for key in ("position_embedding_type", "position_embeddings_type")]
     other = any(kind is not None and kind not in ("rope", "rotary") for kind in kinds)
-    other = other or whole.flag("alibi", False) or not whole.flag("use_mem_rope", True)
+    other = other or whole.flag("alibi", False)
     return {"": None if other else shared}
+
+
+def _asked(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
+    """Families that have another encoding unless a key asks for this one."""
+    kinds = [whole.text(key) for key in ("position_embedding_type", "position_embeddings_type")]
+    wanted = any(kind in ("rope", "rotary") for kind in kinds) or whole.flag("use_mem_rope", False)
+    return {"": shared if wanted else None}
 
 
 _SPLITS: dict[str, Callable[[Keys, dict[str, Any], set[str]], dict[str, Any]]] = {
@@ -171,4 +185,5 @@ _SPLITS: dict[str, Callable[[Keys, dict[str, Any], set[str]], dict[str, Any]]] =
     "listed": _listed,
     "bases": _bases,
     "optional": _optional,
+    "asked": _asked,
 }

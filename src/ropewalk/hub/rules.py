@@ -17,14 +17,22 @@ __all__ = ["Around", "rule_of", "type_of"]
 # Keys that say something about the model or the axes, and nothing to a rule.
 _FOR_OTHERS = {"mrope_section", "mrope_interleaved", "xdrope_section", "llama_4_scaling_beta", "type", "rope_dim"}
 # Other names of rope types, and what transformers makes of them.
-_ALIASES = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn", "openpangu": "default", "axial": "default"}
+_ALIASES = {
+    "su": "longrope",
+    "mrope": "default",
+    "deepseek_yarn": "yarn",
+    "openpangu": "default",
+    "axial": "default",
+    "xdrope": "dynamic",
+}
 
 
 @dataclass(frozen=True)
 class Around:
     """What a rule reads from outside of its own keys: the base that is used where none is given, the longest sequence,
     the original length of Phi-3's configs, whether layer types each have keys of their own, whether transformers has
-    filled in what a file lacked, the policy of amplitudes, and how many features turn."""
+    filled in what a file lacked, the policy of amplitudes, whether the dynamic type reads alpha, and how many features
+    turn."""
 
     base: float
     longest: int | None
@@ -32,6 +40,7 @@ class Around:
     nested: bool
     filled: bool
     policy: str
+    alpha: bool
     rotary_dim: int
 
 
@@ -49,7 +58,7 @@ def type_of(parameters: Keys) -> str:
 def rule_of(parameters: Keys, around: Around) -> Frequencies:
     """The rule that the parameters say. Keys that nobody reads are warned of.
 
-    >>> around = Around(10_000.0, 8192, None, False, False, "transformers", 128)
+    >>> around = Around(10_000.0, 8192, None, False, False, "transformers", False, 128)
     >>> rule_of(Keys({"rope_type": "linear", "factor": 2.0}), around)
     Linear(base=10000.0, factor=2.0)
     """
@@ -93,7 +102,7 @@ def _linear(parameters: Keys, base: float, around: Around) -> Frequencies:
 
 
 def _dynamic(parameters: Keys, base: float, around: Around) -> Frequencies:
-    if parameters.has("alpha"):
+    if parameters.has("alpha") and around.alpha:
         # HunYuan's: static, whatever the name says.
         alpha = parameters.number("alpha", at_least=1)
         parameters.raw("factor")
@@ -167,7 +176,7 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
             "nested-truncate",
             f"{parameters.name('truncate')!r} is false, which transformers reads from a flat config only: it truncates",
         )
-    given["attention_factor"] = _yarn_attention(parameters, around)
+    given["attention_factor"] = _yarn_attention(parameters, around, Yarn(base, factor, original))
     pair = bool(given["mscale"]), bool(given["mscale_all_dim"])
     if pair[0] != pair[1] and given["attention_factor"] is None:
         warn(
@@ -180,14 +189,20 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
     return Yarn(base, factor, original, **given, policy=around.policy)
 
 
-def _yarn_attention(parameters: Keys, around: Around) -> float | None:
+def _yarn_attention(parameters: Keys, around: Around, plain: Yarn) -> float | None:
     key, other = ("attn_factor", "attention_factor") if around.policy == "vllm" else ("attention_factor", "attn_factor")
     if parameters.has(other):
         stack = "vLLM" if around.policy == "vllm" else "transformers"
         warn("amplitude-differs", f"{parameters.name(other)!r} is not read by {stack}, which calls it {key!r}")
-    for name in ("extrapolation_factor", "apply_yarn_scaling"):
-        if parameters.has(name):
-            warn("key-ignored", f"{parameters.name(name)!r} is vLLM's; transformers does not read it")
+    if parameters.number("extrapolation_factor", 1.0) != 1:
+        raise config_error(
+            parameters.name("extrapolation_factor"), "1, or nothing", "another number", "no released model has one"
+        )
+    if not parameters.flag("apply_yarn_scaling", True):
+        if around.policy == "vllm":
+            # vLLM then takes attn_factor as it is, where its policy multiplies it by g.
+            return parameters.number("attn_factor", 1.0) / plain.amplitude()
+        warn("key-ignored", f"{parameters.name('apply_yarn_scaling')!r} is vLLM's; transformers does not read it")
     if not parameters.has(key):
         return None
     if type(parameters.raw(key)) is int:

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TorchArithmetic"]
+__all__ = ["Constants", "TorchArithmetic"]
+
+# Numbers that a rule brings along, and the tensor that holds them.
+Constants = list[tuple[tuple[Any, ...], Tensor]]
 
 
 class TorchArithmetic:
@@ -16,20 +19,19 @@ class TorchArithmetic:
     NumPy differ in the last bit of such a power.
 
     Numbers that a rule brings along, such as LongRope's lists, would have to be copied to a device, which makes the
-    host wait. `made` collects them as tensors; handed back as `constants` they serve a later call of the same rule, in
-    the order in which it asks for them.
+    host wait. `made` collects them as tensors; handed back as `constants` they serve later calls that ask for the same.
 
     >>> first = TorchArithmetic(torch.float32, torch.device("cpu"))
     >>> first.powers(10_000.0, 4).tolist(), first.array([3, 4]).tolist()
     ([1.0, 100.0], [3.0, 4.0])
-    >>> TorchArithmetic(torch.float32, torch.device("cpu"), first.made).array([3, 4]) is first.made[0]
+    >>> TorchArithmetic(torch.float32, torch.device("cpu"), first.made).array([3, 4]) is first.made[0][1]
     True
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, constants: list[Tensor] | None = None) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, constants: Constants | None = None) -> None:
         self.dtype, self.device = dtype, device
-        self.made: list[Tensor] = []
-        self._constants, self._asked = constants, 0
+        self.made: Constants = []
+        self._constants = constants or []
 
     def powers(self, base: Any, dim: int, count: int | None = None) -> Tensor:
         # No more than are asked for: the last bit of a power differs with where in memory it stands.
@@ -38,11 +40,12 @@ class TorchArithmetic:
         return base**exponents
 
     def array(self, values: Sequence[Any]) -> Tensor:
-        if self._constants is not None:
-            self._asked += 1
-            return self._constants[self._asked - 1].to(self.device)
-        self.made.append(torch.tensor(values, dtype=self.dtype, device=self.device))
-        return self.made[-1]
+        key = tuple(values)
+        for known, tensor in self._constants:
+            if known == key:
+                return tensor.to(self.device)
+        self.made.append((key, torch.tensor(values, dtype=self.dtype, device=self.device)))
+        return self.made[-1][1]
 
     def join(self, first: Tensor, second: Tensor) -> Tensor:
         return torch.cat((first, second), dim=-1)

@@ -120,8 +120,9 @@ def mrope_positions(
 
     Each run is a number of text tokens, or (t, h, w), the grid of an image or video after merging, or (t, h, w, step)
     with the positions from frame to frame. Text counts on, alike on all axes; a grid starts where the count stands, and
-    the count goes on max(h, w) farther (Qwen2-VL, 2409.12191, section 2.1, as transformers computes it). The delta is
-    the largest position + 1 - seq: a token decoded when the cache holds n stands at n + delta on all axes.
+    the count goes on max(h, w) farther, as transformers 5 computes it for Qwen2-VL (2409.12191, section 2.1; other code
+    goes on from the largest position on any axis, which differs for films longer than they are wide). The delta is the
+    largest position + 1 - seq: a token decoded when the cache holds n stands at n + delta on all axes.
 
     >>> positions, delta = mrope_positions([2, (1, 1, 2), 1])  # two tokens, an image of 1 x 2, a token
     >>> positions.tolist(), delta

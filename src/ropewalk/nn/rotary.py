@@ -122,7 +122,7 @@ class RotaryEmbedding(RotaryMoves):
         ):
             cos, sin, row = place
             done = rotate(x, other, cos, sin, self.layout, row=row)
-            turned += [done[0] if tempered is None else done[0] * tempered] if other is None else done
+            turned += [done[0] if tempered is None else self._scale_still(done[0], tempered)] if other is None else done
         return turned[0] if k is None else tuple(turned)
 
     def _parts(
@@ -176,17 +176,7 @@ class RotaryEmbedding(RotaryMoves):
 
     def _temper(self, q: Tensor, where: dict[str, Any]) -> Tensor | None:
         """The factor on whole queries, where it reaches features that do not turn."""
-        if not self._tempers_apart:
-            return None
-        given = {name: value for name, value in where.items() if name != "angles"}
-        if where["angles"] is not None:
-            raise RopewalkError(
-                asked="rope(q, angles=...) with a query_temperature over features that do not turn",
-                expected="positions: the temperature of a query is not in its cos and sin",
-                got="angles",
-                do="pass positions= or offset=",
-            )
-        return self._temperature_at(self._positions_of(q, **given), q)
+        return self._temperature_at(q, **where) if self._tempers_apart else None
 
     def _place(
         self,
@@ -254,7 +244,7 @@ class RotaryEmbedding(RotaryMoves):
                 for target, source in zip((x, other), turned, strict=False):
                     cast(Tensor, target).copy_(source)
             if tempered is not None:
-                x.mul_(tempered)
+                x.copy_(self._scale_still(x, tempered))
         return q if k is None else (q, k)
 
     def extra_repr(self) -> str:

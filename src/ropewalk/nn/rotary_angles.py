@@ -1,14 +1,14 @@
 """RotaryAngles: the half of a rotary module that turns "where does each token stand" into cos and sin."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, as_int, require_flag, shown
 from ropewalk.kernels.angles import radix_table
-from ropewalk.kernels.arithmetic import TorchArithmetic
+from ropewalk.kernels.arithmetic import Constants, TorchArithmetic
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.range_cache import RangeCache
 from ropewalk.nn.rotary_arguments import (
@@ -23,6 +23,7 @@ from ropewalk.nn.rotary_arguments import (
 )
 from ropewalk.ops import cos_sin, is_plain
 from ropewalk.spec.rope import RopeSpec
+from ropewalk.spec.temperature import QueryTemperature
 
 __all__ = ["Angles", "RotaryAngles", "checked_offset", "working_dtype"]
 
@@ -64,19 +65,19 @@ class RotaryAngles(nn.Module):
         self._table = self._make_table()
         self._ranges = RangeCache()
 
-    def _make_constants(self, home: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+    def _make_constants(self, home: torch.device) -> list[Constants]:
         """Numbers of the rule, and of xPos and temperature, as tensors: forward must not copy them to a device."""
-        rule, scales = TorchArithmetic(self._working, home), TorchArithmetic(torch.float64, home)
+        rule, *scales = (TorchArithmetic(dtype, home) for dtype in (self._working, torch.float64, torch.float64))
         zero = torch.zeros(1, dtype=torch.float64, device=home)
         if self.spec.varies:
             length = torch.ones((), dtype=self._working, device=home)
             self.spec.evaluate(length, rule)
             self.spec.frequencies.amplitude(length, rule)
         if self.spec.xpos is not None:
-            self.spec.xpos.log_scale(self.spec.turning, zero, scales)
+            self.spec.xpos.log_scale(self.spec.turning, zero, scales[0])
         if self.spec.query_temperature is not None:
-            self.spec.query_temperature.evaluate(zero, scales)
-        return rule.made, scales.made
+            self.spec.query_temperature.evaluate(zero, scales[1])
+        return [arithmetic.made for arithmetic in (rule, *scales)]
 
     @property
     def _working(self) -> torch.dtype:
@@ -115,7 +116,8 @@ class RotaryAngles(nn.Module):
         log_scale = self.log_scale
         # float64 on the CPU for a device that has none.
         log_scale = log_scale.cpu() if log_scale.device.type == "mps" else log_scale
-        return theta.to(log_scale.device) * torch.exp(log_scale.to(torch.float64))
+        # float32 frequencies, as transformers has them, stay float32.
+        return theta.to(log_scale.device) * torch.exp(log_scale.to(torch.float64)).to(theta.dtype)
 
     def _turning(self, length: int | Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
         """Frequencies and amplitude for sequences of `length`: one, or one a sequence [batch]."""
@@ -125,6 +127,13 @@ class RotaryAngles(nn.Module):
         # As a tensor even if it is an int, so that a compiled graph serves every length.
         n = length.to(home) if isinstance(length, Tensor) else torch.full((), length, device=home)
         n = n.to(dtype).unsqueeze(-1) if n.dim() else n.to(dtype)
+        if n.dim() and self._heads is not None:
+            raise RopewalkError(
+                asked="rope(..., length=[batch]) with frequencies of their own for each head",
+                expected="one length for all sequences",
+                got=f"{list(n.shape)[:1]} lengths",
+                do="pass an int, or rotate the sequences one by one",
+            )
         theta = torch.as_tensor(self.spec.evaluate(n, arithmetic), device=home)
         amplitude = self.spec.frequencies.amplitude(n, arithmetic)
         if not isinstance(amplitude, Tensor):
@@ -142,17 +151,23 @@ class RotaryAngles(nn.Module):
         xpos, temperature = self.spec.xpos, self.spec.query_temperature
         if role is None or self.spec.same_for_both:
             return amplitude
-        where = positions.to(torch.float64)
-        arithmetic = TorchArithmetic(torch.float64, positions.device, self._constants[1])
         if xpos is not None:
-            log_scale = xpos.log_scale(self.spec.turning, where.unsqueeze(-1), arithmetic)
+            arithmetic = TorchArithmetic(torch.float64, positions.device, self._constants[1])
+            log_scale = xpos.log_scale(self.spec.turning, positions.to(torch.float64).unsqueeze(-1), arithmetic)
             amplitude = amplitude * torch.exp(log_scale if role == "q" else -log_scale)
-        if temperature is not None and role == "q" and not self._tempers_apart:
-            amplitude = amplitude * temperature.evaluate(where, arithmetic).unsqueeze(-1)
+        if temperature is not None and role == "q":
+            amplitude = amplitude * self._tempered(positions).unsqueeze(-1)
         if self._heads is not None:
             # [batch, seq, pairs] against [batch, heads, seq, pairs].
             amplitude = amplitude.unsqueeze(-3) if amplitude.dim() == 3 else amplitude
         return amplitude
+
+    def _tempered(self, positions: Tensor) -> Tensor:
+        """The query temperature at positions, in float64; on the CPU for a device that has none."""
+        here = positions.cpu() if positions.device.type == "mps" else positions
+        rule = cast(QueryTemperature, self.spec.query_temperature)
+        arithmetic = TorchArithmetic(torch.float64, here.device, self._constants[2])
+        return rule.evaluate(here.to(torch.float64), arithmetic)
 
     @property
     def _tempers_apart(self) -> bool:
@@ -274,8 +289,10 @@ class RotaryAngles(nn.Module):
     ) -> tuple[Tensor, Tensor, int]:
         if seq:
             self._check_last(start + seq - 1)
+            self._check_first(start)
         capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        kept = self.log_scale is None and not isinstance(length, Tensor) and not capturing
+        # A length that grows with every token would find nothing that was kept.
+        kept = self.log_scale is None and length is None and not capturing
         if not kept or not is_plain(x):
             return *self._angles_at(range_positions(seq, start, x.device), working_dtype(x), length, role), 0
 
@@ -283,15 +300,25 @@ class RotaryAngles(nn.Module):
         device, dtype = x.device, working_dtype(x)
 
         def make(first: int, last: int) -> Angles:
-            return self._angles_at(range_positions(last - first, first, device), dtype, length, role)
+            return self._angles_at(range_positions(last - first, first, device), dtype, None, role)
 
-        return self._ranges.find((device, dtype, length, role), start, start + seq, make)
+        return self._ranges.find((device, dtype, role), start, start + seq, make)
 
     def _check_last(self, last: int) -> None:
         """Refuses a last position past what the module or its spec is for, where the host knows it."""
         check_within(last, self.context_length)
         if self.spec.xpos is not None:
             check_within(last, self.spec.xpos.length)
+
+    def _check_first(self, first: int) -> None:
+        """Refuses a first position that xPos would give a factor beyond its bounds."""
+        if self.spec.xpos is not None and first < -self.spec.xpos.length:
+            raise RopewalkError(
+                asked=f"rope(...) with {self.spec.xpos}",
+                expected=f"positions from {-self.spec.xpos.length} on",
+                got=f"position {first}",
+                do="shift the positions: scores depend on distances alone",
+            )
 
     def _check_values(self, positions: Tensor, name: str) -> None:
         # Looking at the values would make a device wait, and a compiler stop: eager on the CPU alone.
@@ -300,6 +327,7 @@ class RotaryAngles(nn.Module):
         check_finite(positions, name)
         if positions.numel() and (self.context_length is not None or self.spec.xpos is not None):
             self._check_last(int(positions.max()))
+            self._check_first(int(positions.min()))
 
     def reset_parameters(self) -> None:
         """Puts learned frequencies back to those of the spec, as initialisation after `to_empty` wants it.
@@ -320,8 +348,7 @@ class RotaryAngles(nn.Module):
             self._spec_inv_freq = self._spec_inv_freq.to(device)
             self._amplitude = self._amplitude.to(device)
             self._axes = None if self._axes is None else self._axes.to(device)
-            rule, scales = self._constants
-            self._constants = [x.to(device) for x in rule], [x.to(device) for x in scales]
+            self._constants = [[(key, x.to(device)) for key, x in made] for made in self._constants]
         return self
 
 

@@ -180,7 +180,7 @@ def checked_length(length: Any, spec: RopeSpec, rows: int | None, fresh: int | N
             return fresh if spec.varies else None
         raise RopewalkError(
             asked=f"rope(...) with {type(spec.frequencies).__name__}, whose frequencies depend on the length",
-            expected=f"{name}=, an int or one a sequence [batch], wherever tokens do not start at position 0",
+            expected=f"{name}=, an int or one a sequence [batch], unless tokens are one sequence from position 0 on",
             got=f"no {name}",
             do="pass the length that the keys in the cache were rotated for; rope.retune moves them to another",
         )

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.angles import cos_sin_between
-from ropewalk.kernels.arithmetic import TorchArithmetic
 from ropewalk.kernels.layout import Layout
 from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary_angles import Angles, RotaryAngles, checked_offset, working_dtype
@@ -56,20 +55,34 @@ class RotaryMoves(RotaryAngles):
         turned = rotate(x, None, cos, sin, self.layout, row=row, conjugate=True)[0]
         if role != "q" or not self._tempers_apart:
             return turned
-        return turned / self._temperature_at(self._positions_of(x, positions, offset, cu_seqlens), x)
+        return self._scale_still(turned, 1 / self._temperature_at(x, **given))
 
-    def _temperature_at(self, positions: int | Tensor, q: Tensor) -> Tensor:
-        """The query temperature at positions, or in a range that starts at an int, shaped to multiply q."""
+    def _temperature_at(self, q: Tensor, angles: Angles | None = None, **where: Any) -> Tensor:
+        """The query temperature where q stands, in the dtype that q is worked in, shaped to multiply it."""
+        if angles is not None:
+            raise RopewalkError(
+                asked="rope(q, angles=...) with a query_temperature over features that do not turn",
+                expected="positions: the temperature of such features is not in cos and sin",
+                got="angles",
+                do="pass positions= or offset=",
+            )
+        positions = self._positions_of(q, **where)
         if not isinstance(positions, Tensor):
             positions = range_positions(q.shape[self.seq_dim], positions, q.device)
-        rule, arithmetic = self.spec.query_temperature, TorchArithmetic(torch.float64, positions.device)
-        assert rule is not None  # noqa: S101  # callers ask where there is one
-        factor = rule.evaluate(positions.to(torch.float64), arithmetic).to(working_dtype(q)).to(q.dtype)
+        factor = self._tempered(positions).to(q.device).to(working_dtype(q))
         # [seq] or [batch, seq], before the features and, for seq_dim=-3, the heads.
         factor = factor.view(*factor.shape, *[1] * (-1 - self.seq_dim))
         if positions.dim() == 1:
             return factor
         return factor.view(factor.shape[0], *[1] * (q.dim() - factor.dim()), *factor.shape[1:])
+
+    def _scale_still(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x with the features that do not turn multiplied by a factor a token, in float32, rounded once."""
+        start, turning = self.layout.start, self.spec.turning
+        parts = (x[..., :start], x[..., start : start + turning], x[..., start + turning :])
+        before, turned, after = parts
+        before, after = ((part.to(factor.dtype) * factor).to(x.dtype) for part in (before, after))
+        return torch.cat((before, turned, after), dim=-1)
 
     def shift(self, x: Tensor, by: int | Tensor, *, length: int | Tensor | None = None) -> Tensor:
         """Moves keys that are rotated already by `by` positions, an int or one a sequence [batch]: R_by R_m = R_{m+by}.

@@ -106,16 +106,24 @@ class Axes:
         {'mrope_section': [2, 1, 1], 'mrope_interleaved': True}
         """
         sections = [int(sum(row)) for row in self.weights]
-        if self == Axes.chunked(sections):
+        if any(sections) and self == Axes.chunked(sections):
             return {"mrope_section": sections}
-        if self == Axes.interleaved(sections):
+        if any(sections) and self == Axes.interleaved(sections, self.pairs):
             return {"mrope_section": sections, "mrope_interleaved": True}
-        if self.count == 3 and sections[1] == sections[2]:
+        if self.count == 3 and sections[1] == sections[2] and any(sections):
             ernie = [sections[1], sections[2], sections[0]]
             if self == Axes.ernie(ernie):
                 return {"mrope_section": ernie}
-        # Towers that see have their axes from the family.
-        return {}
+        strided = self.dim % (2 * self.count) == 0 and self == Axes.strided(self.count, self.dim)
+        if self.dim < 2 * self.pairs or strided:
+            # Towers that see have their axes from the family.
+            return {}
+        raise RopewalkError(
+            asked='to_config("transformers") of Axes',
+            expected="axes that a family of transformers has",
+            got=repr(self),
+            do="keep the spec as JSON: RopeSpec.to_json",
+        )
 
     @staticmethod
     def chunked(sections: Sequence[int]) -> "Axes":

@@ -4,6 +4,9 @@ from typing import Any
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 
+# Longer than any sequence, and exact in float64.
+LONGEST = 1 << 53
+
 __all__ = ["check_base", "check_factor", "check_trained_length"]
 
 
@@ -38,10 +41,10 @@ def check_factor(rule: Any) -> None:
     4.0
     """
     factor = as_float(rule.factor)
-    if factor is None or factor < 1.0:
+    if factor is None or not 1.0 <= factor <= 1e30:
         raise RopewalkError(
             asked=f"{type(rule).__name__}(factor=...)",
-            expected="a finite number of at least 1",
+            expected="a finite number of at least 1, and below 1e30",
             got=shown(rule.factor),
             do="pass how many times longer the context is to be",
         )
@@ -60,4 +63,11 @@ def check_trained_length(rule: Any) -> None:
         do="pass the length that the model was trained on before it was extended",
         at_least=2,
     )
+    if length > LONGEST:
+        raise RopewalkError(
+            asked=f"{type(rule).__name__}(trained_length=...)",
+            expected="at most 2^53 positions",
+            got=shown(length),
+            do="pass the length that the model was trained on before it was extended",
+        )
     object.__setattr__(rule, "trained_length", length)

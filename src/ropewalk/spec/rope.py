@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from typing import Any, cast, final
 
 import numpy as np
@@ -10,6 +11,7 @@ from jaxtyping import Float64
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, require_even, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
 from ropewalk.spec.axes import Axes
+from ropewalk.spec.fields import LONGEST
 from ropewalk.spec.frequencies import Frequencies, Plain
 from ropewalk.spec.temperature import QueryTemperature
 from ropewalk.spec.value import from_dict, to_dict
@@ -256,10 +258,18 @@ class RopeSpec:
             )
         config = self.frequencies.to_config(self.turning if self.axes is None else self.axes.dim)
         keys = config["rope_parameters"]
+        more = {} if self.axes is None else self.axes.to_config()
+        more |= {} if self.query_temperature is None else self.query_temperature.to_config()
         if self.turning < self.head_dim and self.rotary_slice == "leading":
-            keys.setdefault("partial_rotary_factor", self.turning / self.head_dim)
-        keys |= {} if self.axes is None else self.axes.to_config()
-        keys |= {} if self.query_temperature is None else self.query_temperature.to_config()
+            more["partial_rotary_factor"] = _share(self.turning, self.head_dim)
+        for key, value in more.items():
+            if keys.setdefault(key, value) != value:
+                raise RopewalkError(
+                    asked='RopeSpec.to_config("transformers")',
+                    expected=f"one value for the key {key!r}, which two parts of the spec share in transformers",
+                    got=f"{keys[key]:g} and {value:g}",
+                    do="keep the spec as JSON: RopeSpec.to_json",
+                )
         return config
 
     def to_json(self) -> str:
@@ -310,10 +320,19 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
+def _share(turning: int, head_dim: int) -> float:
+    """turning / head_dim, a little larger where transformers would cut the product off to less than `turning`."""
+    share = turning / head_dim
+    while int(head_dim * share) < turning:
+        share = math.nextafter(share, 1.0)
+    return share
+
+
 def _length(length: int | None) -> int | None:
     if length is None:
         return None
-    return require_count(length, asked="length=...", do="pass the number of positions, or leave it out")
+    number = require_count(length, asked="length=...", do="pass the number of positions, or leave it out")
+    return min(number, LONGEST)
 
 
 def _not_a_spec(text: object, reason: str) -> RopewalkError:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any, final
 
-from ropewalk.errors import RopewalkError, require_count, require_positive
+from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
 
 __all__ = ["XPos"]
@@ -24,7 +24,7 @@ class XPos:
     Differs from the paper, whose exponent is m itself and leaves float32 within a hundred tokens: exponents are divided
     by scale_base, as in the authors' code, and are centred at length/2. The authors' code centres at half of what it is
     given, so that decoding does not continue a prefill; here the centre is part of the value. A length whose factors
-    would leave the range of the formats is refused.
+    would pass 2^60 is refused: float32 and bfloat16 hold them, float16 does not hold all.
 
     >>> import numpy as np
     >>> [round(x, 6) for x in XPos(length=1024).log_scale(4, np.array([[0.0]]))[0].tolist()]  # ln(0.4/1.4), ln(0.9/1.4)
@@ -38,6 +38,13 @@ class XPos:
     def __post_init__(self) -> None:
         do = "pass the longest context that the model is to see"
         object.__setattr__(self, "length", require_count(self.length, asked="XPos(length=...)", do=do))
+        if self.length > 1 << 53 or not (as_float(self.gamma) or 0.0) > 1e-6:
+            raise RopewalkError(
+                asked="XPos(length=..., gamma=...)",
+                expected="at most 2^53 positions, and a gamma above 1e-6",
+                got=f"length {shown(self.length)}, gamma {shown(self.gamma)}",
+                do="0.4 is the authors' gamma",
+            )
         for name, usual in (("scale_base", "512"), ("gamma", "0.4")):
             number = require_positive(getattr(self, name), asked=f"XPos({name}=...)", do=f"{usual} is the authors'")
             object.__setattr__(self, name, number)
