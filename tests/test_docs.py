@@ -49,6 +49,16 @@ def test_the_readme_counts_the_ledger():
     ]
 
 
+def test_the_readme_counts_the_families():
+    page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8").replace("\n", " ")
+    found = re.search(r"has (\d+) families .*? and (\d+) of these agree", page)
+    assert found
+    every, agreeing = found.groups()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"{agreeing} of transformers' {every} families agree" in readme
+    assert f"compares {every} families" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("\n", " ")
+
+
 def test_the_readmes_times_are_the_measured_ones():
     record = json.loads((ROOT / "benchmarks" / "cpu.json").read_text(encoding="utf-8"))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from hub.conformance import CANNOT, DIFFERS, PAGE, UNBUILDABLE, Row, page, rows_of
-from hub.observed import Unbuildable, families, observe
-from ropewalk import RopeSpec, load_spec
+from hub.observed import Unbuildable, families, observe, quiet
+from hub.tiny_models import config_classes
+from ropewalk import RopeSpec, RopewalkError, load_spec
 from ropewalk.hub import RopeConfigWarning
+from ropewalk.hub.families import FAMILIES
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +68,28 @@ def test_every_familys_config_goes_through_load_spec_and_to_config():
             assert again.to_json() == spec.to_json() or "NTK" in spec.to_json(), model_type
             gone += 1
     assert gone >= 200
+
+
+def test_a_key_that_a_file_leaves_out_is_never_misread():
+    """Files hold what differs from the defaults of a class: without a key the answer is the same, or an error."""
+    tried = 0
+    with quiet():
+        for model_type, config_class in config_classes().items():
+            if model_type not in FAMILIES:
+                continue
+            try:
+                data = config_class().to_dict()
+                whole = _load(data, None)
+            except (RopewalkError, ValueError):
+                continue
+            for key in data.keys() - {"model_type"}:
+                try:
+                    part = _load({name: value for name, value in data.items() if name != key}, None)
+                except RopewalkError:
+                    continue
+                assert part == whole, (model_type, key)
+                tried += 1
+    assert tried > 5000
 
 
 def _load(data: dict[str, Any], pairing: str | None) -> Any:

@@ -67,7 +67,7 @@ from ropewalk import RopewalkError, load_spec
         ),
         ({"rope_scaling": YARN | {"extrapolation_factor": 2.0}}, "1, or nothing"),
         ({"model_type": "smollm3", "no_rope_layers": [2]}, "a list of 0 and 1"),
-        ({"model_type": "granite_swa", "layer_rope_theta": [-1]}, "bases above 0"),
+        ({"model_type": "granite_swa", "layer_rope_theta": [-1, 1e4]}, "bases above 0"),
     ],
 )
 def test_what_no_model_can_have_is_refused(said, message):

@@ -228,21 +228,22 @@ def _head_dim_of_layer(whole: Keys, family: Family, layer: str) -> int | None:
     """The head_dim that a layer type has for itself: under a key of its own, or in per_layer_config."""
     if layer not in family.head_dims:
         return None
-    if whole.has(family.head_dims[layer]):
-        return whole.whole(family.head_dims[layer])
+    key, usual = family.head_dims[layer]
+    if whole.has(key):
+        return whole.whole(key)
     own = Keys(whole.part("per_layer_config"), "per_layer_config")
     types = whole.raw("layer_types") or []
-    for key in (layer, *(str(i) for i, name in enumerate(types) if name == layer)):
-        overrides = Keys(own.part(key), own.name(key))
+    for name in (layer, *(str(i) for i, kind in enumerate(types) if kind == layer)):
+        overrides = Keys(own.part(name), own.name(name))
         if overrides.has("head_dim"):
             return overrides.whole("head_dim")
-    return None
+    return usual
 
 
 def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) -> int:
     said: dict[str, int] = {}
-    if family.turning is not None:
-        return family.turning(head_dim)
+    if family.rotary_dim is not None:
+        return family.rotary_dim(head_dim)
     for keys in (parameters, whole):
         for key in ("rotary_dim", "rope_dim"):
             if keys.has(key) and key in family.unread:

@@ -32,7 +32,7 @@ class Family:
     bases: dict[str, float] = field(default_factory=dict[str, float])
     # The share of a head that turns where a config does not say it; or how many features turn, whatever it says.
     share: float = 1.0
-    turning: Callable[[int], int] | None = None
+    rotary_dim: Callable[[int], int] | None = None
     # Multi-head latent attention: qk_nope_head_dim features that stand still, then qk_rope_head_dim that turn.
     latent: bool = False
     # The key that says whether pairs are interleaved; `pairing` is what holds without it.
@@ -47,9 +47,9 @@ class Family:
     layers: str = "alike"
     # Names of nested parameters that are no layer types.
     labels: tuple[str, ...] = ()
-    # Keys with the head_dim: the usual ones, and those of layer types that have their own.
+    # Keys with the head_dim: the usual ones, and those of layer types that have their own, with their defaults.
     head_dim: tuple[str, ...] = ("head_dim", "attention_head_dim", "kv_channels")
-    head_dims: dict[str, str] = field(default_factory=dict[str, str])
+    head_dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
     # The head_dim that the class in transformers has where a config leaves it out, whatever the width is.
     usual_head_dim: int | None = None
     width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
@@ -165,7 +165,7 @@ _MEMORY = "memory_attention_"
 _INTERLEAVED = Family("interleaved")
 _LATENT = Family("interleaved", "trailing", latent=True, policy="deepseek")
 _GEMMA = Family(layers="gemma", bases={"full_attention": 1e6, "sliding_attention": 1e4})
-_GEMMA_4 = replace(_GEMMA, head_dims={"full_attention": "global_head_dim"})
+_GEMMA_4 = replace(_GEMMA, head_dims={"full_attention": ("global_head_dim", 512)})
 _MODERNBERT = Family(layers="modernbert", bases={"full_attention": 160_000.0, "sliding_attention": 1e4})
 _SLIDING = Family(layers="sliding")
 _CHUNKED = Family(axes="chunked")
@@ -194,13 +194,12 @@ FAMILIES: dict[str, Family] = {
     **_each(Family(labels=("full_attention", "sliding_attention")), "laguna mimo_v2_flash mellum ultrabert"),
     "zaya": Family(labels=("hybrid", "hybrid_sliding")),
     # CLVP turns 32 features, or half of a wide head.
-    "clvp_encoder": Family(turning=lambda head_dim: max(head_dim // 2, 32)),
+    "clvp_encoder": Family(rotary_dim=lambda head_dim: max(head_dim // 2, 32)),
     # Pairs (0,1), (2,3), ...
-    **_each(_INTERLEAVED, "pe_audio_encoder pe_audio_video_encoder pe_video_encoder roformer"),
+    **_each(replace(_INTERLEAVED, base=2e4), "pe_audio_encoder pe_audio_video_encoder pe_video_encoder"),
+    **_each(_INTERLEAVED, "roformer blt_patcher"),
     **_each(replace(_INTERLEAVED, usual_rotary_dim=64), "gptj codegen"),
-    **_each(
-        replace(_INTERLEAVED, base=5e5), "blt blt_global_transformer blt_local_decoder blt_local_encoder blt_patcher"
-    ),
+    **_each(replace(_INTERLEAVED, base=5e5), "blt blt_global_transformer blt_local_decoder blt_local_encoder"),
     **_each(replace(_INTERLEAVED, base=5e5), "cohere ernie4_5 ernie4_5_moe"),
     **_each(replace(_INTERLEAVED, share=0.5), "glm glm4"),
     "helium": replace(_INTERLEAVED, base=1e5),
@@ -217,7 +216,8 @@ FAMILIES: dict[str, Family] = {
     **_each(_MODERNBERT, "modernbert modernbert-decoder"),
     "olmo3": Family(layers="olmo", base=5e5),
     "smollm3": Family(layers="listed", base=2e6),
-    **_each(Family(layers="bases"), "granite_swa granitemoe_swa muse_glimmer_text muse_spark_text"),
+    **_each(Family(layers="bases"), "granite_swa granitemoe_swa"),
+    **_each(Family(layers="own bases"), "muse_glimmer_text muse_spark_text"),
     **_each(Family(layers="optional"), "falcon neucodec"),
     **_each(Family(layers="asked"), "esm granitemoehybrid zamba2 wav2vec2-bert wav2vec2-conformer"),
     "seamless_m4t": Family(layers="asked", heads=("speech_encoder_attention_heads",)),
@@ -253,7 +253,7 @@ FAMILIES: dict[str, Family] = {
     **_each(_CENTRED, "dinov3_vit eomt_dinov3 sapiens2"),
     "pixtral": Family(axes=_axial(Axes.strided)),
     "kimi_k25_vision": Family(axes=_reversed),
-    "minimax_m3_vl_vision": Family(axes=_axial(Axes.repeated, 3), turning=_video),
+    "minimax_m3_vl_vision": Family(axes=_axial(Axes.repeated, 3), rotary_dim=_video),
     **_each(Family("interleaved", axes=_axial(Axes.repeated)), "llama4_vision_model sam3_vit_model"),
     **_each(
         Family(
@@ -284,7 +284,7 @@ _USUAL_HEAD_DIMS = {
 # Classes whose default is scaled, or has several ropes.
 _NEED_PARAMETERS = """apertus beam cwm deepseek_v4 diffusion_gemma_text embedding_gemma2_text gemma4_text
 gemma4_unified_text gpt_oss higgs_audio_v2 laguna mellum mimo_v2_flash ministral3 mistral4 mistral_large4_text neomme
-openai_privacy_filter ultrabert zaya"""
+openai_privacy_filter step3p5 ultrabert zaya"""
 # Families whose default type turns a part of a head if it is told to; the others turn whole heads.
 _READ_SHARE = """bamba codegen deepseek_v4 glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_image_text glm_ocr_text
 glmasr_encoder gpt_neox gpt_neox_japanese gptj laguna mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text moonshine

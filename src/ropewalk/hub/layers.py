@@ -152,12 +152,22 @@ def _bases(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, An
     if not whole.has("layer_rope_theta"):
         return {"": shared}
     bases = dict.fromkeys(whole.numbers("layer_rope_theta"))
+    if len(bases) == 1 and 0 not in bases:
+        return {"": shared | {"rope_theta": next(iter(bases))}}
     if any(base < 0 for base in bases):
         raise config_error("layer_rope_theta", "bases above 0, or 0 for none", shown(list(bases)), "set them")
     return {
         "no_rope" if base == 0 else f"rope_theta={base:g}": None if base == 0 else shared | {"rope_theta": base}
         for base in bases
     }
+
+
+def _own_bases(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
+    """A base a layer, of which the class in transformers has a pattern that a file may leave out."""
+    if not whole.has("layer_rope_theta"):
+        do = "pass the config object: AutoConfig.from_pretrained(...)"
+        raise config_error("layer_rope_theta", "a base a layer, 0 for none", "nothing", do)
+    return _bases(whole, shared, types)
 
 
 def _optional(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
@@ -184,6 +194,7 @@ _SPLITS: dict[str, Callable[[Keys, dict[str, Any], set[str]], dict[str, Any]]] =
     "sliding": _sliding,
     "listed": _listed,
     "bases": _bases,
+    "own bases": _own_bases,
     "optional": _optional,
     "asked": _asked,
 }

@@ -1,5 +1,6 @@
 """What a config may say that one stack or another misreads, as warnings with a name."""
 
+import sys
 import warnings
 
 __all__ = ["PITFALLS", "RopeConfigWarning", "warn"]
@@ -48,8 +49,6 @@ def warn(name: str, text: str) -> None:
 
 def _depth_of_caller() -> int:
     """How many frames to go back to leave this package."""
-    import sys
-
     depth, frame = 1, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("ropewalk.hub"):
         depth, frame = depth + 1, frame.f_back

@@ -119,7 +119,7 @@ class RotaryAngles(nn.Module):
         # float32 frequencies, as transformers has them, stay float32.
         return theta.to(log_scale.device) * torch.exp(log_scale.to(torch.float64)).to(theta.dtype)
 
-    def _turning(self, length: int | Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
+    def _rule_at(self, length: int | Tensor | None, home: torch.device) -> tuple[Tensor, Tensor]:
         """Frequencies and amplitude for sequences of `length`: one, or one a sequence [batch]."""
         if length is None or not self.spec.varies:
             return self.inv_freq.to(home), self._amplitude.to(home)
@@ -223,7 +223,7 @@ class RotaryAngles(nn.Module):
         # There is no float64 on MPS: angles are formed on the CPU and moved.
         here = positions.cpu() if home.type == "mps" else positions
         table = self._table if here.device.type == "cpu" else None
-        theta, amplitude = self._turning(length, here.device)
+        theta, amplitude = self._rule_at(length, here.device)
         amplitude = self._amplitude_of(amplitude, here, role)
         axes = None if self._axes is None else self._axes.to(here.device)
         cos, sin = cos_sin(here, theta, table, amplitude, dtype, axes)

@@ -111,7 +111,7 @@ class RotaryMoves(RotaryAngles):
         if self.spec.axes is not None:
             positions = positions.expand(self.spec.axes.count, *positions.shape)
         here = positions.cpu() if x.device.type == "mps" else positions
-        theta, _ = self._turning(length, here.device)
+        theta, _ = self._rule_at(length, here.device)
         # The amplitude is on the keys already; only what xPos changes from position to position comes anew.
         one = torch.ones((), dtype=torch.float64, device=here.device)
         scale = self._amplitude_of(one, here, "k") / self._amplitude_of(one, here * 0, "k")
@@ -155,7 +155,7 @@ class RotaryMoves(RotaryAngles):
             where = range_positions(seq, where, x.device)
         here = where.cpu() if x.device.type == "mps" else where
         (old, old_amplitude), (new, new_amplitude) = (
-            module._turning(n, here.device) for module, n in ((self, length), (to, to_length))
+            module._rule_at(n, here.device) for module, n in ((self, length), (to, to_length))
         )
         scale = to._amplitude_of(new_amplitude, here, "k") / self._amplitude_of(old_amplitude, here, "k")
         axes = None if self._axes is None else self._axes.to(here.device)

@@ -36,7 +36,7 @@ class Axes:
 
     def __post_init__(self) -> None:
         rows = _rows(self.weights)
-        given: Any = self.index
+        given: Any = getattr(self.index, "tolist", lambda: self.index)()
         index = (
             tuple(as_int(i) for i in cast("Sequence[Any]", given)) if isinstance(given, list | tuple | range) else ()
         )

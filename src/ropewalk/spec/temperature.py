@@ -7,7 +7,7 @@ from typing import Any, ClassVar, final
 
 from ropewalk.errors import RopewalkError, require_count, require_positive, shown
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
-from ropewalk.spec.value import from_dict, register, to_dict
+from ropewalk.spec.value import register
 
 __all__ = ["LogTemperature", "QueryTemperature", "StepTemperature"]
 
@@ -38,23 +38,6 @@ class QueryTemperature(ABC):
             got=shown(self),
             do="keep the spec as JSON: RopeSpec.to_json",
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The rule as JSON holds it.
-
-        >>> LogTemperature(512).to_dict()
-        {'rule': 'LogTemperature', 'trained_length': 512}
-        """
-        return to_dict(self, "rule")
-
-    @staticmethod
-    def from_dict(data: Any) -> "QueryTemperature":
-        """The rule that `to_dict` wrote.
-
-        >>> QueryTemperature.from_dict({"rule": "LogTemperature", "trained_length": 512})
-        LogTemperature(trained_length=512)
-        """
-        return from_dict(data, "rule", QueryTemperature.known, what="the query_temperature")
 
 
 @final
