@@ -187,7 +187,7 @@ def test_a_length_is_a_count(length):
         ("", "the JSON text that RopeSpec.to_json wrote"),
         ("[]", 'no object with a "head_dim"'),
         ("{}", 'no object with a "head_dim"'),
-        ('{"head_dim": 8, "head_dim": 16}', "a key stands twice"),
+        ('{"head_dim": 8, "head_dim": 16}', "stands twice"),
         ("[" * 100_000, "RopeSpec.to_json"),
         (None, "RopeSpec.to_json"),
         ('{"head_dim": 8, "pairng": "half"}', "did you mean 'pairing'"),

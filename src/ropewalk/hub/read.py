@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ropewalk.errors import RopewalkError, as_float, shown
+from ropewalk.spec.value import without_repeats
 
 __all__ = ["Keys", "config_error", "read_config"]
 
@@ -60,17 +61,9 @@ def _read_file(path: Path) -> Any:
             raise
         raise _unreadable(path, f"{type(error).__name__}: {error}") from None
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
+        return json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise _unreadable(path, f"not JSON: {error}") from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-        raise ValueError(f"the key {twice!r} stands twice, and readers differ in which they take")
-    return fields
 
 
 def _copied(value: Any, depth: int, name: str) -> Any:

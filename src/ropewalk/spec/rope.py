@@ -14,7 +14,7 @@ from ropewalk.spec.axes import Axes
 from ropewalk.spec.fields import LONGEST
 from ropewalk.spec.frequencies import Frequencies, Plain
 from ropewalk.spec.temperature import QueryTemperature
-from ropewalk.spec.value import from_dict, to_dict
+from ropewalk.spec.value import from_dict, to_dict, without_repeats
 from ropewalk.spec.xpos import XPos
 
 __all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "RopeSpec"]
@@ -294,7 +294,7 @@ class RopeSpec:
         4
         """
         try:
-            data: Any = json.loads(text, object_pairs_hook=_without_repeats)
+            data: Any = json.loads(text, object_pairs_hook=without_repeats)
         except (ValueError, TypeError, RecursionError) as error:
             raise _not_a_spec(text, str(error)) from None
         if not isinstance(data, dict) or "head_dim" not in data:
@@ -310,14 +310,6 @@ class RopeSpec:
             if fields.get(name) is not None:
                 fields[name] = from_dict(fields[name], "rule", known, what=f"the {name}")
         return RopeSpec(**fields)
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dict; Python's own reader would let the last of two equal keys win."""
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a key stands twice")
-    return fields
 
 
 def _share(turning: int, head_dim: int) -> float:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 
 from ropewalk.errors import RopewalkError, require_choice, shown
 
-__all__ = ["from_dict", "register", "to_dict"]
+__all__ = ["from_dict", "register", "to_dict", "without_repeats"]
 
 T = TypeVar("T")
 
@@ -74,3 +74,16 @@ def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str
             got=", ".join(fields) or "no field",
             do="add the fields that are missing",
         ) from None
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dict; Python's own reader would let the last of two equal keys win.
+
+    >>> without_repeats([("a", 1), ("b", 2)])
+    {'a': 1, 'b': 2}
+    """
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
+        raise ValueError(f"the key {twice!r} stands twice, and readers differ in which they take")
+    return fields
