@@ -49,7 +49,10 @@ def test_every_familys_config_goes_through_load_spec_and_to_config():
                 continue
             written = spec.to_config("transformers")
             clean = {key: value for key, value in data.items() if key not in ("rope_theta", "rope_scaling")}
-            clean |= {"partial_rotary_factor": None, "rotary_dim": None, "attn_config": None, "layer_rope_theta": None}
+            clean |= {"partial_rotary_factor": None, "rotary_dim": None, "attn_config": None}
+            if data.get("layer_rope_theta"):
+                # A model of which every layer is the one that was written.
+                clean["layer_rope_theta"] = [written["rope_parameters"]["rope_theta"]]
             old = data.get("rope_parameters") or {}
             share = old.get(name, old).get("partial_rotary_factor") if old else None
             if spec.rotary_slice == "trailing" and share is not None:
