@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from hub.applied import NOTES
-from hub.observed import Seen, Unbuildable, families, observe
+from hub.observed import Seen, UnbuildableError, families, observe
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, load_spec
 from ropewalk.hub.pitfalls import RopeConfigWarning
 
@@ -41,7 +41,7 @@ def rows_of(model_type: str) -> list[Row]:
     """Every kind of layer of a family."""
     try:
         seen = observe(model_type)
-    except Unbuildable as reason:
+    except UnbuildableError as reason:
         return [Row(model_type, "", UNBUILDABLE, str(reason))]
     return [_row(one) for one in seen]
 

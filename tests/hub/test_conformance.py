@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hub.conformance import CANNOT, DIFFERS, PAGE, UNBUILDABLE, Row, page, rows_of
-from hub.observed import Unbuildable, families, observe, quiet
+from hub.observed import UnbuildableError, families, observe, quiet
 from hub.tiny_models import config_classes
 from ropewalk import RopeSpec, RopewalkError, load_spec
 from ropewalk.hub import RopeConfigWarning
@@ -37,7 +37,7 @@ def test_every_familys_config_goes_through_load_spec_and_to_config():
     for model_type in sorted(families()):
         try:
             config = observe(model_type)[0].config
-        except Unbuildable:
+        except UnbuildableError:
             continue
         if model_type in CANNOT:
             continue
