@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -27,6 +28,7 @@ from ropewalk.spec import (
     XPos,
     Yarn,
 )
+from ropewalk.theory import decay_curve
 
 bases = st.floats(2.0, 1e8)
 factors = st.floats(1.0, 256.0)
@@ -144,6 +146,7 @@ def test_longrope_of_phi_3_5():
     ("rule", "dim", "length", "base"),
     [
         (DynamicNTK(1e4, 2, 4096), 128, 8192, 30527.7367488067),
+        (DynamicNTK(1e4, 2, 2048), 128, 4096, 30527.737),
         (DynamicNTK(1e4, 2, 2048), 128, 8192, 72195.860),
         (NTK(1e4, 2), 128, None, 20221.262),
         (NTK(1e4, 4), 128, None, 40889.942),
@@ -168,6 +171,20 @@ def test_xpos_abf_and_granularity():
     assert 1 / (math.log(1e4) + math.log(50)) == pytest.approx(0.0762, abs=5e-5)
     steps = -np.diff(np.log(Plain(5e5).evaluate(128)))
     np.testing.assert_allclose(1 / (steps * 64), 0.0762, atol=5e-5)
+
+
+def test_position_interpolation_in_figures():
+    # 2306.15595, figure 5: B(s)/d, half of the mean partial sum, is 16.25 at 0 and stays above 1 within 4096.
+    curve = decay_curve(np.arange(4096.0), Plain(1e4).evaluate(128)) / 2
+    assert curve[0] == pytest.approx(16.25)
+    assert curve.min() == pytest.approx(1.1159, abs=5e-5)
+    # 2309.16039: the granularity of PI by 4.
+    assert 0.25 / math.log(1e4) == pytest.approx(0.0271, abs=5e-5)
+
+
+@pytest.mark.parametrize(("below", "distinct"), [(512, 385), (4096, 769), (32768, 1153)])
+def test_bfloat16_cannot_count(below, distinct):
+    assert torch.arange(below).bfloat16().unique().numel() == distinct
 
 
 @given(bases, dims, lengths)
