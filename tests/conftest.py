@@ -1,5 +1,6 @@
 """What holds for every test: uninitialised memory is NaN, and Hypothesis prints how to replay a failure."""
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -10,6 +11,10 @@ import torch.utils.deterministic as deterministic
 
 hypothesis.settings.register_profile("ropewalk", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("ropewalk")
+
+# Without a GPU the Triton kernels run in Triton's interpreter, which has to be known before Triton is loaded.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # torch.empty gives NaN from here on, so that an output element nobody wrote fails every comparison.
 torch.use_deterministic_algorithms(True)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "RangeCache"]
+__all__ = ["Block", "RangeCache", "stream_of"]
 
 # Ranges start at a multiple of this and reach at least this far past what was asked for: the next tokens of a decode.
 STEP = 256
@@ -16,10 +16,26 @@ LONGEST = 8192
 MOST_ROWS = LONGEST + 8 * STEP
 
 
-class Block(NamedTuple):
-    """cos and sin of positions start .. stop-1. The key begins with device and dtype, and says all that they depend on.
+def stream_of(device: torch.device) -> int:
+    """The stream on which work for the device is put now; 0 where there is none.
 
-    >>> Block((torch.device("cpu"), torch.float32), 0, 2, torch.ones(2, 1), torch.zeros(2, 1)).stop
+    What one stream computes another may read too early, and memory that one lets go another may still be reading: each
+    has blocks of its own.
+
+    >>> stream_of(torch.device("cpu"))
+    0
+    """
+    if device.type != "cuda":
+        return 0
+    # What `torch.cuda.current_stream` asks too, without an object around it: decoding waits for this.
+    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Block(NamedTuple):
+    """cos and sin of positions start .. stop-1. The key begins with device, dtype and `stream_of` the device, and says
+    all that they depend on.
+
+    >>> Block((torch.device("cpu"), torch.float32, 0), 0, 2, torch.ones(2, 1), torch.zeros(2, 1)).stop
     2
     """
 
@@ -40,7 +56,7 @@ class RangeCache:
     ...     made.append((start, stop))
     ...     return torch.arange(start, stop), torch.arange(start, stop)
     >>> cache = RangeCache()
-    >>> key = torch.device("cpu"), torch.float32
+    >>> key = torch.device("cpu"), torch.float32, stream_of(torch.device("cpu"))
     >>> found = [cache.find(key, start, start + 2, make) for start in (0, 2, 250)]
     >>> [cos[row : row + 2].tolist() for cos, sin, row in found]
     [[0, 1], [2, 3], [250, 251]]
@@ -50,7 +66,7 @@ class RangeCache:
 
     def __init__(self) -> None:
         self._blocks: tuple[Block, ...] = ()
-        # The block that was used last, if it is on the CPU and shared by all heads: decoding looks there first.
+        # The block that was used last, if all heads share it: decoding looks there first.
         self.recent: Block | None = None
 
     def find(
@@ -87,7 +103,7 @@ class RangeCache:
         return block.cos, block.sin, start - first
 
     def _put_forward(self, block: Block) -> None:
-        self.recent = block if block.key[0].type == "cpu" and block.cos.dim() == 2 else None
+        self.recent = block if block.key[0].type in ("cpu", "cuda") and block.cos.dim() == 2 else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_blocks": (), "recent": None}

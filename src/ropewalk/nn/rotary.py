@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, shown
 from ropewalk.kernels.layout import Layout
+from ropewalk.nn.range_cache import stream_of
 from ropewalk.nn.rotary_angles import Angles
 from ropewalk.nn.rotary_arguments import check_angles, check_in_place, check_inputs, checked_role, require_one
 from ropewalk.nn.rotary_moves import RotaryMoves
@@ -110,7 +111,7 @@ class RotaryEmbedding(RotaryMoves):
             # Decoding, where the host's time decides: what is in order goes straight to the kernel. A compiler must not
             # see the cache: it would hold on to what is in it.
             block, start, stop = self._ranges.recent, offset or 0, self.context_length
-            if block is not None:
+            if block is not None and stream_of(block.key[0]) == block.key[2]:
                 stop = block.stop if stop is None else min(stop, block.stop)
                 where = start - block.start, stop - start
                 turned = rotate_directly(q, k, block.cos, block.sin, self.layout, *where, self.spec.head_dim)

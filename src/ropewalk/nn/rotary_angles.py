@@ -10,7 +10,7 @@ from ropewalk.errors import RopewalkError, as_int, require_flag, shown
 from ropewalk.kernels.angles import radix_table
 from ropewalk.kernels.arithmetic import Constants, TorchArithmetic
 from ropewalk.nn.positions import packed_positions, range_positions
-from ropewalk.nn.range_cache import RangeCache
+from ropewalk.nn.range_cache import RangeCache, stream_of
 from ropewalk.nn.rotary_arguments import (
     check_angles,
     check_ends,
@@ -302,7 +302,7 @@ class RotaryAngles(nn.Module):
         def make(first: int, last: int) -> Angles:
             return self._angles_at(range_positions(last - first, first, device), dtype, None, role)
 
-        return self._ranges.find((device, dtype, role), start, start + seq, make)
+        return self._ranges.find((device, dtype, stream_of(device), role), start, start + seq, make)
 
     def _check_last(self, last: int) -> None:
         """Refuses a last position past what the module or its spec is for, where the host knows it."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels import angles as angle_kernels
+from ropewalk.kernels import gpu
 from ropewalk.ops.plain import is_exporting, is_plain, is_transformed
 
 __all__ = ["cos_sin"]
@@ -32,8 +33,14 @@ def cos_sin(
     """
     if torch.compiler.is_compiling() and not is_exporting() and not is_transformed():
         return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype, axes)
+    if positions.is_cuda and is_plain(positions, inv_freq, amplitude, axes) and _fits_gpu(positions, inv_freq, amplitude):
+        return gpu.kernels().cos_sin(positions, inv_freq, amplitude, dtype, axes)
     # The table is looked up by values, which only plain positions have.
     return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype, axes)
+
+
+def _fits_gpu(positions: Tensor, inv_freq: Tensor, amplitude: Tensor) -> bool:
+    return gpu.missing() is None and gpu.angles_serve(positions, inv_freq, amplitude)
 
 
 @torch.library.custom_op("ropewalk::cos_sin", mutates_args=())
@@ -45,6 +52,8 @@ def _cos_sin_op(
     dtype: torch.dtype,
     axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if positions.is_cuda and _fits_gpu(positions, inv_freq, amplitude):
+        return gpu.kernels().cos_sin(positions, inv_freq, amplitude, dtype, axes)
     return angle_kernels.cos_sin(positions, inv_freq, table, amplitude, dtype, axes)
 
 

@@ -1,18 +1,21 @@
-"""RMSNorm and rotation of q and k: one pass in C, or the formula."""
+"""RMSNorm and rotation of q and k: one pass in C or on a GPU, or the formula."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import rotate_native
+from ropewalk.kernels import gpu, rotate_native
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.qk_norm_torch import Norm, factor, norm_rotate, norm_rotate_backward
 from ropewalk.ops.plain import is_plain, why_not_plain
 from ropewalk.ops.registry import cannot_serve
-from ropewalk.ops.rotation import native_serves, rotate, takes_op
+from ropewalk.ops.rotation import fast_kernel, rotate, takes_op
 
 __all__ = ["qk_norm_rotate"]
+
+Both = Sequence[Tensor]
 
 
 def qk_norm_rotate(
@@ -29,8 +32,8 @@ def qk_norm_rotate(
 ) -> tuple[Tensor, Tensor]:
     """q / rms(q) * weight and the same of k, turned by cos and sin. Differentiable in everything.
 
-    The paths are those of the rotation; backward turns back by the rotation's kernel and goes through the norm in torch
-    operations.
+    The paths are those of the rotation. Backward is one pass on a GPU; on the CPU it turns back by the rotation's
+    kernel and goes through the norm in torch operations.
 
     >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
     >>> y, _ = qk_norm_rotate(x, x, None, None, *quarter, Layout(True, 0, -2), Norm(1e-9))
@@ -43,21 +46,27 @@ def qk_norm_rotate(
     if layout.backend != "torch" and takes_op((q, k), cos, sin, layout):
         seq = q.shape[layout.seq_dim]
         cos, sin = (table.narrow(-2, row, seq) if row or table.shape[-2] != seq else table for table in (cos, sin))
-        how = layout.interleaved, layout.start, layout.seq_dim, norm.eps, norm.rounding()
-        op = torch.ops.ropewalk.norm_rotate
-        return op(q, factor(q_weight, q, norm), cos, sin, *how), op(k, factor(k_weight, k, norm), cos, sin, *how)
-    if layout.backend == "torch" or tables_learn or not is_plain(*given) or not native_serves(q, k):
-        if layout.backend == "native":
+        factors = factor(q_weight, q, norm), factor(k_weight, k, norm)
+        how = layout.interleaved, layout.start, layout.seq_dim, layout.backend, norm.eps, norm.rounding()
+        return tuple(torch.ops.ropewalk.norm_rotate((q, k), factors, cos, sin, *how))  # pyright: ignore[reportReturnType]
+    name = None if tables_learn or not is_plain(*given) else fast_kernel(q, layout, k)
+    if name is None:
+        if layout.backend not in (None, "torch"):
             why = (
                 "gradients of cos and sin"
                 if tables_learn
                 else why_not_plain(*given) or f"{q.dim()} and {k.dim()} dimensions of {q.dtype} on {q.device}"
             )
-            raise cannot_serve("native", why)
+            raise cannot_serve(layout.backend, why)
         return (
             norm_rotate(q, q_weight, cos, sin, layout, norm, row),
             norm_rotate(k, k_weight, cos, sin, layout, norm, row),
         )
+    if name == "triton":
+        if grad and any(x is not None and x.requires_grad for x in given[:4]):
+            return _NormRotateBoth.apply(q, k, q_weight, k_weight, cos, sin, layout, norm, row)  # pyright: ignore[reportReturnType]
+        how = layout, (norm.eps, norm.plus_one, norm.rounding()), row
+        return tuple(gpu.kernels().norm_rotate((q, k), (q_weight, k_weight), cos, sin, *how))  # pyright: ignore[reportReturnType]
     factors = factor(q_weight, q, norm), factor(k_weight, k, norm)
     if grad and any(x.requires_grad for x in (q, k, *factors)):
         both = zip((q, k), factors, strict=True)
@@ -87,37 +96,106 @@ class _NormRotate(torch.autograd.Function):
         return *norm_rotate_backward(turned, x, weight, norm.eps), *[None] * 5
 
 
+class _NormRotateBoth(torch.autograd.Function):
+    """Both tensors, by the kernels of a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
+        q, k, q_weight, k_weight, cos, sin, layout, norm, row = given
+        ctx.save_for_backward(*given[:6])
+        ctx.how = layout, norm, row
+        how = layout, (norm.eps, norm.plus_one, norm.rounding()), row
+        return tuple(gpu.kernels().norm_rotate((q, k), (q_weight, k_weight), cos, sin, *how))
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        layout, norm, row = ctx.how
+        weights = (q_weight, k_weight)
+        if torch.is_grad_enabled() or not is_plain(*cotangents, q, k, cos, sin):
+            return *_by_formula((q, k), weights, cotangents, cos, sin, layout, norm, row), *[None] * 5
+        learns = any(ctx.needs_input_grad[2:4])
+        of_x, of_weights = gpu.kernels().norm_rotate_backward(
+            cotangents, (q, k), weights, learns, cos, sin, layout, (norm.eps, norm.plus_one, 0), row
+        )
+        return *of_x, *of_weights, *[None] * 5
+
+
+def _by_formula(
+    both: Both, weights: Sequence[Tensor | None], cotangents: Both, cos: Tensor, sin: Tensor, *how: Any
+) -> list[Tensor | None]:
+    """The gradients through the formula, which has derivatives of its own."""
+    needed = [*both, *weights]
+    asked = [x for x in needed if x is not None and x.requires_grad]
+    with torch.enable_grad():
+        turned = [norm_rotate(x, weight, cos, sin, *how) for x, weight in zip(both, weights, strict=True)]
+    found = iter(torch.autograd.grad(turned, asked, cotangents, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in needed]
+
+
 @torch.library.custom_op("ropewalk::norm_rotate", mutates_args=())
 def _norm_rotate_op(
-    x: Tensor,
-    weight: Tensor,
+    both: Sequence[Tensor],
+    factors: Sequence[Tensor],
     cos: Tensor,
     sin: Tensor,
     interleaved: bool,
     start: int,
     seq_dim: int,
+    backend: str | None,
     eps: float,
     rounding: int,
-) -> Tensor:
-    layout = Layout(interleaved, start, seq_dim)
-    return rotate_native.norm_rotate(x, None, weight, None, cos, sin, layout, eps, rounding)[0]
+) -> list[Tensor]:
+    layout = Layout(interleaved, start, seq_dim, backend)
+    if fast_kernel(both[0], layout, both[1]) == "triton":
+        return gpu.kernels().norm_rotate(both, factors, cos, sin, layout, (eps, False, rounding))
+    return list(rotate_native.norm_rotate(*both, *factors, cos, sin, layout, eps, rounding))
 
 
 @_norm_rotate_op.register_fake
-def _(x: Tensor, *how: Any) -> Tensor:
-    return torch.empty_like(x)
+def _(both: Both, *how: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in both]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, cos, sin, *ctx.how = inputs
-    ctx.save_for_backward(x, weight, cos, sin)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    both, factors, cos, sin, *ctx.how = inputs
+    ctx.save_for_backward(*both, *factors, cos, sin)
 
 
-def _backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, cos, sin = ctx.saved_tensors
-    *layout, eps, _ = ctx.how
-    (turned,) = torch.ops.ropewalk.rotate([cotangent.to(cos.dtype)], cos, sin, *layout, True)
-    return *norm_rotate_backward(turned, x, weight, eps), *[None] * 7
+def _backward(ctx: Any, cotangents: list[Tensor]) -> tuple[Any, ...]:
+    *saved, cos, sin = ctx.saved_tensors
+    *how, _ = ctx.how
+    grads = torch.ops.ropewalk.norm_rotate_backward(cotangents, saved[:2], saved[2:], cos, sin, *how)
+    return grads[:2], grads[2:], *[None] * 8
 
 
 _norm_rotate_op.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("ropewalk::norm_rotate_backward", mutates_args=())
+def _norm_rotate_backward_op(
+    cotangents: Sequence[Tensor],
+    both: Sequence[Tensor],
+    factors: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    start: int,
+    seq_dim: int,
+    backend: str | None,
+    eps: float,
+) -> list[Tensor]:
+    layout = Layout(interleaved, start, seq_dim, backend)
+    if fast_kernel(both[0], layout, both[1]) == "triton":
+        of_x, of_weights = gpu.kernels().norm_rotate_backward(
+            cotangents, both, factors, True, cos, sin, layout, (eps, False, 0)
+        )
+        return [*of_x, *(weight for weight in of_weights if weight is not None)]
+    turned = [rotate(g.to(cos.dtype), None, cos, sin, layout, conjugate=True)[0] for g in cotangents]
+    found = [norm_rotate_backward(g, x, w, eps) for g, x, w in zip(turned, both, factors, strict=True)]
+    return [of_x for of_x, _ in found] + [of_weight for _, of_weight in found]
+
+
+@_norm_rotate_backward_op.register_fake
+def _(cotangents: Both, both: Both, factors: Both, *how: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (*both, *factors)]

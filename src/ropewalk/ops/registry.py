@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice
-from ropewalk.kernels import qk_norm_torch, rotate_native, rotate_torch
+from ropewalk.kernels import gpu, qk_norm_torch, rotate_native, rotate_torch
 from ropewalk.reference.budget import rotation_budget
 from ropewalk.reference.qk_norm import qk_norm_rotate
 from ropewalk.reference.rotate import rotate
@@ -33,17 +33,18 @@ class Op:
 Kernel = Callable[..., tuple[Tensor, ...]]
 
 _BACKENDS: dict[str, Kernel] = {"torch": rotate_torch.rotate}
-# Why a backend of the design is not here.
-_MISSING: dict[str, str] = {"triton": "the Triton kernel is not part of this version"}
 if rotate_native.MISSING is None:
     _BACKENDS["native"] = rotate_native.rotate
-else:
-    _MISSING["native"] = rotate_native.MISSING
+# Whether there is a GPU is asked when one is needed: to ask it at import would keep forked processes from using it.
+if gpu.installed():
+    _BACKENDS["triton"] = lambda *given, **how: gpu.kernels().rotate(*given, **how)
 
-# RMSNorm and rotation in one: the C kernel takes the norm in the same pass.
+# RMSNorm and rotation in one: these kernels take the norm in the same pass.
 _NORM_BACKENDS: dict[str, Callable[..., Any]] = {"torch": qk_norm_torch.norm_rotate}
 if rotate_native.MISSING is None:
     _NORM_BACKENDS["native"] = rotate_native.norm_rotate
+if gpu.installed():
+    _NORM_BACKENDS["triton"] = lambda *given: gpu.kernels().norm_rotate(*given)
 
 OPS = {
     op.name: op
@@ -60,7 +61,7 @@ def backend_reasons() -> dict[str, str | None]:
     >>> backend_reasons()["torch"] is None
     True
     """
-    return {name: _MISSING.get(name) for name in ("native", "triton", "torch")}
+    return {"native": rotate_native.MISSING, "triton": gpu.missing(), "torch": None}
 
 
 def require_backend(name: str | None) -> str | None:

@@ -3,13 +3,14 @@
 What a call costs, apart from the rotation itself, on two Neoverse-N1 cores with torch 2.13 (2026-11): a direct call
 2 us, an autograd.Function 15 to 22 us, a library op 21 to 58 us. So
 
-- a call that needs nothing else goes directly to a kernel: `native`, in C, for plain CPU tensors; else `torch`;
+- a call that needs nothing else goes directly to a kernel: `native`, in C, for plain CPU tensors; `triton` for those of
+  a GPU; else `torch`;
 - one that needs a gradient goes through the cheapest autograd.Function to the same kernel;
-- a compiler gets a library op where the C kernel can serve, and else the formula in torch operations, which Inductor
-  fuses. On the same machine q and k of (1, 2048, 32 and 8, 128) take Inductor's code 2.1 and 5.6 ms in float32 (half,
+- a compiler gets a library op where one of these kernels can serve, and else the formula in torch operations, which
+  Inductor fuses. On the same machine q and k of (1, 2048, 32 and 8, 128) take Inductor's code 2.1 and 5.6 ms in float32 (half,
   interleaved) and 6.0 and 12.8 ms in bfloat16; what the op takes is in benchmarks/cpu.json, as "compiled";
-- everything else that looks inside (export, functorch, forward-mode AD, tensor subclasses, gradients of cos and sin)
-  gets the formula, which all of them understand.
+- everything else that looks inside (export, functorch, forward-mode AD, tensor subclasses, gradients of cos and sin on
+  the CPU) gets the formula, which all of them understand.
 
 Only plain tensors reach a kernel, so that none takes a pointer that is not there.
 """
@@ -20,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import rotate_native, rotate_torch
+from ropewalk.kernels import gpu, rotate_native, rotate_torch
 from ropewalk.kernels.layout import Layout
 from ropewalk.ops.plain import is_eager, is_exporting, is_plain, is_transformed, why_not_plain
 from ropewalk.ops.registry import OPS, Kernel, cannot_serve
 
-__all__ = ["kernel_for", "native_serves", "rotate", "rotate_", "rotate_directly", "rotate_plain", "takes_op"]
+__all__ = ["fast_kernel", "kernel_for", "rotate", "rotate_", "rotate_directly", "rotate_plain", "takes_op"]
 
 
 def rotate(
@@ -40,7 +41,11 @@ def rotate(
     >>> rotate(torch.tensor([[1.0, 0.0]]), None, *quarter, Layout(True, 0, -2))[0].tolist()
     [[0.0, 1.0]]
     """
-    if not is_plain(q, k, cos, sin) or (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)):
+    if not is_plain(q, k, cos, sin):
+        return _traced((q,) if k is None else (q, k), cos, sin, layout, row, conjugate)
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        if fast_kernel(q, layout, k) == "triton":
+            return _RotateLearned.apply(q, k, cos, sin, layout, row, conjugate)  # pyright: ignore[reportReturnType]
         return _traced((q,) if k is None else (q, k), cos, sin, layout, row, conjugate)
     return rotate_plain(q, k, cos, sin, layout, kernel_for(q, layout, k), row, conjugate)
 
@@ -58,6 +63,8 @@ def rotate_directly(
     """
     if layout.backend == "torch" or not is_eager():
         return None
+    if cos.is_cuda:
+        return _rotate_directly_on_gpu(q, k, cos, sin, layout, row, rows, head_dim)
     how = cos, sin, layout, row, rows, head_dim
     if torch.is_grad_enabled():
         if not rotate_native.rotate_if_ready(q, k, *how, act=False):
@@ -65,6 +72,29 @@ def rotate_directly(
         if q.requires_grad or (k is not None and k.requires_grad):
             return rotate_plain(q, k, cos, sin, layout, row=row)
     return rotate_native.rotate_if_ready(q, k, *how, act=True)  # pyright: ignore[reportReturnType]
+
+
+def _rotate_directly_on_gpu(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int, rows: int, head_dim: int
+) -> tuple[Tensor, ...] | None:
+    """The same for tensors of a GPU, on which it is asked here what the C kernel asks by itself."""
+    seq_dim, device, dtype = layout.seq_dim, cos.device, cos.dtype
+    seq = 0
+    for x in (q,) if k is None else (q, k):
+        # Looked at in the order in which calls go wrong most often.
+        if type(x) is not Tensor or not x.is_cuda or x.device != device or x.dim() < -seq_dim:
+            return None
+        shape, kind = x.shape, x.dtype
+        if shape[-1] != head_dim or kind != q.dtype or kind not in gpu.DTYPES or x.is_neg():
+            return None
+        if (kind == torch.float64) != (dtype == torch.float64) or shape[seq_dim] > rows or x.numel() == 0:
+            return None
+        if seq and shape[seq_dim] != seq:
+            return None
+        seq = shape[seq_dim]
+    if gpu.missing() is not None or torch.cuda.is_current_stream_capturing():
+        return None
+    return rotate_plain(q, k, cos, sin, layout, gpu.kernels().rotate, row)
 
 
 def rotate_plain(
@@ -101,9 +131,9 @@ def rotate_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layou
     """
     both = (q,) if k is None else (q, k)
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*both, cos, sin))
-    if needs_graph or not is_plain(q, k, cos, sin) or kernel_for(q, layout, k) is not rotate_native.rotate:
+    if needs_graph or not is_plain(q, k, cos, sin) or fast_kernel(q, layout, k) is None:
         return False
-    rotate_native.rotate(q, k, cos, sin, layout, row, in_place=True)
+    kernel_for(q, layout, k)(q, k, cos, sin, layout, row, in_place=True)
     for x in both:
         # What autograd saved of x before this is no longer there: it must say so.
         if not x.is_inference():
@@ -117,21 +147,31 @@ def kernel_for(x: Tensor, layout: Layout, other: Tensor | None = None) -> Kernel
     >>> kernel_for(torch.ones(1), Layout(True, 0, -2, "torch")) is rotate_torch.rotate
     True
     """
-    if layout.backend is not None:
-        if layout.backend == "native" and not native_serves(x, other):
-            raise cannot_serve("native", f"{x.dtype} of {x.dim()} dimensions on {x.device}")
-        return OPS["rotate"].backends[layout.backend]
-    return rotate_native.rotate if native_serves(x, other) else rotate_torch.rotate
+    name = fast_kernel(x, layout, other)
+    if name is None and layout.backend not in (None, "torch"):
+        raise cannot_serve(layout.backend, f"{x.dtype} of {x.dim()} dimensions on {x.device}")
+    if name == "native":
+        return rotate_native.rotate
+    return rotate_torch.rotate if name is None else gpu.kernels().rotate
 
 
-def native_serves(x: Tensor, other: Tensor | None = None) -> bool:
-    """Whether the C kernel is there, and knows the device, the dtype and as many dimensions.
+def fast_kernel(x: Tensor, layout: Layout, other: Tensor | None = None) -> str | None:
+    """"native" or "triton" if that kernel is there, was not ruled out, and knows the device, the dtype and the dimensions.
 
-    >>> native_serves(torch.ones(1, dtype=torch.float8_e5m2))
-    False
+    >>> fast_kernel(torch.ones(1, dtype=torch.float8_e5m2), Layout(True, 0, -2)) is None
+    True
     """
-    served = x.is_cpu and rotate_native.MISSING is None and x.dtype in rotate_native.DTYPES
-    return served and x.dim() <= rotate_native.MOST_DIMS and (other is None or other.dim() <= rotate_native.MOST_DIMS)
+    asked = layout.backend
+    if x.is_cuda:
+        served = asked in (None, "triton") and x.dtype in gpu.DTYPES and gpu.missing() is None
+        return "triton" if served else None
+    if not x.is_cpu or asked == "torch":
+        return None
+    if asked == "triton":
+        return "triton" if gpu.interpreted() and x.dtype in gpu.DTYPES and gpu.missing() is None else None
+    served = rotate_native.MISSING is None and x.dtype in rotate_native.DTYPES
+    few = x.dim() <= rotate_native.MOST_DIMS and (other is None or other.dim() <= rotate_native.MOST_DIMS)
+    return "native" if served and few else None
 
 
 def _traced(
@@ -141,18 +181,18 @@ def _traced(
     if layout.backend != "torch" and takes_op(both, cos, sin, layout):
         if row or cos.shape[-2] != both[0].shape[layout.seq_dim]:
             cos, sin = (table.narrow(-2, row, both[0].shape[layout.seq_dim]) for table in (cos, sin))
-        how = cos, sin, layout.interleaved, layout.start, layout.seq_dim, conjugate
+        how = cos, sin, layout.interleaved, layout.start, layout.seq_dim, layout.backend, conjugate
         if torch.is_grad_enabled() and len({x.requires_grad for x in both}) > 1:
             # One op for both would give the one that needs no gradient a graph.
             return tuple(torch.ops.ropewalk.rotate([x], *how)[0] for x in both)
         return tuple(torch.ops.ropewalk.rotate(both, *how))
-    if layout.backend == "native":
-        raise cannot_serve("native", why_not_plain(*both, cos, sin) or "gradients of cos and sin")
+    if layout.backend not in (None, "torch"):
+        raise cannot_serve(layout.backend, why_not_plain(*both, cos, sin) or "gradients of cos and sin")
     return tuple(rotate_torch.rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both)
 
 
 def takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout) -> bool:
-    """Whether a compiler is to see the C kernel, as a library op. What an exporter writes must not need ropewalk.
+    """Whether a compiler is to see a kernel, as a library op. What an exporter writes must not need ropewalk.
 
     For one token the call of an op takes longer than the rotation, and Inductor's code is faster.
 
@@ -164,10 +204,10 @@ def takes_op(both: tuple[Tensor, ...], cos: Tensor, sin: Tensor, layout: Layout)
         torch.compiler.is_compiling()
         and not is_exporting()
         and not is_transformed()
-        and native_serves(*both)
+        and fast_kernel(both[0], layout, both[-1]) is not None
         and not (cos.requires_grad or sin.requires_grad)
         and all(type(x) in (Tensor, torch.nn.Parameter) for x in (*both, cos, sin))
-        and (layout.backend == "native" or not _is_one(both[0].shape[layout.seq_dim]))
+        and (layout.backend is not None or not _is_one(both[0].shape[layout.seq_dim]))
     )
 
 
@@ -195,20 +235,81 @@ class _Rotate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
-        ctx.how = layout, row, conjugate
-        return kernel(q, k, cos, sin, layout, row, conjugate)
+        turned = kernel(q, k, cos, sin, layout, row, conjugate)
+        ctx.how = layout, row, conjugate, [y.stride() for y in turned]
+        return turned
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        layout, row, conjugate = ctx.how
-        there = [g for g in cotangents if g is not None]
-        if not there:
-            return (None,) * 8
-        q, k = (there[0], None) if len(there) == 1 else there
-        back = iter(rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate))
-        grads = [None if g is None else next(back) for g in cotangents]
+        layout, row, conjugate, strides = ctx.how
+        grads = _turned_back(cotangents, strides, cos, sin, layout, row, conjugate)
         return (*grads, *[None] * (8 - len(grads)))
+
+
+def _turned_back(
+    cotangents: Sequence[Tensor | None],
+    strides: Sequence[tuple[int, ...]],
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int,
+    conjugate: bool,
+) -> list[Tensor | None]:
+    """The cotangents of a rotation, turned the other way, into memory that lies as the rotated tensors did.
+
+    What is then added to a gradient, or multiplied with a weight, lies as autograd expects it.
+    """
+    there = [(g, stride) for g, stride in zip(cotangents, strides, strict=True) if g is not None]
+    if not there:
+        return [None for _ in cotangents]
+    given = [g for g, _ in there]
+    q, k = given[0], given[1] if len(given) == 2 else None
+    plain = is_plain(*given, cos, sin) and not torch.is_grad_enabled()
+    if plain and fast_kernel(q, layout, k) == "triton":
+        out = [g.new_empty_strided(g.shape, stride) for g, stride in there]
+        turned = gpu.kernels().rotate(q, k, cos, sin, layout, row, not conjugate, out=out)
+    else:
+        turned = rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate)
+    back = iter(turned)
+    return [None if g is None else next(back) for g in cotangents]
+
+
+class _RotateLearned(torch.autograd.Function):
+    """The rotation by a GPU's kernel with gradients for cos and sin too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int, conjugate: bool
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, cos, sin)
+        turned = gpu.kernels().rotate(q, k, cos, sin, layout, row, conjugate)
+        ctx.how = layout, row, conjugate, [y.stride() for y in turned]
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, cos, sin = ctx.saved_tensors
+        layout, row, conjugate, strides = ctx.how
+        both = [q] if k is None else [q, k]
+        if all(g is None for g in cotangents):
+            return (None,) * 7
+        if torch.is_grad_enabled() or not is_plain(*cotangents, cos, sin):
+            # A derivative of this derivative is wanted: the formula has all of them.
+            needed = [*both, cos, sin]
+            asked = [x for x in needed if x.requires_grad]
+            with torch.enable_grad():
+                turned = [rotate_torch.rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both]
+            there = [(y, g) for y, g in zip(turned, cotangents, strict=True) if g is not None]
+            outputs, given = zip(*there, strict=True)
+            found = iter(torch.autograd.grad(outputs, asked, given, create_graph=True, allow_unused=True))
+            grads = [next(found) if x.requires_grad else None for x in needed]
+            return (*grads[: len(both)], *[None] * (2 - len(both)), *grads[len(both) :], None, None, None)
+        wanted = [g if needed else None for g, needed in zip(cotangents, ctx.needs_input_grad, strict=False)]
+        turned = _turned_back(wanted, strides, cos, sin, layout, row, conjugate)
+        tables = gpu.kernels().table_gradient(both, cotangents, cos, layout, row, conjugate)
+        return (*turned, *[None] * (2 - len(both)), *tables, None, None, None)
 
 
 @torch.library.custom_op("ropewalk::rotate", mutates_args=())
@@ -219,9 +320,10 @@ def _rotate_op(
     interleaved: bool,
     start: int,
     seq_dim: int,
+    backend: str | None,
     conjugate: bool,
 ) -> list[Tensor]:
-    layout = Layout(interleaved, start, seq_dim)
+    layout = Layout(interleaved, start, seq_dim, backend)
     q, k = (both[0], None) if len(both) == 1 else both
     return list(kernel_for(q, layout, k)(q, k, cos, sin, layout, 0, conjugate))
 
@@ -239,7 +341,7 @@ def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 def _rotation_backward(ctx: Any, cotangents: list[Tensor]) -> tuple[Any, ...]:
     *how, conjugate = ctx.how
     back = torch.ops.ropewalk.rotate(cotangents, *ctx.saved_tensors, *how, not conjugate)
-    return back, *[None] * 6
+    return back, *[None] * 7
 
 
 _rotate_op.register_autograd(_rotation_backward, setup_context=_save_rotation)

@@ -1,0 +1,156 @@
+"""The gradients of cos and sin on a GPU: one pass over x and its cotangent, summed over heads."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.kernels.launch_triton import LAUNCHES, Launch, Rows, alignment, is_wide, rows_of
+from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.qk_norm_triton import load_rows
+
+__all__ = ["table_gradient"]
+
+
+@triton.jit(do_not_specialize=["seq", "blocks_a_batch", "x_b", "x_s", "x_h", "g_b", "g_s", "g_h"])
+def _table_gradient(
+    x,
+    g,
+    of_cos,
+    of_sin,
+    seq,
+    blocks_a_batch,
+    x_b,
+    x_s,
+    x_h,
+    g_b,
+    g_s,
+    g_h,
+    HEADS: tl.constexpr,
+    TABLES: tl.constexpr,
+    X_STEP: tl.constexpr,
+    G_STEP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    START: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROOM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Of (a, b) turned to (a c - b s, a s + b c) c has the gradient a p + b r, and s a r - b p; p, r the cotangents.
+
+    TABLES is 1 where heads share cos and sin, and else one a head. A program has TOKENS tokens of one of them.
+    """
+    FEATURES: tl.constexpr = (PAIRS, 0, START, INTERLEAVED, ROOM, 1)
+    counting = tl.int64 if WIDE else tl.int32
+    block = tl.program_id(0) % blocks_a_batch
+    table = tl.program_id(0) // blocks_a_batch
+    batch = (table // TABLES).to(counting)
+    s = block * TOKENS + tl.arange(0, TOKENS)
+    there = s < seq
+    s = s.to(counting)
+    source = x + (batch * x_b + s * x_s) * ALIGN
+    given = g + (batch * g_b + s * g_s) * ALIGN
+    dtype = of_cos.dtype.element_ty
+    c = tl.zeros((TOKENS, ROOM), dtype)
+    d = tl.zeros((TOKENS, ROOM), dtype)
+    first = table % TABLES * (HEADS // TABLES)
+    head = first
+    while head < first + HEADS // TABLES:
+        a, b, _ = load_rows(source + head.to(counting) * x_h * ALIGN, there, X_STEP, TOKENS, FEATURES)
+        p, r, _ = load_rows(given + head.to(counting) * g_h * ALIGN, there, G_STEP, TOKENS, FEATURES)
+        a, b, p, r = a.to(dtype), b.to(dtype), p.to(dtype), r.to(dtype)
+        c += a * p + b * r
+        d += a * r - b * p
+        head += 1
+    if CONJUGATE:
+        d = -d
+    pair = tl.arange(0, ROOM)[None, :]
+    at = ((table.to(tl.int64) * seq + s) * PAIRS)[:, None] + pair
+    mask = there[:, None] & (pair < PAIRS)
+    tl.store(of_cos + at, c, mask=mask)
+    tl.store(of_sin + at, d, mask=mask)
+
+
+def table_gradient(
+    both: Sequence[Tensor], cotangents: Sequence[Tensor | None], cos: Tensor, layout: Layout, row: int, conjugate: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of cos and sin, shaped as they are, of the rotation of one or two tensors."""
+    found = [_of_one(x, g, cos, layout, conjugate) for x, g in zip(both, cotangents, strict=True) if g is not None]
+    of_cos, of_sin = (sum(parts[1:], parts[0]) for parts in zip(*found, strict=True))
+    return _placed(of_cos, cos, row), _placed(of_sin, cos, row)
+
+
+def _of_one(x: Tensor, g: Tensor, cos: Tensor, layout: Layout, conjugate: bool) -> list[Tensor]:
+    """What one tensor gives to both gradients, from the first token's row on."""
+    (x, rows), (g, given) = (_as_rows(tensor, layout, cos.dim()) for tensor in (x, g))
+    tables = cos.shape[1] if cos.dim() == 4 else 1
+    shape = (rows.batch, tables, rows.seq, cos.shape[-1])
+    out = [torch.empty(shape, dtype=cos.dtype, device=cos.device) for _ in range(2)]
+    _launch(x, g, rows, given, out, layout, tables, conjugate)
+    if cos.dim() < 4:
+        out = [total.squeeze(1) for total in out]
+    return [total.sum(0, keepdim=cos.dim() > 2) if cos.dim() == 2 or cos.shape[0] == 1 else total for total in out]
+
+
+def _placed(gradient: Tensor, cos: Tensor, row: int) -> Tensor:
+    """The gradient among the rows of cos: those that no token had get 0."""
+    if gradient.shape == cos.shape:
+        return gradient
+    whole = torch.zeros_like(cos)
+    whole.narrow(-2, row, gradient.shape[-2]).copy_(gradient)
+    return whole
+
+
+def _as_rows(x: Tensor, layout: Layout, dims: int) -> tuple[Tensor, Rows]:
+    rows = rows_of(x, layout.seq_dim, dims)
+    if rows is None:
+        x = x.contiguous()
+        rows = rows_of(x, layout.seq_dim, dims)
+    if rows is None:
+        raise AssertionError("contiguous dimensions lie as one")
+    return x, rows
+
+
+def _launch(
+    x: Tensor,
+    g: Tensor,
+    rows: Rows,
+    given: Rows,
+    out: Sequence[Tensor],
+    layout: Layout,
+    tables: int,
+    conjugate: bool,
+) -> None:
+    tensors = (x, g, *out)
+    pairs = out[0].shape[-1]
+    shapes = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors)
+    key = (_table_gradient, shapes, x.device, layout, conjugate)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        room = 1 << (pairs - 1).bit_length()
+        tokens = max(1, 512 // room)
+        aligned = alignment(16 // x.element_size(), *rows.strides[:3], *given.strides[:3])
+        blocks_a_batch = -(-rows.seq // tokens)
+        strides = [stride // aligned for r in (rows, given) for stride in r.strides[:3]]
+        constants = {
+            "HEADS": rows.heads,
+            "TABLES": tables,
+            "X_STEP": rows.strides[3],
+            "G_STEP": given.strides[3],
+            "PAIRS": pairs,
+            "START": layout.start,
+            "INTERLEAVED": layout.interleaved,
+            "ROOM": room,
+            "TOKENS": tokens,
+            "ALIGN": aligned,
+            "CONJUGATE": conjugate,
+            "WIDE": is_wide(rows.reach(), given.reach()),
+        }
+        programs = rows.batch * tables * blocks_a_batch
+        launch = LAUNCHES.keep(key, Launch(_table_gradient, programs, (rows.seq, blocks_a_batch, *strides), constants, 4))
+    launch(x.device, *tensors)
