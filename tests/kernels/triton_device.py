@@ -10,13 +10,23 @@ from ropewalk.kernels import gpu
 DEVICE = torch.device("cpu" if gpu.interpreted() else "cuda")
 
 
-def _cast_and_round(builder: Any, source: Any, target: Any) -> Any:
-    if source.dtype.scalar.is_fp32() and target.scalar.is_bf16():
-        bits = torch.from_numpy(source.data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
-        return interpreter.TensorHandle(bits, target.scalar)
-    return _cast(builder, source, target)
+def _cast_and_round(self: Any, src: Any, dst_type: Any) -> Any:
+    if src.dtype.scalar.is_fp32() and dst_type.scalar.is_bf16():
+        bits = torch.from_numpy(src.data.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+        return interpreter.TensorHandle(bits, dst_type.scalar)
+    return _cast(self, src, dst_type)
 
 
 # The interpreter cuts a float32 to a bfloat16 where hardware rounds to the nearest; everything else it rounds.
 _cast = interpreter.InterpreterBuilder.cast_impl
 interpreter.InterpreterBuilder.cast_impl = _cast_and_round
+
+
+def on_device(candidate: Any) -> Any:
+    """A candidate for the parity check whose tensors lie where the kernels run."""
+
+    def moved(x: Any, positions: Any, inv_freq: Any, **options: Any) -> Any:
+        turned = candidate(x.to(DEVICE), positions.to(DEVICE), inv_freq.to(DEVICE), backend="triton", **options)
+        return turned.to("cpu")
+
+    return moved

@@ -81,7 +81,7 @@ def test_our_own_path_past_its_budget_is_exit_code_1(monkeypatch, capsys):
 def test_nan_is_no_small_error():
     x = torch.ones(1, 1, 2, 4)
     inv_freq = torch.tensor([1.0, 0.1], dtype=torch.float64)
-    truth = timing.Truth(x, torch.arange(2), inv_freq, "half", False)
+    truth = timing.Truth.of_rotation(x, torch.arange(2), inv_freq, "half", False)
     right = truth.value.float()
     assert truth.errors(right)[0] <= 1
     assert truth.errors(right + 0.1)[1] == pytest.approx(0.1 / 2**0.5, rel=1e-4)

@@ -54,7 +54,7 @@ def _cos_sin(
     PAIRS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Lanes are counted over batches, heads, tokens and pairs, as the result lies. `tokens` are those of all batches."""
+    """Lanes are counted over batches, heads, tokens and pairs, as the result lies; `tokens` over all batches."""
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     pair = at % PAIRS
     token = at // PAIRS
@@ -86,7 +86,15 @@ def _cos_sin(
 def cos_sin(
     positions: Tensor, inv_freq: Tensor, amplitude: Tensor, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.angles.cos_sin`, by one launch, for calls that `gpu.angles_serve` knows."""
+    """`kernels.angles.cos_sin`, by one launch, for calls that `gpu.angles_serve` knows.
+
+    >>> from ropewalk.kernels import gpu
+    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> one, theta = torch.tensor(1.0).double().to(device), torch.tensor([1.0, 0.5]).double().to(device)
+    >>> cos, sin = cos_sin(torch.tensor([0, 2], device=device), theta, one, torch.float32)
+    >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1
+    [-0.4161, 0.5403]
+    """
     device, pairs = positions.device, inv_freq.shape[-1]
     heads = inv_freq.shape[0] if inv_freq.dim() == 2 else 1
     shape = positions.shape if axes is None else positions.shape[1:]

@@ -4,13 +4,25 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "LAUNCHES", "Launch", "Rows", "alignment", "is_wide", "rows_of", "table_strides"]
+from ropewalk.kernels import gpu
+
+__all__ = [
+    "INTERPRETED",
+    "LAUNCHES",
+    "Launch",
+    "Rows",
+    "alignment",
+    "far_tokens",
+    "is_wide",
+    "lie_together",
+    "rows_of",
+    "table_strides",
+]
 
 # Kernels are Python code then, run on the CPU: for tests on a machine without a GPU.
-INTERPRETED = bool(triton.knobs.runtime.interpret)
+INTERPRETED = gpu.interpreted()
 
 # An int32 index reaches this far.
 REACH = 1 << 31
@@ -77,6 +89,26 @@ def _merged(dims: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     return size, stride
 
 
+def lie_together(rows: Rows) -> bool:
+    """Whether the heads of a token lie side by side, and not the tokens of a head.
+
+    >>> lie_together(Rows(1, 64, 8, 128, (65536, 1024, 128, 1)))
+    True
+    """
+    return rows.heads == 1 or rows.seq == 1 or rows.strides[2] <= rows.strides[1]
+
+
+def far_tokens(seq: int) -> int:
+    """How many tokens of a head come before the next head, where they lie side by side: a power of two.
+
+    As a copy goes, one head after the other, but no longer than cos and sin stay in the cache.
+
+    >>> far_tokens(1000), far_tokens(1 << 20)
+    (1024, 8192)
+    """
+    return min(8192, 1 << (seq - 1).bit_length())
+
+
 def table_strides(table: Tensor) -> tuple[int, int]:
     """How many rows lie between batches and between heads of a contiguous cos or sin; 0 where they share theirs.
 
@@ -115,11 +147,16 @@ class Launch:
 
     Triton finds the binary for its arguments anew at every call, which takes several times as long as to launch it.
     Here it is asked once, and the binary is kept.
+
+    >>> launch = Launch(kernel=None, programs=3, numbers=(7,), constants={"WIDTH": 4}, warps=4)
+    >>> launch.programs
+    3
     """
 
     def __init__(
         self, kernel: Any, programs: int, numbers: Sequence[int | float], constants: dict[str, Any], warps: int
     ) -> None:
+        self.programs = programs
         self._kernel, self._grid, self._warps = kernel, (programs, 1, 1), warps
         self._numbers, self._constants = tuple(numbers), constants
         self._rest = (*numbers, *constants.values())
@@ -132,10 +169,14 @@ class Launch:
         if self._run is not None:
             self._run(*given, *self._rest)
             return None
-        made = self._kernel[self._grid](*given, *self._numbers, **self._constants, num_warps=self._warps)
+        made = self.bare(*given)
         if made is not None and not INTERPRETED:
             self._run = made[self._grid]
         return None
+
+    def bare(self, *given: Tensor | int | float) -> Any:
+        """The launch by Triton's own interface."""
+        return self._kernel[self._grid](*given, *self._numbers, **self._constants, num_warps=self._warps)
 
 
 class _Launches(dict[Any, Any]):

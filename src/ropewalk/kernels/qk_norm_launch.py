@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.launch_triton import INTERPRETED, LAUNCHES, Launch, Rows, alignment, is_wide, rows_of, table_strides
+from ropewalk.kernels.launch_triton import (
+    INTERPRETED,
+    LAUNCHES,
+    Launch,
+    Rows,
+    alignment,
+    far_tokens,
+    is_wide,
+    lie_together,
+    rows_of,
+    table_strides,
+)
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.qk_norm_triton import norm_rotate_backward_kernel, norm_rotate_kernel
 
@@ -17,8 +28,8 @@ __all__ = ["norm_rotate", "norm_rotate_backward"]
 # eps, whether to add 1 to the weights, and the bits of `qk_norm_torch.Norm.rounding`.
 Norms = tuple[float, bool, int]
 
-# Programs of the backward on a multiprocessor: as many as have their registers at once on an H200.
-PROGRAMS = 5
+# Programs of the backward for each multiprocessor. More smooth the end of the launch, and leave more sums to add.
+PROGRAMS = 16
 
 
 def norm_rotate(
@@ -30,20 +41,18 @@ def norm_rotate(
     norm: Norms,
     row: int = 0,
 ) -> list[Tensor]:
-    """Each tensor over the root of its mean square, times its weight, turned; both in one launch where they lie alike."""
-    dims = cos.dim()
-    given = [x if rows_of(x, layout.seq_dim, dims) else x.contiguous() for x in both]
-    out = [torch.empty_like(x) for x in given]
-    cos, sin = cos.contiguous(), sin.contiguous()
-    for group in _alike(given, layout, dims):
-        xs, ys, ws = ([items[i] for i in group] for items in (given, out, weights))
-        factors = [x if w is None else w.contiguous() for w, x in zip(ws, xs, strict=True)]
-        tensors = (*_two(xs), *_two(ys), *_two(factors), cos, sin)
-        key = _key(norm_rotate_kernel, tensors, ws, layout, norm)
-        launch = LAUNCHES.get(key)
-        if launch is None:
-            launch = LAUNCHES.keep(key, _plan(xs, [ys], ws, cos, layout, norm))
-        launch(xs[0].device, *tensors, row)
+    """Each tensor over the root of its mean square, times its weight, turned; both in one launch where they lie alike.
+
+    >>> from ropewalk.kernels import gpu
+    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> x, tables = torch.tensor([[3.0, 4.0]], device=device), torch.tensor([[[0.0]], [[1.0]]], device=device)
+    >>> (y,) = norm_rotate([x], [None], *tables, Layout(True, 0, -2), (1e-9, False, 0))  # a quarter turn
+    >>> [round(v, 4) for v in y[0].tolist()]
+    [-1.1314, 0.8485]
+    """
+    out = [torch.empty_like(x) for x in both]
+    if both[0].numel():
+        _run(norm_rotate_kernel, [both, out], weights, None, cos, sin, layout, norm, row)
     return out
 
 
@@ -58,57 +67,84 @@ def norm_rotate_backward(
     norm: Norms,
     row: int = 0,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The gradients of the tensors, and of their weights where `learns`. Where the norm was rounded, that is passed over."""
-    dims = cos.dim()
-    given = [x if rows_of(x, layout.seq_dim, dims) else x.contiguous() for x in both]
-    cotangents = [g if rows_of(g, layout.seq_dim, dims) else g.contiguous() for g in cotangents]
-    out = [torch.empty_like(x) for x in given]
-    cos, sin = cos.contiguous(), sin.contiguous()
-    learned: list[Tensor | None] = [None] * len(given)
-    for group in _alike(given, layout, dims, cotangents):
-        xs, gs, ys, ws = ([items[i] for i in group] for items in (given, cotangents, out, weights))
-        rows = [_rows(x, layout, dims) for x in xs]
-        programs = _programs(xs[0].device, [r.heads for r in rows])
-        sums = torch.empty((sum(programs), xs[0].shape[-1]), dtype=cos.dtype, device=cos.device) if learns else cos
-        factors = [x if w is None else w.contiguous() for w, x in zip(ws, xs, strict=True)]
-        tensors = (*_two(xs), *_two(gs), *_two(ys), *_two(factors), sums, cos, sin)
-        key = _key(norm_rotate_backward_kernel, tensors, ws, layout, norm, learns)
-        launch = LAUNCHES.get(key)
-        if launch is None:
-            launch = LAUNCHES.keep(key, _plan(xs, [gs, ys], ws, cos, layout, norm, learns))
-        launch(xs[0].device, *tensors, row)
-        if learns:
-            for i, w, part in zip(group, ws, sums.split(programs), strict=True):
-                learned[i] = None if w is None else part.sum(0).to(w.dtype)
+    """The gradients of the tensors, and of their weights where `learns`. A rounding of the norm is passed over.
+
+    >>> from ropewalk.kernels import gpu
+    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
+    >>> still = torch.tensor([[1.0]], device=device), torch.tensor([[0.0]], device=device)
+    >>> (dx,), _ = norm_rotate_backward([g], [x], [None], False, *still, Layout(True, 0, -2), (1e-9, False, 0))
+    >>> [round(v, 4) for v in dx[0].tolist()]  # x dx = 0: the norm does not see a longer x
+    [0.181, -0.1358]
+    """
+    out = [torch.empty_like(x) for x in both]
+    learned: list[Tensor | None] = [None if w is None or not learns else torch.zeros_like(w) for w in weights]
+    if both[0].numel():
+        sums = _run(norm_rotate_backward_kernel, [both, cotangents, out], weights, learns, cos, sin, layout, norm, row)
+        learned = [
+            None if w is None or part is None else part.to(w.dtype) for w, part in zip(weights, sums, strict=True)
+        ]
     return out, learned
+
+
+def _run(
+    kernel: Any,
+    groups: Sequence[Sequence[Tensor]],
+    weights: Sequence[Tensor | None],
+    learns: bool | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    norm: Norms,
+    row: int,
+) -> list[Tensor | None]:
+    """Launches the kernel on one or two tensors of each group; the sums for the weights, where they learn."""
+    if not (cos.is_contiguous() and sin.is_contiguous()):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    weights = [w if w is None or w.is_contiguous() else w.contiguous() for w in weights]
+    factors = [x if w is None else w for w, x in zip(weights, groups[0], strict=True)]
+    tensors = [x for group in (*groups, factors) for x in _two(group)]
+    key = (
+        kernel,
+        tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors),
+        (cos.shape, cos.dtype, (cos.data_ptr() | sin.data_ptr()) & 15),
+        (cos.device, len(weights), [w is None for w in weights].count(True), weights[0] is None, layout, norm, learns),
+    )
+    plan = LAUNCHES.get(key)
+    if plan is None:
+        plan = LAUNCHES.keep(key, _plan(kernel, groups, weights, learns, cos, layout, norm) or "apart")
+    if plan == "apart":
+        return _apart(kernel, groups, weights, learns, cos, sin, layout, norm, row)
+    launch, programs = plan
+    if learns is None:
+        launch(cos.device, *tensors, cos, sin, row)
+        return []
+    sums = torch.empty((sum(programs), groups[0][0].shape[-1]), dtype=cos.dtype, device=cos.device) if learns else cos
+    launch(cos.device, *tensors, sums, cos, sin, row)
+    return [part.sum(0) for part in sums.split(programs)] if learns else [None for _ in weights]
+
+
+def _apart(
+    kernel: Any, groups: Sequence[Sequence[Tensor]], weights: Sequence[Tensor | None], *how: Any
+) -> list[Tensor | None]:
+    """One after the other; a tensor that does not lie as rows in a contiguous copy."""
+    if len(weights) == 2:
+        return [
+            part
+            for i, weight in enumerate(weights)
+            for part in _run(kernel, [[group[i]] for group in groups], [weight], *how)
+        ]
+    *given, (target,) = groups
+    copies = [[x.contiguous()] for (x,) in given]
+    y = torch.empty_like(target, memory_format=torch.contiguous_format)
+    sums = _run(kernel, [*copies, [y]], weights, *how)
+    target.copy_(y)
+    return sums
 
 
 def _two(items: Sequence[Any]) -> Sequence[Any]:
     """Both, or one twice: the kernel has a place for each, and looks at the second where there is one."""
     return items if len(items) == 2 else [items[0], items[0]]
-
-
-def _key(kernel: Any, tensors: Sequence[Tensor], weights: Sequence[Any], layout: Layout, *how: Any) -> tuple[Any, ...]:
-    shapes = tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors)
-    return kernel, shapes, tensors[0].device, tuple(w is None for w in weights), len(weights), layout, how
-
-
-def _rows(x: Tensor, layout: Layout, dims: int) -> Rows:
-    rows = rows_of(x, layout.seq_dim, dims)
-    if rows is None:
-        raise AssertionError(f"shape {list(x.shape)} with strides {list(x.stride())} was to lie as rows")
-    return rows
-
-
-def _alike(
-    xs: Sequence[Tensor], layout: Layout, dims: int, others: Sequence[Tensor] | None = None
-) -> list[list[int]]:
-    """Which of the tensors one launch can take: both if they have one batch, length and step of features."""
-    if len(xs) == 1:
-        return [[0]]
-    found = [[_rows(x, layout, dims) for x in each] for each in (xs, others) if each is not None]
-    same = all((a.batch, a.seq, a.strides[3]) == (b.batch, b.seq, b.strides[3]) for a, b in found)
-    return [[0, 1]] if same else [[0], [1]]
 
 
 def _programs(device: torch.device, heads: Sequence[int]) -> list[int]:
@@ -123,31 +159,34 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _plan(
-    xs: Sequence[Tensor],
-    others: Sequence[Sequence[Tensor]],
+    kernel: Any,
+    groups: Sequence[Sequence[Tensor]],
     weights: Sequence[Tensor | None],
+    learns: bool | None,
     cos: Tensor,
     layout: Layout,
     norm: Norms,
-    learns: bool | None = None,
-) -> Launch:
-    """The launch for tensors like these; `others` are outputs, or cotangents and outputs of the backward."""
+) -> tuple[Launch, list[int]] | None:
+    """The launch for tensors like these and its programs for each; None if they do not lie alike, or not as rows."""
     dims, pairs = cos.dim(), cos.shape[-1]
     eps, plus_one, rounding = norm
-    rows = [[_rows(x, layout, dims) for x in _two(each)] for each in (xs, *others)]
-    (x, other), heads = rows[0], [r.heads for r in rows[0][: len(xs)]]
+    found = [[rows_of(x, layout.seq_dim, dims) for x in _two(group)] for group in groups]
+    rows = [[r for r in group if r is not None] for group in found]
+    if any(len(group) < 2 or _looks(group[0]) != _looks(group[1]) for group in rows):
+        return None
+    (x, other), heads = rows[0], [r.heads for r in rows[0][: len(weights)]]
     still = x.dim - 2 * pairs
     table_b, table_h = table_strides(cos)
     room, still_room = (1 << max(0, n - 1).bit_length() for n in (pairs, still))
-    tokens, tile_rows, warps = _tile(x, room, bool(table_h), layout.interleaved)
-    aligned = alignment(16 // xs[0].element_size(), *(n for pair in rows for r in pair for n in r.strides[:3]))
+    backward = learns is not None
+    tokens, tile_rows, warps = _tile(x, room, bool(table_h), layout.interleaved, backward)
+    aligned = alignment(16 // groups[0][0].element_size(), *(n for pair in rows for r in pair for n in r.strides[:3]))
     blocks_a_batch = -(-x.seq // tokens)
     blocks = x.batch * blocks_a_batch
     strides = [stride // aligned for pair in rows for r in pair for stride in r.strides[:3]]
     turns = [n // math.gcd(*heads) for n in heads]
     steps = [pair[0].strides[3] for pair in rows]
-    backward = learns is not None
-    programs = _programs(xs[0].device, heads) if backward else turns
+    programs = _programs(cos.device, heads) if backward else turns
     first, second = ("Q_PROGRAMS", "K_PROGRAMS") if backward else ("Q_TURNS", "K_TURNS")
     constants = {
         "Q_HEADS": x.heads,
@@ -174,13 +213,20 @@ def _plan(
         "WIDE": is_wide(*(r.reach() for pair in rows for r in pair), cos.numel()),
     }
     numbers = (table_b, table_h, x.seq, blocks_a_batch, blocks, *strides)
-    if backward:
-        return Launch(norm_rotate_backward_kernel, sum(programs), numbers, constants, warps)
-    units = -(-blocks * tokens * math.gcd(*heads) // tile_rows)
-    return Launch(norm_rotate_kernel, units * sum(turns), numbers, constants, warps)
+    units = 1 if backward else -(-blocks * tokens * math.gcd(*heads) // tile_rows)
+    return Launch(kernel, units * sum(programs), numbers, constants, warps), programs
 
 
-def _tile(rows: Rows, room: int, table_a_head: bool, interleaved: bool) -> tuple[int, int, int]:
-    """Tokens of a head side by side, rows a program, warps: sixteen bytes of each member of a pair for a thread."""
-    heads_lie_together = rows.heads == 1 or rows.seq == 1 or rows.strides[2] <= rows.strides[1]
-    return 1 if heads_lie_together or table_a_head else 16, max(1, 1024 // room), 4
+def _looks(rows: Rows) -> tuple[int, int, int]:
+    """What two tensors must have in common for one launch: batch, length, and the step from feature to feature."""
+    return rows.batch, rows.seq, rows.strides[3]
+
+
+def _tile(rows: Rows, room: int, table_a_head: bool, interleaved: bool, backward: bool) -> tuple[int, int, int]:
+    """Tokens of a head side by side, rows a program, warps: what was fastest on an H200."""
+    together = lie_together(rows)
+    if backward or not together:
+        features, warps = 512, 2
+    else:
+        features, warps = (2048, 4) if interleaved else (1024, 2)
+    return 1 if together or table_a_head else far_tokens(rows.seq), max(1, features // room), warps

@@ -1,11 +1,12 @@
 """RMSNorm and rotation on a GPU: forward and backward, each in one pass over q and k."""
 
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# A kernel is Triton's language, in which a constexpr is whatever it was given.
+
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.rotate_triton import NUMBERS, STRIDES, place, turn
-
-__all__ = ["load_rows", "norm_rotate_backward_kernel", "norm_rotate_kernel"]
+from ropewalk.kernels.rotate_triton import NUMBERS, STRIDES, place, turn, unturned
 
 
 @triton.jit
@@ -30,9 +31,9 @@ def load_rows(source, there, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: t
         second = tl.load(source[:, None] + (START + PAIRS + at) * STEP, mask=mask, other=0.0)
     still = first
     if STILL:
-        AFTER: tl.constexpr = 2 * PAIRS if START == 0 else 0
         at = tl.arange(0, FEATURES[5])[None, :]
-        still = tl.load(source[:, None] + (AFTER + at) * STEP, mask=there[:, None] & (at < STILL), other=0.0)
+        mask = there[:, None] & (at < STILL)
+        still = tl.load(source[:, None] + unturned(at, PAIRS, STILL, START) * STEP, mask=mask, other=0.0)
     return first, second, still
 
 
@@ -54,9 +55,9 @@ def _store(target, first, second, still, there, STEP: tl.constexpr, ROWS: tl.con
         tl.store(target[:, None] + (START + at) * STEP, first.to(dtype), mask=mask)
         tl.store(target[:, None] + (START + PAIRS + at) * STEP, second.to(dtype), mask=mask)
     if STILL:
-        AFTER: tl.constexpr = 2 * PAIRS if START == 0 else 0
         at = tl.arange(0, FEATURES[5])[None, :]
-        tl.store(target[:, None] + (AFTER + at) * STEP, still.to(dtype), mask=there[:, None] & (at < STILL))
+        mask = there[:, None] & (at < STILL)
+        tl.store(target[:, None] + unturned(at, PAIRS, STILL, START) * STEP, still.to(dtype), mask=mask)
 
 
 @triton.jit

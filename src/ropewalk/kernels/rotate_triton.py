@@ -6,6 +6,9 @@ so that no head dimension leaves any idle. Programs for q and k take turns in on
 by a token at the same time: what one has read of cos and sin the other finds in the cache.
 """
 
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# A kernel is Triton's language, in which a constexpr is whatever it was given.
+
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,10 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels.launch_triton import (
+    LAUNCHES,
+    Launch,
+    Rows,
+    alignment,
+    far_tokens,
+    is_wide,
+    lie_together,
+    rows_of,
+    table_strides,
+)
 from ropewalk.kernels.layout import Layout
-from ropewalk.kernels.launch_triton import LAUNCHES, Launch, Rows, alignment, is_wide, rows_of, table_strides
 
-__all__ = ["place", "rotate", "turn"]
+__all__ = ["Tile", "rotate", "tile_of"]
 
 
 @triton.jit
@@ -52,6 +65,16 @@ def place(index, counts, HEADS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.cons
     b = batch.to(counting) + (inner // counts[1]).to(counting)
     there = (block + later < counts[2]) & (s < counts[0])
     return part, b, s.to(counting), head.to(counting), there
+
+
+@triton.jit
+def unturned(number, PAIRS: tl.constexpr, STILL: tl.constexpr, START: tl.constexpr):
+    """Where the features that do not turn lie, by their number: before those that do, after them, or both."""
+    if START == 0:
+        number += 2 * PAIRS
+    elif START != STILL:
+        number = tl.where(number < START, number, number + 2 * PAIRS)
+    return number
 
 
 @triton.jit
@@ -102,27 +125,28 @@ def _rotate_lanes(
     there = there[:, None]
     if HEADS % SHARE:
         there = there & (head < HEADS)
-    # Features that do not turn come after those that do, or before; a lane takes as many of them.
-    AFTER: tl.constexpr = 2 * PAIRS if START == 0 else 0
-    still = AFTER + (part - TURNING) * (2 * V)
+    # Lanes past those that turn take as many of the features that do not.
+    still = (part - TURNING)[:, None, None] * (2 * V)
     turning = turning[:, None, None]
     if INTERLEAVED:
         at = (START + part * WIDTH)[:, None, None]
-        if STILL:
-            at = tl.where(turning, at, still[:, None, None])
-        at += tl.arange(0, WIDTH)[None, None, :]
         mask = there[:, :, None]
-        if STILL % WIDTH:
-            mask = mask & (turning | (at < AFTER + STILL))
+        if STILL:
+            if STILL % WIDTH:
+                mask = mask & (turning | (still + tl.arange(0, WIDTH)[None, None, :] < STILL))
+            at = tl.where(turning, at, unturned(still, PAIRS, STILL, START))
+        at += tl.arange(0, WIDTH)[None, None, :]
         z = tl.load(source[:, :, None] + at * STEPS[0], mask=mask)
         first, second = tl.split(tl.reshape(z, (LANES, SHARE, V, 2)))
     else:
-        at, and_at = (START + part * V)[:, None, None], (START + PAIRS + part * V)[:, None, None]
+        at = (START + part * V)[:, None, None]
+        and_at = at + PAIRS
         mask = there[:, :, None]
         and_mask = mask
         if STILL:
-            at, and_at = tl.where(turning, at, still[:, None, None]), tl.where(turning, and_at, still[:, None, None] + V)
-            and_mask = mask & (turning | (and_at < AFTER + STILL))
+            and_mask = mask & (turning | (still + V < STILL))
+            at = tl.where(turning, at, unturned(still, PAIRS, STILL, START))
+            and_at = tl.where(turning, and_at, unturned(still + V, PAIRS, STILL, START))
         at, and_at = at + pair[None, None, :], and_at + pair[None, None, :]
         first = tl.load(source[:, :, None] + at * STEPS[0], mask=mask)
         second = tl.load(source[:, :, None] + and_at * STEPS[0], mask=and_mask)
@@ -220,7 +244,15 @@ def rotate(
     in_place: bool = False,
     out: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """q, and k if there is one, rotated: plain tensors of a GPU, into memory like theirs, into `out`, or in place."""
+    """q, and k if there is one, rotated: plain tensors of a GPU, into memory like theirs, into `out`, or in place.
+
+    >>> from ropewalk.kernels import gpu
+    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> x, tables = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device), torch.zeros(2, 1, 2, device=device)
+    >>> tables[1] = 1  # a quarter turn: cos 0, sin 1
+    >>> rotate(x, None, *tables, Layout(False, 0, -2))[0].tolist()
+    [[-3.0, -4.0, 1.0, 2.0]]
+    """
     if in_place:
         yq, yk = q, k
     elif out is not None:
@@ -230,18 +262,16 @@ def rotate(
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     tensors = (q, q if k is None else k, yq, yq if yk is None else yk, cos, sin)
-    addresses = [x.data_ptr() & 15 for x in tensors]
-    key = (
-        q.shape,
-        q.stride(),
-        None if k is None else (k.shape, k.stride()),
-        yq.stride(),
-        None if yk is None else yk.stride(),
-        cos.shape,
-        any(addresses) and tuple(addresses),
-        (q.dtype, q.device, layout, conjugate, in_place),
-    )
+    # Memory from torch's allocator is aligned; views of it may not be, and Triton compiles for what it is given.
+    addresses = 0
+    for x in tensors:
+        addresses |= x.data_ptr()
+    others = None if k is None or yk is None else (k.shape, k.stride(), yk.stride())
+    how = q.dtype, q.device, layout, conjugate, in_place
+    key = _rotate, q.shape, q.stride(), yq.stride(), others, cos.shape, how, addresses & 15 and _misaligned(tensors)
     launch = LAUNCHES.get(key)
+    if launch is None and q.numel() == 0 and (k is None or k.numel() == 0):
+        return (yq,) if yk is None else (yq, yk)
     if launch is None:
         launch = LAUNCHES.keep(key, _plan(q, k, yq, yk, cos, layout, conjugate, in_place) or "apart")
     if launch == "apart":
@@ -249,6 +279,10 @@ def rotate(
     else:
         launch(q.device, *tensors, row)
     return (yq,) if yk is None else (yq, yk)
+
+
+def _misaligned(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(x.data_ptr() & 15 for x in tensors)
 
 
 def _rotate_apart(q: Tensor, k: Tensor | None, yq: Tensor, yk: Tensor | None, how: tuple[Any, ...]) -> None:
@@ -279,7 +313,9 @@ def _plan(
     if x is None or y is None:
         return None
     others = rows[2:] or [x._replace(heads=0), y._replace(heads=0)]
-    alike = all((o.batch, o.seq, o.strides[3]) == (r.batch, r.seq, r.strides[3]) for o, r in zip(others, (x, y), strict=True))
+    alike = all(
+        (o.batch, o.seq, o.strides[3]) == (r.batch, r.seq, r.strides[3]) for o, r in zip(others, (x, y), strict=True)
+    )
     if not alike:
         return None
     table_b, table_h = table_strides(cos)
@@ -336,10 +372,6 @@ class Tile(NamedTuple):
     width: int
 
 
-# One sequence of a head after the other, as a copy goes, but for no longer than cos and sin stay in the cache.
-FAR_TOKENS = 8192
-
-
 def tile_of(rows: Rows, interleaved: bool, table_a_head: bool) -> Tile:
     """The tile that was fastest on an H200 for rows that lie so: docs/gpu.md says what was tried.
 
@@ -350,7 +382,7 @@ def tile_of(rows: Rows, interleaved: bool, table_a_head: bool) -> Tile:
     """
     if table_a_head:
         return Tile(1, 1, 128, 4, 16)
-    if rows.heads == 1 or rows.seq == 1 or rows.strides[2] <= rows.strides[1]:
+    if lie_together(rows):
         return Tile(1, 2 if interleaved and rows.heads > 1 else 1, 128, 4, 16)
     # Eight bytes of a bfloat16 half, so that a lane's cos and sin are sixteen each.
-    return Tile(min(FAR_TOKENS, 1 << (rows.seq - 1).bit_length()), 2, 128, 4, 16 if interleaved else 8)
+    return Tile(far_tokens(rows.seq), 2, 128, 4, 16 if interleaved else 8)

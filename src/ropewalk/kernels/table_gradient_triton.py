@@ -1,5 +1,8 @@
 """The gradients of cos and sin on a GPU: one pass over x and its cotangent, summed over heads."""
 
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# A kernel is Triton's language, in which a constexpr is whatever it was given.
+
 from collections.abc import Sequence
 
 import torch
@@ -79,9 +82,19 @@ def _table_gradient(
 def table_gradient(
     both: Sequence[Tensor], cotangents: Sequence[Tensor | None], cos: Tensor, layout: Layout, row: int, conjugate: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of cos and sin, shaped as they are, of the rotation of one or two tensors."""
+    """The gradients of cos and sin, shaped as they are, of the rotation of one or two tensors.
+
+    >>> from ropewalk.kernels import gpu
+    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
+    >>> cos = torch.ones(1, 1, device=device)
+    >>> [part.item() for part in table_gradient([x], [g], cos, Layout(True, 0, -2), 0, False)]  # 3 c - 4 s
+    [3.0, -4.0]
+    """
     found = [_of_one(x, g, cos, layout, conjugate) for x, g in zip(both, cotangents, strict=True) if g is not None]
-    of_cos, of_sin = (sum(parts[1:], parts[0]) for parts in zip(*found, strict=True))
+    of_cos, of_sin = found[0]
+    for more_cos, more_sin in found[1:]:
+        of_cos, of_sin = of_cos + more_cos, of_sin + more_sin
     return _placed(of_cos, cos, row), _placed(of_sin, cos, row)
 
 
@@ -152,5 +165,7 @@ def _launch(
             "WIDE": is_wide(rows.reach(), given.reach()),
         }
         programs = rows.batch * tables * blocks_a_batch
-        launch = LAUNCHES.keep(key, Launch(_table_gradient, programs, (rows.seq, blocks_a_batch, *strides), constants, 4))
+        launch = LAUNCHES.keep(
+            key, Launch(_table_gradient, programs, (rows.seq, blocks_a_batch, *strides), constants, 4)
+        )
     launch(x.device, *tensors)

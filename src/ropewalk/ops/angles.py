@@ -33,7 +33,11 @@ def cos_sin(
     """
     if torch.compiler.is_compiling() and not is_exporting() and not is_transformed():
         return torch.ops.ropewalk.cos_sin(positions, inv_freq, table, amplitude, dtype, axes)
-    if positions.is_cuda and is_plain(positions, inv_freq, amplitude, axes) and _fits_gpu(positions, inv_freq, amplitude):
+    if (
+        positions.is_cuda
+        and is_plain(positions, inv_freq, amplitude, axes)
+        and _fits_gpu(positions, inv_freq, amplitude)
+    ):
         return gpu.kernels().cos_sin(positions, inv_freq, amplitude, dtype, axes)
     # The table is looked up by values, which only plain positions have.
     return angle_kernels.cos_sin(positions, inv_freq, table if is_plain(positions) else None, amplitude, dtype, axes)

@@ -149,7 +149,8 @@ def _norm_rotate_op(
     layout = Layout(interleaved, start, seq_dim, backend)
     if fast_kernel(both[0], layout, both[1]) == "triton":
         return gpu.kernels().norm_rotate(both, factors, cos, sin, layout, (eps, False, rounding))
-    return list(rotate_native.norm_rotate(*both, *factors, cos, sin, layout, eps, rounding))
+    (q, k), (q_factor, k_factor) = both, factors
+    return list(rotate_native.norm_rotate(q, k, q_factor, k_factor, cos, sin, layout, eps, rounding))
 
 
 @_norm_rotate_op.register_fake

@@ -7,8 +7,9 @@ What a call costs, apart from the rotation itself, on two Neoverse-N1 cores with
   a GPU; else `torch`;
 - one that needs a gradient goes through the cheapest autograd.Function to the same kernel;
 - a compiler gets a library op where one of these kernels can serve, and else the formula in torch operations, which
-  Inductor fuses. On the same machine q and k of (1, 2048, 32 and 8, 128) take Inductor's code 2.1 and 5.6 ms in float32 (half,
-  interleaved) and 6.0 and 12.8 ms in bfloat16; what the op takes is in benchmarks/cpu.json, as "compiled";
+  Inductor fuses. On the same machine q and k of (1, 2048, 32 and 8, 128) take Inductor's code 2.1 and 5.6 ms in
+  float32 (half, interleaved) and 6.0 and 12.8 ms in bfloat16; what the op takes is in benchmarks/cpu.json, as
+  "compiled", and what both take on an H200 in benchmarks/gpu.json;
 - everything else that looks inside (export, functorch, forward-mode AD, tensor subclasses, gradients of cos and sin on
   the CPU) gets the formula, which all of them understand.
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from ropewalk.kernels import gpu, rotate_native, rotate_torch
 from ropewalk.kernels.layout import Layout
 from ropewalk.ops.plain import is_eager, is_exporting, is_plain, is_transformed, why_not_plain
-from ropewalk.ops.registry import OPS, Kernel, cannot_serve
+from ropewalk.ops.registry import Kernel, cannot_serve
 
 __all__ = ["fast_kernel", "kernel_for", "rotate", "rotate_", "rotate_directly", "rotate_plain", "takes_op"]
 
@@ -78,21 +79,22 @@ def _rotate_directly_on_gpu(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int, rows: int, head_dim: int
 ) -> tuple[Tensor, ...] | None:
     """The same for tensors of a GPU, on which it is asked here what the C kernel asks by itself."""
-    seq_dim, device, dtype = layout.seq_dim, cos.device, cos.dtype
-    seq = 0
-    for x in (q,) if k is None else (q, k):
-        # Looked at in the order in which calls go wrong most often.
-        if type(x) is not Tensor or not x.is_cuda or x.device != device or x.dim() < -seq_dim:
+    seq_dim, device = layout.seq_dim, cos.device
+    if type(q) is not Tensor or q.device != device or q.is_neg() or q.dtype not in gpu.DTYPES:
+        return None
+    shape, dtype = q.shape, q.dtype
+    if len(shape) < -seq_dim or shape[-1] != head_dim or not 0 < shape[seq_dim] <= rows:
+        return None
+    if k is not None:
+        if type(k) is not Tensor or k.device != device or k.is_neg() or k.dtype != dtype:
             return None
-        shape, kind = x.shape, x.dtype
-        if shape[-1] != head_dim or kind != q.dtype or kind not in gpu.DTYPES or x.is_neg():
+        other = k.shape
+        if len(other) < -seq_dim or other[-1] != head_dim or other[seq_dim] != shape[seq_dim]:
             return None
-        if (kind == torch.float64) != (dtype == torch.float64) or shape[seq_dim] > rows or x.numel() == 0:
-            return None
-        if seq and shape[seq_dim] != seq:
-            return None
-        seq = shape[seq_dim]
-    if gpu.missing() is not None or torch.cuda.is_current_stream_capturing():
+    if (dtype == torch.float64) != (cos.dtype == torch.float64) or gpu.missing() is not None:
+        return None
+    # What a graph reads must outlive it, and the cache lets go of what it holds.
+    if torch.cuda.is_current_stream_capturing():
         return None
     return rotate_plain(q, k, cos, sin, layout, gpu.kernels().rotate, row)
 
@@ -156,7 +158,7 @@ def kernel_for(x: Tensor, layout: Layout, other: Tensor | None = None) -> Kernel
 
 
 def fast_kernel(x: Tensor, layout: Layout, other: Tensor | None = None) -> str | None:
-    """"native" or "triton" if that kernel is there, was not ruled out, and knows the device, the dtype and the dimensions.
+    """The kernel that serves x: "native" or "triton", if it is there, was not ruled out, and knows device and dtype.
 
     >>> fast_kernel(torch.ones(1, dtype=torch.float8_e5m2), Layout(True, 0, -2)) is None
     True

@@ -128,9 +128,9 @@ def _measure(case: Case, rounds: int, compiled: bool, progress: Progress | None)
     tensors = _tensors(case)
     positions = torch.arange(case.where().start, case.where().stop)
     inv_freq = RotaryEmbedding(DIM).inv_freq
-    truths = [Truth(x, positions, inv_freq, case.pairing, False) for x in tensors]
+    truths = [Truth.of_rotation(x, positions, inv_freq, case.pairing, False) for x in tensors]
     if case.work == "forward+backward":
-        truths += [Truth(torch.ones_like(x), positions, inv_freq, case.pairing, True) for x in tensors]
+        truths += [Truth.of_rotation(torch.ones_like(x), positions, inv_freq, case.pairing, True) for x in tensors]
     contestants, errors = [_copy(case, tensors)], {}
     for name, rotation, limit in _rotations(case, compiled):
         contestant = _contestant(case, name, rotation, limit, tensors)

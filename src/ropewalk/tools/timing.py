@@ -39,22 +39,31 @@ class Line:
     error_over_budget: float | None
 
 
+@dataclass(frozen=True)
 class Truth:
-    """The rotation of a tensor [batch, heads, seq, dim] in float64, and what each element may be off by."""
+    """A result in float64, what each element may be off by, and the size that errors of peers are measured by."""
 
-    def __init__(self, x: Tensor, positions: Tensor, inv_freq: Tensor, pairing: str, conjugate: bool) -> None:
-        self.dtype = x.dtype
-        self.value = rotate(x.detach().double(), positions, inv_freq, pairing=pairing, conjugate=conjugate)
-        self.allowed = rotation_budget(self.value, x.dtype, rotary_dim=x.shape[-1], pairing=pairing)
-        norm = torch.hypot(*split_pairs(self.value, pairing))
-        self.norm = join_pairs(norm, norm, pairing)
+    value: Tensor
+    allowed: Tensor
+    norm: Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of_rotation(cls, x: Tensor, positions: Tensor, inv_freq: Tensor, pairing: str, conjugate: bool) -> "Truth":
+        """The rotation of x, [batch, heads, seq, dim], whose first 2 * pairs features turn."""
+        turning = 2 * inv_freq.shape[-1]
+        value = rotate(x.detach().double(), positions, inv_freq, pairing=pairing, conjugate=conjugate)
+        norm = torch.hypot(*split_pairs(value[..., :turning], pairing))
+        norm = torch.cat((join_pairs(norm, norm, pairing), value[..., turning:].abs()), dim=-1)
+        return cls(value, rotation_budget(value, x.dtype, rotary_dim=turning, pairing=pairing), norm, x.dtype)
 
     def errors(self, y: Tensor) -> tuple[float, float]:
         """The largest error of any element of y, in budgets and in norms of its pair; infinite for another dtype."""
         if y.shape != self.value.shape or y.dtype != self.dtype:
             return torch.inf, torch.inf
         error = torch.nan_to_num((y.detach().double() - self.value).abs_(), nan=torch.inf)
-        return float((error / self.allowed).max()), float((error / self.norm).max())
+        # What is only copied is allowed no error, and 0 / 0 is none.
+        return tuple(float(torch.where(error == 0, 0, error / size).max()) for size in (self.allowed, self.norm))  # pyright: ignore[reportReturnType]
 
 
 def take_turns(

@@ -1,0 +1,200 @@
+"""The Triton kernels for the norm and for angles: in Triton's interpreter, or on a GPU where there is one."""
+
+import mpmath
+import pytest
+import torch
+
+from kernels.triton_device import DEVICE
+from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope
+from ropewalk.kernels import gpu, launch_triton, qk_norm_launch
+from ropewalk.kernels.angles_triton import cos_sin
+from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.qk_norm_torch import Norm, norm_rotate
+from ropewalk.reference import assert_within_budget
+from ropewalk.reference.qk_norm import qk_norm_rotate
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    launch_triton.LAUNCHES.clear()
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+SPECS = {
+    "half": RopeSpec(16, pairing="half"),
+    "interleaved": RopeSpec(16),
+    "leading 8 of 20": RopeSpec(20, rotary_dim=8, pairing="half"),
+    "trailing 12 of 22": RopeSpec(22, rotary_dim=12, rotary_slice="trailing"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("name", SPECS)
+def test_within_budget(name, plus_one, dtype):
+    spec = SPECS[name]
+    rope = RotaryEmbedding(spec, backend="triton").to(DEVICE)
+    q, k = (random(2, heads, 5, spec.head_dim, dtype=dtype, seed=heads) for heads in (4, 2))
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    weights = [random(spec.head_dim, seed=7), random(spec.head_dim, dtype=torch.bfloat16, seed=8)]
+    ids = torch.tensor([[0, 5, 7, 1 << 20, 3], [1, 2, 3, 4, 9]], device=DEVICE)
+    turned = qk_norm_rope(q, k, *weights, rope, plus_one=plus_one, positions=ids)
+    assert len([key for key in launch_triton.LAUNCHES if key[0] is qk_norm_launch.norm_rotate_kernel]) == 1
+    theta = torch.as_tensor(spec.inv_freq())
+    for x, weight, y in zip((q, k), weights, turned, strict=True):
+        how = {"pairing": spec.pairing, "rotary_slice": spec.rotary_slice}
+        wanted = qk_norm_rotate(x.cpu().double(), weight.cpu().double(), ids.cpu(), theta, plus_one=plus_one, **how)
+        assert y.stride() == x.stride()
+        turning = {"rotary_dim": spec.turning, "copied": False, "farthest": float(1 << 20)}
+        assert assert_within_budget(y.cpu(), wanted, **turning, **how) <= 1
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("name", SPECS)
+def test_gradients_are_those_of_the_formula(name, weighted):
+    spec = SPECS[name]
+    rope = RotaryEmbedding(spec, backend="triton").to(DEVICE)
+    cos, sin = rope.at(torch.arange(5, device=DEVICE), dtype=torch.float64)
+    q, k = (random(3, heads, 5, spec.head_dim, dtype=torch.float64, seed=heads).requires_grad_() for heads in (4, 2))
+    dims = [spec.head_dim] * 2 if weighted else []
+    weights = [random(dim, dtype=torch.float64, seed=i).requires_grad_() for i, dim in enumerate(dims)] or [None, None]
+    norm = Norm(1e-6, plus_one=weighted)
+    mine = ops.qk_norm_rotate(q, k, *weights, cos, sin, rope.layout, norm)
+    formula = [norm_rotate(x, w, cos, sin, rope.layout, norm) for x, w in zip((q, k), weights, strict=True)]
+    given = [q, k, *(w for w in weights if w is not None)]
+    cotangents = [random(*x.shape, dtype=torch.float64, seed=9) for x in (q, k)]
+    found = torch.autograd.grad(mine, given, cotangents)
+    for own, wanted in zip(found, torch.autograd.grad(formula, given, cotangents), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-10, atol=1e-10)
+        assert own.dtype == wanted.dtype
+
+
+def test_many_blocks_of_rows_are_summed():
+    # More rows than the programs of the backward take in one turn each.
+    q, k = random(2, 4, 300, 8).requires_grad_(), random(2, 1, 300, 8).requires_grad_()
+    weight = torch.ones(8, device=DEVICE, requires_grad=True)
+    ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
+    grads = []
+    for rope in ropes:
+        turned = qk_norm_rope(q, k, weight, weight, rope)
+        total = sum((y * random(*y.shape, seed=3)).sum() for y in turned)
+        grads.append(torch.autograd.grad(total, [q, k, weight]))
+    for own, wanted in zip(*grads, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_rounds_where_transformers_does(plus_one):
+    q = random(2, 3, 5, 16, dtype=torch.bfloat16)
+    weight, norm = random(16, dtype=torch.bfloat16, seed=1), Norm(1e-6, plus_one, rounded=True)
+    rope = RotaryEmbedding(16, backend="triton").to(DEVICE)
+    cos, sin = rope.at(torch.arange(5, device=DEVICE))
+    mine, _ = ops.qk_norm_rotate(q, q, weight, weight, cos, sin, rope.layout, norm)
+    formula = norm_rotate(q, weight, cos, sin, rope.layout, norm)
+    once = norm_rotate(q, weight, cos, sin, rope.layout, norm._replace(rounded=False))
+    assert (mine == formula).float().mean() > 0.99
+    assert (once == formula).float().mean() < 0.95
+
+
+STRANGE = {
+    "other batches": lambda: (random(2, 4, 5, 8), random(1, 2, 5, 8)),
+    "leading dimensions that are not one": lambda: (random(2, 5, 3, 4, 8).permute(0, 2, 3, 1, 4), random(2, 3, 5, 8)),
+    "slices of one projection": lambda: random(2, 5, 6, 8).transpose(1, 2).split([4, 2], dim=1),
+    "every other feature": lambda: (random(2, 4, 5, 16)[..., ::2], random(2, 4, 5, 16)[..., 1::2]),
+    "no token": lambda: (random(2, 4, 0, 8), random(2, 2, 0, 8)),
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_tensors_that_lie_strangely(name):
+    q, k = (x.detach().requires_grad_() for x in STRANGE[name]())
+    weight = random(8, seed=4).requires_grad_()
+    seq = q.shape[-2]
+    ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
+    results = []
+    for rope in ropes:
+        turned = qk_norm_rope(q, k, weight, weight, rope, positions=torch.arange(seq, device=DEVICE))
+        cotangents = [random(*y.shape, seed=5) for y in turned]
+        results.append([*turned, *torch.autograd.grad(turned, [q, k, weight], cotangents)])
+    for own, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives():
+    q = random(1, 1, 2, 4, dtype=torch.float64).requires_grad_()
+    weight = random(4, dtype=torch.float64, seed=2).requires_grad_()
+    rope = RotaryEmbedding(4, backend="triton").to(DEVICE)
+    cos, sin = rope.at(torch.arange(2, device=DEVICE), dtype=torch.float64)
+
+    def norm(x, w):
+        return ops.qk_norm_rotate(x, x, w, None, cos, sin, rope.layout, Norm(1e-6))[0]
+
+    assert torch.autograd.gradcheck(norm, (q, weight))
+    assert torch.autograd.gradgradcheck(norm, (q, weight))
+
+
+FAR = [0, 1, -1, 5, 4095, 131_071, -131_072, (1 << 20) - 1, (1 << 24) - 1, 1 - (1 << 24)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64])
+def test_angles_are_exact(dtype):
+    theta = torch.as_tensor(RopeSpec(16).inv_freq(), device=DEVICE)
+    ids = torch.tensor(FAR, dtype=dtype, device=DEVICE)
+    scale = torch.tensor(1.25, dtype=torch.float64, device=DEVICE)
+    with mpmath.workdps(40):
+        angles = [[mpmath.mpf(m) * mpmath.mpf(t) for t in theta.tolist()] for m in FAR]
+        rows = [[[float(f(a)) for a in row] for row in angles] for f in (mpmath.cos, mpmath.sin)]
+    truth = torch.tensor(rows, dtype=torch.float64)
+    for mine, wanted in zip(cos_sin(ids, theta, scale, torch.float32), truth, strict=True):
+        assert mine.dtype == torch.float32
+        assert float((mine.cpu().double() / 1.25 - wanted).abs().max()) <= 2**-24
+    one = torch.ones((), dtype=torch.float64, device=DEVICE)
+    for mine, wanted in zip(cos_sin(ids, theta, one, torch.float64), truth, strict=True):
+        assert float((mine.cpu() - wanted).abs().max()) <= 2**-28
+
+
+def test_angles_past_the_reduction_are_those_of_float64():
+    theta = torch.tensor([1.0, 0.1], dtype=torch.float64, device=DEVICE)
+    one = torch.ones((), dtype=torch.float64, device=DEVICE)
+    ids = torch.tensor([1 << 27, -(1 << 40), 1 << 52], device=DEVICE)
+    angles = ids.cpu().double()[:, None] * theta.cpu()
+    cos, sin = cos_sin(ids, theta, one, torch.float32)
+    assert float((cos.cpu().double() - angles.cos()).abs().max()) <= 2**-24
+    assert float((sin.cpu().double() - angles.sin()).abs().max()) <= 2**-24
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 7)])
+@pytest.mark.parametrize("kind", ["plain", "a head", "axes"])
+def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
+    from ropewalk.kernels import angles as formula
+
+    inv_freq = random(3, 4, dtype=torch.float64) if kind == "a head" else random(4, dtype=torch.float64)
+    axes = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0.5]], device=DEVICE).double() if kind == "axes" else None
+    ids = torch.arange(torch.Size(shape).numel() * (1 if axes is None else 2), device=DEVICE)
+    ids = ids.view(shape if axes is None else (2, *shape)) * 3 - 7
+    one = torch.ones((), dtype=torch.float64, device=DEVICE)
+    mine = cos_sin(
+        ids.transpose(-1, -2).contiguous().transpose(-1, -2) if len(shape) == 2 else ids,
+        inv_freq,
+        one,
+        torch.float32,
+        axes,
+    )
+    for own, wanted in zip(mine, formula.cos_sin(ids, inv_freq, None, one, torch.float32, axes), strict=True):
+        assert own.shape == wanted.shape
+        torch.testing.assert_close(own, wanted, rtol=0, atol=2**-24)
+
+
+def test_angles_that_need_more_than_the_kernel_has():
+    one, theta, ids = torch.ones((), dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.tensor([1])
+    assert gpu.angles_serve(ids, theta, one)
+    assert not gpu.angles_serve(ids, theta.float(), one)
+    assert not gpu.angles_serve(ids, theta, torch.ones(2).double())
+    assert not gpu.angles_serve(ids, theta.requires_grad_(), one)
+
+
+def test_layout_is_asked_of_the_module():
+    assert RotaryEmbedding(8, backend="triton").layout == Layout(True, 0, -2, "triton")

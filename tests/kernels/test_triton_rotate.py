@@ -1,0 +1,250 @@
+"""The rotation's Triton kernel: in Triton's interpreter on the CPU, and the same tests on a GPU where there is one."""
+
+import pytest
+import torch
+
+from kernels.triton_device import DEVICE, on_device
+from nn.module import by_module, with_heads_last
+from ropewalk import RopeSpec, RotaryEmbedding, ops
+from ropewalk.errors import RopewalkError
+from ropewalk.kernels import gpu, launch_triton, rotate_triton
+from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.rotate_torch import rotate_traceable
+from ropewalk.reference import check_rotation
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# What Triton's interpreter runs in seconds: one case of each kind.
+KINDS = (
+    "dim 2,",
+    "dim 60",
+    "dim 96",
+    "24 of 64, conjugate True",
+    "every other",
+    "odd offset",
+    "five",
+    "no token",
+    "65 tok",
+)
+
+
+def few(case):
+    return any(kind in f"{case.name}," for kind in KINDS) and "1.277" not in case.name
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    launch_triton.LAUNCHES.clear()
+
+
+def tables(*shape, dtype=torch.float32):
+    angles = torch.rand(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5)) * 6
+    return tuple(f(angles).to(dtype).to(DEVICE) for f in (torch.cos, torch.sin))
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def close(turned, x, cos, sin, layout, row=0, conjugate=False):
+    wanted = rotate_traceable(x.double(), cos.double(), sin.double(), layout, row, conjugate)
+    limit = 1e-6 if x.dtype == torch.float32 else 1e-12 if x.dtype == torch.float64 else 2e-2
+    torch.testing.assert_close(turned.double(), wanted, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_within_budget(dtype):
+    assert check_rotation(on_device(by_module), [dtype], where=few) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_within_budget_in_every_case(dtype):
+    assert check_rotation(on_device(by_module), [dtype], seed=1) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_beside_each_other_within_budget(dtype):
+    assert check_rotation(on_device(with_heads_last), [dtype], seed=2, where=lambda case: case.x.dim() > 2) <= 1
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("seq_dim", [-2, -3])
+@pytest.mark.parametrize("start", [0, 4])
+def test_q_and_k_in_one_launch(monkeypatch, seq_dim, interleaved, start, wide):
+    monkeypatch.setattr(rotate_triton, "is_wide", lambda *reaches: wide)
+    layout, (cos, sin) = Layout(interleaved, start, seq_dim), tables(3, 9, 6)
+    q, k = random(3, 8, 7, 16), random(3, 2, 7, 16, seed=1)
+    if seq_dim == -3:
+        q, k = q.transpose(1, 2), k.transpose(1, 2).contiguous()
+    turned = rotate_triton.rotate(q, k, cos, sin, layout, 1)
+    assert len(launch_triton.LAUNCHES) == 1
+    for x, y in zip((q, k), turned, strict=True):
+        close(y, x, cos, sin, layout, 1)
+        assert y.stride() == x.stride()
+        # Features that do not turn are copied bit for bit.
+        still = [i for i in range(16) if not start <= i < start + 12]
+        assert torch.equal(y[..., still], x[..., still])
+
+
+STRANGE = {
+    "other batches": lambda: (random(2, 4, 5, 8), random(1, 2, 5, 8)),
+    "other steps": lambda: (random(2, 4, 5, 8), random(2, 2, 5, 16)[..., ::2]),
+    "leading dimensions that are not one": lambda: (random(2, 5, 3, 4, 8).permute(0, 2, 3, 1, 4), random(2, 3, 5, 8)),
+    "misaligned": lambda: (random(2, 4, 5, 9)[..., 1:], random(2, 2, 5, 8)),
+    "slices of one projection": lambda: random(2, 5, 6, 8).transpose(1, 2).split([4, 2], dim=1),
+    "expanded": lambda: (random(1, 4, 5, 8).expand(3, 4, 5, 8), random(3, 1, 5, 8).expand(3, 2, 5, 8)),
+    "an odd stride": lambda: (random(2, 4, 5, 11)[..., :8], random(2, 2, 5, 13)[..., 3:11]),
+    "no heads": lambda: (random(5, 8), random(3, 5, 8)),
+    "one head": lambda: (random(2, 1, 5, 8).transpose(1, 2).contiguous().transpose(1, 2), random(2, 1, 5, 8)),
+    "one token": lambda: (random(6, 4, 1, 8), random(6, 2, 1, 8)),
+    "heads that do not pair": lambda: (random(2, 5, 6, 8), random(2, 3, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", STRANGE)
+def test_tensors_that_lie_strangely(name, interleaved):
+    q, k = STRANGE[name]()
+    layout, (cos, sin) = Layout(interleaved, 0, -2), tables(q.shape[-2], 4)
+    before = q.clone(), k.clone()
+    for conjugate in (False, True):
+        for x, y in zip((q, k), rotate_triton.rotate(q, k, cos, sin, layout, 0, conjugate), strict=True):
+            close(y, x, cos, sin, layout, 0, conjugate)
+    assert torch.equal(q, before[0])
+    assert torch.equal(k, before[1])
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the interpreter
+def test_infinities_that_do_not_turn_are_copied():
+    x, (cos, sin) = random(2, 3, 5, 16), tables(5, 4)
+    x[..., 8:] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0] * 2)
+    for interleaved in (False, True):
+        (y,) = rotate_triton.rotate(x, None, cos, sin, Layout(interleaved, 0, -2))
+        assert torch.equal(y[..., 8:].nan_to_num(7), x[..., 8:].nan_to_num(7))
+        assert y[..., :8].isfinite().all()
+
+
+def test_an_odd_number_of_features_that_do_not_turn():
+    x, (cos, sin) = random(2, 3, 5, 15), tables(5, 4)
+    for interleaved in (False, True):
+        (y,) = rotate_triton.rotate(x, None, cos, sin, Layout(interleaved, 0, -2))
+        close(y, x, cos, sin, Layout(interleaved, 0, -2))
+        assert torch.equal(y[..., 8:], x[..., 8:])
+
+
+def test_tables_that_are_not_contiguous():
+    x = random(2, 3, 5, 8)
+    wide = [table.repeat_interleave(2, -1) for table in tables(2, 5, 4)]
+    cos, sin = wide[0][..., ::2], wide[1][..., ::2]
+    (y,) = rotate_triton.rotate(x, None, cos, sin, Layout(True, 0, -2))
+    close(y, x, cos, sin, Layout(True, 0, -2))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_in_place_turns_and_touches_nothing_else(interleaved):
+    spec = RopeSpec(16, rotary_dim=8, pairing="interleaved" if interleaved else "half", rotary_slice="trailing")
+    rope = RotaryEmbedding(spec, backend="triton").to(DEVICE)
+    whole = random(2, 5, 6, 16)
+    q, k = whole.transpose(1, 2).split([4, 2], dim=1)
+    wanted = rope(q, k)
+    version = q._version
+    assert rope.rotate_(q, k)[0] is q
+    assert q._version > version
+    assert torch.equal(q, wanted[0])
+    assert torch.equal(k, wanted[1])
+
+
+def test_gradients_lie_as_the_input_does():
+    rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
+    x = random(2, 5, 4, 8).transpose(1, 2).requires_grad_()
+    cotangent = random(2, 4, 5, 8, seed=3)
+    (gradient,) = torch.autograd.grad(rope(x), x, cotangent)
+    assert gradient.stride() == x.stride() != cotangent.stride()
+    (expanded,) = torch.autograd.grad(rope(x).sum(), x)
+    torch.testing.assert_close(expanded, rope.unrotate(torch.ones_like(x)))
+
+
+def test_one_of_two_cotangents():
+    rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
+    q, k = random(1, 2, 3, 8).requires_grad_(), random(1, 2, 3, 8).requires_grad_()
+    turned_q, turned_k = rope(q, k)
+    (turned_k * 2).sum().backward()
+    assert k.grad is not None
+    torch.testing.assert_close(k.grad, rope.unrotate(torch.full_like(k, 2)))
+    assert turned_q.grad_fn is not None
+    assert q.grad is None or not q.grad.any()
+
+
+TABLES = {"shared": (5, 4), "a row a batch": (2, 5, 4), "one row for all": (1, 5, 4), "a head": (1, 3, 5, 4)}
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", TABLES)
+def test_gradients_of_cos_and_sin(shape, interleaved, conjugate):
+    heads = (3, 3) if shape == "a head" else (4, 2)
+    q, k = (random(2, n, 5, 12, dtype=torch.float64, seed=n).requires_grad_() for n in heads)
+    cos, sin = (table.requires_grad_() for table in tables(*TABLES[shape], dtype=torch.float64))
+    layout = Layout(interleaved, 2 if interleaved else 0, -2, "triton")
+    weights = [torch.randn_like(x) for x in (q, k)]
+
+    def total(turned):
+        return sum((y * y * w).sum() for y, w in zip(turned, weights, strict=True))
+
+    mine = total(ops.rotate(q, k, cos, sin, layout, conjugate=conjugate))
+    formula = total(rotate_traceable(x, cos, sin, layout, 0, conjugate) for x in (q, k))
+    given = [q, k, cos, sin]
+    for own, wanted in zip(torch.autograd.grad(mine, given), torch.autograd.grad(formula, given), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives():
+    x = random(1, 2, 3, 8, dtype=torch.float64).requires_grad_()
+    cos, sin = (table.requires_grad_() for table in tables(7, 4, dtype=torch.float64))
+    layout = Layout(True, 0, -2, "triton")
+    (y,) = ops.rotate(x, None, cos, sin, layout, row=2)
+    (of_cos,) = torch.autograd.grad(y.square().sum(), cos, retain_graph=True)
+    assert of_cos[:2].eq(0).all()
+    assert of_cos[5:].eq(0).all()
+    assert of_cos[2:5].ne(0).any()
+    assert torch.autograd.gradgradcheck(
+        lambda x, cos, sin: ops.rotate(x, None, cos, sin, layout, row=2)[0], (x, cos, sin), atol=1e-6
+    )
+
+
+def test_learned_frequencies():
+    x = random(2, 3, 5, 8)
+    ropes = [RotaryEmbedding(8, learned=True, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
+    grads = []
+    for rope in ropes:
+        (rope(x, offset=3) * random(2, 3, 5, 8, seed=4)).sum().backward()
+        assert rope.log_scale is not None
+        grads.append(rope.log_scale.grad)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_it_refuses_what_it_cannot_serve():
+    rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
+    with pytest.raises(RopewalkError, match="a call that it can serve"):
+        torch.func.vmap(rope)(random(2, 3, 4, 8))
+
+
+def test_why_it_is_missing(monkeypatch):
+    gpu.missing.cache_clear()
+    monkeypatch.setattr(gpu, "installed", lambda: False)
+    assert "not installed" in (gpu.missing() or "")
+    monkeypatch.setattr(gpu, "installed", lambda: True)
+    monkeypatch.setattr(gpu, "interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gpu.missing.cache_clear()
+    assert "no CUDA device" in (gpu.missing() or "")
+    gpu.missing.cache_clear()
+
+
+def test_launches_are_forgotten_before_there_are_too_many():
+    for number in range(1030):
+        launch_triton.LAUNCHES.keep(number, number)
+    assert len(launch_triton.LAUNCHES) <= 1024
+    assert launch_triton.LAUNCHES[1029] == 1029
