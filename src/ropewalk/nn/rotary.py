@@ -5,7 +5,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_count, shown
+from ropewalk.errors import RopewalkError, require_count, require_flag, shown
 from ropewalk.kernels.layout import Layout
 from ropewalk.nn.range_cache import stream_of
 from ropewalk.nn.rotary_angles import Angles
@@ -31,7 +31,9 @@ class RotaryEmbedding(RotaryMoves):
     batch as the first dimension of q; whole or not, negative allowed, on the device of q. For a spec with A axes they
     are [A, seq] or [A, batch, seq], and must be given.
 
-    `context_length` refuses positions past it where the host knows them: ranges, and ids on the CPU in eager mode.
+    `context_length` refuses positions past it where the host knows them: ranges, and ids on the CPU in eager mode. Ids
+    on a GPU are not looked at, which would make the host wait for it; to find a mistake, check_ids=True looks at them,
+    there as on the CPU, in eager mode.
 
     `learned=True` makes the frequencies theta_i * exp(log_scale_i) with one parameter, log_scale, that starts at 0: a
     model that is cast to bfloat16 rounds the change and not the frequencies.
@@ -52,6 +54,7 @@ class RotaryEmbedding(RotaryMoves):
         context_length: int | None = None,
         learned: bool = False,
         backend: str | None = None,
+        check_ids: bool = False,
     ) -> None:
         if seq_dim not in (-2, -3):
             raise RopewalkError(
@@ -67,6 +70,7 @@ class RotaryEmbedding(RotaryMoves):
         spec = _spec(dim, base, pairing)
         super().__init__(spec, seq_dim=seq_dim, context_length=context_length, learned=learned)
         self.backend = require_backend(backend)
+        self.check_ids = require_flag(check_ids, asked="RotaryEmbedding(check_ids=...)")
         still = spec.head_dim - 2 * self._spec_inv_freq.shape[-1]
         start = 0 if spec.rotary_slice == "leading" else still
         self.layout = Layout(spec.pairing == "interleaved", start, seq_dim, self.backend)
@@ -259,7 +263,8 @@ class RotaryEmbedding(RotaryMoves):
         parts.append(f"seq_dim={self.seq_dim}")
         own = {name: getattr(self, name) for name in ("context_length", "backend")}
         parts += [f"{name}={value!r}" for name, value in own.items() if value is not None]
-        return ", ".join([*parts, *(["learned=True"] if self.log_scale is not None else [])])
+        flags = {"learned": self.log_scale is not None, "check_ids": self.check_ids}
+        return ", ".join([*parts, *(f"{name}=True" for name, set_ in flags.items() if set_)])
 
 
 def _spec(dim: int | RopeSpec, base: float | None, pairing: str | None) -> RopeSpec:

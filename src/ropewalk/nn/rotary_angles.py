@@ -45,6 +45,8 @@ class RotaryAngles(nn.Module):
         super().__init__()
         require_flag(learned, asked="RotaryEmbedding(learned=...)")
         self.spec, self.seq_dim, self.context_length = spec, seq_dim, context_length
+        # Whether ids on a device are looked at too.
+        self.check_ids = False
         # float32 frequencies are made by the operations of transformers, and on the CPU, where it makes them.
         by_torch = TorchArithmetic(torch.float32, torch.device("cpu"))
         frequencies = spec.inv_freq() if spec.angles == "exact" else spec.evaluate(None, by_torch)
@@ -273,7 +275,7 @@ class RotaryAngles(nn.Module):
             )
         elif cu_seqlens is not None:
             check_ids(cu_seqlens, name="cu_seqlens", shape="[sequences + 1]", dims=(1,), whole=True)
-            if cu_seqlens.device.type == "cpu" and is_plain(cu_seqlens):
+            if self._may_look(cu_seqlens):
                 check_ends(cu_seqlens, seq)
             positions = packed_positions(cu_seqlens.to(x.device), seq)
         else:
@@ -320,9 +322,14 @@ class RotaryAngles(nn.Module):
                 do="shift the positions: scores depend on distances alone",
             )
 
+    def _may_look(self, ids: Tensor) -> bool:
+        """Whether the values of ids may be looked at: that makes a device wait, and a compiler stop."""
+        if not is_plain(ids) or not (ids.device.type == "cpu" or self.check_ids):
+            return False
+        return not (ids.is_cuda and torch.cuda.is_current_stream_capturing())
+
     def _check_values(self, positions: Tensor, name: str) -> None:
-        # Looking at the values would make a device wait, and a compiler stop: eager on the CPU alone.
-        if positions.device.type != "cpu" or not is_plain(positions):
+        if not self._may_look(positions):
             return
         check_finite(positions, name)
         if positions.numel() and (self.context_length is not None or self.spec.xpos is not None):
