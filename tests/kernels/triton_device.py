@@ -26,7 +26,23 @@ def on_device(candidate: Any) -> Any:
     """A candidate for the parity check whose tensors lie where the kernels run."""
 
     def moved(x: Any, positions: Any, inv_freq: Any, **options: Any) -> Any:
-        turned = candidate(x.to(DEVICE), positions.to(DEVICE), inv_freq.to(DEVICE), backend="triton", **options)
+        there = x if DEVICE.type == "cpu" else _MoveAsItLies.apply(x)
+        turned = candidate(there, positions.to(DEVICE), inv_freq.to(DEVICE), backend="triton", **options)
         return turned.to("cpu")
 
     return moved
+
+
+class _MoveAsItLies(torch.autograd.Function):
+    """A tensor on the device with its strides and its offset in memory: `to` would make many views contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
+        start = x.storage_offset()
+        memory = x.as_strided((start + reach,), (1,), 0).to(DEVICE)
+        return memory.as_strided(x.shape, x.stride(), start)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> torch.Tensor:
+        return cotangents[0].to("cpu")

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -151,7 +152,7 @@ def test_backends_are_told_with_their_reasons(arguments):
     assert result.returncode == 0
     assert "torch: ready" in result.stdout
     assert "native: ready (" in result.stdout
-    assert "triton: the Triton kernel is not part of this version" in result.stdout
+    assert re.search(r"triton: (ready|PyTorch sees no CUDA device)", result.stdout)
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):

@@ -292,7 +292,9 @@ class RotaryAngles(nn.Module):
         if seq:
             self._check_last(start + seq - 1)
             self._check_first(start)
-        capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        # A compiler cannot ask that, and keeps nothing anyway.
+        compiling = torch.compiler.is_compiling()
+        capturing = not compiling and x.is_cuda and torch.cuda.is_current_stream_capturing()
         # A length that grows with every token would find nothing that was kept.
         kept = self.log_scale is None and length is None and not capturing
         if not kept or not is_plain(x):

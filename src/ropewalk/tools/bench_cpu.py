@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
+from ropewalk.kernels.gpu import interpreted
 from ropewalk.kernels.rotate_native import instructions
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.ops import backend_reasons
@@ -178,8 +179,12 @@ def _table(case: Case, lines: list[Line]) -> Table:
 def show_backends(console: Console) -> None:
     """Each backend, and why it cannot serve, if it cannot."""
     for name, reason in backend_reasons().items():
-        detail = f" ({instructions()})" if name == "native" and reason is None else ""
-        console.print(f"{name}: {'ready' + detail if reason is None else reason}", soft_wrap=True, markup=False)
+        details = {
+            "native": f" ({instructions()})",
+            "triton": " (in Triton's interpreter, slow)" if interpreted() else "",
+        }
+        ready = f"ready{details.get(name, '')}"
+        console.print(f"{name}: {ready if reason is None else reason}", soft_wrap=True, markup=False)
 
 
 def _processor() -> str:

@@ -22,8 +22,8 @@ from ropewalk.nn.qk_norm import qk_norm_rope
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import RopeSpec
+from ropewalk.tools import gpu_timing
 from ropewalk.tools.gpu_peers import GPU_PEERS, norm_before
-from ropewalk.tools.gpu_timing import device_times, host_times
 from ropewalk.tools.gpu_truth import true_norms, true_rotations
 from ropewalk.tools.output import require_writable_file, write_json
 from ropewalk.tools.peers import Rotation
@@ -67,6 +67,16 @@ class GpuCase:
         seq = self.shape[1]
         return range(seq) if seq > 1 else range(1000, 1001)
 
+    def against_all(self) -> bool:
+        """Whether every peer takes part: where models have their tensors, and nothing is out of the ordinary."""
+        usual = self.memory == "transposed" or self.shape[1] == 1
+        return usual and not self.rotary_dim and self.shape[-1] in (64, 128) and self.dtype == "bfloat16"
+
+    def compiles(self) -> bool:
+        """Whether compiled forms take part: a compiler takes its time."""
+        norm = self.norm and self.pairing != "half"
+        return self.against_all() and self.shape in (TRAINING, DECODE) and not norm
+
     def title(self) -> str:
         """The case in a line."""
         what = "QK-norm + RoPE, " if self.norm else ""
@@ -85,6 +95,7 @@ class GpuLine:
     ratio_to_ropewalk: float | None
     error_over_budget: float | None
     host_us: float | None = None
+    note: str | None = None
 
 
 def gpu_cases(quick: bool) -> list[GpuCase]:
@@ -109,7 +120,7 @@ def gpu_cases(quick: bool) -> list[GpuCase]:
 def _tensors(case: GpuCase) -> list[Tensor]:
     batch, seq, q_heads, k_heads, dim = case.shape
     made = [
-        torch.randn(batch, seq, heads, dim, device="cuda").to(getattr(torch, case.dtype))
+        torch.randn(batch, seq, heads, dim, device=gpu_timing.DEVICE).to(getattr(torch, case.dtype))
         for heads in (q_heads, k_heads)
     ]
     return [x.transpose(1, 2) if case.memory == "transposed" else x.transpose(1, 2).contiguous() for x in made]
@@ -118,9 +129,10 @@ def _tensors(case: GpuCase) -> list[Tensor]:
 def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) -> Iterator[tuple[str, Rotation, bool]]:
     """Each path by its name, and whether it writes into its input."""
     dim, where, dtype = case.shape[-1], case.where(), getattr(torch, case.dtype)
+    compiled = compiled and case.compiles()
     spec = RopeSpec(dim, rotary_dim=case.turning(), pairing=case.pairing)
-    rope, formula = (RotaryEmbedding(spec, backend=backend).to("cuda") for backend in (None, "torch"))
-    ids = torch.arange(where.start, where.stop, device="cuda")
+    rope, formula = (RotaryEmbedding(spec, backend=backend).to(gpu_timing.DEVICE) for backend in (None, "torch"))
+    ids = torch.arange(where.start, where.stop, device=gpu_timing.DEVICE)
     angles = rope.at(ids)
 
     def ours(module: RotaryEmbedding, **at: Any) -> Rotation:
@@ -134,13 +146,15 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
     if compiled:
         yield f"{OURS}, compiled", torch.compile(ours(rope, angles=angles), dynamic=False), False
         yield f"{OURS}, formula compiled", torch.compile(ours(formula, angles=angles), dynamic=False), False
-    for name, (maker, compiles, in_place) in GPU_PEERS.items():
-        rotation = maker(where, dim, case.turning(), dtype, case.pairing)
+    for name, peer in GPU_PEERS.items():
+        if name != "transformers" and not (case.compiles() and not case.norm if peer.tunes else case.against_all()):
+            continue
+        rotation = peer.maker(where, dim, case.turning(), dtype, case.pairing)
         if rotation is None:
             continue
         rotation = norm_before(rotation, weights, EPS) if case.norm else rotation
-        yield name, rotation, in_place and not case.norm
-        if compiled and compiles:
+        yield name, rotation, peer.in_place and not case.norm
+        if compiled and peer.compiles:
             yield f"{name}, compiled", torch.compile(rotation, dynamic=False), False
 
 
@@ -185,8 +199,8 @@ def _bare_launch(case: GpuCase, tensors: list[Tensor]) -> Contestant:
     """Two outputs and a launch of our kernel as Triton's own interface makes it: what a call's host time is held to."""
     from ropewalk.kernels.launch_triton import LAUNCHES
 
-    rope = RotaryEmbedding(case.shape[-1], pairing=case.pairing).to("cuda")
-    cos, sin = rope.at(torch.arange(case.where().start, case.where().stop, device="cuda"))
+    rope = RotaryEmbedding(case.shape[-1], pairing=case.pairing).to(gpu_timing.DEVICE)
+    cos, sin = rope.at(torch.arange(case.where().start, case.where().stop, device=gpu_timing.DEVICE))
     LAUNCHES.clear()
     rope(*tensors, angles=(cos, sin))
     (launch,) = LAUNCHES.values()
@@ -212,9 +226,11 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
     backward = case.work == "forward+backward"
     cotangents = [torch.randn_like(x) for x in tensors] if backward else []
     learns = backward and case.norm
-    weights = tuple((torch.rand(dim, device="cuda") + 0.5).to(dtype).requires_grad_(learns) for _ in range(2))
-    positions = torch.arange(case.where().start, case.where().stop, device="cuda")
-    theta = torch.as_tensor(RopeSpec(dim, rotary_dim=case.turning()).inv_freq(), device="cuda")
+    weights = tuple(
+        (torch.rand(dim, device=gpu_timing.DEVICE) + 0.5).to(dtype).requires_grad_(learns) for _ in range(2)
+    )
+    positions = torch.arange(case.where().start, case.where().stop, device=gpu_timing.DEVICE)
+    theta = torch.as_tensor(RopeSpec(dim, rotary_dim=case.turning()).inv_freq(), device=gpu_timing.DEVICE)
     with torch.no_grad():
         if case.norm:
             truths = true_norms(tensors, cotangents, weights, positions, theta, case.pairing, EPS)
@@ -222,10 +238,17 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
             truths = true_rotations(tensors, cotangents, positions, theta, case.pairing)
     # A peer rounds tables and products to the dtype, and forms angles in float32, whose error grows with the length.
     lenient = (4 if case.norm else 2) * torch.finfo(dtype).eps + case.where().stop * 2.0**-22
-    contestants, errors = [_copy(case, tensors)], {}
+    contestants, errors, failed = [_copy(case, tensors)], {}, {}
     for name, rotation, in_place in _rotations(case, weights, compiled):  # pyright: ignore[reportArgumentType]
         contestant = _contestant(case, name, rotation, in_place, tensors, cotangents, weights)  # pyright: ignore[reportArgumentType]
-        outputs = contestant.outputs() if contestant.outputs else []
+        try:
+            outputs = contestant.outputs() if contestant.outputs else []
+        except Exception as error:
+            # What a peer cannot do is its own affair, and no reason to lose the other figures.
+            if name.startswith(OURS):
+                raise
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
         found = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
         errors[name], relative = (max(error) for error in zip(*found, strict=True))
         if errors[name] <= 1 if name.startswith(OURS) else relative <= lenient:
@@ -234,8 +257,8 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
     one_token = case.shape[1] == 1
     if one_token:
         contestants.append(_bare_launch(case, tensors))
-    taken = device_times(contestants, rounds)
-    host = host_times(contestants, 7) if one_token else {}
+    taken = gpu_timing.device_times(contestants, rounds)
+    host = gpu_timing.host_times(contestants, 7) if one_token else {}
     moved = 2 * sum(x.numel() * x.element_size() for x in tensors) * (2 if backward else 1)
     lines = [
         GpuLine(
@@ -249,7 +272,8 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
         )
         for name, us in sorted(taken.items(), key=lambda item: (item[0] != COPY, item[1]))
     ]
-    return lines + [GpuLine(name, None, None, None, None, error) for name, error in errors.items() if name not in taken]
+    lines += [GpuLine(name, None, None, None, None, error) for name, error in errors.items() if name not in taken]
+    return lines + [GpuLine(name, None, None, None, None, None, note=note) for name, note in failed.items()]
 
 
 def _shown(lines: list[GpuLine]) -> str:
@@ -261,10 +285,11 @@ def _shown(lines: list[GpuLine]) -> str:
     text = [f"  {'path':<30}{'us':>8}{'GB/s':>7}{'of copy':>9}{'x ours':>8}{'error':>8}{'host us':>9}"]
     for line in lines:
         error = "" if line.error_over_budget is None else f"{line.error_over_budget:.3g}"
+        us = number(line.us, 1) or ("failed" if line.note else "wrong")
         text.append(
-            f"  {line.path:<30}{number(line.us, 1) or 'wrong':>8}{number(line.gb_per_s, 0):>7}"
+            f"  {line.path:<30}{us:>8}{number(line.gb_per_s, 0):>7}"
             f"{number(line.share_of_copy, 3):>9}{number(line.ratio_to_ropewalk, 2):>8}{error:>8}"
-            f"{number(line.host_us, 1):>9}"
+            f"{number(line.host_us, 1):>9}" + (f"  {line.note}" if line.note else "")
         )
     return "\n".join(line.rstrip() for line in text) + "\n"
 
@@ -296,26 +321,29 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
         "Shapes: batch, seq, q heads, k heads, dim. Of copy: its time over this;\n"
         "x ours: this over ropewalk's; error: in budgets, of which our paths may use one.\n\n"
     )
+    packages = ("torch", "triton", "transformers", "liger_kernel", "flash-linear-attention", "flash-attn")
+    record: dict[str, Any] = {
+        "command": "ropewalk bench gpu" + (" --quick" if quick else ""),
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": {"gpu": name, "machine": platform.machine()},
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
+        | {package: _version(package) for package in packages},
+        "rounds": rounds,
+        "cases": [],
+    }
     chosen = gpu_cases(quick)
-    results = []
     for number, case in enumerate(chosen, 1):
         lines = measure(case, rounds, compiled)
-        results.append(asdict(case) | {"lines": [asdict(line) for line in lines]})
+        record["cases"].append(asdict(case) | {"lines": [asdict(line) for line in lines]})
         show.write(f"{number}/{len(chosen)}  {case.title()}\n{_shown(lines)}\n")
         show.flush()
         torch.cuda.empty_cache()
-    if json_file is not None:
-        packages = ("torch", "triton", "transformers", "liger_kernel", "flash-linear-attention", "flash-attn")
-        record = {
-            "command": "ropewalk bench gpu" + (" --quick" if quick else ""),
-            "date": datetime.now(UTC).date().isoformat(),
-            "hardware": {"gpu": name, "machine": platform.machine()},
-            "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-            | {package: _version(package) for package in packages},
-            "rounds": rounds,
-            "cases": results,
-        }
+        if json_file not in (None, "-"):
+            # After every case: what was measured is kept, whatever stops the rest.
+            write_json(record, json_file)
+    if json_file == "-":
         write_json(record, json_file)
+    results = record["cases"]
     ours = (line for case in results for line in case["lines"] if line["path"].startswith(OURS))
     return int(any(line["us"] is None for line in ours))
 

@@ -91,6 +91,25 @@ def cpu(
     raise typer.Exit(bench_cpu(json_file=json, quick=quick, backends=backends))
 
 
+@bench.command()
+def gpu(
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One case of each kind, few rounds, nothing compiled: half a minute.")
+    ] = False,
+) -> None:
+    """Time copy, ropewalk and its peers on a GPU: forward, backward, decoding, norm and rotation in one.
+
+    All take turns, from an empty cache; medians are shown. A path that is wrong gets no time. Exits with 1 if one of
+    ours is. Where typer is not installed: python -m ropewalk.tools.bench_gpu.
+    """
+    from ropewalk.tools.bench_gpu import bench_gpu
+
+    raise typer.Exit(bench_gpu(json_file=json, quick=quick))
+
+
 def main() -> None:
     """Runs the command line. A user's mistake is printed as what it says, without a traceback."""
     from ropewalk.errors import RopewalkError

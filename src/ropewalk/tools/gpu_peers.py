@@ -6,20 +6,22 @@ Each maker takes what is to be rotated, makes its tables once, and returns the f
 
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ropewalk.tools import gpu_timing
 from ropewalk.tools.peers import Rotation, complex_product, installed, transformers_formula
 
-__all__ = ["GPU_PEERS", "norm_before"]
+__all__ = ["GPU_PEERS", "Peer", "norm_before"]
 
 Maker = Callable[[range, int, int, torch.dtype, str], Rotation | None]
 
 
 def _tables(where: range, rotary_dim: int, dtype: torch.dtype, wide: bool) -> tuple[Tensor, Tensor]:
-    positions = torch.arange(where.start, where.stop, device="cuda").float()
-    exponents = torch.arange(0, rotary_dim, 2, device="cuda").float() / rotary_dim
+    positions = torch.arange(where.start, where.stop, device=gpu_timing.DEVICE).float()
+    exponents = torch.arange(0, rotary_dim, 2, device=gpu_timing.DEVICE).float() / rotary_dim
     angles = torch.outer(positions, 10_000.0**-exponents)
     angles = torch.cat((angles, angles), dim=-1) if wide else angles
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -30,7 +32,7 @@ def transformers(where: range, dim: int, rotary_dim: int, dtype: torch.dtype, pa
     if rotary_dim != dim:
         return None
     if pairing != "half" or not installed("transformers"):
-        with torch.device("cuda"):
+        with torch.device(gpu_timing.DEVICE):
             return transformers_formula(where, dim, dtype, pairing)
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
     cos, sin = (table[None] for table in _tables(where, dim, dtype, wide=True))
@@ -39,7 +41,7 @@ def transformers(where: range, dim: int, rotary_dim: int, dtype: torch.dtype, pa
 
 def complex_numbers(where: range, dim: int, rotary_dim: int, dtype: torch.dtype, pairing: str) -> Rotation | None:
     """Llama's original code: neighbours as complex numbers."""
-    with torch.device("cuda"):
+    with torch.device(gpu_timing.DEVICE):
         return complex_product(where, dim, dtype, pairing) if rotary_dim == dim else None
 
 
@@ -89,11 +91,21 @@ def norm_before(rotation: Rotation, weights: tuple[Tensor, Tensor], eps: float) 
     return lambda q, k: rotation(norm(q, weights[0]), norm(k, weights[1]))
 
 
-# By the name under which they are shown; whether a compiled form takes part, and whether they write into their input.
-GPU_PEERS: dict[str, tuple[Maker, bool, bool]] = {
-    "transformers": (transformers, True, False),
-    "complex product": (complex_numbers, False, False),
-    "Liger": (liger, False, True),
-    "fla": (fla, False, False),
-    "flash-attention": (flash_attention, False, False),
+@dataclass(frozen=True)
+class Peer:
+    """One that takes part: its maker, whether a compiled form does too, whether it writes into its input, and whether
+    it tries many kernels first, so that it is asked only where compilers are."""
+
+    maker: Maker
+    compiles: bool = False
+    in_place: bool = False
+    tunes: bool = False
+
+
+GPU_PEERS: dict[str, Peer] = {
+    "transformers": Peer(transformers, compiles=True),
+    "complex product": Peer(complex_numbers),
+    "Liger": Peer(liger, in_place=True),
+    "fla": Peer(fla, tunes=True),
+    "flash-attention": Peer(flash_attention),
 }

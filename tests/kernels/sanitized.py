@@ -1,0 +1,42 @@
+"""A little of everything that the Triton kernels do, for a checker of memory: run as a script, on a GPU.
+
+compute-sanitizer --tool memcheck --error-exitcode 9 python tests/kernels/sanitized.py
+compute-sanitizer --tool racecheck --error-exitcode 9 python tests/kernels/sanitized.py
+"""
+
+import itertools
+
+import torch
+
+from ropewalk import RopeSpec, RotaryEmbedding, qk_norm_rope
+
+
+def main() -> None:
+    specs = [
+        RopeSpec(64, pairing="half"),
+        RopeSpec(80),
+        RopeSpec(72, rotary_dim=24, pairing="half", rotary_slice="trailing"),
+    ]
+    for spec, memory, dtype in itertools.product(specs, ("transposed", "contiguous"), (torch.bfloat16, torch.float32)):
+        rope = RotaryEmbedding(spec).to("cuda")
+        shapes = [(2, heads, 37, spec.head_dim) for heads in (5, 3)]
+        q, k = (torch.randn(shape, device="cuda").to(dtype) for shape in shapes)
+        if memory == "transposed":
+            q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+        q, k = q.requires_grad_(), k.requires_grad_()
+        weight = torch.ones(spec.head_dim, device="cuda", requires_grad=True)
+        ids = torch.randint(-100, 1 << 20, (2, 37), device="cuda")
+        cos, sin = (table.requires_grad_() for table in rope.at(ids))
+        turned = [
+            *rope(q, k, positions=ids),
+            *rope(q, k, angles=(cos, sin)),
+            *qk_norm_rope(q, k, weight, weight, rope, positions=ids),
+        ]
+        torch.autograd.grad(turned, [q, k, weight, cos, sin], turned)
+        with torch.no_grad():
+            rope.rotate_(q.clone(), k.clone(), offset=1)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The GPU benchmark, as far as it runs without one: its cases, its check of every contestant, its record."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from ropewalk.errors import RopewalkError
+from ropewalk.tools import bench_gpu, gpu_timing
+from ropewalk.tools.bench_gpu import COPY, OURS, GpuCase, gpu_cases, measure
+from ropewalk.tools.gpu_peers import GPU_PEERS, Peer
+
+
+@pytest.fixture
+def _on_the_cpu(monkeypatch):
+    """The same contestants on tensors of the CPU, with a clock in place of the device's events."""
+
+    def times(contestants, rounds):
+        taken = {}
+        for contestant in contestants:
+            start = time.perf_counter()
+            contestant.run()
+            taken[contestant.name] = (time.perf_counter() - start) * 1e6
+        return taken
+
+    monkeypatch.setattr(gpu_timing, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_timing, "device_times", times)
+    monkeypatch.setattr(gpu_timing, "host_times", times)
+    monkeypatch.setattr(bench_gpu, "_bare_launch", lambda case, tensors: bench_gpu._copy(case, tensors))
+
+
+def test_every_kind_of_case_is_there():
+    cases = gpu_cases(quick=False)
+    assert len(set(cases)) == len(cases)
+    assert {case.shape[-1] for case in cases} == {64, 80, 96, 128}
+    for kind in (
+        {"memory": "contiguous", "work": "forward+backward"},
+        {"norm": True, "work": "forward+backward"},
+        {"rotary_dim": 64, "pairing": "half"},
+        {"shape": (64, 1, 32, 8, 128)},
+    ):
+        assert any(all(getattr(case, name) == value for name, value in kind.items()) for case in cases), kind
+    assert len(gpu_cases(quick=True)) == 5
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"memory": "contiguous"},
+        {"rotary_dim": 32},
+        {"work": "forward+backward"},
+        {"norm": True},
+        {"norm": True, "work": "forward+backward"},
+    ],
+    ids=str,
+)
+def test_every_contestant_is_held_to_the_reference(how, pairing):
+    lines = measure(GpuCase((2, 16, 4, 2, 64), pairing, **how), rounds=1, compiled=False)
+    by_path = {line.path: line for line in lines}
+    assert lines[0].path == COPY
+    ours = [line for line in lines if line.path.startswith(OURS)]
+    assert len(ours) == 2
+    for line in ours:
+        assert line.us is not None
+        assert line.error_over_budget is not None
+        assert line.error_over_budget <= 1
+    if "rotary_dim" not in how:
+        peer = by_path["transformers"]
+        assert peer.us is not None
+        assert peer.error_over_budget is not None
+        assert peer.error_over_budget > 1  # its tables are bfloat16
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
+def test_one_that_is_wrong_gets_no_time_and_one_that_fails_a_note(monkeypatch):
+    def wrong(*how):
+        return lambda q, k: (q * 1.5, k)
+
+    def broken(*how):
+        def fail(q, k):
+            raise ValueError("no kernel for this shape")
+
+        return fail
+
+    monkeypatch.setitem(GPU_PEERS, "wrong", Peer(wrong))
+    monkeypatch.setitem(GPU_PEERS, "broken", Peer(broken))
+    lines = {line.path: line for line in measure(GpuCase((1, 8, 2, 1, 64), "half"), rounds=1, compiled=False)}
+    assert lines["wrong"].us is None
+    assert lines["broken"].us is None
+    assert lines["broken"].note == "ValueError: no kernel for this shape"
+    shown = bench_gpu._shown(list(lines.values()))
+    assert "wrong" in shown
+    assert "failed" in shown
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
+def test_the_record_is_written_after_every_case(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_gpu, "backend_reasons", lambda: {"triton": None})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    small = [GpuCase((1, 8, 2, 1, 64), "half"), GpuCase((2, 1, 2, 1, 64), "interleaved", "contiguous")]
+    monkeypatch.setattr(bench_gpu, "gpu_cases", lambda quick: small)
+    target = tmp_path / "gpu.json"
+    assert bench_gpu.bench_gpu(str(target), quick=True) == 0
+    record = json.loads(target.read_text(encoding="utf-8"))
+    assert record["hardware"]["gpu"] == "a device"
+    assert [case["pairing"] for case in record["cases"]] == ["half", "interleaved"]
+    assert record["cases"][1]["lines"][0]["host_us"] is not None
+
+
+def test_without_a_gpu_it_says_so():
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(RopewalkError, match="a CUDA device and Triton"):
+        bench_gpu.bench_gpu()
