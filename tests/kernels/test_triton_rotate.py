@@ -232,15 +232,12 @@ def test_it_refuses_what_it_cannot_serve():
 
 
 def test_why_it_is_missing(monkeypatch):
-    gpu.missing.cache_clear()
-    monkeypatch.setattr(gpu, "installed", lambda: False)
+    monkeypatch.setattr(gpu, "INSTALLED", False)
     assert "not installed" in (gpu.missing() or "")
-    monkeypatch.setattr(gpu, "installed", lambda: True)
-    monkeypatch.setattr(gpu, "interpreted", lambda: False)
+    monkeypatch.setattr(gpu, "INSTALLED", True)
+    monkeypatch.setattr(gpu, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    gpu.missing.cache_clear()
     assert "no CUDA device" in (gpu.missing() or "")
-    gpu.missing.cache_clear()
 
 
 def test_launches_are_forgotten_before_there_are_too_many():

@@ -7,7 +7,7 @@ from triton.runtime import interpreter
 
 from ropewalk.kernels import gpu
 
-DEVICE = torch.device("cpu" if gpu.interpreted() else "cuda")
+DEVICE = torch.device("cpu" if gpu.INTERPRETED else "cuda")
 
 
 def _cast_and_round(self: Any, src: Any, dst_type: Any) -> Any:

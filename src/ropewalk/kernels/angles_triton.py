@@ -89,7 +89,7 @@ def cos_sin(
     """`kernels.angles.cos_sin`, by one launch, for calls that `gpu.angles_serve` knows.
 
     >>> from ropewalk.kernels import gpu
-    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
     >>> one, theta = torch.tensor(1.0).double().to(device), torch.tensor([1.0, 0.5]).double().to(device)
     >>> cos, sin = cos_sin(torch.tensor([0, 2], device=device), theta, one, torch.float32)
     >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1

@@ -9,30 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "Kernels", "angles_serve", "installed", "interpreted", "kernels", "missing"]
+__all__ = ["DTYPES", "INSTALLED", "INTERPRETED", "Kernels", "angles_serve", "kernels", "missing"]
 
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
-def interpreted() -> bool:
-    """Whether kernels run as Python code on the CPU, as TRITON_INTERPRET=1 asks for: for tests without a GPU.
+# Whether Triton is there. Read once and not asked in calls: a compiler would look into the question.
+INSTALLED = importlib.util.find_spec("triton") is not None
 
-    >>> interpreted() in (True, False)
-    True
-    """
-    return os.environ.get("TRITON_INTERPRET") == "1"
+# Whether kernels run as Python code on the CPU, as TRITON_INTERPRET=1 asks for: for tests without a GPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def installed() -> bool:
-    """Whether Triton is there.
-
-    >>> installed() or "not installed" in missing()
-    True
-    """
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
 def missing() -> str | None:
     """Why the kernels cannot serve here, or None.
 
@@ -40,9 +28,9 @@ def missing() -> str | None:
     >>> reason is None or "Triton" in reason or "CUDA" in reason
     True
     """
-    if not installed():
+    if not INSTALLED:
         return "Triton is not installed: it comes with the CUDA builds of PyTorch, or pip install triton"
-    if not interpreted() and not torch.cuda.is_available():
+    if not INTERPRETED and not torch.cuda.is_available():
         return "PyTorch sees no CUDA device"
     return None
 

@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 # Kernels are Python code then, run on the CPU: for tests on a machine without a GPU.
-INTERPRETED = gpu.interpreted()
+INTERPRETED = gpu.INTERPRETED
 
 # An int32 index reaches this far.
 REACH = 1 << 31

@@ -44,7 +44,7 @@ def norm_rotate(
     """Each tensor over the root of its mean square, times its weight, turned; both in one launch where they lie alike.
 
     >>> from ropewalk.kernels import gpu
-    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[3.0, 4.0]], device=device), torch.tensor([[[0.0]], [[1.0]]], device=device)
     >>> (y,) = norm_rotate([x], [None], *tables, Layout(True, 0, -2), (1e-9, False, 0))  # a quarter turn
     >>> [round(v, 4) for v in y[0].tolist()]
@@ -70,7 +70,7 @@ def norm_rotate_backward(
     """The gradients of the tensors, and of their weights where `learns`. A rounding of the norm is passed over.
 
     >>> from ropewalk.kernels import gpu
-    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
     >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
     >>> still = torch.tensor([[1.0]], device=device), torch.tensor([[0.0]], device=device)
     >>> (dx,), _ = norm_rotate_backward([g], [x], [None], False, *still, Layout(True, 0, -2), (1e-9, False, 0))

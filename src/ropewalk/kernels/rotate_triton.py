@@ -247,7 +247,7 @@ def rotate(
     """q, and k if there is one, rotated: plain tensors of a GPU, into memory like theirs, into `out`, or in place.
 
     >>> from ropewalk.kernels import gpu
-    >>> device = "cpu" if gpu.interpreted() else "cuda"
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device), torch.zeros(2, 1, 2, device=device)
     >>> tables[1] = 1  # a quarter turn: cos 0, sin 1
     >>> rotate(x, None, *tables, Layout(False, 0, -2))[0].tolist()

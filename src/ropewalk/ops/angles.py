@@ -44,7 +44,7 @@ def cos_sin(
 
 
 def _fits_gpu(positions: Tensor, inv_freq: Tensor, amplitude: Tensor) -> bool:
-    return gpu.missing() is None and gpu.angles_serve(positions, inv_freq, amplitude)
+    return gpu.INSTALLED and gpu.angles_serve(positions, inv_freq, amplitude)
 
 
 @torch.library.custom_op("ropewalk::cos_sin", mutates_args=())

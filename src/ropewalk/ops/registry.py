@@ -36,14 +36,14 @@ _BACKENDS: dict[str, Kernel] = {"torch": rotate_torch.rotate}
 if rotate_native.MISSING is None:
     _BACKENDS["native"] = rotate_native.rotate
 # Whether there is a GPU is asked when one is needed: to ask it at import would keep forked processes from using it.
-if gpu.installed():
+if gpu.INSTALLED:
     _BACKENDS["triton"] = lambda *given, **how: gpu.kernels().rotate(*given, **how)
 
 # RMSNorm and rotation in one: these kernels take the norm in the same pass.
 _NORM_BACKENDS: dict[str, Callable[..., Any]] = {"torch": qk_norm_torch.norm_rotate}
 if rotate_native.MISSING is None:
     _NORM_BACKENDS["native"] = rotate_native.norm_rotate
-if gpu.installed():
+if gpu.INSTALLED:
     _NORM_BACKENDS["triton"] = lambda *given: gpu.kernels().norm_rotate(*given)
 
 OPS = {

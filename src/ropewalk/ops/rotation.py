@@ -91,7 +91,7 @@ def _rotate_directly_on_gpu(
         other = k.shape
         if len(other) < -seq_dim or other[-1] != head_dim or other[seq_dim] != shape[seq_dim]:
             return None
-    if (dtype == torch.float64) != (cos.dtype == torch.float64) or gpu.missing() is not None:
+    if (dtype == torch.float64) != (cos.dtype == torch.float64) or not gpu.INSTALLED:
         return None
     # What a graph reads must outlive it, and the cache lets go of what it holds.
     if torch.cuda.is_current_stream_capturing():
@@ -165,12 +165,12 @@ def fast_kernel(x: Tensor, layout: Layout, other: Tensor | None = None) -> str |
     """
     asked = layout.backend
     if x.is_cuda:
-        served = asked in (None, "triton") and x.dtype in gpu.DTYPES and gpu.missing() is None
+        served = asked in (None, "triton") and gpu.INSTALLED and x.dtype in gpu.DTYPES
         return "triton" if served else None
     if not x.is_cpu or asked == "torch":
         return None
     if asked == "triton":
-        return "triton" if gpu.interpreted() and x.dtype in gpu.DTYPES and gpu.missing() is None else None
+        return "triton" if gpu.INTERPRETED and gpu.INSTALLED and x.dtype in gpu.DTYPES else None
     served = rotate_native.MISSING is None and x.dtype in rotate_native.DTYPES
     few = x.dim() <= rotate_native.MOST_DIMS and (other is None or other.dim() <= rotate_native.MOST_DIMS)
     return "native" if served and few else None

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from ropewalk.kernels.gpu import interpreted
+from ropewalk.kernels.gpu import INTERPRETED
 from ropewalk.kernels.rotate_native import instructions
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.ops import backend_reasons
@@ -181,7 +181,7 @@ def show_backends(console: Console) -> None:
     for name, reason in backend_reasons().items():
         details = {
             "native": f" ({instructions()})",
-            "triton": " (in Triton's interpreter, slow)" if interpreted() else "",
+            "triton": " (in Triton's interpreter, slow)" if INTERPRETED else "",
         }
         ready = f"ready{details.get(name, '')}"
         console.print(f"{name}: {ready if reason is None else reason}", soft_wrap=True, markup=False)
