@@ -10,7 +10,7 @@ help:
 	@echo "make demo      check every statement in the ledger and draw the pictures"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  all tests that need no GPU (what CI runs)"
-	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-gpu  the tests of the Triton kernels, on a CUDA device"
 	@echo "make check     ruff (format, lint) and pyright"
 
 .venv/python:
@@ -39,7 +39,7 @@ test-all: .venv/installed-dev
 	@$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 test-gpu: .venv/installed-dev
-	@$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python -m pytest tests/kernels/test_triton_*.py tests/nn/test_rotary_gpu.py
 
 check: .venv/installed-dev
 	@$(BIN)/ruff format --check .
