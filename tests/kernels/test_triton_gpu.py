@@ -61,7 +61,7 @@ def test_more_than_2_to_the_31_elements_and_600_000_tokens(memory, pairing):
 
 @pytest.mark.usefixtures("_unfilled")
 @pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("dim", [0, 1, 2, 3])
 def test_strides_past_2_to_the_31(dim, pairing):
     shape, strides = (2, 3, 4, 64), [3 * 4 * 64, 4 * 64, 64, 1]
     strides[dim] = (1 << 31) // (shape[dim] - 1) + 64
@@ -184,6 +184,19 @@ def test_streams_have_ranges_of_their_own():
     torch.cuda.synchronize()
     assert all(torch.equal(y, wanted) for y in found)
     assert len({block.key[2] for block in rope._ranges._blocks}) > 1
+
+
+def test_a_prompt_after_a_far_decode():
+    rope = RotaryEmbedding(64).to("cuda")
+    x = torch.randn(1, 4, 16, 64, device="cuda")
+    wanted = rope(x)
+    rope(x[:, :, :1], offset=100_000)
+    assert torch.equal(rope(x), wanted)
+    assert torch.equal(rope(x, offset=-5), RotaryEmbedding(64).to("cuda")(x, offset=-5))
+    forced = RotaryEmbedding(64, backend="native").to("cuda")
+    forced._ranges = rope._ranges
+    with pytest.raises(RopewalkError, match="a call that it can serve"):
+        forced(x, offset=-5)
 
 
 def test_prefill_is_decode_bit_for_bit():

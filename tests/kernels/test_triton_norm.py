@@ -105,6 +105,8 @@ STRANGE = {
     "slices of one projection": lambda: random(2, 5, 6, 8).transpose(1, 2).split([4, 2], dim=1),
     "every other feature": lambda: (random(2, 4, 5, 16)[..., ::2], random(2, 4, 5, 16)[..., 1::2]),
     "no token": lambda: (random(2, 4, 0, 8), random(2, 2, 0, 8)),
+    "no queries": lambda: (random(2, 0, 5, 8), random(2, 2, 5, 8)),
+    "no keys": lambda: (random(2, 4, 5, 8), random(2, 0, 5, 8)),
 }
 
 
@@ -176,6 +178,7 @@ def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
     ids = torch.arange(torch.Size(shape).numel() * (1 if axes is None else 2), device=DEVICE)
     ids = ids.view(shape if axes is None else (2, *shape)) * 3 - 7
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
+    cos_sin(ids[..., :3], inv_freq, one, torch.float32, axes)  # a launch for fewer tokens must not serve more
     mine = cos_sin(
         ids.transpose(-1, -2).contiguous().transpose(-1, -2) if len(shape) == 2 else ids,
         inv_freq,
@@ -192,9 +195,77 @@ def test_angles_that_need_more_than_the_kernel_has():
     one, theta, ids = torch.ones((), dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.tensor([1])
     assert gpu.angles_serve(ids, theta, one)
     assert not gpu.angles_serve(ids, theta.float(), one)
+    assert not gpu.angles_serve(ids.to(torch.uint32), theta, one)
+    assert not gpu.angles_serve(ids, theta, one.float())
     assert not gpu.angles_serve(ids, theta, torch.ones(2).double())
     assert not gpu.angles_serve(ids, theta.requires_grad_(), one)
 
 
 def test_layout_is_asked_of_the_module():
     assert RotaryEmbedding(8, backend="triton").layout == Layout(True, 0, -2, "triton")
+
+
+def test_launches_are_kept_by_all_that_they_depend_on():
+    # Nothing is cleared between calls that differ in one thing.
+    q, k = random(2, 4, 5, 8).requires_grad_(), random(2, 2, 5, 8, seed=1).requires_grad_()
+    weight, other = random(8, seed=2).requires_grad_(), random(8, seed=3)
+    cos, sin = RotaryEmbedding(8).to(DEVICE).at(torch.arange(5, device=DEVICE))
+    for norm in (Norm(1e-6), Norm(1.0), Norm(1e-6, plus_one=True), Norm(1e-6, rounded=True)):
+        for weights in ((weight, other), (other, weight), (weight, None), (None, weight), (None, None)):
+            if norm.plus_one and None in weights:
+                continue
+            found = []
+            for backend in ("triton", "torch"):
+                layout = Layout(True, 0, -2, backend)
+                turned = ops.qk_norm_rotate(q, k, *weights, cos, sin, layout, norm)
+                asked = [q, k, *(w for w in weights if w is weight)]
+                found.append([*turned, *torch.autograd.grad([y.sum() for y in turned], asked)])
+            for own, wanted in zip(*found, strict=True):
+                torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_leading_dimensions_with_a_row_a_batch():
+    q, ids = random(2, 3, 5, 4, 8).requires_grad_(), torch.arange(10, device=DEVICE).view(2, 5)
+    weight = random(8, seed=1).requires_grad_()
+    results = []
+    for backend in ("triton", "torch"):
+        rope = RotaryEmbedding(8, seq_dim=-3, backend=backend).to(DEVICE)
+        turned = qk_norm_rope(q, q * 2, weight, weight, rope, positions=ids)
+        results.append([*turned, *torch.autograd.grad([y.square().sum() for y in turned], [q, weight])])
+    for own, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_first_derivatives_are_the_same_with_and_without_a_graph_and_in_batches():
+    x = random(1, 2, 3, 4, dtype=torch.float64).requires_grad_()
+    weight = random(4, dtype=torch.float64, seed=2).requires_grad_()
+    rope = RotaryEmbedding(4, backend="triton").to(DEVICE)
+    cos, sin = rope.at(torch.arange(3, device=DEVICE), dtype=torch.float64)
+
+    def both():
+        return ops.qk_norm_rotate(x, x * x, weight, weight, cos, sin, rope.layout, Norm(1e-6))
+
+    cotangents = [random(1, 2, 3, 4, dtype=torch.float64, seed=i) for i in (3, 4)]
+    plain = torch.autograd.grad(both(), [x, weight], cotangents)
+    graphed = torch.autograd.grad(both(), [x, weight], cotangents, create_graph=True)
+    batched = torch.autograd.grad(both(), [x, weight], [g[None] for g in cotangents], is_grads_batched=True)
+    for mine, other, wanted in zip(graphed, batched, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(other[0], wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_only_what_needs_a_gradient_gets_a_graph():
+    q, k = random(1, 2, 3, 8).requires_grad_(), random(1, 2, 3, 8)
+    turned_q, turned_k = qk_norm_rope(q, k, None, None, RotaryEmbedding(8, backend="triton").to(DEVICE))
+    assert turned_q.requires_grad
+    assert not turned_k.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")  # NumPy's, of the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_an_eps_that_float32_does_not_have():
+    q = random(2, 3, 5, 8).requires_grad_()
+    weight = random(8, seed=1).requires_grad_()
+    turned = qk_norm_rope(q, q, weight, weight, RotaryEmbedding(8, backend="triton").to(DEVICE), eps=1e-50)
+    for gradient in torch.autograd.grad([y.sum() for y in turned], [q, weight]):
+        assert gradient.isfinite().all()

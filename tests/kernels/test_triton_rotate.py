@@ -245,3 +245,97 @@ def test_launches_are_forgotten_before_there_are_too_many():
         launch_triton.LAUNCHES.keep(number, number)
     assert len(launch_triton.LAUNCHES) <= 1024
     assert launch_triton.LAUNCHES[1029] == 1029
+
+
+def test_launches_are_kept_by_all_that_they_depend_on():
+    # Nothing is cleared between calls that differ in one thing.
+    x, (cos, sin) = random(2, 3, 5, 16), tables(5, 4)
+    wide = random(2, 3, 5, 32)[..., ::2]
+    for layout in (Layout(True, 0, -2), Layout(False, 0, -2), Layout(True, 8, -2)):
+        for conjugate in (False, True):
+            (y,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
+            close(y, x, cos, sin, layout, 0, conjugate)
+            own = x.clone()
+            rotate_triton.rotate(own, None, cos, sin, layout, 0, conjugate, in_place=True)
+            assert torch.equal(own, y)
+            (again,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
+            assert torch.equal(again, y)
+            for out in (torch.empty_like(wide), torch.empty_strided(x.shape, (240, 16, 48, 1), device=DEVICE)):
+                (there,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate, out=(out,))
+                assert torch.equal(there, y)
+            (twice,) = rotate_triton.rotate(wide, None, cos, sin, layout, 0, conjugate)
+            close(twice, wide, cos, sin, layout, 0, conjugate)
+            mixed = torch.stack((sin, sin), -1)[..., 0]
+            (mixed_sin,) = rotate_triton.rotate(x, None, cos, mixed, layout, 0, conjugate)
+            assert torch.equal(mixed_sin, y)
+    double = [t.double() for t in (x, cos, sin)]
+    close(
+        rotate_triton.rotate(double[0], None, *double[1:], Layout(True, 0, -2))[0],
+        double[0],
+        *double[1:],
+        Layout(True, 0, -2),
+    )
+    grads = [
+        torch.autograd.grad(
+            ops.rotate(x, None, cos.requires_grad_(), sin, Layout(True, 0, -2, "triton"), conjugate=way)[0].sum(), cos
+        )[0]
+        for way in (False, True)
+    ]
+    wanted = [
+        torch.autograd.grad(rotate_traceable(x, cos, sin, Layout(True, 0, -2), 0, way).sum(), cos)[0]
+        for way in (False, True)
+    ]
+    for mine, true in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_before_the_table_is_not_read(monkeypatch):
+    # A new prompt after a far decode: the block that was used last starts behind it.
+    rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
+    x = random(1, 2, 5, 8)
+    rope(x[:, :, :1], offset=1000)
+    recent = rope._ranges.recent
+    assert recent is not None
+    assert recent.start > 0
+    assert ops.rotate_directly(x, None, recent.cos, recent.sin, rope.layout, -recent.start, recent.stop, 8) is None
+    close(rope(x), x, *rope.at(torch.arange(5, device=DEVICE)), rope.layout)
+
+
+def test_leading_dimensions_with_a_row_a_batch():
+    rope = RotaryEmbedding(8, seq_dim=-3, backend="triton").to(DEVICE)
+    formula = RotaryEmbedding(8, seq_dim=-3, backend="torch").to(DEVICE)
+    q, ids = random(2, 3, 5, 4, 8), torch.arange(10, device=DEVICE).view(2, 5)
+    results = []
+    for module in (rope, formula):
+        angles = tuple(table.requires_grad_() for table in module.at(ids))
+        turned = module(q, angles=angles)
+        results.append([turned, *torch.autograd.grad((turned * q).sum(), angles)])
+    for mine, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_first_derivatives_are_the_same_with_and_without_a_graph():
+    x = random(1, 2, 3, 8, dtype=torch.float64).requires_grad_()
+    cos, sin = (table.requires_grad_() for table in tables(3, 4, dtype=torch.float64))
+    layout = Layout(True, 0, -2, "triton")
+
+    def twice():
+        # q and k are one tensor, and what is turned again was made from it by the same cos and sin.
+        q, k = ops.rotate(x, x, cos, sin, layout)
+        return ops.rotate(q, k * q, cos, sin, layout)
+
+    given = [x, cos, sin]
+    cotangents = [random(1, 2, 3, 8, dtype=torch.float64, seed=i) for i in (1, 2)]
+    plain = torch.autograd.grad(twice(), given, cotangents)
+    graphed = torch.autograd.grad(twice(), given, cotangents, create_graph=True)
+    for mine, wanted in zip(graphed, plain, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_batched_cotangents():
+    rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
+    x = random(1, 2, 3, 8).requires_grad_()
+    many = random(4, 1, 2, 3, 8, seed=2)
+    (batched,) = torch.autograd.grad(rope(x), x, many, is_grads_batched=True)
+    for one, own in zip(many, batched, strict=True):
+        torch.testing.assert_close(own, torch.autograd.grad(rope(x), x, one)[0])

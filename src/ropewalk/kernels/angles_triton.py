@@ -9,13 +9,14 @@ from ropewalk.kernels.launch_triton import LAUNCHES, Launch
 
 __all__ = ["cos_sin"]
 
-# Up to this angle two terms of pi/2 leave a remainder that is exact to 2^-50; the library's own cosine takes the rest.
+# Up to this angle two terms of pi/2 leave a remainder that has more bits than a float32; the library's own cosine,
+# which is slower, takes what lies past it.
 FAR = tl.constexpr(float(1 << 26))
 
 
 @triton.jit
 def _near(angle):
-    """cos and sin of float64 angles below FAR, to 2^-36: Cody and Waite's reduction to [-pi/4, pi/4], Taylor's sums."""
+    """cos and sin of float64 angles below FAR, for float32: Cody and Waite's reduction, then Taylor's sums."""
     turns = tl.floor(angle * 0.6366197723675814 + 0.5)
     # Literals that stand alone would be float32.
     high = tl.full((), 1.5707963267948966, tl.float64)

@@ -71,7 +71,7 @@ def angles_serve(positions: Tensor, inv_freq: Tensor, amplitude: Tensor) -> bool
     >>> angles_serve(torch.tensor([1]), one, one)  # an amplitude of its own for each pair
     False
     """
-    plain = inv_freq.dtype == torch.float64 and inv_freq.dim() <= 2 and amplitude.dim() == 0
+    plain = inv_freq.dtype == amplitude.dtype == torch.float64 and inv_freq.dim() <= 2 and amplitude.dim() == 0
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (positions, inv_freq, amplitude))
     counts = positions.dtype not in (torch.uint16, torch.uint32, torch.uint64)
     return plain and counts and not learns and positions.numel() > 0

@@ -51,8 +51,7 @@ def norm_rotate(
     [-1.1314, 0.8485]
     """
     out = [torch.empty_like(x) for x in both]
-    if both[0].numel():
-        _run(norm_rotate_kernel, [both, out], weights, None, cos, sin, layout, norm, row)
+    _run(norm_rotate_kernel, [both, out], weights, None, cos, sin, layout, norm, row)
     return out
 
 
@@ -78,13 +77,9 @@ def norm_rotate_backward(
     [0.181, -0.1358]
     """
     out = [torch.empty_like(x) for x in both]
-    learned: list[Tensor | None] = [None if w is None or not learns else torch.zeros_like(w) for w in weights]
-    if both[0].numel():
-        sums = _run(norm_rotate_backward_kernel, [both, cotangents, out], weights, learns, cos, sin, layout, norm, row)
-        learned = [
-            None if w is None or part is None else part.to(w.dtype) for w, part in zip(weights, sums, strict=True)
-        ]
-    return out, learned
+    sums = _run(norm_rotate_backward_kernel, [both, cotangents, out], weights, learns, cos, sin, layout, norm, row)
+    both_sums = zip(weights, sums, strict=True)
+    return out, [None if w is None or part is None else part.to(w.dtype) for w, part in both_sums]
 
 
 def _run(
@@ -99,6 +94,9 @@ def _run(
     row: int,
 ) -> list[Tensor | None]:
     """Launches the kernel on one or two tensors of each group; the sums for the weights, where they learn."""
+    if any(x.numel() == 0 for x in groups[0]):
+        how = learns, cos, sin, layout, norm, row
+        return _apart(kernel, groups, weights, *how) if len(weights) == 2 else _nothing(weights, learns, cos)
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     weights = [w if w is None or w.is_contiguous() else w.contiguous() for w in weights]
@@ -107,8 +105,8 @@ def _run(
     key = (
         kernel,
         tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors),
-        (cos.shape, cos.dtype, (cos.data_ptr() | sin.data_ptr()) & 15),
-        (cos.device, len(weights), [w is None for w in weights].count(True), weights[0] is None, layout, norm, learns),
+        (cos.shape, cos.dtype, cos.data_ptr() & 15, sin.data_ptr() & 15),
+        (cos.device, tuple(w is None for w in weights), layout, norm, learns),
     )
     plan = LAUNCHES.get(key)
     if plan is None:
@@ -118,7 +116,7 @@ def _run(
     launch, programs = plan
     if learns is None:
         launch(cos.device, *tensors, cos, sin, row)
-        return []
+        return [None for _ in weights]
     sums = torch.empty((sum(programs), groups[0][0].shape[-1]), dtype=cos.dtype, device=cos.device) if learns else cos
     launch(cos.device, *tensors, sums, cos, sin, row)
     return [part.sum(0) for part in sums.split(programs)] if learns else [None for _ in weights]
@@ -127,19 +125,24 @@ def _run(
 def _apart(
     kernel: Any, groups: Sequence[Sequence[Tensor]], weights: Sequence[Tensor | None], *how: Any
 ) -> list[Tensor | None]:
-    """One after the other; a tensor that does not lie as rows in a contiguous copy."""
+    """One after the other; a tensor that does not lie as rows slice by slice."""
     if len(weights) == 2:
         return [
             part
             for i, weight in enumerate(weights)
             for part in _run(kernel, [[group[i]] for group in groups], [weight], *how)
         ]
-    *given, (target,) = groups
-    copies = [[x.contiguous()] for (x,) in given]
-    y = torch.empty_like(target, memory_format=torch.contiguous_format)
-    sums = _run(kernel, [*copies, [y]], weights, *how)
-    target.copy_(y)
-    return sums
+    slices = zip(*(group[0].unbind(1) for group in groups), strict=True)
+    sums = [_run(kernel, [[x] for x in each], weights, *how)[0] for each in slices]
+    there = [part for part in sums if part is not None]
+    return [torch.stack(there).sum(0) if there else None]
+
+
+def _nothing(weights: Sequence[Tensor | None], learns: bool | None, cos: Tensor) -> list[Tensor | None]:
+    """The sums of a tensor without elements."""
+    return [
+        None if w is None or not learns else torch.zeros(w.shape, dtype=cos.dtype, device=w.device) for w in weights
+    ]
 
 
 def _two(items: Sequence[Any]) -> Sequence[Any]:
@@ -179,7 +182,7 @@ def _plan(
     table_b, table_h = table_strides(cos)
     room, still_room = (1 << max(0, n - 1).bit_length() for n in (pairs, still))
     backward = learns is not None
-    tokens, tile_rows, warps = _tile(x, room, bool(table_h), layout.interleaved, backward)
+    tokens, tile_rows, warps = _tile(x, room + still_room // 2, bool(table_h), layout.interleaved, backward)
     aligned = alignment(16 // groups[0][0].element_size(), *(n for pair in rows for r in pair for n in r.strides[:3]))
     blocks_a_batch = -(-x.seq // tokens)
     blocks = x.batch * blocks_a_batch
@@ -229,4 +232,5 @@ def _tile(rows: Rows, room: int, table_a_head: bool, interleaved: bool, backward
         features, warps = 512, 2
     else:
         features, warps = (2048, 4) if interleaved else (1024, 2)
-    return 1 if together or table_a_head else far_tokens(rows.seq), max(1, features // room), warps
+    tile_rows = 1 << max(0, (features // room).bit_length() - 1)
+    return 1 if together or table_a_head else far_tokens(rows.seq), tile_rows, warps

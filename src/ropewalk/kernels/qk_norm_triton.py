@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.rotate_triton import NUMBERS, STRIDES, place, turn, unturned
+from ropewalk.kernels.rotate_triton import NUMBERS, STRIDES, place, stepped, turn, unturned
 
 
 @triton.jit
@@ -22,18 +22,18 @@ def load_rows(source, there, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: t
     ROOM: tl.constexpr = FEATURES[4]
     if FEATURES[3]:
         at = tl.arange(0, 2 * ROOM)[None, :]
-        z = tl.load(source[:, None] + (START + at) * STEP, mask=there[:, None] & (at < 2 * PAIRS), other=0.0)
+        z = tl.load(source[:, None] + stepped(START + at, STEP), mask=there[:, None] & (at < 2 * PAIRS), other=0.0)
         first, second = tl.split(tl.reshape(z, (ROWS, ROOM, 2)))
     else:
         at = tl.arange(0, ROOM)[None, :]
         mask = there[:, None] & (at < PAIRS)
-        first = tl.load(source[:, None] + (START + at) * STEP, mask=mask, other=0.0)
-        second = tl.load(source[:, None] + (START + PAIRS + at) * STEP, mask=mask, other=0.0)
+        first = tl.load(source[:, None] + stepped(START + at, STEP), mask=mask, other=0.0)
+        second = tl.load(source[:, None] + stepped(START + PAIRS + at, STEP), mask=mask, other=0.0)
     still = first
     if STILL:
         at = tl.arange(0, FEATURES[5])[None, :]
         mask = there[:, None] & (at < STILL)
-        still = tl.load(source[:, None] + unturned(at, PAIRS, STILL, START) * STEP, mask=mask, other=0.0)
+        still = tl.load(source[:, None] + stepped(unturned(at, PAIRS, STILL, START), STEP), mask=mask, other=0.0)
     return first, second, still
 
 
@@ -48,16 +48,16 @@ def _store(target, first, second, still, there, STEP: tl.constexpr, ROWS: tl.con
     if FEATURES[3]:
         at = tl.arange(0, 2 * ROOM)[None, :]
         z = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), (ROWS, 2 * ROOM))
-        tl.store(target[:, None] + (START + at) * STEP, z, mask=there[:, None] & (at < 2 * PAIRS))
+        tl.store(target[:, None] + stepped(START + at, STEP), z, mask=there[:, None] & (at < 2 * PAIRS))
     else:
         at = tl.arange(0, ROOM)[None, :]
         mask = there[:, None] & (at < PAIRS)
-        tl.store(target[:, None] + (START + at) * STEP, first.to(dtype), mask=mask)
-        tl.store(target[:, None] + (START + PAIRS + at) * STEP, second.to(dtype), mask=mask)
+        tl.store(target[:, None] + stepped(START + at, STEP), first.to(dtype), mask=mask)
+        tl.store(target[:, None] + stepped(START + PAIRS + at, STEP), second.to(dtype), mask=mask)
     if STILL:
         at = tl.arange(0, FEATURES[5])[None, :]
         mask = there[:, None] & (at < STILL)
-        tl.store(target[:, None] + unturned(at, PAIRS, STILL, START) * STEP, still.to(dtype), mask=mask)
+        tl.store(target[:, None] + stepped(unturned(at, PAIRS, STILL, START), STEP), still.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -283,7 +283,8 @@ def _norm_rows_backward(
         _, b, s, head, there = place(index, counts, HEADS, 1, TILE, WIDE)
         c, d = _tables(cos, sin, rows, b, s, head, there, FEATURES)
         first, second, still = _cast(n, m, o, dtype)
-        inverse = _inverse_rms(first, second, still, NORM[0], FEATURES)
+        # A row that is not there has no features, whose root would be 0: its sums are to be.
+        inverse = tl.where(there[:, None], _inverse_rms(first, second, still, NORM[0], FEATURES), 0.0)
         first, second, still = first * inverse, second * inverse, still * inverse
         p, r, t = _cast(e, f, h, dtype)
         p, r = turn(p, r, c, d, True)

@@ -68,6 +68,14 @@ def place(index, counts, HEADS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
+def stepped(number, STEP: tl.constexpr):
+    """How far feature `number` lies from the first."""
+    if STEP != 1:
+        number = number.to(tl.int64) * STEP
+    return number
+
+
+@triton.jit
 def unturned(number, PAIRS: tl.constexpr, STILL: tl.constexpr, START: tl.constexpr):
     """Where the features that do not turn lie, by their number: before those that do, after them, or both."""
     if START == 0:
@@ -136,7 +144,7 @@ def _rotate_lanes(
                 mask = mask & (turning | (still + tl.arange(0, WIDTH)[None, None, :] < STILL))
             at = tl.where(turning, at, unturned(still, PAIRS, STILL, START))
         at += tl.arange(0, WIDTH)[None, None, :]
-        z = tl.load(source[:, :, None] + at * STEPS[0], mask=mask)
+        z = tl.load(source[:, :, None] + stepped(at, STEPS[0]), mask=mask)
         first, second = tl.split(tl.reshape(z, (LANES, SHARE, V, 2)))
     else:
         at = (START + part * V)[:, None, None]
@@ -148,8 +156,8 @@ def _rotate_lanes(
             at = tl.where(turning, at, unturned(still, PAIRS, STILL, START))
             and_at = tl.where(turning, and_at, unturned(still + V, PAIRS, STILL, START))
         at, and_at = at + pair[None, None, :], and_at + pair[None, None, :]
-        first = tl.load(source[:, :, None] + at * STEPS[0], mask=mask)
-        second = tl.load(source[:, :, None] + and_at * STEPS[0], mask=and_mask)
+        first = tl.load(source[:, :, None] + stepped(at, STEPS[0]), mask=mask)
+        second = tl.load(source[:, :, None] + stepped(and_at, STEPS[0]), mask=and_mask)
     kind = first.dtype
     first, second = first.to(c.dtype), second.to(c.dtype)
     a, b_ = turn(first, second, c, d, CONJUGATE)
@@ -158,10 +166,10 @@ def _rotate_lanes(
         a, b_ = tl.where(turning, a, first), tl.where(turning, b_, second)
     if INTERLEAVED:
         z = tl.reshape(tl.join(a.to(kind), b_.to(kind)), (LANES, SHARE, WIDTH))
-        tl.store(target[:, :, None] + at * STEPS[1], z, mask=mask)
+        tl.store(target[:, :, None] + stepped(at, STEPS[1]), z, mask=mask)
     else:
-        tl.store(target[:, :, None] + at * STEPS[1], a.to(kind), mask=mask)
-        tl.store(target[:, :, None] + and_at * STEPS[1], b_.to(kind), mask=and_mask)
+        tl.store(target[:, :, None] + stepped(at, STEPS[1]), a.to(kind), mask=mask)
+        tl.store(target[:, :, None] + stepped(and_at, STEPS[1]), b_.to(kind), mask=and_mask)
 
 
 STRIDES = [f"{x}_{dim}" for x in ("q", "k", "yq", "yk", "gq", "gk") for dim in "bsh"]
@@ -266,8 +274,8 @@ def rotate(
     addresses = 0
     for x in tensors:
         addresses |= x.data_ptr()
-    others = None if k is None or yk is None else (k.shape, k.stride(), yk.stride())
-    how = q.dtype, q.device, layout, conjugate, in_place
+    others = None if k is None or yk is None else (k.shape, k.stride(), yk.stride(), k.dtype)
+    how = q.dtype, cos.dtype, q.device, layout, conjugate, in_place
     key = _rotate, q.shape, q.stride(), yq.stride(), others, cos.shape, how, addresses & 15 and _misaligned(tensors)
     launch = LAUNCHES.get(key)
     if launch is None and q.numel() == 0 and (k is None or k.numel() == 0):
@@ -275,7 +283,7 @@ def rotate(
     if launch is None:
         launch = LAUNCHES.keep(key, _plan(q, k, yq, yk, cos, layout, conjugate, in_place) or "apart")
     if launch == "apart":
-        _rotate_apart(q, k, yq, yk, (cos, sin, layout, row, conjugate))
+        _rotate_apart(q, k, yq, yk, (cos, sin, layout, row, conjugate, in_place))
     else:
         launch(q.device, *tensors, row)
     return (yq,) if yk is None else (yq, yk)

@@ -100,11 +100,16 @@ def table_gradient(
 
 def _of_one(x: Tensor, g: Tensor, cos: Tensor, layout: Layout, conjugate: bool) -> list[Tensor]:
     """What one tensor gives to both gradients, from the first token's row on."""
-    (x, rows), (g, given) = (_as_rows(tensor, layout, cos.dim()) for tensor in (x, g))
+    rows, given = (rows_of(tensor, layout.seq_dim, cos.dim()) for tensor in (x, g))
+    if rows is None or given is None:
+        slices = [_of_one(*each, cos, layout, conjugate) for each in zip(x.unbind(1), g.unbind(1), strict=True)]
+        return [torch.stack(parts).sum(0) for parts in zip(*slices, strict=True)]
     tables = cos.shape[1] if cos.dim() == 4 else 1
     shape = (rows.batch, tables, rows.seq, cos.shape[-1])
-    out = [torch.empty(shape, dtype=cos.dtype, device=cos.device) for _ in range(2)]
-    _launch(x, g, rows, given, out, layout, tables, conjugate)
+    make = torch.empty if x.numel() else torch.zeros
+    out = [make(shape, dtype=cos.dtype, device=cos.device) for _ in range(2)]
+    if x.numel():
+        _launch(x, g, rows, given, out, layout, tables, conjugate)
     if cos.dim() < 4:
         out = [total.squeeze(1) for total in out]
     return [total.sum(0, keepdim=cos.dim() > 2) if cos.dim() == 2 or cos.shape[0] == 1 else total for total in out]
@@ -117,16 +122,6 @@ def _placed(gradient: Tensor, cos: Tensor, row: int) -> Tensor:
     whole = torch.zeros_like(cos)
     whole.narrow(-2, row, gradient.shape[-2]).copy_(gradient)
     return whole
-
-
-def _as_rows(x: Tensor, layout: Layout, dims: int) -> tuple[Tensor, Rows]:
-    rows = rows_of(x, layout.seq_dim, dims)
-    if rows is None:
-        x = x.contiguous()
-        rows = rows_of(x, layout.seq_dim, dims)
-    if rows is None:
-        raise AssertionError("contiguous dimensions lie as one")
-    return x, rows
 
 
 def _launch(

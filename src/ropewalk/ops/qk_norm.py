@@ -11,7 +11,7 @@ from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.qk_norm_torch import Norm, factor, norm_rotate, norm_rotate_backward
 from ropewalk.ops.plain import is_plain, why_not_plain
 from ropewalk.ops.registry import cannot_serve
-from ropewalk.ops.rotation import fast_kernel, rotate, takes_op
+from ropewalk.ops.rotation import by_formula, fast_kernel, rotate, takes_op
 
 __all__ = ["qk_norm_rotate"]
 
@@ -63,8 +63,13 @@ def qk_norm_rotate(
             norm_rotate(k, k_weight, cos, sin, layout, norm, row),
         )
     if name == "triton":
-        if grad and any(x is not None and x.requires_grad for x in given[:4]):
-            return _NormRotateBoth.apply(q, k, q_weight, k_weight, cos, sin, layout, norm, row)  # pyright: ignore[reportReturnType]
+        sides = (q, q_weight), (k, k_weight)
+        needs = [grad and any(x is not None and x.requires_grad for x in side) for side in sides]
+        if all(needs):
+            return _NormRotateGpu.apply(q, k, q_weight, k_weight, cos, sin, layout, norm, row)  # pyright: ignore[reportReturnType]
+        if any(needs):
+            # One Function for both would give the one that needs no gradient a graph.
+            return tuple(_NormRotateGpu.apply(*side, cos, sin, layout, norm, row)[0] for side in sides)  # pyright: ignore
         how = layout, (norm.eps, norm.plus_one, norm.rounding()), row
         return tuple(gpu.kernels().norm_rotate((q, k), (q_weight, k_weight), cos, sin, *how))  # pyright: ignore[reportReturnType]
     factors = factor(q_weight, q, norm), factor(k_weight, k, norm)
@@ -96,41 +101,34 @@ class _NormRotate(torch.autograd.Function):
         return *norm_rotate_backward(turned, x, weight, norm.eps), *[None] * 5
 
 
-class _NormRotateBoth(torch.autograd.Function):
-    """Both tensors, by the kernels of a GPU."""
+class _NormRotateGpu(torch.autograd.Function):
+    """One or two tensors, by the kernels of a GPU: the tensors, as many weights, cos, sin, layout, norm and row."""
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        q, k, q_weight, k_weight, cos, sin, layout, norm, row = given
-        ctx.save_for_backward(*given[:6])
-        ctx.how = layout, norm, row
+        *tensors, layout, norm, row = given
+        count = (len(tensors) - 2) // 2
+        ctx.save_for_backward(*tensors)
+        ctx.how = count, layout, norm, row
         how = layout, (norm.eps, norm.plus_one, norm.rounding()), row
-        return tuple(gpu.kernels().norm_rotate((q, k), (q_weight, k_weight), cos, sin, *how))
+        return tuple(gpu.kernels().norm_rotate(tensors[:count], tensors[count:-2], *tensors[-2:], *how))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
-        layout, norm, row = ctx.how
-        weights = (q_weight, k_weight)
-        if torch.is_grad_enabled() or not is_plain(*cotangents, q, k, cos, sin):
-            return *_by_formula((q, k), weights, cotangents, cos, sin, layout, norm, row), *[None] * 5
-        learns = any(ctx.needs_input_grad[2:4])
-        of_x, of_weights = gpu.kernels().norm_rotate_backward(
-            cotangents, (q, k), weights, learns, cos, sin, layout, (norm.eps, norm.plus_one, 0), row
-        )
+        *tensors, cos, sin = ctx.saved_tensors
+        count, layout, norm, row = ctx.how
+        both, weights = tensors[:count], tensors[count:]
+        if torch.is_grad_enabled() or not is_plain(*cotangents, *both, cos, sin):
+
+            def formula(*x: Any) -> list[Tensor]:
+                pairs = zip(x[:count], x[count:], strict=True)
+                return [norm_rotate(y, weight, cos, sin, layout, norm, row) for y, weight in pairs]
+
+            return *by_formula(formula, tensors, cotangents), *[None] * 5
+        learns = any(ctx.needs_input_grad[count : 2 * count])
+        how = layout, (norm.eps, norm.plus_one, 0), row
+        of_x, of_weights = gpu.kernels().norm_rotate_backward(cotangents, both, weights, learns, cos, sin, *how)
         return *of_x, *of_weights, *[None] * 5
-
-
-def _by_formula(
-    both: Both, weights: Sequence[Tensor | None], cotangents: Both, cos: Tensor, sin: Tensor, *how: Any
-) -> list[Tensor | None]:
-    """The gradients through the formula, which has derivatives of its own."""
-    needed = [*both, *weights]
-    asked = [x for x in needed if x is not None and x.requires_grad]
-    with torch.enable_grad():
-        turned = [norm_rotate(x, weight, cos, sin, *how) for x, weight in zip(both, weights, strict=True)]
-    found = iter(torch.autograd.grad(turned, asked, cotangents, create_graph=True, allow_unused=True))
-    return [next(found) if x is not None and x.requires_grad else None for x in needed]
 
 
 @torch.library.custom_op("ropewalk::norm_rotate", mutates_args=())

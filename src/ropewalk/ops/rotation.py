@@ -16,7 +16,8 @@ What a call costs, apart from the rotation itself, on two Neoverse-N1 cores with
 Only plain tensors reach a kernel, so that none takes a pointer that is not there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,16 @@ from ropewalk.kernels.layout import Layout
 from ropewalk.ops.plain import is_eager, is_exporting, is_plain, is_transformed, why_not_plain
 from ropewalk.ops.registry import Kernel, cannot_serve
 
-__all__ = ["fast_kernel", "kernel_for", "rotate", "rotate_", "rotate_directly", "rotate_plain", "takes_op"]
+__all__ = [
+    "by_formula",
+    "fast_kernel",
+    "kernel_for",
+    "rotate",
+    "rotate_",
+    "rotate_directly",
+    "rotate_plain",
+    "takes_op",
+]
 
 
 def rotate(
@@ -65,6 +75,9 @@ def rotate_directly(
     if layout.backend == "torch" or not is_eager():
         return None
     if cos.is_cuda:
+        # The C kernel sees by itself that a row lies before the table, or that it was not asked for.
+        if row < 0 or layout.backend == "native":
+            return None
         return _rotate_directly_on_gpu(q, k, cos, sin, layout, row, rows, head_dim)
     how = cos, sin, layout, row, rows, head_dim
     if torch.is_grad_enabled():
@@ -267,14 +280,37 @@ def _turned_back(
         return [None for _ in cotangents]
     given = [g for g, _ in there]
     q, k = given[0], given[1] if len(given) == 2 else None
-    plain = is_plain(*given, cos, sin) and not torch.is_grad_enabled()
-    if plain and fast_kernel(q, layout, k) == "triton":
+    plain = is_plain(*given, cos, sin)
+    if not plain:
+        # Batched cotangents, for one: whatever backend was asked for, these have the formula alone.
+        layout = replace(layout, backend=None)
+    if plain and not torch.is_grad_enabled() and fast_kernel(q, layout, k) == "triton":
         out = [g.new_empty_strided(g.shape, stride) for g, stride in there]
         turned = gpu.kernels().rotate(q, k, cos, sin, layout, row, not conjugate, out=out)
     else:
         turned = rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate)
     back = iter(turned)
     return [None if g is None else next(back) for g in cotangents]
+
+
+def by_formula(
+    function: Callable[..., Sequence[Tensor]], given: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of a function, each argument's own, by operations that can be differentiated again.
+
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> by_formula(lambda a, b: [a * b], [x, x], [torch.tensor(1.0)])[0].item()  # of a alone, though b is x too
+    3.0
+    """
+    with torch.enable_grad():
+        # An alias for each argument: of a tensor that is given twice, or made from another, each gets its own share.
+        aliases = [None if x is None else x.view_as(x) for x in given]
+        results = function(*aliases)
+    there = [(y, g) for y, g in zip(results, cotangents, strict=True) if g is not None]
+    asked = [x for x in aliases if x is not None and x.requires_grad]
+    outputs, seeds = zip(*there, strict=True)
+    found = iter(torch.autograd.grad(outputs, asked, seeds, create_graph=True, allow_unused=True))
+    return [next(found) if x is not None and x.requires_grad else None for x in aliases]
 
 
 class _RotateLearned(torch.autograd.Function):
@@ -299,14 +335,12 @@ class _RotateLearned(torch.autograd.Function):
             return (None,) * 7
         if torch.is_grad_enabled() or not is_plain(*cotangents, cos, sin):
             # A derivative of this derivative is wanted: the formula has all of them.
-            needed = [*both, cos, sin]
-            asked = [x for x in needed if x.requires_grad]
-            with torch.enable_grad():
-                turned = [rotate_torch.rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both]
-            there = [(y, g) for y, g in zip(turned, cotangents, strict=True) if g is not None]
-            outputs, given = zip(*there, strict=True)
-            found = iter(torch.autograd.grad(outputs, asked, given, create_graph=True, allow_unused=True))
-            grads = [next(found) if x.requires_grad else None for x in needed]
+
+            def formula(*x: Tensor) -> list[Tensor]:
+                *tensors, c, d = x
+                return [rotate_torch.rotate_traceable(y, c, d, layout, row, conjugate) for y in tensors]
+
+            grads = by_formula(formula, [*both, cos, sin], cotangents)
             return (*grads[: len(both)], *[None] * (2 - len(both)), *grads[len(both) :], None, None, None)
         wanted = [g if needed else None for g, needed in zip(cotangents, ctx.needs_input_grad, strict=False)]
         turned = _turned_back(wanted, strides, cos, sin, layout, row, conjugate)

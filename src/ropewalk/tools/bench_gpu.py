@@ -141,19 +141,25 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
         return lambda q, k: module(q, k, **at)
 
     # A model makes its angles once a pass, as it makes the peers' tables; a decoder says how far it is.
-    yield OURS, ours(rope, offset=where.start) if len(where) == 1 else ours(rope, angles=angles), False
+    if len(where) == 1:
+        yield OURS, ours(rope, offset=where.start), False
+        yield f"{OURS}, angles given", ours(rope, angles=angles), False
+    else:
+        yield OURS, ours(rope, angles=angles), False
     yield f"{OURS}, from positions", ours(rope, positions=ids), False
     if compiled:
         yield f"{OURS}, compiled", torch.compile(ours(rope, angles=angles), dynamic=False), False
         yield f"{OURS}, formula compiled", torch.compile(ours(formula, angles=angles), dynamic=False), False
     for name, peer in GPU_PEERS.items():
-        if name != "transformers" and not (case.compiles() and not case.norm if peer.tunes else case.against_all()):
+        # Before others' kernels would stand an eager norm, which is not theirs.
+        others = not case.norm and (case.compiles() if peer.tunes else case.against_all())
+        if name != "transformers" and not others:
             continue
         rotation = peer.maker(where, dim, case.turning(), dtype, case.pairing)
         if rotation is None:
             continue
         rotation = norm_before(rotation, weights, EPS) if case.norm else rotation
-        yield name, rotation, peer.in_place and not case.norm
+        yield name, rotation, peer.in_place
         if compiled and peer.compiles:
             yield f"{name}, compiled", torch.compile(rotation, dynamic=False), False
 
@@ -183,7 +189,7 @@ def _contestant(
     def everything() -> list[Tensor]:
         here = [x.detach().clone().requires_grad_() for x in tensors]
         outputs = [y.clone() for y in rotation(*([x.clone() for x in here] if in_place else here))]
-        return [*outputs, *torch.autograd.grad(outputs, here, [g.clone() for g in cotangents])]
+        return [*outputs, *torch.autograd.grad(outputs, [*here, *learned], [g.clone() for g in cotangents])]
 
     return Contestant(name, forward_backward, everything)
 

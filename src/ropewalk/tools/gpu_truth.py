@@ -32,8 +32,9 @@ def true_norms(
 ) -> list[Truth]:
     """The same for the rotation of the norm of each."""
     found = [_norm(x, weight, positions, inv_freq, pairing, eps) for x, weight in zip(tensors, weights, strict=True)]
-    backward = zip(cotangents, tensors, weights, strict=False)
-    return found + [_norm_backward(*each, positions, inv_freq, pairing, eps) for each in backward]
+    backward = list(zip(cotangents, tensors, weights, strict=False))
+    found += [_norm_backward(*each, positions, inv_freq, pairing, eps) for each in backward]
+    return found + [_weight_backward(*each, positions, inv_freq, pairing, eps) for each in backward]
 
 
 def _norm(x: Tensor, weight: Tensor, positions: Tensor, inv_freq: Tensor, pairing: str, eps: float) -> Truth:
@@ -56,6 +57,19 @@ def _norm_backward(
     size = _largest(inverse * turned)
     info = torch.finfo(x.dtype)
     return Truth(value, info.eps / 2 * value.abs() + 2.0**-16 * size, size, x.dtype)
+
+
+def _weight_backward(
+    g: Tensor, x: Tensor, weight: Tensor, positions: Tensor, inv_freq: Tensor, pairing: str, eps: float
+) -> Truth:
+    """dw sums e n over all tokens: rounded once, and before that by a little of what was added up."""
+    turned = rotate(g.double(), positions, inv_freq, pairing=pairing, conjugate=True)
+    turned *= rms_norm(x.detach().double(), eps=eps)
+    everything_else = tuple(range(x.dim() - 1))
+    value = turned.sum(everything_else)
+    size = turned.square().sum(everything_else).sqrt()
+    allowed = torch.finfo(weight.dtype).eps / 2 * value.abs() + 2.0**-12 * size
+    return Truth(value, allowed, size, weight.dtype)
 
 
 def _largest(value: Tensor) -> Tensor:
