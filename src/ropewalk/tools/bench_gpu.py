@@ -152,7 +152,8 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
         yield f"{OURS}, formula compiled", torch.compile(ours(formula, angles=angles), dynamic=False), False
     for name, peer in GPU_PEERS.items():
         # Before others' kernels would stand an eager norm, which is not theirs.
-        others = not case.norm and (case.compiles() if peer.tunes else case.against_all())
+        once = (case.shape, case.pairing, case.work) == (TRAINING, "half", "forward")
+        others = not case.norm and case.against_all() and (once or not peer.tunes)
         if name != "transformers" and not others:
             continue
         rotation = peer.maker(where, dim, case.turning(), dtype, case.pairing)

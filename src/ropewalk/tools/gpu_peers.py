@@ -94,7 +94,7 @@ def norm_before(rotation: Rotation, weights: tuple[Tensor, Tensor], eps: float) 
 @dataclass(frozen=True)
 class Peer:
     """One that takes part: its maker, whether a compiled form does too, whether it writes into its input, and whether
-    it tries many kernels first, so that it is asked only where compilers are."""
+    it tries many kernels first, for which it is given time in one case only."""
 
     maker: Maker
     compiles: bool = False
