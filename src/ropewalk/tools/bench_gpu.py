@@ -74,8 +74,8 @@ class GpuCase:
 
     def compiles(self) -> bool:
         """Whether compiled forms take part: a compiler takes its time."""
-        norm = self.norm and self.pairing != "half"
-        return self.against_all() and self.shape in (TRAINING, DECODE) and not norm
+        simple = self.work == "forward" and not self.norm and self.shape == TRAINING
+        return self.against_all() and self.shape in (TRAINING, DECODE) and (self.pairing == "half" or simple)
 
     def title(self) -> str:
         """The case in a line."""
