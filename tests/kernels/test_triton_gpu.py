@@ -1,5 +1,7 @@
 """What only a GPU shows of the Triton kernels: large tensors, graphs, streams, compilers, and what calls allocate."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -116,24 +118,30 @@ def test_a_graph_of_forward_and_backward():
     weight = torch.ones(64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     ids = torch.arange(16, device="cuda")
 
-    def step():
+    leaves = [q, k, weight]
+
+    def step(q, k, weight):
         turned = rope(*qk_norm_rope(q, k, weight, weight, rope, positions=ids), offset=3)
         return [*turned, *torch.autograd.grad(turned, [q, k, weight], [y.detach() for y in turned])]
+
+    def fresh():
+        # Leaves of its own for every stream: autograd warns of one that was used on another.
+        return [x.detach().clone().requires_grad_() for x in leaves]
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()
+        step(*fresh())
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step()
+        captured = step(*leaves)
     with torch.no_grad():
         q.copy_(torch.randn_like(q))
         ids.add_(5000)
     for _ in range(2):
         graph.replay()
-        for mine, wanted in zip(captured, step(), strict=True):
+        for mine, wanted in zip(captured, step(*fresh()), strict=True):
             assert torch.equal(mine, wanted)
 
 
@@ -193,8 +201,8 @@ def test_a_prompt_after_a_far_decode():
     rope(x[:, :, :1], offset=100_000)
     assert torch.equal(rope(x), wanted)
     assert torch.equal(rope(x, offset=-5), RotaryEmbedding(64).to("cuda")(x, offset=-5))
-    forced = RotaryEmbedding(64, backend="native").to("cuda")
-    forced._ranges = rope._ranges
+    forced = RotaryEmbedding(64).to("cuda")
+    forced.layout, forced._ranges = dataclasses.replace(forced.layout, backend="native"), rope._ranges
     with pytest.raises(RopewalkError, match="a call that it can serve"):
         forced(x, offset=-5)
 
@@ -267,8 +275,10 @@ def test_what_lies_elsewhere_is_named():
         rope(q, angles=RotaryEmbedding(64).at(torch.arange(4)))
     with pytest.raises(RopewalkError, match="on the device of q"):
         qk_norm_rope(q, q, torch.ones(64), torch.ones(64), rope)
+    native = RotaryEmbedding(64).to("cuda")
+    native.layout = dataclasses.replace(native.layout, backend="native")
     with pytest.raises(RopewalkError, match="a call that it can serve"):
-        RotaryEmbedding(64, backend="native").to("cuda")(q)
+        native(q)
 
 
 def test_ids_on_the_device_are_looked_at_where_that_is_asked_for():
