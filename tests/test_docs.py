@@ -196,6 +196,34 @@ def test_a_part_of_the_features_turns_as_fast_as_all():
         assert part["copy"] / part["ropewalk"] >= whole["copy"] / whole["ropewalk"] - 0.03
 
 
+def share(memory, pairing, **wanted):
+    usual = {"work": "forward", "norm": False, "rotary_dim": 0, "dtype": "bfloat16"}
+    times, _ = gpu_times(gpu_record(), **usual | wanted, memory=memory, pairing=pairing)
+    return f"{times['copy'] / times['ropewalk']:.2f}"
+
+
+def test_the_page_on_the_gpu_says_what_was_measured():
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").replace("**", "")
+    dims = [{"shape": [*TRAINING[:4], dim]} for dim in (96, 80)]
+    rows = {
+        "(4, 8192, 32, 8, 128), forward": [{"shape": TRAINING}],
+        "the same, 64 of 128 turn": [{"shape": TRAINING, "rotary_dim": 64}],
+        "dim 96; dim 80": dims,
+        "(1, 131072, 32, 8, 128), forward": [{"shape": LONG}],
+        "(8, 2048, 16, 16, 64), forward": [{"shape": [8, 2048, 16, 16, 64]}],
+        "(4, 8192, 32, 8, 128), forward+backward": [{"shape": TRAINING, "work": "forward+backward"}],
+        "QK-norm + RoPE, forward": [{"shape": TRAINING, "norm": True}],
+        "QK-norm + RoPE, forward+backward": [{"shape": TRAINING, "norm": True, "work": "forward+backward"}],
+    }
+    for name, cases in rows.items():
+        found = re.search(rf"^\| {re.escape(name)} \| (.*?) \| (.*?)\|$", page, re.MULTILINE)
+        assert found, name
+        for memory, said in zip(("transposed", "contiguous"), found.groups(), strict=True):
+            if said.strip():
+                parts = [", ".join(share(memory, p, **case) for p in ("half", "interleaved")) for case in cases]
+                assert said.strip() == "; ".join(parts), (name, memory)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
