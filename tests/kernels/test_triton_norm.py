@@ -178,7 +178,10 @@ def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
     ids = torch.arange(torch.Size(shape).numel() * (1 if axes is None else 2), device=DEVICE)
     ids = ids.view(shape if axes is None else (2, *shape)) * 3 - 7
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
-    cos_sin(ids[..., :3], inv_freq, one, torch.float32, axes)  # a launch for fewer tokens must not serve more
+    # A launch for fewer tokens must not serve more.
+    cos_sin(ids[..., :3], inv_freq, one, torch.float32, axes)
+    if len(shape) == 2:
+        cos_sin(ids[..., :1, :], inv_freq, one, torch.float32, axes)
     mine = cos_sin(
         ids.transpose(-1, -2).contiguous().transpose(-1, -2) if len(shape) == 2 else ids,
         inv_freq,
@@ -211,7 +214,8 @@ def test_launches_are_kept_by_all_that_they_depend_on():
     weight, other = random(8, seed=2).requires_grad_(), random(8, seed=3)
     cos, sin = RotaryEmbedding(8).to(DEVICE).at(torch.arange(5, device=DEVICE))
     for norm in (Norm(1e-6), Norm(1.0), Norm(1e-6, plus_one=True), Norm(1e-6, rounded=True)):
-        for weights in ((weight, other), (other, weight), (weight, None), (None, weight), (None, None)):
+        # At first no weight learns.
+        for weights in ((other, other), (weight, other), (other, weight), (weight, None), (None, weight), (None, None)):
             if norm.plus_one and None in weights:
                 continue
             found = []

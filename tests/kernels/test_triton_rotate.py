@@ -253,10 +253,10 @@ def test_launches_are_kept_by_all_that_they_depend_on():
     wide = random(2, 3, 5, 32)[..., ::2]
     for layout in (Layout(True, 0, -2), Layout(False, 0, -2), Layout(True, 8, -2)):
         for conjugate in (False, True):
-            (y,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
-            close(y, x, cos, sin, layout, 0, conjugate)
             own = x.clone()
             rotate_triton.rotate(own, None, cos, sin, layout, 0, conjugate, in_place=True)
+            (y,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
+            close(y, x, cos, sin, layout, 0, conjugate)
             assert torch.equal(own, y)
             (again,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
             assert torch.equal(again, y)
@@ -275,18 +275,13 @@ def test_launches_are_kept_by_all_that_they_depend_on():
         *double[1:],
         Layout(True, 0, -2),
     )
-    grads = [
-        torch.autograd.grad(
-            ops.rotate(x, None, cos.requires_grad_(), sin, Layout(True, 0, -2, "triton"), conjugate=way)[0].sum(), cos
-        )[0]
-        for way in (False, True)
-    ]
-    wanted = [
-        torch.autograd.grad(rotate_traceable(x, cos, sin, Layout(True, 0, -2), 0, way).sum(), cos)[0]
-        for way in (False, True)
-    ]
-    for mine, true in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
+    learned = [table.requires_grad_() for table in (cos, sin)]
+    for way in (False, True):
+        (mine,) = ops.rotate(x, None, *learned, Layout(True, 0, -2, "triton"), conjugate=way)
+        formula = rotate_traceable(x, *learned, Layout(True, 0, -2), 0, way)
+        grads = [torch.autograd.grad((y * x).sum() + y.sum(), learned) for y in (mine, formula)]
+        for own, wanted in zip(*grads, strict=True):
+            torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_before_the_table_is_not_read(monkeypatch):

@@ -31,7 +31,9 @@ def missing() -> str | None:
     if not INSTALLED:
         return "Triton is not installed: it comes with the CUDA builds of PyTorch, or pip install triton"
     if not INTERPRETED and not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
+        return (
+            "PyTorch sees no CUDA device (for tests, TRITON_INTERPRET=1 at the start runs Triton's kernels on the CPU)"
+        )
     return None
 
 
