@@ -99,6 +99,8 @@ STRANGE = {
     "no heads": lambda: (random(5, 8), random(3, 5, 8)),
     "one head": lambda: (random(2, 1, 5, 8).transpose(1, 2).contiguous().transpose(1, 2), random(2, 1, 5, 8)),
     "one token": lambda: (random(6, 4, 1, 8), random(6, 2, 1, 8)),
+    "no queries": lambda: (random(2, 0, 5, 8), random(2, 2, 5, 8)),
+    "no keys": lambda: (random(2, 4, 5, 8), random(2, 0, 5, 8)),
     "heads that do not pair": lambda: (random(2, 5, 6, 8), random(2, 3, 6, 8)),
 }
 

@@ -320,6 +320,8 @@ def _plan(
     x, y = rows[:2] if len(rows) == len(found) else (None, None)
     if x is None or y is None:
         return None
+    if any(r.heads == 0 for r in rows):
+        return None
     others = rows[2:] or [x._replace(heads=0), y._replace(heads=0)]
     alike = all(
         (o.batch, o.seq, o.strides[3]) == (r.batch, r.seq, r.strides[3]) for o, r in zip(others, (x, y), strict=True)

@@ -93,13 +93,13 @@ def _rotate_directly_on_gpu(
 ) -> tuple[Tensor, ...] | None:
     """The same for tensors of a GPU, on which it is asked here what the C kernel asks by itself."""
     seq_dim, device = layout.seq_dim, cos.device
-    if type(q) is not Tensor or q.device != device or q.is_neg() or q.dtype not in gpu.DTYPES:
+    if type(q) is not Tensor or q.device != device or q.dtype not in gpu.DTYPES or _is_masked(q):
         return None
     shape, dtype = q.shape, q.dtype
     if len(shape) < -seq_dim or shape[-1] != head_dim or not 0 < shape[seq_dim] <= rows:
         return None
     if k is not None:
-        if type(k) is not Tensor or k.device != device or k.is_neg() or k.dtype != dtype:
+        if type(k) is not Tensor or k.device != device or k.dtype != dtype or _is_masked(k):
             return None
         other = k.shape
         if len(other) < -seq_dim or other[-1] != head_dim or other[seq_dim] != shape[seq_dim]:
@@ -110,6 +110,10 @@ def _rotate_directly_on_gpu(
     if torch.cuda.is_current_stream_capturing():
         return None
     return rotate_plain(q, k, cos, sin, layout, gpu.kernels().rotate, row)
+
+
+def _is_masked(x: Tensor) -> bool:
+    return any(masked(x) for masked in rotate_native.MASKS)
 
 
 def rotate_plain(
