@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.launch_triton import (
-    INTERPRETED,
     LAUNCHES,
     Launch,
     Rows,
@@ -152,7 +151,8 @@ def _two(items: Sequence[Any]) -> Sequence[Any]:
 
 def _programs(device: torch.device, heads: Sequence[int]) -> list[int]:
     """How many programs each tensor gets of the backward's persistent grid, by its share of the heads."""
-    most = 8 if INTERPRETED else _multiprocessors(device) * PROGRAMS
+    # On the CPU, in Triton's interpreter, a few will do.
+    most = 8 if device.type == "cpu" else _multiprocessors(device) * PROGRAMS
     return [max(1, most * n // sum(heads)) for n in heads]
 
 
