@@ -1,5 +1,8 @@
 """cos and sin of position times frequency on a GPU, exact, in one launch and without a float64 temporary."""
 
+# pyright: reportGeneralTypeIssues=false
+# A kernel is Triton's language, whose ranges are no iterators of Python.
+
 import torch
 import triton
 import triton.language as tl

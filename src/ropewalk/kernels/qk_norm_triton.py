@@ -1,6 +1,7 @@
 """RMSNorm and rotation on a GPU: forward and backward, each in one pass over q and k."""
 
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false
 # A kernel is Triton's language, in which a constexpr is whatever it was given.
 
 import triton

@@ -6,7 +6,8 @@ so that no head dimension leaves any idle. Programs for q and k take turns in on
 by a token at the same time: what one has read of cos and sin the other finds in the cache.
 """
 
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false
 # A kernel is Triton's language, in which a constexpr is whatever it was given.
 
 import math

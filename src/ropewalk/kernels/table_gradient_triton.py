@@ -1,6 +1,7 @@
 """The gradients of cos and sin on a GPU: one pass over x and its cotangent, summed over heads."""
 
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false
 # A kernel is Triton's language, in which a constexpr is whatever it was given.
 
 from collections.abc import Sequence
