@@ -273,3 +273,20 @@ def test_an_eps_that_float32_does_not_have():
     turned = qk_norm_rope(q, q, weight, weight, RotaryEmbedding(8, backend="triton").to(DEVICE), eps=1e-50)
     for gradient in torch.autograd.grad([y.sum() for y in turned], [q, weight]):
         assert gradient.isfinite().all()
+
+
+def test_compiled_in_one_graph():
+    torch._dynamo.reset()
+    rope = RotaryEmbedding(8, pairing="half", backend="triton").to(DEVICE)
+    q, k = random(2, 4, 5, 8).requires_grad_(), random(2, 2, 5, 8, seed=1).requires_grad_()
+    weight = random(8, seed=2).requires_grad_()
+
+    def both(q, k, weight):
+        return *rope(q, k, offset=3), *qk_norm_rope(q, k, weight, weight, rope)
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    results = [function(q, k, weight) for function in (both, compiled)]
+    cotangents = [random(*y.shape, seed=3) for y in results[0]]
+    grads = [torch.autograd.grad(turned, [q, k, weight], cotangents) for turned in results]
+    for mine, wanted in zip((*results[1], *grads[1]), (*results[0], *grads[0]), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
