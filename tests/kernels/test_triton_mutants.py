@@ -31,7 +31,7 @@ MISTAKES = {
     "starts at the first feature": ("at = (START + part * WIDTH)", "at = (part * WIDTH)"),
     "copies from the wrong end": ("        number += 2 * PAIRS\n", "        pass\n"),
     "forgets half of what does not turn": ("(turning | (still + V < STILL))", "turning"),
-    "reads features side by side": ("at * STEPS[0], mask=mask)", "at, mask=mask)"),
+    "reads features side by side": ("stepped(at, STEPS[0])", "at"),
     "works in the dtype of x": (
         "a, b_ = turn(first, second, c, d, ",
         "a, b_ = turn(first, second, c.to(kind), d.to(kind), ",

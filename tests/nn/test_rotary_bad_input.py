@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
+from ropewalk.kernels import gpu
 from ropewalk.spec import Plain, WholeModel
 
 SHARED = torch.ones(1, 2, 10, 8)
@@ -23,7 +24,7 @@ IDS = torch.arange(5)
         (lambda: RotaryEmbedding(8, seq_dim=1), "-2 for"),
         (lambda: RotaryEmbedding(8, context_length=0), "at least 1"),
         (lambda: RotaryEmbedding(8, backend="cuda"), "'native' or 'triton' or 'torch'"),
-        (lambda: RotaryEmbedding(8, backend="triton"), "a backend that is there\ngot:      the Triton kernel"),
+        (lambda: RotaryEmbedding(8, check_ids="yes"), "True or False"),
         (lambda: RotaryEmbedding(RopeSpec(8), base=10_000.0), "a spec alone"),
         (lambda: RotaryEmbedding(RopeSpec(8), pairing="half"), "a spec alone"),
     ],
@@ -31,6 +32,12 @@ IDS = torch.arange(5)
 def test_making_one(call, message):
     with pytest.raises(RopewalkError, match=message):
         call()
+
+
+def test_a_backend_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(gpu, "INSTALLED", False)
+    with pytest.raises(RopewalkError, match=r"a backend that is there\ngot:      Triton is not installed"):
+        RotaryEmbedding(8, backend="triton")
 
 
 @pytest.mark.parametrize(
