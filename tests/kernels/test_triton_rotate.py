@@ -7,7 +7,7 @@ from kernels.triton_device import DEVICE, on_device
 from nn.module import by_module, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding, ops
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels import gpu, launch_triton, rotate_triton
+from ropewalk.kernels import gpu, launch_triton, rotate_native, rotate_triton
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.rotate_torch import rotate_traceable
 from ropewalk.reference import check_rotation
@@ -338,3 +338,11 @@ def test_batched_cotangents():
     (batched,) = torch.autograd.grad(rope(x), x, many, is_grads_batched=True)
     for one, own in zip(many, batched, strict=True):
         torch.testing.assert_close(own, torch.autograd.grad(rope(x), x, one)[0])
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="asks what serves tensors of the CPU, in Triton's interpreter")
+def test_the_backend_that_was_asked_for_serves_cached_ranges_too(monkeypatch):
+    rope, x = RotaryEmbedding(8, backend="triton"), random(1, 2, 5, 8)
+    first = rope(x)
+    monkeypatch.setattr(rotate_native, "rotate_if_ready", lambda *given, **how: pytest.fail("the C kernel was asked"))
+    assert torch.equal(rope(x), first)

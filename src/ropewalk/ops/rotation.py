@@ -64,7 +64,7 @@ def rotate(
 def rotate_directly(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int, rows: int, head_dim: int
 ) -> tuple[Tensor, ...] | None:
-    """`rotate` for a plain eager call on tensors that the C kernel serves as they are; else None, and nothing is done.
+    """`rotate` for a plain eager call on tensors that a kernel serves as they are; else None, and nothing is done.
 
     It asks in two microseconds what `is_plain` and the checks of a module ask in ten. cos and sin are plain, need no
     gradient, and have `rows` rows for these tokens from `row` on.
@@ -72,11 +72,11 @@ def rotate_directly(
     >>> table = torch.ones(3, 2)
     >>> rotate_directly(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)  # it has no five features
     """
-    if layout.backend == "torch" or not is_eager():
+    if layout.backend not in (None, "triton" if cos.is_cuda else "native") or not is_eager():
         return None
     if cos.is_cuda:
-        # The C kernel sees by itself that a row lies before the table, or that it was not asked for.
-        if row < 0 or layout.backend == "native":
+        # The C kernel sees by itself that a row lies before the table.
+        if row < 0:
             return None
         return _rotate_directly_on_gpu(q, k, cos, sin, layout, row, rows, head_dim)
     how = cos, sin, layout, row, rows, head_dim
