@@ -228,9 +228,11 @@ def _looks(rows: Rows) -> tuple[int, int, int]:
 def _tile(rows: Rows, room: int, table_a_head: bool, interleaved: bool, backward: bool) -> tuple[int, int, int]:
     """Tokens of a head side by side, rows a program, warps: what was fastest on an H200."""
     together = lie_together(rows)
-    if backward or not together:
+    if backward:
         features, warps = 512, 2
     else:
-        features, warps = (2048, 4) if interleaved else (1024, 2)
+        features, warps = (2048, 4) if interleaved and together else (1024, 2)
     tile_rows = 1 << max(0, (features // room).bit_length() - 1)
-    return 1 if together or table_a_head else far_tokens(rows.seq), tile_rows, warps
+    # In the backward three tensors and the tables share the cache.
+    tokens = 1 if together or table_a_head else min(256 if backward else rows.seq, far_tokens(rows.seq))
+    return tokens, tile_rows, warps

@@ -289,13 +289,13 @@ def _shown(lines: list[GpuLine]) -> str:
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
-    text = [f"  {'path':<30}{'us':>8}{'GB/s':>7}{'of copy':>9}{'x ours':>8}{'error':>8}{'host us':>9}"]
+    text = [f"  {'path':<29}{'us':>9}{'GB/s':>6}{'of copy':>9}{'x ours':>8}{'error':>7}{'host us':>9}"]
     for line in lines:
-        error = "" if line.error_over_budget is None else f"{line.error_over_budget:.3g}"
+        error = number(line.error_over_budget, 0 if (line.error_over_budget or 0) >= 100 else 3)
         us = number(line.us, 1) or ("failed" if line.note else "wrong")
         text.append(
-            f"  {line.path:<30}{us:>8}{number(line.gb_per_s, 0):>7}"
-            f"{number(line.share_of_copy, 3):>9}{number(line.ratio_to_ropewalk, 2):>8}{error:>8}"
+            f"  {line.path:<29}{us:>9}{number(line.gb_per_s, 0):>6}"
+            f"{number(line.share_of_copy, 3):>9}{number(line.ratio_to_ropewalk, 2):>8}{error:>7}"
             f"{number(line.host_us, 1):>9}" + (f"  {line.note}" if line.note else "")
         )
     return "\n".join(line.rstrip() for line in text) + "\n"
