@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from ropewalk.errors import RopewalkError as RopewalkError
     from ropewalk.hub.config import load_spec as load_spec
     from ropewalk.hub.pitfalls import RopeConfigWarning as RopeConfigWarning
+    from ropewalk.nn.attention import Attention as Attention
+    from ropewalk.nn.cache import KVCache as KVCache
+    from ropewalk.nn.encoding import Encoding as Encoding
+    from ropewalk.nn.encoding import encoding as encoding
+    from ropewalk.nn.feature_maps import FavorFeatures as FavorFeatures
+    from ropewalk.nn.linear_attention import LinearAttention as LinearAttention
+    from ropewalk.nn.linear_attention import linear_attention as linear_attention
+    from ropewalk.nn.linear_state import LinearState as LinearState
     from ropewalk.nn.qk_norm import qk_norm_rope as qk_norm_rope
     from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
     from ropewalk.reference.rotate import apply_rope as apply_rope
@@ -45,12 +53,18 @@ __version__ = "0.1.0"
 
 # Where each public name lives. tests/test_architecture.py holds it against the imports above.
 _HOME = {
-    "FLOAT64": "ropewalk.spec.arithmetic",
+    "Attention": "ropewalk.nn.attention",
     "Axes": "ropewalk.spec.axes",
     "DynamicNTK": "ropewalk.spec.stretched",
+    "Encoding": "ropewalk.nn.encoding",
     "Explicit": "ropewalk.spec.frequencies",
+    "FLOAT64": "ropewalk.spec.arithmetic",
+    "FavorFeatures": "ropewalk.nn.feature_maps",
     "Frequencies": "ropewalk.spec.frequencies",
+    "KVCache": "ropewalk.nn.cache",
     "Linear": "ropewalk.spec.stretched",
+    "LinearAttention": "ropewalk.nn.linear_attention",
+    "LinearState": "ropewalk.nn.linear_state",
     "Llama3": "ropewalk.spec.by_parts",
     "LogTemperature": "ropewalk.spec.temperature",
     "LongRope": "ropewalk.spec.stretched",
@@ -71,6 +85,8 @@ _HOME = {
     "Yarn": "ropewalk.spec.by_parts",
     "apply_rope": "ropewalk.reference.rotate",
     "build_rotary_frequencies": "ropewalk.reference.rotate",
+    "encoding": "ropewalk.nn.encoding",
+    "linear_attention": "ropewalk.nn.linear_attention",
     "load_spec": "ropewalk.hub.config",
     "qk_norm_rope": "ropewalk.nn.qk_norm",
 }
@@ -78,11 +94,17 @@ _HOME = {
 __all__ = [
     "FLOAT64",
     "NTK",
+    "Attention",
     "Axes",
     "DynamicNTK",
+    "Encoding",
     "Explicit",
+    "FavorFeatures",
     "Frequencies",
+    "KVCache",
     "Linear",
+    "LinearAttention",
+    "LinearState",
     "Llama3",
     "LogTemperature",
     "LongRope",
@@ -102,6 +124,8 @@ __all__ = [
     "Yarn",
     "apply_rope",
     "build_rotary_frequencies",
+    "encoding",
+    "linear_attention",
     "load_spec",
     "qk_norm_rope",
 ]

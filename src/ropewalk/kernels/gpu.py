@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Kernels(NamedTuple):
     norm_rotate_backward: Callable[..., tuple[list[Tensor], list[Tensor | None]]]
     table_gradient: Callable[..., tuple[Tensor, Tensor]]
     cos_sin: Callable[..., tuple[Tensor, Tensor]]
+    linear_attention: Callable[..., Any]
+    linear_attention_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
 @functools.cache
@@ -59,11 +61,13 @@ def kernels() -> Kernels:
     True
     """
     from ropewalk.kernels.angles_triton import cos_sin
+    from ropewalk.kernels.linear_launch import linear_attention, linear_attention_backward
     from ropewalk.kernels.qk_norm_launch import norm_rotate, norm_rotate_backward
     from ropewalk.kernels.rotate_triton import rotate
     from ropewalk.kernels.table_gradient_triton import table_gradient
 
-    return Kernels(rotate, norm_rotate, norm_rotate_backward, table_gradient, cos_sin)
+    linear = linear_attention, linear_attention_backward
+    return Kernels(rotate, norm_rotate, norm_rotate_backward, table_gradient, cos_sin, *linear)
 
 
 def angles_serve(positions: Tensor, inv_freq: Tensor, amplitude: Tensor) -> bool:

@@ -8,17 +8,16 @@ import triton
 import triton.language as tl
 
 from ropewalk.kernels.linear_triton import (
-    block_of,
     features,
     load_below,
     load_pairs,
     load_sums,
     members,
-    side_at,
+    row_offsets,
+    segment_of,
     sums_of,
     tables,
     values,
-    values_at,
 )
 
 
@@ -58,35 +57,6 @@ def slope(x, shift, MAP: tl.constexpr):
     return x
 
 
-@triton.jit
-def _pull_block(
-    given, y, v, weight, local, size, lane, column, row, top, under, low,
-    FEATURES: tl.constexpr, V_DIM: tl.constexpr, MAP: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    REVERSE: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Adds what a block of y and v gives to the gradient of rows: above the line, turned, and below it."""
-    a, b, u, w = features(y, local, local < size, lane, FEATURES, MAP)
-    z = values(v, local, local < size, column, V_DIM, REVERSE, KIND)
-    pull = tl.dot(given, tl.trans(z), input_precision=PRECISION)
-    if DIAGONAL:
-        seen = row[:, None] <= local[None, :] if REVERSE else row[:, None] >= local[None, :]
-        pull = tl.where(seen, pull, 0.0)
-    top_a = tl.dot(pull.to(KIND), u.to(KIND), top[0], input_precision=PRECISION)
-    top_b = tl.dot(pull.to(KIND), w.to(KIND), top[1], input_precision=PRECISION)
-    if REVERSE:
-        factor = tl.load(weight + local, mask=local < size, other=0.0)[:, None]
-        a, b = a * factor, b * factor
-    under_a, under_b, low_a, low_b = under[0], under[1], low[0], low[1]
-    if DIAGONAL:
-        ones = tl.where(seen, 1.0, 0.0).to(KIND)
-        under_a = tl.dot(ones, a.to(KIND), under_a, input_precision=PRECISION)
-        under_b = tl.dot(ones, b.to(KIND), under_b, input_precision=PRECISION)
-    else:
-        low_a += tl.sum(a, axis=0)
-        low_b += tl.sum(b, axis=0)
-    return top_a, top_b, under_a, under_b, low_a, low_b
-
-
 @triton.jit(
     do_not_specialize=["length", "row", "table_b", "table_h", "y_row", "y_table_b", "y_table_h", "count", "owner_step"]
 )
@@ -96,8 +66,8 @@ def read_features(
     length, row, table_b, table_h, y_row, y_table_b, y_table_h, count, owner_step,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
     V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
-    COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x: of queries, from the keys y before them and their values v, with p their cotangents.
 
@@ -108,64 +78,64 @@ def read_features(
     SHARED: tl.constexpr = X_HEADS // X_GROUP
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
     column = tl.arange(0, COLUMNS)
-    segment, begin, size, start = block_of(tl.program_id(0), begins, length, SEGMENT, ROWS, PACKED)
-    if start >= size:
-        return
+    number = tl.program_id(0)
+    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     own = sums_of(
-        sums, begins, batch * SHARED + head // X_GROUP, segment, count, owner_step,
+        sums, begins, batch * SHARED + head // X_GROUP, number.to(tl.int64), count, owner_step,
         SHARED, FEATURES[0] * (V_DIM + 1), CAUSAL, PACKED,
     )  # fmt: skip
-    local = start + tl.arange(0, ROWS)
-    there = local < size
-    table = (row, table_b, table_h)
-    side = side_at(x, x_shift, cos, sin, (x_b, x_h, x_n), table, batch, head, X_HEADS, length, begin, FEATURES)
-    mine = values_at(p, scale, (p_b, p_h, p_n), batch, head, X_HEADS, length, begin)
-    given = values(mine, local, there, column, V_DIM, not REVERSE, KIND)
+    table, y_table = (row, table_b, table_h), (y_row, y_table_b, y_table_h)
     sum_a, sum_b = load_sums(own, lane, column, V_DIM, FEATURES)
     low_a, low_b = load_below(own, lane, V_DIM, FEATURES)
-    top_a = tl.dot(given, tl.trans(sum_a.to(KIND)), input_precision=PRECISION)
-    top_b = tl.dot(given, tl.trans(sum_b.to(KIND)), input_precision=PRECISION)
-    under_a = tl.zeros((ROWS, LANES), tl.float32)
-    under_b = tl.zeros((ROWS, LANES), tl.float32)
-    if CAUSAL:
-        y_table = (y_row, y_table_b, y_table_h)
-        for other in tl.static_range(Y_GROUP):
-            where = (batch, (head // X_GROUP) * Y_GROUP + other, SHARED * Y_GROUP, length, begin)
-            their = side_at(y, y_shift, y_cos, y_sin, (y_b, y_h, y_n), y_table, *where, FEATURES)
-            others = values_at(v, scale, (v_b, v_h, v_n), *where)
-            weights = values_at(v, weight, (v_b, v_h, v_n), *where)[1]
-            block = start + ROWS if REVERSE else start * 0
-            stop = size if REVERSE else start
-            while block < stop:
-                top_a, top_b, under_a, under_b, low_a, low_b = _pull_block(
-                    given, their, others, weights, block + tl.arange(0, CHUNK), stop, lane, column, local,
-                    (top_a, top_b), (under_a, under_b), (low_a, low_b),
-                    FEATURES, V_DIM, Y_MAP, KIND, PRECISION, REVERSE, False,
-                )  # fmt: skip
-                block += CHUNK
-            for step in tl.static_range(ROWS // CHUNK):
-                top_a, top_b, under_a, under_b, low_a, low_b = _pull_block(
-                    given, their, others, weights, start + step * CHUNK + tl.arange(0, CHUNK), size, lane, column,
-                    local, (top_a, top_b), (under_a, under_b), (low_a, low_b),
-                    FEATURES, V_DIM, Y_MAP, KIND, PRECISION, REVERSE, True,
-                )  # fmt: skip
-    under_a, under_b = under_a + low_a[None, :], under_b + low_b[None, :]
-    if not REVERSE:
-        own_weight = values_at(p, weight, (p_b, p_h, p_n), batch, head, X_HEADS, length, begin)[1]
-        factor = tl.load(own_weight + local, mask=there, other=0.0)[:, None]
-        under_a, under_b = under_a * factor, under_b * factor
-    if FEATURES[1]:
-        c, s = tables(side[2], side[3], local, there, lane, FEATURES)
-        top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
-    m, n = load_pairs(side[0], local, there, lane, side[4], FEATURES)
-    moved = tl.zeros((ROWS,), tl.float32)
-    if X_MAP == 4:
-        moved = tl.load(side[1] + local, mask=there, other=0.0)
-    grad_a = (top_a + under_a) * slope(m, moved, X_MAP)
-    grad_b = (top_b + under_b) * slope(n, moved, X_MAP)
     first, second, has_first, has_second = members(lane, FEATURES)
-    target = out + (batch * d_b + head * d_h + begin * d_n)
-    at = (local * d_n)[:, None]
-    kind = out.dtype.element_ty
-    tl.store(target + (at + first[None, :]), grad_a.to(kind), mask=there[:, None] & has_first[None, :])
-    tl.store(target + (at + second[None, :]), grad_b.to(kind), mask=there[:, None] & has_second[None, :])
+    for step in range(0, SEGMENT // CHUNK):
+        index = SEGMENT // CHUNK - 1 - step if REVERSE else step
+        token = begin + index * CHUNK + tl.arange(0, CHUNK)
+        there = token < end
+        at = row_offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length, table)
+        at_p = row_offsets(token, (p_b, p_h, p_n), batch, head, X_HEADS, length, table)
+        given = values(p, scale, at_p, there, column, V_DIM, not REVERSE, KIND)
+        top_a = tl.dot(given, tl.trans(sum_a.to(KIND)), input_precision=PRECISION)
+        top_b = tl.dot(given, tl.trans(sum_b.to(KIND)), input_precision=PRECISION)
+        under_a = tl.zeros((CHUNK, LANES), tl.float32) + low_a[None, :]
+        under_b = tl.zeros((CHUNK, LANES), tl.float32) + low_b[None, :]
+        if CAUSAL:
+            here = tl.arange(0, CHUNK)
+            seen = here[:, None] <= here[None, :] if REVERSE else here[:, None] >= here[None, :]
+            for other in tl.static_range(Y_GROUP):
+                member = (head // X_GROUP) * Y_GROUP + other
+                at_y = row_offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length, y_table)
+                at_v = row_offsets(token, (v_b, v_h, v_n), batch, member, SHARED * Y_GROUP, length, y_table)
+                a, b, u, w = features(y, y_shift, y_cos, y_sin, at_y, there, lane, FEATURES, Y_MAP)
+                z = values(v, scale, at_v, there, column, V_DIM, REVERSE, KIND)
+                g, h = u.to(KIND), w.to(KIND)
+                pull = tl.dot(given, tl.trans(z), input_precision=PRECISION)
+                pull = tl.where(seen, pull, 0.0).to(KIND)
+                top_a = tl.dot(pull, g, top_a, input_precision=PRECISION)
+                top_b = tl.dot(pull, h, top_b, input_precision=PRECISION)
+                sum_a = tl.dot(tl.trans(g), z, sum_a, input_precision=PRECISION)
+                sum_b = tl.dot(tl.trans(h), z, sum_b, input_precision=PRECISION)
+                if REVERSE:
+                    factor = tl.load(weight + at_y[1], mask=there, other=0.0)[:, None]
+                    a, b = a * factor, b * factor
+                ones = tl.where(seen, 1.0, 0.0).to(KIND)
+                under_a = tl.dot(ones, a.to(KIND), under_a, input_precision=PRECISION)
+                under_b = tl.dot(ones, b.to(KIND), under_b, input_precision=PRECISION)
+                low_a += tl.sum(a, axis=0)
+                low_b += tl.sum(b, axis=0)
+        if not REVERSE:
+            factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
+            under_a, under_b = under_a * factor, under_b * factor
+        if FEATURES[1]:
+            c, s = tables(cos, sin, at[2], there, lane, FEATURES)
+            top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
+        m, n = load_pairs(x + at[0], there, lane, FEATURES)
+        moved = tl.zeros((CHUNK,), tl.float32)
+        if X_MAP == 4:
+            moved = tl.load(x_shift + at[1], mask=there, other=0.0)
+        grad_a = (top_a + under_a) * slope(m, moved, X_MAP)
+        grad_b = (top_b + under_b) * slope(n, moved, X_MAP)
+        target = out + batch * d_b + head * d_h + token * d_n
+        kind = out.dtype.element_ty
+        tl.store(target[:, None] + first[None, :], grad_a.to(kind), mask=there[:, None] & has_first[None, :])
+        tl.store(target[:, None] + second[None, :], grad_b.to(kind), mask=there[:, None] & has_second[None, :])

@@ -7,12 +7,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ropewalk.kernels.feature_maps import FEATURE_MAPS
-from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.launch_triton import table_strides
+from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_backward_triton import divide_rows, read_features
+from ropewalk.kernels.linear_segments import SEGMENT, Plan
+from ropewalk.kernels.linear_torch import Side
 from ropewalk.kernels.linear_triton import read_values, run_totals, sum_segments
 
-__all__ = ["Plan", "Side", "linear_attention", "linear_attention_backward"]
+__all__ = ["Totals", "linear_attention", "linear_attention_backward"]
 
 # How operands enter products, and to which precision: float16 has too little range for sums.
 _KINDS = {
@@ -20,79 +22,31 @@ _KINDS = {
     torch.float16: (tl.float32, "tf32"),
     torch.float32: (tl.float32, "tf32x3"),
 }
-# Fewer tokens a segment make more programs, and more sums to keep.
-SEGMENTS = (256, 512, 1024)
-PROGRAMS = 1024
 
 
-class Side(NamedTuple):
-    """Queries or keys: [batch, heads, seq, width], the name of their feature map, and cos, sin and their first row.
+class Totals(NamedTuple):
+    """Sums before each segment, and sums of all.
 
-    `shift`, [batch, heads, seq], is taken off before an exponential. Without tables nothing turns.
-
-    >>> Side(torch.ones(1, 1, 2, 4), "elu").map
-    'elu'
+    >>> Totals(*torch.zeros(2, 1)).total.tolist()
+    [0.0]
     """
 
-    x: Tensor
-    map: str
-    shift: Tensor | None = None
-    tables: tuple[Tensor, Tensor, int] | None = None
-
-
-class Plan(NamedTuple):
-    """A batch cut into segments: tokens in one, how many, and for packed sequences where each begins and ends.
-
-    `begins` has two numbers a segment, then a segment's sequence; `starts` the first segment of each sequence.
-
-    >>> Plan.of(torch.ones(1, 1, 300, 4), None, None).count
-    2
-    """
-
-    segment: int
-    count: int
-    begins: Tensor | None
-    starts: Tensor | None
-    sequences: int
-
-    @staticmethod
-    def of(x: Tensor, cu_seqlens: Tensor | None, segment: int | None) -> "Plan":
-        """The plan for rows of x, [batch, heads, seq, width]."""
-        batch, heads, length, width = x.shape
-        if segment is None:
-            least = SEGMENTS[0] if width <= 128 else SEGMENTS[1]
-            fits = [n for n in SEGMENTS if n >= least and batch * heads * (length // n) >= PROGRAMS]
-            segment = max(fits, default=least)
-        if cu_seqlens is None:
-            return Plan(segment, max(1, -(-length // segment)), None, None, batch)
-        ends = cu_seqlens.to(torch.int64)
-        sequences = len(ends) - 1
-        # As many as there can be: how many there are only the device knows.
-        count = length // segment + sequences
-        pieces = (ends.diff() + segment - 1) // segment
-        starts = torch.cat([pieces.new_zeros(1), pieces.cumsum(0)])
-        number = torch.arange(count, device=ends.device)
-        owner = torch.searchsorted(starts, number, right=True) - 1
-        owner = owner.clamp_max(sequences - 1)
-        begin = ends[owner] + (number - starts[owner]) * segment
-        end = torch.minimum(begin + segment, ends[owner + 1])
-        # What is past the last segment ends where it begins.
-        begins = torch.stack([begin, torch.maximum(end, begin)], dim=1).flatten()
-        return Plan(segment, count, torch.cat([begins, owner]), starts, sequences)
+    running: Tensor
+    total: Tensor
 
 
 class _Block(NamedTuple):
-    """What a program of one kernel takes: lanes, columns, tokens at a time, warps, and rows of its own."""
+    """What a program of one kernel takes: lanes, columns, tokens at a time, warps, and loads that are under way."""
 
     lanes: int
     columns: int
     chunk: int
     warps: int
-    rows: int = 0
+    stages: int = 2
 
     def options(self) -> dict[str, int]:
-        own = {"ROWS": self.rows} if self.rows else {}
-        return {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk, "num_warps": self.warps, "num_stages": 2, **own}
+        sizes = {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk}
+        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class _Tile(NamedTuple):
@@ -105,15 +59,28 @@ class _Tile(NamedTuple):
 
 
 def _tile(width: int, v_dim: int, dtype: torch.dtype) -> _Tile:
-    """What was fastest on an H200 and fits its registers."""
+    """What was fastest on an H200.
+
+    Two warps multiply by instructions of their own. Four or more take 64 rows at once where there are as many, and
+    then Triton 3.6 gives wrong numbers for fewer than 64 columns: no block asks for that.
+    """
     lanes, columns = (max(16, 1 << max(0, n - 1).bit_length()) for n in ((width + 1) // 2, v_dim))
-    some_columns = min(columns, 64 if lanes <= 64 else 32)
-    some_lanes = min(lanes, 64 if columns <= 128 else 32)
+    half = dtype == torch.bfloat16
+    if not half or lanes <= 32:
+        slim = lanes <= 32 and columns <= 64
+        return _Tile(
+            lanes,
+            _Block(min(lanes, 32), min(columns, 64), 64 if half else 32, 2),
+            _Block(lanes, min(columns, 64 if lanes <= 32 else 32), 32, 2, 2 if half else 1),
+            _Block(min(lanes, 32 if slim else 16), columns, 32, 2, 2 if half and slim else 1),
+        )
+    if columns < 64:
+        return _Tile(lanes, _Block(32, columns, 64, 2), _Block(lanes, columns, 32, 2, 1), _Block(32, columns, 32, 2, 1))
     return _Tile(
         lanes,
-        _Block(min(lanes, 64), min(columns, 128), 32, 4),
-        _Block(lanes, some_columns, 32, 4, 32),
-        _Block(some_lanes, columns, 32, 4, 32),
+        _Block(64, min(columns, 128), 32, 4),
+        _Block(lanes, 64, 64 if lanes == 64 else 32, 4, 1),
+        _Block(64, columns, 32, 4) if columns <= 128 else _Block(32, columns, 32, 4, 1),
     )
 
 
@@ -121,7 +88,7 @@ class _Call:
     """What all passes of one call have in common: shapes, segments, tiles, and the arguments that follow from them."""
 
     def __init__(
-        self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None, segment: int | None
+        self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None, segment: int
     ) -> None:
         self.q, self.k, self.v, self.causal = q, k, v, causal
         self.batch, self.heads, self.length, self.width = q.x.shape
@@ -129,6 +96,8 @@ class _Call:
         self.tile = _tile(self.width, self.v_dim, v.dtype)
         self.key_plan = Plan.of(k.x, cu_seqlens, segment)
         self.query_plan = self.key_plan if causal or cu_seqlens is not None else Plan.of(q.x, cu_seqlens, segment)
+        # Tokens behind the last packed sequence belong to none, and nobody writes to them.
+        self.make = torch.empty if cu_seqlens is None else torch.zeros
         pairs = 0 if q.tables is None else q.tables[0].shape[-1]
         kind, precision = _KINDS[v.dtype]
         self.shared = {
@@ -142,7 +111,7 @@ class _Call:
 
     def sums(
         self, side: Side, plan: Plan, v: Tensor, rows: tuple[Tensor, Tensor] | None, before: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Totals:
         """Running sums of the segments, and the sums of all; with `rows`, scale and weight, from behind."""
         group = side.x.shape[1] // self.kv_heads
         made = {"dtype": torch.float32, "device": v.device}
@@ -155,25 +124,24 @@ class _Call:
             x=side.x, v=v, shift=_or(side.shift, v), scale=scale, weight=weight, **_tables("", side),
             begins=_or(plan.begins, v), sums=sums, **_strides("x", side.x), **_strides("v", v),
             length=side.x.shape[2], count=plan.count, KV_HEADS=self.kv_heads, GROUP=group,
-            MAP=FEATURE_MAPS[side.map], SCALED=rows is not None, SEGMENT=plan.segment, LANE_BLOCKS=lane_blocks, **self.shared, **block.options(),
+            MAP=FEATURE_MAPS[side.map], SCALED=rows is not None, SEGMENT=plan.segment, LANE_BLOCKS=lane_blocks,
+            **self.shared, **block.options(),
         )  # fmt: skip
         run_totals[(plan.sequences * self.kv_heads, -(-self.size // 1024))](
             sums=sums, before=_or(before, sums), after=after, starts=_or(plan.starts, sums), width=self.size,
             heads=self.kv_heads, count=plan.count, GIVEN=before is not None, PACKED=plan.starts is not None,
             REVERSE=rows is not None, WIDTH=1024,
         )  # fmt: skip
-        return sums, after
+        return Totals(sums, after)
 
-    def reading(
-        self, mine: Side, other: Side, plan: Plan, sums: tuple[Tensor, Tensor], reverse: bool
-    ) -> dict[str, Any]:
+    def reading(self, mine: Side, other: Side, plan: Plan, sums: Totals, reverse: bool) -> dict[str, Any]:
         """What kernels that read sums are given: their own side, the other side, and where the sums lie."""
-        running, total = sums
         heads, others = mine.x.shape[1], other.x.shape[1]
         return {
             "x": mine.x, "y": other.x, "x_shift": _or(mine.shift, self.v), "y_shift": _or(other.shift, self.v),
             **_tables("", mine), **_tables("y_", other), "begins": _or(plan.begins, self.v),
-            "sums": running if self.causal else total, "owner_step": self.size * (plan.count if self.causal else 1),
+            "sums": sums.running if self.causal else sums.total,
+            "owner_step": self.size * (plan.count if self.causal else 1),
             **_strides("x", mine.x), **_strides("y", other.x), "length": mine.x.shape[2], "count": plan.count,
             "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "Y_GROUP": others // self.kv_heads,
             "X_MAP": FEATURE_MAPS[mine.map], "Y_MAP": FEATURE_MAPS[other.map], "CAUSAL": self.causal,
@@ -181,26 +149,28 @@ class _Call:
         }  # fmt: skip
 
     def read_values(
-        self, mine: Side, other: Side, plan: Plan, v: Tensor, sums: tuple[Tensor, Tensor], scale: Tensor | None
+        self, mine: Side, other: Side, plan: Plan, v: Tensor, sums: Totals, scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What each row of `mine` reads, and its denominator; from behind and without one where `v` has a scale."""
         shape, block = mine.x.shape[:3], self.tile.values
-        out = torch.empty((*shape, self.v_dim), dtype=v.dtype, device=v.device)
-        below = torch.empty(shape, dtype=torch.float32, device=v.device) if scale is None else out
-        read_values[(plan.count * (plan.segment // block.rows), shape[0] * shape[1], -(-self.v_dim // block.columns))](
+        out = self.make((*shape, self.v_dim), dtype=v.dtype, device=v.device)
+        below = self.make(shape, dtype=torch.float32, device=v.device) if scale is None else out
+        read_values[(plan.count, shape[0] * shape[1], -(-self.v_dim // block.columns))](
             **self.reading(mine, other, plan, sums, scale is not None), v=v, scale=_or(scale, v), out=out,
             below=below, **_strides("v", v), **_strides("o", out), **block.options(),
         )  # fmt: skip
         return out, below
 
     def read_features(
-        self, mine: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: tuple[Tensor, Tensor],
+        self, mine: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: Totals,
         rows: tuple[Tensor, Tensor], reverse: bool,
     ) -> Tensor:  # fmt: skip
         """The gradient of the rows of `mine`, which lies in memory as they do."""
         block, out = self.tile.features, torch.empty_like(mine.x)
+        if plan.begins is not None:
+            out.zero_()
         scale, weight = rows
-        read_features[(plan.count * (plan.segment // block.rows), mine.x.shape[0] * mine.x.shape[1], -(-self.tile.lanes // block.lanes))](
+        read_features[(plan.count, mine.x.shape[0] * mine.x.shape[1], -(-self.tile.lanes // block.lanes))](
             **self.reading(mine, other, plan, sums, reverse), p=p, v=v, scale=scale, weight=weight, out=out,
             **_strides("p", p), **_strides("v", v), **_strides("d", out), **block.options(),
         )  # fmt: skip
@@ -216,8 +186,8 @@ def linear_attention(
     *,
     causal: bool,
     cu_seqlens: Tensor | None = None,
-    segment: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    segment: int = SEGMENT,
+) -> tuple[Tensor, Tensor, Totals]:
     """Outputs, denominators [batch, heads, seq], the sums at the end, and the running sums of the segments.
 
     Sums are float32 [sequences * kv_heads, width * (v_dim + 1)]: sum (R k) v^T, and behind it sum k. `before` is what
@@ -234,7 +204,7 @@ def linear_attention(
     call = _Call(q, k, v, layout, causal, cu_seqlens, segment)
     sums = call.sums(k, call.key_plan, v, None, before)
     out, below = call.read_values(q, k, call.query_plan, v, sums, None)
-    return out, below, sums[1], sums[0]
+    return out, below, sums
 
 
 def linear_attention_backward(
@@ -243,12 +213,12 @@ def linear_attention_backward(
     q: Side,
     k: Side,
     v: Tensor,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Totals],
     layout: Layout,
     *,
     causal: bool,
     cu_seqlens: Tensor | None = None,
-    segment: int | None = None,
+    segment: int = SEGMENT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and of the sums before, from those of the outputs and of the sums at the end.
 
@@ -265,7 +235,7 @@ def linear_attention_backward(
     [1.5, 0.5]
     """
     q, k, v, cotangent = _rows(q), _rows(k), _last_together(v), _last_together(cotangent)
-    out, below, after, running = saved
+    out, below, sums = saved[0], saved[1], Totals(*saved[2])
     call = _Call(q, k, v, layout, causal, cu_seqlens, segment)
     scale, weight = torch.empty_like(below), torch.empty_like(below)
     rows = below.numel()
@@ -276,10 +246,10 @@ def linear_attention_backward(
     )  # fmt: skip
     both = scale, weight
     behind = call.sums(q, call.query_plan, cotangent, both, after_cotangent)
-    dq = call.read_features(q, k, call.query_plan, cotangent, v, (running, after), both, reverse=False)
+    dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, both, reverse=False)
     dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, both, reverse=True)
     dv, _ = call.read_values(k, q, call.key_plan, cotangent, behind, scale)
-    return dq, dk, dv, behind[1]
+    return dq, dk, dv, behind.total
 
 
 def _rows(side: Side) -> Side:

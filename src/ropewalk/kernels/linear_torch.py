@@ -6,10 +6,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["CHUNK", "Features", "Sums", "attend", "divide"]
+__all__ = ["CHUNK", "Features", "Side", "Sums", "attend", "divide"]
 
 # Tokens whose scores are formed: twice as many cost more there, and save less in states.
 CHUNK = 64
+
+
+class Side(NamedTuple):
+    """Queries or keys: [batch, heads, seq, width], the name of their feature map, and cos, sin and their first row.
+
+    `shift`, [batch, heads, seq], is taken off before an exponential. Without tables nothing turns.
+
+    >>> Side(torch.ones(1, 1, 2, 4), "elu").map
+    'elu'
+    """
+
+    x: Tensor
+    map: str
+    shift: Tensor | None = None
+    tables: tuple[Tensor, Tensor, int] | None = None
 
 
 class Features(NamedTuple):
@@ -24,7 +39,7 @@ class Features(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What earlier keys left: sum of (R k) v^T, [batch, kv_heads, width, v_dim], and sum of k, [batch, kv_heads, width].
+    """What earlier keys left: the sums of (R k) v^T, [batch, kv_heads, width, v_dim], and of k, without v_dim.
 
     >>> Sums(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4)).below.shape
     torch.Size([1, 1, 4])

@@ -39,12 +39,11 @@ def members(lane, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(x, local, there, lane, stride, FEATURES: tl.constexpr):
-    """First and second members of rows `local` behind x; 0 where there is nothing."""
+def load_pairs(source, there, lane, FEATURES: tl.constexpr):
+    """First and second members at rows that start at `source`; 0 where there is nothing."""
     first, second, has_first, has_second = members(lane, FEATURES)
-    at = (local * stride)[:, None]
-    a = tl.load(x + (at + first[None, :]), mask=there[:, None] & has_first[None, :], other=0.0)
-    b = tl.load(x + (at + second[None, :]), mask=there[:, None] & has_second[None, :], other=0.0)
+    a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=0.0)
+    b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=0.0)
     return a, b
 
 
@@ -65,77 +64,59 @@ def mapped(x, shift, there, MAP: tl.constexpr):
 
 
 @triton.jit
-def tables(cos, sin, local, there, lane, FEATURES: tl.constexpr):
-    """cos and sin of rows `local` of the tables; 1 and 0 for features that do not turn."""
+def tables(cos, sin, rows, there, lane, FEATURES: tl.constexpr):
+    """cos and sin of rows of the tables; 1 and 0 for features that do not turn."""
     PAIRS: tl.constexpr = FEATURES[1]
     pair = lane - FEATURES[2] // 2 if FEATURES[3] else lane
     known = there[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
-    at = local[:, None] * PAIRS + pair[None, :]
+    at = rows[:, None] * PAIRS + pair[None, :]
     return tl.load(cos + at, mask=known, other=1.0), tl.load(sin + at, mask=known, other=0.0)
 
 
 @triton.jit
-def side_at(x, shift, cos, sin, strides, table, batch, head, heads, length, begin, FEATURES: tl.constexpr):
-    """Queries or keys of a head from a token on: where the rows, their shifts, their cos and sin lie, and a stride.
-
-    From here on 32 bits reach all rows of a segment.
-    """
-    rows = table[0] + batch * table[1] + head * table[2] + begin
-    return (
-        x + (batch * strides[0] + head * strides[1] + begin * strides[2]),
-        shift + ((batch * heads + head) * length + begin),
-        cos + rows * FEATURES[1],
-        sin + rows * FEATURES[1],
-        strides[2],
-    )
-
-
-@triton.jit
-def values_at(v, scale, strides, batch, head, heads, length, begin):
-    """Values of a head from a token on: where rows and their scales lie, and a stride."""
-    return (
-        v + (batch * strides[0] + head * strides[1] + begin * strides[2]),
-        scale + ((batch * heads + head) * length + begin),
-        strides[2],
-    )
-
-
-@triton.jit
-def features(side, local, there, lane, FEATURES: tl.constexpr, MAP: tl.constexpr):
-    """Features of rows `local` of a side, and the same turned: a, b, turned a, turned b."""
-    a, b = load_pairs(side[0], local, there, lane, side[4], FEATURES)
-    first, second, has_first, has_second = members(lane, FEATURES)
-    moved = tl.zeros(local.shape, tl.float32)
+def features(x, shift, cos, sin, offsets, there, lane, FEATURES: tl.constexpr, MAP: tl.constexpr):
+    """Features of rows and the same turned: a, b, turned a, turned b. `offsets` are of rows in x, shift and tables."""
+    a, b = load_pairs(x + offsets[0], there, lane, FEATURES)
+    _, _, has_first, has_second = members(lane, FEATURES)
+    moved = tl.zeros(offsets[1].shape, tl.float32)
     if MAP == 4:
-        moved = tl.load(side[1] + local, mask=there, other=0.0)
+        moved = tl.load(shift + offsets[1], mask=there, other=0.0)
     a = mapped(a, moved, there[:, None] & has_first[None, :], MAP)
     b = mapped(b, moved, there[:, None] & has_second[None, :], MAP)
     u, v = a, b
     if FEATURES[1]:
-        c, s = tables(side[2], side[3], local, there, lane, FEATURES)
+        c, s = tables(cos, sin, offsets[2], there, lane, FEATURES)
         u, v = a * c - b * s, a * s + b * c
     return a, b, u, v
 
 
 @triton.jit
-def values(side, local, there, column, V_DIM: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr):
-    """Rows `local` of values, each times its scale, as what products take: KIND."""
+def values(v, scale, offsets, there, column, V_DIM: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr):
+    """Rows of values, each times its scale, as what products take: KIND."""
     mask = there[:, None] & (column < V_DIM)[None, :]
-    x = tl.load(side[0] + ((local * side[2])[:, None] + column[None, :]), mask=mask, other=0.0)
+    x = tl.load(v + offsets[0][:, None] + column[None, :], mask=mask, other=0.0)
     if SCALED:
-        x = x.to(tl.float32) * tl.load(side[1] + local, mask=there, other=0.0)[:, None]
+        x = x.to(tl.float32) * tl.load(scale + offsets[1], mask=there, other=0.0)[:, None]
     return x.to(KIND)
 
 
 @triton.jit
 def segment_of(begins, number, length, SEGMENT: tl.constexpr, PACKED: tl.constexpr):
-    """The first token of a segment, and how many it has."""
+    """The tokens of a segment: from the first to before the last."""
     if PACKED:
         begin, end = tl.load(begins + 2 * number), tl.load(begins + 2 * number + 1)
     else:
         begin = number.to(tl.int64) * SEGMENT
         end = tl.minimum(begin + SEGMENT, length.to(tl.int64))
-    return begin, (end - begin).to(tl.int32)
+    return begin, end
+
+
+@triton.jit
+def row_offsets(token, strides, batch, head, heads, length, table):
+    """Where rows lie in the tensor, in [batch, heads, seq], and in the tables."""
+    at = batch * strides[0] + head * strides[1] + token * strides[2]
+    flat = (batch * heads + head) * length + token
+    return at, flat, table[0] + batch * table[1] + head * table[2] + token
 
 
 @triton.jit
@@ -174,24 +155,24 @@ def sum_segments(
     block = tl.program_id(2)
     lane = (block % LANE_BLOCKS) * LANES + tl.arange(0, LANES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
-    begin, size = segment_of(begins, number, length, SEGMENT, PACKED)
+    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     table = (row, table_b, table_h)
     sum_a = tl.zeros((LANES, COLUMNS), tl.float32)
     sum_b = tl.zeros((LANES, COLUMNS), tl.float32)
     low_a = tl.zeros((LANES,), tl.float32)
     low_b = tl.zeros((LANES,), tl.float32)
     for step in range(0, GROUP * (SEGMENT // CHUNK)):
-        where = (batch, head * GROUP + step % GROUP, KV_HEADS * GROUP, length, begin)
-        local = (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
-        there = local < size
-        side = side_at(x, shift, cos, sin, (x_b, x_h, x_n), table, *where, FEATURES)
-        given = values_at(v, scale, (v_b, v_h, v_n), *where)
-        a, b, u, w = features(side, local, there, lane, FEATURES, MAP)
-        y = values(given, local, there, column, V_DIM, SCALED, KIND)
+        member = head * GROUP + step % GROUP
+        token = begin + (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
+        there = token < end
+        at = row_offsets(token, (x_b, x_h, x_n), batch, member, KV_HEADS * GROUP, length, table)
+        at_v = row_offsets(token, (v_b, v_h, v_n), batch, member, KV_HEADS * GROUP, length, table)
+        a, b, u, w = features(x, shift, cos, sin, at, there, lane, FEATURES, MAP)
+        y = values(v, scale, at_v, there, column, V_DIM, SCALED, KIND)
         sum_a = tl.dot(tl.trans(u.to(KIND)), y, sum_a, input_precision=PRECISION)
         sum_b = tl.dot(tl.trans(w.to(KIND)), y, sum_b, input_precision=PRECISION)
         if SCALED:
-            factor = tl.load(values_at(v, weight, (v_b, v_h, v_n), *where)[1] + local, mask=there, other=0.0)[:, None]
+            factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
             a, b = a * factor, b * factor
         low_a += tl.sum(a, axis=0)
         low_b += tl.sum(b, axis=0)
@@ -246,15 +227,6 @@ def run_totals(
 
 
 @triton.jit
-def block_of(number, begins, length, SEGMENT: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr):
-    """The segment that a program's rows are in, its first token, how many it has, and the first row in it."""
-    BLOCKS: tl.constexpr = SEGMENT // ROWS
-    segment = number // BLOCKS
-    begin, size = segment_of(begins, segment, length, SEGMENT, PACKED)
-    return segment.to(tl.int64), begin, size, (number % BLOCKS) * ROWS
-
-
-@triton.jit
 def sums_of(
     sums, begins, owner, segment, count, step, SHARED: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
     PACKED: tl.constexpr,
@@ -268,33 +240,6 @@ def sums_of(
     return own
 
 
-@triton.jit
-def _read_block(
-    x, y, v, local, size, lane, column, row, total, under, low,
-    FEATURES: tl.constexpr, V_DIM: tl.constexpr, MAP: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
-    REVERSE: tl.constexpr, DIAGONAL: tl.constexpr,
-):  # fmt: skip
-    """Adds what rows of x read of a block of y and v. On the diagonal a row sees a part of it, elsewhere all."""
-    c, d, e, f = features(y, local, local < size, lane, FEATURES, MAP)
-    z = values(v, local, local < size, column, V_DIM, REVERSE, KIND)
-    scores = tl.dot(x[2], tl.trans(e.to(KIND)), input_precision=PRECISION)
-    scores = tl.dot(x[3], tl.trans(f.to(KIND)), scores, input_precision=PRECISION)
-    if DIAGONAL:
-        seen = row[:, None] <= local[None, :] if REVERSE else row[:, None] >= local[None, :]
-        scores = tl.where(seen, scores, 0.0)
-    total = tl.dot(scores.to(KIND), z, total, input_precision=PRECISION)
-    low_a, low_b = low
-    if not REVERSE:
-        if DIAGONAL:
-            plain = tl.dot(x[0], tl.trans(c.to(KIND)), input_precision=PRECISION)
-            plain = tl.dot(x[1], tl.trans(d.to(KIND)), plain, input_precision=PRECISION)
-            under += tl.sum(tl.where(seen, plain, 0.0), axis=1)
-        else:
-            low_a += tl.sum(c, axis=0)
-            low_b += tl.sum(d, axis=0)
-    return total, under, low_a, low_b
-
-
 @triton.jit(
     do_not_specialize=["length", "row", "table_b", "table_h", "y_row", "y_table_b", "y_table_h", "count", "owner_step"]
 )
@@ -304,12 +249,12 @@ def read_values(
     length, row, table_b, table_h, y_row, y_table_b, y_table_h, count, owner_step,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
     V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
-    COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each row of x reads of the values: forward, queries of keys and values, over their denominator.
 
-    A row reads the sums before its segment, and within the segment the tokens themselves. REVERSE, for the gradient of
+    A row reads what was summed before its chunk, and the tokens of the chunk themselves. REVERSE, for the gradient of
     values: keys read of the queries behind them, with `scale` on the values and without a denominator. X_GROUP heads
     of x share a sum, Y_GROUP heads of y are in one.
     """
@@ -317,50 +262,53 @@ def read_values(
     SHARED: tl.constexpr = X_HEADS // X_GROUP
     lane = tl.arange(0, LANES)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    segment, begin, size, first = block_of(tl.program_id(0), begins, length, SEGMENT, ROWS, PACKED)
-    if first >= size:
-        return
+    number = tl.program_id(0)
+    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     own = sums_of(
-        sums, begins, batch * SHARED + head // X_GROUP, segment, count, owner_step,
+        sums, begins, batch * SHARED + head // X_GROUP, number.to(tl.int64), count, owner_step,
         SHARED, FEATURES[0] * (V_DIM + 1), CAUSAL, PACKED,
     )  # fmt: skip
-    local = first + tl.arange(0, ROWS)
-    there = local < size
-    table = (row, table_b, table_h)
-    side = side_at(x, x_shift, cos, sin, (x_b, x_h, x_n), table, batch, head, X_HEADS, length, begin, FEATURES)
-    a, b, u, w = features(side, local, there, lane, FEATURES, X_MAP)
-    low_a, low_b = load_below(own, lane, V_DIM, FEATURES)
-    under = tl.sum(a * low_a[None, :] + b * low_b[None, :], axis=1)
-    mine = (a.to(KIND), b.to(KIND), u.to(KIND), w.to(KIND))
+    table, y_table = (row, table_b, table_h), (y_row, y_table_b, y_table_h)
     sum_a, sum_b = load_sums(own, lane, column, V_DIM, FEATURES)
-    total = tl.dot(mine[2], sum_a.to(KIND), input_precision=PRECISION)
-    total = tl.dot(mine[3], sum_b.to(KIND), total, input_precision=PRECISION)
-    low_a, low_b = tl.zeros_like(low_a), tl.zeros_like(low_b)
-    if CAUSAL:
-        table = (y_row, y_table_b, y_table_h)
-        for other in tl.static_range(Y_GROUP):
-            where = (batch, (head // X_GROUP) * Y_GROUP + other, SHARED * Y_GROUP, length, begin)
-            their = side_at(y, y_shift, y_cos, y_sin, (y_b, y_h, y_n), table, *where, FEATURES)
-            given = values_at(v, scale, (v_b, v_h, v_n), *where)
-            block = first + ROWS if REVERSE else first * 0
-            stop = size if REVERSE else first
-            while block < stop:
-                total, under, low_a, low_b = _read_block(
-                    mine, their, given, block + tl.arange(0, CHUNK), stop, lane, column, local, total, under,
-                    (low_a, low_b), FEATURES, V_DIM, Y_MAP, KIND, PRECISION, REVERSE, False,
-                )  # fmt: skip
-                block += CHUNK
-            for step in tl.static_range(ROWS // CHUNK):
-                total, under, low_a, low_b = _read_block(
-                    mine, their, given, first + step * CHUNK + tl.arange(0, CHUNK), size, lane, column, local, total,
-                    under, (low_a, low_b), FEATURES, V_DIM, Y_MAP, KIND, PRECISION, REVERSE, True,
-                )  # fmt: skip
-    if not REVERSE:
-        under += tl.sum(mine[0].to(tl.float32) * low_a[None, :] + mine[1].to(tl.float32) * low_b[None, :], axis=1)
-        # No feature of any key that is seen: 0, as `linear_torch.divide` has it.
-        total = total * tl.where(under == 0, 0.0, 1.0 / tl.where(under == 0, 1.0, under))[:, None]
-        if tl.program_id(2) == 0:
-            tl.store(below + ((batch * X_HEADS + head) * length + begin) + local, under, mask=there)
-    target = out + (batch * o_b + head * o_h + begin * o_n)
-    mask = there[:, None] & (column < V_DIM)[None, :]
-    tl.store(target + ((local * o_n)[:, None] + column[None, :]), total.to(out.dtype.element_ty), mask=mask)
+    low_a, low_b = load_below(own, lane, V_DIM, FEATURES)
+    for step in range(0, SEGMENT // CHUNK):
+        index = SEGMENT // CHUNK - 1 - step if REVERSE else step
+        token = begin + index * CHUNK + tl.arange(0, CHUNK)
+        there = token < end
+        at = row_offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length, table)
+        a, b, u, w = features(x, x_shift, cos, sin, at, there, lane, FEATURES, X_MAP)
+        p, r = u.to(KIND), w.to(KIND)
+        total = tl.dot(p, sum_a.to(KIND), input_precision=PRECISION)
+        total = tl.dot(r, sum_b.to(KIND), total, input_precision=PRECISION)
+        if not REVERSE:
+            under = tl.sum(a * low_a[None, :] + b * low_b[None, :], axis=1)
+        if CAUSAL:
+            here = tl.arange(0, CHUNK)
+            seen = here[:, None] <= here[None, :] if REVERSE else here[:, None] >= here[None, :]
+            for other in tl.static_range(Y_GROUP):
+                member = (head // X_GROUP) * Y_GROUP + other
+                at_y = row_offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length, y_table)
+                at_v = row_offsets(token, (v_b, v_h, v_n), batch, member, SHARED * Y_GROUP, length, y_table)
+                c, d, e, f = features(y, y_shift, y_cos, y_sin, at_y, there, lane, FEATURES, Y_MAP)
+                z = values(v, scale, at_v, there, column, V_DIM, REVERSE, KIND)
+                g, h = e.to(KIND), f.to(KIND)
+                scores = tl.dot(p, tl.trans(g), input_precision=PRECISION)
+                scores = tl.dot(r, tl.trans(h), scores, input_precision=PRECISION)
+                scores = tl.where(seen, scores, 0.0)
+                total = tl.dot(scores.to(KIND), z, total, input_precision=PRECISION)
+                sum_a = tl.dot(tl.trans(g), z, sum_a, input_precision=PRECISION)
+                sum_b = tl.dot(tl.trans(h), z, sum_b, input_precision=PRECISION)
+                if not REVERSE:
+                    plain = tl.dot(a.to(KIND), tl.trans(c.to(KIND)), input_precision=PRECISION)
+                    plain = tl.dot(b.to(KIND), tl.trans(d.to(KIND)), plain, input_precision=PRECISION)
+                    under += tl.sum(tl.where(seen, plain, 0.0), axis=1)
+                    low_a += tl.sum(c, axis=0)
+                    low_b += tl.sum(d, axis=0)
+        if not REVERSE:
+            # No feature of any key that is seen: 0, as `linear_torch.divide` has it.
+            total = total * tl.where(under == 0, 0.0, 1.0 / tl.where(under == 0, 1.0, under))[:, None]
+            if tl.program_id(2) == 0:
+                tl.store(below + at[1], under, mask=there)
+        target = out + batch * o_b + head * o_h + token * o_n
+        mask = there[:, None] & (column < V_DIM)[None, :]
+        tl.store(target[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)

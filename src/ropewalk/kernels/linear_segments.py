@@ -1,0 +1,56 @@
+"""Segments: the runs of tokens of which linear attention on a GPU keeps sums."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["SEGMENT", "Plan", "count_segments"]
+
+# Fewer tokens a segment make more programs, and more sums to keep.
+SEGMENT = 512
+
+
+def count_segments(length: int, sequences: int | None, segment: int = SEGMENT) -> int:
+    """How many segments `length` tokens may have: one sequence, or so many packed ones.
+
+    >>> count_segments(600, None), count_segments(600, 3)
+    (2, 4)
+    """
+    # How many packed sequences have only the device knows: as many as there can be.
+    return (length + segment - 1) // segment if sequences is None else length // segment + sequences
+
+
+class Plan(NamedTuple):
+    """Tokens cut into segments: how long one is, how many there are, and for packed sequences where each begins.
+
+    `begins` has the first token and the one past the last of each segment, then its sequence; `starts` the first
+    segment of each sequence.
+
+    >>> Plan.of(torch.ones(1, 1, 300, 4), torch.tensor([0, 100, 300]), 128).begins.tolist()
+    [0, 100, 100, 228, 228, 300, 356, 356, 0, 1, 1, 1]
+    """
+
+    segment: int
+    count: int
+    begins: Tensor | None
+    starts: Tensor | None
+    sequences: int
+
+    @staticmethod
+    def of(x: Tensor, cu_seqlens: Tensor | None, segment: int) -> "Plan":
+        """The plan for rows of x, [batch, heads, seq, width]."""
+        batch, _, length, _ = x.shape
+        if cu_seqlens is None:
+            return Plan(segment, count_segments(length, None, segment), None, None, batch)
+        ends = cu_seqlens.to(torch.int64)
+        sequences = len(ends) - 1
+        count = count_segments(length, sequences, segment)
+        pieces = (ends.diff() + segment - 1) // segment
+        starts = torch.cat([pieces.new_zeros(1), pieces.cumsum(0)])
+        number = torch.arange(count, device=ends.device)
+        owner = (torch.searchsorted(starts, number, right=True) - 1).clamp_max(sequences - 1)
+        begin = ends[owner] + (number - starts[owner]) * segment
+        # What is past the last segment ends where it begins.
+        end = torch.maximum(torch.minimum(begin + segment, ends[owner + 1]), begin)
+        return Plan(segment, count, torch.cat([torch.stack([begin, end], dim=1).flatten(), owner]), starts, sequences)

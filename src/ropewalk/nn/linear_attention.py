@@ -1,0 +1,329 @@
+"""Linear attention with RoPE: the function, and the layer with its step for decoding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.linear_torch import Side
+from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit, checked_sizes
+from ropewalk.nn.feature_maps import FavorFeatures, FeatureMap, resolve_maps
+from ropewalk.nn.hooks import Encoding
+from ropewalk.nn.linear_arguments import check_mask, check_packed, check_tensors, rope_for_linear
+from ropewalk.nn.linear_state import LinearState, checked_state
+from ropewalk.nn.positions import packed_positions
+from ropewalk.nn.rotary import RotaryEmbedding
+from ropewalk.nn.rotary_encoding import RotaryEncoding
+from ropewalk.ops import require_backend
+from ropewalk.ops.linear_attention import linear_attention as run
+
+__all__ = ["LinearAttention", "linear_attention"]
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rope: RotaryEmbedding | Encoding | None = None,
+    positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+    causal: bool = True,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    length: int | Tensor | None = None,
+    backend: str | None = None,
+) -> Any:
+    """sum_n [(R_m phi(q_m)) . (R_n phi(k_n))] v_n / sum_n phi(q_m) . phi(k_n), in time that grows as seq does.
+
+    RoFormer, 2104.09864, eq. 19: what is above the line is turned, what is below is not, so that the denominator of
+    positive features stays positive. The weights of values may be negative and need not sum to 1. Without `rope` it is
+    the linear attention of Katharopoulos et al., 2006.16236. Where no key that is seen has a feature, which can be with
+    relu, the output is 0 and so is its gradient.
+
+    q is [batch, heads, seq, dim], k [batch, kv_heads, keys, dim], v [batch, kv_heads, keys, v_dim]; heads is a multiple
+    of kv_heads. Causal queries are the last of the sequence. Worked in float32 (float64 for float64), rounded once.
+
+    `feature_map` is "elu" (elu(x) + 1), "relu", "squared_relu", "identity", "exp", a function such as `FavorFeatures`
+    that may change the width, or a pair, for queries and for keys. `rope` turns features: its head_dim is their width.
+    Of "exp" the largest feature of a query is taken off, which cancels; exp(k) must be finite: keys below 88.
+
+    `positions` are those of queries, and of keys unless `k_positions` says otherwise; 0 .. keys-1 unless given, or from
+    where the state stands. `cu_seqlens` are the ends of sequences laid end to end in a batch of 1. `key_mask`
+    [batch, keys] is False for keys that nobody may see. `length` is for rules that vary with it, as in rope(q, k).
+
+    `return_state` also gives a `LinearState`; with it as `state` the next tokens go on where these stopped, one or many
+    at a time. Packed sequences have one row of it each.
+
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # equal features: the mean of the values that a query may see
+    >>> v = torch.tensor([[[[1.0], [3.0], [5.0]]]])
+    >>> linear_attention(q, k, v).flatten().tolist()
+    [1.0, 2.0, 3.0]
+    >>> first, state = linear_attention(q[:, :, :2], k[:, :, :2], v[:, :, :2], return_state=True)
+    >>> linear_attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], state=state).item()
+    3.0
+    """
+    check_tensors(q, k, v, causal)
+    require_flag(return_state, asked="linear_attention(return_state=...)")
+    turning = rope_for_linear(rope, "linear_attention(rope=...)")
+    backend = require_backend(backend)
+    maps = resolve_maps(feature_map, "linear_attention")
+    if cu_seqlens is not None:
+        check_packed(cu_seqlens, q, k)
+    if key_mask is not None:
+        check_mask(key_mask, k)
+    spec = None if turning is None else turning.spec
+    named = feature_map if all(isinstance(one, str) for one in maps) else None
+    queries, q_name = _mapped(q, maps[0], "q")
+    keys, k_name = _mapped(k, maps[1], "k")
+    if queries.shape[-1] != keys.shape[-1]:
+        raise RopewalkError(
+            asked="linear_attention(feature_map=...)",
+            expected="as many features of keys as of queries",
+            got=f"{queries.shape[-1]} and {keys.shape[-1]}",
+            do="the two maps of a pair must have one width",
+        )
+    rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    before = checked_state(state, rows, k.shape[1], keys.shape[-1], v, spec, named, "linear_attention")
+    if key_mask is not None:
+        # What each map makes 0 of, so that a hidden key adds nothing above or below the line.
+        nothing = 0.0 if k_name == "identity" else float("-inf")
+        hidden = ~key_mask[:, None, :, None]
+        keys, v = keys.masked_fill(hidden, nothing), v.masked_fill(hidden, 0.0)
+    start = 0 if state is None else state.position
+    where = _where(turning, queries, keys, positions, k_positions, cu_seqlens, start)
+    sides, layout = _sides(turning, queries, keys, (q_name, k_name), where, length, backend)
+    earlier = k.shape[2] - q.shape[2] if causal else 0
+    if earlier:
+        # Keys before the first query: their sums, and then the rest as one sequence.
+        none = sides[0]._replace(x=queries[:, :, :0])
+        head = sides[1]._replace(x=keys[:, :, :earlier])
+        plain = Layout(layout.interleaved, layout.start, -2, None)
+        _, before = run(none, head, v[:, :, :earlier], before, plain, causal=False)
+        tail = sides[1]._replace(x=keys[:, :, earlier:])
+        if tail.tables is not None:
+            tail = tail._replace(tables=(*tail.tables[:2], tail.tables[2] + earlier))
+        sides, v = (sides[0], tail), v[:, :, earlier:]
+    out, after = run(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens)
+    if not return_state:
+        return out
+    return out, LinearState(*after, _next(start, positions, k_positions, cu_seqlens, k.shape[2], turning), spec, named)
+
+
+def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, str]:
+    """The tensor for the kernel, and the map it is to apply: a function is applied here."""
+    if isinstance(feature_map, str):
+        return x, feature_map
+    made = feature_map(x)
+    if not isinstance(made, Tensor) or made.shape[:3] != x.shape[:3] or made.dim() != 4 or not made.is_floating_point():
+        raise RopewalkError(
+            asked="linear_attention(feature_map=...)",
+            expected=f"features of {name}, floating-point [{', '.join(map(str, x.shape[:3]))}, any width]",
+            got=f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else shown(made),
+            do="a feature map works on the last dimension alone",
+        )
+    return made, "identity"
+
+
+def _where(
+    rope: RotaryEmbedding | None,
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor | None,
+    k_positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    start: int | Tensor,
+) -> dict[str, Any]:
+    """Where the tokens stand, as rope(q, k, ...) takes it."""
+    given = positions is not None or k_positions is not None
+    queries, keys = q.shape[2], k.shape[2]
+    if rope is None:
+        if given:
+            raise RopewalkError(
+                asked="linear_attention(positions=...)",
+                expected="positions only where something turns by them",
+                got="positions and no rope",
+                do="pass rope=RotaryEmbedding(width of the features), or leave positions out",
+            )
+        return {}
+    if given or cu_seqlens is not None:
+        ids = packed_positions(cu_seqlens, keys) if cu_seqlens is not None and not given else positions
+        if cu_seqlens is not None and not given and isinstance(start, Tensor):
+            owner = torch.searchsorted(cu_seqlens, torch.arange(keys, device=q.device), right=True) - 1
+            ids = ids + start[owner.clamp_max(len(start) - 1)]
+        return {"positions": ids, "k_positions": k_positions}
+    if queries == keys:
+        return {"offset": start}
+    if queries > keys:
+        raise RopewalkError(
+            asked="linear_attention(q, k, v, rope=...)",
+            expected="positions where there are more queries than keys",
+            got=f"{queries} queries, {keys} keys and no positions",
+            do="pass positions= for the queries and k_positions= for the keys",
+        )
+    ids = torch.arange(keys, device=q.device)
+    ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
+    return {"positions": ids[..., keys - queries :], "k_positions": ids}
+
+
+def _sides(
+    rope: RotaryEmbedding | None,
+    q: Tensor,
+    k: Tensor,
+    names: tuple[str, str],
+    where: dict[str, Any],
+    length: int | Tensor | None,
+    backend: str | None,
+) -> tuple[tuple[Side, Side], Layout]:
+    """Queries and keys with their cos and sin, and how features lie."""
+    if rope is None:
+        return (Side(q, names[0]), Side(k, names[1])), Layout(False, 0, -2, backend)
+    if rope.spec.head_dim != q.shape[-1]:
+        raise RopewalkError(
+            asked="linear_attention(..., rope=...)",
+            expected=f"a rope of {q.shape[-1]}, the width of the features",
+            got=f"head_dim={rope.spec.head_dim}",
+            do="the rotation comes after the feature map: make it with the width of the features",
+        )
+    keys = ("positions", "k_positions", "offset", "cu_seqlens")
+    parts = rope._parts(q, k, *(where.get(name) for name in keys), None, length, None)
+    if any(tempered is not None for *_, tempered in parts):
+        raise RopewalkError(
+            asked="linear_attention(..., rope=...) with a query_temperature over features that do not turn",
+            expected="a temperature over features that all turn, or none",
+            got=f"{rope.spec}",
+            do="a factor on a whole query cancels above and below the line: leave the temperature out",
+        )
+    tables = [(*place,) for _, _, place, _ in parts]
+    of_q, of_k = tables[0], tables[-1]
+    layout = Layout(rope.layout.interleaved, rope.layout.start, -2, backend)
+    return (Side(q, names[0], None, of_q), Side(k, names[1], None, of_k)), layout
+
+
+def _next(
+    start: int | Tensor,
+    positions: Tensor | None,
+    k_positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    keys: int,
+    rope: RotaryEmbedding | None,
+) -> int | Tensor:
+    """Where the token after these stands."""
+    if cu_seqlens is not None:
+        return cu_seqlens.diff() + start
+    given = positions if k_positions is None else k_positions
+    if given is None or (rope is not None and rope.spec.axes is not None):
+        return start + keys
+    last = given[..., -1] + 1
+    return last.reshape(-1)
+
+
+class LinearAttention(nn.Module):
+    """A layer of linear attention: `linear_attention` between projections, with any encoding that acts on tokens alone.
+
+    `encoding` turns features, or is an embedding that the model calls at its bottom; one with a bias is refused, with
+    the reason. `feature_map` is as in `linear_attention`, or "favor" for `FavorFeatures` with `num_features` (head_dim
+    unless given). The projections are those of `Attention`: q_proj, k_proj, v_proj and o_proj.
+
+    >>> layer = LinearAttention(8, num_heads=2, encoding=RotaryEmbedding(4))
+    >>> x = torch.randn(1, 5, 8)
+    >>> state, steps = None, []
+    >>> for token in x.split(1, dim=1):
+    ...     y, state = layer.step(token, state)
+    ...     steps.append(y)
+    >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        encoding: Encoding | RotaryEmbedding | None = None,
+        feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+        num_features: int | None = None,
+        causal: bool = True,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim)
+        self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
+        self.causal = require_flag(causal, asked="LinearAttention(causal=...)")
+        require_flag(qkv_bias, asked="LinearAttention(qkv_bias=...)")
+        require_flag(out_bias, asked="LinearAttention(out_bias=...)")
+        rope = rope_for_linear(encoding, "LinearAttention(encoding=...)")
+        if feature_map == "favor":
+            feature_map = FavorFeatures(
+                self.head_dim, self.head_dim if num_features is None else num_features, device=device
+            )
+        elif num_features is not None:
+            raise RopewalkError(
+                asked="LinearAttention(num_features=...)",
+                expected='num_features beside feature_map="favor" alone',
+                got=f"feature_map={shown(feature_map)}",
+                do="other maps have a width of their own: leave num_features out",
+            )
+        maps = resolve_maps(feature_map, "LinearAttention")
+        if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
+            check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads)
+        made = {"device": device, "dtype": dtype}
+        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(self.dim, wide, bias=qkv_bias, **made)
+        self.k_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
+        self.v_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
+        self.o_proj = nn.Linear(wide, self.dim, bias=out_bias, **made)
+        self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
+        # Maps that are modules are registered, and saved with the layer.
+        self.q_map, self.k_map = maps
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: LinearState | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """x [batch, seq, dim] -> [batch, seq, dim], and the state after it if `return_state`.
+
+        The arguments are those of `linear_attention`.
+
+        >>> LinearAttention(8, num_heads=2)(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+        """
+        check_tokens_fit(x, self.dim, self.q_proj)
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        rope = getattr(self.encoding, "rope", None)
+        out, after = linear_attention(
+            q, k, v, rope=rope, positions=None if rope is None else positions, cu_seqlens=cu_seqlens,
+            key_mask=key_mask, feature_map=(self.q_map, self.k_map), causal=self.causal, state=state,
+            return_state=True,
+        )  # fmt: skip
+        y = self.o_proj(out.transpose(1, 2).flatten(2))
+        return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
+
+    def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
+        """The next tokens [batch, seq, dim] behind `state`: their output and the new state, at a cost that is the same
+        at every position.
+
+        >>> y, state = LinearAttention(8, num_heads=2).step(torch.zeros(1, 1, 8))
+        >>> state.position
+        1
+        """
+        return self(x, state=state, return_state=True)

@@ -1,0 +1,95 @@
+"""LinearState: what linear attention keeps of the tokens behind it, which does not grow with their number."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, shown
+from ropewalk.kernels.linear_torch import Sums
+from ropewalk.spec.rope import RopeSpec
+
+__all__ = ["LinearState", "checked_state"]
+
+
+@dataclass(frozen=True)
+class LinearState:
+    """Sums over all keys so far, and where the next token stands.
+
+    `above`, [batch, kv_heads, width, v_dim], is the sum of (R_n k_n) v_n^T, and `below`, [batch, kv_heads, width], the
+    sum of k_n, both float32, or float64 for float64 inputs. Keys were turned when they entered: nothing in a state
+    turns again. `position` is an int, or one a sequence. `spec` and `feature_map` are those it was made with.
+
+    >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
+    7
+    """
+
+    above: Tensor
+    below: Tensor
+    position: int | Tensor = 0
+    spec: RopeSpec | None = None
+    feature_map: Any = None
+
+    def reorder(self, index: Tensor) -> "LinearState":
+        """The rows `index` of the batch: for beam search, or sequences that end.
+
+        >>> LinearState(torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[2.0]]])).reorder(torch.tensor([1])).below
+        tensor([[[2.]]])
+        """
+        position = self.position[index] if isinstance(self.position, Tensor) else self.position
+        return replace(self, above=self.above[index], below=self.below[index], position=position)
+
+    def detach(self) -> "LinearState":
+        """The same without a graph: for training on one part of a long sequence after the other.
+
+        >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).detach().above.requires_grad
+        False
+        """
+        return replace(self, above=self.above.detach(), below=self.below.detach())
+
+
+def checked_state(
+    state: Any, rows: int, kv_heads: int, width: int, v: Tensor, spec: RopeSpec | None, feature_map: Any, asked: str
+) -> Sums | None:
+    """The sums of a state, if it belongs to this call; None for None.
+
+    >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), None, "elu", "a doctest") is None
+    True
+    """
+    if state is None:
+        return None
+    working = torch.float64 if v.dtype == torch.float64 else torch.float32
+    do = "give each layer the state that it returned itself, or start with None"
+    if not isinstance(state, LinearState):
+        raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=shown(state), do=do)
+    shapes = (rows, kv_heads, width, v.shape[-1]), (rows, kv_heads, width)
+    if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected=f"sums {list(shapes[0])} and {list(shapes[1])}: sequences, key heads, features, values",
+            got=f"{list(state.above.shape)} and {list(state.below.shape)}",
+            do=do,
+        )
+    if {state.above.dtype, state.below.dtype} != {working} or state.above.device != v.device:
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected=f"sums of {working} on {v.device}, for values of {v.dtype}",
+            got=f"{state.above.dtype} and {state.below.dtype} on {state.above.device}",
+            do=do,
+        )
+    if state.spec != spec:
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected=f"a state of {spec or 'no rotation'}",
+            got=f"a state of {state.spec or 'no rotation'}",
+            do="keys in a state were turned when they entered, and cannot be turned again: start with None",
+        )
+    if state.feature_map is not None and state.feature_map != feature_map:
+        raise RopewalkError(
+            asked=f"{asked}(state=..., feature_map={shown(feature_map)})",
+            expected="the feature map that the state was made with",
+            got=shown(state.feature_map),
+            do=do,
+        )
+    return Sums(state.above, state.below)
