@@ -22,6 +22,20 @@ _cast = interpreter.InterpreterBuilder.cast_impl
 interpreter.InterpreterBuilder.cast_impl = _cast_and_round
 
 
+def _dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    return _dot(self, *(_widened(x) if x.dtype.scalar.is_bf16() else x for x in (a, b)), *rest)
+
+
+def _widened(x: Any) -> Any:
+    numbers = torch.from_numpy(x.data.copy()).view(torch.bfloat16).float().numpy()
+    return interpreter.TensorHandle(numbers, interpreter.tl.float32)
+
+
+# It holds a bfloat16 as its bits, and multiplies the bits.
+_dot = interpreter.InterpreterBuilder.create_dot
+interpreter.InterpreterBuilder.create_dot = _dot_of_numbers
+
+
 def on_device(candidate: Any) -> Any:
     """A candidate for the parity check whose tensors lie where the kernels run."""
 

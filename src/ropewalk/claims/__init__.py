@@ -7,7 +7,19 @@ from ropewalk.claims.ledger import Finding as Finding
 from ropewalk.claims.ledger import Verdict as Verdict
 from ropewalk.claims.ledger import run as run
 from ropewalk.claims.papers import context, extension, precision
-from ropewalk.claims.seeds import absolute, code, decay, derivation, heads, linear, linear_position, order, rotation
+from ropewalk.claims.seeds import (
+    absolute,
+    attention,
+    code,
+    decay,
+    derivation,
+    heads,
+    linear,
+    linear_position,
+    linear_state,
+    order,
+    rotation,
+)
 
 __all__ = ["CHAPTERS", "Chapter", "Claim", "Entry", "Finding", "Verdict", "run"]
 
@@ -15,7 +27,7 @@ __all__ = ["CHAPTERS", "Chapter", "Claim", "Entry", "Finding", "Verdict", "run"]
 CHAPTERS: tuple[Chapter, ...] = tuple(
     module.chapter
     for module in (
-        *(order, absolute, derivation, rotation, decay, linear, linear_position, heads, code),
+        *(order, absolute, derivation, rotation, decay, linear, linear_state, linear_position, attention, heads, code),
         *(extension, context, precision),
     )
 )

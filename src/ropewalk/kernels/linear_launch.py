@@ -1,5 +1,8 @@
 """Launches the kernels of linear attention: how a sequence is cut into segments, and the passes in their order."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# Kernels take for a constexpr whatever they are given.
+
 from typing import Any, NamedTuple
 
 import torch
@@ -115,21 +118,21 @@ class _Call:
         """Running sums of the segments, and the sums of all; with `rows`, scale and weight, from behind."""
         group = side.x.shape[1] // self.kv_heads
         made = {"dtype": torch.float32, "device": v.device}
-        sums = torch.empty((self.batch * self.kv_heads, plan.count, self.size), **made)
+        sums = torch.empty((self.batch * self.kv_heads, plan.number, self.size), **made)
         after = torch.empty((plan.sequences * self.kv_heads, self.size), **made)
         block = self.tile.sums
         lane_blocks, column_blocks = -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
         scale, weight = (v, v) if rows is None else rows
-        sum_segments[(plan.count, self.batch * self.kv_heads, lane_blocks * column_blocks)](
+        sum_segments[(plan.number, self.batch * self.kv_heads, lane_blocks * column_blocks)](
             x=side.x, v=v, shift=_or(side.shift, v), scale=scale, weight=weight, **_tables("", side),
             begins=_or(plan.begins, v), sums=sums, **_strides("x", side.x), **_strides("v", v),
-            length=side.x.shape[2], count=plan.count, KV_HEADS=self.kv_heads, GROUP=group,
+            length=side.x.shape[2], count=plan.number, KV_HEADS=self.kv_heads, GROUP=group,
             MAP=FEATURE_MAPS[side.map], SCALED=rows is not None, SEGMENT=plan.segment, LANE_BLOCKS=lane_blocks,
             **self.shared, **block.options(),
         )  # fmt: skip
         run_totals[(plan.sequences * self.kv_heads, -(-self.size // 1024))](
             sums=sums, before=_or(before, sums), after=after, starts=_or(plan.starts, sums), width=self.size,
-            heads=self.kv_heads, count=plan.count, GIVEN=before is not None, PACKED=plan.starts is not None,
+            heads=self.kv_heads, count=plan.number, GIVEN=before is not None, PACKED=plan.starts is not None,
             REVERSE=rows is not None, WIDTH=1024,
         )  # fmt: skip
         return Totals(sums, after)
@@ -141,8 +144,8 @@ class _Call:
             "x": mine.x, "y": other.x, "x_shift": _or(mine.shift, self.v), "y_shift": _or(other.shift, self.v),
             **_tables("", mine), **_tables("y_", other), "begins": _or(plan.begins, self.v),
             "sums": sums.running if self.causal else sums.total,
-            "owner_step": self.size * (plan.count if self.causal else 1),
-            **_strides("x", mine.x), **_strides("y", other.x), "length": mine.x.shape[2], "count": plan.count,
+            "owner_step": self.size * (plan.number if self.causal else 1),
+            **_strides("x", mine.x), **_strides("y", other.x), "length": mine.x.shape[2], "count": plan.number,
             "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "Y_GROUP": others // self.kv_heads,
             "X_MAP": FEATURE_MAPS[mine.map], "Y_MAP": FEATURE_MAPS[other.map], "CAUSAL": self.causal,
             "REVERSE": reverse, "SEGMENT": plan.segment, **self.shared,
@@ -155,7 +158,7 @@ class _Call:
         shape, block = mine.x.shape[:3], self.tile.values
         out = self.make((*shape, self.v_dim), dtype=v.dtype, device=v.device)
         below = self.make(shape, dtype=torch.float32, device=v.device) if scale is None else out
-        read_values[(plan.count, shape[0] * shape[1], -(-self.v_dim // block.columns))](
+        read_values[(plan.number, shape[0] * shape[1], -(-self.v_dim // block.columns))](
             **self.reading(mine, other, plan, sums, scale is not None), v=v, scale=_or(scale, v), out=out,
             below=below, **_strides("v", v), **_strides("o", out), **block.options(),
         )  # fmt: skip
@@ -170,7 +173,7 @@ class _Call:
         if plan.begins is not None:
             out.zero_()
         scale, weight = rows
-        read_features[(plan.count, mine.x.shape[0] * mine.x.shape[1], -(-self.tile.lanes // block.lanes))](
+        read_features[(plan.number, mine.x.shape[0] * mine.x.shape[1], -(-self.tile.lanes // block.lanes))](
             **self.reading(mine, other, plan, sums, reverse), p=p, v=v, scale=scale, weight=weight, out=out,
             **_strides("p", p), **_strides("v", v), **_strides("d", out), **block.options(),
         )  # fmt: skip

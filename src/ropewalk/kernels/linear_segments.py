@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     """
 
     segment: int
-    count: int
+    number: int
     begins: Tensor | None
     starts: Tensor | None
     sequences: int
@@ -48,9 +48,9 @@ class Plan(NamedTuple):
         count = count_segments(length, sequences, segment)
         pieces = (ends.diff() + segment - 1) // segment
         starts = torch.cat([pieces.new_zeros(1), pieces.cumsum(0)])
-        number = torch.arange(count, device=ends.device)
-        owner = (torch.searchsorted(starts, number, right=True) - 1).clamp_max(sequences - 1)
-        begin = ends[owner] + (number - starts[owner]) * segment
+        each = torch.arange(count, device=ends.device)
+        owner = (torch.searchsorted(starts, each, right=True) - 1).clamp_max(sequences - 1)
+        begin = ends[owner] + (each - starts[owner]) * segment
         # What is past the last segment ends where it begins.
         end = torch.maximum(torch.minimum(begin + segment, ends[owner + 1]), begin)
         return Plan(segment, count, torch.cat([torch.stack([begin, end], dim=1).flatten(), owner]), starts, sequences)

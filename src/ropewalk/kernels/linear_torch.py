@@ -8,8 +8,9 @@ from torch.nn import functional
 
 __all__ = ["CHUNK", "Features", "Side", "Sums", "attend", "divide"]
 
-# Tokens whose scores are formed: twice as many cost more there, and save less in states.
-CHUNK = 64
+# Tokens whose scores are formed. More cost more there and save less in states; fewer leave a BLAS without a batched
+# product with matrices too small for it.
+CHUNK = 128
 
 
 class Side(NamedTuple):
@@ -65,32 +66,35 @@ def attend(
     """
     batch, kv_heads, keys, width = k.plain.shape
     before = before if before is not None else _nothing(k.plain, v)
-    if not causal or keys == 1:
+    group, queries = q.plain.shape[1] // kv_heads, q.plain.shape[2]
+    if not causal or keys <= 1:
         after = Sums(before.above + k.turned.transpose(-1, -2) @ v, before.below + k.plain.sum(dim=-2))
-        grouped = Features(*(x.unflatten(1, (kv_heads, -1)).flatten(2, 3) for x in q))
+        grouped = Features(*(x.unflatten(1, (kv_heads, group)).flatten(2, 3) for x in q))
         numerator = grouped.turned @ after.above
         denominator = grouped.plain @ after.below.unsqueeze(-1)
         out = divide(numerator, denominator)
-        return out.unflatten(2, (-1, q.plain.shape[-2])).flatten(1, 2), after
-    group = q.plain.shape[1] // kv_heads
+        return out.unflatten(2, (group, queries)).flatten(1, 2), after
     size = chunk if keys >= chunk else keys
     count = (keys + size - 1) // size
     missing = count * size - keys
-    # Rows of zeros are keys that add nothing, and queries whose output is cut off again.
-    padded = [functional.pad(x, (0, 0, 0, missing)) for x in (*q, *k, v)]
+    padded = [*q, *k, v]
+    if torch.compiler.is_compiling() or missing:
+        # Rows of zeros are keys that add nothing, and queries whose output is cut off again; a graph has every length.
+        padded = [functional.pad(x, (0, 0, 0, missing)) for x in padded]
     q_plain, q_turned = (
         x.view(batch, kv_heads, group, count, size, width).transpose(2, 3).flatten(3, 4) for x in padded[:2]
     )
     k_plain, k_turned, v = (x.unflatten(2, (count, size)) for x in padded[2:])
-    own = Sums(k_turned.transpose(-1, -2) @ v, k_plain.sum(dim=-2))
+    # A copy: on ARM each product with a transposed view costs more than its arithmetic.
+    k_columns = k_turned.transpose(-1, -2).contiguous()
+    own = Sums(k_columns @ v, k_plain.sum(dim=-2))
     running = Sums(
         *(torch.cat([x.unsqueeze(2), each], dim=2).cumsum(dim=2) for x, each in zip(before, own, strict=True))
     )
     earlier, after = Sums(*(x[:, :, :-1] for x in running)), Sums(*(x[:, :, -1] for x in running))
-    scores = (q_turned @ k_turned.transpose(-1, -2)).unflatten(-2, (group, size)).tril().flatten(-3, -2)
+    scores = (q_turned @ k_columns).unflatten(-2, (group, size)).tril_().flatten(-3, -2)
     numerator = q_turned @ earlier.above + scores @ v
-    lower = torch.ones(size, size, dtype=v.dtype, device=v.device).tril()
-    seen = (lower @ k_plain + earlier.below.unsqueeze(-2)).unsqueeze(3)
+    seen = (k_plain.cumsum(dim=-2) + earlier.below.unsqueeze(-2)).unsqueeze(3)
     denominator = (q_plain.unflatten(3, (group, size)) * seen).sum(dim=-1).flatten(3, 4).unsqueeze(-1)
     out = divide(numerator, denominator).unflatten(3, (group, size)).transpose(2, 3)
     return out.reshape(batch, kv_heads * group, count * size, -1)[:, :, :keys], after
@@ -102,8 +106,7 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
     >>> divide(torch.tensor([6.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [3.0, 0.0]
     """
-    nothing = denominator == 0
-    return torch.where(nothing, 0.0, numerator / torch.where(nothing, 1.0, denominator))
+    return numerator / torch.where(denominator == 0, torch.inf, denominator)
 
 
 def _nothing(k: Tensor, v: Tensor) -> Sums:

@@ -5,7 +5,7 @@ a product over features is the sum of two. Features that do not turn are paired 
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 # A kernel is Triton's language, in which a constexpr is whatever it was given.
 
 import triton

@@ -1,7 +1,7 @@
 """Feature maps of linear attention: those with a name, random features for softmax, and any function."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,4 +92,4 @@ def resolve_maps(feature_map: Any, asked: str) -> tuple[FeatureMap, FeatureMap]:
                 got=shown(one),
                 do="for random features that approximate softmax pass FavorFeatures(head_dim, num_features)",
             )
-    return pair
+    return cast(tuple[FeatureMap, FeatureMap], pair)

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, shown
+from ropewalk.errors import RopewalkError, require_flag, shown
 from ropewalk.nn.hooks import Encoding, may_look
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.nn.rotary_arguments import check_ends, check_ids
@@ -71,6 +71,7 @@ def check_tensors(q: Any, k: Any, v: Any, causal: Any) -> None:
                 got=f"{x.dtype}" if isinstance(x, Tensor) else shown(x),
                 do=f"pass {name} as [batch, heads, seq, dim]",
             )
+    require_flag(causal, asked=f"{asked}(causal=...)")
     require_qkv(q, k, v, causal=causal, asked=asked)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise RopewalkError(

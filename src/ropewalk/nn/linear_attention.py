@@ -151,12 +151,14 @@ def _where(
                 do="pass rope=RotaryEmbedding(width of the features), or leave positions out",
             )
         return {}
-    if given or cu_seqlens is not None:
-        ids = packed_positions(cu_seqlens, keys) if cu_seqlens is not None and not given else positions
-        if cu_seqlens is not None and not given and isinstance(start, Tensor):
+    if given:
+        return {"positions": positions, "k_positions": k_positions}
+    if cu_seqlens is not None:
+        ids = packed_positions(cu_seqlens, keys)
+        if isinstance(start, Tensor):
             owner = torch.searchsorted(cu_seqlens, torch.arange(keys, device=q.device), right=True) - 1
             ids = ids + start[owner.clamp_max(len(start) - 1)]
-        return {"positions": ids, "k_positions": k_positions}
+        return {"positions": ids}
     if queries == keys:
         return {"offset": start}
     if queries > keys:
@@ -190,8 +192,8 @@ def _sides(
             got=f"head_dim={rope.spec.head_dim}",
             do="the rotation comes after the feature map: make it with the width of the features",
         )
-    keys = ("positions", "k_positions", "offset", "cu_seqlens")
-    parts = rope._parts(q, k, *(where.get(name) for name in keys), None, length, None)
+    ids, k_ids, offset = where.get("positions"), where.get("k_positions"), where.get("offset")
+    parts = rope._parts(q, k, ids, k_ids, offset, None, None, length, None)
     if any(tempered is not None for *_, tempered in parts):
         raise RopewalkError(
             asked="linear_attention(..., rope=...) with a query_temperature over features that do not turn",

@@ -85,17 +85,17 @@ def by_formula(
     [2.0, 2.0]
     """
     working = torch.float64 if v.dtype == torch.float64 else torch.float32
-    both = [_features(side, layout, working, role) for side, role in ((q, "q"), (k, "k"))]
+    both = _features(q, layout, working, "q"), _features(k, layout, working, "k")
     values = v.to(working)
     if cu_seqlens is None:
-        out, after = attend(*both, values, before, causal=causal)
+        out, after = attend(both[0], both[1], values, before, causal=causal)
         return out.to(v.dtype), after
     ends = cu_seqlens.tolist()
     outputs, left = [], []
     for number, (start, stop) in enumerate(itertools.pairwise(ends)):
-        one = [Features(*(x[:, :, start:stop] for x in side)) for side in both]
+        mine, theirs = (Features(*(x[:, :, start:stop] for x in side)) for side in both)
         earlier = None if before is None else Sums(*(x[number : number + 1] for x in before))
-        out, after = attend(*one, values[:, :, start:stop], earlier, causal=causal)
+        out, after = attend(mine, theirs, values[:, :, start:stop], earlier, causal=causal)
         outputs.append(out)
         left.append(after)
     rest = q.x.shape[-2] - ends[-1]
@@ -208,7 +208,7 @@ def _formula_gradients(inputs: list[Any], how: Any, of_out: Tensor, of_total: Te
     q_row, k_row, q_map, k_map, interleaved, start, causal = how
     q, k, v, q_cos, q_sin, k_cos, k_sin, before, cu_seqlens = inputs
     with torch.enable_grad():
-        fresh = [x.view_as(x) if x is not None else None for x in (q, k, v, before)]
+        fresh: list[Any] = [x.view_as(x) if x is not None else None for x in (q, k, v, before)]
         sums = None
         if fresh[3] is not None:
             flat = fresh[3].unflatten(0, (-1, k.shape[1]))

@@ -1,21 +1,26 @@
-"""Linear attention with positions: a bias, a decay, a rotation, and RoFormer's eq. 19."""
+"""Linear attention with positions: a bias, a decay, a rotation, and RoFormer's eq. 19, in the library's own terms."""
 
 import math
 
 import torch
 from torch import Tensor
 
+from ropewalk.claims.layers import one_head, token_by_token
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal, rank, theta
 from ropewalk.claims.sources import CHINESE_1, ROFORMER
+from ropewalk.nn.attention_scores import Biased, Sight, attend
+from ropewalk.nn.bias import AlibiBias, T5Bias
+from ropewalk.nn.linear_attention import linear_attention
+from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.reference import (
-    alibi_bias,
     elu_plus_one,
     linear_attention_by_recurrence,
     linear_attention_by_sum,
     rotate,
     t5_bias,
 )
+from ropewalk.spec import Explicit, RopeSpec
 
 __all__ = ["chapter"]
 
@@ -25,6 +30,22 @@ DIM, LENGTH = 16, 256
 IDS = torch.arange(LENGTH)
 Q, K, V = normal(3, LENGTH, DIM)
 PHI_Q, PHI_K = elu_plus_one(Q), elu_plus_one(K)
+EYE = torch.eye(LENGTH, dtype=torch.float64)
+# As wide as a head of a model, and before a feature map.
+RAW_Q, RAW_K = normal(2, LENGTH, 64, seed=7)
+
+
+def _t5(seed: int = 3) -> T5Bias:
+    """T5's bias for one head, with random numbers in its 32 buckets."""
+    made = T5Bias(1).double().requires_grad_(False)
+    made.weight.copy_(normal(32, 1, seed=seed))
+    return made
+
+
+def _passed_on(factors: Tensor) -> int:
+    """How many numbers a recurrence must keep of the earlier half of the keys to give the later half their factors."""
+    half = LENGTH // 2
+    return rank(factors[half:, :half])
 
 
 def _by_fft(weights: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -41,14 +62,19 @@ def _by_fft(weights: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "linear.bias-factor",
     "With an added bias the weight is exp(q·k) exp(B): exp(B_ij) multiplies every φ(q_i)·φ(k_j).",
     CHINESE_1,
-    method="exp(q·k + B) against exp(q·k) exp(B), B from T5 buckets with random weights",
+    method="exp(q·k + B) against exp(q·k) exp(B), B from T5 buckets with random weights; the weights of softmax "
+    "attention with T5Bias against exp(q·k) exp(B) over its sum",
     expected="equal",
 )
 def _() -> Finding:
     bias = t5_bias(IDS, IDS, normal(32, 1), causal=False)[0]
     scores = Q @ K.T / DIM**0.5
-    error = largest(torch.exp(scores + bias) / (torch.exp(scores) * torch.exp(bias)) - 1)
-    return Finding(f"relative error {error:.1e}", stated=error < EXACT)
+    product = torch.exp(scores) * torch.exp(bias)
+    error = largest(torch.exp(scores + bias) / product - 1)
+    q, k, v = (x[None, None] for x in (Q, K, EYE))
+    weights = attend(q, k, v, Sight(), scale=DIM**-0.5, biased=Biased(_t5(seed=0), IDS, IDS))[0, 0]
+    ours = largest(weights / (product / product.sum(-1, keepdim=True)) - 1)
+    return Finding(f"relative errors {error:.1e} and {ours:.1e}", stated=max(error, ours) < EXACT)
 
 
 @chapter.claim(
@@ -60,7 +86,7 @@ def _() -> Finding:
     fails="the denominator is missing: it carries P_ij as well",
 )
 def _() -> Finding:
-    factors = torch.exp(t5_bias(IDS, IDS, normal(32, 1, seed=3), causal=False)[0])
+    factors = torch.exp(_t5().bias(IDS, IDS)[0])
     weights = (PHI_Q @ PHI_K.T) * factors
     printed = largest(weights.sum(-1) - 1)
     divided = largest((weights / weights.sum(-1, keepdim=True)).sum(-1) - 1)
@@ -89,14 +115,15 @@ def _() -> Finding:
     "linear.bias-quadratic",
     "An added relative bias (T5) brings linear attention back to O(L²).",
     CHINESE_1,
-    method="rank of exp(B) for any B and for T5's; T5's sum by FFT against the double sum, and both counts",
-    expected="rank far above d = 16, so no factoring; but T5's B depends on i−j, and an FFT takes O(L log L)",
+    method="rank of exp(B) for any B and for that of T5Bias, whole and between later queries and earlier keys; T5's "
+    "sum by FFT against the double sum, and both counts",
+    expected="ranks far above d = 16, so no factoring; but T5's B depends on i−j, and an FFT takes O(L log L)",
     only_if="B is any matrix; one that depends on i−j alone is a convolution, and causal ALiBi a recurrence",
 )
 def _() -> Finding:
     any_rank = rank(torch.exp(normal(LENGTH, LENGTH, seed=4)))
     table = normal(32, 1, seed=3)
-    factors = torch.exp(t5_bias(IDS, IDS, table, causal=False)[0])
+    factors = torch.exp(_t5().bias(IDS, IDS)[0])
     direct = ((PHI_Q @ PHI_K.T) * factors) @ V
     # t(i−j) for i−j = −(N−1) … N−1, read off one query among keys on both sides of it.
     gaps = torch.arange(-(LENGTH - 1), LENGTH)
@@ -105,10 +132,10 @@ def _() -> Finding:
     at = 65_536
     quadratic, by_fft = at**2, 2 * DIM * 3 * at * math.log2(3 * at)
     return Finding(
-        f"rank {any_rank} (any B), {rank(factors)} (T5); FFT off by {error:.1e}; "
-        f"at L = 65536 {quadratic / by_fft:.0f}× fewer steps",
+        f"rank {any_rank} (any B), {rank(factors)} (T5), {_passed_on(factors)} of {LENGTH // 2} between halves; "
+        f"FFT off by {error:.1e}; at L = 65536 {quadratic / by_fft:.0f}× fewer steps",
         stated=error > 1e-9,
-        amended=error < 1e-9 and any_rank == LENGTH and rank(factors) > DIM,
+        amended=error < 1e-9 and any_rank == LENGTH and min(rank(factors), _passed_on(factors)) > DIM,
     )
 
 
@@ -116,27 +143,34 @@ def _() -> Finding:
     "linear.bias-alibi",
     "A relative bias and O(N) exclude each other.",
     CHINESE_1,
-    method="causal sum with factors exp(−s(i−j)) (ALiBi) against S_i = e^(−s) S_{i−1} + φ(k_i)v_iᵀ",
-    expected="equal: a recurrence with a state of constant size",
+    method="exp(B) of AlibiBias for 8 heads: its rank between later queries and earlier keys, by singular values; the "
+    "causal sum with these factors against S_i = e^(−s) S_{i−1} + φ(k_i)v_iᵀ",
+    expected="1 in each head, where T5 has 91; equal: a recurrence with a state of constant size",
     fails="causal ALiBi is a decaying recurrence, O(N)",
 )
 def _() -> Finding:
-    bias = alibi_bias(IDS, IDS, 4)[0]
-    direct = ((PHI_Q @ PHI_K.T) * torch.exp(bias)).tril() @ V
-    decay = float(torch.exp(bias[1, 0]))
-    state, rows = torch.zeros(DIM, DIM, dtype=torch.float64), []
+    factors = torch.exp(AlibiBias(8).double().bias(IDS, IDS))
+    ranks, t5 = [_passed_on(head) for head in factors], _passed_on(torch.exp(_t5().bias(IDS, IDS)[0]))
+    direct = ((PHI_Q @ PHI_K.T) * factors).tril() @ V
+    decay = factors[:, 1, 0, None, None]
+    state, rows = torch.zeros(8, DIM, DIM, dtype=torch.float64), []
     for q, k, v in zip(PHI_Q, PHI_K, V, strict=True):
         state = decay * state + torch.outer(k, v)
         rows.append(q @ state)
-    error = largest(torch.stack(rows) - direct) / largest(direct)
-    return Finding(f"largest difference {error:.1e}", stated=error > EXACT, amended=error < EXACT)
+    error = largest(torch.stack(rows, dim=1) - direct) / largest(direct)
+    return Finding(
+        f"largest difference {error:.1e}; rank {max(ranks)} in {len(ranks)} heads, {t5} for T5",
+        stated=error > EXACT,
+        amended=error < EXACT and set(ranks) == {1} and t5 > DIM,
+    )
 
 
 @chapter.claim(
     "linear.rotation-factors",
     "RoPE keeps linear attention linear: the rotation acts on φ(q) and φ(k) apart.",
     CHINESE_1,
-    method="rank of the rotated weights, and double sum against recurrence, positions up to 2^20",
+    method="rank of the rotated weights, and double sum against recurrence, positions up to 2^20; the weights of "
+    "linear_attention with a RotaryEmbedding, and its outputs at once and one token at a time",
     expected="rank at most d = 16; equal",
 )
 def _() -> Finding:
@@ -146,15 +180,25 @@ def _() -> Finding:
     by_sum = linear_attention_by_sum(q, k, v, inv_freq=theta(DIM), positions=ids, causal=True)
     by_state = linear_attention_by_recurrence(q, k, v, inv_freq=theta(DIM), positions=ids, causal=True)
     error = largest(by_sum - by_state)
-    return Finding(f"rank {found}; difference {error:.1e}", stated=found <= DIM and error < EXACT)
+    rope = RotaryEmbedding(DIM)
+    ours = largest(linear_attention(q, k, v, rope=rope, positions=ids) - by_sum)
+    near = linear_attention_by_sum(q, k, v, inv_freq=theta(DIM), causal=True)
+    stepped = largest(token_by_token(q, k, v, rope=rope)[0] - near)
+    weights = one_head(Q, K, EYE, rope=rope, positions=ids, causal=False)
+    return Finding(
+        f"rank {found}; difference {error:.1e}; linear_attention: rank {rank(weights)}, difference {ours:.1e}, "
+        f"token by token {stepped:.1e}",
+        stated=max(found, rank(weights)) <= DIM and max(error, ours, stepped) < EXACT,
+    )
 
 
 @chapter.claim(
     "linear.denominator",
     "The denominator is not rotated, because a rotated one can reach 0 or below.",
     f"{CHINESE_1}, {ROFORMER}",
-    method="φ = elu + 1 of (3, −40), θ = π/2: rotated and plain sums over keys at distances {2}, then {0, 2}",
-    expected="negative, then 0; plain 16 and 32",
+    method="φ = elu + 1 of (3, −40), θ = π/2: rotated and plain sums over keys at distances {2}, then {0, 2}; what "
+    "linear_attention makes of values 1 and 3 there, and what it makes of them with features turned beforehand",
+    expected="negative, then 0; plain 16 and 32; (16·3 − 16·1)/32 = 1, and nothing near it",
 )
 def _() -> Finding:
     f = torch.tensor([math.pi / 2], dtype=torch.float64)
@@ -167,9 +211,21 @@ def _() -> Finding:
         return float((query @ turned.T).sum()), float((one @ keys.T).sum())
 
     (below, plain), (zero, plain_two) = sums(2), sums(0, 2)
+    ids, values = torch.tensor([0, 2]), torch.tensor([[1.0], [3.0]], dtype=torch.float64)
+    raw = torch.tensor([[3.0, -40.0]] * 2, dtype=torch.float64)
+    rope = RotaryEmbedding(RopeSpec(2, Explicit([math.pi / 2])))
+    ours = float(one_head(raw, raw, values, rope=rope, positions=ids)[1])
+    turned = rotate(elu_plus_one(raw), ids, f)
+    both = float(one_head(turned, turned, values, feature_map="identity")[1])
     return Finding(
-        f"rotated {below:.3g} and {zero:.1e}; plain {plain:.3g} and {plain_two:.3g}",
-        stated=below < -1 and abs(zero) < 1e-12 and plain > 0 and plain_two > 0,
+        f"rotated {below:.3g} and {zero:.1e}; plain {plain:.3g} and {plain_two:.3g}; linear_attention gives "
+        f"{ours:.3g}, and {both:.1e} if its denominator turns",
+        stated=below < -1
+        and abs(zero) < 1e-12
+        and plain > 0
+        and plain_two > 0
+        and abs(ours - 1) < EXACT
+        and not abs(both - 1) < 0.5,
     )
 
 
@@ -177,31 +233,40 @@ def _() -> Finding:
     "linear.denominator-random",
     "With a rotated denominator the computation is extremely unstable, or impossible.",
     CHINESE_1,
-    method="rotated / plain denominator for random q and k, elu + 1, d = 64, 256 causal tokens: the smallest",
-    expected="about 0.3: no trouble for random data",
+    method="rotated / plain denominator for random q and k, elu + 1, d = 64, 256 causal tokens: the smallest; the same "
+    "ratio is what linear_attention makes of values that are 1",
+    expected="about 0.3: no trouble for random data; equal",
     only_if="features are sparse or made for it; for random ones a rotated denominator stays well above 0",
 )
 def _() -> Finding:
-    q, k = elu_plus_one(normal(2, LENGTH, 64, seed=7))
+    q, k = elu_plus_one(RAW_Q), elu_plus_one(RAW_K)
     turned = (rotate(q, IDS, theta(64)) @ rotate(k, IDS, theta(64)).T).tril().sum(-1)
-    ratio = float((turned / (q @ k.T).tril().sum(-1)).min())
-    return Finding(f"smallest ratio {ratio:.2f}", stated=ratio < 0.01, amended=ratio > 0.2)
+    ratio = turned / (q @ k.T).tril().sum(-1)
+    ours = one_head(RAW_Q, RAW_K, torch.ones_like(q[:, :1]), rope=RotaryEmbedding(64))[:, 0]
+    smallest, error = float(ours.min()), largest(ours - ratio)
+    return Finding(
+        f"smallest ratio {smallest:.2f}; difference {error:.1e}",
+        stated=smallest < 0.01,
+        amended=smallest > 0.2 and error < EXACT,
+    )
 
 
 @chapter.claim(
     "linear.weights",
     "In eq. 19 the weights of the values may be negative and do not sum to 1.",
     ROFORMER,
-    method="weights for random q and k, elu + 1, d = 64, 256 causal tokens",
-    expected="some negative; the sum of a row falls from 1 to about 0.4",
+    method="weights for random q and k, elu + 1, d = 64, 256 causal tokens, by the formula and as linear_attention "
+    "has them, which is what it makes of the identity as values",
+    expected="some negative; the sum of a row falls from 1 to about 0.4; equal",
 )
 def _() -> Finding:
-    q, k = elu_plus_one(normal(2, LENGTH, 64, seed=7))
+    q, k = elu_plus_one(RAW_Q), elu_plus_one(RAW_K)
     turned = (rotate(q, IDS, theta(64)) @ rotate(k, IDS, theta(64)).T).tril()
-    weights = turned / (q @ k.T).tril().sum(-1, keepdim=True)
+    weights = one_head(RAW_Q, RAW_K, EYE, rope=RotaryEmbedding(64))
+    error = largest(weights - turned / (q @ k.T).tril().sum(-1, keepdim=True))
     negative = float((weights < 0).double().sum() / (LENGTH * (LENGTH + 1) / 2))
     first, last = float(weights[0].sum()), float(weights[-1].sum())
     return Finding(
-        f"{negative:.1%} negative; row sums from {first:.3f} to {last:.3f}",
-        stated=negative > 0 and abs(first - 1) < EXACT and last < 0.6,
+        f"{negative:.1%} negative; row sums from {first:.3f} to {last:.3f}; difference {error:.1e}",
+        stated=negative > 0 and abs(first - 1) < EXACT and last < 0.6 and error < EXACT,
     )

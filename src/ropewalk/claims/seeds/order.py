@@ -3,24 +3,24 @@
 import torch
 from torch import Tensor
 
+from ropewalk.claims.layers import HEADS, WEIGHTS, WIDTH, layer, outputs, told
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1, CHINESE_2
+from ropewalk.nn.attention import Attention
+from ropewalk.nn.linear_attention import LinearAttention
 from ropewalk.reference import multi_head_attention, rotate
-from ropewalk.reference.attention import Projections
 
 __all__ = ["chapter"]
 
 chapter = Chapter("Order: what attention knows without positions")
 
-DIM = 16
-TOKENS = normal(1, 3, DIM)
+TOKENS = normal(1, 3, WIDTH)
 SWAP = [2, 1, 0]
-WEIGHTS = Projections(*(normal(DIM, DIM, seed=1 + i) / DIM**0.5 for i in range(4)))
 
 
 def _outputs(causal: bool, tokens: Tensor) -> Tensor:
-    return multi_head_attention(tokens, WEIGHTS, num_heads=2, causal=causal)[0]
+    return multi_head_attention(tokens, WEIGHTS, num_heads=HEADS, causal=causal)[0]
 
 
 def _scores(tokens: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ def _() -> Finding:
     "order.indistinguishable",
     "Without positions a transformer cannot tell a sentence from the same words in another order.",
     CHINESE_1,
-    method="outputs of full and of causal attention for permuted tokens, against permuted outputs",
+    method="outputs of full and of causal attention for permuted tokens, against permuted outputs; the same for "
+    "Attention and LinearAttention without an encoding",
     expected="equal for full attention, not for causal",
     only_if="there is no causal mask; a causal layer tells them apart without any encoding",
 )
@@ -71,8 +72,16 @@ def _() -> Finding:
     full, causal = (
         largest(_outputs(masked, TOKENS[:, SWAP]) - _outputs(masked, TOKENS)[SWAP]) for masked in (False, True)
     )
+    softmax, softmax_causal, linear, linear_causal = (
+        told(layer(kind, None, causal=masked), TOKENS, SWAP)
+        for kind in (Attention, LinearAttention)
+        for masked in (False, True)
+    )
     return Finding(
-        f"full attention {full:.1e}, causal {causal:.3g}", stated=max(full, causal) < EXACT, amended=full < EXACT
+        f"full attention {full:.1e}, causal {causal:.3g}; Attention {softmax:.1e} and {softmax_causal:.3g}, "
+        f"LinearAttention {linear:.1e} and {linear_causal:.3g}",
+        stated=max(full, causal, softmax_causal, linear_causal) < EXACT,
+        amended=max(full, softmax, linear) < EXACT < min(causal, softmax_causal, linear_causal),
     )
 
 
@@ -93,16 +102,23 @@ def _() -> Finding:
     "order.rope-tells",
     "With rotated queries and keys the order of the words matters.",
     CHINESE_1,
-    method="outputs of full attention with RoPE for permuted tokens, against permuted outputs",
-    expected="they differ",
+    method="outputs of full attention with RoPE for permuted tokens, against permuted outputs; Attention with rope "
+    "against the formula",
+    expected="they differ; equal",
 )
 def _() -> Finding:
     inv_freq = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
 
-    def outputs(tokens: Tensor) -> Tensor:
+    def by_formula(tokens: Tensor) -> Tensor:
         return multi_head_attention(
-            tokens, WEIGHTS, num_heads=2, rotate=lambda q, k, m: (rotate(q, m, inv_freq), rotate(k, m, inv_freq))
+            tokens, WEIGHTS, num_heads=HEADS, rotate=lambda q, k, m: (rotate(q, m, inv_freq), rotate(k, m, inv_freq))
         )[0]
 
-    difference = largest(outputs(TOKENS[:, SWAP]) - outputs(TOKENS)[SWAP])
-    return Finding(f"difference {difference:.3g}", stated=difference > 1e-3)
+    difference = largest(by_formula(TOKENS[:, SWAP]) - by_formula(TOKENS)[SWAP])
+    ours = layer(Attention, "rope", causal=False)
+    error = largest(outputs(ours, TOKENS)[0] - by_formula(TOKENS))
+    in_layer = told(ours, TOKENS, SWAP)
+    return Finding(
+        f"difference {difference:.3g}, in Attention {in_layer:.3g}, which is off the formula by {error:.1e}",
+        stated=min(difference, in_layer) > 1e-3 and error < EXACT,
+    )

@@ -1,0 +1,192 @@
+"""Layers that are wrong in one way each: the entries that measure them say so."""
+
+import importlib
+import re
+from dataclasses import replace
+
+import torch
+
+from ropewalk.claims import CHAPTERS, run
+from ropewalk.claims.layers import operations
+from ropewalk.kernels.linear_torch import Features
+from ropewalk.nn.absolute import SinusoidalEncoding
+from ropewalk.nn.bias import AlibiBias, T5Bias
+from ropewalk.nn.encoding import ENCODINGS
+from ropewalk.nn.feature_maps import FavorFeatures
+from ropewalk.nn.linear_attention import LinearAttention
+from ropewalk.nn.recurrent import RecurrentEncoding
+from ropewalk.nn.rotary_encoding import RotaryEncoding
+
+
+def contradicted(*names: str) -> set[str]:
+    chosen = [claim for chapter in CHAPTERS for claim in chapter.claims if claim.id in names]
+    assert len(chosen) == len(names)
+    entries = list(run(chosen))
+    # What raises is contradicted too, and would pass for a layer that is wrong.
+    assert not [entry.finding.measured for entry in entries if re.match(r"\w+Error: ", entry.finding.measured)]
+    return {entry.claim.id for entry in entries if entry.contradicted}
+
+
+def linear_ops(monkeypatch, change):
+    """Puts `change(attend, q, k, v, before, causal)` in the place of the sums of linear attention."""
+    ops = importlib.import_module("ropewalk.ops.linear_attention")
+    right = ops.attend
+    monkeypatch.setattr(ops, "attend", lambda q, k, v, before, *, causal: change(right, q, k, v, before, causal))
+
+
+def test_linear_attention_with_a_turned_denominator_is_noticed(monkeypatch):
+    def turned(attend, q, k, v, before, causal):
+        return attend(Features(q.turned, q.turned), Features(k.turned, k.turned), v, before, causal=causal)
+
+    linear_ops(monkeypatch, turned)
+    ids = ("linear.rotation-factors", "linear.denominator", "linear.denominator-random", "linear.weights")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_linear_attention_that_does_not_turn_is_noticed(monkeypatch):
+    def plain(attend, q, k, v, before, causal):
+        return attend(Features(q.plain, q.plain), Features(k.plain, k.plain), v, before, causal=causal)
+
+    linear_ops(monkeypatch, plain)
+    ids = ("linear.rotation-factors", "linear.denominator", "linear.weights", "linear.relative")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_linear_attention_that_forgets_its_state_is_noticed(monkeypatch):
+    linear_ops(monkeypatch, lambda attend, q, k, v, before, causal: attend(q, k, v, None, causal=causal))
+    ids = ("linear.state", "linear.rotation-factors", "linear.encodings")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_linear_attention_that_sees_the_future_is_noticed(monkeypatch):
+    linear_ops(monkeypatch, lambda attend, q, k, v, before, causal: attend(q, k, v, before, causal=False))
+    ids = ("linear.state", "linear.lookup", "linear.weights", "order.indistinguishable")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_linear_attention_off_by_a_thousandth_is_noticed(monkeypatch):
+    def off(attend, q, k, v, before, causal):
+        out, after = attend(q, k, v, before, causal=causal)
+        return 1.001 * out, after
+
+    linear_ops(monkeypatch, off)
+    ids = ("linear.association", "linear.elu", "linear.state", "linear.lookup", "linear.weights")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_linear_attention_that_is_quadratic_is_noticed(monkeypatch):
+    def with_all_scores(attend, q, k, v, before, causal):
+        _ = q.plain @ k.plain.mT
+        return attend(q, k, v, before, causal=causal)
+
+    linear_ops(monkeypatch, with_all_scores)
+    ids = ("linear.cost", "linear.cost-in-d", "linear.relative")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_linear_attention_in_one_chunk_is_noticed(monkeypatch):
+    def in_one(attend, q, k, v, before, causal):
+        return attend(q, k, v, before, causal=causal, chunk=1 << 20)
+
+    linear_ops(monkeypatch, in_one)
+    assert contradicted("linear.cost", "linear.relative") == {"linear.cost", "linear.relative"}
+
+
+def test_a_state_that_grows_is_noticed(monkeypatch):
+    step = LinearAttention.step
+
+    def growing(self, x, state=None):
+        y, after = step(self, x, None if state is None else replace(state, above=state.above[:, :, :8]))
+        return y, replace(after, above=torch.cat((after.above, *[after.above] * (x.shape[1] // 100)), dim=2))
+
+    monkeypatch.setattr(LinearAttention, "step", growing)
+    assert contradicted("linear.lookup") == {"linear.lookup"}
+
+
+def test_features_that_cancel_are_noticed(monkeypatch):
+    ops = importlib.import_module("ropewalk.ops.linear_attention")
+    monkeypatch.setattr(ops, "map_features", lambda x, name, shift: torch.nn.functional.elu(x) + 1)
+    assert contradicted("linear.elu") == {"linear.elu"}
+
+
+def test_a_quotient_that_is_not_a_number_is_noticed(monkeypatch):
+    kernels = importlib.import_module("ropewalk.kernels.linear_torch")
+    monkeypatch.setattr(kernels, "divide", torch.div)
+    assert contradicted("linear.nonnegative") == {"linear.nonnegative"}
+
+
+def test_random_features_that_do_not_estimate_softmax_are_noticed(monkeypatch):
+    monkeypatch.setattr(FavorFeatures, "forward", lambda self, x: torch.relu(x @ self.projection.to(x.dtype).T))
+    assert contradicted("linear.kernel") == {"linear.kernel"}
+
+
+def test_a_layer_that_takes_any_bias_is_noticed(monkeypatch):
+    monkeypatch.setattr(T5Bias, "linear", True)
+    assert contradicted("linear.encodings") == {"linear.encodings"}
+
+
+def test_a_bias_that_is_the_same_everywhere_is_noticed(monkeypatch):
+    right = T5Bias.bias
+    monkeypatch.setattr(T5Bias, "bias", lambda self, q, k: 0 * right(self, q, k))
+    ids = ("linear.bias-factor", "linear.bias-quadratic", "linear.bias-alibi", "attention.reverse")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_a_bias_that_grows_with_the_position_is_noticed(monkeypatch):
+    right = AlibiBias.bias
+    monkeypatch.setattr(AlibiBias, "bias", lambda self, q, k: right(self, q, k) * (1 + q.unsqueeze(-1) / 10))
+    assert contradicted("attention.shift", "linear.bias-alibi") == {"attention.shift", "linear.bias-alibi"}
+
+
+def test_a_bias_on_the_past_alone_is_noticed(monkeypatch):
+    right = AlibiBias.bias
+    monkeypatch.setattr(AlibiBias, "bias", lambda self, q, k: right(self, q, k) * (k <= q.unsqueeze(-1)))
+    assert contradicted("attention.reverse") == {"attention.reverse"}
+
+
+def test_keys_that_do_not_turn_are_noticed(monkeypatch):
+    right = RotaryEncoding.rotate
+    monkeypatch.setattr(RotaryEncoding, "rotate", lambda self, q, k, ids: (right(self, q, k, ids)[0], k))
+    ids = ("attention.shift", "order.rope-tells", "heads.own-frequencies")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_tokens_that_do_not_know_their_position_are_noticed(monkeypatch):
+    monkeypatch.setattr(SinusoidalEncoding, "embed", lambda self, x, ids: x)
+    ids = ("attention.shift", "attention.reverse", "linear.relative")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_a_network_that_reads_no_order_is_noticed(monkeypatch):
+    monkeypatch.setattr(RecurrentEncoding, "embed", lambda self, x, ids: torch.tanh(x))
+    assert contradicted("absolute.recurrent", "attention.reverse") == {"absolute.recurrent", "attention.reverse"}
+
+
+def test_one_rotation_for_all_heads_is_noticed(monkeypatch):
+    monkeypatch.setitem(ENCODINGS, "rope-whole-model", ENCODINGS["rope"])
+    assert contradicted("heads.own-frequencies") == {"heads.own-frequencies"}
+
+
+def test_attention_that_sees_the_future_is_noticed(monkeypatch):
+    attention = importlib.import_module("ropewalk.nn.attention")
+    right = attention.attend
+
+    def seeing(q, k, v, sight, **options):
+        return right(q, k, v, sight._replace(causal=False), **options)
+
+    monkeypatch.setattr(attention, "attend", seeing)
+    ids = ("order.indistinguishable", "attention.reverse", "heads.own-frequencies")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_attention_without_its_softmax_is_noticed(monkeypatch):
+    scores = importlib.import_module("ropewalk.nn.attention_scores")
+    monkeypatch.setattr(scores, "_sdpa", lambda q, k, v, mask, causal, scale, dropout: q @ k.mT * scale @ v)
+    ids = ("linear.softmax-blocks", "linear.bias-factor", "order.rope-tells", "heads.own-frequencies")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_softmax_is_counted_by_its_formula():
+    q = torch.zeros(1, 2, 8, 4)
+    count = operations(lambda: torch.nn.functional.scaled_dot_product_attention(q, q, q))
+    assert count == 2 * (2 * 8 * 8 * 4) * 2

@@ -1,0 +1,255 @@
+"""The Triton kernels for linear attention: in Triton's interpreter, or on a GPU where there is one."""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+import torch
+from tests.nn.linear_cases import NAMES, drawn, error, exact, formula, with_gradients
+
+import ropewalk as rw
+from kernels.triton_device import DEVICE
+from ropewalk.kernels import linear_launch, linear_segments
+from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.linear_torch import Side
+
+# Of torch, on a CPU that has no bfloat16.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+@pytest.fixture(autouse=True)
+def _short_segments(monkeypatch):
+    # So that a few tokens are several segments, of which the last is not full.
+    if DEVICE.type == "cpu":
+        for module in (linear_segments, linear_launch):
+            monkeypatch.setattr(module, "SEGMENT", 64)
+        for name in ("linear_attention", "linear_attention_backward"):
+            monkeypatch.setitem(getattr(linear_launch, name).__kwdefaults__, "segment", 64)
+        defaults = linear_segments.count_segments.__defaults__
+        monkeypatch.setattr(linear_segments.count_segments, "__defaults__", (64,))
+        assert defaults == (512,)
+
+
+def both(inputs, **options):
+    """By the kernels and by the formula in float64: outputs and gradients."""
+    if "rope" not in options:
+        options["rope"] = rw.RotaryEmbedding(inputs[0].shape[-1])
+    fast = options | {"rope": options["rope"] and options["rope"].to(DEVICE), "backend": "triton"}
+    cotangent = torch.randn(inputs[0].shape[:3] + inputs[2].shape[-1:], generator=torch.Generator().manual_seed(3))
+    there = [x.to(DEVICE) for x in inputs]
+    ours = with_gradients(lambda *x: rw.linear_attention(*x, **fast), there, cotangent)
+    truth = with_gradients(
+        lambda *x: rw.linear_attention(*x, **options | {"rope": options["rope"] and options["rope"].to("cpu")}),
+        [x.double() for x in inputs],
+        cotangent,
+    )
+    return ours, truth
+
+
+def assert_close(ours, truth, limit):
+    for name, a, b in zip(("o", "dq", "dk", "dv"), ours, truth, strict=True):
+        # One token reads itself alone, and has gradients that are 0.
+        off = (a.double().cpu() - b).norm() / (b.norm() + 1)
+        assert off < limit, (name, off.item())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seq", [1, 2, 63, 64, 65, 150])
+def test_every_length(seq, causal):
+    inputs = drawn(1, 2, 1, seq, 16, 16, torch.float32)
+    ours, truth = both(inputs, causal=causal)
+    assert_close(ours, truth, 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dim", "v_dim"), [(16, 16), (40, 24), (64, 64), (80, 16), (112, 33), (128, 64), (256, 32), (6, 3)]
+)
+def test_every_width(dim, v_dim):
+    assert_close(*both(drawn(1, 1, 1, 70, dim, v_dim, torch.float32)), 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_feature_map(name, causal):
+    assert_close(*both(drawn(2, 2, 2, 70, 16, 16, torch.float32), feature_map=name, causal=causal), 2e-5)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        rw.RopeSpec(16, pairing="half"),
+        rw.RopeSpec(24, rotary_dim=8, pairing="half"),
+        rw.RopeSpec(24, rotary_dim=8, pairing="half", rotary_slice="trailing"),
+        rw.RopeSpec(24, rotary_dim=10),
+        rw.RopeSpec(24, rotary_dim=10, rotary_slice="trailing"),
+        rw.RopeSpec(16, xpos=rw.XPos(512)),
+        rw.RopeSpec(16, rw.WholeModel(num_heads=2)),
+        None,
+    ],
+    ids=lambda spec: "none" if spec is None else f"{spec.pairing} {spec.rotary_dim} {spec.rotary_slice} {spec.xpos}",
+)
+def test_every_rotation(spec):
+    rope, dim = (None, 15) if spec is None else (rw.RotaryEmbedding(spec), spec.head_dim)
+    assert_close(*both(drawn(1, 2, 2, 70, dim, 8, torch.float32), rope=rope), 2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_grouped_heads_share_sums(causal):
+    assert_close(*both(drawn(1, 4, 2, 66, 16, 8, torch.float32), causal=causal), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_errors_are_at_most_twice_those_of_the_formula(dtype):
+    seq = 130 if DEVICE.type == "cpu" else 1000
+    inputs, rope = drawn(1, 2, 1, seq, 64, 64, dtype), rw.RotaryEmbedding(64)
+    cotangent = drawn(1, 2, 2, seq, 64, 64, seed=7)[2]
+    truth = with_gradients(lambda *x: exact(*x, rope), [x.double() for x in inputs], cotangent)
+    theirs = with_gradients(lambda *x: formula(*x, rope), inputs, cotangent)
+    there = rope.to(DEVICE)
+    ours = with_gradients(
+        lambda *x: rw.linear_attention(*x, rope=there, backend="triton"), [x.to(DEVICE) for x in inputs], cotangent
+    )
+    for name, a, b, c in zip(("o", "dq", "dk", "dv"), ours, theirs, truth, strict=True):
+        assert a.dtype == dtype
+        assert error(a, c) <= 2 * error(b, c), (name, error(a, c), error(b, c))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_are_separate_ones(causal):
+    inputs = drawn(1, 2, 1, 200, 16, 8, torch.float32)
+    ends = torch.tensor([0, 1, 1, 90, 154, 190])
+    rope = rw.RotaryEmbedding(16)
+    cotangent = torch.randn(1, 2, 200, 8, generator=torch.Generator().manual_seed(3))
+    there = rope.to(DEVICE)
+    ours = with_gradients(
+        lambda *x: rw.linear_attention(*x, rope=there, cu_seqlens=ends.to(DEVICE), causal=causal, backend="triton"),
+        [x.to(DEVICE) for x in inputs],
+        cotangent,
+    )
+    truth = with_gradients(
+        lambda *x: rw.linear_attention(*x, rope=rope.to("cpu"), cu_seqlens=ends, causal=causal),
+        [x.double() for x in inputs],
+        cotangent,
+    )
+    assert_close(ours, truth, 2e-6)
+    assert all(not x[:, :, 190:].any() for x in ours)
+
+
+def test_what_is_not_finite_stays_in_its_sequence():
+    q, k, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 150, 16, 8, torch.float32))
+    ends = torch.tensor([0, 40, 90, 150], device=DEVICE)
+    how = {"cu_seqlens": ends, "backend": "triton"}
+    clean = rw.linear_attention(q, k, v, **how)
+    for x in (q, k, v):
+        x[:, :, 70] = float("nan")
+    out = rw.linear_attention(q, k, v, **how)
+    assert torch.equal(out[:, :, :40], clean[:, :, :40])
+    assert torch.equal(out[:, :, 90:], clean[:, :, 90:])
+
+
+def test_a_state_goes_in_and_comes_out_with_gradients():
+    rope = rw.RotaryEmbedding(16)
+
+    def f(backend, device):
+        def run(q, k, v, above, below):
+            state = rw.LinearState(above, below, 5, rope.spec, "elu")
+            out, after = rw.linear_attention(
+                q, k, v, rope=rope.to(device), state=state, return_state=True, backend=backend
+            )
+            return torch.cat([x.flatten() for x in (out, after.above, after.below)])
+
+        return run
+
+    inputs = *drawn(2, 2, 1, 70, 16, 8, torch.float32), torch.rand(2, 1, 16, 8), torch.rand(2, 1, 16)
+    cotangent = torch.randn(2 * 2 * 70 * 8 + 2 * 16 * 9, generator=torch.Generator().manual_seed(3))
+    ours = with_gradients(f("triton", DEVICE), [x.to(DEVICE) for x in inputs], cotangent)
+    truth = with_gradients(f(None, "cpu"), [x.double() for x in inputs], cotangent)
+    for a, b in zip(ours, truth, strict=True):
+        assert error(a, b) < 2e-6
+
+
+def test_strange_memory_is_read_as_it_lies():
+    q, k, v = drawn(2, 2, 2, 40, 16, 8, torch.float32)
+    strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
+    strange.append(torch.stack([v, v], dim=-1)[..., 0])
+    rope = rw.RotaryEmbedding(16).to(DEVICE)
+    plain, odd = (
+        rw.linear_attention(*(x.to(DEVICE) for x in inputs), rope=rope, backend="triton")
+        for inputs in ((q, k, v), strange)
+    )
+    assert torch.equal(plain, odd)
+    kept = [x.clone() for x in strange]
+    rw.linear_attention(*(x.to(DEVICE) for x in strange), rope=rope, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(kept, strange, strict=True))
+
+
+def test_second_derivatives_are_the_formulas():
+    q, k, v = (x.to(DEVICE).requires_grad_() for x in drawn(1, 1, 1, 9, 16, 8, torch.float32))
+    out = rw.linear_attention(q, k, v, backend="triton")
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), k)
+    a, b, c = (x.detach().double().cpu().requires_grad_() for x in (q, k, v))
+    (first,) = torch.autograd.grad(rw.linear_attention(a, b, c).square().sum(), a, create_graph=True)
+    (truth,) = torch.autograd.grad(first.square().sum(), b)
+    assert error(second, truth) < 1e-5
+
+
+def test_the_op_keeps_what_it_says_to_a_compiler():
+    inputs = [x.to(DEVICE).requires_grad_() for x in drawn(1, 2, 1, 70, 16, 8, torch.float32)]
+    cos, sin, row = rw.RotaryEmbedding(16).to(DEVICE)._place(inputs[0])
+    how = row, row, "elu", "elu", True, 0, True
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    arguments = (*inputs, cos, sin, cos, sin, None, None, *how)
+    torch.library.opcheck(torch.ops.ropewalk.linear_attention, arguments, test_utils=checks)
+
+
+def test_a_compiled_call_is_the_kernel():
+    inputs, rope = drawn(1, 2, 1, 70, 16, 8, torch.float32), rw.RotaryEmbedding(16).to(DEVICE)
+    there, cotangent = [x.to(DEVICE) for x in inputs], torch.ones(1, 2, 70, 8)
+
+    def f(*x):
+        return rw.linear_attention(*x, rope=rope, backend="triton")
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, b in zip(with_gradients(compiled, there, cotangent), with_gradients(f, there, cotangent), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_the_kernels_cannot_do_is_said():
+    inputs = [x.to(DEVICE) for x in drawn(1, 1, 1, 4, 16, 8)]
+    with pytest.raises(rw.RopewalkError, match="16 features and 8 values"):
+        rw.linear_attention(*inputs, backend="triton")
+    learned = rw.RotaryEmbedding(16, learned=True).to(DEVICE)
+    with pytest.raises(rw.RopewalkError, match="gradients of cos and sin"):
+        rw.linear_attention(*(x.float() for x in inputs), rope=learned, backend="triton")
+
+
+MUTANTS = {
+    "a rotated denominator": ("plain = tl.dot(a.to(KIND), tl.trans(c.to(KIND))", "plain = tl.dot(p, tl.trans(g)"),
+    "no mask": ("scores = tl.where(seen, scores, 0.0)", "scores = scores + 0.0"),
+    "a stale sum": ("sum_a = tl.dot(tl.trans(g), z, sum_a,", "sum_a = tl.dot(tl.trans(g), z, sum_a * 0,"),
+    "sums that stand still": ("        total += own\n", "        total = own\n"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
+    source = pathlib.Path(linear_launch.__file__).parent / "linear_triton.py"
+    text, (old, new) = source.read_text(encoding="utf-8"), MUTANTS[name]
+    assert text.count(old) == 1
+    path = tmp_path / f"mutant_{abs(hash(name))}.py"
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(found)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    found.loader.exec_module(module)
+    for kernel in ("read_values", "run_totals", "sum_segments"):
+        monkeypatch.setattr(linear_launch, kernel, getattr(module, kernel))
+    q, k, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 1100 if DEVICE.type == "cuda" else 150, 16, 16, torch.float32))
+    rope = rw.RotaryEmbedding(16).to(DEVICE)
+    side = [Side(x, "elu", None, rope._place(x)) for x in (q, k)]
+    out, *_ = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)
+    assert error(out, exact(q, k, v, rw.RotaryEmbedding(16))) > 1e-3

@@ -1,0 +1,275 @@
+"""linear_attention against the reference: values, gradients, state, packed sequences, and the two-times rule."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.nn.linear_cases import NAMES, drawn, error, exact, formula, recurrence, with_gradients
+
+import ropewalk as rw
+from ropewalk.kernels import linear_torch
+
+# Of torch, on a CPU that has no bfloat16.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+LENGTHS = (1, 2, 63, 64, 65, 1000)
+DIMS = (16, 40, 64, 80, 112, 128, 256)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seq", LENGTHS)
+def test_every_length_is_the_references(seq, causal):
+    q, k, v = drawn(2, 4, 2, seq, 16, 5)
+    for pairing in ("interleaved", "half"):
+        rope = rw.RotaryEmbedding(16, pairing=pairing)
+        out = rw.linear_attention(q, k, v, rope=rope, causal=causal)
+        torch.testing.assert_close(out, exact(q, k, v, rope, causal=causal), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_width_is_the_references(dim):
+    q, k, v = drawn(1, 2, 1, 130, dim, 24)
+    rope = rw.RotaryEmbedding(dim)
+    torch.testing.assert_close(rw.linear_attention(q, k, v, rope=rope), exact(q, k, v, rope), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_feature_map_is_the_references(name):
+    q, k, v = drawn(1, 2, 2, 70, 8, 8)
+    rope = rw.RotaryEmbedding(8)
+    out = rw.linear_attention(q, k, v, rope=rope, feature_map=name)
+    torch.testing.assert_close(out, exact(q, k, v, rope, feature_map=name), rtol=0, atol=1e-10)
+    pair = rw.linear_attention(q, k, v, rope=rope, feature_map=(name, lambda x: x.exp()))
+    truth = exact(q, k, v, rope, feature_map=(lambda x: exact_map(x, name), lambda x: x.exp()))
+    torch.testing.assert_close(pair, truth, rtol=0, atol=1e-10)
+
+
+def exact_map(x, name):
+    maps = {"relu": torch.relu, "squared_relu": lambda y: torch.relu(y) ** 2, "identity": lambda y: y, "exp": torch.exp}
+    return torch.where(x > 0, x + 1, x.exp()) if name == "elu" else maps[name](x)
+
+
+def test_a_function_may_change_the_width():
+    q, k, v = drawn(1, 2, 1, 33, 6, 4)
+
+    def wider(x):
+        return torch.cat([x.exp(), (-x).exp()], dim=-1)
+
+    rope = rw.RotaryEmbedding(12)
+    out = rw.linear_attention(q, k, v, rope=rope, feature_map=wider)
+    torch.testing.assert_close(out, exact(q, k, v, rope, feature_map=wider), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 64, 100])
+def test_the_chunk_does_not_matter(chunk):
+    q, k, v = drawn(1, 4, 2, 97, 8, 3)
+    both = [linear_torch.Features(x.exp(), x.sin()) for x in (q, k)]
+    whole, after = linear_torch.attend(*both, v, None, causal=True, chunk=128)
+    out, end = linear_torch.attend(*both, v, None, causal=True, chunk=chunk)
+    torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(end, after, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=5), st.booleans(), st.integers(0, 1000))
+def test_parts_with_a_state_are_the_whole(parts, turned, seed):
+    q, k, v = drawn(2, 4, 2, sum(parts), 8, 3, seed=seed)
+    rope = rw.RotaryEmbedding(8) if turned else None
+    state, outputs = None, []
+    for a, b, c in zip(*(x.split(parts, dim=2) for x in (q, k, v)), strict=True):
+        out, state = rw.linear_attention(a, b, c, rope=rope, state=state, return_state=True)
+        outputs.append(out)
+    whole, end = rw.linear_attention(q, k, v, rope=rope, return_state=True)
+    torch.testing.assert_close(torch.cat(outputs, dim=2), whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(state.above, end.above, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(state.below, end.below, rtol=1e-10, atol=1e-10)
+    assert state.position == end.position == sum(parts)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 80), min_size=1, max_size=5), st.integers(0, 3), st.booleans(), st.integers(0, 1000))
+def test_packed_sequences_are_separate_ones(lengths, rest, causal, seed):
+    total = sum(lengths) + rest
+    q, k, v = drawn(1, 2, 1, max(total, 1), 8, 3, seed=seed)
+    q, k, v = (x[:, :, :total] for x in (q, k, v))
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    rope = rw.RotaryEmbedding(8)
+    out, state = rw.linear_attention(q, k, v, rope=rope, cu_seqlens=ends, causal=causal, return_state=True)
+    assert state.position.tolist() == lengths
+    for i, (start, stop) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
+        one = [x[:, :, start:stop] for x in (q, k, v)]
+        alone, end = rw.linear_attention(*one, rope=rope, causal=causal, return_state=True)
+        torch.testing.assert_close(out[:, :, start:stop], alone, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state.above[i : i + 1], end.above, rtol=1e-12, atol=1e-12)
+    assert not out[:, :, sum(lengths) :].any()
+    # The next tokens of each sequence, packed again behind the state.
+    more = drawn(1, 2, 1, 2 * len(lengths), 8, 3, seed=seed + 1)
+    ends = 2 * torch.arange(len(lengths) + 1)
+    behind = rw.linear_attention(*more, rope=rope, cu_seqlens=ends, causal=causal, state=state)
+    for i in range(len(lengths)):
+        one = state.reorder(torch.tensor([i]))
+        alone = rw.linear_attention(*(x[:, :, 2 * i : 2 * i + 2] for x in more), rope=rope, causal=causal, state=one)
+        torch.testing.assert_close(behind[:, :, 2 * i : 2 * i + 2], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_sequence(bad):
+    q, k, v = drawn(1, 2, 1, 90, 8, 3)
+    clean = rw.linear_attention(q, k, v, cu_seqlens=torch.tensor([0, 30, 60, 90]))
+    for x in (q, k, v):
+        x[:, :, 40] = bad
+    out = rw.linear_attention(q, k, v, cu_seqlens=torch.tensor([0, 30, 60, 90]))
+    assert torch.equal(out[:, :, :30], clean[:, :, :30])
+    assert torch.equal(out[:, :, 60:], clean[:, :, 60:])
+    assert not out[:, :, 59].isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_are_the_last_of_more_keys(causal):
+    q, k, v = drawn(2, 4, 2, 20, 8, 3, keys=97)
+    rope = rw.RotaryEmbedding(8)
+    out, state = rw.linear_attention(q, k, v, rope=rope, causal=causal, return_state=True)
+    torch.testing.assert_close(out, exact(q, k, v, rope, causal=causal), rtol=0, atol=1e-10)
+    assert state.position == 97
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hidden_key_is_as_if_it_were_not_there(name):
+    q, k, v = drawn(2, 2, 1, 12, 8, 3)
+    seen = torch.ones(2, 12, dtype=torch.bool)
+    seen[0, 8:], seen[1, :3] = False, False
+    k[0, :, 8:], v[0, :, 9] = 1e3, float("nan")
+    rope = rw.RotaryEmbedding(8)
+    out = rw.linear_attention(q, k, v, rope=rope, key_mask=seen, feature_map=name, causal=False)
+    for i in range(2):
+        ids, rows = seen[i].nonzero().flatten(), slice(i, i + 1)
+        one = rw.linear_attention(
+            q[rows], k[rows][:, :, ids], v[rows][:, :, ids], rope=rope, positions=torch.arange(12), k_positions=ids,
+            feature_map=name, causal=False,
+        )  # fmt: skip
+        torch.testing.assert_close(out[rows], one, rtol=1e-12, atol=1e-12)
+
+
+def test_positions_are_those_that_are_given():
+    q, k, v = drawn(2, 2, 1, 9, 8, 3)
+    rope = rw.RotaryEmbedding(8)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12, 13], [0, 2, 4, 6, 8, 10, 12, 14, 16]])
+    out, state = rw.linear_attention(q, k, v, rope=rope, positions=ids, return_state=True)
+    for i in range(2):
+        one = [x[i : i + 1] for x in (q, k, v)]
+        torch.testing.assert_close(out[i : i + 1], exact(*one, rope, positions=ids[i]), rtol=0, atol=1e-10)
+    assert state.position.tolist() == [14, 17]
+    more = drawn(2, 2, 1, 3, 8, 3, seed=1)
+    following = torch.tensor([[14, 15, 16], [17, 18, 19]])
+    left = rw.linear_attention(*more, rope=rope, state=state)
+    right = rw.linear_attention(*more, rope=rope, state=state, positions=following)
+    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
+
+
+def test_xpos_turns_features_too():
+    q, k, v = drawn(1, 2, 2, 11, 8, 3)
+    spec = rw.RopeSpec(8, xpos=rw.XPos(512))
+    rope = rw.RotaryEmbedding(spec)
+    turned = rope(*(torch.where(x > 0, x + 1, x.exp()) for x in (q, k)))
+    plain = [torch.where(x > 0, x + 1, x.exp()) for x in (q, k)]
+    above = (turned[0] @ turned[1].transpose(-1, -2)).tril() @ v
+    below = (plain[0] @ plain[1].transpose(-1, -2)).tril().sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(rw.linear_attention(q, k, v, rope=rope), above / below, rtol=0, atol=1e-10)
+
+
+def test_nothing_to_divide_by_is_zero_with_finite_gradients():
+    q, k, v = drawn(1, 1, 1, 6, 4, 3)
+    k[:, :, :3] = -1.0
+    q[:, :, 5] = -1.0
+    out, *grads = with_gradients(lambda *x: rw.linear_attention(*x, feature_map="relu"), (q, k, v), torch.ones_like(v))
+    assert not out[:, :, :3].any()
+    assert not out[:, :, 5].any()
+    assert out[:, :, 3:5].all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_queries_of_any_size_have_an_exponential():
+    q, k, v = drawn(1, 1, 1, 7, 4, 3, torch.float32)
+    out = rw.linear_attention(q + 1000, k, v, feature_map="exp")
+    torch.testing.assert_close(out, rw.linear_attention(q, k, v, feature_map="exp"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_function(name, causal):
+    q, k, v = (x.requires_grad_() for x in drawn(1, 2, 1, 5, 4, 3))
+    rope = rw.RotaryEmbedding(4)
+    _, state = rw.linear_attention(*drawn(1, 2, 1, 3, 4, 3, seed=1), rope=rope, feature_map=name, return_state=True)
+
+    def f(q, k, v, above, below):
+        before = rw.LinearState(above, below, 3, rope.spec, name)
+        out, after = rw.linear_attention(
+            q, k, v, rope=rope, feature_map=name, causal=causal, state=before, return_state=True
+        )
+        return out, after.above, after.below
+
+    inputs = q, k, v, state.above.requires_grad_(), state.below.requires_grad_()
+    assert torch.autograd.gradcheck(f, inputs, check_batched_grad=True)
+    if causal and name in ("elu", "exp"):
+        assert torch.autograd.gradgradcheck(f, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("seq", [64, 1000])
+def test_errors_are_at_most_twice_those_of_the_formula(seq, dtype):
+    q, k, v = drawn(1, 2, 1, seq, 64, 64, dtype)
+    rope, cotangent = rw.RotaryEmbedding(64), drawn(1, 2, 2, seq, 64, 64, seed=7)[2]
+    truth = with_gradients(lambda *x: exact(*x, rope), [x.double() for x in (q, k, v)], cotangent)
+    ours = with_gradients(lambda *x: rw.linear_attention(*x, rope=rope), (q, k, v), cotangent)
+    theirs = with_gradients(lambda *x: formula(*x, rope), (q, k, v), cotangent)
+    for name, a, b, c in zip(("o", "dq", "dk", "dv"), ours, theirs, truth, strict=True):
+        assert a.dtype == dtype
+        assert error(a, c) <= 2 * error(b, c), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ten_thousand_steps_are_the_prompt(dtype):
+    q, k, v = drawn(1, 1, 1, 10_000, 16, 16, dtype)
+    rope, state, steps = rw.RotaryEmbedding(16), None, []
+    with torch.inference_mode():
+        for token in zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True):
+            out, state = rw.linear_attention(*token, rope=rope, state=state, return_state=True)
+            steps.append(out)
+        truth, _ = rw.linear_attention(*(x.double() for x in (q, k, v)), rope=rope, return_state=True)
+        tail = slice(9900, 10_000)
+        # One token after the other in float32 is what a state in float32 is; in bfloat16 nobody would.
+        alone = dtype == torch.float32
+        plain = recurrence(q, k, v, rope)[:, :, tail] if alone else formula(q[:, :, tail], k, v, rope)
+    out = torch.cat(steps, dim=2)[:, :, tail]
+    assert error(out, truth[:, :, tail]) <= 2 * error(plain, truth[:, :, tail])
+
+
+def test_a_step_does_the_same_work_at_every_position():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rope, counts = rw.RotaryEmbedding(16), []
+    for start in (1, 1000):
+        _, state = rw.linear_attention(*drawn(1, 1, 1, start, 16, 16), rope=rope, return_state=True)
+        assert state.above.shape == (1, 1, 16, 16)
+        with FlopCounterMode(display=False) as counter:
+            rw.linear_attention(*drawn(1, 1, 1, 1, 16, 16), rope=rope, state=state, return_state=True)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize("seq", [1, 40])
+def test_one_graph_without_a_break(seq):
+    rope = rw.RotaryEmbedding(8)
+    compiled = torch.compile(lambda *x: rw.linear_attention(*x, rope=rope), fullgraph=True, backend="aot_eager")
+    inputs = drawn(1, 2, 1, seq, 8, 3)
+    cotangent = torch.ones(1, 2, seq, 3)
+    expected = with_gradients(lambda *x: rw.linear_attention(*x, rope=rope), inputs, cotangent)
+    for a, b in zip(with_gradients(compiled, inputs, cotangent), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_learned_frequencies_learn():
+    q, k, v = drawn(1, 2, 1, 9, 8, 3)
+    rope = rw.RotaryEmbedding(8, learned=True)
+    rw.linear_attention(q, k, v, rope=rope).sum().backward()
+    assert rope.log_scale.grad.abs().sum() > 0

@@ -1,0 +1,90 @@
+"""What linear attention refuses, and in which words."""
+
+import pytest
+import torch
+from tests.nn.linear_cases import drawn
+
+import ropewalk as rw
+
+Q, K, V = drawn(2, 4, 2, 6, 8, 3, torch.float32)
+ROPE = rw.RotaryEmbedding(8)
+_, STATE = rw.linear_attention(Q, K, V, rope=ROPE, return_state=True)
+ONE = [x[:1] for x in (Q, K, V)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "words"),
+    [
+        ((Q[..., :4], K, V), {}, "k_seq, dim"),
+        ((Q, K[:, :, :3], V), {}, "kv_heads, k_seq"),
+        ((Q, K, V[:1]), {}, "kv_heads, k_seq"),
+        ((Q[:, :3], K, V), {}, "multiple of kv_heads"),
+        ((Q, K[:, :, :3], V[:, :, :3]), {}, "no more queries than keys"),
+        ((Q, K.double(), V), {}, "one dtype, on one device"),
+        ((Q.long(), K, V), {}, "float32, float64, bfloat16 or float16"),
+        ((Q, K, None), {}, "None"),
+        ((Q.to("meta"), K, V), {}, "meta"),
+        ((Q, K, V), {"rope": rw.RotaryEmbedding(16)}, "width of the features"),
+        ((Q, K, V), {"rope": rw.RotaryEmbedding(8, seq_dim=-3)}, "seq_dim=-2"),
+        ((Q, K, V), {"rope": 7}, "a RotaryEmbedding, an Encoding, or None"),
+        ((Q, K, V), {"rope": ROPE, "positions": torch.arange(5)}, "positions"),
+        ((Q, K, V), {"positions": torch.arange(6)}, "positions and no rope"),
+        ((Q, K, V), {"feature_map": "softmax"}, "'elu', 'relu', 'squared_relu'"),
+        ((Q, K, V), {"feature_map": 3}, "FavorFeatures"),
+        ((Q, K, V), {"feature_map": lambda x: x[..., 0]}, "last dimension alone"),
+        ((Q, K, V), {"feature_map": (lambda x: x, lambda x: x[..., :4])}, "one width"),
+        ((Q, K, V), {"causal": 1}, "True or False"),
+        ((Q, K, V), {"return_state": 1}, "True or False"),
+        ((Q, K, V), {"backend": "native"}, "native"),
+        ((Q, K, V), {"key_mask": torch.ones(2, 6)}, "True where a key may be seen"),
+        ((Q, K, V), {"key_mask": torch.ones(2, 5, dtype=torch.bool)}, r"\[2, 6\]"),
+        ((Q, K, V), {"cu_seqlens": torch.tensor([0, 6])}, "a batch of 1"),
+        (ONE, {"cu_seqlens": torch.tensor([0, 3, 7])}, "reach at most 6"),
+        (ONE, {"cu_seqlens": torch.tensor([0])}, "at least two ends"),
+        (ONE, {"cu_seqlens": [0, 6]}, "torch.tensor"),
+        ((Q, K, V), {"rope": ROPE, "state": STATE.above}, "a LinearState, or None"),
+        (ONE, {"rope": ROPE, "state": STATE}, "sequences, key heads, features"),
+        ((Q, Q, Q[..., :3]), {"rope": ROPE, "state": STATE}, "sequences, key heads, features"),
+        ((Q, K, V), {"state": STATE}, "cannot be turned again"),
+        ((Q, K, V), {"rope": rw.RotaryEmbedding(8, base=500.0), "state": STATE}, "cannot be turned again"),
+        ((Q, K, V), {"rope": ROPE, "feature_map": "relu", "state": STATE}, "feature map that the state was made with"),
+        ([x.double() for x in (Q, K, V)], {"rope": ROPE, "state": STATE}, "sums of torch.float64"),
+    ],
+)
+def test_a_mistake_is_named(inputs, options, words):
+    with pytest.raises(rw.RopewalkError, match=words):
+        rw.linear_attention(*inputs, **options)
+
+
+@pytest.mark.parametrize("name", ["t5", "alibi"])
+def test_a_bias_cannot_be_factored(name):
+    encoding = rw.encoding(name, dim=32, num_heads=4)
+    for call in (
+        lambda: rw.linear_attention(Q, K, V, rope=encoding),
+        lambda: rw.LinearAttention(32, 4, encoding=encoding),
+    ):
+        with pytest.raises(rw.RopewalkError, match=r"P\[i, j\].*differs from query to query") as caught:
+            call()
+        assert "would be a decay" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"feature_map": "elu", "num_features": 16}, "beside feature_map"),
+        ({"feature_map": "favor", "num_features": 0}, "num_features"),
+        ({"encoding": rw.RotaryEmbedding(4)}, "head_dim"),
+        ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"causal": None}, "True or False"),
+    ],
+)
+def test_a_layer_that_cannot_be_made_is_not_made(options, words):
+    with pytest.raises(rw.RopewalkError, match=words):
+        rw.LinearAttention(32, 4, **options)
+
+
+def test_random_features_want_their_width():
+    with pytest.raises(rw.RopewalkError, match="8 features"):
+        rw.FavorFeatures(8, 16)(torch.ones(2, 4))
+    with pytest.raises(rw.RopewalkError, match="an int"):
+        rw.FavorFeatures(8, 16, seed="x")
