@@ -50,6 +50,8 @@ YARN_CONFIG = {
         "mscale_all_dim": 1.0,
     },
 }
+ATTENTION = {"q": X, "k": X + 1, "v": X - 1, "rope": RotaryEmbedding(8)}
+DYNAMIC = RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(10_000.0, 4.0, 4)))
 H = np.array([1.0, 2.0, -1.0], dtype=np.complex128)
 # function -> (arguments, {argument: another value}); a list of such pairs where one call cannot show them all.
 CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -198,6 +200,27 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     reference.qk_norm_rotate: [
         (ROTATION | {"weight": None}, ROTATION_CHANGES | {"weight": WEIGHT[0], "eps": 0.1}),
         (ROTATION | {"weight": WEIGHT[0], "inv_freq": theta(4)}, {"plus_one": True, "rotary_slice": "trailing"}),
+    ],
+    rw.linear_attention: [
+        (
+            ATTENTION,
+            {
+                "q": X * 2,
+                "k": X,
+                "v": X,
+                "rope": None,
+                "positions": IDS * 2,
+                "k_positions": IDS + 1,
+                "key_mask": IDS.expand(2, 5) > 1,
+                "feature_map": "relu",
+                "causal": False,
+                "state": rw.linear_attention(**ATTENTION, return_state=True)[1],
+                "return_state": True,
+                "backend": "native",
+            },
+        ),
+        ({name: x[:1] for name, x in ATTENTION.items() if name != "rope"}, {"cu_seqlens": torch.tensor([0, 2, 5])}),
+        (ATTENTION | {"rope": DYNAMIC}, {"length": 64}),
     ],
     rw.qk_norm_rope: [
         (

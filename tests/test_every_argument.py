@@ -40,7 +40,9 @@ from strategies import vector
 # Harnesses and containers, whose arguments are not data: check_rotation takes the function under test.
 NOT_FUNCTIONS = {"BAND_EDGES", "BudgetError", "Projections", "check_rotation"}
 # Values, whose fields are changed below, and the module.
-VALUES = {*spec.__all__, "RopeConfigWarning", "RopewalkError", "RotaryEmbedding"}
+# The arguments of the other modules, and of the factory of encodings, are changed one by one in tests/nn.
+VALUES = {*spec.__all__, "RopeConfigWarning", "RopewalkError", "RotaryEmbedding", "Encoding", "LinearState"}
+VALUES |= {"Attention", "KVCache", "LinearAttention", "FavorFeatures", "encoding"}
 
 
 def flat(result: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """The derivation of RoPE in the second Chinese note, step by step, in the plane."""
 
 import cmath
+import functools
 import math
 from collections.abc import Callable
 
@@ -27,6 +28,11 @@ def _f(q: complex, m: int) -> complex:
     x = torch.tensor([[q.real, q.imag]], dtype=torch.float64)
     a, b = rotate(x, torch.tensor([m]), torch.tensor([THETA], dtype=torch.float64))[0].tolist()
     return complex(a, b)
+
+
+def _remembered() -> Callable[[complex, int], complex]:
+    """f for one measurement, which asks for the same vectors again and again; the next one rotates anew."""
+    return functools.cache(_f)
 
 
 def _turn_difference(a: float, b: float) -> float:
@@ -86,7 +92,7 @@ def _() -> Finding:
 
         return _worst(lambda *at: abs(moved(*at).real)), _worst(lambda *at: abs(moved(*at)))
 
-    mirrored, turned = drifts(mirror), drifts(_f)
+    mirrored, turned = drifts(mirror), drifts(_remembered())
     return Finding(
         f"mirror: drift {mirrored[0]:.1e} real, {mirrored[1]:.2g} complex; rotation: {turned[1]:.1e}",
         stated=mirrored[1] < EXACT,
@@ -102,7 +108,8 @@ def _() -> Finding:
     expected="equal",
 )
 def _() -> Finding:
-    error = _worst(lambda q, k, m, n: abs(abs(_f(q, m)) * abs(_f(k, n)) - abs(q) * abs(k)))
+    f = _remembered()
+    error = _worst(lambda q, k, m, n: abs(abs(f(q, m)) * abs(f(k, n)) - abs(q) * abs(k)))
     return Finding(f"largest error {error:.1e}", stated=error < EXACT)
 
 
@@ -114,8 +121,10 @@ def _() -> Finding:
     expected="Θ(q) − Θ(k) + (m−n)θ",
 )
 def _() -> Finding:
+    f = _remembered()
+
     def error(q: complex, k: complex, m: int, n: int) -> float:
-        found = cmath.phase(_f(q, m)) - cmath.phase(_f(k, n))
+        found = cmath.phase(f(q, m)) - cmath.phase(f(k, n))
         return _turn_difference(found, cmath.phase(q) - cmath.phase(k) + (m - n) * THETA)
 
     worst = _worst(error)
@@ -191,17 +200,17 @@ def _() -> Finding:
     only_if="one f serves q and k; with f_q and f_k apart it is a choice, and the other one is xPos",
 )
 def _() -> Finding:
-    zeta = 0.98
+    zeta, f = 0.98, _remembered()
 
     def two(q: complex, k: complex, m: int, n: int) -> complex:
-        return zeta**m * _f(q, m) * (zeta**-n * _f(k, n)).conjugate()
+        return zeta**m * f(q, m) * (zeta**-n * f(k, n)).conjugate()
 
     def one(q: complex, k: complex, m: int, n: int) -> complex:
-        return zeta**m * _f(q, m) * (zeta**n * _f(k, n)).conjugate()
+        return zeta**m * f(q, m) * (zeta**n * f(k, n)).conjugate()
 
     apart = _worst(lambda q, k, m, n: abs(two(q, k, m, n) - two(q, k, m + 4, n + 4)))
     shared = _worst(lambda q, k, m, n: abs(one(q, k, m, n) - one(q, k, m + 4, n + 4)))
-    differs = max(abs(abs(zeta**5 * _f(q, 5)) - abs(q)) for q in QUERIES)
+    differs = max(abs(abs(zeta**5 * f(q, 5)) - abs(q)) for q in QUERIES)
     return Finding(
         f"drift {apart:.1e} with two functions, {shared:.2g} with one; radius moved by {differs:.2g}",
         stated=apart > EXACT,
@@ -218,8 +227,10 @@ def _() -> Finding:
     fails="the exponent is n−m (the note prints 'm n n'): the key's conjugate carries the minus",
 )
 def _() -> Finding:
+    f = _remembered()
+
     def score(q: complex, k: complex, m: int, n: int) -> float:
-        return (_f(q, n) * _f(k, m).conjugate()).real
+        return (f(q, n) * f(k, m).conjugate()).real
 
     def formula(q: complex, k: complex, gap: int) -> float:
         return (q * k.conjugate() * cmath.exp(1j * THETA * gap)).real

@@ -1,4 +1,4 @@
-"""Linear attention with positions: a bias, a decay, a rotation, and RoFormer's eq. 19, in the library's own terms."""
+"""Linear attention with positions: a bias, a decay, a rotation, and RoFormer's eq. 19; by formula and in layers."""
 
 import math
 
