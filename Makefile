@@ -39,7 +39,7 @@ test-all: .venv/installed-dev
 	@$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 test-gpu: .venv/installed-dev
-	@$(BIN)/python -m pytest tests/kernels/test_triton_*.py tests/nn/test_rotary_gpu.py
+	@$(BIN)/python -m pytest tests/kernels/test_triton_*.py tests/nn/test_*_gpu.py
 
 check: .venv/installed-dev
 	@$(BIN)/ruff format --check .
