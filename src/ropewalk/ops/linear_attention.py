@@ -62,8 +62,10 @@ def _why_not(q: Side, k: Side, v: Tensor, layout: Layout, given: list[Tensor]) -
         return f"linear attention, which backend={layout.backend!r} does not have"
     if not (v.is_cuda or (layout.backend == "triton" and gpu.INTERPRETED)):
         return f"tensors on {v.device}"
-    if gpu.missing() is not None or is_exporting():
-        return gpu.missing() or "an export"
+    if not gpu.INSTALLED or is_exporting():
+        return "an export" if gpu.INSTALLED else "no Triton"
+    if layout.backend is None and k.x.shape[2] == 1:
+        return "one token, for which a few operations take less of the host than three launches"
     tables = [table for side in (q, k) for table in (side.tables or ())[:2]]
     if torch.is_grad_enabled() and any(table.requires_grad for table in tables):
         return "gradients of cos and sin"
