@@ -150,6 +150,23 @@ def test_a_hidden_key_is_as_if_it_were_not_there(name):
         torch.testing.assert_close(out[rows], one, rtol=1e-12, atol=1e-12)
 
 
+def test_a_state_stands_behind_the_last_token_that_is_seen():
+    q, k, v = drawn(2, 2, 1, 9, 8, 3)
+    seen = torch.arange(9) < torch.tensor([[9], [5]])
+    rope = rw.RotaryEmbedding(8)
+    _, state = rw.linear_attention(q, k, v, rope=rope, key_mask=seen, return_state=True)
+    assert state.position.tolist() == [9, 5]
+    more = drawn(2, 2, 1, 2, 8, 3, seed=1)
+    out = rw.linear_attention(*more, rope=rope, state=state)
+    short = [torch.cat([x[1:, :, :5], y[1:]], dim=2) for x, y in zip((q, k, v), more, strict=True)]
+    torch.testing.assert_close(out[1:], exact(*short, rope)[:, :, 5:], rtol=0, atol=1e-10)
+    ids = torch.arange(9) * 2
+    _, state = rw.linear_attention(q, k, v, rope=rope, key_mask=seen, positions=ids, return_state=True)
+    assert state.position.tolist() == [17, 9]
+    _, state = rw.linear_attention(q, k, v, rope=rope, key_mask=seen.flip(1), return_state=True)
+    assert state.position.tolist() == [9, 9]
+
+
 def test_positions_are_those_that_are_given():
     q, k, v = drawn(2, 2, 1, 9, 8, 3)
     rope = rw.RotaryEmbedding(8)

@@ -15,9 +15,15 @@ ONE = [x[:1] for x in (Q, K, V)]
 @pytest.mark.parametrize(
     ("inputs", "options", "words"),
     [
-        ((Q[..., :4], K, V), {}, "k_seq, dim"),
-        ((Q, K[:, :, :3], V), {}, "kv_heads, k_seq"),
-        ((Q, K, V[:1]), {}, "kv_heads, k_seq"),
+        ((Q[..., :4], K, V), {}, "as many features of k as of q"),
+        ((Q, K[:, :, :3], V), {}, "a value for each key"),
+        ((Q, K, V[:1]), {}, "one batch"),
+        ((Q, K, V[:, :1]), {}, "as many heads of v as of k"),
+        ((Q[0], K[0], V[0]), {}, "dimensions"),
+        ((Q[None], K[None], V[None]), {}, "batch, heads, q_seq, dim"),
+        ((Q, K, V), {"rope": rw.encoding("sinusoidal", dim=8, num_heads=1)}, "leave rope out"),
+        ((Q, K, V), {"feature_map": "favor"}, "FavorFeatures"),
+        ((Q, K, V), {"rope": ROPE, "state": (Q, STATE)}, "pass the second"),
         ((Q[:, :3], K, V), {}, "multiple of kv_heads"),
         ((Q, K[:, :, :3], V[:, :, :3]), {}, "no more queries than keys"),
         ((Q, K.double(), V), {}, "one dtype, on one device"),

@@ -139,6 +139,25 @@ def test_a_layer_survives_what_is_done_to_layers():
     torch.testing.assert_close(compiled(x), twin(x), rtol=1e-5, atol=1e-5)
 
 
+def test_random_features_outlive_casts_and_empty_memory():
+    phi = rw.FavorFeatures(8, 20, seed=3)
+    drawn = phi.projection.clone()
+    assert torch.equal(phi.to(torch.bfloat16).projection, drawn)
+    assert torch.equal(phi.double().projection, drawn)
+    with torch.device("meta"):
+        empty = rw.FavorFeatures(8, 20, seed=3)
+    assert torch.equal(empty.to("meta").to_empty(device="cpu").projection, drawn)
+    layer = rw.LinearAttention(DIM, HEADS, feature_map="favor")
+    assert [name for name in layer.state_dict() if "projection" in name] == ["q_map.projection"]
+    assert "causal=True" in repr(layer)
+
+
+def test_a_state_can_be_read_and_moved():
+    _, state = rw.linear_attention(*torch.randn(3, 1, 2, 4, 8), return_state=True)
+    assert repr(state).startswith("LinearState(1 sequences, 2 key heads, 8 features, 8 values")
+    assert torch.equal(state.to("cpu").above, state.above)
+
+
 def test_random_features_are_unbiased_and_orthogonal_ones_vary_less():
     torch.manual_seed(0)
     q, k = torch.randn(2, 8, dtype=torch.float64) * 0.25

@@ -1,7 +1,7 @@
 """Feature maps of linear attention: those with a name, random features for softmax, and any function."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,17 +44,30 @@ class FavorFeatures(nn.Module):
                 asked="FavorFeatures(seed=...)", expected="an int", got=shown(seed), do="pass an int, 0 unless told"
             )
         self.seed = seed
-        # On the CPU, so that a seed means the same features everywhere.
-        random = torch.Generator(device="cpu").manual_seed(seed)
+        self.register_buffer("projection", self._drawn(device))
+
+    def _drawn(self, device: Any) -> Tensor:
+        """The rows w_i, float32, drawn on the CPU, so that a seed means the same features everywhere."""
+        random, dim = torch.Generator(device="cpu").manual_seed(self.seed), self.head_dim
+        how = {"generator": random, "dtype": torch.float64, "device": "cpu"}
         blocks = []
-        for start in range(0, num_features, head_dim):
-            rows = torch.randn(head_dim, head_dim, generator=random, dtype=torch.float64, device="cpu")
-            lengths = torch.randn(head_dim, head_dim, generator=random, dtype=torch.float64, device="cpu").norm(dim=1)
+        for start in range(0, self.num_features, dim):
+            rows, lengths = torch.randn(dim, dim, **how), torch.randn(dim, dim, **how).norm(dim=1)
             turned, upper = torch.linalg.qr(rows)
             # With these signs all rotations are equally likely.
             turned = turned * upper.diagonal().sign()
-            blocks.append((turned.T * lengths[:, None])[: num_features - start])
-        self.register_buffer("projection", torch.cat(blocks).to(device=device, dtype=torch.float32))
+            blocks.append((turned.T * lengths[:, None])[: self.num_features - start])
+        return torch.cat(blocks).to(device=device, dtype=torch.float32)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # A cast of the model leaves the draw as it is, and memory that comes up empty is drawn anew.
+        before = self.projection
+        super()._apply(fn, recurse)
+        if before.is_meta and not self.projection.is_meta:
+            self.projection = self._drawn(self.projection.device)
+        elif self.projection.dtype != torch.float32:
+            self.projection = before.to(self.projection.device)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., head_dim] to features [..., num_features], float32 or, for float64, float64."""
@@ -75,6 +88,15 @@ class FavorFeatures(nn.Module):
         return f"{self.head_dim}, num_features={self.num_features}, seed={self.seed}"
 
 
+def _point_to_features(asked: str) -> NoReturn:
+    raise RopewalkError(
+        asked=f"{asked}(feature_map='favor')",
+        expected="features that are drawn once and kept",
+        got="a name",
+        do="pass FavorFeatures(head_dim, num_features), and the same object in every call; a LinearAttention makes one",
+    )
+
+
 def resolve_maps(feature_map: Any, asked: str) -> tuple[FeatureMap, FeatureMap]:
     """The maps of queries and of keys: from a name, a function, or a pair of either.
 
@@ -84,6 +106,8 @@ def resolve_maps(feature_map: Any, asked: str) -> tuple[FeatureMap, FeatureMap]:
     pair = feature_map if isinstance(feature_map, tuple) and len(feature_map) == 2 else (feature_map, feature_map)
     for one in pair:
         if isinstance(one, str):
+            if one == "favor":
+                _point_to_features(asked)
             require_choice(one, FEATURE_MAPS, asked=f"{asked}(feature_map=...)")
         elif not callable(one):
             raise RopewalkError(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
-from ropewalk.nn.hooks import Encoding, may_look
+from ropewalk.nn.hooks import Encoding, check_as, may_look
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.nn.rotary_arguments import check_ends, check_ids
 from ropewalk.reference.attention import require_qkv
@@ -69,9 +69,11 @@ def check_tensors(q: Any, k: Any, v: Any, causal: Any) -> None:
                 asked=f"{asked}({name})",
                 expected="a tensor of float32, float64, bfloat16 or float16",
                 got=f"{x.dtype}" if isinstance(x, Tensor) else shown(x),
-                do=f"pass {name} as [batch, heads, seq, dim]",
+                do=f"cast {name}, [batch, heads, seq, dim]" if isinstance(x, Tensor) else f"pass {name} as a tensor",
             )
     require_flag(causal, asked=f"{asked}(causal=...)")
+    if q.dim() == k.dim() == v.dim() == 4:
+        _name_mismatch(q, k, v, causal, asked)
     require_qkv(q, k, v, causal=causal, asked=asked)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise RopewalkError(
@@ -80,6 +82,27 @@ def check_tensors(q: Any, k: Any, v: Any, causal: Any) -> None:
             got=", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)),
             do="cast or move them; sums are float32 whatever the dtype is",
         )
+
+
+def _name_mismatch(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: str) -> None:
+    """Says which dimension does not fit, where the number of dimensions does."""
+    heads = "[batch, heads, seq, dim] is the layout: transpose(1, 2) makes it of [batch, seq, heads, dim]"
+    mismatches = [
+        (len({len(q), len(k), len(v)}) > 1, "one batch", [len(q), len(k), len(v)], "give all three the same batch"),
+        (q.shape[3] != k.shape[3], "as many features of k as of q", [q.shape[3], k.shape[3]], "project both alike"),
+        (k.shape[2] != v.shape[2], "a value for each key", [k.shape[2], v.shape[2]], "k and v have one length"),
+        (k.shape[1] != v.shape[1], "as many heads of v as of k", [k.shape[1], v.shape[1]], heads),
+        (k.shape[1] == 0 or q.shape[1] % max(k.shape[1], 1) > 0, "a multiple of kv_heads, the heads of k, as "
+         "heads of q", [q.shape[1], k.shape[1]], heads),
+        (causal and q.shape[2] > k.shape[2], "no more queries than keys, where it is causal", [q.shape[2], k.shape[2]],
+         "causal queries are the last of the keys; for attention to other keys pass causal=False"),
+    ]  # fmt: skip
+    for wrong, expected, sizes, do in mismatches:
+        if wrong:
+            shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+            raise RopewalkError(
+                asked=f"{asked}(q, k, v)", expected=expected, got=f"{' and '.join(map(str, sizes))}: {shapes}", do=do
+            )
 
 
 def check_mask(key_mask: Any, k: Tensor) -> None:
@@ -104,13 +127,14 @@ def check_packed(cu_seqlens: Any, q: Tensor, k: Tensor) -> None:
 
     >>> check_packed(torch.tensor([0, 2, 3]), torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
     """
-    check_ids(cu_seqlens, name="cu_seqlens", shape="[sequences + 1]", dims=(1,), whole=True)
+    asked = "linear_attention(cu_seqlens=...)"
+    check_as(asked, check_ids, cu_seqlens, name="cu_seqlens", shape="[sequences + 1]", dims=(1,), whole=True)
     if q.shape[0] != 1 or q.shape[2] != k.shape[2] or len(cu_seqlens) < 2 or cu_seqlens.device != q.device:
         raise RopewalkError(
-            asked="linear_attention(cu_seqlens=...)",
+            asked=asked,
             expected=f"a batch of 1 with as many queries as keys, and at least two ends, on {q.device}",
             got=f"q {list(q.shape)}, k {list(k.shape)}, {len(cu_seqlens)} ends on {cu_seqlens.device}",
             do="lay the sequences end to end along seq",
         )
     if may_look(cu_seqlens):
-        check_ends(cu_seqlens, q.shape[2])
+        check_as(asked, check_ends, cu_seqlens, q.shape[2])

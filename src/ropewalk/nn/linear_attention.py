@@ -10,7 +10,7 @@ from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_torch import Side
 from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit, checked_sizes
 from ropewalk.nn.feature_maps import FavorFeatures, FeatureMap, resolve_maps
-from ropewalk.nn.hooks import Encoding
+from ropewalk.nn.hooks import Encoding, check_as
 from ropewalk.nn.linear_arguments import check_mask, check_packed, check_tensors, rope_for_linear
 from ropewalk.nn.linear_state import LinearState, checked_state
 from ropewalk.nn.positions import packed_positions
@@ -71,6 +71,13 @@ def linear_attention(
     check_tensors(q, k, v, causal)
     require_flag(return_state, asked="linear_attention(return_state=...)")
     turning = rope_for_linear(rope, "linear_attention(rope=...)")
+    if turning is None and isinstance(rope, Encoding) and rope.name != "none":
+        raise RopewalkError(
+            asked=f"linear_attention(rope=...) with {rope.name}",
+            expected="an encoding that turns q and k, or None",
+            got=f"{rope.name}, which changes tokens before they are projected",
+            do="call its embed(x, positions) at the bottom of the model, and leave rope out",
+        )
     backend = require_backend(backend)
     maps = resolve_maps(feature_map, "linear_attention")
     if cu_seqlens is not None:
@@ -78,7 +85,7 @@ def linear_attention(
     if key_mask is not None:
         check_mask(key_mask, k)
     spec = None if turning is None else turning.spec
-    named = feature_map if all(isinstance(one, str) for one in maps) else None
+    named = maps if all(isinstance(one, str) for one in maps) else None
     queries, q_name = _mapped(q, maps[0], "q")
     keys, k_name = _mapped(k, maps[1], "k")
     if queries.shape[-1] != keys.shape[-1]:
@@ -112,7 +119,8 @@ def linear_attention(
     out, after = run(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens)
     if not return_state:
         return out
-    return out, LinearState(*after, _next(start, positions, k_positions, cu_seqlens, k.shape[2], turning), spec, named)
+    following = _next(start, positions, k_positions, cu_seqlens, key_mask, k, turning)
+    return out, LinearState(*after, following, spec, named)
 
 
 def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, str]:
@@ -213,17 +221,21 @@ def _next(
     positions: Tensor | None,
     k_positions: Tensor | None,
     cu_seqlens: Tensor | None,
-    keys: int,
+    key_mask: Tensor | None,
+    k: Tensor,
     rope: RotaryEmbedding | None,
 ) -> int | Tensor:
-    """Where the token after these stands."""
+    """Where the token after these stands: after the last that may be seen."""
     if cu_seqlens is not None:
         return cu_seqlens.diff() + start
-    given = positions if k_positions is None else k_positions
-    if given is None or (rope is not None and rope.spec.axes is not None):
-        return start + keys
-    last = given[..., -1] + 1
-    return last.reshape(-1)
+    given, keys = positions if k_positions is None else k_positions, k.shape[2]
+    several = rope is not None and rope.spec.axes is not None
+    if key_mask is None or several:
+        return start + keys if given is None or several else (given[..., -1] + 1).reshape(-1)
+    ids = torch.arange(keys, device=k.device) + (start.unsqueeze(-1) if isinstance(start, Tensor) else start)
+    ids = (ids if given is None else given).expand(key_mask.shape)
+    least = ids.amin(dim=-1, keepdim=True)
+    return torch.where(key_mask, ids + 1, least).amax(dim=-1)
 
 
 class LinearAttention(nn.Module):
@@ -279,7 +291,8 @@ class LinearAttention(nn.Module):
             )
         maps = resolve_maps(feature_map, "LinearAttention")
         if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
-            check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads)
+            asked = f"LinearAttention(num_heads={self.num_heads}, head_dim={self.head_dim}, encoding=...)"
+            check_as(asked, check_encoding, encoding, self.head_dim, self.num_heads, self.num_kv_heads)
         made = {"device": device, "dtype": dtype}
         wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(self.dim, wide, bias=qkv_bias, **made)
@@ -287,8 +300,10 @@ class LinearAttention(nn.Module):
         self.v_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
         self.o_proj = nn.Linear(wide, self.dim, bias=out_bias, **made)
         self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
-        # Maps that are modules are registered, and saved with the layer.
-        self.q_map, self.k_map = maps
+        # A map that is a module is registered, and saved with the layer: once, where both sides share it.
+        self.q_map = maps[0]
+        if maps[1] is not maps[0]:
+            self.k_map = maps[1]
 
     def forward(
         self,
@@ -312,14 +327,22 @@ class LinearAttention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        rope = getattr(self.encoding, "rope", None)
+        rope, maps = getattr(self.encoding, "rope", None), (self.q_map, getattr(self, "k_map", self.q_map))
         out, after = linear_attention(
             q, k, v, rope=rope, positions=None if rope is None else positions, cu_seqlens=cu_seqlens,
-            key_mask=key_mask, feature_map=(self.q_map, self.k_map), causal=self.causal, state=state,
+            key_mask=key_mask, feature_map=maps, causal=self.causal, state=state,
             return_state=True,
         )  # fmt: skip
         y = self.o_proj(out.transpose(1, 2).flatten(2))
         return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
+
+    def extra_repr(self) -> str:
+        """The sizes, and the feature map where it is no module."""
+        named = f", feature_map={self.q_map!r}" if isinstance(self.q_map, str) else ""
+        return (
+            f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"causal={self.causal}{named}"
+        )
 
     def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
         """The next tokens [batch, seq, dim] behind `state`: their output and the new state, at a cost that is the same

@@ -13,13 +13,14 @@ from ropewalk.spec.rope import RopeSpec
 __all__ = ["LinearState", "checked_state"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearState:
     """Sums over all keys so far, and where the next token stands.
 
     `above`, [batch, kv_heads, width, v_dim], is the sum of (R_n k_n) v_n^T, and `below`, [batch, kv_heads, width], the
     sum of k_n, both float32, or float64 for float64 inputs. Keys were turned when they entered: nothing in a state
-    turns again. `position` is an int, or one a sequence. `spec` and `feature_map` are those it was made with.
+    turns again. `position` is an int, or one a sequence. `spec` and `feature_map`, a name or one for q and one for
+    k, are those it was made with.
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -40,6 +41,24 @@ class LinearState:
         position = self.position[index] if isinstance(self.position, Tensor) else self.position
         return replace(self, above=self.above[index], below=self.below[index], position=position)
 
+    def to(self, device: torch.device | str) -> "LinearState":
+        """The same on another device.
+
+        >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).to("cpu").above.device
+        device(type='cpu')
+        """
+        position = self.position.to(device) if isinstance(self.position, Tensor) else self.position
+        return replace(self, above=self.above.to(device), below=self.below.to(device), position=position)
+
+    def __repr__(self) -> str:
+        """Sizes and place: the sums themselves say nothing to a reader."""
+        sequences, kv_heads, width, v_dim = self.above.shape
+        place = self.position if isinstance(self.position, int) else f"of shape {list(self.position.shape)}"
+        return (
+            f"LinearState({sequences} sequences, {kv_heads} key heads, {width} features, {v_dim} values, "
+            f"{self.above.dtype} on {self.above.device}, position {place})"
+        )
+
     def detach(self) -> "LinearState":
         """The same without a graph: for training on one part of a long sequence after the other.
 
@@ -54,7 +73,7 @@ def checked_state(
 ) -> Sums | None:
     """The sums of a state, if it belongs to this call; None for None.
 
-    >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), None, "elu", "a doctest") is None
+    >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), None, ("elu", "elu"), "a doctest") is None
     True
     """
     if state is None:
@@ -62,7 +81,10 @@ def checked_state(
     working = torch.float64 if v.dtype == torch.float64 else torch.float32
     do = "give each layer the state that it returned itself, or start with None"
     if not isinstance(state, LinearState):
-        raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=shown(state), do=do)
+        if isinstance(state, tuple):
+            do = "a call with return_state=True gives the output and the state: pass the second"
+        got = type(state).__name__ if isinstance(state, tuple | Tensor) else shown(state)
+        raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
     shapes = (rows, kv_heads, width, v.shape[-1]), (rows, kv_heads, width)
     if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
         raise RopewalkError(
@@ -85,11 +107,12 @@ def checked_state(
             got=f"a state of {state.spec or 'no rotation'}",
             do="keys in a state were turned when they entered, and cannot be turned again: start with None",
         )
-    if state.feature_map is not None and state.feature_map != feature_map:
+    made_with = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
+    if made_with is not None and feature_map is not None and made_with != feature_map:
         raise RopewalkError(
             asked=f"{asked}(state=..., feature_map={shown(feature_map)})",
             expected="the feature map that the state was made with",
-            got=shown(state.feature_map),
+            got=shown(made_with),
             do=do,
         )
     return Sums(state.above, state.below)
