@@ -215,7 +215,8 @@ def test_a_compiled_call_is_the_kernel():
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     for a, b in zip(with_gradients(compiled, there, cotangent), with_gradients(f, there, cotangent), strict=True):
-        assert torch.equal(a, b)
+        # A compiled call makes its own cos and sin, an eager one has them kept: they may differ in a last bit.
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_what_the_kernels_cannot_do_is_said():

@@ -52,6 +52,7 @@ def test_temporaries_are_no_larger_than_the_inputs(shape):
         del out, grads
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_waits_for_nothing():
     inputs = [x.requires_grad_() for x in on_gpu(1, 2, 600, 64)]
     rope, ends = rw.RotaryEmbedding(64).cuda(), torch.tensor([0, 100, 600], device="cuda")

@@ -26,7 +26,7 @@ def divide_rows(
     out, cotangent, below, scale, weight, o_b, o_h, o_n, g_b, g_h, g_n, length, rows,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """1 / denominator of each row, and the cotangent of the denominator, -(g . o) / denominator."""
+    """The denominator of each row, infinite where there is none, and its cotangent, -(g . o) / denominator."""
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = flat < rows
     token, batch, head = flat % length, flat // length // HEADS, flat // length % HEADS
@@ -35,9 +35,9 @@ def divide_rows(
     o = tl.load((out + batch * o_b + head * o_h + token * o_n)[:, None] + column[None, :], mask=mask, other=0.0)
     g = tl.load((cotangent + batch * g_b + head * g_h + token * g_n)[:, None] + column[None, :], mask=mask, other=0.0)
     under = tl.load(below + flat, mask=there, other=0.0)
-    inverse = tl.where(under == 0, 0.0, 1.0 / tl.where(under == 0, 1.0, under))
-    tl.store(scale + flat, inverse, mask=there)
-    tl.store(weight + flat, -inverse * tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1), mask=there)
+    under = tl.where(under == 0, float("inf"), under)
+    tl.store(scale + flat, under, mask=there)
+    tl.store(weight + flat, -tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1) / under, mask=there)
 
 
 @triton.jit
@@ -45,11 +45,11 @@ def slope(x, shift, MAP: tl.constexpr):
     """The derivative of the feature map."""
     x = x.to(tl.float32)
     if MAP == 0:
-        x = tl.where(x > 0, 1.0, tl.exp(tl.minimum(x, 0.0)))
+        x = tl.where(x > 0, 1.0, tl.exp(tl.where(x > 0, 0.0, x)))
     elif MAP == 1:
         x = tl.where(x > 0, 1.0, 0.0)
     elif MAP == 2:
-        x = 2 * tl.maximum(x, 0.0)
+        x = tl.where(x <= 0, 0.0, 2 * x)
     elif MAP == 3:
         x = tl.full(x.shape, 1.0, tl.float32)
     else:
@@ -74,11 +74,11 @@ def read_features(
     REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. `scale` is on
     cotangents; `weight`, the cotangent of the denominator, on what a query reads below the line.
     """
-    batch, head = (tl.program_id(1) // X_HEADS).to(tl.int64), (tl.program_id(1) % X_HEADS).to(tl.int64)
+    batch, head = (tl.program_id(0) // X_HEADS).to(tl.int64), (tl.program_id(0) % X_HEADS).to(tl.int64)
     SHARED: tl.constexpr = X_HEADS // X_GROUP
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
     column = tl.arange(0, COLUMNS)
-    number = tl.program_id(0)
+    number = tl.program_id(1)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     own = sums_of(
         sums, begins, batch * SHARED + head // X_GROUP, number.to(tl.int64), count, owner_step,

@@ -123,7 +123,7 @@ class _Call:
         block = self.tile.sums
         lane_blocks, column_blocks = -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
         scale, weight = (v, v) if rows is None else rows
-        sum_segments[(plan.number, self.batch * self.kv_heads, lane_blocks * column_blocks)](
+        sum_segments[(self.batch * self.kv_heads, plan.number, lane_blocks * column_blocks)](
             x=side.x, v=v, shift=_or(side.shift, v), scale=scale, weight=weight, **_tables("", side),
             begins=_or(plan.begins, v), sums=sums, **_strides("x", side.x), **_strides("v", v),
             length=side.x.shape[2], count=plan.number, KV_HEADS=self.kv_heads, GROUP=group,
@@ -158,7 +158,7 @@ class _Call:
         shape, block = mine.x.shape[:3], self.tile.values
         out = self.make((*shape, self.v_dim), dtype=v.dtype, device=v.device)
         below = self.make(shape, dtype=torch.float32, device=v.device) if scale is None else out
-        read_values[(plan.number, shape[0] * shape[1], -(-self.v_dim // block.columns))](
+        read_values[(shape[0] * shape[1], plan.number, -(-self.v_dim // block.columns))](
             **self.reading(mine, other, plan, sums, scale is not None), v=v, scale=_or(scale, v), out=out,
             below=below, **_strides("v", v), **_strides("o", out), **block.options(),
         )  # fmt: skip
@@ -173,7 +173,7 @@ class _Call:
         if plan.begins is not None:
             out.zero_()
         scale, weight = rows
-        read_features[(plan.number, mine.x.shape[0] * mine.x.shape[1], -(-self.tile.lanes // block.lanes))](
+        read_features[(mine.x.shape[0] * mine.x.shape[1], plan.number, -(-self.tile.lanes // block.lanes))](
             **self.reading(mine, other, plan, sums, reverse), p=p, v=v, scale=scale, weight=weight, out=out,
             **_strides("p", p), **_strides("v", v), **_strides("d", out), **block.options(),
         )  # fmt: skip
@@ -248,7 +248,9 @@ def linear_attention_backward(
         COLUMNS=call.tile.features.columns,
     )  # fmt: skip
     both = scale, weight
-    behind = call.sums(q, call.query_plan, cotangent, both, after_cotangent)
+    behind = call.sums(
+        q, call.query_plan, cotangent, both, None if after_cotangent is None else after_cotangent.contiguous()
+    )
     dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, both, reverse=False)
     dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, both, reverse=True)
     dv, _ = call.read_values(k, q, call.key_plan, cotangent, behind, scale)

@@ -43,7 +43,8 @@ class Plan(NamedTuple):
         batch, _, length, _ = x.shape
         if cu_seqlens is None:
             return Plan(segment, count_segments(length, None, segment), None, None, batch)
-        ends = cu_seqlens.to(torch.int64)
+        # Ends past the last token, which only the device could know, would be read there.
+        ends = cu_seqlens.to(torch.int64).clamp(0, length)
         sequences = len(ends) - 1
         count = count_segments(length, sequences, segment)
         pieces = (ends.diff() + segment - 1) // segment

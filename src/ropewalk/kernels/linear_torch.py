@@ -97,7 +97,7 @@ def attend(
     seen = (k_plain.cumsum(dim=-2) + earlier.below.unsqueeze(-2)).unsqueeze(3)
     denominator = (q_plain.unflatten(3, (group, size)) * seen).sum(dim=-1).flatten(3, 4).unsqueeze(-1)
     out = divide(numerator, denominator).unflatten(3, (group, size)).transpose(2, 3)
-    return out.reshape(batch, kv_heads * group, count * size, -1)[:, :, :keys], after
+    return out.reshape(batch, kv_heads * group, count * size, v.shape[-1])[:, :, :keys], after
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:

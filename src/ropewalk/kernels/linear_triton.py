@@ -52,11 +52,12 @@ def mapped(x, shift, there, MAP: tl.constexpr):
     """The feature map, in float32; 0 where there is no feature. MAP counts as FEATURE_MAPS does."""
     x = x.to(tl.float32)
     if MAP == 0:
-        x = tl.where(x > 0, x + 1, tl.exp(tl.minimum(x, 0.0)))
+        # By comparisons: a minimum or maximum would make a number of NaN.
+        x = tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
     elif MAP == 1:
-        x = tl.maximum(x, 0.0)
+        x = tl.where(x <= 0, 0.0, x)
     elif MAP == 2:
-        x = tl.maximum(x, 0.0)
+        x = tl.where(x <= 0, 0.0, x)
         x = x * x
     elif MAP == 4:
         x = tl.exp(x - shift[:, None])
@@ -92,11 +93,11 @@ def features(x, shift, cos, sin, offsets, there, lane, FEATURES: tl.constexpr, M
 
 @triton.jit
 def values(v, scale, offsets, there, column, V_DIM: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr):
-    """Rows of values, each times its scale, as what products take: KIND."""
+    """Rows of values, each over its scale, as what products take: KIND."""
     mask = there[:, None] & (column < V_DIM)[None, :]
     x = tl.load(v + offsets[0][:, None] + column[None, :], mask=mask, other=0.0)
     if SCALED:
-        x = x.to(tl.float32) * tl.load(scale + offsets[1], mask=there, other=0.0)[:, None]
+        x = x.to(tl.float32) / tl.load(scale + offsets[1], mask=there, other=1.0)[:, None]
     return x.to(KIND)
 
 
@@ -148,10 +149,10 @@ def sum_segments(
 ):  # fmt: skip
     """Of each segment the sums of (R x) v^T and of x, over the GROUP heads that share a sum.
 
-    SCALED values are times `scale`, and x in its plain sum times `weight`: what the backward sums.
+    SCALED values are over `scale`, and x in its plain sum times `weight`: what the backward sums.
     """
-    number = tl.program_id(0)
-    batch, head = (tl.program_id(1) // KV_HEADS).to(tl.int64), (tl.program_id(1) % KV_HEADS).to(tl.int64)
+    number = tl.program_id(1)
+    batch, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), (tl.program_id(0) % KV_HEADS).to(tl.int64)
     block = tl.program_id(2)
     lane = (block % LANE_BLOCKS) * LANES + tl.arange(0, LANES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,7 +179,7 @@ def sum_segments(
         low_b += tl.sum(b, axis=0)
     first, second, has_first, has_second = members(lane, FEATURES)
     inside = (column < V_DIM)[None, :]
-    own = sums + (tl.program_id(1).to(tl.int64) * count + number) * (FEATURES[0] * (V_DIM + 1))
+    own = sums + (tl.program_id(0).to(tl.int64) * count + number) * (FEATURES[0] * (V_DIM + 1))
     tl.store(own + first[:, None] * V_DIM + column[None, :], sum_a, mask=has_first[:, None] & inside)
     tl.store(own + second[:, None] * V_DIM + column[None, :], sum_b, mask=has_second[:, None] & inside)
     if block // LANE_BLOCKS == 0:
@@ -255,14 +256,14 @@ def read_values(
     """What each row of x reads of the values: forward, queries of keys and values, over their denominator.
 
     A row reads what was summed before its chunk, and the tokens of the chunk themselves. REVERSE, for the gradient of
-    values: keys read of the queries behind them, with `scale` on the values and without a denominator. X_GROUP heads
+    values: keys read of the queries behind them, with values over `scale` and without a denominator. X_GROUP heads
     of x share a sum, Y_GROUP heads of y are in one.
     """
-    batch, head = (tl.program_id(1) // X_HEADS).to(tl.int64), (tl.program_id(1) % X_HEADS).to(tl.int64)
+    batch, head = (tl.program_id(0) // X_HEADS).to(tl.int64), (tl.program_id(0) % X_HEADS).to(tl.int64)
     SHARED: tl.constexpr = X_HEADS // X_GROUP
     lane = tl.arange(0, LANES)
     column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    number = tl.program_id(0)
+    number = tl.program_id(1)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     own = sums_of(
         sums, begins, batch * SHARED + head // X_GROUP, number.to(tl.int64), count, owner_step,
@@ -306,7 +307,7 @@ def read_values(
                     low_b += tl.sum(d, axis=0)
         if not REVERSE:
             # No feature of any key that is seen: 0, as `linear_torch.divide` has it.
-            total = total * tl.where(under == 0, 0.0, 1.0 / tl.where(under == 0, 1.0, under))[:, None]
+            total = total / tl.where(under == 0, float("inf"), under)[:, None]
             if tl.program_id(2) == 0:
                 tl.store(below + at[1], under, mask=there)
         target = out + batch * o_b + head * o_h + token * o_n

@@ -86,6 +86,13 @@ def by_formula(
     >>> by_formula(Side(x, "elu"), Side(x, "elu"), v, None, Layout(True, 0, -2), False, None)[0].flatten().tolist()
     [2.0, 2.0]
     """
+    with torch.autocast(v.device.type, enabled=False):
+        return _by_formula(q, k, v, before, layout, causal, cu_seqlens)
+
+
+def _by_formula(
+    q: Side, k: Side, v: Tensor, before: Sums | None, layout: Layout, causal: bool, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Sums]:
     working = torch.float64 if v.dtype == torch.float64 else torch.float32
     both = _features(q, layout, working, "q"), _features(k, layout, working, "k")
     values = v.to(working)
