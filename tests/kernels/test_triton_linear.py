@@ -119,10 +119,10 @@ def test_errors_are_at_most_twice_those_of_the_formula(dtype):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences_are_separate_ones(causal):
-    inputs = drawn(1, 2, 1, 200, 16, 8, torch.float32)
+    inputs = drawn(1, 4, 2, 200, 16, 8, torch.float32)
     ends = torch.tensor([0, 1, 1, 90, 154, 190])
     rope = rw.RotaryEmbedding(16)
-    cotangent = torch.randn(1, 2, 200, 8, generator=torch.Generator().manual_seed(3))
+    cotangent = torch.randn(1, 4, 200, 8, generator=torch.Generator().manual_seed(3))
     there = rope.to(DEVICE)
     ours = with_gradients(
         lambda *x: rw.linear_attention(*x, rope=there, cu_seqlens=ends.to(DEVICE), causal=causal, backend="triton"),
@@ -138,16 +138,42 @@ def test_packed_sequences_are_separate_ones(causal):
     assert all(not x[:, :, 190:].any() for x in ours)
 
 
-def test_what_is_not_finite_stays_in_its_sequence():
-    q, k, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 150, 16, 8, torch.float32))
-    ends = torch.tensor([0, 40, 90, 150], device=DEVICE)
-    how = {"cu_seqlens": ends, "backend": "triton"}
-    clean = rw.linear_attention(q, k, v, **how)
-    for x in (q, k, v):
-        x[:, :, 70] = float("nan")
-    out = rw.linear_attention(q, k, v, **how)
-    assert torch.equal(out[:, :, :40], clean[:, :, :40])
-    assert torch.equal(out[:, :, 90:], clean[:, :, 90:])
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("name", ["elu", "relu", "squared_relu"])
+def test_what_is_not_finite_is_seen_in_its_sequence_and_in_no_other(name, which):
+    inputs = [x.to(DEVICE) for x in drawn(1, 1, 1, 100, 16, 8, torch.float32)]
+    how = {"cu_seqlens": torch.tensor([0, 30, 70, 100], device=DEVICE), "backend": "triton", "feature_map": name}
+    clean = rw.linear_attention(*inputs, **how)
+    inputs[which][:, :, 50] = float("nan")
+    out = rw.linear_attention(*inputs, **how)
+    assert torch.equal(out[:, :, :30], clean[:, :, :30])
+    assert torch.equal(out[:, :, 70:], clean[:, :, 70:])
+    assert out[:, :, 50].isnan().all()
+    assert which == 0 or out[:, :, 69].isnan().all()
+
+
+def test_rows_without_a_feature_are_zero_and_small_denominators_are_divided_by():
+    q, k, v = drawn(1, 1, 1, 40, 16, 8, torch.float32)
+    k[:, :, :3], q[:, :, 7] = -1.0, -1.0
+    ours, truth = both((q, k, v), rope=None, feature_map="relu")
+    assert_close(ours, truth, 2e-6)
+    assert not ours[0][:, :, :3].any()
+    assert not ours[0][:, :, 7].any()
+    assert all(x.isfinite().all() for x in ours)
+    small = [x * 1e-10 for x in (q.abs(), k.abs())]
+    out = rw.linear_attention(*(x.to(DEVICE) for x in (*small, v)), feature_map="squared_relu", backend="triton")
+    assert error(out, exact(*small, v, feature_map="squared_relu")) < 1e-3
+
+
+def test_rows_of_a_batch_stand_where_they_are_told():
+    q, k, v = drawn(2, 2, 1, 40, 16, 8, torch.float32)
+    ids, rope = torch.stack([torch.arange(40), 3 * torch.arange(40) + 7]), rw.RotaryEmbedding(16)
+    out = rw.linear_attention(
+        *(x.to(DEVICE) for x in (q, k, v)), rope=rope.to(DEVICE), positions=ids.to(DEVICE), backend="triton"
+    )
+    for i in range(2):
+        rows = slice(i, i + 1)
+        assert error(out[rows], exact(q[rows], k[rows], v[rows], rope.to("cpu"), positions=ids[i])) < 2e-6
 
 
 def test_a_state_goes_in_and_comes_out_with_gradients():
@@ -188,13 +214,20 @@ def test_strange_memory_is_read_as_it_lies():
 
 def test_second_derivatives_are_the_formulas():
     q, k, v = (x.to(DEVICE).requires_grad_() for x in drawn(1, 1, 1, 9, 16, 8, torch.float32))
-    out = rw.linear_attention(q, k, v, backend="triton")
-    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    (second,) = torch.autograd.grad(grad.square().sum(), k)
-    a, b, c = (x.detach().double().cpu().requires_grad_() for x in (q, k, v))
-    (first,) = torch.autograd.grad(rw.linear_attention(a, b, c).square().sum(), a, create_graph=True)
-    (truth,) = torch.autograd.grad(first.square().sum(), b)
-    assert error(second, truth) < 1e-5
+    sums = torch.rand(1, 1, 16, 8), torch.rand(1, 1, 16)
+
+    def second(q, k, v, above, below, backend):
+        state = rw.LinearState(above.requires_grad_(), below.requires_grad_(), 3)
+        out, after = rw.linear_attention(q, k, v, state=state, return_state=True, backend=backend)
+        whole = out.square().sum() + after.above.square().sum()
+        grads = torch.autograd.grad(whole, (q, above), create_graph=True)
+        return torch.autograd.grad(sum(grad.square().sum() for grad in grads), (k, v))
+
+    ours = second(q, k, v, *(x.to(DEVICE) for x in sums), "triton")
+    exact_inputs = [x.detach().double().cpu() for x in (q, k, v)]
+    truth = second(*(x.requires_grad_() for x in exact_inputs), *(x.double() for x in sums), None)
+    for a, b in zip(ours, truth, strict=True):
+        assert error(a, b) < 1e-5
 
 
 def test_the_op_keeps_what_it_says_to_a_compiler():

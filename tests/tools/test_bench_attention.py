@@ -60,7 +60,7 @@ def test_the_cases():
     cuda = attention_cases("cuda", quick=False)
     for work in ("forward", "forward+backward"):
         swept = [case.shape for case in cuda if case.work == work and case.sweep]
-        assert swept == [(1, 16, 2**n, 64) for n in range(10, 19)]
+        assert swept == [(1, 16, 2**n, 64) for n in (16, 10, 11, 12, 13, 14, 15, 17, 18)]
         assert AttentionCase((4, 16, 8192, 128), "bfloat16", work, sweep=False) in cuda
     assert cuda[-1] == AttentionCase((1, 4, 1_048_576, 64), "bfloat16", "forward", sweep=False)
     for device, start in attention_record.FIT_FROM.items():

@@ -22,7 +22,7 @@ def map_features(x: Tensor, name: str, shift: Tensor | None = None) -> Tensor:
     match name:
         case "elu":
             # exp is given no positive number, so that the branch not taken has a finite gradient.
-            return torch.where(x > 0, x + 1, torch.exp(x.clamp_max(0)))
+            return torch.relu(x) + torch.exp(x.clamp_max(0))
         case "relu":
             return torch.relu(x)
         case "squared_relu":

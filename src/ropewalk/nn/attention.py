@@ -150,10 +150,10 @@ class Attention(nn.Module):
         k, v = (self._heads(project(x), self.num_kv_heads) for project in (self.k_proj, self.v_proj))
         if self.encoding is not None:
             q, k = (turned.to(v.dtype) for turned in self.encoding.rotate(q, k, positions))
-        if key_mask is not None and cache is None:
+        if key_mask is not None:
             # Hidden values are still multiplied, by 0, and what padding holds may be no number.
-            hidden = ~key_mask[:, None, :, None]
-            k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+            hidden = ~key_mask if cache is None else ~_own_slots(key_mask, cache.lengths, seq)
+            k, v = (heads.masked_fill(hidden[:, None, :, None], 0) for heads in (k, v))
         if cache is not None:
             y = self._with_cache(q, k, v, positions, cache, key_mask, counts)
         elif cu_seqlens is not None:
@@ -229,3 +229,9 @@ class Attention(nn.Module):
         parts = [f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
         parts += [f"causal={self.causal}"] + ([f"dropout={self.dropout}"] if self.dropout else [])
         return ", ".join(parts)
+
+
+def _own_slots(key_mask: Tensor, lengths: Tensor, seq: int) -> Tensor:
+    """Of a mask over the slots of a cache, those that the next `seq` tokens take."""
+    slots = lengths[:, None] + torch.arange(seq, device=lengths.device)
+    return key_mask.gather(1, slots.clamp_max(key_mask.shape[1] - 1))

@@ -25,9 +25,16 @@ def rope_for_linear(encoding: Any, asked: str) -> RotaryEmbedding | None:
     if encoding is None or isinstance(encoding, RotaryEmbedding):
         rope = encoding
     elif isinstance(encoding, Encoding):
-        if not encoding.linear:
+        kind, rope = type(encoding), getattr(encoding, "rope", None)
+        if not encoding.linear or (kind.bias is not Encoding.bias):
             _refuse_bias(encoding, asked)
-        rope = getattr(encoding, "rope", None)
+        if rope is None and kind.rotate is not Encoding.rotate:
+            raise RopewalkError(
+                asked=asked,
+                expected="an encoding that turns features by a RotaryEmbedding, its `rope`",
+                got=f"{kind.__name__}, with a rotate of its own",
+                do="give it a `rope`, or turn the features in a feature map",
+            )
     else:
         raise RopewalkError(
             asked=asked,
@@ -42,7 +49,24 @@ def rope_for_linear(encoding: Any, asked: str) -> RotaryEmbedding | None:
             got=f"seq_dim={rope.seq_dim}",
             do="make it with seq_dim=-2; features are turned in that layout",
         )
+    if rope is not None:
+        _check_factors(rope, asked)
     return rope
+
+
+def _check_factors(rope: RotaryEmbedding, asked: str) -> None:
+    """Refuses factors on cos and sin: softmax takes them into its scores, here they would multiply the output."""
+    spec = rope.spec
+    lengths = (None, 1 << 30) if spec.varies else (None,)
+    if spec.query_temperature is None and all(spec.amplitude(length) == 1 for length in lengths):
+        return
+    raise RopewalkError(
+        asked=asked,
+        expected="a rotation alone: an amplitude of 1 and no query_temperature",
+        got=f"{spec}",
+        do="a factor above the line alone would scale the outputs: make the spec without it, with attention_factor=1.0 "
+        "for Yarn and LongRope",
+    )
 
 
 def _refuse_bias(encoding: Encoding, asked: str) -> NoReturn:

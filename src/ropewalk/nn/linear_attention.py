@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.kernels.feature_maps import map_features, row_shift
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_torch import Side
 from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit, checked_sizes
@@ -78,6 +79,14 @@ def linear_attention(
             got=f"{rope.name}, which changes tokens before they are projected",
             do="call its embed(x, positions) at the bottom of the model, and leave rope out",
         )
+    length = getattr(rope, "at_length", None) if length is None else length
+    if length is not None and turning is None:
+        raise RopewalkError(
+            asked="linear_attention(length=...)",
+            expected="a length only where something turns by it",
+            got="a length and no rope",
+            do="leave length out; it is for rules such as DynamicNTK",
+        )
     backend = require_backend(backend)
     maps = resolve_maps(feature_map, "linear_attention")
     if cu_seqlens is not None:
@@ -86,6 +95,9 @@ def linear_attention(
         check_mask(key_mask, k)
     spec = None if turning is None else turning.spec
     named = maps if all(isinstance(one, str) for one in maps) else None
+    if isinstance(maps[0], str) != isinstance(maps[1], str):
+        # One function makes features here; those of the other side are made beside them.
+        maps = tuple(_as_function(one, role) for one, role in zip(maps, "qk", strict=True))
     queries, q_name = _mapped(q, maps[0], "q")
     keys, k_name = _mapped(k, maps[1], "k")
     if queries.shape[-1] != keys.shape[-1]:
@@ -123,6 +135,17 @@ def linear_attention(
     return out, LinearState(*after, following, spec, named)
 
 
+def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:
+    if not isinstance(feature_map, str):
+        return feature_map
+
+    def mapped(x: Tensor) -> Tensor:
+        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        return map_features(x, feature_map, row_shift(x, feature_map) if role == "q" else None)
+
+    return mapped
+
+
 def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, str]:
     """The tensor for the kernel, and the map it is to apply: a function is applied here."""
     if isinstance(feature_map, str):
@@ -135,7 +158,8 @@ def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, str]
             got=f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else shown(made),
             do="a feature map works on the last dimension alone",
         )
-    return made, "identity"
+    # What is worked in, whatever the function gives: features of both sides and their cos and sin have one dtype.
+    return made.to(torch.float64 if x.dtype == torch.float64 else torch.float32), "identity"
 
 
 def _where(
@@ -160,13 +184,16 @@ def _where(
             )
         return {}
     if given:
+        if positions is None and k_positions is not None and k_positions.shape[-1:] == (keys,) and queries <= keys:
+            # Queries are the last of the keys, wherever those stand.
+            positions = k_positions[..., keys - queries :]
         return {"positions": positions, "k_positions": k_positions}
     if cu_seqlens is not None:
         ids = packed_positions(cu_seqlens, keys)
         if isinstance(start, Tensor):
             owner = torch.searchsorted(cu_seqlens, torch.arange(keys, device=q.device), right=True) - 1
-            ids = ids + start[owner.clamp_max(len(start) - 1)]
-        return {"positions": ids}
+            start = start[owner.clamp_max(len(start) - 1)]
+        return {"positions": ids + start}
     if queries == keys:
         # From 0 on without a word: a rule that varies with the length knows a whole sequence by that.
         return {} if isinstance(start, int) and start == 0 else {"offset": start}
@@ -203,14 +230,7 @@ def _sides(
         )
     ids, k_ids, offset = where.get("positions"), where.get("k_positions"), where.get("offset")
     parts = rope._parts(q, k, ids, k_ids, offset, None, None, length, None)
-    if any(tempered is not None for *_, tempered in parts):
-        raise RopewalkError(
-            asked="linear_attention(..., rope=...) with a query_temperature over features that do not turn",
-            expected="a temperature over features that all turn, or none",
-            got=f"{rope.spec}",
-            do="a factor on a whole query cancels above and below the line: leave the temperature out",
-        )
-    tables = [(*place,) for _, _, place, _ in parts]
+    tables = [place for _, _, place, _ in parts]
     of_q, of_k = tables[0], tables[-1]
     layout = Layout(rope.layout.interleaved, rope.layout.start, -2, backend)
     return (Side(q, names[0], None, of_q), Side(k, names[1], None, of_k)), layout
@@ -226,12 +246,18 @@ def _next(
     rope: RotaryEmbedding | None,
 ) -> int | Tensor:
     """Where the token after these stands: after the last that may be seen."""
-    if cu_seqlens is not None:
-        return cu_seqlens.diff() + start
     given, keys = positions if k_positions is None else k_positions, k.shape[2]
     several = rope is not None and rope.spec.axes is not None
-    if key_mask is None or several:
-        return start + keys if given is None or several else (given[..., -1] + 1).reshape(-1)
+    if cu_seqlens is not None:
+        if given is None or several or keys == 0:
+            return cu_seqlens.diff() + start
+        last = given.reshape(-1)[(cu_seqlens[1:] - 1).clamp_min(0)] + 1
+        return torch.where(cu_seqlens.diff() > 0, last, start)
+    if given is None or several or keys == 0:
+        if key_mask is None or several or keys == 0:
+            return start + keys
+    elif key_mask is None:
+        return (given[..., -1] + 1).expand(len(k))
     ids = torch.arange(keys, device=k.device) + (start.unsqueeze(-1) if isinstance(start, Tensor) else start)
     ids = (ids if given is None else given).expand(key_mask.shape)
     least = ids.amin(dim=-1, keepdim=True)
@@ -327,10 +353,11 @@ class LinearAttention(nn.Module):
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
-        rope, maps = getattr(self.encoding, "rope", None), (self.q_map, getattr(self, "k_map", self.q_map))
+        turns = getattr(self.encoding, "rope", None) is not None
+        maps = self.q_map, getattr(self, "k_map", self.q_map)
         out, after = linear_attention(
-            q, k, v, rope=rope, positions=None if rope is None else positions, cu_seqlens=cu_seqlens,
-            key_mask=key_mask, feature_map=maps, causal=self.causal, state=state,
+            q, k, v, rope=self.encoding if turns else None, positions=positions if turns else None,
+            cu_seqlens=cu_seqlens,            key_mask=key_mask, feature_map=maps, causal=self.causal, state=state,
             return_state=True,
         )  # fmt: skip
         y = self.o_proj(out.transpose(1, 2).flatten(2))

@@ -86,6 +86,16 @@ def checked_state(
         got = type(state).__name__ if isinstance(state, tuple | Tensor) else shown(state)
         raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
     shapes = (rows, kv_heads, width, v.shape[-1]), (rows, kv_heads, width)
+    place = state.position
+    placed = isinstance(place, int) or (isinstance(place, Tensor) and tuple(place.shape) in ((), (rows,)))
+    if not (isinstance(state.above, Tensor) and isinstance(state.below, Tensor) and placed):
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected=f"two tensors of sums, and a position that is an int or a tensor [{rows}]",
+            got=f"{type(state.above).__name__}, {type(state.below).__name__}, and "
+            + (f"a position of shape {list(place.shape)}" if isinstance(place, Tensor) else shown(place)),
+            do=do,
+        )
     if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
         raise RopewalkError(
             asked=f"{asked}(state=...)",
@@ -93,11 +103,11 @@ def checked_state(
             got=f"{list(state.above.shape)} and {list(state.below.shape)}",
             do=do,
         )
-    if {state.above.dtype, state.below.dtype} != {working} or state.above.device != v.device:
+    if {state.above.dtype, state.below.dtype} != {working} or {state.above.device, state.below.device} != {v.device}:
         raise RopewalkError(
             asked=f"{asked}(state=...)",
             expected=f"sums of {working} on {v.device}, for values of {v.dtype}",
-            got=f"{state.above.dtype} and {state.below.dtype} on {state.above.device}",
+            got=", ".join(f"{x.dtype} on {x.device}" for x in (state.above, state.below)),
             do=do,
         )
     if state.spec != spec:
@@ -108,7 +118,7 @@ def checked_state(
             do="keys in a state were turned when they entered, and cannot be turned again: start with None",
         )
     made_with = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
-    if made_with is not None and feature_map is not None and made_with != feature_map:
+    if made_with != feature_map and (made_with is None) == (feature_map is None):
         raise RopewalkError(
             asked=f"{asked}(state=..., feature_map={shown(feature_map)})",
             expected="the feature map that the state was made with",

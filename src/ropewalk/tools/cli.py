@@ -55,7 +55,9 @@ def verify(
     raise typer.Exit(run(json_file=json, plots=plots, only=only or ()))
 
 
-bench = typer.Typer(help="Time the rotation on this machine, against a copy and against others.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Time rotation and attention on this machine, against a copy and others.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench", invoke_without_command=True)
 
 
@@ -108,6 +110,32 @@ def gpu(
     from ropewalk.tools.bench_gpu import bench_gpu
 
     raise typer.Exit(bench_gpu(json_file=json, quick=quick))
+
+
+@bench.command()
+def attention(
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: a quarter of a minute.")] = False,
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw time and memory against N.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="cpu|cuda", help="What to time. CUDA where there is one.")
+    ] = None,
+    from_file: Annotated[
+        str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show, or draw, what --json wrote.")
+    ] = None,
+) -> None:
+    """Time attention against N: softmax, linear attention without and with RoPE, and fla's where it is installed.
+
+    All take turns; medians, peak memory, and the power of N by which time grows. A path that is wrong gets no time.
+    Exits with 1 if one of ours is. Where typer is not installed: python -m ropewalk.tools.bench_attention.
+    """
+    from ropewalk.tools.bench_attention import bench_attention
+
+    raise typer.Exit(bench_attention(json_file=json, quick=quick, plot=plot, device=device, from_file=from_file))
 
 
 def main() -> None:

@@ -1,0 +1,105 @@
+"""The record of `ropewalk bench attention`: how time grows with N, the record as tables, and a record that is read."""
+
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ropewalk.errors import RopewalkError
+
+__all__ = ["FIT_FROM", "exponent", "growth", "read_record", "shown_case", "shown_growth"]
+
+# Where the fit starts: below, what a call costs anyway hides what a token costs.
+FIT_FROM = {"cpu": 1024, "cuda": 16_384}
+
+
+def exponent(lengths: Sequence[int], times: Sequence[float]) -> float | None:
+    """p of time = c N^p, by least squares of log time on log N; None for fewer than two lengths.
+
+    >>> round(exponent([1024, 2048, 4096], [3.0, 12.0, 48.0]), 6)
+    2.0
+    """
+    if len(set(lengths)) < 2:
+        return None
+    x, y = np.log(np.asarray(lengths, float)), np.log(np.asarray(times, float))
+    x = x - x.mean()
+    return float((x * y).sum() / (x * x).sum())
+
+
+def growth(device: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How the time of each path grows over the upper part of the sweep."""
+    times: dict[tuple[str, str], dict[int, float]] = {}
+    for case in cases:
+        for line in case["lines"] if case["sweep"] else ():
+            seq = case["shape"][2]
+            if line["ms"] is not None and seq >= FIT_FROM[device]:
+                times.setdefault((case["work"], line["path"]), {})[seq] = line["ms"]
+    return [
+        {
+            "work": work,
+            "path": path,
+            "from": min(taken),
+            "to": max(taken),
+            "exponent": exponent(list(taken), list(taken.values())),
+        }
+        for (work, path), taken in times.items()
+    ]
+
+
+def shown_case(case: dict[str, Any]) -> str:
+    """A table of 80 columns at most."""
+
+    def number(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    text = [f"{tuple(case['shape'])}, {case['dtype']}, causal: {case['work']}; {case['rounds']} rounds"]
+    text.append(f"  {'path':<24}{'ms':>12}{'x RoPE':>9}{'peak MiB':>11}{'of q,k,v':>10}{'error':>10}")
+    ours = next((line["ms"] for line in case["lines"] if line["path"] == "ropewalk linear + RoPE"), None)
+    for line in case["lines"]:
+        ms, peak, note = line["ms"], line["peak_bytes"], line["note"]
+        missing = "wrong" if note is None else "-"
+        text.append(
+            f"  {line['path']:<24}{number(ms, '.3f') or missing:>12}"
+            f"{number(None if None in (ms, ours) else ms / ours, '.2f'):>9}"
+            f"{number(None if peak is None else peak / 2**20, '.1f'):>11}"
+            f"{number(line['temporaries_over_qkv'], '.2f'):>10}{number(line['error'], '.1e'):>10}"
+        )
+        if note is not None:
+            text += textwrap.wrap(note, 76, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(line.rstrip() for line in text) + "\n"
+
+
+def shown_growth(record: dict[str, Any]) -> str:
+    """The exponents, a column for each kind of work."""
+    found = {(fit["path"], fit["work"]): fit["exponent"] for fit in record["growth"]}
+    works = list(dict.fromkeys(work for _, work in found))
+    text = [f"Growth: time as N to the power of, fitted from N = {FIT_FROM[record['device']]} on"]
+    text.append(f"  {'path':<24}" + "".join(f"{work:>18}" for work in works))
+    for path in dict.fromkeys(path for path, _ in found):
+        powers = (found.get((path, work)) for work in works)
+        text.append(f"  {path:<24}" + "".join(f"{'' if p is None else f'{p:.2f}':>18}" for p in powers))
+    return "\n".join(line.rstrip() for line in text) + "\n"
+
+
+def read_record(name: str, asked: str) -> dict[str, Any]:
+    """A record that the command wrote earlier."""
+    try:
+        record = json.loads(Path(name).read_text(encoding="utf-8"))
+        # What is drawn and shown is looked at here, so that another file is refused and not half drawn.
+        for case in record["cases"]:
+            shown_case(case)
+        shown_growth(record)
+        if not any(case["sweep"] for case in record["cases"]):
+            raise ValueError("no case of a sweep over N")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise RopewalkError(
+            asked=asked,
+            expected="a record that `ropewalk bench attention --json FILE` wrote",
+            got=f"{name}: {said}",
+            do="name the file that --json wrote",
+        ) from None
+    return record
