@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from tests.nn.linear_cases import NAMES, drawn, error, exact, formula, with_gradients
 
 import ropewalk as rw
 from kernels.triton_device import DEVICE
+from nn.linear_cases import NAMES, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels import linear_launch, linear_segments
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_torch import Side
@@ -277,6 +277,8 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     path = tmp_path / f"mutant_{abs(hash(name))}.py"
     path.write_text(text.replace(old, new), encoding="utf-8")
     found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None
+    assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     monkeypatch.setitem(sys.modules, path.stem, module)
     found.loader.exec_module(module)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.nn.linear_cases import drawn, error
 
 import ropewalk as rw
+from nn.linear_cases import drawn, error
 
 pytestmark = pytest.mark.gpu
 

@@ -33,7 +33,7 @@ def _widened(x: Any) -> Any:
 
 # It holds a bfloat16 as its bits, and multiplies the bits.
 _dot = interpreter.InterpreterBuilder.create_dot
-interpreter.InterpreterBuilder.create_dot = _dot_of_numbers
+interpreter.InterpreterBuilder.create_dot = _dot_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def on_device(candidate: Any) -> Any:

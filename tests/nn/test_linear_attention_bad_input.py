@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.nn.linear_cases import drawn
 
 import ropewalk as rw
+from nn.linear_cases import drawn
 
 Q, K, V = drawn(2, 4, 2, 6, 8, 3, torch.float32)
 ROPE = rw.RotaryEmbedding(8)

@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-from tests.nn.linear_cases import exact
 
 import ropewalk as rw
+from nn.linear_cases import exact
 from ropewalk.nn.encoding import ENCODINGS
 
 # Of torch, on a CPU that has no bfloat16.

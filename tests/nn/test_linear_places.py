@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.nn.linear_cases import drawn, exact, with_gradients
 
 import ropewalk as rw
+from nn.linear_cases import drawn, exact, with_gradients
 from ropewalk.nn.rotary_encoding import RotaryEncoding
 
 ROPE = rw.RotaryEmbedding(8)

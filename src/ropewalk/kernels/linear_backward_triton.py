@@ -1,7 +1,7 @@
 """The gradients of linear attention on a GPU that are not those of values: of queries and of keys."""
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 # A kernel is Triton's language, in which a constexpr is whatever it was given.
 
 import triton
