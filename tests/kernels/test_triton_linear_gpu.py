@@ -6,7 +6,10 @@ import torch
 import ropewalk as rw
 from nn.linear_cases import drawn, error
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,8 @@ from strategies import vector
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Of Inductor, for products in float32, which are to be float32 here.
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
 ]
 
 KINDS = ["none", "rope", "alibi", "t5"]

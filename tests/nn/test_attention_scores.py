@@ -121,7 +121,8 @@ class OnlyBias(Encoding):
     """An encoding of a user's, without a score_mod."""
 
     def bias(self, q_positions, k_positions):
-        assert q_positions is not None and k_positions is not None  # noqa: PT018
+        assert q_positions is not None
+        assert k_positions is not None
         return (k_positions - q_positions[:, None]).double()[None]
 
 

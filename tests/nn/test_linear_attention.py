@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import ropewalk as rw
 from nn.linear_cases import NAMES, drawn, error, exact, formula, recurrence, with_gradients
 from ropewalk.kernels import linear_torch
+from ropewalk.kernels.linear_packed import attend_packed
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -111,6 +112,54 @@ def test_packed_sequences_are_separate_ones(lengths, rest, causal, seed):
         one = state.reorder(torch.tensor([i]))
         alone = rw.linear_attention(*(x[:, :, 2 * i : 2 * i + 2] for x in more), rope=rope, causal=causal, state=one)
         torch.testing.assert_close(behind[:, :, 2 * i : 2 * i + 2], alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("chunk", [4, 128])
+def test_ends_that_only_the_device_knows(chunk, causal):
+    q, k, v = drawn(1, 4, 2, 40, 8, 3)
+    ends, before = (
+        torch.tensor([0, 7, 7, 23, 36]),
+        linear_torch.Sums(torch.rand(4, 2, 8, 3).double(), torch.rand(4, 2, 8).double()),
+    )
+    inputs = q, k, v, *before
+
+    def packed(q, k, v, above, below):
+        both = [linear_torch.Features(x.exp(), x.sin()) for x in (q, k)]
+        out, after = attend_packed(*both, v, linear_torch.Sums(above, below), ends, causal=causal, chunk=chunk)
+        return torch.cat([x.flatten() for x in (out, *after)])
+
+    def apart(q, k, v, above, below):
+        outputs, sums = [], []
+        for i, (start, stop) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
+            both = [linear_torch.Features(x.exp(), x.sin()) for x in (q[:, :, start:stop], k[:, :, start:stop])]
+            earlier = linear_torch.Sums(above[i : i + 1], below[i : i + 1])
+            out, after = linear_torch.attend(*both, v[:, :, start:stop], earlier, causal=causal)
+            outputs.append(out)
+            sums.append(after)
+        outputs.append(v.new_zeros(1, 4, 4, 3))
+        together = torch.cat(outputs, dim=2), *(torch.cat(x) for x in zip(*sums, strict=True))
+        return torch.cat([x.flatten() for x in together])
+
+    cotangent = torch.randn(packed(*inputs).shape, generator=torch.Generator().manual_seed(3)).double()
+    for a, b in zip(with_gradients(packed, inputs, cotangent), with_gradients(apart, inputs, cotangent), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_sequences_in_one_graph(causal):
+    rope, ends = rw.RotaryEmbedding(8), torch.tensor([0, 7, 30])
+
+    def f(q, k, v):
+        return rw.linear_attention(q, k, v, rope=rope, cu_seqlens=ends, causal=causal)
+
+    inputs, cotangent = drawn(1, 2, 1, 33, 8, 3), torch.ones(1, 2, 33, 3)
+    compiled = with_gradients(torch.compile(f, fullgraph=True, backend="aot_eager"), inputs, cotangent)
+    for a, b in zip(compiled, with_gradients(f, inputs, cotangent), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    meta = [x.to("meta") for x in inputs]
+    there = rw.linear_attention(*meta, cu_seqlens=ends.to("meta"), causal=causal)
+    assert there.shape == (1, 2, 33, 3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -79,7 +79,7 @@ class FavorFeatures(nn.Module):
                 do="make it with the head_dim of q and k",
             )
         working = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
             y = x.to(working) * self.head_dim**-0.25
             exponent = y @ self.projection.to(working).T - y.square().sum(dim=-1, keepdim=True) / 2
             return torch.exp(exponent) * self.num_features**-0.5

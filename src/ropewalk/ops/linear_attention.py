@@ -10,6 +10,7 @@ from torch import Tensor
 from ropewalk.kernels import gpu
 from ropewalk.kernels.feature_maps import map_features, row_shift
 from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.linear_packed import attend_packed
 from ropewalk.kernels.linear_segments import count_segments
 from ropewalk.kernels.linear_torch import Features, Side, Sums, attend
 from ropewalk.ops.plain import is_exporting, is_plain, why_not_plain
@@ -80,13 +81,14 @@ def _why_not(q: Side, k: Side, v: Tensor, layout: Layout, given: list[Tensor]) -
 def by_formula(
     q: Side, k: Side, v: Tensor, before: Sums | None, layout: Layout, causal: bool, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Sums]:
-    """In chunks of matrix products; packed sequences one after the other.
+    """In chunks of matrix products; packed sequences one after the other, where the host may look at their ends.
 
     >>> x, v = torch.zeros(1, 1, 2, 2), torch.tensor([[[[1.0], [3.0]]]])
     >>> by_formula(Side(x, "elu"), Side(x, "elu"), v, None, Layout(True, 0, -2), False, None)[0].flatten().tolist()
     [2.0, 2.0]
     """
-    with torch.autocast(v.device.type, enabled=False):
+    # A meta tensor has no autocast of its own.
+    with torch.autocast("cpu" if v.is_meta else v.device.type, enabled=False):
         return _by_formula(q, k, v, before, layout, causal, cu_seqlens)
 
 
@@ -98,6 +100,9 @@ def _by_formula(
     values = v.to(working)
     if cu_seqlens is None:
         out, after = attend(both[0], both[1], values, before, causal=causal)
+        return out.to(v.dtype), after
+    if not (is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu"):
+        out, after = attend_packed(both[0], both[1], values, before, cu_seqlens, causal=causal)
         return out.to(v.dtype), after
     ends = cu_seqlens.tolist()
     outputs, left = [], []
