@@ -121,7 +121,8 @@ def test_random_features_that_do_not_estimate_softmax_are_noticed(monkeypatch):
 
 
 def test_a_layer_that_takes_any_bias_is_noticed(monkeypatch):
-    monkeypatch.setattr(T5Bias, "linear", True)
+    taken = "ropewalk.nn.linear_attention.rope_for_linear"
+    monkeypatch.setattr(taken, lambda encoding, asked: getattr(encoding, "rope", None))
     assert contradicted("linear.encodings") == {"linear.encodings"}
 
 
