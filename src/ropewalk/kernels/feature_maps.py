@@ -21,7 +21,7 @@ def map_features(x: Tensor, name: str, shift: Tensor | None = None) -> Tensor:
     """
     match name:
         case "elu":
-            # exp is given no positive number, so that the branch not taken has a finite gradient.
+            # Above 0 the exponential is of 0, which is 1: it can neither overflow nor pass on a gradient.
             return torch.relu(x) + torch.exp(x.clamp_max(0))
         case "relu":
             return torch.relu(x)

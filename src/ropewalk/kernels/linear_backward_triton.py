@@ -71,8 +71,8 @@ def read_features(
 ):  # fmt: skip
     """The gradient of x: of queries, from the keys y before them and their values v, with p their cotangents.
 
-    REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. `scale` is on
-    cotangents; `weight`, the cotangent of the denominator, on what a query reads below the line.
+    REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. Cotangents are
+    over `scale`; `weight`, the cotangent of the denominator, on what a query reads below the line.
     """
     batch, head = (tl.program_id(0) // X_HEADS).to(tl.int64), (tl.program_id(0) % X_HEADS).to(tl.int64)
     SHARED: tl.constexpr = X_HEADS // X_GROUP

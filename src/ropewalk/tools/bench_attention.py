@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.ops import backend_reasons
 from ropewalk.tools.attention_measure import OURS, AttentionCase, attention_cases, measure
 from ropewalk.tools.attention_record import growth, read_record, shown_case, shown_growth
-from ropewalk.tools.output import require_writable_file, write_json
+from ropewalk.tools.output import package_version, require_writable_file, write_json
 
 __all__ = ["bench_attention"]
 
@@ -70,13 +69,6 @@ def _hardware(device: str) -> dict[str, Any]:
     return {"machine": platform.machine(), "processor": processor, "threads": torch.get_num_threads()}
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
     """Measures, shows and records every case."""
     show = sys.stderr if json_file == "-" else sys.stdout
@@ -87,7 +79,7 @@ def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
         "device": device,
         "hardware": _hardware(device),
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-        | {package: _version(package) for package in ("torch", "triton", "flash-linear-attention")},
+        | {package: package_version(package) for package in ("torch", "triton", "flash-linear-attention")},
         "rounds": rounds,
         "cases": [],
         "growth": [],

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from ropewalk.spec.rope import RopeSpec
 from ropewalk.tools import gpu_timing
 from ropewalk.tools.gpu_peers import GPU_PEERS, norm_before
 from ropewalk.tools.gpu_truth import true_norms, true_rotations
-from ropewalk.tools.output import require_writable_file, write_json
+from ropewalk.tools.output import package_version, require_writable_file, write_json
 from ropewalk.tools.peers import Rotation
 from ropewalk.tools.timing import Contestant
 
@@ -301,13 +300,6 @@ def _shown(lines: list[GpuLine]) -> str:
     return "\n".join(line.rstrip() for line in text) + "\n"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
     """Times the GPU and prints a table a case; 0, or 1 if one of our own paths is past its budget."""
     reason = backend_reasons()["triton"]
@@ -334,7 +326,7 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {"gpu": name, "machine": platform.machine()},
         "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-        | {package: _version(package) for package in packages},
+        | {package: package_version(package) for package in packages},
         "rounds": rounds,
         "cases": [],
     }

@@ -1,14 +1,15 @@
-"""Where commands write: JSON to a file or to standard output, whole or not at all."""
+"""What commands write: JSON to a file or to standard output, whole or not at all, and the versions a record names."""
 
 import json
 import os
 import sys
 import tempfile
+from importlib import metadata
 from pathlib import Path
 
 from ropewalk.errors import RopewalkError
 
-__all__ = ["require_writable_file", "require_writable_folder", "write_json"]
+__all__ = ["package_version", "require_writable_file", "require_writable_folder", "write_json"]
 
 
 def require_writable_folder(folder: Path, *, asked: str) -> None:
@@ -62,3 +63,15 @@ def write_json(data: object, target: str) -> None:
     os.umask(mask)
     os.chmod(part.name, 0o666 & ~mask)
     os.replace(part.name, path)
+
+
+def package_version(package: str) -> str | None:
+    """The version of a package that is installed, or None.
+
+    >>> package_version("no-such-package") is None
+    True
+    """
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
