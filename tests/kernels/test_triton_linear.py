@@ -22,13 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def _short_segments(monkeypatch):
     # So that a few tokens are several segments, of which the last is not full.
     if DEVICE.type == "cpu":
-        for module in (linear_segments, linear_launch):
-            monkeypatch.setattr(module, "SEGMENT", 64)
-        for name in ("linear_attention", "linear_attention_backward"):
-            monkeypatch.setitem(getattr(linear_launch, name).__kwdefaults__, "segment", 64)
-        defaults = linear_segments.count_segments.__defaults__
-        monkeypatch.setattr(linear_segments.count_segments, "__defaults__", (64,))
-        assert defaults == (512,)
+        monkeypatch.setattr(linear_segments, "segment_length", lambda width, v_dim: 64)
 
 
 def both(inputs, **options):
@@ -60,6 +54,10 @@ def test_every_length(seq, causal):
     inputs = drawn(1, 2, 1, seq, 16, 16, torch.float32)
     ours, truth = both(inputs, causal=causal)
     assert_close(ours, truth, 2e-6)
+
+
+def test_more_segments_than_are_added_up_at_once():
+    assert_close(*both(drawn(1, 1, 1, 600 if DEVICE.type == "cpu" else 2500, 16, 8, torch.float32)), 2e-6)
 
 
 @pytest.mark.slow
@@ -262,29 +260,39 @@ def test_what_the_kernels_cannot_do_is_said():
 
 
 MUTANTS = {
-    "a rotated denominator": ("plain = tl.dot(a.to(KIND), tl.trans(c.to(KIND))", "plain = tl.dot(p, tl.trans(g)"),
-    "no mask": ("scores = tl.where(seen, scores, 0.0)", "scores = scores + 0.0"),
-    "a stale sum": ("sum_a = tl.dot(tl.trans(g), z, sum_a,", "sum_a = tl.dot(tl.trans(g), z, sum_a * 0,"),
-    "sums that stand still": ("        total += own\n", "        total = own\n"),
+    "a rotated denominator": ("linear_read_triton", "tl.sum(a * sum_a + b * sum_b", "tl.sum(u * sum_a + w * sum_b"),
+    "a denominator of blocks alone": ("linear_read_triton", "sum_a + tl.cumsum(e, axis=0)", "sum_a + 0 * e"),
+    "no mask": ("linear_read_triton", "tl.where(seen, scores, 0.0)", "tl.where(seen, scores, scores)"),
+    "a chunk too few": ("linear_read_triton", "first = index * 0\n", "first = index * 0 + 1\n"),
+    "sums that stand still": ("linear_triton", "    return total + own\n", "    return own\n"),
+    "a segment that is read twice": ("linear_triton", "own + 2 * step * SIZE", "own + step * SIZE"),
+    "blocks that count themselves": ("linear_triton", "(block < last)", "(block <= last)"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
-    source = pathlib.Path(linear_launch.__file__).parent / "linear_triton.py"
-    text, (old, new) = source.read_text(encoding="utf-8"), MUTANTS[name]
-    assert text.count(old) == 1
-    path = tmp_path / f"mutant_{abs(hash(name))}.py"
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    found = importlib.util.spec_from_file_location(path.stem, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    monkeypatch.setitem(sys.modules, path.stem, module)
-    found.loader.exec_module(module)
-    for kernel in ("read_values", "run_totals", "sum_segments"):
-        monkeypatch.setattr(linear_launch, kernel, getattr(module, kernel))
-    q, k, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 1100 if DEVICE.type == "cuda" else 150, 16, 16, torch.float32))
+    wrong, old, new = MUTANTS[name]
+    modules = {}
+    for stem in ("linear_triton", "linear_read_triton"):
+        text = (pathlib.Path(linear_launch.__file__).parent / f"{stem}.py").read_text(encoding="utf-8")
+        assert stem != wrong or text.count(old) == 1
+        path = tmp_path / f"{stem}_{abs(hash(name))}.py"
+        text = text.replace(old, new) if stem == wrong else text
+        path.write_text(
+            text.replace("from ropewalk.kernels.linear_triton", f"from linear_triton_{abs(hash(name))}"), "utf-8"
+        )
+        found = importlib.util.spec_from_file_location(path.stem, path)
+        assert found is not None
+        assert found.loader is not None
+        modules[stem] = importlib.util.module_from_spec(found)
+        monkeypatch.setitem(sys.modules, path.stem, modules[stem])
+        found.loader.exec_module(modules[stem])
+    for kernel in ("turn_rows", "run_totals", "sum_segments"):
+        monkeypatch.setattr(linear_launch, kernel, getattr(modules["linear_triton"], kernel))
+    for kernel in ("read_below", "read_values"):
+        monkeypatch.setattr(linear_launch, kernel, getattr(modules["linear_read_triton"], kernel))
+    q, k, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 2500 if DEVICE.type == "cuda" else 600, 16, 16, torch.float32))
     rope = rw.RotaryEmbedding(16).to(DEVICE)
     side = [Side(x, "elu", None, rope._place(x)) for x in (q, k)]
     out, *_ = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)

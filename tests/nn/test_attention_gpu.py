@@ -18,6 +18,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # Of Inductor, for products in float32, which are to be float32 here.
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    # Of torch 2.11 within its own compiler: while it traces FlexAttention, and for a part without kernels.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
 ]
 
 KINDS = ["none", "rope", "alibi", "t5"]
@@ -76,7 +80,7 @@ def test_flex_attention_and_the_mask_agree(kind, queries, keys):
             found.append([y, *torch.autograd.grad(y, [*leaves, *learned], cotangent)])
         for a, b in zip(*found, strict=True):
             assert torch.isfinite(a).all()
-            assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6), sight
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.detach().abs().max()) + 1e-6), sight
         if sight.key_mask is not None:
             assert not found[0][0][1].any()
 

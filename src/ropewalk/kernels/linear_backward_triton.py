@@ -7,17 +7,19 @@
 import triton
 import triton.language as tl
 
+from ropewalk.kernels.linear_read_triton import chunks_of, load_sums, sums_of
 from ropewalk.kernels.linear_triton import (
-    features,
-    load_below,
     load_pairs,
-    load_sums,
+    load_turned,
+    load_values,
+    low_sums,
+    mapped,
     members,
-    row_offsets,
+    offsets,
+    place_of,
     segment_of,
-    sums_of,
-    tables,
-    values,
+    slots,
+    tables_of,
 )
 
 
@@ -57,85 +59,97 @@ def slope(x, shift, MAP: tl.constexpr):
     return x
 
 
-@triton.jit(
-    do_not_specialize=["length", "row", "table_b", "table_h", "y_row", "y_table_b", "y_table_h", "count", "owner_step"]
-)
+@triton.jit
+def halves(x, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """First and second members of a tile that has all of the first before all of the second."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, LANES)), (0, 2, 1)))
+
+
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count", "sums_step", "plain_step"])
 def read_features(
-    x, y, p, v, x_shift, y_shift, scale, weight, cos, sin, y_cos, y_sin, begins, sums, out,
+    x, y, turned, p, v, x_shift, y_shift, scale, weight, cos, sin, begins, sums, plain, low, out,
     x_b, x_h, x_n, y_b, y_h, y_n, p_b, p_h, p_n, v_b, v_h, v_n, d_b, d_h, d_n,
-    length, row, table_b, table_h, y_row, y_table_b, y_table_h, count, owner_step,
+    length, row, table_b, table_h, owners, count, sums_step, plain_step,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
     V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x: of queries, from the keys y before them and their values v, with p their cotangents.
 
-    REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. Cotangents are
-    over `scale`; `weight`, the cotangent of the denominator, on what a query reads below the line.
+    REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. `turned` are features
+    of y, of queries over `scale`; `weight` is the cotangent of the denominator.
     """
-    batch, head = (tl.program_id(0) // X_HEADS).to(tl.int64), (tl.program_id(0) % X_HEADS).to(tl.int64)
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SHARED: tl.constexpr = X_HEADS // X_GROUP
-    lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
+    batch, head, number, index = place_of(owners, X_HEADS, SEGMENT // ROWS)
+    owner = batch * SHARED + head // X_GROUP
+    offset = tl.program_id(1) * LANES
+    feature, has, place, known = slots(tl.arange(0, 2 * LANES), offset, LANES, FEATURES)
     column = tl.arange(0, COLUMNS)
-    number = tl.program_id(1)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    own = sums_of(
-        sums, begins, batch * SHARED + head // X_GROUP, number.to(tl.int64), count, owner_step,
-        SHARED, FEATURES[0] * (V_DIM + 1), CAUSAL, PACKED,
-    )  # fmt: skip
-    table, y_table = (row, table_b, table_h), (y_row, y_table_b, y_table_h)
-    sum_a, sum_b = load_sums(own, lane, column, V_DIM, FEATURES)
-    low_a, low_b = load_below(own, lane, V_DIM, FEATURES)
-    first, second, has_first, has_second = members(lane, FEATURES)
-    for step in range(0, SEGMENT // CHUNK):
-        index = SEGMENT // CHUNK - 1 - step if REVERSE else step
-        token = begin + index * CHUNK + tl.arange(0, CHUNK)
-        there = token < end
-        at = row_offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length, table)
-        at_p = row_offsets(token, (p_b, p_h, p_n), batch, head, X_HEADS, length, table)
-        given = values(p, scale, at_p, there, column, V_DIM, not REVERSE, KIND)
-        top_a = tl.dot(given, tl.trans(sum_a.to(KIND)), input_precision=PRECISION)
-        top_b = tl.dot(given, tl.trans(sum_b.to(KIND)), input_precision=PRECISION)
-        under_a = tl.zeros((CHUNK, LANES), tl.float32) + low_a[None, :]
-        under_b = tl.zeros((CHUNK, LANES), tl.float32) + low_b[None, :]
-        if CAUSAL:
-            here = tl.arange(0, CHUNK)
-            seen = here[:, None] <= here[None, :] if REVERSE else here[:, None] >= here[None, :]
-            for other in tl.static_range(Y_GROUP):
-                member = (head // X_GROUP) * Y_GROUP + other
-                at_y = row_offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length, y_table)
-                at_v = row_offsets(token, (v_b, v_h, v_n), batch, member, SHARED * Y_GROUP, length, y_table)
-                a, b, u, w = features(y, y_shift, y_cos, y_sin, at_y, there, lane, FEATURES, Y_MAP)
-                z = values(v, scale, at_v, there, column, V_DIM, REVERSE, KIND)
-                g, h = u.to(KIND), w.to(KIND)
-                pull = tl.dot(given, tl.trans(z), input_precision=PRECISION)
-                pull = tl.where(seen, pull, 0.0).to(KIND)
-                top_a = tl.dot(pull, g, top_a, input_precision=PRECISION)
-                top_b = tl.dot(pull, h, top_b, input_precision=PRECISION)
-                sum_a = tl.dot(tl.trans(g), z, sum_a, input_precision=PRECISION)
-                sum_b = tl.dot(tl.trans(h), z, sum_b, input_precision=PRECISION)
-                if REVERSE:
-                    factor = tl.load(weight + at_y[1], mask=there, other=0.0)[:, None]
-                    a, b = a * factor, b * factor
-                ones = tl.where(seen, 1.0, 0.0).to(KIND)
-                under_a = tl.dot(ones, a.to(KIND), under_a, input_precision=PRECISION)
-                under_b = tl.dot(ones, b.to(KIND), under_b, input_precision=PRECISION)
-                low_a += tl.sum(a, axis=0)
-                low_b += tl.sum(b, axis=0)
-        if not REVERSE:
-            factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
-            under_a, under_b = under_a * factor, under_b * factor
-        if FEATURES[1]:
-            c, s = tables(cos, sin, at[2], there, lane, FEATURES)
-            top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
-        m, n = load_pairs(x + at[0], there, lane, FEATURES)
-        moved = tl.zeros((CHUNK,), tl.float32)
-        if X_MAP == 4:
-            moved = tl.load(x_shift + at[1], mask=there, other=0.0)
-        grad_a = (top_a + under_a) * slope(m, moved, X_MAP)
-        grad_b = (top_b + under_b) * slope(n, moved, X_MAP)
-        target = out + batch * d_b + head * d_h + token * d_n
-        kind = out.dtype.element_ty
-        tl.store(target[:, None] + first[None, :], grad_a.to(kind), mask=there[:, None] & has_first[None, :])
-        tl.store(target[:, None] + second[None, :], grad_b.to(kind), mask=there[:, None] & has_second[None, :])
+    own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    token = begin + index * ROWS + tl.arange(0, ROWS)
+    there = token < end
+    given = load_values(p, batch * p_b + head * p_h + token * p_n, there, column, V_DIM, KIND)
+    top = tl.dot(
+        given, tl.trans(load_sums(sums + own * sums_step, feature, has, column, V_DIM, KIND)), input_precision=PRECISION
+    )
+    below = tl.load(plain + own * plain_step + feature, mask=has, other=0.0)
+    if CAUSAL:
+        start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
+        for step in range(start * Y_GROUP, stop * Y_GROUP):
+            member = (head // X_GROUP) * Y_GROUP + step % Y_GROUP
+            key = begin + (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            has_key = key < end
+            flat = (batch * (SHARED * Y_GROUP) + member) * length + key
+            t = load_turned(turned, flat, has_key, place, known, HALF)
+            z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
+            pull = tl.dot(given, tl.trans(z), input_precision=PRECISION)
+            seen = token[:, None] <= key[None, :] if REVERSE else token[:, None] >= key[None, :]
+            top = tl.dot(tl.where(seen, pull, 0.0).to(KIND), t, top, input_precision=PRECISION)
+        if REVERSE:
+            first, last = (index + 1) * (ROWS // LOW), index * 0 + SEGMENT // LOW
+        else:
+            first, last = index * 0, index * (ROWS // LOW)
+        below += low_sums(
+            low, place, known, first, last, number, owners // X_GROUP * Y_GROUP, owner, HALF, SEGMENT // LOW, Y_GROUP
+        )
+    under = tl.zeros((ROWS, 2 * LANES), tl.float32) + below[None, :]
+    if CAUSAL:
+        seen = token[:, None] <= token[None, :] if REVERSE else token[:, None] >= token[None, :]
+        ones = tl.where(seen, 1.0, 0.0).to(KIND)
+        for other in range(0, Y_GROUP):
+            member = (head // X_GROUP) * Y_GROUP + other
+            at_y = offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length)
+            mask = there[:, None] & has[None, :]
+            nothing: tl.constexpr = float("-inf") if Y_MAP == 0 or Y_MAP == 4 else 0.0
+            near = tl.load(y + at_y[0][:, None] + feature[None, :], mask=mask, other=nothing)
+            moved = tl.zeros((ROWS,), tl.float32)
+            if Y_MAP == 4:
+                moved = tl.load(y_shift + at_y[1], mask=there, other=0.0)
+            near = mapped(near, moved, Y_MAP)
+            if REVERSE:
+                near = near * tl.load(weight + at_y[1], mask=there, other=0.0)[:, None]
+            under = tl.dot(ones, near.to(KIND), under, input_precision=PRECISION)
+    at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
+    if not REVERSE:
+        top = top / tl.load(scale + at[1], mask=there, other=1.0)[:, None]
+        under = under * tl.load(weight + at[1], mask=there, other=0.0)[:, None]
+    top_a, top_b = halves(top, ROWS, LANES)
+    under_a, under_b = halves(under, ROWS, LANES)
+    lane = offset + tl.arange(0, LANES)
+    if FEATURES[1]:
+        c, s = tables_of(cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
+        top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
+    m, n = load_pairs(x + at[0], there, lane, FEATURES, X_MAP)
+    moved = tl.zeros((ROWS,), tl.float32)
+    if X_MAP == 4:
+        moved = tl.load(x_shift + at[1], mask=there, other=0.0)
+    grad_a = (top_a + under_a) * slope(m, moved, X_MAP)
+    grad_b = (top_b + under_b) * slope(n, moved, X_MAP)
+    one, two, has_one, has_two = members(lane, FEATURES)
+    target = out + batch * d_b + head * d_h + token * d_n
+    kind = out.dtype.element_ty
+    tl.store(target[:, None] + one[None, :], grad_a.to(kind), mask=there[:, None] & has_one[None, :])
+    tl.store(target[:, None] + two[None, :], grad_b.to(kind), mask=there[:, None] & has_two[None, :])

@@ -9,17 +9,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels import linear_segments
 from ropewalk.kernels.feature_maps import FEATURE_MAPS
 from ropewalk.kernels.launch_triton import table_strides
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_backward_triton import divide_rows, read_features
-from ropewalk.kernels.linear_segments import SEGMENT, Plan
+from ropewalk.kernels.linear_read_triton import read_below, read_values
+from ropewalk.kernels.linear_segments import OPERANDS, Plan
 from ropewalk.kernels.linear_torch import Side
-from ropewalk.kernels.linear_triton import read_values, run_totals, sum_segments
+from ropewalk.kernels.linear_triton import run_totals, sum_segments, turn_rows
 
 __all__ = ["Totals", "linear_attention", "linear_attention_backward"]
 
-# How operands enter products, and to which precision: float16 has too little range for sums.
+# How operands enter products, and to which precision.
 _KINDS = {
     torch.bfloat16: (tl.bfloat16, "ieee"),
     torch.float16: (tl.float32, "tf32"),
@@ -28,34 +30,44 @@ _KINDS = {
 
 
 class Totals(NamedTuple):
-    """Sums before each segment, and sums of all.
+    """Sums before each segment, as products take them, the plain ones among them, and sums of all.
 
-    >>> Totals(*torch.zeros(2, 1)).total.tolist()
+    >>> Totals(*torch.zeros(3, 1)).total.tolist()
     [0.0]
     """
 
     running: Tensor
+    plain: Tensor
     total: Tensor
 
 
 class _Block(NamedTuple):
-    """What a program of one kernel takes: lanes, columns, tokens at a time, warps, and loads that are under way."""
+    """What a program of one kernel takes: lanes, columns, rows, tokens at a time, warps, and loads that are under way.
+
+    Rows are those that read; a program that sums has none.
+    """
 
     lanes: int
     columns: int
+    rows: int
     chunk: int
     warps: int
     stages: int = 2
 
     def options(self) -> dict[str, int]:
         sizes = {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk}
-        return sizes | {"num_warps": self.warps, "num_stages": self.stages}
+        rows = {"ROWS": self.rows} if self.rows else {}
+        return sizes | rows | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class _Tile(NamedTuple):
-    """Lanes in all, and the blocks of the three kernels. `read_values` has all lanes, `read_features` all columns."""
+    """Lanes in all, rows that are turned at once, and the blocks of the three kernels that multiply.
+
+    `read_values` has all lanes, `read_features` all columns.
+    """
 
     lanes: int
+    low: int
     sums: _Block
     values: _Block
     features: _Block
@@ -64,117 +76,182 @@ class _Tile(NamedTuple):
 def _tile(width: int, v_dim: int, dtype: torch.dtype) -> _Tile:
     """What was fastest on an H200.
 
-    Two warps multiply by instructions of their own. Four or more take 64 rows at once where there are as many, and
-    then Triton 3.6 gives wrong numbers for fewer than 64 columns: no block asks for that.
+    Two warps multiply by instructions of their own. Four or more take 64 rows at once where there are as many: sums
+    have 2 * lanes rows. Triton 3.6 gives wrong numbers where eight warps have 64 rows: no block asks for that.
     """
     lanes, columns = (max(16, 1 << max(0, n - 1).bit_length()) for n in ((width + 1) // 2, v_dim))
-    half = dtype == torch.bfloat16
-    if not half or lanes <= 32:
-        slim = lanes <= 32 and columns <= 64
+    if dtype != torch.bfloat16 or lanes < 32 or columns < 64:
+        few = 32 if lanes <= 32 else 16
         return _Tile(
             lanes,
-            _Block(min(lanes, 32), min(columns, 64), 64 if half else 32, 2),
-            _Block(lanes, min(columns, 64 if lanes <= 32 else 32), 32, 2, 2 if half else 1),
-            _Block(min(lanes, 32 if slim else 16), columns, 32, 2, 2 if half and slim else 1),
+            32,
+            _Block(min(lanes, 32), min(columns, 64), 0, 32, 2),
+            _Block(lanes, min(columns, 64 if lanes <= 32 else 32), 32, 32, 2, 1),
+            _Block(min(lanes, few), columns, 32, 32, 2, 1),
         )
-    if columns < 64:
-        return _Tile(lanes, _Block(32, columns, 64, 2), _Block(lanes, columns, 32, 2, 1), _Block(32, columns, 32, 2, 1))
     return _Tile(
         lanes,
-        _Block(64, min(columns, 128), 32, 4),
-        _Block(lanes, 64, 64 if lanes == 64 else 32, 4, 1),
-        _Block(64, columns, 32, 4) if columns <= 128 else _Block(32, columns, 32, 4, 1),
+        max(32, 2048 // lanes),
+        _Block(min(lanes, 64), min(columns, 128), 0, 64, 8 if lanes > 32 else 4, 3),
+        _Block(lanes, min(columns, 128), 128, 32, 8, 3)
+        if lanes == 64
+        else _Block(lanes, min(columns, 128), 64, 32, 4, 2 + (lanes < 64)),
+        _Block(min(lanes, 64), columns, 64, 32, 4, 3 if columns <= 128 else 2),
     )
+
+
+class _Turned(NamedTuple):
+    """What `turn_rows` made of a side: features, turned, and sums of plain ones over blocks of rows."""
+
+    features: Tensor
+    low: Tensor
 
 
 class _Call:
     """What all passes of one call have in common: shapes, segments, tiles, and the arguments that follow from them."""
 
-    def __init__(
-        self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None, segment: int
-    ) -> None:
+    def __init__(self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None) -> None:
         self.q, self.k, self.v, self.causal = q, k, v, causal
         self.batch, self.heads, self.length, self.width = q.x.shape
         self.kv_heads, self.keys, self.v_dim = k.x.shape[1], k.x.shape[2], v.shape[-1]
         self.tile = _tile(self.width, self.v_dim, v.dtype)
-        self.key_plan = Plan.of(k.x, cu_seqlens, segment)
-        self.query_plan = self.key_plan if causal or cu_seqlens is not None else Plan.of(q.x, cu_seqlens, segment)
+        self.segment = linear_segments.segment_length(self.width, self.v_dim)
+        self.cu_seqlens = cu_seqlens
+        self.key_plan, self.query_plan = self.plans(self.segment)
         # Tokens behind the last packed sequence belong to none, and nobody writes to them.
         self.make = torch.empty if cu_seqlens is None else torch.zeros
         pairs = 0 if q.tables is None else q.tables[0].shape[-1]
-        kind, precision = _KINDS[v.dtype]
-        self.shared = {
-            "FEATURES": (self.width, pairs, layout.start if pairs else 0, layout.interleaved and pairs > 0),
-            "V_DIM": self.v_dim,
-            "PACKED": cu_seqlens is not None,
-            "KIND": kind,
-            "PRECISION": precision,
-        }
+        (self.kind, self.precision), self.memory = _KINDS[v.dtype], OPERANDS[v.dtype]
+        self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved and pairs > 0)
+        self.packed = cu_seqlens is not None
         self.size = self.width * (self.v_dim + 1)
 
-    def sums(
-        self, side: Side, plan: Plan, v: Tensor, rows: tuple[Tensor, Tensor] | None, before: Tensor | None
-    ) -> Totals:
-        """Running sums of the segments, and the sums of all; with `rows`, scale and weight, from behind."""
-        group = side.x.shape[1] // self.kv_heads
-        made = {"dtype": torch.float32, "device": v.device}
-        sums = torch.empty((self.batch * self.kv_heads, plan.number, self.size), **made)
-        after = torch.empty((plan.sequences * self.kv_heads, self.size), **made)
-        block = self.tile.sums
-        lane_blocks, column_blocks = -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
-        scale, weight = (v, v) if rows is None else rows
-        sum_segments[(self.batch * self.kv_heads, plan.number, lane_blocks * column_blocks)](
-            x=side.x, v=v, shift=_or(side.shift, v), scale=scale, weight=weight, **_tables("", side),
-            begins=_or(plan.begins, v), sums=sums, **_strides("x", side.x), **_strides("v", v),
-            length=side.x.shape[2], count=plan.number, KV_HEADS=self.kv_heads, GROUP=group,
-            MAP=FEATURE_MAPS[side.map], SCALED=rows is not None, SEGMENT=plan.segment, LANE_BLOCKS=lane_blocks,
-            **self.shared, **block.options(),
-        )  # fmt: skip
-        run_totals[(plan.sequences * self.kv_heads, -(-self.size // 1024))](
-            sums=sums, before=_or(before, sums), after=after, starts=_or(plan.starts, sums), width=self.size,
-            heads=self.kv_heads, count=plan.number, GIVEN=before is not None, PACKED=plan.starts is not None,
-            REVERSE=rows is not None, WIDTH=1024,
-        )  # fmt: skip
-        return Totals(sums, after)
+    def plans(self, segment: int) -> tuple[Plan, Plan]:
+        """How keys and queries are cut: by one plan, where both are the same tokens."""
+        keys = Plan.of(self.k.x, self.cu_seqlens, segment)
+        same = self.causal or self.cu_seqlens is not None
+        return keys, keys if same else Plan.of(self.q.x, self.cu_seqlens, segment)
 
-    def reading(self, mine: Side, other: Side, plan: Plan, sums: Totals, reverse: bool) -> dict[str, Any]:
-        """What kernels that read sums are given: their own side, the other side, and where the sums lie."""
-        heads, others = mine.x.shape[1], other.x.shape[1]
+    def turned(self, side: Side, plan: Plan, given: tuple[Tensor, Tensor] | None) -> _Turned:
+        """Features of a side, turned; `given` are a scale and a weight of its rows."""
+        batch, heads, length, width = side.x.shape
+        device, places = side.x.device, width + width % 2
+        low = self.low(plan)
+        out = torch.empty((batch, heads, length, places), dtype=self.memory, device=device)
+        blocks = plan.number * (plan.segment // low)
+        below = torch.empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
+        scale, weight = (below, below) if given is None else given
+        turn_rows[(batch * heads * blocks,)](
+            x=side.x, shift=_or(side.shift, below), scale=scale, weight=weight, **_tables(side),
+            begins=_or(plan.begins, below), turned=out, low=below, **_strides("x", side.x), length=length,
+            owners=batch * heads, HEADS=heads, FEATURES=self.features, MAP=FEATURE_MAPS[side.map],
+            SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes,
+        )  # fmt: skip
+        return _Turned(out, below)
+
+    def low(self, plan: Plan) -> int:
+        """How many rows a block of plain sums has."""
+        return min(self.tile.low, plan.segment)
+
+    def sums(self, turned: _Turned, plan: Plan, v: Tensor, before: Tensor | None, *, reverse: bool) -> Totals:
+        """Running sums of the segments, and the sums of all; from behind where `reverse`."""
+        owners, block = self.batch * self.kv_heads, self.tile.sums
+        made = {"dtype": torch.float32, "device": v.device}
+        sums = torch.empty((owners, plan.number, self.size), **made)
+        after = torch.empty((plan.sequences * self.kv_heads, self.size), **made)
+        lane_blocks, column_blocks = -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
+        sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
+            turned=turned.features, v=v, low=turned.low, begins=_or(plan.begins, v), sums=sums, **_strides("v", v),
+            length=v.shape[2], owners=owners, count=plan.number, KV_HEADS=self.kv_heads,
+            GROUP=v.shape[1] // self.kv_heads, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan),
+            LANE_BLOCKS=lane_blocks, FEATURES=self.features, V_DIM=self.v_dim, PACKED=self.packed, KIND=self.kind,
+            PRECISION=self.precision, **block.options(),
+        )  # fmt: skip
+        running = torch.empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
+        plain = torch.empty((owners, plan.number, self.width), **made)
+        # Few heads make few programs, unless each has little.
+        wide = 1024 if self.size > 8192 else 256
+        run_totals[(plan.sequences * self.kv_heads, -(-self.size // wide))](
+            sums=sums, before=_or(before, sums), after=after, running=running, plain=plain,
+            starts=_or(plan.starts, sums), heads=self.kv_heads, count=plan.number, ABOVE=self.width * self.v_dim,
+            SIZE=self.size, GIVEN=before is not None, PACKED=plan.starts is not None, REVERSE=reverse,
+            WIDTH=wide, num_warps=4 if wide > 256 else 2,
+        )  # fmt: skip
+        return Totals(running, plain, after)
+
+    def reading(self, mine: Tensor, plan: Plan) -> dict[str, Any]:
+        """What all kernels that read sums are given."""
+        batch, heads, length, _ = mine.shape
         return {
-            "x": mine.x, "y": other.x, "x_shift": _or(mine.shift, self.v), "y_shift": _or(other.shift, self.v),
-            **_tables("", mine), **_tables("y_", other), "begins": _or(plan.begins, self.v),
-            "sums": sums.running if self.causal else sums.total,
-            "owner_step": self.size * (plan.number if self.causal else 1),
-            **_strides("x", mine.x), **_strides("y", other.x), "length": mine.x.shape[2], "count": plan.number,
-            "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "Y_GROUP": others // self.kv_heads,
-            "X_MAP": FEATURE_MAPS[mine.map], "Y_MAP": FEATURE_MAPS[other.map], "CAUSAL": self.causal,
-            "REVERSE": reverse, "SEGMENT": plan.segment, **self.shared,
+            "begins": _or(plan.begins, self.v), "owners": batch * heads, "length": length, "count": plan.number,
+            "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "CAUSAL": self.causal, "SEGMENT": plan.segment,
+            "FEATURES": self.features, "PACKED": self.packed,
         }  # fmt: skip
 
-    def read_values(
-        self, mine: Side, other: Side, plan: Plan, v: Tensor, sums: Totals, scale: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """What each row of `mine` reads, and its denominator; from behind and without one where `v` has a scale."""
-        shape, block = mine.x.shape[:3], self.tile.values
-        out = self.make((*shape, self.v_dim), dtype=v.dtype, device=v.device)
-        below = self.make(shape, dtype=torch.float32, device=v.device) if scale is None else out
-        read_values[(shape[0] * shape[1], plan.number, -(-self.v_dim // block.columns))](
-            **self.reading(mine, other, plan, sums, scale is not None), v=v, scale=_or(scale, v), out=out,
-            below=below, **_strides("v", v), **_strides("o", out), **block.options(),
+    def above(self, sums: Totals) -> dict[str, Any]:
+        """Where sum (R k) v^T lies, and how products are made."""
+        step = self.width * self.v_dim if self.causal else self.size
+        products = {"V_DIM": self.v_dim, "KIND": self.kind, "PRECISION": self.precision}
+        return {"sums": sums.running if self.causal else sums.total, "sums_step": step, **products}
+
+    def below(self, sums: Totals) -> dict[str, Any]:
+        """Where sum k lies."""
+        if self.causal:
+            return {"plain": sums.plain, "plain_step": self.width}
+        return {"plain": sums.total[:, self.width * self.v_dim :], "plain_step": self.size}
+
+    def sides(self, mine: Side, other: Side, plan: Plan) -> dict[str, Any]:
+        """What kernels that map features are given: their own side, and the other side."""
+        return {
+            "x": mine.x, "y": other.x, "x_shift": _or(mine.shift, self.v), "y_shift": _or(other.shift, self.v),
+            **_tables(mine), **_strides("x", mine.x), **_strides("y", other.x), "X_MAP": FEATURE_MAPS[mine.map],
+            "Y_MAP": FEATURE_MAPS[other.map], "LOW": self.low(plan),
+        }  # fmt: skip
+
+    def read_below(self, sums: Totals, keys: _Turned) -> tuple[Tensor, Tensor]:
+        """Features of the queries, turned, and their denominators."""
+        q, plan = self.q, self.query_plan
+        batch, heads, length, width = q.x.shape
+        turned = torch.empty((batch, heads, length, width + width % 2), dtype=self.memory, device=q.x.device)
+        below = self.make((batch, heads, length), dtype=torch.float32, device=q.x.device)
+        blocks = plan.number * (plan.segment // self.low(plan))
+        read_below[(batch * heads * blocks,)](
+            **self.sides(q, self.k, plan), **self.reading(q.x, plan), **self.below(sums), low=keys.low,
+            turned=turned, below=below, LANES=self.tile.lanes,
         )  # fmt: skip
-        return out, below
+        return turned, below
+
+    def read_values(
+        self, mine: Tensor, plan: Plan, v: Tensor, sums: Totals, turned: Tensor, below: Tensor | None
+    ) -> Tensor:
+        """What each row of `mine` reads, over its denominator; of rows behind it where there is none."""
+        batch, heads, length, _ = mine.shape
+        block = self.tile.values._replace(rows=min(self.tile.values.rows, plan.segment))
+        out = self.make((batch, heads, length, self.v_dim), dtype=v.dtype, device=v.device)
+        blocks = plan.number * (plan.segment // block.rows)
+        read_values[(batch * heads * blocks, -(-self.v_dim // block.columns))](
+            **self.reading(mine, plan), **self.above(sums), mine=mine, turned=turned, v=v, out=out,
+            below=_or(below, out), REVERSE=below is None, Y_GROUP=v.shape[1] // self.kv_heads,
+            **_strides("v", v), **_strides("o", out), **block.options(),
+        )  # fmt: skip
+        return out
 
     def read_features(
-        self, mine: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: Totals,
-        rows: tuple[Tensor, Tensor], reverse: bool,
+        self, mine: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: Totals, turned: _Turned,
+        rows: tuple[Tensor, Tensor], *, reverse: bool,
     ) -> Tensor:  # fmt: skip
         """The gradient of the rows of `mine`, which lies in memory as they do."""
-        block, out = self.tile.features, torch.empty_like(mine.x)
+        block = self.tile.features._replace(rows=min(self.tile.features.rows, plan.segment))
+        out = torch.empty_like(mine.x)
         if plan.begins is not None:
             out.zero_()
         scale, weight = rows
-        read_features[(mine.x.shape[0] * mine.x.shape[1], plan.number, -(-self.tile.lanes // block.lanes))](
-            **self.reading(mine, other, plan, sums, reverse), p=p, v=v, scale=scale, weight=weight, out=out,
+        batch, heads = mine.x.shape[:2]
+        blocks = plan.number * (plan.segment // block.rows)
+        read_features[(batch * heads * blocks, -(-self.tile.lanes // block.lanes))](
+            **self.sides(mine, other, plan), **self.reading(mine.x, plan), **self.above(sums), **self.below(sums),
+            turned=turned.features, low=turned.low, p=p, v=v, scale=scale, weight=weight, out=out, REVERSE=reverse,
+            Y_GROUP=v.shape[1] // self.kv_heads,
             **_strides("p", p), **_strides("v", v), **_strides("d", out), **block.options(),
         )  # fmt: skip
         return out
@@ -189,7 +266,6 @@ def linear_attention(
     *,
     causal: bool,
     cu_seqlens: Tensor | None = None,
-    segment: int = SEGMENT,
 ) -> tuple[Tensor, Tensor, Totals]:
     """Outputs, denominators [batch, heads, seq], the sums at the end, and the running sums of the segments.
 
@@ -204,9 +280,11 @@ def linear_attention(
     [1.0, 2.0]
     """
     q, k, v = _rows(q), _rows(k), _last_together(v)
-    call = _Call(q, k, v, layout, causal, cu_seqlens, segment)
-    sums = call.sums(k, call.key_plan, v, None, before)
-    out, below = call.read_values(q, k, call.query_plan, v, sums, None)
+    call = _Call(q, k, v, layout, causal, cu_seqlens)
+    keys = call.turned(k, call.key_plan, None)
+    sums = call.sums(keys, call.key_plan, v, before, reverse=False)
+    queries, below = call.read_below(sums, keys)
+    out = call.read_values(queries, call.query_plan, v, sums, keys.features, below)
     return out, below, sums
 
 
@@ -221,7 +299,6 @@ def linear_attention_backward(
     *,
     causal: bool,
     cu_seqlens: Tensor | None = None,
-    segment: int = SEGMENT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and of the sums before, from those of the outputs and of the sums at the end.
 
@@ -239,7 +316,7 @@ def linear_attention_backward(
     """
     q, k, v, cotangent = _rows(q), _rows(k), _last_together(v), _last_together(cotangent)
     out, below, sums = saved[0], saved[1], Totals(*saved[2])
-    call = _Call(q, k, v, layout, causal, cu_seqlens, segment)
+    call = _Call(q, k, v, layout, causal, cu_seqlens)
     scale, weight = torch.empty_like(below), torch.empty_like(below)
     rows = below.numel()
     divide_rows[(-(-rows // 16),)](
@@ -248,12 +325,17 @@ def linear_attention_backward(
         COLUMNS=call.tile.features.columns,
     )  # fmt: skip
     both = scale, weight
-    behind = call.sums(
-        q, call.query_plan, cotangent, both, None if after_cotangent is None else after_cotangent.contiguous()
-    )
-    dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, both, reverse=False)
-    dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, both, reverse=True)
-    dv, _ = call.read_values(k, q, call.key_plan, cotangent, behind, scale)
+    # Sums from behind stand beside those of the forward, and beside both sides turned: segments twice as long make half
+    # as many.
+    key_plan, query_plan = call.plans(2 * call.segment)
+    queries = call.turned(q, query_plan, both)
+    last = None if after_cotangent is None else after_cotangent.contiguous()
+    behind = call.sums(queries, query_plan, cotangent, last, reverse=True)
+    dk = call.read_features(k, q, key_plan, v, cotangent, behind, queries, both, reverse=True)
+    keys = call.turned(k, call.key_plan, None)
+    dv = call.read_values(keys.features, key_plan, cotangent, behind, queries.features, None)
+    del queries
+    dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, keys, both, reverse=False)
     return dq, dk, dv, behind.total
 
 
@@ -275,7 +357,7 @@ def _strides(name: str, x: Tensor) -> dict[str, int]:
     return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate("bhn")}
 
 
-def _tables(name: str, side: Side) -> dict[str, Any]:
+def _tables(side: Side) -> dict[str, Any]:
     cos, sin, row = (side.x, side.x, 0) if side.tables is None else side.tables
     batch, head = (0, 0) if side.tables is None else table_strides(cos)
-    return {f"{name}cos": cos, f"{name}sin": sin, f"{name}row": row, f"{name}table_b": batch, f"{name}table_h": head}
+    return {"cos": cos, "sin": sin, "row": row, "table_b": batch, "table_h": head}

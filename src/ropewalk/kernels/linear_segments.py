@@ -5,16 +5,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["SEGMENT", "Plan", "count_segments"]
+__all__ = ["OPERANDS", "Plan", "count_segments", "segment_length"]
 
-# Fewer tokens a segment make more programs, and more sums to keep.
-SEGMENT = 512
+# As what operands of products lie in memory: float16 has too little range for sums.
+OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 
 
-def count_segments(length: int, sequences: int | None, segment: int = SEGMENT) -> int:
+def segment_length(width: int, v_dim: int) -> int:
+    """How many tokens a segment has: fewer have less to read of each other, and more sums to keep.
+
+    >>> segment_length(128, 128), segment_length(256, 256)
+    (256, 512)
+    """
+    return 256 if width * v_dim <= 1 << 14 else 512
+
+
+def count_segments(length: int, sequences: int | None, segment: int) -> int:
     """How many segments `length` tokens may have: one sequence, or so many packed ones.
 
-    >>> count_segments(600, None), count_segments(600, 3)
+    >>> count_segments(600, None, 512), count_segments(600, 3, 512)
     (2, 4)
     """
     # How many packed sequences have only the device knows: as many as there can be.

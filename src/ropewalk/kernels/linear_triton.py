@@ -1,7 +1,7 @@
-"""Linear attention on a GPU: sums over segments of tokens, their running totals, and what queries read of them.
+"""Linear attention on a GPU: features, turned; sums over segments of tokens, and their running totals.
 
-Features are kept as two tiles, first and second members of pairs, so that the rotation is arithmetic between them and
-a product over features is the sum of two. Features that do not turn are paired with each other.
+Features are kept as first and second members of pairs, so that the rotation is arithmetic between two tiles. Features
+that do not turn are paired with each other.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -39,17 +39,18 @@ def members(lane, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(source, there, lane, FEATURES: tl.constexpr):
-    """First and second members at rows that start at `source`; 0 where there is nothing."""
+def load_pairs(source, there, lane, FEATURES: tl.constexpr, MAP: tl.constexpr):
+    """First and second members at rows that start at `source`; where there is nothing, what the map makes 0 of."""
+    NOTHING: tl.constexpr = float("-inf") if MAP == 0 or MAP == 4 else 0.0
     first, second, has_first, has_second = members(lane, FEATURES)
-    a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=0.0)
-    b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=0.0)
+    a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=NOTHING)
+    b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=NOTHING)
     return a, b
 
 
 @triton.jit
-def mapped(x, shift, there, MAP: tl.constexpr):
-    """The feature map, in float32; 0 where there is no feature. MAP counts as FEATURE_MAPS does."""
+def mapped(x, shift, MAP: tl.constexpr):
+    """The feature map, in float32. MAP counts as FEATURE_MAPS does."""
     x = x.to(tl.float32)
     if MAP == 0:
         # By comparisons: a minimum or maximum would make a number of NaN.
@@ -61,7 +62,7 @@ def mapped(x, shift, there, MAP: tl.constexpr):
         x = x * x
     elif MAP == 4:
         x = tl.exp(x - shift[:, None])
-    return tl.where(there, x, 0.0)
+    return x
 
 
 @triton.jit
@@ -75,30 +76,27 @@ def tables(cos, sin, rows, there, lane, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def features(x, shift, cos, sin, offsets, there, lane, FEATURES: tl.constexpr, MAP: tl.constexpr):
-    """Features of rows and the same turned: a, b, turned a, turned b. `offsets` are of rows in x, shift and tables."""
-    a, b = load_pairs(x + offsets[0], there, lane, FEATURES)
-    _, _, has_first, has_second = members(lane, FEATURES)
-    moved = tl.zeros(offsets[1].shape, tl.float32)
+def features(x, shift, at, there, lane, FEATURES: tl.constexpr, MAP: tl.constexpr):
+    """First and second members of the features of rows. `at` are the offsets of rows in x and in shift."""
+    a, b = load_pairs(x + at[0], there, lane, FEATURES, MAP)
+    moved = tl.zeros(at[1].shape, tl.float32)
     if MAP == 4:
-        moved = tl.load(shift + offsets[1], mask=there, other=0.0)
-    a = mapped(a, moved, there[:, None] & has_first[None, :], MAP)
-    b = mapped(b, moved, there[:, None] & has_second[None, :], MAP)
-    u, v = a, b
-    if FEATURES[1]:
-        c, s = tables(cos, sin, offsets[2], there, lane, FEATURES)
-        u, v = a * c - b * s, a * s + b * c
-    return a, b, u, v
+        moved = tl.load(shift + at[1], mask=there, other=0.0)
+    return mapped(a, moved, MAP), mapped(b, moved, MAP)
 
 
 @triton.jit
-def values(v, scale, offsets, there, column, V_DIM: tl.constexpr, SCALED: tl.constexpr, KIND: tl.constexpr):
-    """Rows of values, each over its scale, as what products take: KIND."""
-    mask = there[:, None] & (column < V_DIM)[None, :]
-    x = tl.load(v + offsets[0][:, None] + column[None, :], mask=mask, other=0.0)
-    if SCALED:
-        x = x.to(tl.float32) / tl.load(scale + offsets[1], mask=there, other=1.0)[:, None]
-    return x.to(KIND)
+def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
+    """Of a tile with all first members before all second ones: each one's feature and place in a turned row.
+
+    Lanes begin at `offset`. What is no feature, or no place, comes with False.
+    """
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    lane = offset + slot % LANES
+    first, second, has_first, has_second = members(lane, FEATURES)
+    is_second = slot >= LANES
+    feature = tl.where(is_second, second, first)
+    return feature, tl.where(is_second, has_second, has_first), tl.where(is_second, HALF, 0) + lane, lane < HALF
 
 
 @triton.jit
@@ -113,203 +111,184 @@ def segment_of(begins, number, length, SEGMENT: tl.constexpr, PACKED: tl.constex
 
 
 @triton.jit
-def row_offsets(token, strides, batch, head, heads, length, table):
-    """Where rows lie in the tensor, in [batch, heads, seq], and in the tables."""
-    at = batch * strides[0] + head * strides[1] + token * strides[2]
-    flat = (batch * heads + head) * length + token
-    return at, flat, table[0] + batch * table[1] + head * table[2] + token
+def place_of(owners, HEADS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Batch, head, segment and block in it of a program: heads first, so that neighbours read the same tables."""
+    owner = (tl.program_id(0) % owners).to(tl.int64)
+    block = tl.program_id(0) // owners
+    return owner // HEADS, owner % HEADS, block // BLOCKS, block % BLOCKS
 
 
 @triton.jit
-def load_sums(sums, lane, column, V_DIM: tl.constexpr, FEATURES: tl.constexpr):
-    """A block of sum (R k) v^T, [lanes, columns] of first and of second members."""
-    first, second, has_first, has_second = members(lane, FEATURES)
-    inside = (column < V_DIM)[None, :]
-    at = column[None, :]
-    a = tl.load(sums + first[:, None] * V_DIM + at, mask=has_first[:, None] & inside, other=0.0)
-    b = tl.load(sums + second[:, None] * V_DIM + at, mask=has_second[:, None] & inside, other=0.0)
+def offsets(token, strides, batch, head, HEADS: tl.constexpr, length):
+    """Where rows lie in the tensor, and in [batch, heads, seq]."""
+    return batch * strides[0] + head * strides[1] + token * strides[2], (batch * HEADS + head) * length + token
+
+
+@triton.jit
+def tables_of(cos, sin, place, batch, head, token, there, lane, FEATURES: tl.constexpr):
+    """cos and sin of tokens. `place` is their first row in the tables, and the strides of batch and head."""
+    return tables(cos, sin, place[0] + batch * place[1] + head * place[2] + token, there, lane, FEATURES)
+
+
+@triton.jit
+def turned_pairs(a, b, cos, sin, place, batch, head, token, there, lane, FEATURES: tl.constexpr):
+    """Pairs of features, each turned by its angle."""
+    if FEATURES[1]:
+        c, s = tables_of(cos, sin, place, batch, head, token, there, lane, FEATURES)
+        a, b = a * c - b * s, a * s + b * c
     return a, b
 
 
 @triton.jit
-def load_below(sums, lane, V_DIM: tl.constexpr, FEATURES: tl.constexpr):
-    """The sum of k, which lies behind the other."""
-    first, second, has_first, has_second = members(lane, FEATURES)
-    z = sums + FEATURES[0] * V_DIM
-    return tl.load(z + first, mask=has_first, other=0.0), tl.load(z + second, mask=has_second, other=0.0)
+def store_turned(turned, flat, there, lane, a, b, FEATURES: tl.constexpr):
+    """Turned features as products take them: first members before second ones."""
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    target = turned + flat[:, None] * (2 * HALF) + lane[None, :]
+    mask = there[:, None] & (lane < HALF)[None, :]
+    tl.store(target, a.to(turned.dtype.element_ty), mask=mask)
+    tl.store(target + HALF, b.to(turned.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "count"])
-def sum_segments(
-    x, v, shift, scale, weight, cos, sin, begins, sums,
-    x_b, x_h, x_n, v_b, v_h, v_n, length, row, table_b, table_h, count,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, MAP: tl.constexpr,
-    SCALED: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners"])
+def turn_rows(
+    x, shift, scale, weight, cos, sin, begins, turned, low,
+    x_b, x_h, x_n, length, row, table_b, table_h, owners,
+    HEADS: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Of each segment the sums of (R x) v^T and of x, over the GROUP heads that share a sum.
+    """Features of rows, turned, and the plain ones summed over each block of LOW rows.
 
-    SCALED values are over `scale`, and x in its plain sum times `weight`: what the backward sums.
+    SCALED, for queries in the backward: turned ones are over the row's `scale`, plain ones times its `weight`.
     """
-    number = tl.program_id(1)
-    batch, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), (tl.program_id(0) % KV_HEADS).to(tl.int64)
-    block = tl.program_id(2)
-    lane = (block % LANE_BLOCKS) * LANES + tl.arange(0, LANES)
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    BLOCKS: tl.constexpr = SEGMENT // LOW
+    batch, head, number, index = place_of(owners, HEADS, BLOCKS)
+    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
+    lane = tl.arange(0, LANES)
+    token = begin + index * LOW + tl.arange(0, LOW)
+    there = token < end
+    at = offsets(token, (x_b, x_h, x_n), batch, head, HEADS, length)
+    a, b = features(x, shift, at, there, lane, FEATURES, MAP)
+    u, w = turned_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
+    if SCALED:
+        over = tl.load(scale + at[1], mask=there, other=1.0)[:, None]
+        factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
+        a, b, u, w = a * factor, b * factor, u / over, w / over
+    store_turned(turned, at[1], there, lane, u, w, FEATURES)
+    own = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF) + lane
+    tl.store(own, tl.sum(a, axis=0), mask=lane < HALF)
+    tl.store(own + HALF, tl.sum(b, axis=0), mask=lane < HALF)
+
+
+@triton.jit
+def load_turned(turned, flat, there, place, known, HALF: tl.constexpr):
+    """Rows that `turn_rows` wrote; 0 where there is nothing."""
+    mask = there[:, None] & known[None, :]
+    return tl.load(turned + flat[:, None] * (2 * HALF) + place[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_values(v, at, there, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Rows of values, as what products take: KIND."""
+    mask = there[:, None] & (column < V_DIM)[None, :]
+    return tl.load(v + at[:, None] + column[None, :], mask=mask, other=0.0).to(KIND)
+
+
+@triton.jit
+def low_sums(
+    low, place, known, first, last, number, owners, owner, HALF: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr
+):
+    """The plain sums of a segment's blocks from `first` to before `last`, over the heads of a group."""
+    block = tl.arange(0, BLOCKS)
+    mask = ((block >= first) & (block < last))[:, None] & known[None, :]
+    rows = (number * BLOCKS + block).to(tl.int64) * owners + owner * GROUP
+    total = tl.zeros(place.shape, tl.float32)
+    for other in range(0, GROUP):
+        at = (rows + other)[:, None] * (2 * HALF) + place[None, :]
+        total += tl.sum(tl.load(low + at, mask=mask, other=0.0), axis=0)
+    return total
+
+
+@triton.jit(do_not_specialize=["length", "owners", "count"])
+def sum_segments(
+    turned, v, low, begins, sums, v_b, v_h, v_n, length, owners, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of each segment the sums of (R x) v^T and of x, over the GROUP heads that share a sum."""
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    batch, head, number, _ = place_of(owners, KV_HEADS, 1)
+    block = tl.program_id(1)
+    slot = tl.arange(0, 2 * LANES)
+    feature, has, place, known = slots(slot, (block % LANE_BLOCKS) * LANES, LANES, FEATURES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    table = (row, table_b, table_h)
-    sum_a = tl.zeros((LANES, COLUMNS), tl.float32)
-    sum_b = tl.zeros((LANES, COLUMNS), tl.float32)
-    low_a = tl.zeros((LANES,), tl.float32)
-    low_b = tl.zeros((LANES,), tl.float32)
+    total = tl.zeros((2 * LANES, COLUMNS), tl.float32)
     for step in range(0, GROUP * (SEGMENT // CHUNK)):
         member = head * GROUP + step % GROUP
         token = begin + (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
         there = token < end
-        at = row_offsets(token, (x_b, x_h, x_n), batch, member, KV_HEADS * GROUP, length, table)
-        at_v = row_offsets(token, (v_b, v_h, v_n), batch, member, KV_HEADS * GROUP, length, table)
-        a, b, u, w = features(x, shift, cos, sin, at, there, lane, FEATURES, MAP)
-        y = values(v, scale, at_v, there, column, V_DIM, SCALED, KIND)
-        sum_a = tl.dot(tl.trans(u.to(KIND)), y, sum_a, input_precision=PRECISION)
-        sum_b = tl.dot(tl.trans(w.to(KIND)), y, sum_b, input_precision=PRECISION)
-        if SCALED:
-            factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
-            a, b = a * factor, b * factor
-        low_a += tl.sum(a, axis=0)
-        low_b += tl.sum(b, axis=0)
-    first, second, has_first, has_second = members(lane, FEATURES)
-    inside = (column < V_DIM)[None, :]
-    own = sums + (tl.program_id(0).to(tl.int64) * count + number) * (FEATURES[0] * (V_DIM + 1))
-    tl.store(own + first[:, None] * V_DIM + column[None, :], sum_a, mask=has_first[:, None] & inside)
-    tl.store(own + second[:, None] * V_DIM + column[None, :], sum_b, mask=has_second[:, None] & inside)
+        flat = (batch * (KV_HEADS * GROUP) + member) * length + token
+        t = load_turned(turned, flat, there, place, known, HALF)
+        y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
+        total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
+    owner = batch * KV_HEADS + head
+    own = sums + (owner * count + number) * (FEATURES[0] * (V_DIM + 1))
+    inside = has[:, None] & (column < V_DIM)[None, :]
+    tl.store(own + feature[:, None] * V_DIM + column[None, :], total, mask=inside)
     if block // LANE_BLOCKS == 0:
-        z = own + FEATURES[0] * V_DIM
-        tl.store(z + first, low_a, mask=has_first)
-        tl.store(z + second, low_b, mask=has_second)
-
-
-@triton.jit(do_not_specialize=["width", "heads", "count"])
-def run_totals(
-    sums, before, after, starts, width, heads, count,
-    GIVEN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Each segment's sums become the total of the segments before it, or behind it where REVERSE; `after` is of all.
-
-    `starts` says at which segment each packed sequence starts. The loop reads one segment ahead of what it writes.
-    """
-    owner = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = at < width
-    total = tl.zeros((WIDTH,), tl.float32)
-    if GIVEN:
-        total = tl.load(before + owner * width + at, mask=inside, other=0.0)
-    if PACKED:
-        sequence, head = owner // heads, owner % heads
-        segment, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
-        base = sums + head * count * width
-    else:
-        segment, stop = owner * 0, owner * 0 + count
-        base = sums + owner * count * width
-    left = tl.where(inside, stop - segment, 0)
-    if REVERSE:
-        place, step = base + (stop - 1) * width + at, -width
-    else:
-        place, step = base + segment * width + at, width
-    own = tl.load(place, mask=left > 0, other=0.0)
-    while segment < stop:
-        following = place + step
-        left -= 1
-        more = tl.load(following, mask=left > 0, other=0.0)
-        tl.store(place, total, mask=inside)
-        total += own
-        own, place = more, following
-        segment += 1
-    tl.store(after + owner * width + at, total, mask=inside)
+        plain = low_sums(low, place, known, 0, BLOCKS, number, owners * GROUP, owner, HALF, BLOCKS, GROUP)
+        tl.store(own + FEATURES[0] * V_DIM + feature, plain, mask=has)
 
 
 @triton.jit
-def sums_of(
-    sums, begins, owner, segment, count, step, SHARED: tl.constexpr, SIZE: tl.constexpr, CAUSAL: tl.constexpr,
-    PACKED: tl.constexpr,
+def carried(total, own, running, plain, place, at, there, ABOVE: tl.constexpr, SIZE: tl.constexpr):
+    """Writes the total before a segment, where it is there, and gives the total behind it."""
+    tl.store(running + place * ABOVE + at, total.to(running.dtype.element_ty), mask=there & (at < ABOVE))
+    tl.store(plain + place * (SIZE - ABOVE) + at - ABOVE, total, mask=there & (at >= ABOVE) & (at < SIZE))
+    return total + own
+
+
+@triton.jit(do_not_specialize=["heads", "count"])
+def run_totals(
+    sums, before, after, running, plain, starts, heads, count,
+    ABOVE: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Where the sums lie that rows of a segment read: its running sums, or, without an order, those of the sequence."""
-    own = sums + owner * step
-    if CAUSAL:
-        own += segment * SIZE
-    elif PACKED:
-        own += tl.load(begins + 2 * count + segment) * step * SHARED
-    return own
+    """The total of the segments before each segment, or behind it where REVERSE; `after` is of all.
 
-
-@triton.jit(
-    do_not_specialize=["length", "row", "table_b", "table_h", "y_row", "y_table_b", "y_table_h", "count", "owner_step"]
-)
-def read_values(
-    x, y, v, x_shift, y_shift, scale, cos, sin, y_cos, y_sin, begins, sums, out, below,
-    x_b, x_h, x_n, y_b, y_h, y_n, v_b, v_h, v_n, o_b, o_h, o_n,
-    length, row, table_b, table_h, y_row, y_table_b, y_table_h, count, owner_step,
-    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
-    V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What each row of x reads of the values: forward, queries of keys and values, over their denominator.
-
-    A row reads what was summed before its chunk, and the tokens of the chunk themselves. REVERSE, for the gradient of
-    values: keys read of the queries behind them, with values over `scale` and without a denominator. X_GROUP heads
-    of x share a sum, Y_GROUP heads of y are in one.
+    Of the SIZE sums, the ABOVE first go to `running`, as products take them, the others to `plain`. `starts` says at
+    which segment each packed sequence starts.
     """
-    batch, head = (tl.program_id(0) // X_HEADS).to(tl.int64), (tl.program_id(0) % X_HEADS).to(tl.int64)
-    SHARED: tl.constexpr = X_HEADS // X_GROUP
-    lane = tl.arange(0, LANES)
-    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    number = tl.program_id(1)
-    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    own = sums_of(
-        sums, begins, batch * SHARED + head // X_GROUP, number.to(tl.int64), count, owner_step,
-        SHARED, FEATURES[0] * (V_DIM + 1), CAUSAL, PACKED,
-    )  # fmt: skip
-    table, y_table = (row, table_b, table_h), (y_row, y_table_b, y_table_h)
-    sum_a, sum_b = load_sums(own, lane, column, V_DIM, FEATURES)
-    low_a, low_b = load_below(own, lane, V_DIM, FEATURES)
-    for step in range(0, SEGMENT // CHUNK):
-        index = SEGMENT // CHUNK - 1 - step if REVERSE else step
-        token = begin + index * CHUNK + tl.arange(0, CHUNK)
-        there = token < end
-        at = row_offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length, table)
-        a, b, u, w = features(x, x_shift, cos, sin, at, there, lane, FEATURES, X_MAP)
-        p, r = u.to(KIND), w.to(KIND)
-        total = tl.dot(p, sum_a.to(KIND), input_precision=PRECISION)
-        total = tl.dot(r, sum_b.to(KIND), total, input_precision=PRECISION)
-        if not REVERSE:
-            under = tl.sum(a * low_a[None, :] + b * low_b[None, :], axis=1)
-        if CAUSAL:
-            here = tl.arange(0, CHUNK)
-            seen = here[:, None] <= here[None, :] if REVERSE else here[:, None] >= here[None, :]
-            for other in tl.static_range(Y_GROUP):
-                member = (head // X_GROUP) * Y_GROUP + other
-                at_y = row_offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length, y_table)
-                at_v = row_offsets(token, (v_b, v_h, v_n), batch, member, SHARED * Y_GROUP, length, y_table)
-                c, d, e, f = features(y, y_shift, y_cos, y_sin, at_y, there, lane, FEATURES, Y_MAP)
-                z = values(v, scale, at_v, there, column, V_DIM, REVERSE, KIND)
-                g, h = e.to(KIND), f.to(KIND)
-                scores = tl.dot(p, tl.trans(g), input_precision=PRECISION)
-                scores = tl.dot(r, tl.trans(h), scores, input_precision=PRECISION)
-                scores = tl.where(seen, scores, 0.0)
-                total = tl.dot(scores.to(KIND), z, total, input_precision=PRECISION)
-                sum_a = tl.dot(tl.trans(g), z, sum_a, input_precision=PRECISION)
-                sum_b = tl.dot(tl.trans(h), z, sum_b, input_precision=PRECISION)
-                if not REVERSE:
-                    plain = tl.dot(a.to(KIND), tl.trans(c.to(KIND)), input_precision=PRECISION)
-                    plain = tl.dot(b.to(KIND), tl.trans(d.to(KIND)), plain, input_precision=PRECISION)
-                    under += tl.sum(tl.where(seen, plain, 0.0), axis=1)
-                    low_a += tl.sum(c, axis=0)
-                    low_b += tl.sum(d, axis=0)
-        if not REVERSE:
-            # No feature of any key that is seen: 0, as `linear_torch.divide` has it.
-            total = total / tl.where(under == 0, float("inf"), under)[:, None]
-            if tl.program_id(2) == 0:
-                tl.store(below + at[1], under, mask=there)
-        target = out + batch * o_b + head * o_h + token * o_n
-        mask = there[:, None] & (column < V_DIM)[None, :]
-        tl.store(target[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+    owner = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = at < SIZE
+    total = tl.zeros((WIDTH,), tl.float32)
+    if GIVEN:
+        total = tl.load(before + owner * SIZE + at, mask=inside, other=0.0)
+    if PACKED:
+        sequence, head = owner // heads, owner % heads
+        start, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
+        base = head * count
+    else:
+        start, stop = owner * 0, owner * 0 + count
+        base = owner * count
+    if REVERSE:
+        place, step = base + stop - 1, -1
+    else:
+        place, step = base + start, 1
+    # Four segments are read before the first is added: a GPU waits long for what it reads.
+    for segment in range(0, (stop - start).to(tl.int32), 4):
+        left = tl.where(inside, (stop - start).to(tl.int32) - segment, 0)
+        own = sums + place * SIZE + at
+        first = tl.load(own, mask=left > 0, other=0.0)
+        second = tl.load(own + step * SIZE, mask=left > 1, other=0.0)
+        third = tl.load(own + 2 * step * SIZE, mask=left > 2, other=0.0)
+        fourth = tl.load(own + 3 * step * SIZE, mask=left > 3, other=0.0)
+        total = carried(total, first, running, plain, place, at, left > 0, ABOVE, SIZE)
+        total = carried(total, second, running, plain, place + step, at, left > 1, ABOVE, SIZE)
+        total = carried(total, third, running, plain, place + 2 * step, at, left > 2, ABOVE, SIZE)
+        total = carried(total, fourth, running, plain, place + 3 * step, at, left > 3, ABOVE, SIZE)
+        place += 4 * step
+    tl.store(after + owner * SIZE + at, total, mask=inside)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import gpu
+from ropewalk.kernels import gpu, linear_segments
 from ropewalk.kernels.feature_maps import map_features, row_shift
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_packed import attend_packed
-from ropewalk.kernels.linear_segments import count_segments
+from ropewalk.kernels.linear_segments import OPERANDS, count_segments
 from ropewalk.kernels.linear_torch import Features, Side, Sums, attend
 from ropewalk.ops.plain import is_exporting, is_plain, why_not_plain
 from ropewalk.ops.registry import cannot_serve
@@ -136,7 +136,7 @@ def _by_kernel(
     (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in (q, k))
     tensors = q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, flat, cu_seqlens
     how = q_row, k_row, q.map, k.map, layout.interleaved, layout.start, causal
-    out, _, total, _ = torch.ops.ropewalk.linear_attention(*tensors, *how)
+    out, _, total, *_ = torch.ops.ropewalk.linear_attention(*tensors, *how)
     total = total.unflatten(0, (rows, kv_heads))
     return out, Sums(total[..., : width * v_dim].unflatten(-1, (width, v_dim)), total[..., width * v_dim :])
 
@@ -171,26 +171,27 @@ def _linear_attention_op(
     interleaved: bool,
     start: int,
     causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = q, k, v, q_cos, q_sin, k_cos, k_sin
     sides = _sides(tensors, (q_row, k_row, q_map, k_map))
     layout = Layout(interleaved, start, -2)
     out, below, sums = gpu.kernels().linear_attention(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens)
-    return out, below, sums.total, sums.running
+    return out, below, sums.total, sums.running, sums.plain
 
 
 @_linear_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     cu_seqlens = rest[5]
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     rows = (len(v) if sequences is None else sequences) * k.shape[1]
     size = q.shape[-1] * (v.shape[-1] + 1)
-    count = count_segments(k.shape[2], sequences)
+    count = count_segments(k.shape[2], sequences, linear_segments.segment_length(q.shape[-1], v.shape[-1]))
     return (
         v.new_empty((*q.shape[:3], v.shape[-1])),
         v.new_empty(q.shape[:3], dtype=torch.float32),
         v.new_empty((rows, size), dtype=torch.float32),
-        v.new_empty((len(v) * k.shape[1], count, size), dtype=torch.float32),
+        v.new_empty((len(v) * k.shape[1], count, size - q.shape[-1]), dtype=OPERANDS[v.dtype]),
+        v.new_empty((len(v) * k.shape[1], count, q.shape[-1]), dtype=torch.float32),
     )
 
 
@@ -201,14 +202,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-    *inputs, out, below, total, running = ctx.saved_tensors
-    of_out, _, of_total, _ = cotangents
+    *inputs, out, below, total, running, plain = ctx.saved_tensors
+    of_out, _, of_total, *_ = cotangents
     of_out = torch.zeros_like(out) if of_out is None else of_out
     needs = ctx.needs_input_grad
     if torch.is_grad_enabled() or (not is_plain(of_out) and not torch.compiler.is_compiling()):
         grads = _formula_gradients(inputs, ctx.how, of_out, of_total, needs)
     else:
-        saved = (out, below, total, running)
+        saved = (out, below, total, running, plain)
         grads = torch.ops.ropewalk.linear_attention_backward(of_out, of_total, *inputs, *saved, *ctx.how)
     chosen = [grad if need else None for grad, need in zip(grads, (*needs[:3], needs[7]), strict=True)]
     return *chosen[:3], *[None] * 4, chosen[3], *[None] * 8
@@ -259,6 +260,7 @@ def _linear_attention_backward_op(
     below: Tensor,
     total: Tensor,
     running: Tensor,
+    plain: Tensor,
     q_row: int,
     k_row: int,
     q_map: str,
@@ -268,7 +270,7 @@ def _linear_attention_backward_op(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sides = _sides((q, k, v, q_cos, q_sin, k_cos, k_sin), (q_row, k_row, q_map, k_map))
-    saved, layout = (out, below, (running, total)), Layout(interleaved, start, -2)
+    saved, layout = (out, below, (running, plain, total)), Layout(interleaved, start, -2)
     how = {"causal": causal, "cu_seqlens": cu_seqlens}
     return gpu.kernels().linear_attention_backward(of_out, of_total, *sides, v, saved, layout, **how)
 
