@@ -289,7 +289,22 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
             {"products": 2 * H, "distance": 4, "inv_freq": [1.0, 0.2, 0.3]},
         )
     ],
+    theory.alibi_slopes: [({"num_heads": 4}, {"num_heads": 8})],
+    theory.sinusoidal_table: [
+        ({"positions": [3], "dim": 4, "base": 1e4}, {"positions": [4], "dim": 8, "base": 100.0}),
+    ],
+    theory.t5_buckets: [
+        (
+            {"relative": [-9, 40], "causal": True, "num_buckets": 16, "max_distance": 64},
+            {"relative": [-7, 40], "causal": False, "num_buckets": 32, "max_distance": 9},
+        )
+    ],
     theory.periods: [({"inv_freq": [1.0]}, {"inv_freq": [2.0]})],
+    theory.Band: [({"kind": "still", "first": 0, "last": 1}, {"kind": "between", "first": 1, "last": 2})],
+    theory.turns: [({"inv_freq": [1.0], "length": 9}, {"inv_freq": [2.0], "length": 8})],
+    theory.plain_inv_freq: [({"spec": rw.RopeSpec(8, rw.Linear(1e4, 2))}, {"spec": rw.RopeSpec(8, rw.Linear(1e3, 2))})],
+    theory.classify: [({"inv_freq": [1.0, 0.1], "plain": [1.0, 0.1]}, {"inv_freq": [1.0, 0.05], "plain": [1.0, 0.2]})],
+    theory.bands: [({"inv_freq": [1.0, 0.1], "plain": [1.0, 0.1]}, {"inv_freq": [1.0, 0.05], "plain": [1.0, 0.2]})],
     theory.critical_dimension: [
         (
             {"rotary_dim": 128, "base": 1e4, "trained_length": 4096},

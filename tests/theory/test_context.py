@@ -71,6 +71,22 @@ def test_first_negative_distance_stops_at_its_limit():
     assert first_negative_distance(theta, 1708) == 1707
 
 
+@given(st.integers(1, 40), st.floats(-6, 0), st.integers(1, 5000), st.integers(0, 2**32 - 1))
+def test_the_first_negative_distance_is_the_definitions(pairs, lowest, limit, seed):
+    theta = 10 ** np.random.default_rng(seed).uniform(lowest, 0, pairs)
+    below = np.flatnonzero(score_sum(np.arange(limit), theta) < 0)
+    assert first_negative_distance(theta, limit) == (below[0] if below.size else None)
+
+
+def test_a_sum_of_nearly_0_is_decided_by_its_cosines():
+    # cos(m pi / 2) is 0 at every odd m, but for the rounding of pi / 2; 1 and -1 at even m.
+    theta = [np.pi / 2]
+    expected = int(np.flatnonzero(score_sum(np.arange(64), theta) < 0)[0])
+    assert first_negative_distance(theta, 64) == expected
+    # A search far ahead holds no list of all distances.
+    assert first_negative_distance(theta, 1 << 50) == expected
+
+
 @pytest.mark.parametrize(
     ("length", "tried", "islands"),
     [
@@ -85,6 +101,13 @@ def test_first_negative_distance_stops_at_its_limit():
 def test_islands(length, tried, islands):
     assert admissible_bases(tried, 128, length) == islands
     assert lowest_admissible_base(tried, 128, length) == (islands[0][0] if islands else None)
+
+
+def test_long_lengths_are_scanned_whole():
+    # The lowest base that keeps the sum up to 2^20 for heads of 128 is near 6.5e7 (Su, kexue.fm 10122).
+    assert lowest_admissible_base([6.4e7, 6.545e7, 6.6e7], 128, 1 << 20) == 6.545e7
+    assert first_negative_distance(Plain(6.545e7).evaluate(128), (1 << 20) + 1) is None
+    assert first_negative_distance(Plain(6.4e7).evaluate(128), (1 << 20) + 1) is not None
 
 
 def test_the_smallest_base_is_found_in_any_order():

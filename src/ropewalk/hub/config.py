@@ -5,20 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.errors import require_choice, shown
-from ropewalk.hub.families import Family, family_of
+from ropewalk.hub.families import Family
+from ropewalk.hub.language import language_model
 from ropewalk.hub.layers import parameters_by_layer
 from ropewalk.hub.pitfalls import warn
 from ropewalk.hub.read import Keys, config_error, read_config
 from ropewalk.hub.rules import Around, rule_of, type_of
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.by_parts import POLICIES
-from ropewalk.spec.rope import MOST_FEATURES, PAIRINGS, RopeSpec
+from ropewalk.spec.rope import MOST_FEATURES, RopeSpec
 from ropewalk.spec.temperature import StepTemperature
 
 __all__ = ["load_spec"]
-
-# Where composite models keep the config of their language model.
-_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "text_encoder")
 
 
 def load_spec(
@@ -46,7 +44,7 @@ def load_spec(
     (16, Plain(base=500000.0), 'half')
     """
     data = read_config(config)
-    data, family = _language_model(data, pairing)
+    data, family = language_model(data, pairing)
     if policy is not None:
         require_choice(policy, POLICIES, asked="load_spec(policy=...)")
     # A config object has gone through transformers, which fills in what a file lacks.
@@ -69,25 +67,6 @@ def load_spec(
     return specs.get("", specs)
 
 
-def _language_model(data: dict[str, Any], pairing: str | None) -> tuple[dict[str, Any], Family]:
-    """The part of the config that says how text is rotated, and its family."""
-    if pairing is not None:
-        require_choice(pairing, PAIRINGS, asked="load_spec(pairing=...)")
-    keys = Keys(data)
-    name = keys.text("model_type")
-    if name is None and keys.has("n_heads") and keys.has("dim"):
-        return _from_params(data), family_of("mistral params.json", pairing)
-    part = next((part for part in _PARTS if isinstance(data.get(part), dict)), None)
-    own = any(keys.has(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
-    if part is not None and not (own and keys.has("hidden_size")):
-        inner = data[part]
-        if inner.get("model_type") is None and name is not None:
-            inner = {**inner, "model_type": f"{name}_text"}
-        return _language_model(inner, pairing)
-    tower = any(key in data for key in ("patch_size", "spatial_merge_size")) and not keys.has("vocab_size")
-    return data, family_of(name, pairing, tower=tower)
-
-
 def _warn_of_near_misses(whole: Keys) -> None:
     """Keys that nobody reads, and that look like ones that matter: misspelt, or of a family that is not known."""
     known = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_dim")
@@ -96,38 +75,6 @@ def _warn_of_near_misses(whole: Keys) -> None:
         if near or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
             meant = f"; {near[0]!r} is" if near else ", nor is anything like it"
             warn("key-ignored", f"{key!r} is not read{meant}")
-
-
-def _from_params(data: dict[str, Any]) -> dict[str, Any]:
-    """Mistral's params.json, with its yarn under the names of transformers."""
-    keys = Keys(data)
-    for key, what in (("use_scaled_rope", "Meta's"), ("qk_rope_head_dim", "latent attention's")):
-        if keys.raw(key):
-            raise config_error(
-                key, "Mistral's params.json of a model with plain heads", f"{what} {key}", "load its config.json"
-            )
-    keys.number("rope_theta")
-    yarn, growing = Keys(keys.part("yarn"), "yarn"), Keys(keys.part("llama_4_scaling"), "llama_4_scaling")
-    if not keys.has("yarn"):
-        if keys.has("llama_4_scaling"):
-            raise config_error("llama_4_scaling", "yarn beside it", "no yarn", "add the yarn of the model")
-        return data
-    factor = yarn.number("factor", at_least=1)
-    parameters: dict[str, Any] = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": yarn.whole("original_max_position_embeddings", at_least=2),
-        "beta_fast": yarn.number("beta", 32.0),
-        "beta_slow": yarn.number("alpha", 1.0),
-    }
-    if not yarn.flag("apply_scale", True):
-        parameters["attention_factor"] = 1.0
-    if keys.has("llama_4_scaling"):
-        length = growing.whole("original_max_position_embeddings", at_least=2)
-        if length != parameters["original_max_position_embeddings"]:
-            raise config_error(growing.name("original_max_position_embeddings"), "that of yarn", f"{length}", "set one")
-        parameters["llama_4_scaling_beta"] = growing.number("beta", at_least=0)
-    return {**data, "rope_parameters": parameters}
 
 
 def _spec(

@@ -1,5 +1,11 @@
 """What is TRUE of a rotary encoding: sums, bounds and lengths, in NumPy float64."""
 
+from ropewalk.theory.bands import KINDS as KINDS
+from ropewalk.theory.bands import Band as Band
+from ropewalk.theory.bands import bands as bands
+from ropewalk.theory.bands import classify as classify
+from ropewalk.theory.bands import plain_inv_freq as plain_inv_freq
+from ropewalk.theory.bands import turns as turns
 from ropewalk.theory.context import admissible_bases as admissible_bases
 from ropewalk.theory.context import critical_base as critical_base
 from ropewalk.theory.context import critical_dimension as critical_dimension
@@ -14,13 +20,21 @@ from ropewalk.theory.decay import band_means as band_means
 from ropewalk.theory.decay import decay_curve as decay_curve
 from ropewalk.theory.decay import partial_sums as partial_sums
 from ropewalk.theory.decay import score_sum as score_sum
+from ropewalk.theory.encodings import alibi_slopes as alibi_slopes
+from ropewalk.theory.encodings import sinusoidal_table as sinusoidal_table
+from ropewalk.theory.encodings import t5_buckets as t5_buckets
 
 __all__ = [
     "BAND_EDGES",
+    "KINDS",
+    "Band",
     "abel_bound",
     "abel_transform",
     "admissible_bases",
+    "alibi_slopes",
     "band_means",
+    "bands",
+    "classify",
     "critical_base",
     "critical_dimension",
     "decay_curve",
@@ -29,5 +43,9 @@ __all__ = [
     "lowest_admissible_base",
     "partial_sums",
     "periods",
+    "plain_inv_freq",
     "score_sum",
+    "sinusoidal_table",
+    "t5_buckets",
+    "turns",
 ]

@@ -1,10 +1,10 @@
 """Which lengths a set of frequencies can serve: periods, the critical dimension, bounds on the base."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, as_int, require_count, require_even, require_positive, shown
@@ -22,10 +22,14 @@ __all__ = [
     "periods",
 ]
 
-# Distances are tried in blocks, and cosines are held for one block at a time.
-_BLOCK = 1024
-# How many cosines are held at once while bases are scanned: 2^22 float64 are 32 MiB.
-_CELLS = 1 << 22
+# Distances are tried in rows of this length; a row costs a product of matrices, and no cosine of its own.
+_ROW = 512
+# How many rows are formed at once: 2^17 sums are 1 MiB.
+_ROWS = 256
+# How many bases are looked over at once, and at how many distances.
+_BASES, _GLANCES = 64, (32, 512)
+# Sums this near to 0 are formed once more, cosine by cosine: far above what products round.
+_NEAR = 1e-6
 
 
 def periods(inv_freq: InvFreq) -> Float64[np.ndarray, "pairs"]:
@@ -93,10 +97,13 @@ def first_negative_distance(inv_freq: InvFreq, limit: int) -> int | None:
     """
     frequencies = frequencies_of(inv_freq, asked="first_negative_distance")
     limit = require_count(limit, asked="first_negative_distance(limit)", do="pass how far to look")
-    for start in range(0, limit, _BLOCK):
-        below = score_sum(np.arange(start, min(start + _BLOCK, limit)), frequencies) < 0
-        if below.any():
-            return start + int(below.argmax())
+    starts, row, rows = range(0, limit, _ROW), _row(frequencies), 1
+    while starts:
+        found = _first_negative(frequencies, np.array(starts[:rows]), row, limit)
+        if found is not None:
+            return found
+        # What fails mostly fails early; what does not is looked at in larger pieces.
+        starts, rows = starts[rows:], min(2 * rows, _ROWS)
     return None
 
 
@@ -109,11 +116,9 @@ def admissible_bases(bases: Iterable[float], rotary_dim: int, length: int) -> li
     >>> admissible_bases(range(4280, 4341), rotary_dim=128, length=1024)
     [(4294.0, 4330.0)]
     """
-    tried = np.fromiter((_base_above_one(base, "admissible_bases") for base in bases), dtype=np.float64)
-    passes = _admissible(tried, rotary_dim, length)
     islands: list[tuple[float, float]] = []
     inside = False
-    for base, passed in zip(tried.tolist(), passes.tolist(), strict=True):
+    for base, passed in _admissible([_base_above_one(base, "admissible_bases") for base in bases], rotary_dim, length):
         if passed:
             islands = [*islands[:-1], (islands[-1][0], base)] if inside else [*islands, (base, base)]
         inside = passed
@@ -128,26 +133,79 @@ def lowest_admissible_base(bases: Iterable[float], rotary_dim: int, length: int)
     >>> lowest_admissible_base(range(4280, 4341), rotary_dim=128, length=1024)
     4294.0
     """
-    islands = admissible_bases(bases, rotary_dim, length)
-    return min((min(island) for island in islands), default=None)
+    tried = sorted({_base_above_one(base, "lowest_admissible_base") for base in bases})
+    return next((base for base, passed in _admissible(tried, rotary_dim, length) if passed), None)
 
 
-def _admissible(bases: NDArray[np.float64], rotary_dim: int, length: int) -> Bool[np.ndarray, "bases"]:
+def _admissible(bases: Sequence[float], rotary_dim: int, length: int) -> Iterator[tuple[float, bool]]:
+    """Each base, and whether sum_i cos(m theta_i) >= 0 at every whole m <= length."""
     dim = require_even(rotary_dim, asked="admissible_bases(rotary_dim)", do="pass the rotary_dim of a head")
     length = require_count(length, asked="admissible_bases(length)", do="pass the context length")
-    inv_freq = np.array([Plain(base).evaluate(dim) for base in bases]).reshape(-1, dim // 2)
-    alive = np.ones(len(bases), dtype=bool)
-    # From the far end: a base that fails does so mostly near `length`, and is then out of the scan.
-    step = max(1, _CELLS // (dim // 2 * max(1, len(bases))))
-    for stop in range(length + 1, 0, -step):
-        rows = np.flatnonzero(alive)
-        if rows.size == 0:
-            break
-        distances = np.arange(max(0, stop - step), stop, dtype=np.float64)
-        # One row of frequencies at a time would be slow, all of them at once would not fit: blocks of distances.
-        sums = np.cos(distances[:, None, None] * inv_freq[rows]).sum(axis=-1)
-        alive[rows] = (sums >= 0).all(axis=0)
-    return alive
+    for some in (bases[start : start + _BASES] for start in range(0, len(bases), _BASES)):
+        frequencies = np.array([Plain(base).evaluate(dim) for base in some])
+        alive = np.ones(len(some), dtype=bool)
+        # A base that fails does so mostly over a stretch of distances: few of them find it out.
+        for count in _GLANCES:
+            step = -(-length // count)
+            sums = _turned(frequencies[alive], step, length // step + 1).real.sum(axis=-1)
+            alive[alive] = (sums >= -_NEAR).all(axis=0)
+        for base, theta, looks_right in zip(some, frequencies, alive.tolist(), strict=True):
+            yield base, looks_right and _never_negative(theta, length)
+
+
+def _never_negative(frequencies: Float64[np.ndarray, "pairs"], length: int) -> bool:
+    """Whether sum_i cos(m theta_i) >= 0 at every whole m <= length."""
+    every, row = range(0, length + 1, _ROW), _row(frequencies)
+    slow = frequencies[frequencies * 8 * _ROW < 1]
+    while every:
+        starts, every, rows = np.array(every[: 64 * _ROWS]), every[64 * _ROWS :], 4
+        # Rows in which the slow pairs leave little come first: what fails, fails there.
+        left = np.cos(starts[::8, None] * slow).sum(axis=-1).repeat(8)[: starts.size]
+        starts = starts[left.argsort(kind="stable")]
+        while starts.size:
+            if _first_negative(frequencies, starts[:rows], row, length + 1) is not None:
+                return False
+            starts, rows = starts[rows:], min(2 * rows, _ROWS)
+    return True
+
+
+def _first_negative(
+    frequencies: Float64[np.ndarray, "pairs"],
+    starts: NDArray[np.int64],
+    row: Float64[np.ndarray, "row twice"],
+    limit: int,
+) -> int | None:
+    """The first m < limit with sum_i cos(m theta_i) < 0 in the rows of distances that begin at `starts`, or None.
+
+    With m = a + b, cos(m theta) = cos(a theta) cos(b theta) - sin(a theta) sin(b theta): for the begin a of a row and
+    the b in it, whose cosines and sines are `row`, the sums are one product of matrices.
+    """
+    angles = starts[:, None] * frequencies
+    # By einsum, whose loops are its own: threads of a BLAS cost more than products this small take.
+    sums = np.einsum("ap,bp->ab", np.hstack((np.cos(angles), -np.sin(angles))), row).ravel()
+    distances = (starts[:, None] + np.arange(len(row))).ravel()
+    if distances.max() >= limit:
+        sums, distances = sums[distances < limit], distances[distances < limit]
+    below = sums < -_NEAR
+    first = int(below.argmax()) if below.any() else len(sums)
+    doubtful = np.flatnonzero(sums[:first] <= _NEAR)
+    doubtful = doubtful[score_sum(distances[doubtful], frequencies) < 0]
+    first = int(doubtful[0]) if doubtful.size else first
+    return None if first == len(sums) else int(distances[first])
+
+
+def _row(frequencies: Float64[np.ndarray, "pairs"]) -> Float64[np.ndarray, "row twice"]:
+    """cos(b theta) and sin(b theta) of every pair, for b = 0 .. _ROW-1."""
+    turned = _turned(frequencies, 1, _ROW)
+    return np.hstack((turned.real, turned.imag))
+
+
+def _turned(frequencies: Float64[np.ndarray, "*any pairs"], step: int, count: int) -> NDArray[np.complex128]:
+    """exp(i k step theta) for k = 0 .. count-1, [count, *any, pairs]: each half from the one before, by one product."""
+    turned: NDArray[np.complex128] = np.ones((1, *frequencies.shape), dtype=np.complex128)
+    while len(turned) < count:
+        turned = np.concatenate((turned, turned * np.exp(1j * step * len(turned) * frequencies)))
+    return turned[:count]
 
 
 def _base_above_one(base: float, asked: str) -> float:

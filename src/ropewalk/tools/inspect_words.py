@@ -1,0 +1,118 @@
+"""The words of `ropewalk inspect`: what rules are called, how numbers are written, what to do about a warning."""
+
+import dataclasses
+import math
+from typing import Any
+
+from ropewalk.spec import RopeSpec
+
+__all__ = ["ADVICE", "features_of", "kind_of", "number", "pairing_of", "parameters_of"]
+
+# What a rule is called outside of this package.
+_RULES = {
+    "Plain": "plain RoPE",
+    "Linear": "position interpolation (PI)",
+    "NTK": "NTK-aware scaling",
+    "NTKFixed": "NTK-aware scaling, fixed form",
+    "NTKMixed": "NTK-aware scaling, mixed form",
+    "NTKByParts": "NTK by parts",
+    "DynamicNTK": "dynamic NTK",
+    "Yarn": "YaRN",
+    "Llama3": "Llama 3's rule (by parts)",
+    "LongRope": "LongRoPE",
+    "Proportional": "p-RoPE",
+}
+
+# What to do about each pitfall; hub/pitfalls.py says what they are.
+ADVICE = {
+    "amplitude-differs": "compare the amplitude above with that of the stack you serve with; load_spec(policy=...)",
+    "dynamic-batch": "give each sequence its own length: rope(q, k, length=...)",
+    "factor-differs": "set the factor that the model was tuned with; nothing, if it is the one in the config",
+    "head-dim-null": "write the number, or remove the key",
+    "int-for-float": "write the number with a point, such as 4.0",
+    "key-ignored": "remove the key, or say the same by one that is read",
+    "legacy-type": 'write "longrope"',
+    "nested-truncate": "expect other frequencies from transformers than from stacks that read the key",
+    "no-ramp": "nothing, if the model was trained so, as Llama 4 Scout was",
+    "original-is-extended": "set original_max_position_embeddings to the length before the extension",
+    "partial-truncated": "nothing, if the model was trained with transformers",
+    "temperature-without-rotation": "multiply the queries of those layers yourself",
+    "unknown-family": "hold what is shown here against the model's own code",
+    "vllm-mrope-yarn": "expect other frequencies from vLLM than from transformers",
+    "zero-is-unset": "remove the key, or write the number that is meant",
+}
+
+
+def kind_of(spec: RopeSpec) -> str:
+    """The kind of RoPE in a few words.
+
+    >>> kind_of(RopeSpec(128, rotary_dim=32))
+    'plain RoPE, partial'
+    """
+    rule = type(spec.frequencies).__name__
+    words = [_RULES.get(rule, rule)]
+    if spec.turning < spec.head_dim:
+        words.append("partial" if spec.rotary_slice == "leading" else "on the last part of a head")
+    if spec.axes is not None:
+        words.append(f"{spec.axes.count} axes")
+    if spec.query_temperature is not None:
+        words.append("query temperature")
+    return ", ".join(words)
+
+
+def parameters_of(spec: RopeSpec) -> str:
+    """The parameters of the rule that are set.
+
+    >>> from ropewalk.spec import Linear
+    >>> parameters_of(RopeSpec(8, Linear(10_000, factor=4)))
+    'base 10,000, factor 4'
+    """
+    rule: Any = spec.frequencies
+    shown: list[str] = []
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if isinstance(value, tuple):
+            shown.append(f"{field.name} {len(value)} numbers, {number(min(value))} to {number(max(value))}")
+        elif value is not None and not isinstance(value, str):
+            shown.append(f"{field.name} {str(value).lower() if isinstance(value, bool) else number(value)}")
+        elif value is not None and value != field.default:
+            shown.append(f"{field.name} {value}")
+    return ", ".join(shown)
+
+
+def pairing_of(spec: RopeSpec) -> str:
+    """Which features form a pair.
+
+    >>> pairing_of(RopeSpec(128, pairing="half"))
+    'half: features i and i + 64'
+    """
+    if spec.pairing == "interleaved":
+        return "interleaved: features 2i and 2i + 1"
+    return f"half: features i and i + {spec.turning // 2}"
+
+
+def features_of(spec: RopeSpec) -> str:
+    """Which features of a head turn.
+
+    >>> features_of(RopeSpec(192, rotary_dim=64, rotary_slice="trailing"))
+    'the last 64 of 192 turn'
+    """
+    if spec.turning == spec.head_dim:
+        return f"all {spec.head_dim} turn"
+    where = "first" if spec.rotary_slice == "leading" else "last"
+    return f"the {where} {spec.turning} of {spec.head_dim} turn"
+
+
+def number(value: float) -> str:
+    """A number as a person reads it: four digits, or whole with commas.
+
+    >>> number(6.283185), number(2559196.3), number(0.0032009), number(8.0), number(1e12)
+    ('6.283', '2,559,196', '0.003201', '8', '1e+12')
+    """
+    if math.isinf(value):
+        return "∞"
+    if abs(value) >= 1e10:
+        return f"{value:.4g}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
