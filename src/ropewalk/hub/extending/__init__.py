@@ -1,0 +1,1 @@
+"""What a longer context would take: rules, their effect on each band, configs, flags, what was measured."""

@@ -1,0 +1,333 @@
+"""Rules that extend a context: the right frequencies, what theory says of them, configs that say them, flags."""
+
+import functools
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ropewalk import RopeSpec, RopewalkError, load_spec
+from ropewalk.hub.extending.cache_size import cache_bytes
+from ropewalk.hub.extending.effect import effect_of, trained_turns
+from ropewalk.hub.extending.extended_config import extended_config, forms_of, path_of
+from ropewalk.hub.extending.extension import RULES, Extension, Start, extensions, start_of
+from ropewalk.hub.extending.measured import MEASURED, measured
+from ropewalk.hub.extending.stacks import flags_for
+from ropewalk.hub.language import language_model
+from ropewalk.hub.reading import read_model
+from ropewalk.spec import DynamicNTK, Explicit, Linear, Llama3, Plain, Proportional, Yarn
+from ropewalk.theory import first_negative_distance
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+LLAMA_2 = Start("", RopeSpec(128, Plain(10_000), pairing="half", angles="float32"), 10_000.0, 4096, 4096)
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 4096,
+}
+
+
+@functools.cache
+def made(start: Start, length: int) -> dict[str, Extension]:
+    return {one.rule: one for one in extensions(start, length)}
+
+
+def frequencies(start: Start, length: int, rule: str) -> Any:
+    spec = made(start, length)[rule].spec
+    assert spec is not None
+    return spec.frequencies
+
+
+def started(config: Any, trained: int | None = None) -> Start:
+    model = read_model(config)
+    data = json.loads(Path(config).read_text()) if isinstance(config, Path) else config
+    return start_of(model, language_model(data, None)[0], trained)
+
+
+def test_the_rules_of_llama_2_are_the_papers():
+    assert frequencies(LLAMA_2, 65_536, "pi") == Linear(10_000, 16)
+    assert frequencies(LLAMA_2, 65_536, "yarn") == Yarn(10_000, 16, 4096)
+    assert frequencies(LLAMA_2, 65_536, "yarn-paper") == Yarn(10_000, 16, 4096, ramp="ratio")
+    assert frequencies(LLAMA_2, 65_536, "llama3") == Llama3(10_000, 16, 4096)
+    assert frequencies(LLAMA_2, 65_536, "dynamic") == DynamicNTK(10_000, 1, 4096)
+    # bloc97's b' = b s^(d/(d-2)), and eq. 16a of Liu et al.
+    assert made(LLAMA_2, 65_536)["ntk"].base == pytest.approx(167_198.739, abs=1e-3)
+    assert made(LLAMA_2, 16_384)["base-law"].base == pytest.approx(71_738, abs=1)
+    assert made(LLAMA_2, 65_536).keys() == RULES.keys()
+
+
+def test_a_dynamic_base_is_that_of_ntk_at_the_length():
+    ntk, dynamic = (made(LLAMA_2, 16_384)[rule].spec for rule in ("ntk", "dynamic"))
+    assert ntk is not None
+    assert dynamic is not None
+    np.testing.assert_allclose(dynamic.inv_freq(16_384), ntk.inv_freq(), rtol=1e-14)
+    np.testing.assert_array_equal(dynamic.inv_freq(4096), LLAMA_2.spec.inv_freq())
+
+
+@pytest.mark.parametrize(("length", "lowest"), [(16_384, 231_650), (8192, 83_764)])
+def test_the_base_of_the_bound_keeps_the_sum_and_is_near_the_lowest_known(length, lowest):
+    base = made(LLAMA_2, length)["base-bound"].base
+    assert base is not None
+    # The lowest that a scan in single steps finds; ours are 0.4 % apart, and may miss an island.
+    assert lowest <= base <= 1.05 * lowest
+    assert first_negative_distance(Plain(base).evaluate(128), length + 1) is None
+    assert "lowest of" in made(LLAMA_2, length)["base-bound"].notes[0]
+
+
+def test_the_effect_of_yarn_on_llama_2():
+    spec = made(LLAMA_2, 65_536)["yarn"].spec
+    assert spec is not None
+    effect = effect_of(LLAMA_2, spec, 65_536)
+    counts = (effect.counts["unchanged"], effect.counts["between"], effect.counts["interpolated"])
+    assert counts == (21, 25, 18)
+    assert effect.amplitude == pytest.approx(1.2772589)
+    assert effect.divided == pytest.approx(16)
+    # The slowest pair turns as far as in training: 4096 / (2 pi 10000^(126/128)) times.
+    assert effect.slowest == pytest.approx(trained_turns(LLAMA_2))
+    assert effect.slowest == pytest.approx(0.0752801, abs=1e-7)
+    assert effect.seen == pytest.approx(65_536)
+    assert effect.limit is None
+    assert effect.inv_freq[63] == pytest.approx(7.217387e-6, rel=1e-6)
+
+
+def test_the_effect_of_a_new_base():
+    ntk = made(LLAMA_2, 16_384)["ntk"]
+    assert ntk.spec is not None
+    effect = effect_of(LLAMA_2, ntk.spec, 16_384, ntk.base)
+    assert (effect.counts["unchanged"], effect.counts["between"], effect.counts["interpolated"]) == (1, 62, 1)
+    assert effect.limit == pytest.approx(2 * math.pi * 40_889.942 ** (92 / 128), rel=1e-6)
+    # Pair 46 is the first that never finished a turn; it is divided by 4^(46/63), and by less than those after it.
+    assert effect.seen == pytest.approx(4096 * 4 ** (46 / 63), rel=1e-9)
+    assert effect.negative == first_negative_distance(ntk.spec.inv_freq(), 16_385)
+
+
+@settings(max_examples=40)
+@given(st.integers(2, 32).map(lambda pairs: 2 * pairs), st.floats(100, 1e7), st.integers(64, 8192), st.floats(1.01, 9))
+def test_rules_that_interpolate_keep_slow_pairs_within_the_angles_of_training(dim, base, trained, times):
+    start = Start("", RopeSpec(dim, Plain(base)), base, trained, trained)
+    length = math.ceil(trained * times)
+    if length <= trained:
+        return
+    for rule in ("pi", "yarn-paper", "llama3"):
+        one = RULES[rule](start, length, length / trained)
+        assert one.spec is not None
+        seen = effect_of(start, one.spec, length).seen
+        assert seen is None or seen >= length * (1 - 1e-9)
+
+
+def test_a_scaled_model_starts_from_before_it_was_scaled():
+    start = started(CONFIGS / "llama-3.1-8b.json")
+    assert (start.base, start.trained, start.configured, start.reach) == (500_000, 8192, 131_072, 131_072)
+    assert frequencies(start, 262_144, "llama3") == Llama3(500_000, 32, 8192)
+    assert frequencies(start, 262_144, "pi") == Linear(500_000, 32)
+    assert "own rule" in made(start, 262_144)["llama3"].notes[-1]
+    assert "replaces the model's own Llama3" in made(start, 262_144)["yarn"].notes[-1]
+    # gpt-oss: the ends of its ramp are not rounded, and stay so.
+    oss = started(CONFIGS / "gpt-oss-20b.json")
+    assert frequencies(oss, 135_168, "yarn") == Yarn(150_000, 33, 4096, truncate=False)
+
+
+def test_a_config_that_keeps_the_old_length_reaches_farther_than_it_says():
+    start = started(CONFIGS / "qwen2.5-7b-instruct-yarn.json")
+    assert (start.configured, start.reach) == (32_768, 131_072)
+    with pytest.raises(RopewalkError, match="more than the 131072"):
+        extensions(start, 131_072)
+
+
+def test_layers_with_a_window_and_layers_without_rotation_are_left():
+    assert started(CONFIGS / "gemma-3-4b.json", 32_768).layer == "full_attention"
+    left = dict(started(CONFIGS / "gemma-3-4b.json", 32_768).left)
+    assert left == {"sliding_attention": "sees a window of the context only"}
+    assert dict(started(CONFIGS / "smollm3-3b.json").left) == {"no_rope": "does not rotate"}
+
+
+def test_rules_that_cannot_apply_say_why():
+    refused = {one.rule: one.why_not for one in extensions(LLAMA_2, 8192) if not one.applies}
+    assert refused == {"longrope": "its divisors come from a search that runs the model (2402.13753)"}
+    partial = Start("", RopeSpec(128, rotary_dim=32), 10_000.0, 2048, 2048)
+    assert "never negative" in str(made(partial, 8192)["base-bound"].why_not)
+    wide = Start("", RopeSpec(128, Plain(1e9)), 1e9, 4096, 4096)
+    assert "already keeps" in str(made(wide, 8192)["base-bound"].why_not)
+    small = Start("", RopeSpec(128, Plain(100)), 100.0, 4096, 4096)
+    assert "sets no limit" in str(made(small, 8192)["base-law"].why_not)
+    two = Start("", RopeSpec(2), 10_000.0, 4096, 4096)
+    assert {rule for rule, one in made(two, 8192).items() if not one.applies} >= {"ntk", "dynamic"}
+    parts = Start("", RopeSpec(64, Proportional(1e6, 0.25)), 1e6, 4096, 4096)
+    assert {rule for rule, one in made(parts, 8192).items() if one.applies} >= {"pi", "ntk"}
+    assert "p-RoPE" in str(made(parts, 8192)["yarn"].why_not)
+    assert frequencies(parts, 8192, "pi") == Proportional(1e6, 0.25, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CONFIGS / "vicuna-7b-v1.5-16k.json", "--trained LENGTH"),
+        (CONFIGS / "llama-4-scout.json", "its rotation need not change"),
+        (
+            {"model_type": "granite_swa", "head_dim": 8, "layer_rope_theta": [1e4, 1e5], "max_position_embeddings": 64},
+            "one kind of layer",
+        ),
+    ],
+)
+def test_models_that_cannot_be_extended(config, message):
+    with pytest.raises(RopewalkError, match=message):
+        started(config)
+
+
+def test_frequencies_without_a_base_are_refused():
+    model = read_model(CONFIG)
+    explicit = RopeSpec(4, Explicit([1.0, 0.5]))
+    with pytest.raises(RopewalkError, match="a base above 1"):
+        start_of(type(model)("m", "llama", (("", explicit),), model.lengths, (), None), CONFIG)
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096])
+def test_a_length_that_the_model_has_is_refused(length):
+    with pytest.raises(RopewalkError, match="more than the 4096"):
+        extensions(LLAMA_2, length)
+
+
+def test_everything_else_in_a_config_is_kept_in_order():
+    data = {"vocab_size": 8, **CONFIG, "rope_theta": 10_000.0, "zeta": {"a": [1, None]}, "alpha": "ö"}
+    spec = made(LLAMA_2, 16_384)["yarn"].spec
+    assert spec is not None
+    new, old = forms_of(data, LLAMA_2, spec, 16_384)
+    whole = extended_config(data, old)
+    assert [key for key in whole if key != "rope_scaling"] == list(data)
+    assert {key for key in data if whole[key] != data[key]} == {"max_position_embeddings"}
+    assert whole["rope_scaling"]["rope_type"] == "yarn"
+    assert "rope_theta" not in extended_config(data, new)
+    for form in (new, old):
+        assert load_spec(extended_config(data, form)) == spec
+    assert data["max_position_embeddings"] == 4096
+
+
+def test_the_part_of_a_language_model_is_found():
+    inner = {"model_type": "gemma3_text", "hidden_size": 8}
+    assert path_of({"a": 1, "text_config": inner}, inner) == ("text_config",)
+    assert path_of({"thinker_config": {"text_config": inner}}, inner) == ("thinker_config", "text_config")
+    assert path_of(inner, inner) == ()
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_every_form_is_read_back_as_what_was_meant(path):
+    data = json.loads(path.read_text())
+    try:
+        start = started(path, read_model(path).lengths.trained or 2048)
+    except RopewalkError:
+        return
+    length = 2 * start.reach
+    for rule in ("pi", "ntk", "dynamic", "yarn", "llama3", "base-law"):
+        one = RULES[rule](start, length, length / start.trained)
+        if one.spec is None:
+            continue
+        takes_bases_alone = path.stem == "phi-3-mini-128k" and rule not in ("ntk", "base-law")
+        if takes_bases_alone or path.stem == "mistral-7b-v0.3-params":
+            with pytest.raises(RopewalkError, match="a config of an extended model"):
+                forms_of(data, start, one.spec, length)
+            continue
+        for form in forms_of(data, start, one.spec, length):
+            again, before = (dict(read_model(config).layers) for config in (extended_config(data, form), data))
+            new = again.pop(start.layer)
+            before.pop(start.layer)
+            assert again == before
+            assert new is not None
+            np.testing.assert_allclose(new.inv_freq(length), one.spec.inv_freq(length), rtol=1e-13)
+            assert new.amplitude(length) == pytest.approx(one.spec.amplitude(length))
+
+
+def flags(stack: str, start: Start, length: int, rule: str, data: dict[str, Any] = CONFIG) -> Any:
+    one = made(start, length)[rule]
+    part, _ = language_model(data, None)
+    try:
+        form = forms_of(data, start, one.spec, length)[0] if one.spec else None
+    except RopewalkError:
+        form = None
+    kind = str(data.get("model_type"))
+    return flags_for(stack, start, one, length, form=form, path=path_of(data, part), model_type=kind)
+
+
+def overrides(given: str) -> tuple[dict[str, Any], int]:
+    name, text, other, most = shlex.split(given)
+    assert (name, other) == ("--hf-overrides", "--max-model-len")
+    return json.loads(text), int(most)
+
+
+def test_the_flags_of_vllm():
+    yarn, most = overrides(flags("vllm", LLAMA_2, 16_384, "yarn").flags)
+    assert most == 16_384
+    wanted = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 10_000.0}
+    assert wanted.items() <= yarn["rope_parameters"].items()
+    # vLLM allows the original length times the factor for YaRN, and max_position_embeddings times it for PI.
+    assert "max_position_embeddings" not in yarn
+    assert overrides(flags("vllm", LLAMA_2, 16_384, "pi").flags)[0]["max_position_embeddings"] == 4096
+    assert overrides(flags("vllm", LLAMA_2, 16_384, "ntk").flags)[0]["max_position_embeddings"] == 16_384
+    assert flags("vllm", LLAMA_2, 16_384, "dynamic").flags is None
+    assert flags("vllm", LLAMA_2, 16_384, "yarn-paper").flags is None
+    assert "search" in flags("vllm", LLAMA_2, 16_384, "longrope").notes[0]
+
+
+def test_the_flags_of_vllm_for_a_composite_model_stand_in_its_text_config():
+    data = json.loads((CONFIGS / "gemma-3-4b.json").read_text())
+    start = started(CONFIGS / "gemma-3-4b.json", 32_768)
+    keys = overrides(flags("vllm", start, 262_144, "yarn", data).flags)[0]["text_config"]
+    assert keys["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": 10_000.0}
+    assert keys["rope_parameters"]["full_attention"]["rope_type"] == "yarn"
+    # vLLM takes the length of Gemma 3 as it is.
+    assert keys["max_position_embeddings"] == 262_144
+
+
+def test_vllm_is_told_of_another_amplitude():
+    data = CONFIG | {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "attention_factor": 1.0,
+        }
+    }
+    keys, _ = overrides(flags("vllm", started(data), 8192, "yarn", data).flags)
+    assert keys["rope_parameters"]["attn_factor"] == pytest.approx(1 / (0.1 * math.log(8) + 1))
+
+
+def test_the_flags_of_llama_cpp():
+    assert flags("llama.cpp", LLAMA_2, 16_384, "pi").flags == "--rope-scaling linear --rope-scale 4 -c 16384"
+    ntk = flags("llama.cpp", LLAMA_2, 16_384, "ntk").flags
+    assert ntk == "--rope-scaling none --rope-freq-base 40889.9424 -c 16384"
+    for rule in ("dynamic", "llama3", "yarn-paper", "longrope"):
+        assert flags("llama.cpp", LLAMA_2, 16_384, rule).flags is None
+    llama_3 = started(CONFIGS / "llama-3.1-8b.json")
+    data = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    refused = flags("llama.cpp", llama_3, 262_144, "yarn", data)
+    assert refused.flags is None
+    assert "convert_hf_to_gguf.py" in refused.notes[0]
+    oss = started(CONFIGS / "gpt-oss-20b.json")
+    data = json.loads((CONFIGS / "gpt-oss-20b.json").read_text())
+    assert any("not rounded" in note for note in flags("llama.cpp", oss, 262_144, "yarn", data).notes)
+
+
+def test_the_bytes_of_keys_and_values():
+    model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    assert cache_bytes(model, 128, 131_072) == 2 * 32 * 8 * 128 * 131_072 * 2 == 16 << 30
+    latent = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    assert cache_bytes(latent, 192, 1000) == 61 * 576 * 1000 * 2
+    mixed = model | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
+    assert cache_bytes(mixed | {"sliding_window": 10}, 128, 100) == 2 * 8 * 128 * 110 * 2
+    assert cache_bytes({"num_attention_heads": 32}, 128, 100) is None
+    assert cache_bytes(model | {"layer_types": ["full_attention"]}, 128, 100) is None
+    assert cache_bytes(mixed | {"layer_types": ["full_attention", "mamba"]}, 128, 100) is None
+
+
+def test_what_was_measured_names_rules_models_and_places():
+    for one in MEASURED:
+        assert set(one.rules) <= RULES.keys()
+        assert any(word in one.source for word in ("table", "section", "README", "kexue.fm"))
+        assert any(digit.isdigit() for digit in one.model)
+    assert {rule for rule in RULES if measured(rule, tuned=False)} == {"pi", "ntk", "dynamic", "yarn"}
