@@ -37,8 +37,8 @@ from ropewalk.spec import (
 )
 from strategies import vector
 
-# Harnesses and containers, whose arguments are not data: check_rotation takes the function under test.
-NOT_FUNCTIONS = {"BAND_EDGES", "BudgetError", "Projections", "check_rotation"}
+# Harnesses and containers, whose arguments are not data: check_rotation takes the function under test, accelerate a model.
+NOT_FUNCTIONS = {"BAND_EDGES", "BudgetError", "Projections", "accelerate", "check_rotation"}
 # Values, whose fields are changed below, and the module.
 # The arguments of the other modules, and of the factory of encodings, are changed one by one in tests/nn.
 VALUES = {*spec.__all__, "RopeConfigWarning", "RopewalkError", "RotaryEmbedding", "Encoding", "LinearState"}

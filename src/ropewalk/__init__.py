@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ropewalk.errors import RopewalkError as RopewalkError
     from ropewalk.hub.config import load_spec as load_spec
+    from ropewalk.hub.patch import accelerate as accelerate
     from ropewalk.hub.pitfalls import RopeConfigWarning as RopeConfigWarning
     from ropewalk.nn.attention import Attention as Attention
     from ropewalk.nn.cache import KVCache as KVCache
@@ -83,6 +84,7 @@ _HOME = {
     "WholeModel": "ropewalk.spec.frequencies",
     "XPos": "ropewalk.spec.xpos",
     "Yarn": "ropewalk.spec.by_parts",
+    "accelerate": "ropewalk.hub.patch",
     "apply_rope": "ropewalk.reference.rotate",
     "build_rotary_frequencies": "ropewalk.reference.rotate",
     "encoding": "ropewalk.nn.encoding",
@@ -122,6 +124,7 @@ __all__ = [
     "WholeModel",
     "XPos",
     "Yarn",
+    "accelerate",
     "apply_rope",
     "build_rotary_frequencies",
     "encoding",

@@ -1,6 +1,20 @@
-"""What models in the WILD do: their configs, read into specs."""
+"""What models in the WILD do: their configs, read into specs; and the fused rotation, put into them."""
+
+from typing import TYPE_CHECKING
 
 from ropewalk.hub.config import load_spec as load_spec
 from ropewalk.hub.pitfalls import RopeConfigWarning as RopeConfigWarning
 
-__all__ = ["RopeConfigWarning", "load_spec"]
+if TYPE_CHECKING:
+    from ropewalk.hub.patch import accelerate as accelerate
+
+__all__ = ["RopeConfigWarning", "accelerate", "load_spec"]
+
+
+def __getattr__(name: str) -> object:
+    # It needs torch, which configs do not.
+    if name != "accelerate":
+        raise AttributeError(f"module 'ropewalk.hub' has no attribute {name!r}")
+    from ropewalk.hub.patch import accelerate
+
+    return accelerate

@@ -192,7 +192,9 @@ def _norm_rotate_backward_op(
         return [*of_x, *(weight for weight in of_weights if weight is not None)]
     turned = [rotate(g.to(cos.dtype), None, cos, sin, layout, conjugate=True)[0] for g in cotangents]
     found = [norm_rotate_backward(g, x, w, eps) for g, x, w in zip(turned, both, factors, strict=True)]
-    return [of_x for of_x, _ in found] + [of_weight for _, of_weight in found]
+    # Compilers count on what the fake kernel says: gradients that lie in memory as x does.
+    of_both = [torch.empty_like(x).copy_(of_x) for x, (of_x, _) in zip(both, found, strict=True)]
+    return of_both + [of_weight for _, of_weight in found]
 
 
 @_norm_rotate_backward_op.register_fake

@@ -1,0 +1,1 @@
+"""How `accelerate` finds what a loaded model computes, and what it puts in its place."""
