@@ -1,38 +1,23 @@
 """The picture of `ropewalk bench attention`: time and memory against N, with the powers by which time grows."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ropewalk.errors import RopewalkError
-from ropewalk.tools.figures import BLUE, GREY, ORANGE, Figure
+from ropewalk.tools.style import BLUE, GREEN, GREY, RED, figure, save, shown_length
 
-__all__ = ["draw", "require_picture"]
+__all__ = ["draw"]
 
 # Colour, marker and whether the line is broken; paths that are not here are grey.
 STYLES = {
     "softmax (SDPA)": (GREY, "s", "-"),
     "ropewalk linear": (BLUE, "o", "-"),
-    "ropewalk linear + RoPE": (ORANGE, "D", "-"),
+    "ropewalk linear + RoPE": (RED, "D", "-"),
     "fla linear": (BLUE, "^", "--"),
-    "fla linear + RoPE": (ORANGE, "v", "--"),
-    "fla, no denominator": ("#3c8d5a", "x", "--"),
+    "fla linear + RoPE": (RED, "v", "--"),
+    "fla, no denominator": (GREEN, "x", "--"),
 }
-TEXT = 8
-
-
-def require_picture(target: str, *, asked: str) -> None:
-    """Refuses a name that says of no kind of picture."""
-    kinds = Figure().canvas.get_supported_filetypes()
-    if Path(target).suffix.removeprefix(".").lower() not in kinds:
-        raise RopewalkError(
-            asked=asked,
-            expected="a file name that ends in a kind of picture",
-            got=repr(target),
-            do=f"use one of {', '.join(f'.{kind}' for kind in sorted(kinds))}",
-        )
 
 
 def _curves(record: dict[str, Any], work: str, field: str) -> Iterator[tuple[str, list[int], list[float]]]:
@@ -46,24 +31,12 @@ def _curves(record: dict[str, Any], work: str, field: str) -> Iterator[tuple[str
             yield path, list(seqs), list(values)
 
 
-def _shown_length(seq: float) -> str:
-    return f"{seq / 1024:g}k" if seq >= 1024 else f"{seq:g}"
-
-
 def _axes(axes: Any, seqs: set[int], title: str, label: str) -> None:
     marked = sorted(seqs)
     marked = marked[(len(marked) - 1) % 2 :: 2] if len(marked) > 5 else marked
-    axes.set(xscale="log", yscale="log")
-    axes.set_xlabel("tokens $N$", fontsize=TEXT)
-    axes.set_ylabel(label, fontsize=TEXT)
-    axes.set_title(title, fontsize=TEXT + 0.5, loc="left")
-    axes.set_xticks(marked, [_shown_length(seq) for seq in marked])
+    axes.set(xscale="log", yscale="log", xlabel="tokens $N$", ylabel=label, title=title)
+    axes.set_xticks(marked, [shown_length(seq) for seq in marked])
     axes.minorticks_off()
-    axes.grid(color="#e4e4e4", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=TEXT - 0.5, length=2.5, width=0.6, color=GREY)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set(linewidth=0.6, color=GREY)
 
 
 def _named(path: str, works: list[str], powers: dict[tuple[str, str], float | None]) -> str:
@@ -79,20 +52,18 @@ def draw(record: dict[str, Any], target: str) -> None:
     powers = {(fit["path"], fit["work"]): fit["exponent"] for fit in record["growth"]}
     panels = [(work, "ms", 1.0, f"time, {work}", "ms") for work in works]
     panels.append((works[0], "peak_bytes", 2.0**-20, f"peak memory, {works[0]}", "MiB above q, k, v"))
-    figure = Figure(figsize=(7.1, 3.0), layout="constrained")
-    drawn: dict[str, Any] = {}
-    for place, axes, (work, field, unit, title, label) in zip(
-        "abc", figure.subplots(1, len(panels)), panels, strict=False
-    ):
-        every: set[int] = set()
-        for path, seqs, values in _curves(record, work, field):
-            colour, marker, dashes = STYLES.get(path, (GREY, ".", ":"))
-            look = {"color": colour, "marker": marker, "linestyle": dashes, "markersize": 3.2, "linewidth": 1.2}
-            (drawn[path],) = axes.plot(seqs, np.asarray(values) * unit, **look)
-            every |= set(seqs)
-        _axes(axes, every, f"({place}) {title}", label)
-    names = [_named(path, works, powers) for path in drawn]
-    columns = 3 if len(works) == 1 else 2
-    how = {"frameon": False, "fontsize": TEXT, "handlelength": 2.2, "labelspacing": 0.35}
-    figure.legend(list(drawn.values()), names, loc="outside lower center", ncols=columns, **how)
-    figure.savefig(target, dpi=300)
+    with figure(7.1, 3.0) as drawn:
+        lines: dict[str, Any] = {}
+        for place, axes, (work, field, unit, title, label) in zip(
+            "abc", drawn.subplots(1, len(panels)), panels, strict=False
+        ):
+            every: set[int] = set()
+            for path, seqs, values in _curves(record, work, field):
+                colour, marker, dashes = STYLES.get(path, (GREY, ".", ":"))
+                look = {"color": colour, "marker": marker, "linestyle": dashes}
+                (lines[path],) = axes.plot(seqs, np.asarray(values) * unit, **look)
+                every |= set(seqs)
+            _axes(axes, every, f"({place}) {title}", label)
+        names = [_named(path, works, powers) for path in lines]
+        drawn.legend(list(lines.values()), names, loc="outside lower center", ncols=3 if len(works) == 1 else 2)
+    save(drawn, target)

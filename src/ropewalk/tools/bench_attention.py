@@ -111,7 +111,8 @@ def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
 
 def _plotter(target: str, asked: str) -> Callable[[dict[str, Any]], None]:
     """What draws a record into `target`. Asked for before anything is timed: matplotlib may be missing."""
-    from ropewalk.tools.attention_plot import draw, require_picture
+    from ropewalk.tools.attention_plot import draw
+    from ropewalk.tools.style import require_picture
 
     require_picture(target, asked=asked)
     return lambda record: draw(record, target)
@@ -126,9 +127,8 @@ def bench_attention(
 ) -> int:
     """Times attention against N and prints a table a case; 0, or 1 if one of our own paths is wrong."""
     asked = "ropewalk bench attention"
-    for option, target in (("--json", json_file), ("--plot", plot)):
-        if target is not None:
-            require_writable_file(target, asked=f"{asked} {option} {target}")
+    if json_file is not None:
+        require_writable_file(json_file, asked=f"{asked} --json {json_file}")
     draw = None if plot is None else _plotter(plot, f"{asked} --plot {plot}")
     if from_file is not None:
         if json_file is not None or quick or device is not None:

@@ -1,19 +1,36 @@
 """`ropewalk`: the commands and their options. What a command does is imported when it is called."""
 
+import io
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ropewalk.tools.bench_cli import bench
+from ropewalk.tools.plot_cli import plot
+
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="ropewalk",
-    help="Position in transformers: check what is said about RoPE, and time it.",
+    help="""Position in transformers: look at a model's RoPE, change it, draw it, time it.
+
+Results go to standard output, everything else to standard error. Exits with 0 if all is fine, 1 if a
+check failed, 2 for bad usage or input.
+""",
     no_args_is_help=True,
-    add_completion=False,
+    # Plain text that is wrapped to the width there is: the same on paper, in a log and without colour.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+# What the options before the command have said.
+_shown = {"traceback": False}
 
 
 def _show_version(wanted: bool) -> None:
@@ -29,8 +46,133 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    pass
+    _shown["traceback"] = debug
+
+
+@app.command()
+def inspect(
+    configs: Annotated[
+        list[str],
+        typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model. Several: compared."),
+    ],
+    plot: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw the wavelength of every pair.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write every pair as JSON; - for standard output.")
+    ] = None,
+    pairing: Annotated[
+        str | None,
+        typer.Option("--pairing", metavar="half|interleaved", help="Which features form a pair, in a new family."),
+    ] = None,
+) -> None:
+    """Show what a config says of a model's RoPE.
+
+    Rule, pairing, frequencies, lengths, pitfalls. Needs no weights. Several configs stand side by side, and rows that
+    differ are marked.
+
+    \b
+    Examples:
+      ropewalk inspect config.json
+      ropewalk inspect models/llama models/qwen
+      ropewalk inspect config.json --plot wavelengths.png --json pairs.json
+    """
+    from ropewalk.tools.inspect import inspect as run
+
+    raise typer.Exit(run(configs, json_file=json, plot=plot, pairing=pairing))
+
+
+@app.command()
+def extend(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model.")],
+    to: Annotated[int, typer.Option("--to", metavar="LENGTH", help="How many positions the model is to read.")],
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            "--rule",
+            metavar="RULE",
+            help="One rule, pair by pair: pi, ntk, dynamic, yarn, yarn-paper, llama3, base-bound or base-law.",
+        ),
+    ] = None,
+    write: Annotated[
+        str | None,
+        typer.Option("--write", metavar="OUT.json", help="Write the config of the rule; - for standard output."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT.json if it is there.")] = False,
+    stack: Annotated[
+        str | None,
+        typer.Option("--for", metavar="vllm|llama.cpp", help="Show the flags of this stack, and no config keys."),
+    ] = None,
+    trained: Annotated[
+        int | None,
+        typer.Option("--trained", metavar="N", help="Positions in training, where the config does not say it."),
+    ] = None,
+    pairing: Annotated[
+        str | None,
+        typer.Option("--pairing", metavar="half|interleaved", help="Which features form a pair, in a new family."),
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Compare the rules that extend a context; write a config.
+
+    What each rule does to the frequencies, how far theory says that it carries, what papers measured of it, and the
+    keys to paste. Needs no weights.
+
+    \b
+    Examples:
+      ropewalk extend config.json --to 131072
+      ropewalk extend config.json --to 131072 --rule yarn --write long.json
+      ropewalk extend config.json --to 131072 --rule yarn --for vllm
+    """
+    from ropewalk.tools.extend import extend as run
+
+    code = run(
+        config,
+        to,
+        rule=rule,
+        write=write,
+        force=force,
+        stack=stack,
+        trained=trained,
+        pairing=pairing,
+        json_file=json,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def convert(
+    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not be there yet.")],
+    to: Annotated[str, typer.Option("--to", metavar="interleaved|half", help="The pairing that OUT is to have.")],
+    from_pairing: Annotated[
+        str | None,
+        typer.Option("--from", metavar="interleaved|half", help="The pairing of MODEL_DIR, where its family is new."),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Prove OUT before it gets its name: attention scores, and every byte.")
+    ] = False,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write what was done as JSON; - for standard output.")
+    ] = None,
+) -> None:
+    """Permute q and k of a checkpoint from one pairing to the other.
+
+    Streams safetensors, whatever their size. OUT is there whole or not at all, and MODEL_DIR is never written. Needs
+    neither torch nor transformers. Exits with 1 if --verify finds a fault.
+
+    \b
+    Examples:
+      ropewalk convert models/llama models/pairs --to interleaved --verify
+      ropewalk convert models/mine models/mine-half --from interleaved --to half
+    """
+    from ropewalk.tools.convert import convert as run
+
+    raise typer.Exit(run(model, out, to, from_pairing=from_pairing, verify=verify, json_file=json))
 
 
 @app.command()
@@ -46,104 +188,76 @@ def verify(
         typer.Option("--only", metavar="TEXT", help="Measure the statements whose id has TEXT in it. May be repeated."),
     ] = None,
 ) -> None:
-    """Measure every statement in the ledger: what notes and papers say of position encodings.
+    """Measure what notes and papers say of position encodings.
 
-    Exits with 1 if a measurement contradicts a recorded verdict.
+    Every statement in the ledger is computed anew and shown with its figure. Exits with 1 if a measurement contradicts
+    a recorded verdict.
+
+    \b
+    Examples:
+      ropewalk verify --only decay
+      ropewalk verify --json ledger.json --plots pictures
     """
     from ropewalk.tools.verify import verify as run
 
     raise typer.Exit(run(json_file=json, plots=plots, only=only or ()))
 
 
-bench = typer.Typer(
-    help="Time rotation and attention on this machine, against a copy and others.", no_args_is_help=True
-)
+app.add_typer(plot, name="plot")
 app.add_typer(bench, name="bench", invoke_without_command=True)
 
 
-@bench.callback()
-def _bench(
-    backends: Annotated[bool, typer.Option("--backends", help="Say which backends are there, and why not.")] = False,
-) -> None:
-    if backends:
-        from rich.console import Console
-
-        from ropewalk.tools.bench_cpu import show_backends
-
-        show_backends(Console(highlight=False))
-        raise typer.Exit
-
-
-@bench.command()
-def cpu(
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Forward alone, few rounds, nothing compiled: half a minute.")
-    ] = False,
-    backends: Annotated[bool, typer.Option("--backends", help="Say which backends are there, and stop.")] = False,
-) -> None:
-    """Time copy, ropewalk and its peers on the CPU: prefill and decode, both pairings, both memory layouts.
-
-    All take turns; medians are shown. A path that is wrong gets no time. Exits with 1 if one of ours is.
-    """
-    from ropewalk.tools.bench_cpu import bench_cpu
-
-    raise typer.Exit(bench_cpu(json_file=json, quick=quick, backends=backends))
-
-
-@bench.command()
-def gpu(
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One case of each kind, few rounds, nothing compiled: half a minute.")
-    ] = False,
-) -> None:
-    """Time copy, ropewalk and its peers on a GPU: forward, backward, decoding, norm and rotation in one.
-
-    All take turns, from an empty cache; medians are shown. A path that is wrong gets no time. Exits with 1 if one of
-    ours is. Where typer is not installed: python -m ropewalk.tools.bench_gpu.
-    """
-    from ropewalk.tools.bench_gpu import bench_gpu
-
-    raise typer.Exit(bench_gpu(json_file=json, quick=quick))
-
-
-@bench.command()
-def attention(
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: a quarter of a minute.")] = False,
-    plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw time and memory against N.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="cpu|cuda", help="What to time. CUDA where there is one.")
-    ] = None,
-    from_file: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show, or draw, what --json wrote.")
-    ] = None,
-) -> None:
-    """Time attention against N: softmax, linear attention without and with RoPE, and fla's where it is installed.
-
-    All take turns; medians, peak memory, and the power of N by which time grows. A path that is wrong gets no time.
-    Exits with 1 if one of ours is. Where typer is not installed: python -m ropewalk.tools.bench_attention.
-    """
-    from ropewalk.tools.bench_attention import bench_attention
-
-    raise typer.Exit(bench_attention(json_file=json, quick=quick, plot=plot, device=device, from_file=from_file))
-
-
 def main() -> None:
-    """Runs the command line. A user's mistake is printed as what it says, without a traceback."""
+    """Runs the command line: 0 fine, 1 a check failed, 2 bad usage or input, 70 a bug, 130 Ctrl-C, 141 a closed pipe.
+
+    A user's mistake is printed as what it says, without a traceback, which --debug shows.
+    """
     from ropewalk.errors import RopewalkError
 
+    _show_plainly()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except SystemExit as stop:
+        # typer and rich turn these two into exits of their own.
+        causes = [type(cause) for cause in _causes(stop)]
+        code = 130 if KeyboardInterrupt in causes else 141 if BrokenPipeError in causes else stop.code
+        raise SystemExit(code) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. What is still in the buffer goes nowhere, without a word.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except RopewalkError as error:
-        typer.echo(error, err=True)
+        _tell(error, f"{error}")
         raise SystemExit(2) from None
+    except OSError as error:
+        _tell(error, f"ropewalk: {error}")
+        raise SystemExit(2) from None
+    except Exception as error:
+        bug = "This is a bug in ropewalk. Put --debug before the command to see where it is, and report it with that."
+        _tell(error, f"ropewalk: {type(error).__name__}: {error}\n{bug}")
+        raise SystemExit(70) from None
+
+
+def _show_plainly() -> None:
+    """A letter that a terminal does not have becomes a question mark, and a warning is one line that says it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    warnings.formatwarning = lambda message, category, *where, **more: f"warning: {message}\n"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _tell(error: Exception, text: str) -> None:
+    if _shown["traceback"]:
+        traceback.print_exception(error)
+    typer.echo(text, err=True)

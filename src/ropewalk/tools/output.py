@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ropewalk.errors import RopewalkError
 
-__all__ = ["package_version", "require_writable_file", "require_writable_folder", "write_json"]
+__all__ = ["package_version", "require_writable_file", "require_writable_folder", "write_json", "write_whole"]
 
 
 def require_writable_folder(folder: Path, *, asked: str) -> None:
@@ -48,21 +48,28 @@ def write_json(data: object, target: str) -> None:
         # A terminal may not have the letters; JSON's escapes it always has.
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
         return
-    text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
+    write_whole((json.dumps(data, ensure_ascii=False, indent=2) + "\n").encode(), target)
+
+
+def write_whole(data: bytes, target: str) -> None:
+    """`data` into the file `target`, which is replaced whole, or left as it is where that fails."""
     path = Path(target)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         # A link, a pipe or a device is written through: replacing it would take it away.
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(data)
         return
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as part:
-        part.write(text)
-    # A temporary file is private to its owner; what a command writes has the rights that new files have.
-    mask = os.umask(0)
-    os.umask(mask)
-    os.chmod(part.name, 0o666 & ~mask)
-    os.replace(part.name, path)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
+        try:
+            part.write(data)
+            part.flush()
+            # A temporary file is private to its owner; what a command writes has the rights that new files have.
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(part.name, 0o666 & ~mask)
+            os.replace(part.name, path)
+        except BaseException:
+            os.unlink(part.name)
+            raise
 
 
 def package_version(package: str) -> str | None:

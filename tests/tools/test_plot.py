@@ -1,0 +1,328 @@
+"""`ropewalk plot`: the numbers are right, the pictures show them, and a file is written whole or not at all."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from ropewalk.errors import RopewalkError
+from ropewalk.spec import Plain, RopeSpec, Yarn
+from ropewalk.theory import BAND_EDGES, first_negative_distance, score_sum
+from ropewalk.tools import figures, style
+from ropewalk.tools.curves import Curve, Flags, decay_of, octaves
+from ropewalk.tools.plot import Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+LLAMA2, LLAMA31, GEMMA3 = (str(CONFIGS / f"{name}.json") for name in ("llama-2-7b", "llama-3.1-8b", "gemma-3-4b"))
+# What a model of an unknown family says.
+NEW_FAMILY = {"model_type": "brand-new", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 10000.0}
+
+
+@pytest.fixture
+def target(tmp_path):
+    return Target(str(tmp_path / "picture.png"), str(tmp_path / "numbers.json"))
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved."""
+    found: list[Figure] = []
+    save = style.save
+    monkeypatch.setattr(style, "save", lambda figure, *where: (found.append(figure), save(figure, *where)))
+    return found
+
+
+def numbers(target: Target) -> Any:
+    assert target.json_file is not None
+    return json.loads(Path(target.json_file).read_text(encoding="utf-8"))
+
+
+def legend(figure: Figure) -> list[str]:
+    boxes = [*figure.legends, *(box for axes in figure.axes if (box := axes.get_legend()) is not None)]
+    return [text.get_text() for box in boxes for text in box.texts]
+
+
+def config(folder: Path, **keys: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(keys))
+    return str(path)
+
+
+def test_decay_has_the_sums_and_the_means_of_every_whole_distance(target, drawn):
+    assert plot_decay([LLAMA2], target, Flags()) == 0
+    (curve,) = numbers(target)
+    assert (curve["name"], curve["trained_length"]) == ("llama-2-7b", 4096)
+    # At distance 0 all 64 cosines are 1, and (1 + 2 + .. + 64) / 64 is 32.5.
+    assert (curve["score"][0], curve["bound"][0]) == (64.0, 32.5)
+    assert curve["edges"] == [1, 32, 64, 128, 256, 512, 1024, 2048, 4096]
+    assert curve["distance"] == list(range(4096))
+    theta = Plain(10_000).evaluate(128)
+    assert first_negative_distance(theta, 4096) == next(m for m, s in enumerate(curve["score"]) if s < 0)
+    assert curve["score_means"][-1] == pytest.approx(score_sum(np.arange(2048, 4096), theta).mean())
+    (figure,) = drawn
+    assert all(axes.get_xscale() == "log" and axes.get_xlim() == (1, 4096) for axes in figure.axes)
+    assert legend(figure) == ["single distances", "mean of a band"]
+    for axes, key in zip(figure.axes, ("bound", "score"), strict=True):
+        assert axes.lines[0].get_ydata().tolist() == curve[key][1:]
+        assert axes.patches[0].get_data().values.tolist() == curve[f"{key}_means"]
+
+
+def test_a_long_decay_is_thinned_out_and_its_means_are_not():
+    curve = Curve("", RopeSpec(128))
+    far = decay_of(curve, 20_000)
+    assert len(far.distance) < 4200
+    assert far.distance[-1] == 19_999
+    assert far.score.tolist() == score_sum(far.distance, curve.inv_freq()).tolist()
+    everything = score_sum(np.arange(20_000), curve.inv_freq())
+    assert far.score_means[-1] == pytest.approx(everything[16_384:].mean(), rel=1e-12)
+
+
+def test_several_configs_share_one_picture_with_a_legend(target, drawn):
+    assert plot_decay([LLAMA2, LLAMA31], target, Flags(), length=100) == 0
+    assert [curve["name"] for curve in numbers(target)] == ["llama-2-7b", "llama-3.1-8b"]
+    assert legend(drawn[0]) == ["llama-2-7b", "llama-3.1-8b"]
+    assert len({line.get_color() for line in drawn[0].axes[0].lines}) == 2
+    assert numbers(target)[0]["edges"] == [1, 32, 64, 100]
+
+
+def test_kinds_of_layers_that_differ_are_curves_of_their_own(target, drawn):
+    assert plot_frequencies([GEMMA3], target, Flags()) == 0
+    local, everywhere = numbers(target)
+    assert [local["name"], everywhere["name"]] == ["gemma-3-4b, sliding_attention", "gemma-3-4b, full_attention"]
+    # Local layers have base 10,000; the others 1,000,000 and positions divided by 8.
+    assert local["period"][0] == pytest.approx(2 * math.pi)
+    assert everywhere["period"][0] == pytest.approx(16 * math.pi)
+    assert everywhere["period"][-1] / local["period"][-1] == pytest.approx(8 * 100 ** (1 - 2 / 256))
+
+
+def test_frequencies_count_the_pairs_that_turn_within_the_trained_length(target, drawn):
+    flags = Flags(bases=(10_000, 500_000), trained=4096)
+    assert plot_frequencies([], target, flags, length=8192) == 0
+    # Llama 2's critical dimension is 92: 46 pairs.
+    assert legend(drawn[0]) == [
+        "base 10,000: 46 of 64 pairs turn once in 4,096",
+        "base 500,000: 32 of 64 pairs turn once in 4,096",
+    ]
+    texts = [text.get_text() for text in drawn[0].axes[0].texts]
+    assert texts == ["trained length 4,096", "length 8,192"]
+    assert drawn[0].axes[0].get_yscale() == "log"
+
+
+def test_rules_by_flags_are_those_of_the_spec(target, drawn):
+    flags = Flags(dim=64, rules=("plain", "yarn"), factor=4, trained=2048)
+    assert plot_frequencies([], target, flags) == 0
+    plain, yarn = numbers(target)
+    assert [plain["name"], yarn["name"]] == ["plain", "yarn ×4"]
+    assert plain["inv_freq"] == Plain(10_000).evaluate(64).tolist()
+    assert yarn["inv_freq"] == Yarn(10_000, 4, 2048).evaluate(64).tolist()
+
+
+def test_a_rule_that_varies_is_taken_at_the_length(target, drawn):
+    flags = Flags(rules=("dynamic",), factor=2, trained=2048)
+    found = []
+    for length in (2048, 8192):
+        plot_frequencies([], target, flags, length=length)
+        found.append(numbers(target)[0]["inv_freq"][-1])
+    assert found[1] < found[0]
+
+
+def test_a_pair_that_never_turns_has_no_period(target, drawn, tmp_path):
+    path = config(
+        tmp_path,
+        model_type="gemma4_text",
+        head_dim=8,
+        layer_types=["full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+        },
+    )
+    assert plot_frequencies([path], Target(json_file=target.json_file), Flags()) == 0
+    assert numbers(target)[0]["period"][-1] is None
+
+
+@pytest.mark.parametrize(("pairing", "features"), [("half", [[0, 64], [3, 67]]), ("interleaved", [[0, 1], [6, 7]])])
+def test_rotation_shows_which_features_are_a_pair_and_how_far_they_turn(target, drawn, pairing, features):
+    flags = Flags(trained=1000)
+    assert plot_rotation([], target, flags, length=4000, pairing=pairing, pairs=(0, 3)) == 0
+    pairs = numbers(target)[0]["pairs"]
+    assert [pair["features"] for pair in pairs] == features
+    assert pairs[0]["turns"] == pytest.approx(4000 / (2 * math.pi))
+    assert pairs[0]["turns_in_training"] == pytest.approx(1000 / (2 * math.pi))
+    (figure,) = drawn
+    assert figure.axes[0].get_title() == f"pair 0: ({features[0][0]}, {features[0][1]})\n637 turns"
+    seen, unseen = figure.axes[1].collections
+    theta = 10_000 ** (-6 / 128)
+    for dots, low, high in ((seen, 0, 1000), (unseen, 1000, 4000)):
+        angle, position = np.asarray(dots.get_offsets()).T
+        assert low <= position.min() <= position.max() < high
+        assert len(position) > 100
+        assert angle == pytest.approx(position * theta)
+    assert legend(figure) == ["within the trained length", "past it"]
+
+
+def test_rotation_draws_a_row_a_config_and_six_pairs_from_the_first_to_the_last(target, drawn):
+    assert plot_rotation([LLAMA31, GEMMA3], target, Flags(), length=64) == 0
+    rows = numbers(target)
+    assert [[pair["pair"] for pair in row["pairs"]] for row in rows] == [
+        [0, 13, 25, 38, 50, 63],
+        *[[0, 25, 51, 76, 102, 127]] * 2,
+    ]
+    assert len(drawn[0].axes) == 18
+    assert rows[0]["pairs"][-1]["features"] == [63, 127]
+
+
+def test_bias_has_alibis_slopes_and_t5s_buckets(target, drawn):
+    assert plot_bias(None, target, num_heads=4, length=200) == 0
+    found = numbers(target)
+    assert found["alibi"]["slopes"] == [0.25, 0.0625, 0.015625, 0.00390625]
+    assert found["alibi"]["bias"][0][10] == -2.5
+    decoder, encoder = found["t5"]["bucket"].values()
+    assert [decoder[n] for n in (0, 15, 16, 64, 199)] == [0, 15, 16, 26, 31]
+    assert [encoder[n] for n in (0, 7, 16, 199)] == [0, 7, 10, 15]
+    alibi, t5 = drawn[0].axes
+    assert [line.get_ydata()[-1] for line in alibi.lines] == [199 / 4**n for n in range(1, 5)]
+    assert t5.lines[0].get_ydata().tolist() == decoder[1:]
+    assert "1: slope $2^{-2}$" in legend(drawn[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"model_type": "bloom", "n_head": 16}, {"distance", "alibi"}),
+        ({"model_type": "falcon", "alibi": True, "num_attention_heads": 16}, {"distance", "alibi"}),
+        ({"model_type": "mpt", "n_heads": 16, "attn_config": {"alibi": True}}, {"distance", "alibi"}),
+        ({"model_type": "t5", "relative_attention_num_buckets": 16, "num_heads": 8}, {"distance", "t5"}),
+    ],
+)
+def test_bias_of_a_config_is_the_one_that_the_model_has(target, drawn, tmp_path, keys, parts):
+    assert plot_bias(config(tmp_path, **keys), target) == 0
+    found = numbers(target)
+    assert set(found) == parts
+    assert len(drawn[0].axes) == 1
+    if "alibi" in parts:
+        assert found["alibi"]["slopes"][-1] == 2.0**-8
+    else:
+        assert (found["t5"]["num_buckets"], found["t5"]["max_distance"]) == (16, 128)
+
+
+def test_sinusoidal_is_the_table(target, drawn):
+    assert plot_sinusoidal(target, dim=4, base=100.0, length=3) == 0
+    table = numbers(target)["table"]
+    assert table[2] == pytest.approx([math.sin(2), math.cos(2), math.sin(0.2), math.cos(0.2)])
+    assert drawn[0].axes[0].images[0].get_array().tolist() == table
+
+
+def test_the_pictures_of_verify_are_drawn_by_the_same_functions():
+    assert octaves(BAND_EDGES[-1]) == list(BAND_EDGES)
+    labels = legend(figures.FIGURES["wavelengths"]())
+    assert labels[0] == "base 10,000: 46 of 64 pairs turn once in 4,096"
+    assert [axes.get_title() for axes in figures.FIGURES["rotation"]().axes][1:] == ["m − n = 2:  q·k = 0.209"] * 2
+
+
+def test_text_in_svg_is_text_and_the_same_command_gives_the_same_bytes(tmp_path):
+    for kind, start in ((".svg", b"<?xml"), (".png", b"\x89PNG"), (".pdf", b"%PDF")):
+        first, second = tmp_path / f"a{kind}", tmp_path / f"b{kind.upper()}"
+        for path in (first, second):
+            assert plot_sinusoidal(Target(str(path), title="A heading"), dim=8) == 0
+        assert first.read_bytes() == second.read_bytes()
+        assert first.read_bytes().startswith(start)
+    text = (tmp_path / "a.svg").read_text()
+    assert re.search(r"<text[^>]*>A heading</text>", text)
+    assert "feature: sine at 2i, cosine at 2i + 1" in text
+
+
+def test_dots_an_inch(tmp_path):
+    widths = {}
+    for dpi in (None, 100):
+        path = tmp_path / f"{dpi}.png"
+        plot_sinusoidal(Target(str(path), dpi=dpi), dim=4)
+        widths[dpi] = int.from_bytes(path.read_bytes()[16:20], "big")
+    assert widths == {None: 1420, 100: 710}
+
+
+@pytest.mark.parametrize("broken", ["savefig", "replace"])
+def test_what_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken):
+    path = tmp_path / "picture.svg"
+    path.write_text("old")
+
+    def full(*given: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure if broken == "savefig" else os, broken, full)
+    with pytest.raises(OSError, match="No space"):
+        plot_bias(None, Target(str(path)))
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["picture.svg"]
+
+
+def test_a_model_without_rotation_and_one_of_a_new_family(target, drawn, tmp_path):
+    (tmp_path / "a").mkdir()
+    unknown = config(tmp_path / "a", **NEW_FAMILY)
+    with pytest.raises(RopewalkError, match="pairing"):
+        plot_decay([unknown], target, Flags())
+    assert plot_decay([unknown], target, Flags(), pairing="half", length=64) == 0
+    # Two folders of one name are told apart by their paths.
+    (tmp_path / "b" / "a").mkdir(parents=True)
+    other = config(tmp_path / "b" / "a", **NEW_FAMILY)
+    assert plot_decay([unknown, other], target, Flags(), pairing="half", length=64) == 0
+    assert [curve["name"] for curve in numbers(target)] == [unknown, other]
+
+
+def test_names_are_shown_letter_by_letter(target, drawn, tmp_path):
+    for name in ("_a$x_{$", "b$"):
+        (tmp_path / name).mkdir()
+        config(tmp_path / name, model_type="llama", head_dim=4, max_position_embeddings=64)
+    folders = [str(tmp_path / name) for name in ("_a$x_{$", "b$")]
+    assert plot_frequencies(folders, target, Flags()) == 0
+    assert [label.split(":")[0] for label in legend(drawn[0])] == [r"./_a\$x_{\$", r"b\$"]
+    assert plot_decay(folders[:1], target, Flags()) == 0
+
+
+def test_notes_of_a_config_go_to_standard_error(target, drawn, capsys):
+    assert plot_decay([str(CONFIGS / "smollm3-3b.json")], Target(json_file="-"), Flags(), length=64) == 0
+    out, err = capsys.readouterr()
+    json.loads(out)
+    assert "do not rotate" in err
+
+
+# Runs commands, one a line, in one process where a package is missing.
+WITHOUT = """
+import sys
+from ropewalk.tools.cli import main
+sys.modules[sys.argv[1]] = None
+for line in sys.argv[2:]:
+    sys.argv[1:] = ["plot", *line.split()]
+    try:
+        main()
+    except SystemExit as stop:
+        print(stop.code)
+"""
+
+
+def without(package: str, *commands: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WITHOUT, package, *commands]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
+
+
+def test_no_picture_needs_torch(tmp_path):
+    names = ("decay", "frequencies", "rotation", "bias", "sinusoidal")
+    result = without("torch", *(f"{name} --out {name}.png --dpi 50" for name in names), folder=tmp_path)
+    assert result.stderr == ""
+    assert result.stdout.splitlines() == [line for name in names for line in (f"picture: {name}.png", "0")]
+
+
+def test_numbers_need_no_matplotlib_and_a_picture_names_the_extra(tmp_path):
+    result = without("matplotlib", "bias --num-heads 2 --length 2 --json -", "bias --out a.png", folder=tmp_path)
+    *text, fine, refused = result.stdout.splitlines()
+    assert json.loads("\n".join(text))["alibi"]["bias"] == [[0, -(2**-4)], [0, -(2**-8)]]
+    assert (fine, refused) == ("0", "2")
+    assert "pip install 'ropewalk[plots]'" in result.stderr
+    assert not list(tmp_path.iterdir())
