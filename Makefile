@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PICTURES ?= build/verify
 
-.PHONY: help demo test test-all test-gpu check format clean
+.PHONY: help demo test test-all test-gpu check docs format clean
 
 help:
 	@echo "make demo      check every statement in the ledger and draw the pictures"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-all  all tests that need no GPU (what CI runs)"
 	@echo "make test-gpu  the tests of the Triton kernels, on a CUDA device"
 	@echo "make check     ruff (format, lint) and pyright"
+	@echo "make docs      the pages of docs/ as a site, in build/docs; a broken link is an error"
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"ropewalk needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
@@ -27,6 +28,11 @@ help:
 .venv/installed-dev: .venv/installed
 	@echo "installing the tools for tests and checks"
 	@$(PIP) -e '.[dev]'
+	@touch $@
+
+.venv/installed-docs: .venv/installed
+	@echo "installing what builds the pages"
+	@$(PIP) -e '.[docs]'
 	@touch $@
 
 demo: .venv/installed
@@ -45,6 +51,10 @@ check: .venv/installed-dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
+
+docs: .venv/installed-docs
+	@# Not --quiet: it drops the warnings before --strict has counted them.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: .venv/installed-dev
 	@$(BIN)/ruff format .

@@ -239,3 +239,19 @@ def test_the_readmes_attention_times_are_the_measured_ones():
 def test_links_to_files_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_site_names_every_page_once():
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    _, _, nav = settings.partition("\nnav:\n")
+    named = re.findall(r"^ +- [^:\n]+: (\S+)$", nav, re.MULTILINE)
+    pages = (page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
+    assert sorted(named) == sorted(pages)
+
+
+def test_the_page_on_precision_shows_what_its_code_finds():
+    page = (ROOT / "docs" / "precision.md").read_text(encoding="utf-8")
+    found = re.findall(r'^assert errors\(.*\) == "(.*)"$', page, re.MULTILINE)
+    table = re.findall(r"^\| [^|]+ \| ((?:[\d.e-]+ \| ){3}[\d.e-]+) \|$", page, re.MULTILINE)
+    assert len(table) == 5
+    assert table == found
