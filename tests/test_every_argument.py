@@ -37,7 +37,7 @@ from ropewalk.spec import (
 )
 from strategies import vector
 
-# Harnesses and containers, whose arguments are not data: check_rotation takes the function under test, accelerate a model.
+# Harnesses and containers, whose arguments are not data: check_rotation takes a function, accelerate a model.
 NOT_FUNCTIONS = {"BAND_EDGES", "BudgetError", "Projections", "accelerate", "check_rotation"}
 # Values, whose fields are changed below, and the module.
 # The arguments of the other modules, and of the factory of encodings, are changed one by one in tests/nn.

@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from ropewalk import RopeSpec, RotaryEmbedding, qk_norm_rope
+from ropewalk import RopeSpec, RotaryEmbedding, linear_attention, qk_norm_rope
 
 
 def main() -> None:
@@ -29,6 +29,12 @@ def main() -> None:
             *qk_norm_rope(q, k, weight, weight, rope, positions=ids),
         ]
         torch.autograd.grad(turned, [q, k, weight, cos, sin], turned)
+        longer = [torch.randn(1, heads, 600, spec.head_dim, device="cuda").to(torch.bfloat16) for heads in (4, 2, 2)]
+        longer = [x.requires_grad_() for x in longer]
+        ends = torch.tensor([0, 5, 300, 590], device="cuda")
+        read = [linear_attention(*longer, rope=rope, causal=causal) for causal in (True, False)]
+        read.append(linear_attention(*longer, rope=rope, cu_seqlens=ends))
+        torch.autograd.grad(read, longer, read)
         with torch.no_grad():
             rope.rotate_(q.clone(), k.clone(), offset=1)
     torch.cuda.synchronize()

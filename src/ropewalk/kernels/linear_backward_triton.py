@@ -9,16 +9,17 @@ import triton.language as tl
 
 from ropewalk.kernels.linear_read_triton import chunks_of, load_sums, sums_of
 from ropewalk.kernels.linear_triton import (
+    halves,
     load_pairs,
     load_turned,
     load_values,
     low_sums,
     mapped,
-    members,
     offsets,
     place_of,
     segment_of,
     slots,
+    store_pairs,
     tables_of,
 )
 
@@ -59,17 +60,11 @@ def slope(x, shift, MAP: tl.constexpr):
     return x
 
 
-@triton.jit
-def halves(x, ROWS: tl.constexpr, LANES: tl.constexpr):
-    """First and second members of a tile that has all of the first before all of the second."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, LANES)), (0, 2, 1)))
-
-
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count", "sums_step", "plain_step"])
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
 def read_features(
     x, y, turned, p, v, x_shift, y_shift, scale, weight, cos, sin, begins, sums, plain, low, out,
     x_b, x_h, x_n, y_b, y_h, y_n, p_b, p_h, p_n, v_b, v_h, v_n, d_b, d_h, d_n,
-    length, row, table_b, table_h, owners, count, sums_step, plain_step,
+    length, row, table_b, table_h, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
     V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
     PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
@@ -89,13 +84,13 @@ def read_features(
     column = tl.arange(0, COLUMNS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    above = sums + own * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
     token = begin + index * ROWS + tl.arange(0, ROWS)
     there = token < end
     given = load_values(p, batch * p_b + head * p_h + token * p_n, there, column, V_DIM, KIND)
-    top = tl.dot(
-        given, tl.trans(load_sums(sums + own * sums_step, feature, has, column, V_DIM, KIND)), input_precision=PRECISION
-    )
-    below = tl.load(plain + own * plain_step + feature, mask=has, other=0.0)
+    top = tl.dot(given, tl.trans(load_sums(above, feature, has, column, V_DIM, KIND)), input_precision=PRECISION)
+    own = plain + own * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
+    below = tl.load(own + feature, mask=has, other=0.0)
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
@@ -136,20 +131,17 @@ def read_features(
     if not REVERSE:
         top = top / tl.load(scale + at[1], mask=there, other=1.0)[:, None]
         under = under * tl.load(weight + at[1], mask=there, other=0.0)[:, None]
-    top_a, top_b = halves(top, ROWS, LANES)
-    under_a, under_b = halves(under, ROWS, LANES)
+    top_a, top_b = halves(top, FEATURES)
+    under_a, under_b = halves(under, FEATURES)
     lane = offset + tl.arange(0, LANES)
     if FEATURES[1]:
         c, s = tables_of(cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
         top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
-    m, n = load_pairs(x + at[0], there, lane, FEATURES, X_MAP)
+    m, n = load_pairs(x + at[0], there, offset, LANES, FEATURES, X_MAP)
     moved = tl.zeros((ROWS,), tl.float32)
     if X_MAP == 4:
         moved = tl.load(x_shift + at[1], mask=there, other=0.0)
     grad_a = (top_a + under_a) * slope(m, moved, X_MAP)
     grad_b = (top_b + under_b) * slope(n, moved, X_MAP)
-    one, two, has_one, has_two = members(lane, FEATURES)
     target = out + batch * d_b + head * d_h + token * d_n
-    kind = out.dtype.element_ty
-    tl.store(target[:, None] + one[None, :], grad_a.to(kind), mask=there[:, None] & has_one[None, :])
-    tl.store(target[:, None] + two[None, :], grad_b.to(kind), mask=there[:, None] & has_two[None, :])
+    store_pairs(target, there, offset, grad_a, grad_b, LANES, FEATURES)

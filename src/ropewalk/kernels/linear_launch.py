@@ -185,20 +185,17 @@ class _Call:
         return {
             "begins": _or(plan.begins, self.v), "owners": batch * heads, "length": length, "count": plan.number,
             "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "CAUSAL": self.causal, "SEGMENT": plan.segment,
-            "FEATURES": self.features, "PACKED": self.packed,
+            "FEATURES": self.features, "V_DIM": self.v_dim, "PACKED": self.packed,
         }  # fmt: skip
 
     def above(self, sums: Totals) -> dict[str, Any]:
         """Where sum (R k) v^T lies, and how products are made."""
-        step = self.width * self.v_dim if self.causal else self.size
-        products = {"V_DIM": self.v_dim, "KIND": self.kind, "PRECISION": self.precision}
-        return {"sums": sums.running if self.causal else sums.total, "sums_step": step, **products}
+        read = sums.running if self.causal else sums.total
+        return {"sums": read, "KIND": self.kind, "PRECISION": self.precision}
 
     def below(self, sums: Totals) -> dict[str, Any]:
         """Where sum k lies."""
-        if self.causal:
-            return {"plain": sums.plain, "plain_step": self.width}
-        return {"plain": sums.total[:, self.width * self.v_dim :], "plain_step": self.size}
+        return {"plain": sums.plain if self.causal else sums.total[:, self.width * self.v_dim :]}
 
     def sides(self, mine: Side, other: Side, plan: Plan) -> dict[str, Any]:
         """What kernels that map features are given: their own side, and the other side."""

@@ -15,6 +15,7 @@ from ropewalk.kernels.linear_triton import (
     members,
     offsets,
     place_of,
+    places,
     segment_of,
     slots,
     store_turned,
@@ -26,7 +27,10 @@ from ropewalk.kernels.linear_triton import (
 def sums_of(
     begins, batch, shared, segment, count, SHARED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Which of the sums rows of a segment read: its running ones, or, without an order, those of the sequence."""
+    """Which of the sums rows of a segment read: its running ones, or, without an order, those of the sequence.
+
+    Running sums lie apart, those with values and plain ones; sums of all lie behind each other.
+    """
     if CAUSAL:
         own = (batch * SHARED + shared) * count + segment
     elif PACKED:
@@ -56,12 +60,13 @@ def chunks_of(begin, end, index, ROWS: tl.constexpr, CHUNK: tl.constexpr, REVERS
     return first, last
 
 
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count", "plain_step"])
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
 def read_below(
     x, y, x_shift, y_shift, cos, sin, begins, plain, low, turned, below,
-    x_b, x_h, x_n, y_b, y_h, y_n, length, row, table_b, table_h, owners, count, plain_step,
-    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr,
-    CAUSAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
+    x_b, x_h, x_n, y_b, y_h, y_n, length, row, table_b, table_h, owners, count,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
+    Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Features of queries x, turned, and their denominators: what the plain ones read of the plain sums of keys y."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
@@ -73,29 +78,31 @@ def read_below(
     token = begin + index * LOW + tl.arange(0, LOW)
     there = token < end
     at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
-    a, b = features(x, x_shift, at, there, lane, FEATURES, X_MAP)
+    a, b = features(x, x_shift, at, there, LANES, FEATURES, X_MAP)
     u, w = turned_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
-    store_turned(turned, at[1], there, lane, u, w, FEATURES)
-    own = plain + sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED) * plain_step
+    store_turned(turned, at[1], there, u, w, LANES, FEATURES)
+    own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    own = plain + own * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
     first, second, has_first, has_second = members(lane, FEATURES)
     low_a = tl.load(own + first, mask=has_first, other=0.0)
     low_b = tl.load(own + second, mask=has_second, other=0.0)
     if CAUSAL:
         known, owner, others = lane < HALF, batch * SHARED + head // X_GROUP, owners // X_GROUP
-        low_a += low_sums(low, lane, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
-        low_b += low_sums(low, HALF + lane, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
+        place_a, place_b = places(lane, FEATURES)
+        low_a += low_sums(low, place_a, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
+        low_b += low_sums(low, place_b, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
     sum_a, sum_b = low_a[None, :], low_b[None, :]
     if CAUSAL:
         at_y = offsets(token, (y_b, y_h, y_n), batch, head // X_GROUP, SHARED, length)
-        e, f = features(y, y_shift, at_y, there, lane, FEATURES, Y_MAP)
+        e, f = features(y, y_shift, at_y, there, LANES, FEATURES, Y_MAP)
         sum_a, sum_b = sum_a + tl.cumsum(e, axis=0), sum_b + tl.cumsum(f, axis=0)
     tl.store(below + at[1], tl.sum(a * sum_a + b * sum_b, axis=1), mask=there)
 
 
-@triton.jit(do_not_specialize=["length", "owners", "count", "sums_step"])
+@triton.jit(do_not_specialize=["length", "owners", "count"])
 def read_values(
     mine, turned, v, begins, sums, out, below,
-    v_b, v_h, v_n, o_b, o_h, o_n, length, owners, count, sums_step,
+    v_b, v_h, v_n, o_b, o_h, o_n, length, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
     V_DIM: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
@@ -115,7 +122,8 @@ def read_values(
     feature, has, place, known = slots(tl.arange(0, 2 * LANES), 0, LANES, FEATURES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    own = sums + sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED) * sums_step
+    own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    own = sums + own * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
     token = begin + index * ROWS + tl.arange(0, ROWS)
     there = token < end
     flat = (batch * X_HEADS + head) * length + token

@@ -1,7 +1,8 @@
 """Linear attention on a GPU: features, turned; sums over segments of tokens, and their running totals.
 
 Features are kept as first and second members of pairs, so that the rotation is arithmetic between two tiles. Features
-that do not turn are paired with each other.
+that do not turn are paired with each other. Where products take them, a row has all first members before all second
+ones, or both in turns where pairs are interleaved, so that memory is read and written without gaps.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -39,13 +40,43 @@ def members(lane, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(source, there, lane, FEATURES: tl.constexpr, MAP: tl.constexpr):
+def halves(x, FEATURES: tl.constexpr):
+    """First and second members of a tile of whole rows."""
+    ROWS: tl.constexpr = x.shape[0]
+    LANES: tl.constexpr = x.shape[1] // 2
+    pairs = tl.reshape(x, (ROWS, LANES, 2) if FEATURES[3] else (ROWS, 2, LANES))
+    return tl.split(pairs if FEATURES[3] else tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def load_pairs(source, there, offset, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
     """First and second members at rows that start at `source`; where there is nothing, what the map makes 0 of."""
     NOTHING: tl.constexpr = float("-inf") if MAP == 0 or MAP == 4 else 0.0
-    first, second, has_first, has_second = members(lane, FEATURES)
-    a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=NOTHING)
-    b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=NOTHING)
+    if FEATURES[3]:
+        feature = 2 * offset + tl.arange(0, 2 * LANES)
+        mask = there[:, None] & (feature < FEATURES[0])[None, :]
+        a, b = halves(tl.load(source[:, None] + feature[None, :], mask=mask, other=NOTHING), FEATURES)
+    else:
+        first, second, has_first, has_second = members(offset + tl.arange(0, LANES), FEATURES)
+        a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=NOTHING)
+        b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=NOTHING)
     return a, b
+
+
+@triton.jit
+def store_pairs(target, there, offset, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
+    """Writes first and second members to rows that start at `target`."""
+    kind = target.dtype.element_ty
+    if FEATURES[3]:
+        ROWS: tl.constexpr = a.shape[0]
+        feature = 2 * offset + tl.arange(0, 2 * LANES)
+        mask = there[:, None] & (feature < FEATURES[0])[None, :]
+        both = tl.reshape(tl.join(a.to(kind), b.to(kind)), (ROWS, 2 * LANES))
+        tl.store(target[:, None] + feature[None, :], both, mask=mask)
+    else:
+        first, second, has_first, has_second = members(offset + tl.arange(0, LANES), FEATURES)
+        tl.store(target[:, None] + first[None, :], a.to(kind), mask=there[:, None] & has_first[None, :])
+        tl.store(target[:, None] + second[None, :], b.to(kind), mask=there[:, None] & has_second[None, :])
 
 
 @triton.jit
@@ -76,9 +107,9 @@ def tables(cos, sin, rows, there, lane, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def features(x, shift, at, there, lane, FEATURES: tl.constexpr, MAP: tl.constexpr):
+def features(x, shift, at, there, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
     """First and second members of the features of rows. `at` are the offsets of rows in x and in shift."""
-    a, b = load_pairs(x + at[0], there, lane, FEATURES, MAP)
+    a, b = load_pairs(x + at[0], there, 0, LANES, FEATURES, MAP)
     moved = tl.zeros(at[1].shape, tl.float32)
     if MAP == 4:
         moved = tl.load(shift + at[1], mask=there, other=0.0)
@@ -86,17 +117,35 @@ def features(x, shift, at, there, lane, FEATURES: tl.constexpr, MAP: tl.constexp
 
 
 @triton.jit
-def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
-    """Of a tile with all first members before all second ones: each one's feature and place in a turned row.
+def places(lane, FEATURES: tl.constexpr):
+    """Where the two members of a lane stand in a row for products."""
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    return (2 * lane, 2 * lane + 1) if FEATURES[3] else (lane, HALF + lane)
 
-    Lanes begin at `offset`. What is no feature, or no place, comes with False.
+
+@triton.jit
+def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
+    """Of a tile of whole rows from lane `offset` on: each one's feature, and its place in a row for products.
+
+    What is no feature, or no place, comes with False.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    lane = offset + slot % LANES
-    first, second, has_first, has_second = members(lane, FEATURES)
-    is_second = slot >= LANES
-    feature = tl.where(is_second, second, first)
-    return feature, tl.where(is_second, has_second, has_first), tl.where(is_second, HALF, 0) + lane, lane < HALF
+    if FEATURES[3]:
+        place = 2 * offset + slot
+        known = place < 2 * HALF
+        feature, has = place, place < FEATURES[0]
+    else:
+        # Written so that the compiler sees which of them lie side by side.
+        place = offset + slot + (slot // LANES) * (HALF - LANES)
+        lane = offset + slot % LANES
+        known = lane < HALF
+        if FEATURES[1] == HALF or FEATURES[1] == 0:
+            feature, has = place, known & (place < FEATURES[0])
+        else:
+            first, second, has_first, has_second = members(lane, FEATURES)
+            feature = tl.where(slot >= LANES, second, first)
+            has = tl.where(slot >= LANES, has_second, has_first)
+    return feature, has, place, known
 
 
 @triton.jit
@@ -140,13 +189,12 @@ def turned_pairs(a, b, cos, sin, place, batch, head, token, there, lane, FEATURE
 
 
 @triton.jit
-def store_turned(turned, flat, there, lane, a, b, FEATURES: tl.constexpr):
-    """Turned features as products take them: first members before second ones."""
-    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    target = turned + flat[:, None] * (2 * HALF) + lane[None, :]
-    mask = there[:, None] & (lane < HALF)[None, :]
-    tl.store(target, a.to(turned.dtype.element_ty), mask=mask)
-    tl.store(target + HALF, b.to(turned.dtype.element_ty), mask=mask)
+def store_turned(turned, flat, there, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
+    """Turned features, as rows for products."""
+    WIDTH: tl.constexpr = FEATURES[0] + FEATURES[0] % 2
+    # In such a row all features turn, from the first on.
+    ROW: tl.constexpr = (WIDTH, WIDTH // 2, 0, FEATURES[3])
+    store_pairs(turned + flat * WIDTH, there, 0, a, b, LANES, ROW)
 
 
 @triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners"])
@@ -168,16 +216,17 @@ def turn_rows(
     token = begin + index * LOW + tl.arange(0, LOW)
     there = token < end
     at = offsets(token, (x_b, x_h, x_n), batch, head, HEADS, length)
-    a, b = features(x, shift, at, there, lane, FEATURES, MAP)
+    a, b = features(x, shift, at, there, LANES, FEATURES, MAP)
     u, w = turned_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
     if SCALED:
         over = tl.load(scale + at[1], mask=there, other=1.0)[:, None]
         factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
         a, b, u, w = a * factor, b * factor, u / over, w / over
-    store_turned(turned, at[1], there, lane, u, w, FEATURES)
-    own = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF) + lane
-    tl.store(own, tl.sum(a, axis=0), mask=lane < HALF)
-    tl.store(own + HALF, tl.sum(b, axis=0), mask=lane < HALF)
+    store_turned(turned, at[1], there, u, w, LANES, FEATURES)
+    own = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
+    place_a, place_b = places(lane, FEATURES)
+    tl.store(own + place_a, tl.sum(a, axis=0), mask=lane < HALF)
+    tl.store(own + place_b, tl.sum(b, axis=0), mask=lane < HALF)
 
 
 @triton.jit

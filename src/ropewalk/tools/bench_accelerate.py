@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.hub.patch import accelerate
 from ropewalk.hub.patching.norm_fusion import FUSED
 from ropewalk.kernels.rotate_native import instructions
-from ropewalk.tools.output import package_version, require_writable_file, write_json
+from ropewalk.tools.output import package_version, processor, require_writable_file, write_json
 from ropewalk.tools.timing import Contestant, take_turns
 
 __all__ = ["AcceleratedLine", "ModelCase", "bench_accelerate", "measure", "model_cases"]
@@ -170,15 +169,6 @@ def _table(case: ModelCase, lines: list[AcceleratedLine], apart: float) -> Table
     return table
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "CPU part"))]
-    return names[0] if names else platform.processor()
-
-
 def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: str = "float32") -> int:
     """Times forward passes before and after accelerate on the CPU; 0, or 1 if the logits lie too far apart."""
     console = Console(stderr=json_file == "-", highlight=False)
@@ -207,7 +197,7 @@ def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: s
             "date": datetime.now(UTC).date().isoformat(),
             "hardware": {
                 "machine": platform.machine(),
-                "processor": _processor(),
+                "processor": processor(),
                 "threads": torch.get_num_threads(),
                 "instructions": instructions(),
             },

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.ops import backend_reasons
 from ropewalk.tools.attention_measure import OURS, AttentionCase, attention_cases, measure
 from ropewalk.tools.attention_record import growth, read_record, shown_case, shown_growth
-from ropewalk.tools.output import package_version, require_writable_file, write_json
+from ropewalk.tools.output import package_version, processor, require_writable_file, write_json
 
 __all__ = ["bench_attention"]
 
@@ -63,10 +62,7 @@ def _device(device: str | None, asked: str) -> str:
 def _hardware(device: str) -> dict[str, Any]:
     if device == "cuda":
         return {"gpu": torch.cuda.get_device_name(), "machine": platform.machine()}
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "CPU part"))]
-    processor = names[0] if names else platform.processor()
-    return {"machine": platform.machine(), "processor": processor, "threads": torch.get_num_threads()}
+    return {"machine": platform.machine(), "processor": processor(), "threads": torch.get_num_threads()}
 
 
 def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:

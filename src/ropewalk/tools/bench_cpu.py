@@ -5,7 +5,6 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -17,7 +16,7 @@ from ropewalk.kernels.gpu import INTERPRETED
 from ropewalk.kernels.rotate_native import instructions
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.ops import backend_reasons
-from ropewalk.tools.output import require_writable_file, write_json
+from ropewalk.tools.output import processor, require_writable_file, write_json
 from ropewalk.tools.peers import PEERS, Rotation, installed
 from ropewalk.tools.timing import Contestant, Line, Truth, take_turns
 
@@ -187,15 +186,6 @@ def show_backends(console: Console) -> None:
         console.print(f"{name}: {ready if reason is None else reason}", soft_wrap=True, markup=False)
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "CPU part"))]
-    return names[0] if names else platform.processor()
-
-
 def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool = False) -> int:
     """Times this machine and prints a table a case; 0, or 1 if one of our own paths is past its budget."""
     console = Console(stderr=json_file == "-", highlight=False)
@@ -231,7 +221,7 @@ def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool 
             "date": datetime.now(UTC).date().isoformat(),
             "hardware": {
                 "machine": platform.machine(),
-                "processor": _processor(),
+                "processor": processor(),
                 "threads": torch.get_num_threads(),
                 "instructions": instructions(),
             },

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import sys
 import tempfile
 from importlib import metadata
@@ -9,7 +10,14 @@ from pathlib import Path
 
 from ropewalk.errors import RopewalkError
 
-__all__ = ["package_version", "require_writable_file", "require_writable_folder", "write_json", "write_whole"]
+__all__ = [
+    "package_version",
+    "processor",
+    "require_writable_file",
+    "require_writable_folder",
+    "write_json",
+    "write_whole",
+]
 
 
 def require_writable_folder(folder: Path, *, asked: str) -> None:
@@ -82,3 +90,17 @@ def package_version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def processor() -> str:
+    """What this machine's processor is called, as far as it says so.
+
+    >>> isinstance(processor(), str)
+    True
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith(("model name", "CPU part"))]
+    return names[0] if names else platform.processor()
