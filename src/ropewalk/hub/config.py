@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.errors import require_choice, shown
-from ropewalk.hub.families import Family
+from ropewalk.hub.families import FAMILIES, Family
 from ropewalk.hub.language import language_model
 from ropewalk.hub.layers import parameters_by_layer
 from ropewalk.hub.pitfalls import warn
@@ -55,24 +55,25 @@ def load_spec(
         name: None if parameters is None else _spec(whole, family, name, parameters, nested=nested, **options)
         for name, (parameters, nested) in layers.items()
     }
-    _warn_of_near_misses(whole)
+    _warn_of_near_misses(whole, known=any(family is one for one in FAMILIES.values()))
     tempered = family.temperature == "without rotation" and whole.flag("attn_temperature_tuning", True)
     if tempered and None in specs.values():
         scale, step = whole.number("attn_scale", 0.1), whole.whole("floor_scale", 8192)
         warn(
             "temperature-without-rotation",
-            f"layers without rotation multiply queries by StepTemperature({scale:g}, {step}, first=1), which None has"
-            " no place for",
+            f"layers without rotation multiply their queries by StepTemperature({scale:g}, {step}, first=1): do that in"
+            " the model, for a spec of None cannot say it",
         )
     return specs.get("", specs)
 
 
-def _warn_of_near_misses(whole: Keys) -> None:
+def _warn_of_near_misses(whole: Keys, *, known: bool) -> None:
     """Keys that nobody reads, and that look like ones that matter: misspelt, or of a family that is not known."""
-    known = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_dim")
+    read = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_dim")
     for key in whole.unread():
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        if near or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
+        near = difflib.get_close_matches(key, read, n=1, cutoff=0.85)
+        strange = not known and ("rope" in key or "rotary" in key)
+        if near or strange or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
             meant = f"; {near[0]!r} is" if near else ", nor is anything like it"
             warn("key-ignored", f"{key!r} is not read{meant}")
 
@@ -195,8 +196,10 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
         for key in ("rotary_dim", "rope_dim"):
             if keys.has(key) and key in family.unread:
                 warn("key-ignored", f"{keys.name(key)!r} is not read by this family, which reads partial_rotary_factor")
-            elif keys.has(key):
+            elif keys.has(key) and (family.reads_share or family.usual_rotary_dim or type_of(parameters) != "default"):
                 said[keys.name(key)] = keys.whole(key)
+            elif keys.has(key) and keys.whole(key) != head_dim:
+                warn("key-ignored", f"{keys.name(key)!r} is not read by this family, which turns whole heads")
         for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_pct"):
             if not keys.has(key) or (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
                 continue

@@ -13,7 +13,11 @@ from ropewalk.hub.pitfalls import warn
 from ropewalk.hub.read import Keys
 from ropewalk.spec.axes import Axes
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["BASE_KEYS", "FAMILIES", "Family", "family_of"]
+
+
+# Every key that some model has for its base.
+BASE_KEYS = ("rope_theta", "rotary_emb_base", "rotary_base", "rotary_embedding_base", "rope_base")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Family:
     reads_share: bool = False
     # Whether the dynamic rope type reads alpha, and is static then: HunYuan's.
     reads_alpha: bool = False
+    # Keys that the base may stand under outside of the parameters.
+    base_keys: tuple[str, ...] = ("rope_theta",)
     # Keys that other families have for the features that turn, and that this one does not read.
     unread: tuple[str, ...] = ()
     longest: tuple[str, ...] = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
@@ -112,7 +118,7 @@ def family_of(model_type: str | None, pairing: str | None, *, tower: bool = Fals
             f"nothing is known of {model_type!r}: where its config does not say otherwise, whole heads turn, by a base"
             " of 10000, in layers that are alike",
         )
-        return Family(pairing=str(pairing), axes="chunked", reads_share=True, reads_alpha=True)
+        return Family(pairing=str(pairing), axes="chunked", reads_share=True, reads_alpha=True, base_keys=BASE_KEYS)
     if pairing is not None and known.interleave_key is None and pairing != known.pairing:
         raise RopewalkError(
             asked=f"load_spec(config, pairing={pairing!r}) of a config with model_type {model_type!r}",
@@ -144,7 +150,7 @@ def _video(head_dim: int) -> int:
 
 _PLAIN = """
 arcee aria_text chameleon dbrx deepseek_ocr2_encoder deepseek_ocr2_text dia_decoder dia_encoder diffllama doge dots1
-esmc eurobert falcon_h1 gemma gemma2 gpt_neox_japanese gradium_phonon_tts granite granite4_vision_text granitemoe
+esmc eurobert falcon_h1 gemma gemma2 gradium_phonon_tts granite granite4_vision_text granitemoe
 granitemoeshared higgs_audio_v2 hrm_text hunyuan_v1_dense hunyuan_v1_moe hyperclovax idefics jais2 jetmoe
 kyutai_speech_to_text lasr_encoder llama mimi mimi_decoder mimi_encoder ministral mistral molmo2_text moshi
 nemotron3_diarization_audio olmo olmo2 olmo_hybrid olmoe phi3 phi4_multimodal pocket_tts pocket_tts_audio_tokenizer
@@ -168,6 +174,7 @@ _GEMMA = Family(layers="gemma", bases={"full_attention": 1e6, "sliding_attention
 _GEMMA_4 = replace(_GEMMA, head_dims={"full_attention": ("global_head_dim", 512)})
 _MODERNBERT = Family(layers="modernbert", bases={"full_attention": 160_000.0, "sliding_attention": 1e4})
 _SLIDING = Family(layers="sliding")
+_SPEECH = ("rope_theta", "rotary_embedding_base")
 _CHUNKED = Family(axes="chunked")
 _DEALT = Family(axes="interleaved")
 _CENTRED = Family(axes=_axial(Axes.repeated), base=100.0)
@@ -185,10 +192,12 @@ FAMILIES: dict[str, Family] = {
     "gte": Family(base=160_000.0),
     "hy_v3": Family(base=11_158_840.0),
     "jina_embeddings_v3": Family(base=20_000.0),
-    "nomic_bert": Family(base=1000.0),
+    "nomic_bert": Family(base=1000.0, base_keys=("rope_theta", "rotary_emb_base")),
     "nanochat": Family(sign=-1),
     "ministral3": Family(temperature="everywhere"),
-    **_each(Family(share=0.25), "gpt_neox stablelm qwen3_next"),
+    **_each(Family(share=0.25), "stablelm qwen3_next"),
+    "gpt_neox": Family(share=0.25, base_keys=("rope_theta", "rotary_emb_base")),
+    "gpt_neox_japanese": Family(base_keys=("rope_theta", "rotary_emb_base")),
     **_each(Family(share=0.5), "bamba persimmon phi nemotron glm4_moe recurrent_gemma glmasr_encoder"),
     **_each(Family(share=0.5), "nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp"),
     **_each(Family(labels=("full_attention", "sliding_attention")), "laguna mimo_v2_flash mellum ultrabert"),
@@ -219,8 +228,9 @@ FAMILIES: dict[str, Family] = {
     **_each(Family(layers="bases"), "granite_swa granitemoe_swa"),
     **_each(Family(layers="own bases"), "muse_glimmer_text muse_spark_text"),
     **_each(Family(layers="optional"), "falcon neucodec"),
-    **_each(Family(layers="asked"), "esm granitemoehybrid zamba2 wav2vec2-bert wav2vec2-conformer"),
-    "seamless_m4t": Family(layers="asked", heads=("speech_encoder_attention_heads",)),
+    **_each(Family(layers="asked"), "esm granitemoehybrid zamba2"),
+    **_each(Family(layers="asked", base_keys=_SPEECH), "wav2vec2-bert wav2vec2-conformer"),
+    "seamless_m4t": Family(layers="asked", base_keys=_SPEECH, heads=("speech_encoder_attention_heads",)),
     # Latent attention: the features that turn come last.
     **_each(_LATENT, "deepseek_v2 deepseek_v32 axk2 bailing_hybrid glm_moe_dsa"),
     **_each(replace(_LATENT, interleave_key="rope_interleave"), "deepseek_v3 kimi_k2 axk1 glm4_moe_lite youtu"),

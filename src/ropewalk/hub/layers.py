@@ -4,14 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ropewalk.errors import shown
-from ropewalk.hub.families import Family
+from ropewalk.hub.families import BASE_KEYS, Family
 from ropewalk.hub.pitfalls import warn
 from ropewalk.hub.read import Keys, config_error
 
 __all__ = ["parameters_by_layer"]
 
-# Keys that a base may stand under outside of the parameters.
-_BASE_KEYS = ("rope_theta", "rotary_emb_base", "rotary_base", "rotary_embedding_base", "rope_base")
 Layers = dict[str, tuple[Keys | None, bool]]
 
 
@@ -39,7 +37,7 @@ def parameters_by_layer(whole: Keys, family: Family) -> Layers:
             "pass the config object: AutoConfig.from_pretrained(...)",
         )
     if not nested:
-        shared = _with_base(whole, found, strict=True)
+        shared = _with_base(whole, family, found, strict=True)
         split = _SPLITS[family.layers](whole, shared, types)
         where = "rope_scaling" if whole.part("rope_scaling") else "rope_parameters"
         return {name: (None if part is None else Keys(part, where), False) for name, part in split.items()}
@@ -57,7 +55,7 @@ def parameters_by_layer(whole: Keys, family: Family) -> Layers:
         where = f"rope_parameters.{name}"
         if value is not None and not isinstance(value, dict):
             raise config_error(where, "an object or null", shown(value), "make it an object")
-        layers[name] = (None if value is None else Keys(_with_base(whole, value, strict=False), where), True)
+        layers[name] = (None if value is None else Keys(_with_base(whole, family, value, strict=False), where), True)
     return layers
 
 
@@ -83,11 +81,14 @@ def _parameters(whole: Keys) -> dict[str, Any]:
     return new or old
 
 
-def _with_base(whole: Keys, parameters: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+def _with_base(whole: Keys, family: Family, parameters: dict[str, Any], *, strict: bool) -> dict[str, Any]:
     """The parameters with the base of the config, if it stands outside of them; strict refuses two different ones."""
     merged = dict(parameters)
-    for key in _BASE_KEYS:
+    for key in BASE_KEYS:
         if not whole.has(key):
+            continue
+        if key not in family.base_keys:
+            warn("key-ignored", f"{key!r} is not read by this family, whose base is rope_theta")
             continue
         base, inside = whole.number(key), merged.get("rope_theta")
         if strict and inside is not None and inside != base:

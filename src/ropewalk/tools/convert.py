@@ -70,7 +70,7 @@ def _show(console: Console, done: Conversion) -> None:
             f" and all {done.proof.tensors} tensors have the bytes that they must have."
         )
     if done.model_code == done.to:
-        line(f"The flag in its config is set: transformers rotates it as {done.to}, and runs it as it is.")
+        line(f"transformers rotates this folder as {done.to}, and runs it as it is.")
     else:
         line(
             f"transformers' own code for this family still rotates {done.model_code}: give this folder to stacks that"

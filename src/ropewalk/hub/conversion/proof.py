@@ -191,7 +191,8 @@ def _normed(heads: np.ndarray, norms: list[Part], checkpoint: Checkpoint, files:
     for what, found in values.items():
         if found:
             row = np.concatenate(found)
-            heads = heads * row if what == "norm.weight" else heads + row
+            # Some families multiply by 1 + weight, which may be 0 as made: what is multiplied must not vanish.
+            heads = heads * (row if row.any() else 1 + row) if what == "norm.weight" else heads + row
     return heads
 
 
