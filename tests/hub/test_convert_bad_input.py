@@ -50,6 +50,14 @@ def changed(model, **changes):
     return model
 
 
+def test_a_model_where_the_unfinished_output_would_stand_is_not_removed(tmp_path):
+    for place in (tmp_path / "out.ropewalk-partial", tmp_path / "out.ropewalk-partial" / "inner"):
+        model = llama(place)
+        before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
+        refused(model, "a model that is not in out.ropewalk-partial", tmp_path / "out")
+        assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
+
+
 def test_not_a_model(tmp_path, model):
     refused(tmp_path / "nothing", "no such folder")
     refused(model / "config.json", "a model folder")

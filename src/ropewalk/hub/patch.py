@@ -5,6 +5,7 @@ model's rotation function stands for the fused one. Other models of the class, t
 later have nothing to do with it.
 """
 
+import threading
 import types
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from ropewalk.errors import RopewalkError, shown
 from ropewalk.hub.patching.patch_plan import PLAIN, Part, bound_methods, plain_state, planned
 
 __all__ = ["Acceleration", "accelerate"]
+
+# Two threads with one model would each make a handle, of which one could never undo.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(eq=False, repr=False)
@@ -91,6 +95,11 @@ def accelerate(model: nn.Module) -> Acceleration:
     >>> handle.active
     False
     """
+    with _ONE_AT_A_TIME:
+        return _accelerated(model)
+
+
+def _accelerated(model: nn.Module) -> Acceleration:
     asked = "accelerate(model)"
     if not isinstance(model, nn.Module):
         do = "pass the model itself; a pipeline has it as .model"
@@ -111,9 +120,16 @@ def accelerate(model: nn.Module) -> Acceleration:
             got=f"{name}: " + ("; ".join(dict.fromkeys(map(str, left))) or "no module calls a function of cos and sin"),
             do="leave it as it is, or rotate with ropewalk.RotaryEmbedding in its own code",
         )
-    for module, made, _ in plans:
-        plain = [getattr(type(module), name) for name in vars(made) if hasattr(type(module), name)]
-        for attribute, method in bound_methods(module, plain).items():
-            module.__dict__[attribute] = types.MethodType(getattr(made, method), module)
-        module.__class__ = made
-    return Acceleration(name, tuple(part for *_, part in plans), tuple(left), [(m, made) for m, made, _ in plans])
+    handle = Acceleration(name, tuple(part for *_, part in plans), tuple(left), [])
+    try:
+        for module, made, _ in plans:
+            plain = [getattr(type(module), name) for name in vars(made) if hasattr(type(module), name)]
+            for attribute, method in bound_methods(module, plain).items():
+                module.__dict__[attribute] = types.MethodType(getattr(made, method), module)
+            module.__class__ = made
+            handle._modules.append((module, made))
+    except BaseException:
+        # An interrupt, at worst: no model is left half changed, without a handle to change it back.
+        handle.undo()
+        raise
+    return handle

@@ -42,6 +42,10 @@ def require_room(out: Path, source: Path, nbytes: int) -> None:
         raise _refused(out, "a name that is free", "something that is there", "name another folder, or remove that one")
     if not out.name or place.is_relative_to(source.resolve()):
         raise _refused(out, "a folder outside of the model's", f"one in {source}", "name a folder beside it")
+    partial = place.with_name(place.name + SUFFIX)
+    if source.resolve().is_relative_to(partial):
+        # What lies there would be taken for the rest of an earlier try, and removed.
+        raise _refused(out, f"a model that is not in {partial.name}", str(source), "name another folder to write")
     if not out.parent.is_dir():
         raise _refused(out, "a folder to put it in", f"no folder {out.parent}", "make it first")
     free = shutil.disk_usage(out.parent).free

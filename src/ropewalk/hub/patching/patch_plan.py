@@ -64,11 +64,16 @@ def planned(model: nn.Module) -> tuple[list[tuple[nn.Module, type, Part]], list[
     found: dict[Any, Rotation | str] = {}
     widths_by_maker: dict[tuple[nn.Module, Table], frozenset[int] | str] = {}
     subclasses: dict[tuple[Any, ...], type] = {}
+    sources: dict[Any, FusedMethod | str] = {}
     for name, module in model.named_modules():
         kind = type(module)
         if kind not in kinds:
             kinds[kind] = _methods_of(kind, found)
         if not kinds[kind]:
+            hidden = _hidden(kind, found)
+            left += (
+                [Part(name, kind.__name__, f"its {hidden} calls one that rotates, of its base class")] if hidden else []
+            )
             continue
         reason = _why_not(module, kinds[kind])
         known = [method for method in kinds[kind] if method.known()]
@@ -78,7 +83,7 @@ def planned(model: nn.Module) -> tuple[list[tuple[nn.Module, type, Part]], list[
         if reason is not None or isinstance(widths, str):
             left.append(Part(name, kind.__name__, reason or ""))
             continue
-        fusions = {method.name: _fusion(module, method) for method in known}
+        fusions = {method.name: _fusion(module, method, sources) for method in known}
         key = kind, widths, tuple(fusions.items())
         if key not in subclasses:
             subclasses[key] = _subclass(kind, known, widths, fusions)
@@ -105,6 +110,15 @@ def _methods_of(kind: type, found: dict[Any, Rotation | str]) -> list[_Method]:
             rotations = {key: (item, found[item]) for key, item in called.items()}
             methods.append(_Method(name, function, function is not value, rotations))
     return methods
+
+
+def _hidden(kind: type, found: dict[Any, Rotation | str]) -> str | None:
+    """A method of a class that stands before one of a base class which rotates, and may call it."""
+    for base in kind.__mro__[1:]:
+        for method in _methods_of(base, found):
+            if method.known() and getattr(kind, method.name, None) is not getattr(base, method.name):
+                return method.name
+    return None
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -183,13 +197,15 @@ def _makes_tables(module: nn.Module) -> bool:
 Fusion = tuple[FusedMethod, str, Rotation, type, NormKind]
 
 
-def _fusion(module: nn.Module, method: _Method) -> Fusion | str:
-    """How QK-norm goes into the rotation of a method; a reason where it does not."""
+def _fusion(module: nn.Module, method: _Method, sources: dict[Any, FusedMethod | str]) -> Fusion | str:
+    """How QK-norm goes into the rotation of a method; a reason where it does not. `sources` are those read before."""
     pairs = [(name, kind) for name, (_, kind) in method.known().items() if kind.both]
     if len(pairs) != 1 or len(method.rotations) != 1 or pairs[0][1].conjugate or pairs[0][1].reorders:
         return "its rotation takes no norm"
     name, rotation = pairs[0]
-    fused = fused_method(method.function, name)
+    if (method.function, name) not in sources:
+        sources[method.function, name] = fused_method(method.function, name)
+    fused = sources[method.function, name]
     if isinstance(fused, str):
         return fused
     norms = [getattr(module, attribute, None) for attribute in (fused.q_norm, fused.k_norm)]
@@ -252,7 +268,7 @@ def plain_state(module: nn.Module) -> dict[str, Any]:
     >>> plain_state(nn.Linear(2, 2))
     {}
     """
-    made = type(module)
+    made = _ours(type(module))
     plain = getattr(made, PLAIN, made)
     ours = (
         [value for value in vars(made).values() if isinstance(value, types.FunctionType)] if plain is not made else []
@@ -261,9 +277,14 @@ def plain_state(module: nn.Module) -> dict[str, Any]:
     return {name: types.MethodType(getattr(plain, method), module) for name, method in bound.items()}
 
 
+def _ours(kind: type) -> type:
+    """The class that accelerate made, where this is it or comes from it; else the class itself."""
+    return next((base for base in kind.__mro__ if PLAIN in vars(base)), kind)
+
+
 def _reduce_to_plain(self: Any, protocol: int) -> tuple[Any, ...]:
     """What copy and pickle ask for: the plain class in place of ours."""
-    made = type(self)
+    made = _ours(type(self))
     plain = getattr(made, PLAIN)
     # The newer protocols insist on the class that an object has.
     make, arguments, *rest = super(made, self).__reduce_ex__(min(protocol, 1))

@@ -82,6 +82,8 @@ def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Paramete
     >>> list(parameters_of(lambda q, cos: None))
     ['q', 'cos']
     """
+    # Some packages make a module of a function; what it takes is what its forward takes.
+    function = function.forward if isinstance(function, nn.Module) else function
     try:
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -102,8 +104,7 @@ def rotation_of(function: Callable[..., object]) -> Rotation | str:
     needed = {n for n, p in names.items() if p.default is p.empty and p.kind not in free} - {*asked, "cos", "sin"}
     if needed:
         return f"it needs {', '.join(sorted(needed))} besides q, k, cos and sin"
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
-        torch.manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad():
         ways = (1, 2) if "unsqueeze_dim" in names else (None,)
         for table in TABLES:
             probes = [_Probe(function, tuple(asked), table, way, dim) for way in ways for dim in (-2, -3)]
@@ -142,12 +143,14 @@ class _Probe:
     ) -> None:
         self.function, self.names, self.way, self.seq_dim = function, names, way, seq_dim
         self.table: Table = table
-        self.angles = torch.rand(BATCH, SEQ, WHOLE // 2, dtype=torch.float64) * 6
+        # A draw of its own: the numbers that a training run would draw next are not touched.
+        drawn = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(0)}
+        self.angles = torch.rand(BATCH, SEQ, WHOLE // 2, **drawn) * 6
         # A table need not be of one length: an amplitude stands in it.
         self.cos, self.sin = 1.25 * self.angles.cos(), 1.25 * self.angles.sin()
         # Keys have fewer heads than queries.
-        self.inputs = [torch.randn(BATCH, heads, SEQ, WHOLE, dtype=torch.float64) for heads in (HEADS, 1)]
-        self.still = [torch.randn(BATCH, heads, SEQ, PART - WHOLE, dtype=torch.float64) for heads in (HEADS, 1)]
+        self.inputs = [torch.randn(BATCH, heads, SEQ, WHOLE, **drawn) for heads in (HEADS, 1)]
+        self.still = [torch.randn(BATCH, heads, SEQ, PART - WHOLE, **drawn) for heads in (HEADS, 1)]
 
     def _call(self, inputs: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor] | None:
         """Results with the sequence in dimension -2; None where the function does not take these, or gives others."""
