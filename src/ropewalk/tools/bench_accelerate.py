@@ -171,7 +171,7 @@ def _table(case: ModelCase, lines: list[AcceleratedLine], apart: float) -> Table
 
 def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: str = "float32") -> int:
     """Times forward passes before and after accelerate on the CPU; 0, or 1 if the logits lie too far apart."""
-    console = Console(stderr=json_file == "-", highlight=False)
+    console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"bench_accelerate --json {json_file}")
     require_choice(dtype, LIMITS, asked=f"bench_accelerate --dtype {dtype}")

@@ -28,7 +28,7 @@ def _bench(
 
         from ropewalk.tools.bench_cpu import show_backends
 
-        show_backends(Console(highlight=False))
+        show_backends(Console(highlight=False, markup=False))
         raise typer.Exit
 
 
@@ -47,7 +47,7 @@ def cpu(
     Prefill and decode, both pairings, both memory layouts. All take turns; medians are shown. A path that is wrong gets
     no time. Exits with 1 if one of ours is.
 
-    
+    \b
     Examples:
       ropewalk bench cpu --quick
       ropewalk bench cpu --json figures.json
@@ -72,7 +72,7 @@ def gpu(
     path that is wrong gets no time. Exits with 1 if one of ours is. Where typer is not installed: python -m
     ropewalk.tools.bench_gpu.
 
-    
+    \b
     Examples:
       ropewalk bench gpu --quick
     """
@@ -103,7 +103,7 @@ def attention(
     memory, and the power of N by which time grows. A path that is wrong gets no time. Exits with 1 if one of ours is.
     Where typer is not installed: python -m ropewalk.tools.bench_attention.
 
-    
+    \b
     Examples:
       ropewalk bench attention --quick --device cpu --plot attention.png
       ropewalk bench attention --from figures.json

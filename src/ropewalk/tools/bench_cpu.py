@@ -188,7 +188,7 @@ def show_backends(console: Console) -> None:
 
 def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool = False) -> int:
     """Times this machine and prints a table a case; 0, or 1 if one of our own paths is past its budget."""
-    console = Console(stderr=json_file == "-", highlight=False)
+    console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk bench cpu --json {json_file}")
     show_backends(console)

@@ -25,11 +25,11 @@ def convert(
 ) -> int:
     """Converts the folder `model` into the folder `out`; 0 if it is there and, where asked, proven; 1 if the proof
     fails, and nothing is there."""
-    console = Console(stderr=json_file == "-", highlight=False)
+    console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk convert --json {json_file}")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    errors = Console(stderr=True, highlight=False)
+    errors = Console(stderr=True, highlight=False, markup=False)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         tasks = {what: progress.add_task(what, total=None, visible=False) for what in ("writing", "verifying")}
 

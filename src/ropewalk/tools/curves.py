@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ropewalk.errors import RopewalkError, require_choice
-from ropewalk.hub.reading import read_model
 from ropewalk.spec.by_parts import Llama3, NTKByParts, Yarn
 from ropewalk.spec.frequencies import Frequencies, Plain
 from ropewalk.spec.rope import PAIRINGS, RopeSpec
 from ropewalk.spec.stretched import NTK, DynamicNTK, Linear
 from ropewalk.theory import band_means, decay_curve, score_sum
+from ropewalk.tools.command_config import read_named_config
 
 __all__ = ["RULES", "Curve", "Decay", "Flags", "as_lists", "as_text", "decay_of", "either", "octaves", "rotations"]
 
@@ -144,12 +144,8 @@ def rotations(
 
 def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = False) -> list[Curve]:
     """The kinds of layers of a model that differ in their rotation."""
-    try:
-        model = read_model(config, pairing=pairing)
-    except RopewalkError as error:
-        # Of several configs, which one.
-        where = f"{asked} {config}: {error.asked}"
-        raise RopewalkError(asked=where, expected=error.expected, got=error.got, do=error.do) from error
+    # Of several configs, which one.
+    model = read_named_config(config, pairing, f"{asked} {config}")
     name = str(Path(config)) if whole_path else model.name
     kinds: dict[RopeSpec, list[str]] = {}
     for layer, spec in model.layers:
@@ -163,7 +159,7 @@ def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = 
             do="`ropewalk plot bias` draws ALiBi and T5's buckets",
         )
     if not whole_path:
-        notes = Console(stderr=True, highlight=False)
+        notes = Console(stderr=True, highlight=False, markup=False)
         for _, text in model.warnings:
             notes.print(f"note: {name}: {text}", markup=False, soft_wrap=True)
         for layer in [layer for layer, spec in model.layers if spec is None]:

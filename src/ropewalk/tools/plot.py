@@ -15,6 +15,7 @@ from ropewalk.errors import RopewalkError, require_count
 from ropewalk.hub.read import Keys, read_config
 from ropewalk.theory import periods
 from ropewalk.theory.encodings import alibi_slopes, sinusoidal_table, t5_buckets
+from ropewalk.tools.command_config import refuse_other_files
 from ropewalk.tools.curves import Curve, Flags, as_lists, as_text, decay_of, either, rotations
 from ropewalk.tools.output import require_writable_file, write_json
 
@@ -74,7 +75,7 @@ class Target:
     def write(self, numbers: Any, draw: Callable[[], "Figure"]) -> int:
         """Draws, writes, says what was written, and returns 0."""
         # With the JSON on standard output, all that is for people goes to the other stream.
-        console = Console(stderr=self.json_file == "-", highlight=False)
+        console = Console(stderr=self.json_file == "-", highlight=False, markup=False)
         if self.out is not None:
             from ropewalk.tools.style import DPI, save
 
@@ -228,6 +229,7 @@ def plot_bias(
 
 def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | None, int | None]:
     """Whether the model has ALiBi, whether T5's buckets; its heads, buckets and farthest distance."""
+    refuse_other_files(config, f"{asked} {config}")
     keys = Keys(read_config(config))
     name, buckets = keys.text("model_type"), "relative_attention_num_buckets"
     if keys.has(buckets):

@@ -39,7 +39,7 @@ def verify(json_file: str | None = None, plots: Path | None = None, only: Sequen
     A place that cannot be written is refused before anything is measured.
     """
     # With the JSON on standard output, all that is for people goes to the other stream.
-    console = Console(stderr=json_file == "-", highlight=False)
+    console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk verify --json {json_file}")
     if plots is not None:
