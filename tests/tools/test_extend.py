@@ -261,19 +261,29 @@ def test_a_trained_length_can_be_given(capsys):
     vicuna = str(CONFIGS / "vicuna-7b-v1.5-16k.json")
     assert extend(vicuna, 32_768, rule="pi", trained=4096) == 0
     assert "Trained at 4,096 (given)" in capsys.readouterr().out
-    with pytest.raises(RopewalkError, match="more than the 16384"):
+    with pytest.raises(RopewalkError, match="more than the 16384 that the model reads by its config"):
         extend(vicuna, 16_384, rule="pi", trained=4096)
 
 
-def test_a_rule_that_does_not_apply_says_why(llama, capsys):
-    assert extend(llama, 16_384, rule="longrope") == 0
-    assert "longrope does not apply: its divisors" in capsys.readouterr().out
+def test_a_trained_length_against_the_config_is_told(llama, capsys):
+    assert extend(llama, 131_072, rule="pi", trained=65_536) == 0
+    assert "Trained at 65,536 (given; the config says 4,096)" in capsys.readouterr().out
+    with pytest.raises(RopewalkError, match="more than the 65536 that the model reads by the trained length"):
+        extend(llama, 32_768, trained=65_536)
 
 
-@pytest.mark.parametrize("wrong", ["yarn-paper", "longrope"])
-def test_what_cannot_be_loaded_is_not_written(llama, tmp_path, wrong):
+@pytest.mark.parametrize("more", [(), ("--json", "-"), ("--write", "out.json")])
+def test_a_rule_that_does_not_apply_says_why(llama, run, more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("extend", llama, "--to", "16384", "--rule", "longrope", *more)
+    assert (code, out) == (2, "")
+    assert "longrope: its divisors come from a search" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_what_cannot_be_loaded_is_not_written(llama, tmp_path):
     with pytest.raises(RopewalkError, match="a rule that transformers loads"):
-        extend(llama, 16_384, rule=wrong, write=str(tmp_path / "out.json"))
+        extend(llama, 16_384, rule="yarn-paper", write=str(tmp_path / "out.json"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
@@ -321,7 +331,7 @@ def test_the_config_on_standard_output_is_all_that_is_there(llama):
         (["--to", "16384", "--rule", "pi", "--write", "/proc/out.json"], "a folder that can be written"),
         (["--to", "16384", "--json", "/proc/nowhere/out.json"], "a folder that is there"),
         (["--to", "16384", "--rule", "pi", "--write", "-", "--json", "-"], "two places"),
-        (["--to", "16384", "--pairing", "interleaved"], "leave pairing out"),
+        (["--to", "16384", "--pairing", "interleaved"], "leave --pairing out"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(llama, arguments, message, run):
@@ -339,7 +349,7 @@ def test_bad_input_is_one_message_and_exit_code_2(llama, arguments, message, run
         ("{", "not JSON"),
         ("[]", "a JSON object"),
         ('{"model_type": "no-such-model", "head_dim": 8}', "then add --pairing half"),
-        ('{"model_type": "bert"}', "--pairing"),
+        ('{"model_type": "bert"}', "bert, which has learned position embeddings and no RoPE"),
         ('{"model_type": "llama", "head_dim": 8}', "--trained LENGTH"),
     ],
 )

@@ -88,7 +88,8 @@ def test_the_sheet_of_llama_3_1(capsys, narrow):
         "pairing half: features i and i + 64",
         "trained length 8,192",
         "configured length 131,072; the factor times the trained length is 65,536",
-        "critical dimension 70 of 128 features saw a whole turn within 8,192",
+        "critical dimension 70 of 128 features saw a whole turn within 8,192, by",
+        "the base, before scaling",
         "score sum ≥ 0 up to length 85,133: a similar key leads a random one",
         "amplitude 1",
         # 8192 / 2pi turns, and 16 times as many.
@@ -170,7 +171,7 @@ def test_unknown_families_need_a_pairing_and_then_show_what_is_guessed(tmp_path,
     assert out.startswith(f"{tmp_path.name} (model_type brandnew)")
     assert "unknown-family" in out
     assert "interleaved: features 2i and 2i + 1" in out
-    with pytest.raises(RopewalkError, match="leave pairing out"):
+    with pytest.raises(RopewalkError, match="leave --pairing out"):
         inspect([config("llama-2-7b")], pairing="interleaved")
 
 

@@ -8,6 +8,7 @@ from ropewalk.errors import require_choice, shown
 from ropewalk.hub.families import FAMILIES, Family
 from ropewalk.hub.language import language_model
 from ropewalk.hub.layers import parameters_by_layer
+from ropewalk.hub.no_rope import refuse_without_rope
 from ropewalk.hub.pitfalls import warn
 from ropewalk.hub.read import Keys, config_error, read_config
 from ropewalk.hub.rules import Around, rule_of, type_of
@@ -44,6 +45,8 @@ def load_spec(
     (16, Plain(base=500000.0), 'half')
     """
     data = read_config(config)
+    if pairing is None:
+        refuse_without_rope(data)
     data, family = language_model(data, pairing)
     if policy is not None:
         require_choice(policy, POLICIES, asked="load_spec(policy=...)")

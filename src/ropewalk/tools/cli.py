@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ropewalk.tools.bench_cli import bench
+from ropewalk.tools.length_option import length_option
 from ropewalk.tools.plot_cli import plot
 
 __all__ = ["app", "main"]
@@ -87,7 +88,15 @@ def inspect(
 @app.command()
 def extend(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model.")],
-    to: Annotated[int, typer.Option("--to", metavar="LENGTH", help="How many positions the model is to read.")],
+    to: Annotated[
+        int,
+        typer.Option(
+            "--to",
+            metavar="LENGTH",
+            parser=length_option,
+            help="How many positions the model is to read: 131072, or 128k.",
+        ),
+    ],
     rule: Annotated[
         str | None,
         typer.Option(
@@ -107,7 +116,12 @@ def extend(
     ] = None,
     trained: Annotated[
         int | None,
-        typer.Option("--trained", metavar="N", help="Positions in training, where the config does not say it."),
+        typer.Option(
+            "--trained",
+            metavar="N",
+            parser=length_option,
+            help="Positions in training, where the config does not say it.",
+        ),
     ] = None,
     pairing: Annotated[
         str | None,

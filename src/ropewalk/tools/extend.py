@@ -6,12 +6,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ropewalk.errors import RopewalkError, require_choice, require_count
-from ropewalk.hub.extending.extended_config import Form, extended_config
+from ropewalk.hub.extending.extended_config import FIXED, Form, extended_config
 from ropewalk.hub.extending.extension import RULES
 from ropewalk.hub.extending.stacks import STACKS
 from ropewalk.tools.extend_facts import LONGEST, Facts, facts_of
 from ropewalk.tools.extend_sheet import one_rule, side_by_side
 from ropewalk.tools.output import require_writable_file, write_json
+from ropewalk.tools.trimmed import trimmed
 
 __all__ = ["extend"]
 
@@ -34,17 +35,20 @@ def extend(
     """
     asked = f"ropewalk extend {config} --to {to}"
     _check(asked, to, rule, write, force, stack, trained, json_file)
-    console = Console(stderr="-" in (json_file, write), highlight=False)
-    with Console(stderr=True, highlight=False).status("trying bases"):
-        facts = _facts(asked, config, to, rule, trained, pairing)
+    console = Console(stderr="-" in (json_file, write), highlight=False, markup=False)
+    with Console(stderr=True, highlight=False, markup=False).status("trying bases"):
+        facts = facts_of(config, to, rule=rule, trained=trained, pairing=pairing, asked=asked)
+    if rule is not None:
+        _require_applies(f"{asked} --rule {rule}", facts)
     if write is not None:
         write_json(extended_config(facts.data, _form(f"{asked} --write {write}", facts), pairing), write)
     if json_file is not None:
         write_json(facts.as_json(), json_file)
-    if rule is None:
-        side_by_side(console, facts, stack)
-    else:
-        one_rule(console, facts, stack)
+    with trimmed(console):
+        if rule is None:
+            side_by_side(console, facts, stack)
+        else:
+            one_rule(console, facts, stack)
     if write not in (None, "-"):
         console.print(f"\nconfig: {write}", soft_wrap=True)
     return 0
@@ -102,14 +106,15 @@ def _same_file(one: str, other: str) -> bool:
     return Path(one).resolve() == Path(other).resolve()
 
 
-def _facts(asked: str, config: str, to: int, rule: str | None, trained: int | None, pairing: str | None) -> Facts:
-    try:
-        return facts_of(config, to, rule=rule, trained=trained, pairing=pairing)
-    except RopewalkError as error:
-        # On a command line an argument is an option.
-        lacks_pairing = pairing is None and "pairing=" in error.expected
-        do = f"{error.do}; then add --pairing half or --pairing interleaved" if lacks_pairing else error.do
-        raise RopewalkError(asked=f"{asked}: {error.asked}", expected=error.expected, got=error.got, do=do) from None
+def _require_applies(asked: str, facts: Facts) -> None:
+    (offer,) = facts.offers
+    if offer.effect is None:
+        raise RopewalkError(
+            asked=asked,
+            expected="a rule that applies to this model",
+            got=f"{offer.extension.rule}: {offer.extension.why_not}",
+            do="leave --rule out to see the rules that do",
+        )
 
 
 def _form(asked: str, facts: Facts) -> Form:
@@ -120,7 +125,9 @@ def _form(asked: str, facts: Facts) -> Form:
             asked=asked,
             expected="a rule that transformers loads for this model",
             got=f"{offer.extension.rule}: {offer.no_keys}",
-            do="leave --rule and --write out: what is shown has keys for every rule that can be loaded",
+            do="use a model whose code reads its config"
+            if facts.part.get("model_type") in FIXED
+            else "leave --rule and --write out: what is shown has keys for every rule that can be loaded",
         )
     old = [form for form in offer.forms if form.name == "transformers 4"]
     return old[0] if old and facts.has_old_keys else offer.forms[0]

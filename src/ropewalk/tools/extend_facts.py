@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ropewalk.errors import RopewalkError
-from ropewalk.hub.extending.cache_size import cache_bytes
+from ropewalk.hub.extending.cache_size import cache_bytes, cache_is_bound
 from ropewalk.hub.extending.effect import Effect, effect_of, trained_turns
 from ropewalk.hub.extending.extended_config import Form, forms_of, path_of
 from ropewalk.hub.extending.extension import Extension, Start, extensions, start_of
@@ -12,7 +12,8 @@ from ropewalk.hub.extending.measured import measured
 from ropewalk.hub.extending.stacks import STACKS, Flags, flags_for
 from ropewalk.hub.language import language_model
 from ropewalk.hub.read import read_config
-from ropewalk.hub.reading import Model, read_model
+from ropewalk.hub.reading import Model
+from ropewalk.tools.command_config import read_named_config
 
 __all__ = ["LONGEST", "Facts", "Offer", "facts_of"]
 
@@ -38,8 +39,9 @@ class Offer:
 class Facts:
     """A model, a length, and the rules between them.
 
-    `data` is its config and `part` that of its language model; `given` says that a person named the trained length;
-    `window` is one that all layers have.
+    `data` is its config and `part` that of its language model; `window` is one that layers of the extended kind have,
+    `windowed` says how many of how many do, None where that is not known; `cache_is_bound` says that `cache` is only
+    the most that it can be.
     """
 
     data: dict[str, Any]
@@ -47,10 +49,11 @@ class Facts:
     model: Model
     start: Start
     length: int
-    given: bool
     turns: float
     window: int | None
+    windowed: tuple[int, int] | None
     cache: int | None
+    cache_is_bound: bool
     offers: tuple[Offer, ...]
 
     @property
@@ -72,9 +75,12 @@ class Facts:
             "already_scaled": start.spec.frequencies.to_dict() if start.scaled else None,
             "layer": start.layer,
             "layers_left": dict(start.left),
+            "trained_length_of_config": self.model.lengths.trained,
             "sliding_window": self.window,
+            "layers_with_window": None if self.windowed is None else self.windowed[0],
             "turns_of_slowest_pair_in_training": self.turns,
             "kv_cache_bytes": self.cache,
+            "kv_cache_is_at_most": self.cache_is_bound,
             "warnings": [{"name": name, "text": text} for name, text in self.model.warnings],
             "rules": [_offer(offer) for offer in self.offers],
         }
@@ -99,11 +105,26 @@ def _offer(offer: Offer) -> dict[str, Any]:
 
 
 def facts_of(
-    config: str, length: int, *, rule: str | None = None, trained: int | None = None, pairing: str | None = None
+    config: str,
+    length: int,
+    *,
+    asked: str,
+    rule: str | None = None,
+    trained: int | None = None,
+    pairing: str | None = None,
 ) -> Facts:
-    """Reads a config and works out every rule, or the one named, for `length` positions."""
-    data = read_config(config)
-    model = read_model(config, pairing=pairing)
+    """Reads a config and works out every rule, or the one named, for `length` positions. `asked` is the command."""
+    model = read_named_config(config, pairing, asked)
+    try:
+        return _facts(read_config(config), model, length, rule, trained, pairing)
+    except RopewalkError as error:
+        where = f"{asked}: {error.asked}"
+        raise RopewalkError(asked=where, expected=error.expected, got=error.got, do=error.do) from None
+
+
+def _facts(
+    data: dict[str, Any], model: Model, length: int, rule: str | None, trained: int | None, pairing: str | None
+) -> Facts:
     part, _ = language_model(data, pairing)
     start = start_of(model, part, trained)
     path = path_of(data, part)
@@ -117,17 +138,21 @@ def facts_of(
             stack: flags_for(stack, start, extension, length, form=new, path=path, model_type=kind) for stack in STACKS
         }
         offers.append(Offer(extension, effect, forms, no_keys, flags))
-    window = part.get("sliding_window") if part.get("use_sliding_window", True) and not start.left else None
+    # Where layers with a window are a kind of their own, they are left as they are.
+    window = None if start.left else model.window
+    windowed = None if model.kinds is None else (model.kinds.count("sliding_attention"), len(model.kinds))
+    seen = window is not None and window < length and (windowed is None or windowed[0] > 0)
     return Facts(
         data=data,
         part=part,
         model=model,
         start=start,
         length=length,
-        given=trained is not None and trained != model.lengths.trained,
         turns=trained_turns(start),
-        window=window if isinstance(window, int) and window < length else None,
+        window=window if seen else None,
+        windowed=windowed if seen else None,
         cache=cache_bytes(part, start.spec.head_dim, length),
+        cache_is_bound=cache_is_bound(part),
         offers=tuple(offers),
     )
 

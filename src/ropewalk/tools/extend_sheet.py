@@ -45,15 +45,13 @@ def one_rule(console: Console, facts: Facts, stack: str | None) -> None:
     """The only rule of `facts`: its figures, every pair, what was measured, and the keys or flags that say it."""
     (offer,) = facts.offers
     _head(console, facts)
-    if offer.effect is None:
-        console.print(f"\n{offer.extension.rule} does not apply: {offer.extension.why_not}.")
-        return
     console.print()
     console.print(_table([offer]))
     console.print()
     _legend(console, facts)
     console.print()
-    console.print(_pairs(facts, offer.effect))
+    if offer.effect is not None:
+        console.print(_pairs(facts, offer.effect))
     _section(console, facts, offer, stack)
     _unknown(console, facts)
 
@@ -63,7 +61,10 @@ def _head(console: Console, facts: Facts) -> None:
     factor = facts.length / start.trained
     title = f"{model.name}: {number(start.trained)} → {number(facts.length)} positions, {factor:.4g} ×"
     console.print(Text(title, style="bold"))
-    where = "given" if facts.given else "by the config"
+    known = model.lengths.trained
+    where = "by the config"
+    if start.given:
+        where = "given" if known is None else f"given; the config says {number(known)}"
     console.print(
         f"Trained at {number(start.trained)} ({where}) with base {number(start.base)}; the slowest of"
         f" {len(start.spec.inv_freq())} pairs turns {number(facts.turns)} times in it."
@@ -79,10 +80,19 @@ def _head(console: Console, facts: Facts) -> None:
     for name, why in start.left:
         console.print(f"Left as they are: layers of {name}, which {_does(why)}.")
     if facts.window is not None:
-        console.print(
-            f"Every layer has a window of {number(facts.window)}: no rule makes one see farther at a step.",
-            style="yellow",
-        )
+        console.print(_windows(facts.window, facts.windowed), style="yellow")
+
+
+def _windows(window: int, windowed: tuple[int, int] | None) -> str:
+    if windowed is None:
+        return f"Some layers may have a window of {number(window)}: no rule makes those see farther at a step."
+    some, layers = windowed
+    if some == layers:
+        return f"Every layer has a window of {number(window)}: no rule makes one see farther at a step."
+    return (
+        f"{some} of {layers} layers have a window of {number(window)}, and no rule makes those see farther at a step;"
+        f" {layers - some} see everything. All have one rotation, and a rule changes it for all."
+    )
 
 
 def _does(why: str) -> str:
@@ -210,7 +220,7 @@ def _unknown(console: Console, facts: Facts) -> None:
     else:
         lines.append(
             f"Whether memory lasts: keys and values of one sequence of {number(facts.length)} take"
-            f" {cache / 2**30:.3g} GiB in bfloat16."
+            f" {'at most ' if facts.cache_is_bound else ''}{cache / 2**30:.3g} GiB in bfloat16."
         )
     for line in lines:
         console.print(Padding(Text(f"– {line}"), (0, 0, 0, 2)))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
-from ropewalk.theory import BAND_EDGES, periods
+from ropewalk.theory import BAND_EDGES, classify, periods, plain_inv_freq
 from ropewalk.theory.encodings import sinusoidal_table
 from ropewalk.tools.curves import Curve, Decay, as_text, decay_of
 from ropewalk.tools.style import BLUE, COLOURS, DASHES, GREY, RED, Circle, Figure, figure, lengths_axis, save, shades
@@ -61,6 +61,9 @@ def frequencies(curves: Sequence[Curve], length: int | None, title: str) -> Figu
             label, trained = as_text(curve.name), curve.trained
             if trained is not None:
                 label += f": {int((turn <= trained).sum())} of {len(turn)} pairs turn once in {trained:,}"
+                # Before scaling more pairs did: those are what `ropewalk inspect` counts as the critical dimension.
+                kinds = set(classify(curve.spec.inv_freq(length), plain_inv_freq(curve.spec)))
+                label += "" if kinds <= {"unchanged", "still"} else ", as scaled"
                 marked.setdefault(trained, COLOURS[number])
             axes.plot(np.arange(len(turn)), turn, label=label, color=COLOURS[number], linestyle=DASHES[number])
         for at, colour in marked.items():

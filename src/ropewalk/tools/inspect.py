@@ -12,13 +12,15 @@ from rich.text import Text
 
 from ropewalk.errors import RopewalkError
 from ropewalk.hub.lengths import Lengths
-from ropewalk.hub.reading import Model, read_model
+from ropewalk.hub.reading import Model
 from ropewalk.spec import RopeSpec
 from ropewalk.theory import Band, turns
+from ropewalk.tools.command_config import read_named_config
 from ropewalk.tools.inspect_compare import comparison
 from ropewalk.tools.inspect_facts import Layer, View, as_json, layers_of
-from ropewalk.tools.inspect_words import ADVICE, features_of, number, pairing_of, parameters_of
+from ropewalk.tools.inspect_words import ADVICE, count_of, features_of, number, pairing_of, parameters_of, window_of
 from ropewalk.tools.output import require_writable_file, write_json
+from ropewalk.tools.trimmed import trimmed
 
 __all__ = ["inspect", "pairs_to_show", "sheet"]
 
@@ -49,14 +51,15 @@ def inspect(
 
         draw(models, plot)
     # With the JSON on standard output, all that is for people goes to the other stream.
-    console = Console(stderr=json_file == "-", highlight=False)
-    if len(models) == 1:
-        console.print(sheet(*models[0]))
-    else:
-        console.print(comparison(models, console.width))
-        for model, _ in models:
-            if model.warnings:
-                console.print(_warnings(model, f"{model.name}: beware"))
+    console = Console(stderr=json_file == "-", highlight=False, markup=False)
+    with trimmed(console):
+        if len(models) == 1:
+            console.print(sheet(*models[0]))
+        else:
+            console.print(comparison(models, console.width))
+            for model, _ in models:
+                if model.warnings:
+                    console.print(_warnings(model, f"{model.name}: beware"))
     if plot is not None:
         console.print(f"picture: {plot}", soft_wrap=True)
     return 0
@@ -64,13 +67,7 @@ def inspect(
 
 def _read(config: str, pairing: str | None) -> Model:
     asked = f"ropewalk inspect {config}"
-    try:
-        model = read_model(config, pairing=pairing)
-    except RopewalkError as error:
-        # On a command line an argument is an option.
-        lacks_pairing = pairing is None and "pairing=" in error.expected
-        do = f"{error.do}; then add --pairing half or --pairing interleaved" if lacks_pairing else error.do
-        raise RopewalkError(asked=f"{asked}: {error.asked}", expected=error.expected, got=error.got, do=do) from None
+    model = read_named_config(config, pairing, asked)
     if all(spec is None for _, spec in model.layers):
         raise RopewalkError(
             asked=asked,
@@ -87,9 +84,9 @@ def sheet(model: Model, layers: list[Layer]) -> RenderableType:
     for layer in layers:
         parts += ["", Text(f"{layer.title}: {layer.kind}", style="bold")]
         if layer.spec is None:
-            parts.append("  Scores of these layers do not depend on where tokens stand.")
+            parts.append(Padding(_without(model, layer), (0, 2)))
             continue
-        parts.append(Padding(_figures(layer, layer.spec, model.lengths), (0, 2)))
+        parts.append(Padding(_figures(layer, layer.spec, model), (0, 2)))
         parts += [_frequencies(layer, view, model.lengths) for view in layer.views]
     if model.warnings:
         parts += ["", _warnings(model, "beware")]
@@ -100,12 +97,23 @@ def _title(model: Model) -> str:
     return model.name if model.model_type in (None, model.name) else f"{model.name} (model_type {model.model_type})"
 
 
-def _figures(layer: Layer, spec: RopeSpec, lengths: Lengths) -> Table:
+def _without(model: Model, layer: Layer) -> str:
+    """What is to be said of layers that do not rotate."""
+    count = f"{counted}\n" if (counted := count_of(model, layer.name)) else ""
+    if any(name == "temperature-without-rotation" for name, _ in model.warnings):
+        return f"{count}Queries and keys do not turn, but queries are multiplied by a temperature of their position."
+    return f"{count}Scores of these layers do not depend on where tokens stand."
+
+
+def _figures(layer: Layer, spec: RopeSpec, model: Model) -> Table:
     """What is one number or one sentence."""
+    lengths = model.lengths
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     rows = {
+        "layers": count_of(model, layer.name),
+        "window": window_of(model, layer.name),
         "rule": parameters_of(spec),
         "pairing": pairing_of(spec) + ("; turns the other way" if spec.sign < 0 else ""),
         "features": features_of(spec),
@@ -140,7 +148,11 @@ def _critical(layer: Layer, spec: RopeSpec, lengths: Lengths) -> str:
         return "unknown without the trained length"
     if layer.critical_dimension is None:
         return ""
-    return f"{layer.critical_dimension} of {spec.turning} features saw a whole turn within {number(lengths.trained)}"
+    # The formula is that of the base; what a rule makes of it is in the table.
+    kinds = {band.kind for view in layer.views for band in view.bands}
+    scaled = "" if kinds <= {"unchanged", "still"} else ", by the base, before scaling"
+    found = f"{layer.critical_dimension} of {spec.turning} features"
+    return f"{found} saw a whole turn within {number(lengths.trained)}{scaled}"
 
 
 def _score(view: View) -> str:

@@ -118,6 +118,8 @@ def as_json(model: Model, layers: list[Layer]) -> dict[str, Any]:
         "model_type": model.model_type,
         "trained_length": model.lengths.trained,
         "configured_length": model.lengths.configured,
+        "sliding_window": model.window,
+        "layer_kinds": None if model.kinds is None else list(model.kinds),
         "layers": [_layer_json(layer, model.lengths) for layer in layers],
         "warnings": [{"name": name, "text": text, "do": ADVICE[name]} for name, text in model.warnings],
     }

@@ -4,9 +4,10 @@ import dataclasses
 import math
 from typing import Any
 
+from ropewalk.hub.reading import Model
 from ropewalk.spec import RopeSpec
 
-__all__ = ["ADVICE", "features_of", "kind_of", "number", "pairing_of", "parameters_of"]
+__all__ = ["ADVICE", "count_of", "features_of", "kind_of", "number", "pairing_of", "parameters_of", "window_of"]
 
 # What a rule is called outside of this package.
 _RULES = {
@@ -101,6 +102,41 @@ def features_of(spec: RopeSpec) -> str:
         return f"all {spec.head_dim} turn"
     where = "first" if spec.rotary_slice == "leading" else "last"
     return f"the {where} {spec.turning} of {spec.head_dim} turn"
+
+
+def count_of(model: Model, layer: str) -> str:
+    """How many layers are of a kind, or of which kinds they are where all rotate alike; "" where that is not known.
+
+    >>> from ropewalk.hub.reading import read_model
+    >>> config = {"model_type": "gpt_oss", "num_hidden_layers": 24, "rope_parameters": {"rope_theta": 150000.0}}
+    >>> count_of(read_model(config), "")
+    '24: 12 sliding_attention, 12 full_attention'
+    """
+    if model.kinds is None or (layer and layer not in model.kinds):
+        return ""
+    if layer:
+        return f"{model.kinds.count(layer)} of {len(model.kinds)} layers"
+    each = {kind: model.kinds.count(kind) for kind in model.kinds}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in each.items())
+    return f"{len(model.kinds)}" + (f": {kinds}" if len(each) > 1 else "")
+
+
+def window_of(model: Model, layer: str) -> str:
+    """The window of a kind of layer, as far as the config says it; "" where there is none.
+
+    >>> from ropewalk.hub.reading import read_model
+    >>> config = {"model_type": "mistral", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 4096}
+    >>> window_of(read_model(config), "")
+    '4,096'
+    """
+    if model.window is None or (layer and "sliding" not in layer):
+        return ""
+    if layer:
+        return number(model.window)
+    if model.kinds is None:
+        return f"{number(model.window)}, in layers that the config does not name"
+    some = model.kinds.count("sliding_attention")
+    return "" if not some else number(model.window) + ("" if some == len(model.kinds) else ", of sliding_attention")
 
 
 def number(value: float) -> str:

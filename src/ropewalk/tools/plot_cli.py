@@ -125,7 +125,8 @@ def frequencies(
 ) -> None:
     """The period of every pair, against the trained length.
 
-    A pair whose period is longer than the trained length never finished a turn in training.
+    A pair whose period is longer than that does not finish a turn within it, by the frequencies that are drawn: where a
+    rule scales them, those of before finished more.
 
     \b
     Examples:

@@ -8,14 +8,13 @@ import numpy as np
 
 from ropewalk.errors import RopewalkError
 from ropewalk.hub.extending.extension import Start
+from ropewalk.hub.families import BASE_KEYS
 from ropewalk.hub.language import language_model
 from ropewalk.hub.reading import read_model
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["Form", "extended_config", "forms_of", "path_of"]
+__all__ = ["FIXED", "Form", "extended_config", "forms_of", "path_of"]
 
-# Where a base may stand outside of the rope parameters; the first is usual.
-_BASES = ("rope_theta", "rotary_emb_base", "rotary_base", "rotary_embedding_base", "rope_base")
 _LAYER_BASES = ("rope_local_base_freq", "global_rope_theta", "local_rope_theta")
 # What stands among the rope parameters and is no part of a rule.
 _BESIDES = (
@@ -26,8 +25,16 @@ _BESIDES = (
     "llama_4_scaling_beta",
     "rope_dim",
 )
+# Families whose classes in transformers 5 leave head_dim null where a config has none, which their scaled rope types
+# cannot read.
+_NEED_HEAD_DIM = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "minimax", "ministral", "mixtral")
 # Families whose classes in transformers refuse every other type.
 _ONLY_DEFAULT = ("phi3", "phi4_multimodal")
+# Families whose code in transformers reads no rope parameters, whatever a config says.
+FIXED = {
+    **dict.fromkeys(("clvp_encoder", "codegen", "gptj", "roformer"), "has its base of 10000 written in"),
+    **dict.fromkeys(("seamless_m4t", "wav2vec2-bert", "wav2vec2-conformer"), "reads rotary_embedding_base alone"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +83,13 @@ def forms_of(data: dict[str, Any], start: Start, spec: RopeSpec, length: int, pa
             got="Mistral's params.json, which has keys for YaRN alone",
             do="use the config.json of the model",
         )
+    if part["model_type"] in FIXED:
+        raise RopewalkError(
+            asked="a config of an extended model",
+            expected=f"code that reads rope parameters; that of {part['model_type']} {FIXED[part['model_type']]}",
+            got="keys that would change nothing",
+            do="change the model's code, or use a model whose family reads them",
+        )
     written = spec.to_config("transformers")
     keys = written.pop("rope_parameters")
     if str(part.get("model_type")).removesuffix("_text") in _ONLY_DEFAULT and keys["rope_type"] != "default":
@@ -87,6 +101,8 @@ def forms_of(data: dict[str, Any], start: Start, spec: RopeSpec, length: int, pa
         )
     longest = next((key for key in family.longest if key in part), family.longest[0])
     lengths = {longest: written.get("max_position_embeddings", length)}
+    if part["model_type"] in _NEED_HEAD_DIM and part.get("head_dim") is None:
+        lengths["head_dim"] = spec.head_dim
     model = read_model(data, pairing=pairing)
     expected = {name: spec if name == start.layer else other for name, other in model.layers}
     found = [
@@ -116,13 +132,13 @@ def _candidates(
     # What belongs to the model and not to the rule stays where it was, and is not said twice.
     kept = {key: inner[key] for key in _BESIDES if key in inner}
     keys = {key: value for key, value in keys.items() if key not in _BESIDES} | kept
-    gone = tuple(key for key in (*_BASES, *_LAYER_BASES, "rope_scaling") if key in part)
+    gone = tuple(key for key in (*BASE_KEYS, *_LAYER_BASES, "rope_scaling") if key in part)
     if layer == "" or layer == "rope":
         yield Form("transformers 5", lengths | {"rope_parameters": keys}, gone)
     else:
         nested = {name: keys if name == layer else _unchanged(old, name, other) for name, other in expected.items()}
         yield Form("transformers 5", lengths | {"rope_parameters": nested}, gone)
-    base = next((key for key in (*_BASES, "global_rope_theta") if key in part), "rope_theta")
+    base = next((key for key in (*BASE_KEYS, "global_rope_theta") if key in part), "rope_theta")
     scaling = {key: value for key, value in keys.items() if key != "rope_theta"}
     plain = scaling == {"rope_type": "default"}
     outer: dict[str, Any] = {base: keys["rope_theta"]}

@@ -25,7 +25,8 @@ class Start:
     """Where an extension begins: the one kind of layer that sees the whole context, as it was trained.
 
     `layer` is its name, "" where all are alike, and `spec` its rotation as the config has it; `base` and `trained` are
-    those before any scaling. `left` says of every other kind of layer why it stays as it is.
+    those before any scaling. `left` says of every other kind of layer why it stays as it is. `given` says that a person
+    named the trained length, against the config or where that has none.
     """
 
     layer: str
@@ -34,6 +35,7 @@ class Start:
     trained: int
     configured: int | None
     left: tuple[tuple[str, str], ...] = ()
+    given: bool = False
 
     @property
     def dim(self) -> int:
@@ -52,8 +54,25 @@ class Start:
         own = self.spec.frequencies
         if self.configured is not None and self.configured > self.trained:
             return self.configured
+        if getattr(own, "trained_length", self.trained) != self.trained:
+            # The factor is of another length than the one that was given.
+            return self.trained
         factor = None if own.varies and not isinstance(own, LongRope) else getattr(own, "factor", None)
         return int(self.trained * (factor or 1))
+
+    def factor_of(self, rule: type[Frequencies], length: int) -> float:
+        """The factor of a rule for `length`: over the trained length, or, of the model's own rule, over what it reads.
+
+        Llama 3.2 has a factor of 32 for 16 times its trained length: a little more than it reads is a little more than
+        that factor.
+
+        >>> Start("", RopeSpec(8, Llama3(5e5, 32, 64)), 5e5, 64, 1024).factor_of(Llama3, 2048)
+        64.0
+        """
+        own = self.spec.frequencies
+        if type(own) is rule and not self.given and isinstance(own, Yarn | Llama3):
+            return own.factor * length / self.reach
+        return length / self.trained
 
     @property
     def scaled(self) -> bool:
@@ -130,7 +149,8 @@ def start_of(model: Model, part: Mapping[str, Any], trained: int | None = None) 
             got=f"a config that does not say it; max_position_embeddings is {model.lengths.configured}",
             do="pass --trained LENGTH",
         )
-    return Start(layer, spec, float(base), length, model.lengths.configured, tuple(left.items()))
+    given = trained is not None and trained != model.lengths.trained
+    return Start(layer, spec, float(base), length, model.lengths.configured, tuple(left.items()), given)
 
 
 def _has_window(name: str, part: Mapping[str, Any]) -> bool:
@@ -148,9 +168,10 @@ def extensions(start: Start, length: int, rule: str | None = None) -> list[Exten
     ('pi', Linear(base=10000.0, factor=4.0))
     """
     if length <= start.reach:
+        by = "the trained length that was given" if start.given and start.reach == start.trained else "its config"
         raise RopewalkError(
             asked=f"an extension to {length} positions",
-            expected=f"more than the {start.reach} that the model reads by its config",
+            expected=f"more than the {start.reach} that the model reads by {by}",
             got=f"{length}",
             do="nothing need be extended for that; name a larger length",
         )
@@ -162,6 +183,15 @@ def extensions(start: Start, length: int, rule: str | None = None) -> list[Exten
 def _notes(start: Start, made: Extension) -> list[str]:
     own = start.spec.frequencies
     if made.spec is None or not start.scaled:
+        return []
+    before, after = start.spec.softmax_scale, made.spec.softmax_scale
+    scores = [f"the softmax scale is multiplied by {after:.6g}, where the model has {before:.6g}"]
+    return [*_kept(own, made), *(scores if before != after else [])]
+
+
+def _kept(own: Frequencies, made: Extension) -> list[str]:
+    """What becomes of the model's own rule."""
+    if made.spec is None:
         return []
     if isinstance(own, DynamicNTK) and made.rule == "dynamic":
         return ["the model's own rule: nothing changes"]
@@ -218,9 +248,13 @@ def _dynamic(start: Start, length: int, factor: float) -> Extension:
 
 def _yarn(start: Start, length: int, factor: float, ramp: str = "index") -> Extension:
     name = "yarn" if ramp == "index" else "yarn-paper"
-    own = start.spec.frequencies
+    own, factor = start.spec.frequencies, start.factor_of(Yarn, length)
     rule = own if isinstance(own, Yarn) else Yarn(start.base)
-    rule = dataclasses.replace(rule, factor=factor, trained_length=start.trained, ramp=ramp)
+    # An amplitude that is written out for one factor is not that of another.
+    usual = Yarn(rule.base, rule.factor, rule.trained_length).amplitude()
+    written = rule.attention_factor
+    kept = None if written is None or abs(written / usual - 1) < 1e-6 else written
+    rule = dataclasses.replace(rule, factor=factor, trained_length=start.trained, ramp=ramp, attention_factor=kept)
     over = "the index" if ramp == "index" else "turns (2309.00071, eq. 18)"
     does = (
         f"keeps pairs of {rule.beta_fast:g} turns and more in training, divides those of less than"
@@ -235,7 +269,7 @@ def _yarn_paper(start: Start, length: int, factor: float) -> Extension:
 
 
 def _llama3(start: Start, length: int, factor: float) -> Extension:
-    own = start.spec.frequencies
+    own, factor = start.spec.frequencies, start.factor_of(Llama3, length)
     rule = own if isinstance(own, Llama3) else Llama3(start.base)
     rule = dataclasses.replace(rule, factor=factor, trained_length=start.trained)
     does = (
@@ -273,7 +307,7 @@ def _base_law(start: Start, length: int, factor: float) -> Extension:
     if critical_dimension(start.dim, start.base, start.trained) == start.dim:
         return Extension("base-law", does, None, "every pair finished a turn in training: the law sets no limit")
     base = critical_base(start.trained, length, start.base)
-    does = f"base {base:.9g}: the smallest by which a model tuned at {length} reads that far"
+    does = f"base {base:.9g}: above it a model tuned at {length} reads past that"
     notes = ("made for a model that is tuned with it, not for use without",)
     return _made(start, "base-law", does, _rebased(start, base), base=base, notes=notes)
 

@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk.hub.extending.extended_config import Form
+from ropewalk.hub.extending.extended_config import FIXED, Form
 from ropewalk.hub.extending.extension import Extension, Start
 from ropewalk.spec.by_parts import Llama3, Yarn
 from ropewalk.spec.stretched import Linear, LongRope
@@ -45,6 +45,10 @@ def flags_for(
     """
     if extension.spec is None:
         return Flags(None, (extension.why_not or "",))
+    if model_type in FIXED:
+        return Flags(
+            None, (f"the code of {model_type} {FIXED[model_type]}; {stack} has no flag that is known to hold",)
+        )
     if stack == "vllm":
         return _vllm(start, extension, length, form, path, model_type)
     return _llama_cpp(start, extension, length)
@@ -56,6 +60,9 @@ def _vllm(
     rule = extension.spec and extension.spec.frequencies
     if extension.rule == "dynamic":
         return Flags(None, ("vLLM computes a dynamic base once, for one length: use ntk, which is that base",))
+    own = start.spec.frequencies
+    if isinstance(own, Yarn) and own.policy == "deepseek" and not isinstance(rule, Yarn):
+        return Flags(None, ("vLLM makes DeepSeek's YaRN of every rule in latent attention: use yarn",))
     if form is None or form.name != "transformers 5":
         return Flags(None, ("there are no keys for it that vLLM would read",))
     parameters: dict[str, Any] = form.set["rope_parameters"]

@@ -1,0 +1,87 @@
+"""Extensions of models that are scaled already: factors, amplitudes and softmax scales, and configs that load."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
+
+from ropewalk import RopewalkError
+from ropewalk.hub.extending.extended_config import extended_config, forms_of
+from ropewalk.hub.extending.extension import Extension, Start, extensions, start_of
+from ropewalk.hub.extending.stacks import flags_for
+from ropewalk.hub.language import language_model
+from ropewalk.hub.reading import read_model
+
+CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+
+
+def started(name: str, trained: int | None = None) -> tuple[dict, Start]:
+    data = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return data, start_of(read_model(data), language_model(data, None)[0], trained)
+
+
+def made(name: str, length: int, rule: str) -> Extension:
+    return extensions(started(name)[1], length, rule)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "factor"),
+    [
+        ("llama-3.2-1b", 262_144, 64.0),
+        ("llama-3.1-8b", 262_144, 16.0),
+        ("llama-3.1-8b", 131_080, 8 * 131_080 / 131_072),
+    ],
+)
+def test_a_models_own_rule_grows_from_the_factor_that_it_has(name, length, factor):
+    spec = made(name, length, "llama3").spec
+    assert spec is not None
+    assert getattr(spec.frequencies, "factor", None) == pytest.approx(factor, rel=1e-12)
+    # Another rule starts from the trained length.
+    other = made(name, length, "pi").spec
+    assert other is not None
+    assert getattr(other.frequencies, "factor", None) == length / 8192
+
+
+def test_a_trained_length_that_is_given_is_no_longer_multiplied():
+    start = started("llama-3.1-8b", 131_072)[1]
+    assert start.reach == 131_072
+    with pytest.raises(RopewalkError, match="more than the 131072"):
+        extensions(start, 131_072)
+
+
+def test_an_amplitude_that_is_written_out_follows_the_factor():
+    spec = made("olmo-3-7b", 131_072, "yarn").spec
+    assert spec is not None
+    assert spec.amplitude() == pytest.approx(0.1 * math.log(16) + 1, rel=1e-12)
+
+
+def test_a_softmax_scale_that_changes_is_told():
+    own = made("deepseek-v3", 327_680, "yarn")
+    notes = " ".join(made("deepseek-v3", 327_680, "ntk").notes)
+    assert "the softmax scale is multiplied by 1, where the model has 1.87385" in notes
+    assert any("2.06" in note for note in own.notes)
+
+
+def test_vllm_has_one_rule_for_latent_attention():
+    data, start = started("deepseek-v3")
+    for rule, there in (("pi", False), ("llama3", False), ("yarn", True)):
+        extension = extensions(start, 327_680, rule)[0]
+        assert extension.spec is not None
+        form = forms_of(data, start, extension.spec, 327_680)[0]
+        found = flags_for("vllm", start, extension, 327_680, form=form, model_type="deepseek_v3")
+        assert (found.flags is not None) == there
+
+
+@pytest.mark.parametrize("rule", ["yarn", "dynamic", "llama3"])
+def test_a_class_that_leaves_the_width_of_a_head_out_is_told_it(rule, tmp_path):
+    data, start = started("mixtral-8x7b")
+    assert "head_dim" not in data
+    extension = extensions(start, 131_072, rule)[0]
+    assert extension.spec is not None
+    for form in forms_of(data, start, extension.spec, 131_072):
+        (tmp_path / "config.json").write_text(json.dumps(extended_config(data, form)), encoding="utf-8")
+        config = AutoConfig.from_pretrained(tmp_path)
+        assert len(MixtralRotaryEmbedding(config).inv_freq) == 64
