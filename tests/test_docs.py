@@ -257,3 +257,18 @@ def test_the_page_on_precision_shows_what_its_code_finds():
     table = re.findall(r"^\| [^|]+ \| ((?:[\d.e-]+ \| ){3}[\d.e-]+) \|$", page, re.MULTILINE)
     assert len(table) == 5
     assert table == found
+
+
+def test_the_page_on_accelerate_says_what_was_measured():
+    page = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "benchmarks" / "accelerate_cpu.json").read_text(encoding="utf-8"))
+    rows = re.findall(
+        r"^\| (llama|qwen3)[^|]* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) % \| ([\d.]+) % \|$", page, re.MULTILINE
+    )
+    assert record["date"] in page
+    for case, (family, *told) in zip(record["cases"], rows, strict=True):
+        before, after = case["lines"]
+        assert family == case["family"]
+        assert told == [f"{line['rotation_ms']:.1f}" for line in (before, after)] + [
+            f"{line['rotation_share']:.1%}".rstrip("%") for line in (before, after)
+        ]
