@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
 from ropewalk import RopewalkError
+from ropewalk.hub.extending.effect import effect_of, trained_turns
 from ropewalk.hub.extending.extended_config import extended_config, forms_of
 from ropewalk.hub.extending.extension import Extension, Start, extensions, start_of
 from ropewalk.hub.extending.stacks import flags_for
@@ -85,3 +86,19 @@ def test_a_class_that_leaves_the_width_of_a_head_out_is_told_it(rule, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(extended_config(data, form)), encoding="utf-8")
         config = AutoConfig.from_pretrained(tmp_path)
         assert len(MixtralRotaryEmbedding(config).inv_freq) == 64
+
+
+def test_pairs_that_stand_still_take_no_part():
+    parameters = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    data = {"model_type": "llama", "head_dim": 512, "max_position_embeddings": 131_072, "rope_parameters": parameters}
+    start = start_of(read_model(data), data)
+    assert not start.scaled
+    # The slowest of 64 pairs turns by 1e6^(-126/512) a position.
+    assert trained_turns(start) == pytest.approx(131_072 * 1e6 ** (-126 / 512) / (2 * math.pi), rel=1e-12)
+    found = {one.rule: one for one in extensions(start, 262_144)}
+    assert found["base-bound"].spec is None
+    ntk = found["ntk"].spec
+    assert ntk is not None
+    effect = effect_of(start, ntk, 262_144, found["ntk"].base)
+    assert effect.counts["still"] == 192
+    assert effect.divided == pytest.approx((found["ntk"].base or 0) ** (126 / 512) / 1e6 ** (126 / 512), rel=1e-9)

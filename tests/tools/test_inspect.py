@@ -349,3 +349,13 @@ def test_pairs_to_show(widths, most):
 def test_numbers_keep_four_digits(value):
     assert float(number(value).replace(",", "")) == pytest.approx(value, rel=6e-4)
     assert len(number(value)) <= 13
+
+
+def test_pairs_that_stand_still_neither_turn_nor_saw_a_turn(tmp_path, capsys):
+    parameters = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    config = {"model_type": "llama", "head_dim": 512, "max_position_embeddings": 131_072, "rope_parameters": parameters}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert inspect([str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "128 of 512 turn: other pairs stand still" in shown
+    assert "128 of 512 features saw a whole turn within 131,072" in shown

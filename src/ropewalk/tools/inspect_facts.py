@@ -107,7 +107,8 @@ def _critical(spec: RopeSpec, trained: int | None) -> int | None:
     shared = spec.axes is None or spec.axes.dim == spec.turning
     if trained is None or trained < 7 or base <= 1 or not shared:
         return None
-    return critical_dimension(spec.turning, base, trained)
+    # Pairs that stand still saw no turn, whatever the base says of them.
+    return min(critical_dimension(spec.turning, base, trained), 2 * int(np.count_nonzero(spec.inv_freq())))
 
 
 def as_json(model: Model, layers: list[Layer]) -> dict[str, Any]:

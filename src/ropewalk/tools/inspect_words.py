@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
+
 from ropewalk.hub.reading import Model
 from ropewalk.spec import RopeSpec
 
@@ -97,7 +99,13 @@ def features_of(spec: RopeSpec) -> str:
 
     >>> features_of(RopeSpec(192, rotary_dim=64, rotary_slice="trailing"))
     'the last 64 of 192 turn'
+    >>> from ropewalk.spec import Proportional
+    >>> features_of(RopeSpec(8, Proportional(1e4, 0.25)))
+    '2 of 8 turn: other pairs stand still'
     """
+    still = int((np.atleast_2d(spec.inv_freq())[0] == 0).sum())
+    if still:
+        return f"{spec.turning - 2 * still} of {spec.head_dim} turn: other pairs stand still"
     if spec.turning == spec.head_dim:
         return f"all {spec.head_dim} turn"
     where = "first" if spec.rotary_slice == "leading" else "last"

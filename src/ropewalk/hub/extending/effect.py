@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from ropewalk.hub.extending.extension import Start
-from ropewalk.spec.frequencies import Plain
+from ropewalk.spec.frequencies import Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory.bands import KINDS, Kind, classify, turns
 from ropewalk.theory.context import critical_dimension, extrapolation_limit, first_negative_distance
@@ -48,8 +48,9 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
     """
     plain = _plain(start)
     now = np.abs(spec.inv_freq(length))
-    kinds = classify(now, plain)
     moving = now > 0
+    # What never turned is still, and has no ratio.
+    kinds = classify(now, np.where(plain > 0, plain, 1.0))
     unfinished = moving & (turns(plain, start.trained) < 1)
     seen = start.trained * (plain[unfinished] / now[unfinished]).min() if unfinished.any() else None
     limit = None
@@ -75,8 +76,12 @@ def trained_turns(start: Start) -> float:
     >>> round(trained_turns(Start("", RopeSpec(128), 10_000.0, 4096, 4096)), 4)
     0.0753
     """
-    return float(turns(_plain(start), start.trained).min())
+    plain = _plain(start)
+    return float(turns(plain[plain > 0], start.trained).min())
 
 
 def _plain(start: Start) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    return np.abs(dataclasses.replace(start.spec, frequencies=Plain(start.base)).inv_freq())
+    own = start.spec.frequencies
+    # Pairs that stand still by p-RoPE did so in training.
+    rule = dataclasses.replace(own, factor=1.0) if isinstance(own, Proportional) else Plain(start.base)
+    return np.abs(dataclasses.replace(start.spec, frequencies=rule).inv_freq())

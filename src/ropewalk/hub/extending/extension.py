@@ -77,7 +77,8 @@ class Start:
     @property
     def scaled(self) -> bool:
         """Whether the config already has a rule, which every extension replaces."""
-        return not isinstance(self.spec.frequencies, Plain)
+        own = self.spec.frequencies
+        return own.factor != 1 if isinstance(own, Proportional) else not isinstance(own, Plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,8 +282,8 @@ def _llama3(start: Start, length: int, factor: float) -> Extension:
 
 def _base_bound(start: Start, length: int, factor: float) -> Extension:
     does = "a base whose score sum stays non-negative"
-    still = start.spec.head_dim - start.spec.turning
-    if still >= start.spec.turning:
+    moving = 2 * int(np.count_nonzero(start.spec.inv_freq()))
+    if start.spec.head_dim - moving >= moving:
         return Extension("base-bound", does, None, "with the features that stand still the sum is never negative")
     if first_negative_distance(Plain(start.base).evaluate(start.dim), length + 1) is None:
         return Extension("base-bound", does, None, f"the base {start.base:g} already keeps the sum non-negative")
