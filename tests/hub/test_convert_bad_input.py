@@ -58,6 +58,16 @@ def test_a_model_where_the_unfinished_output_would_stand_is_not_removed(tmp_path
         assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
 
 
+def test_further_layers_beside_layers_of_which_some_do_not_rotate(tmp_path):
+    further = {
+        name.replace("model.layers.0", "mtp.layers.0"): x
+        for name, x in weights(layers=1).items()
+        if "self_attn" in name
+    }
+    config = CONFIG | {"model_type": "smollm3", "no_rope_layers": [1, 0]}
+    refused(llama(tmp_path / "model", config=config, **further), "layers that all rotate beside those that predict")
+
+
 def test_not_a_model(tmp_path, model):
     refused(tmp_path / "nothing", "no such folder")
     refused(model / "config.json", "a model folder")

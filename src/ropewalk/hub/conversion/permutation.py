@@ -91,6 +91,9 @@ def plan_of(checkpoint: Checkpoint, data: dict[str, Any], part: dict[str, Any], 
         apart = module.startswith("mtp.")
         if not apart and number >= len(specs):
             raise contradiction(module, f"{count} layers (num_hidden_layers)", f"layer {number}")
+        if apart and len({spec is None for spec in specs[:count]}) > 1:
+            wanted = "layers that all rotate beside those that predict further tokens, of which no key says it"
+            raise unconvertible(model_type, wanted, f"some that do not, and {module}")
         spec = specs[-1] if apart else specs[number]
         seen |= set() if apart else {number}
         if spec is None:
