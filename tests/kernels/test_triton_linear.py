@@ -270,6 +270,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     wrong, old, new = MUTANTS[name]

@@ -133,6 +133,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     target = tmp_path / "figures.json"
     result = run("bench", "cpu", "--quick", "--json", str(target))
