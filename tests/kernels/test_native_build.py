@@ -158,6 +158,7 @@ def said(path: Path) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_installing_without_a_compiler_works_and_says_so(tmp_path):
     source = project(tmp_path / "source")
     install(source, tmp_path / "without", CC="false")
@@ -170,6 +171,7 @@ def test_installing_without_a_compiler_works_and_says_so(tmp_path):
     assert said(tmp_path / "with") == "None\n"
 
 
+@pytest.mark.slow
 def test_an_edited_c_file_is_noticed(tmp_path):
     source = project(tmp_path / "source")
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
@@ -185,6 +187,7 @@ def test_an_edited_c_file_is_noticed(tmp_path):
     assert said(source / "src") == "None\n"
 
 
+@pytest.mark.slow
 def test_sdist_and_wheel(tmp_path):
     source = project(tmp_path / "source")
     for kind in ("sdist", "wheel"):
