@@ -1,4 +1,4 @@
-"""read_model and read_lengths: layers, lengths and warnings of a config, however it is given."""
+"""read_model: layers, lengths and warnings of a config, however it is given."""
 
 import json
 import warnings
@@ -10,7 +10,7 @@ import pytest
 from hub.configs import LLAMA, LLAMA3, LONG, YARN, loaded
 from ropewalk import RopewalkError, load_spec
 from ropewalk.hub import config as config_module
-from ropewalk.hub.lengths import Lengths, read_lengths
+from ropewalk.hub.lengths import Lengths
 from ropewalk.hub.reading import Model, read_model
 from ropewalk.spec import Linear, Plain
 
@@ -48,7 +48,7 @@ GEMMA = {"model_type": "gemma3_text", "head_dim": 256, "max_position_embeddings"
 )
 @pytest.mark.filterwarnings("ignore::ropewalk.hub.RopeConfigWarning")
 def test_lengths(config, trained, configured):
-    assert read_lengths(config) == Lengths(trained, configured)
+    assert read_model(config).lengths == Lengths(trained, configured)
     assert read_model(config).lengths == Lengths(trained, configured)
 
 
@@ -63,7 +63,7 @@ def test_however_it_is_given(tmp_path: Path):
     for config in (data, path, str(path), path.parent, given):
         model = read_model(config)
         assert model.layers == (("", load_spec(data)),)
-        assert model.lengths == read_lengths(config) == Lengths(8192, 131072)
+        assert model.lengths == Lengths(8192, 131072)
         assert (model.model_type, model.warnings) == ("llama", ())
 
 
@@ -126,6 +126,5 @@ def test_warnings_of_others_go_on(monkeypatch):
     ],
 )
 def test_bad_input(config, message):
-    for read in (read_lengths, read_model):
-        with pytest.raises(RopewalkError, match=message):
-            read(config)
+    with pytest.raises(RopewalkError, match=message):
+        read_model(config)

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ropewalk.hub.config import load_spec
 from ropewalk.hub.families import Family
-from ropewalk.hub.language import language_model
-from ropewalk.hub.read import Keys, read_config
+from ropewalk.hub.read import Keys
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory.bands import classify, plain_inv_freq
 
-__all__ = ["Lengths", "lengths_of", "read_lengths"]
+__all__ = ["Lengths", "lengths_of"]
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -31,23 +28,16 @@ class Lengths:
     configured: int | None
 
 
-def read_lengths(config: str | Path | dict[str, Any] | Any, *, pairing: str | None = None) -> Lengths:
-    """The lengths that a config says, given and read as `load_spec` does it.
+def lengths_of(part: dict[str, Any], family: Family, specs: Iterable[RopeSpec | None]) -> Lengths:
+    """The lengths of a language model whose config is `part` and whose kinds of layers rotate by `specs`.
 
     The trained length is that of the rule, else original_max_position_embeddings; where no frequency is scaled it is
     the configured one. Rules that know of no length, such as PI, leave it unsaid: configs differ in whether
     max_position_embeddings is then the length before or after.
 
-    >>> read_lengths({"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096})
+    >>> lengths_of({"max_position_embeddings": 4096}, Family(), [RopeSpec(128)])
     Lengths(trained=4096, configured=4096)
     """
-    found = load_spec(config, pairing=pairing)
-    part, family = language_model(read_config(config), pairing)
-    return lengths_of(part, family, found.values() if isinstance(found, dict) else [found])
-
-
-def lengths_of(part: dict[str, Any], family: Family, specs: Iterable[RopeSpec | None]) -> Lengths:
-    """The lengths of a language model whose config is `part` and whose kinds of layers rotate by `specs`."""
     whole, turning = Keys(part), [spec for spec in specs if spec is not None]
     nested = [Keys(whole.part(key), key) for key in ("rope_parameters", "rope_scaling")]
     keys = [*((whole, key) for key in family.longest), *((inner, "max_position_embeddings") for inner in nested)]

@@ -252,6 +252,7 @@ def main() -> None:
         _tell(error, f"ropewalk: {error}")
         raise SystemExit(2) from None
     except Exception as error:
+        # Nothing above was a user's mistake, so it is ours: told as that, with an exit code of its own.
         bug = "This is a bug in ropewalk. Put --debug before the command to see where it is, and report it with that."
         _tell(error, f"ropewalk: {type(error).__name__}: {error}\n{bug}")
         raise SystemExit(70) from None

@@ -12,7 +12,7 @@ from ropewalk.hub.extending.effect import Effect
 from ropewalk.hub.extending.measured import measured
 from ropewalk.theory import classify, turns
 from ropewalk.tools.extend_facts import Facts, Offer
-from ropewalk.tools.inspect_words import number
+from ropewalk.tools.inspect_words import KIND_STYLES, number
 
 __all__ = ["one_rule", "side_by_side"]
 
@@ -20,7 +20,6 @@ _COLUMNS = (
     *("\nrule", "pairs\nkept", "\nbetw.", "\ndiv.", "\nby", "turns,\nslow", "ampl."),
     *("sum < 0\nfrom", "seen\nup to", "law\nup to"),
 )
-_STYLES = {"unchanged": "green", "between": "yellow", "interpolated": "cyan", "still": "dim", "faster": "red"}
 
 
 def side_by_side(console: Console, facts: Facts, stack: str | None) -> None:
@@ -161,7 +160,7 @@ def _pairs(facts: Facts, effect: Effect) -> Table:
                 number(float(turns([value], length)[0]))
                 for value, length in zip((plain[i], now[i]), counted, strict=True)
             ),
-            Text(kind, style=_STYLES[kind]),
+            Text(kind, style=KIND_STYLES[kind]),
         )
     return table
 

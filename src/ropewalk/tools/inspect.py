@@ -18,7 +18,16 @@ from ropewalk.theory import Band, turns
 from ropewalk.tools.command_config import read_named_config
 from ropewalk.tools.inspect_compare import comparison
 from ropewalk.tools.inspect_facts import Layer, View, as_json, layers_of
-from ropewalk.tools.inspect_words import ADVICE, count_of, features_of, number, pairing_of, parameters_of, window_of
+from ropewalk.tools.inspect_words import (
+    ADVICE,
+    KIND_STYLES,
+    count_of,
+    features_of,
+    number,
+    pairing_of,
+    parameters_of,
+    window_of,
+)
 from ropewalk.tools.output import require_writable_file, write_json
 from ropewalk.tools.trimmed import trimmed
 
@@ -26,7 +35,6 @@ __all__ = ["inspect", "pairs_to_show", "sheet"]
 
 # As many rows as a screen takes; --json has every pair.
 MOST_ROWS = 16
-STYLES = {"unchanged": "green", "between": "yellow", "interpolated": "cyan", "still": "dim", "faster": "red"}
 
 
 def inspect(
@@ -219,7 +227,7 @@ def _frequencies(layer: Layer, view: View, lengths: Lengths) -> Table:
             number(wavelengths[pair]),
             "" if kind == "still" else number(abs(view.plain[pair] / view.inv_freq[pair])),
             *(number(column[pair]) for column in columns),
-            Text(kind, style=STYLES[kind]),
+            Text(kind, style=KIND_STYLES[kind]),
             end_section=following is not None and kinds[following] != kind,
         )
     return table

@@ -9,7 +9,20 @@ import numpy as np
 from ropewalk.hub.reading import Model
 from ropewalk.spec import RopeSpec
 
-__all__ = ["ADVICE", "count_of", "features_of", "kind_of", "number", "pairing_of", "parameters_of", "window_of"]
+__all__ = [
+    "ADVICE",
+    "KIND_STYLES",
+    "count_of",
+    "features_of",
+    "kind_of",
+    "number",
+    "pairing_of",
+    "parameters_of",
+    "window_of",
+]
+
+# How what became of a pair is coloured, where there are colours.
+KIND_STYLES = {"unchanged": "green", "between": "yellow", "interpolated": "cyan", "still": "dim", "faster": "red"}
 
 # What a rule is called outside of this package.
 _RULES = {

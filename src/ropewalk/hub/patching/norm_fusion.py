@@ -75,6 +75,7 @@ def norm_kind(module: nn.Module) -> NormKind | str:
             low = copy.deepcopy(probe).bfloat16()
             wide, narrow = probe(x), low(x.bfloat16())
         except Exception as error:
+            # A stranger's module may refuse these inputs in any way: then it is not fused, and the report says why.
             return f"{name} cannot be looked at ({type(error).__name__})"
         same = [kind for kind in kinds if torch.allclose(wide, _normed(x, drawn, kind), rtol=1e-5, atol=1e-6)]
         if not same or narrow.dtype != torch.bfloat16:
