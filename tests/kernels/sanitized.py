@@ -9,6 +9,7 @@ import itertools
 import torch
 
 from ropewalk import RopeSpec, RotaryEmbedding, linear_attention, qk_norm_rope
+from ropewalk.kernels import linear_launch
 
 
 def main() -> None:
@@ -32,8 +33,10 @@ def main() -> None:
         longer = [torch.randn(1, heads, 600, spec.head_dim, device="cuda").to(torch.bfloat16) for heads in (4, 2, 2)]
         longer = [x.requires_grad_() for x in longer]
         ends = torch.tensor([0, 5, 300, 590], device="cuda")
-        read = [linear_attention(*longer, rope=rope, causal=causal) for causal in (True, False)]
-        read.append(linear_attention(*longer, rope=rope, cu_seqlens=ends))
+        read = [linear_attention(*longer, rope=rope, cu_seqlens=ends)]
+        # Sums by segments, and by programs that walk.
+        for linear_launch._ENOUGH_WALKERS in (1000, 1):
+            read += [linear_attention(*longer, rope=rope, causal=causal) for causal in (True, False)]
         torch.autograd.grad(read, longer, read)
         with torch.no_grad():
             rope.rotate_(q.clone(), k.clone(), offset=1)

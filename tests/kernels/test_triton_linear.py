@@ -23,6 +23,8 @@ def _short_segments(monkeypatch):
     # So that a few tokens are several segments, of which the last is not full.
     if DEVICE.type == "cpu":
         monkeypatch.setattr(linear_segments, "segment_length", lambda width, v_dim: 64)
+    # So that heads are turned together, of however few tokens.
+    monkeypatch.setattr(linear_launch, "_ENOUGH_PROGRAMS", 1)
 
 
 def both(inputs, **options):
@@ -113,6 +115,23 @@ def test_errors_are_at_most_twice_those_of_the_formula(dtype):
     for name, a, b, c in zip(("o", "dq", "dk", "dv"), ours, theirs, truth, strict=True):
         assert a.dtype == dtype
         assert error(a, c) <= 2 * error(b, c), (name, error(a, c), error(b, c))
+
+
+@pytest.mark.parametrize(("pairing", "given", "reverse"), [("half", True, False), ("interleaved", False, True)])
+def test_sums_are_the_same_by_segments_and_by_a_walk(pairing, given, reverse, monkeypatch):
+    q, _, v = (x.to(DEVICE) for x in drawn(2, 3, 1, 700 if DEVICE.type == "cuda" else 150, 70, 66, torch.bfloat16))
+    wide, rope = v.repeat_interleave(3, dim=1), rw.RotaryEmbedding(70, pairing=pairing).to(DEVICE)
+    side, before = Side(q, "elu", None, rope._place(q)), torch.rand(2, 70 * 67, device=DEVICE) if given else None
+    found = []
+    for enough in (1, 10**6):
+        monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
+        call = linear_launch._Call(side, Side(v, "elu"), v, Layout(pairing == "interleaved", 0, -2), True, None)
+        assert (call.walker(call.key_plan) is None) == (enough > 1)
+        turned = call.turned(side, call.key_plan, None)
+        found.append(call.sums(turned, call.key_plan, wide, before, reverse=reverse))
+    for name, a, b in zip(linear_launch.Totals._fields, *found, strict=True):
+        # Running sums are bfloat16.
+        torch.testing.assert_close(a, b, rtol=2**-7 if name == "running" else 1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -261,7 +280,8 @@ def test_what_the_kernels_cannot_do_is_said():
 
 MUTANTS = {
     "a rotated denominator": ("linear_read_triton", "tl.sum(a * sum_a + b * sum_b", "tl.sum(u * sum_a + w * sum_b"),
-    "a denominator of blocks alone": ("linear_read_triton", "sum_a + tl.cumsum(e, axis=0)", "sum_a + 0 * e"),
+    "a denominator of blocks alone": ("linear_read_triton", "sum_a += tl.dot(seen, e", "sum_a += tl.dot(0 * seen, e"),
+    "a head that is read twice": ("linear_triton", "group * TOGETHER + member", "group * TOGETHER"),
     "no mask": ("linear_read_triton", "tl.where(seen, scores, 0.0)", "tl.where(seen, scores, scores)"),
     "a chunk too few": ("linear_read_triton", "first = index * 0\n", "first = index * 0 + 1\n"),
     "sums that stand still": ("linear_triton", "    return total + own\n", "    return own\n"),
@@ -293,7 +313,7 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
         monkeypatch.setattr(linear_launch, kernel, getattr(modules["linear_triton"], kernel))
     for kernel in ("read_below", "read_values"):
         monkeypatch.setattr(linear_launch, kernel, getattr(modules["linear_read_triton"], kernel))
-    q, k, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 2500 if DEVICE.type == "cuda" else 600, 16, 16, torch.float32))
+    q, k, v = (x.to(DEVICE) for x in drawn(1, 2, 2, 2500 if DEVICE.type == "cuda" else 600, 16, 16, torch.float32))
     rope = rw.RotaryEmbedding(16).to(DEVICE)
     side = [Side(x, "elu", None, rope._place(x)) for x in (q, k)]
     out, *_ = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)

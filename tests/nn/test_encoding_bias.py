@@ -82,6 +82,8 @@ def test_one_row_of_positions_a_sequence(kind, q, k):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+# Of torch's compiler, which asks what T5's numbers by distance are, a result and no parameter.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_inside_flex_attention(kind, batched):
     made = KINDS[kind]
     q, k, v = vector(0, 2, 3, 3, 8), vector(1, 2, 3, 4, 8), vector(2, 2, 3, 4, 8)

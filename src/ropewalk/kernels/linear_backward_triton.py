@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ropewalk.kernels.linear_read_triton import chunks_of, load_sums, sums_of
 from ropewalk.kernels.linear_triton import (
+    exponential,
     halves,
     load_pairs,
     load_turned,
@@ -48,7 +49,7 @@ def slope(x, shift, MAP: tl.constexpr):
     """The derivative of the feature map."""
     x = x.to(tl.float32)
     if MAP == 0:
-        x = tl.where(x > 0, 1.0, tl.exp(tl.where(x > 0, 0.0, x)))
+        x = tl.where(x > 0, 1.0, exponential(x))
     elif MAP == 1:
         x = tl.where(x > 0, 1.0, 0.0)
     elif MAP == 2:
@@ -56,7 +57,7 @@ def slope(x, shift, MAP: tl.constexpr):
     elif MAP == 3:
         x = tl.full(x.shape, 1.0, tl.float32)
     else:
-        x = tl.exp(x - shift[:, None])
+        x = exponential(x - shift[:, None])
     return x
 
 
@@ -85,7 +86,8 @@ def read_features(
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
     above = sums + own * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
-    token = begin + index * ROWS + tl.arange(0, ROWS)
+    mine = index * ROWS + tl.arange(0, ROWS)
+    token = begin + mine
     there = token < end
     given = load_values(p, batch * p_b + head * p_h + token * p_n, there, column, V_DIM, KIND)
     top = tl.dot(given, tl.trans(load_sums(above, feature, has, column, V_DIM, KIND)), input_precision=PRECISION)
@@ -95,13 +97,14 @@ def read_features(
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
             member = (head // X_GROUP) * Y_GROUP + step % Y_GROUP
-            key = begin + (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            theirs = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            key = begin + theirs
             has_key = key < end
-            flat = (batch * (SHARED * Y_GROUP) + member) * length + key
-            t = load_turned(turned, flat, has_key, place, known, HALF)
+            base = (batch * (SHARED * Y_GROUP) + member) * length + begin
+            t = load_turned(turned, base, theirs, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
             pull = tl.dot(given, tl.trans(z), input_precision=PRECISION)
-            seen = token[:, None] <= key[None, :] if REVERSE else token[:, None] >= key[None, :]
+            seen = mine[:, None] <= theirs[None, :] if REVERSE else mine[:, None] >= theirs[None, :]
             top = tl.dot(tl.where(seen, pull, 0.0).to(KIND), t, top, input_precision=PRECISION)
         if REVERSE:
             first, last = (index + 1) * (ROWS // LOW), index * 0 + SEGMENT // LOW
@@ -112,7 +115,7 @@ def read_features(
         )
     under = tl.zeros((ROWS, 2 * LANES), tl.float32) + below[None, :]
     if CAUSAL:
-        seen = token[:, None] <= token[None, :] if REVERSE else token[:, None] >= token[None, :]
+        seen = mine[:, None] <= mine[None, :] if REVERSE else mine[:, None] >= mine[None, :]
         ones = tl.where(seen, 1.0, 0.0).to(KIND)
         for other in range(0, Y_GROUP):
             member = (head // X_GROUP) * Y_GROUP + other

@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 # Kernels take for a constexpr whatever they are given.
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,10 @@ from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_backward_triton import divide_rows, read_features
 from ropewalk.kernels.linear_read_triton import read_below, read_values
 from ropewalk.kernels.linear_segments import OPERANDS, Plan
+from ropewalk.kernels.linear_tiles import Block, tile_of
 from ropewalk.kernels.linear_torch import Side
 from ropewalk.kernels.linear_triton import run_totals, sum_segments, turn_rows
+from ropewalk.kernels.linear_walk_triton import walk_segments
 
 __all__ = ["Totals", "linear_attention", "linear_attention_backward"]
 
@@ -27,6 +30,9 @@ _KINDS = {
     torch.float16: (tl.float32, "tf32"),
     torch.float32: (tl.float32, "tf32x3"),
 }
+
+# So many keep a large GPU busy: of programs that are soon done, and of those that walk along a sequence.
+_ENOUGH_PROGRAMS, _ENOUGH_WALKERS = 1024, 96
 
 
 class Totals(NamedTuple):
@@ -39,65 +45,6 @@ class Totals(NamedTuple):
     running: Tensor
     plain: Tensor
     total: Tensor
-
-
-class _Block(NamedTuple):
-    """What a program of one kernel takes: lanes, columns, rows, tokens at a time, warps, and loads that are under way.
-
-    Rows are those that read; a program that sums has none.
-    """
-
-    lanes: int
-    columns: int
-    rows: int
-    chunk: int
-    warps: int
-    stages: int = 2
-
-    def options(self) -> dict[str, int]:
-        sizes = {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk}
-        rows = {"ROWS": self.rows} if self.rows else {}
-        return sizes | rows | {"num_warps": self.warps, "num_stages": self.stages}
-
-
-class _Tile(NamedTuple):
-    """Lanes in all, rows that are turned at once, and the blocks of the three kernels that multiply.
-
-    `read_values` has all lanes, `read_features` all columns.
-    """
-
-    lanes: int
-    low: int
-    sums: _Block
-    values: _Block
-    features: _Block
-
-
-def _tile(width: int, v_dim: int, dtype: torch.dtype) -> _Tile:
-    """What was fastest on an H200.
-
-    Two warps multiply by instructions of their own. Four or more take 64 rows at once where there are as many: sums
-    have 2 * lanes rows. Triton 3.6 gives wrong numbers where eight warps have 64 rows: no block asks for that.
-    """
-    lanes, columns = (max(16, 1 << max(0, n - 1).bit_length()) for n in ((width + 1) // 2, v_dim))
-    if dtype != torch.bfloat16 or lanes < 32 or columns < 64:
-        few = 32 if lanes <= 32 else 16
-        return _Tile(
-            lanes,
-            32,
-            _Block(min(lanes, 32), min(columns, 64), 0, 32, 2),
-            _Block(lanes, min(columns, 64 if lanes <= 32 else 32), 32, 32, 2, 1),
-            _Block(min(lanes, few), columns, 32, 32, 2, 1),
-        )
-    return _Tile(
-        lanes,
-        max(32, 2048 // lanes),
-        _Block(min(lanes, 64), min(columns, 128), 0, 64, 8 if lanes > 32 else 4, 3),
-        _Block(lanes, min(columns, 128), 128, 32, 8, 3)
-        if lanes == 64
-        else _Block(lanes, min(columns, 128), 64, 32, 4, 2 + (lanes < 64)),
-        _Block(min(lanes, 64), columns, 64, 32, 4, 3 if columns <= 128 else 2),
-    )
 
 
 class _Turned(NamedTuple):
@@ -114,10 +61,12 @@ class _Call:
         self.q, self.k, self.v, self.causal = q, k, v, causal
         self.batch, self.heads, self.length, self.width = q.x.shape
         self.kv_heads, self.keys, self.v_dim = k.x.shape[1], k.x.shape[2], v.shape[-1]
-        self.tile = _tile(self.width, self.v_dim, v.dtype)
-        self.segment = linear_segments.segment_length(self.width, self.v_dim)
-        self.cu_seqlens = cu_seqlens
-        self.key_plan, self.query_plan = self.plans(self.segment)
+        self.tile = tile_of(self.width, self.v_dim, v.dtype)
+        segment = linear_segments.segment_length(self.width, self.v_dim)
+        self.key_plan = Plan.of(k.x, cu_seqlens, segment)
+        # Where both are the same tokens, one plan cuts both.
+        same = causal or cu_seqlens is not None
+        self.query_plan = self.key_plan if same else Plan.of(q.x, cu_seqlens, segment)
         # Tokens behind the last packed sequence belong to none, and nobody writes to them.
         self.make = torch.empty if cu_seqlens is None else torch.zeros
         pairs = 0 if q.tables is None else q.tables[0].shape[-1]
@@ -125,12 +74,6 @@ class _Call:
         self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved and pairs > 0)
         self.packed = cu_seqlens is not None
         self.size = self.width * (self.v_dim + 1)
-
-    def plans(self, segment: int) -> tuple[Plan, Plan]:
-        """How keys and queries are cut: by one plan, where both are the same tokens."""
-        keys = Plan.of(self.k.x, self.cu_seqlens, segment)
-        same = self.causal or self.cu_seqlens is not None
-        return keys, keys if same else Plan.of(self.q.x, self.cu_seqlens, segment)
 
     def turned(self, side: Side, plan: Plan, given: tuple[Tensor, Tensor] | None) -> _Turned:
         """Features of a side, turned; `given` are a scale and a weight of its rows."""
@@ -141,11 +84,13 @@ class _Call:
         blocks = plan.number * (plan.segment // low)
         below = torch.empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
         scale, weight = (below, below) if given is None else given
-        turn_rows[(batch * heads * blocks,)](
+        together = 1 if given is not None else _heads_together(side, blocks)
+        turn_rows[(batch * heads // together * blocks,)](
             x=side.x, shift=_or(side.shift, below), scale=scale, weight=weight, **_tables(side),
             begins=_or(plan.begins, below), turned=out, low=below, **_strides("x", side.x), length=length,
-            owners=batch * heads, HEADS=heads, FEATURES=self.features, MAP=FEATURE_MAPS[side.map],
+            owners=batch * heads, HEADS=heads, TOGETHER=together, FEATURES=self.features, MAP=FEATURE_MAPS[side.map],
             SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes,
+            num_warps=self.tile.turners,
         )  # fmt: skip
         return _Turned(out, below)
 
@@ -157,9 +102,15 @@ class _Call:
         """Running sums of the segments, and the sums of all; from behind where `reverse`."""
         owners, block = self.batch * self.kv_heads, self.tile.sums
         made = {"dtype": torch.float32, "device": v.device}
-        sums = torch.empty((owners, plan.number, self.size), **made)
         after = torch.empty((plan.sequences * self.kv_heads, self.size), **made)
-        lane_blocks, column_blocks = -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
+        running = torch.empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
+        plain = torch.empty((owners, plan.number, self.width), **made)
+        walker = self.walker(plan)
+        if walker is not None:
+            self.walk(walker, turned, plan, v, before, Totals(running, plain, after), reverse=reverse)
+            return Totals(running, plain, after)
+        sums = torch.empty((owners, plan.number, self.size), **made)
+        lane_blocks, column_blocks = self.blocks_of(block)
         sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
             turned=turned.features, v=v, low=turned.low, begins=_or(plan.begins, v), sums=sums, **_strides("v", v),
             length=v.shape[2], owners=owners, count=plan.number, KV_HEADS=self.kv_heads,
@@ -167,8 +118,6 @@ class _Call:
             LANE_BLOCKS=lane_blocks, FEATURES=self.features, V_DIM=self.v_dim, PACKED=self.packed, KIND=self.kind,
             PRECISION=self.precision, **block.options(),
         )  # fmt: skip
-        running = torch.empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
-        plain = torch.empty((owners, plan.number, self.width), **made)
         # Few heads make few programs, unless each has little.
         wide = 1024 if self.size > 8192 else 256
         run_totals[(plan.sequences * self.kv_heads, -(-self.size // wide))](
@@ -178,6 +127,34 @@ class _Call:
             WIDTH=wide, num_warps=4 if wide > 256 else 2,
         )  # fmt: skip
         return Totals(running, plain, after)
+
+    def walker(self, plan: Plan) -> Block | None:
+        """The block of programs that walk along sequences, where there are enough of them, all equally long."""
+        block = self.tile.walk
+        if plan.begins is not None or block is None:
+            return None
+        return block if self.batch * self.kv_heads * math.prod(self.blocks_of(block)) >= _ENOUGH_WALKERS else None
+
+    def walk(
+        self, block: Block, turned: _Turned, plan: Plan, v: Tensor, before: Tensor | None, into: Totals, *,
+        reverse: bool,
+    ) -> None:  # fmt: skip
+        """Sums by walking, `into` what is there for them."""
+        owners = self.batch * self.kv_heads
+        lane_blocks, column_blocks = self.blocks_of(block)
+        tiles = lane_blocks * column_blocks
+        walk_segments[(owners, tiles + 1)](
+            turned=turned.features, v=v, low=turned.low, before=_or(before, into.total), after=into.total,
+            running=into.running, plain=into.plain, **_strides("v", v), length=v.shape[2], owners=owners,
+            count=plan.number, KV_HEADS=self.kv_heads, GROUP=v.shape[1] // self.kv_heads, FEATURES=self.features,
+            V_DIM=self.v_dim, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan), LANE_BLOCKS=lane_blocks,
+            TILES=tiles, GIVEN=before is not None, REVERSE=reverse, KIND=self.kind, PRECISION=self.precision,
+            **block.options(),
+        )  # fmt: skip
+
+    def blocks_of(self, block: Block) -> tuple[int, int]:
+        """How many blocks the lanes make, and the columns."""
+        return -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
 
     def reading(self, mine: Tensor, plan: Plan) -> dict[str, Any]:
         """What all kernels that read sums are given."""
@@ -214,7 +191,8 @@ class _Call:
         blocks = plan.number * (plan.segment // self.low(plan))
         read_below[(batch * heads * blocks,)](
             **self.sides(q, self.k, plan), **self.reading(q.x, plan), **self.below(sums), low=keys.low,
-            turned=turned, below=below, LANES=self.tile.lanes,
+            turned=turned, below=below, LANES=self.tile.lanes, KIND=self.kind, PRECISION=self.precision,
+            num_warps=self.tile.turners,
         )  # fmt: skip
         return turned, below
 
@@ -227,7 +205,7 @@ class _Call:
         out = self.make((batch, heads, length, self.v_dim), dtype=v.dtype, device=v.device)
         blocks = plan.number * (plan.segment // block.rows)
         read_values[(batch * heads * blocks, -(-self.v_dim // block.columns))](
-            **self.reading(mine, plan), **self.above(sums), mine=mine, turned=turned, v=v, out=out,
+            **self.reading(mine, plan), **self.above(sums), rows=mine, turned=turned, v=v, out=out,
             below=_or(below, out), REVERSE=below is None, Y_GROUP=v.shape[1] // self.kv_heads,
             **_strides("v", v), **_strides("o", out), **block.options(),
         )  # fmt: skip
@@ -322,15 +300,12 @@ def linear_attention_backward(
         COLUMNS=call.tile.features.columns,
     )  # fmt: skip
     both = scale, weight
-    # Sums from behind stand beside those of the forward, and beside both sides turned: segments twice as long make half
-    # as many.
-    key_plan, query_plan = call.plans(2 * call.segment)
-    queries = call.turned(q, query_plan, both)
+    queries = call.turned(q, call.query_plan, both)
     last = None if after_cotangent is None else after_cotangent.contiguous()
-    behind = call.sums(queries, query_plan, cotangent, last, reverse=True)
-    dk = call.read_features(k, q, key_plan, v, cotangent, behind, queries, both, reverse=True)
+    behind = call.sums(queries, call.query_plan, cotangent, last, reverse=True)
+    dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, queries, both, reverse=True)
     keys = call.turned(k, call.key_plan, None)
-    dv = call.read_values(keys.features, key_plan, cotangent, behind, queries.features, None)
+    dv = call.read_values(keys.features, call.key_plan, cotangent, behind, queries.features, None)
     del queries
     dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, keys, both, reverse=False)
     return dq, dk, dv, behind.total
@@ -343,6 +318,16 @@ def _rows(side: Side) -> Side:
 def _last_together(x: Tensor) -> Tensor:
     """x with its last dimension side by side, which is what the kernels read."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _heads_together(side: Side, blocks: int) -> int:
+    """How many heads a program turns, of those that have their tables in common: up to four, of which it reads some
+    while it works on others, unless too few programs were left."""
+    heads = side.x.shape[1]
+    if side.tables is not None and table_strides(side.tables[0])[1]:
+        return 1
+    fitting = (n for n in (4, 2) if heads % n == 0 and side.x.shape[0] * heads // n * blocks >= _ENOUGH_PROGRAMS)
+    return next(fitting, 1)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

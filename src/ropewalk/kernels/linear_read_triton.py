@@ -66,7 +66,7 @@ def read_below(
     x_b, x_h, x_n, y_b, y_h, y_n, length, row, table_b, table_h, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
     Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Features of queries x, turned, and their denominators: what the plain ones read of the plain sums of keys y."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
@@ -74,34 +74,36 @@ def read_below(
     SHARED: tl.constexpr = X_HEADS // X_GROUP
     batch, head, number, index = place_of(owners, X_HEADS, BLOCKS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    lane = tl.arange(0, LANES)
+    lane, shared = tl.arange(0, LANES), head // X_GROUP
     token = begin + index * LOW + tl.arange(0, LOW)
     there = token < end
     at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
     a, b = features(x, x_shift, at, there, LANES, FEATURES, X_MAP)
     u, w = turned_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
     store_turned(turned, at[1], there, u, w, LANES, FEATURES)
-    own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    own = sums_of(begins, batch, shared, number, count, SHARED, CAUSAL, PACKED)
     own = plain + own * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
     first, second, has_first, has_second = members(lane, FEATURES)
     low_a = tl.load(own + first, mask=has_first, other=0.0)
     low_b = tl.load(own + second, mask=has_second, other=0.0)
     if CAUSAL:
-        known, owner, others = lane < HALF, batch * SHARED + head // X_GROUP, owners // X_GROUP
+        known, owner, others = lane < HALF, batch * SHARED + shared, owners // X_GROUP
         place_a, place_b = places(lane, FEATURES)
         low_a += low_sums(low, place_a, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
         low_b += low_sums(low, place_b, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
     sum_a, sum_b = low_a[None, :], low_b[None, :]
     if CAUSAL:
-        at_y = offsets(token, (y_b, y_h, y_n), batch, head // X_GROUP, SHARED, length)
+        at_y = offsets(token, (y_b, y_h, y_n), batch, shared, SHARED, length)
         e, f = features(y, y_shift, at_y, there, LANES, FEATURES, Y_MAP)
-        sum_a, sum_b = sum_a + tl.cumsum(e, axis=0), sum_b + tl.cumsum(f, axis=0)
+        seen = tl.where(token[:, None] >= token[None, :], 1.0, 0.0).to(KIND)
+        sum_a += tl.dot(seen, e.to(KIND), input_precision=PRECISION)
+        sum_b += tl.dot(seen, f.to(KIND), input_precision=PRECISION)
     tl.store(below + at[1], tl.sum(a * sum_a + b * sum_b, axis=1), mask=there)
 
 
 @triton.jit(do_not_specialize=["length", "owners", "count"])
 def read_values(
-    mine, turned, v, begins, sums, out, below,
+    rows, turned, v, begins, sums, out, below,
     v_b, v_h, v_n, o_b, o_h, o_n, length, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
     V_DIM: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
@@ -111,7 +113,7 @@ def read_values(
     """What rows of turned features read of the values: forward, queries of keys and values, over their denominator.
 
     A row reads what was summed before its segment, and the tokens of the segment up to itself. REVERSE, for the
-    gradient of values: keys read of the queries behind them, and there is no denominator. X_GROUP heads of `mine`
+    gradient of values: keys read of the queries behind them, and there is no denominator. X_GROUP heads of `rows`
     share a sum, Y_GROUP heads of `turned` are in one.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
@@ -124,25 +126,28 @@ def read_values(
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
     own = sums + own * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
-    token = begin + index * ROWS + tl.arange(0, ROWS)
+    mine = index * ROWS + tl.arange(0, ROWS)
+    token = begin + mine
     there = token < end
-    flat = (batch * X_HEADS + head) * length + token
-    row = load_turned(mine, flat, there, place, known, HALF)
+    flat = (batch * X_HEADS + head) * length + begin
+    row = load_turned(rows, flat, mine, there, place, known, HALF)
     total = tl.dot(row, load_sums(own, feature, has, column, V_DIM, KIND), input_precision=PRECISION)
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
             member = (head // X_GROUP) * Y_GROUP + step % Y_GROUP
-            key = begin + (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            theirs = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            key = begin + theirs
             has_key = key < end
-            t = load_turned(turned, (batch * (SHARED * Y_GROUP) + member) * length + key, has_key, place, known, HALF)
+            base = (batch * (SHARED * Y_GROUP) + member) * length + begin
+            t = load_turned(turned, base, theirs, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
             scores = tl.dot(row, tl.trans(t), input_precision=PRECISION)
-            seen = token[:, None] <= key[None, :] if REVERSE else token[:, None] >= key[None, :]
+            seen = mine[:, None] <= theirs[None, :] if REVERSE else mine[:, None] >= theirs[None, :]
             total = tl.dot(tl.where(seen, scores, 0.0).to(KIND), z, total, input_precision=PRECISION)
     if not REVERSE:
         # No feature of any key that is seen: 0, as `linear_torch.divide` has it.
-        under = tl.load(below + flat, mask=there, other=1.0)
+        under = tl.load(below + flat + mine, mask=there, other=1.0)
         total = total / tl.where(under == 0, float("inf"), under)[:, None]
     target = out + batch * o_b + head * o_h + token * o_n
     mask = there[:, None] & (column < V_DIM)[None, :]

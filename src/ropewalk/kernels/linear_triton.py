@@ -80,19 +80,25 @@ def store_pairs(target, there, offset, a, b, LANES: tl.constexpr, FEATURES: tl.c
 
 
 @triton.jit
+def exponential(x):
+    """exp(x), by the power of 2: one instruction where subnormal results are 0, which exp spends three more on."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
 def mapped(x, shift, MAP: tl.constexpr):
     """The feature map, in float32. MAP counts as FEATURE_MAPS does."""
     x = x.to(tl.float32)
     if MAP == 0:
-        # By comparisons: a minimum or maximum would make a number of NaN.
-        x = tl.where(x > 0, x + 1, tl.exp(tl.where(x > 0, 0.0, x)))
+        # By comparison: a minimum or maximum would make a number of NaN. What overflows is not taken.
+        x = tl.where(x > 0, x + 1, exponential(x))
     elif MAP == 1:
         x = tl.where(x <= 0, 0.0, x)
     elif MAP == 2:
         x = tl.where(x <= 0, 0.0, x)
         x = x * x
     elif MAP == 4:
-        x = tl.exp(x - shift[:, None])
+        x = exponential(x - shift[:, None])
     return x
 
 
@@ -201,39 +207,48 @@ def store_turned(turned, flat, there, a, b, LANES: tl.constexpr, FEATURES: tl.co
 def turn_rows(
     x, shift, scale, weight, cos, sin, begins, turned, low,
     x_b, x_h, x_n, length, row, table_b, table_h, owners,
-    HEADS: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
+    HEADS: tl.constexpr, TOGETHER: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr, SCALED: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Features of rows, turned, and the plain ones summed over each block of LOW rows.
 
+    A program takes TOGETHER heads, which have their tables in common, and reads the next ones while it works on one.
     SCALED, for queries in the backward: turned ones are over the row's `scale`, plain ones times its `weight`.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     BLOCKS: tl.constexpr = SEGMENT // LOW
-    batch, head, number, index = place_of(owners, HEADS, BLOCKS)
+    batch, group, number, index = place_of(owners // TOGETHER, HEADS // TOGETHER, BLOCKS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     lane = tl.arange(0, LANES)
     token = begin + index * LOW + tl.arange(0, LOW)
     there = token < end
-    at = offsets(token, (x_b, x_h, x_n), batch, head, HEADS, length)
-    a, b = features(x, shift, at, there, LANES, FEATURES, MAP)
-    u, w = turned_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
-    if SCALED:
-        over = tl.load(scale + at[1], mask=there, other=1.0)[:, None]
-        factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
-        a, b, u, w = a * factor, b * factor, u / over, w / over
-    store_turned(turned, at[1], there, u, w, LANES, FEATURES)
-    own = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
     place_a, place_b = places(lane, FEATURES)
-    tl.store(own + place_a, tl.sum(a, axis=0), mask=lane < HALF)
-    tl.store(own + place_b, tl.sum(b, axis=0), mask=lane < HALF)
+    if FEATURES[1]:
+        place = row, table_b, table_h
+        c, s = tables_of(cos, sin, place, batch, group * TOGETHER, token, there, lane, FEATURES)
+    for member in tl.range(0, TOGETHER, num_stages=3):
+        head = group * TOGETHER + member
+        at = offsets(token, (x_b, x_h, x_n), batch, head, HEADS, length)
+        a, b = features(x, shift, at, there, LANES, FEATURES, MAP)
+        u, w = a, b
+        if FEATURES[1]:
+            u, w = a * c - b * s, a * s + b * c
+        if SCALED:
+            over = tl.load(scale + at[1], mask=there, other=1.0)[:, None]
+            factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
+            a, b, u, w = a * factor, b * factor, u / over, w / over
+        store_turned(turned, at[1], there, u, w, LANES, FEATURES)
+        own = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
+        tl.store(own + place_a, tl.sum(a, axis=0), mask=lane < HALF)
+        tl.store(own + place_b, tl.sum(b, axis=0), mask=lane < HALF)
 
 
 @triton.jit
-def load_turned(turned, flat, there, place, known, HALF: tl.constexpr):
-    """Rows that `turn_rows` wrote; 0 where there is nothing."""
+def load_turned(turned, base, index, there, place, known, HALF: tl.constexpr):
+    """Rows that `turn_rows` wrote, `index` of them past row `base`; 0 where there is nothing."""
     mask = there[:, None] & known[None, :]
-    return tl.load(turned + flat[:, None] * (2 * HALF) + place[None, :], mask=mask, other=0.0)
+    # Within a segment 32 bits count: less arithmetic where it is done most often.
+    return tl.load(turned + base * (2 * HALF) + (index[:, None] * (2 * HALF) + place[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -276,10 +291,11 @@ def sum_segments(
     total = tl.zeros((2 * LANES, COLUMNS), tl.float32)
     for step in range(0, GROUP * (SEGMENT // CHUNK)):
         member = head * GROUP + step % GROUP
-        token = begin + (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
+        index = (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
+        token = begin + index
         there = token < end
-        flat = (batch * (KV_HEADS * GROUP) + member) * length + token
-        t = load_turned(turned, flat, there, place, known, HALF)
+        base = (batch * (KV_HEADS * GROUP) + member) * length + begin
+        t = load_turned(turned, base, index, there, place, known, HALF)
         y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
         total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
     owner = batch * KV_HEADS + head

@@ -129,7 +129,7 @@ def attend(
     if flex:
         score_mod = None if biased is None else biased.encoding.score_mod(biased.q_positions, biased.k_positions)
         if biased is None or score_mod is not None:
-            return _by_flex(q, k, v, sight, score_mod, scale)
+            return _by_flex(q, k, v, sight, score_mod, biased, scale)
     bias = None if biased is None else biased.encoding.bias(biased.q_positions, biased.k_positions)
     if bias is None and unmasked:
         return _sdpa(q, k, v, None, sight.causal, scale, dropout)
@@ -195,7 +195,9 @@ def _flex_serves(q: Tensor, k: Tensor) -> bool:
     return torch.compiler.is_compiling() or not is_transformed()
 
 
-def _by_flex(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score_mod: Any, scale: float) -> Tensor:
+def _by_flex(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, score_mod: Any, biased: Biased | None, scale: float
+) -> Tensor:
     make_blocks, flex_attention = _flex_functions(q.is_cuda and not torch.compiler.is_compiling())
     blocks = None
     if not sight.everything:
@@ -206,8 +208,16 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, sight: Sight, score_mod: Any, scal
 
         shape = (None if rows == 1 else rows), None, q.shape[2], k.shape[2]
         blocks = make_blocks(seen, *shape, device=q.device)
-    grouped = q.shape[1] != k.shape[1]
-    return flex_attention(q, k, v, score_mod=score_mod, block_mask=blocks, scale=scale, enable_gqa=grouped)
+    return flex_attention(
+        q,
+        k,
+        v,
+        score_mod=score_mod,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=None if biased is None else biased.encoding.flex_options,
+    )
 
 
 def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -5,7 +5,7 @@ FlexAttention, one score at a time.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ __all__ = ["AlibiBias", "T5Bias"]
 
 # No context is this long, and the buckets of all distances are kept.
 FARTHEST = 1 << 20
+
+# Copies of T5's numbers in `score_mod`, and how many numbers of a head all copies may have.
+COPIES, MOST_NUMBERS = 64, 1 << 16
 
 
 class T5Bias(Encoding):
@@ -41,6 +44,8 @@ class T5Bias(Encoding):
     name = "t5"
     linear = False
     held = ("_buckets",)
+    # Else what is looked up for each score is kept in shared memory for scores to come, and may not fit there.
+    flex_options: ClassVar[dict[str, Any] | None] = {"num_stages": 1}
 
     def __init__(self, num_heads: int, *, causal: bool = False, num_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__()
@@ -72,7 +77,8 @@ class T5Bias(Encoding):
 
     def bias(self, q_positions: Tensor | None, k_positions: Tensor | None) -> Tensor:
         q, k = _pair(q_positions, k_positions, "T5Bias.bias", whole=True, parameter=self.weight)
-        bucket = self._bucket(k.unsqueeze(-2) - q.unsqueeze(-1), self._buckets.to(q.device))
+        distance = (k.unsqueeze(-2) - q.unsqueeze(-1)).clamp(-self.max_distance, self.max_distance)
+        bucket = self._buckets.to(q.device)[distance + self.max_distance]
         *batch, queries, keys = bucket.shape
         # A copy of the numbers a query: their gradients are summed query by query, and then over the queries. Into one
         # copy a GPU adds them one after the other, most of them to the last bucket: 45 times as long for 4096 tokens.
@@ -81,15 +87,19 @@ class T5Bias(Encoding):
 
     def score_mod(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
         q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
-        q_at, k_at, weight, buckets = _reader(q), _reader(k), self.weight, self._buckets.to(q.device)
+        q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
+        # By distance, not by bucket: one thing to look up a score. And copies of it, which the queries take in turns,
+        # where there are gradients: into one place a GPU adds them one after the other.
+        numbers = self.weight[self._buckets.to(q.device)].t()
+        learns = torch.is_grad_enabled() and self.weight.requires_grad
+        copies = max(1, min(COPIES, MOST_NUMBERS // numbers.shape[1])) if learns else 1
+        numbers = numbers.unsqueeze(1).expand(-1, copies, -1).contiguous()
 
         def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-            return score + weight[self._bucket(k_at(b, k_idx) - q_at(b, q_idx), buckets), h].to(score.dtype)
+            distance = (k_at(b, k_idx) - q_at(b, q_idx)).clamp(-farthest, farthest) + farthest
+            return score + numbers[h, q_idx % copies, distance].to(score.dtype)
 
         return add
-
-    def _bucket(self, relative: Tensor, buckets: Tensor) -> Tensor:
-        return buckets[relative.clamp(-self.max_distance, self.max_distance) + self.max_distance]
 
     def extra_repr(self) -> str:
         buckets = f"num_buckets={self.num_buckets}, max_distance={self.max_distance}"

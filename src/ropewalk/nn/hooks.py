@@ -37,6 +37,8 @@ class Encoding(nn.Module):
     linear: ClassVar[bool] = True
     # Attributes made by `fixed`, which follow the device and nothing else that is done to a module.
     held: ClassVar[tuple[str, ...]] = ()
+    # What FlexAttention is given as kernel_options beside `score_mod`.
+    flex_options: ClassVar[dict[str, Any] | None] = None
 
     @property
     def length(self) -> int | None:

@@ -1,0 +1,82 @@
+"""Which tiles the kernels of linear attention work on, by the width of features and values."""
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Block", "Tile", "tile_of"]
+
+
+class Block(NamedTuple):
+    """What a program of one kernel takes: lanes, columns, rows, tokens at a time, warps, and loads that are under way.
+
+    Rows are those that read; a program that sums has none.
+
+    >>> Block(32, 64, 0, 64, 4).options()
+    {'LANES': 32, 'COLUMNS': 64, 'CHUNK': 64, 'num_warps': 4, 'num_stages': 2}
+    """
+
+    lanes: int
+    columns: int
+    rows: int
+    chunk: int
+    warps: int
+    stages: int = 2
+
+    def options(self) -> dict[str, int]:
+        """The block as what a kernel is launched with."""
+        sizes = {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk}
+        rows = {"ROWS": self.rows} if self.rows else {}
+        return sizes | rows | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+class Tile(NamedTuple):
+    """Lanes in all, rows that are turned at once and by how many warps, and the blocks of the kernels that multiply.
+
+    `read_values` has all lanes, `read_features` all columns. Without a block to `walk` with, there is no walking.
+
+    >>> tile_of(128, 128, torch.float32).walk is None
+    True
+    """
+
+    lanes: int
+    low: int
+    turners: int
+    sums: Block
+    walk: Block | None
+    values: Block
+    features: Block
+
+
+def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
+    """What was fastest on an H200.
+
+    Two warps multiply by instructions of their own. Four or more take 64 rows at once where there are as many: sums
+    have 2 * lanes rows. Triton 3.6 gives wrong numbers where eight warps have 64 rows: no block asks for that.
+
+    >>> tile_of(80, 64, torch.bfloat16).lanes  # 40 pairs, up to a power of 2
+    64
+    """
+    lanes, columns = (max(16, 1 << max(0, n - 1).bit_length()) for n in ((width + 1) // 2, v_dim))
+    if dtype != torch.bfloat16 or lanes < 32 or columns < 64:
+        few = 32 if lanes <= 32 else 16
+        return Tile(
+            lanes,
+            32,
+            4,
+            Block(min(lanes, 32), min(columns, 64), 0, 32, 2),
+            None,
+            Block(lanes, min(columns, 64 if lanes <= 32 else 32), 32, 32, 2, 1),
+            Block(min(lanes, few), columns, 32, 32, 2, 1),
+        )
+    return Tile(
+        lanes,
+        32,
+        4 if lanes > 32 else 2,
+        Block(min(lanes, 64), min(columns, 128), 0, 64, 8 if lanes > 32 else 4, 3),
+        Block(32, 64, 0, 64, 4, 4),
+        Block(lanes, min(columns, 128), 128, 32, 8, 3)
+        if lanes == 64
+        else Block(lanes, min(columns, 128), 64, 32, 4, 2 + (lanes < 64)),
+        Block(min(lanes, 64), columns, 64, 32, 4, 3 if columns <= 128 else 2),
+    )
