@@ -317,4 +317,5 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     rope = rw.RotaryEmbedding(16).to(DEVICE)
     side = [Side(x, "elu", None, rope._place(x)) for x in (q, k)]
     out, *_ = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)
-    assert error(out, exact(q, k, v, rw.RotaryEmbedding(16))) > 1e-3
+    # NaN, of what nobody wrote, counts too.
+    assert not error(out, exact(q, k, v, rw.RotaryEmbedding(16))) <= 1e-3
