@@ -235,6 +235,33 @@ def test_the_readmes_attention_times_are_the_measured_ones():
     assert all(times[seq][path] < times[seq][paths[0]] for seq in (4096, 8192, 16384) for path in paths[1:])
 
 
+def test_the_gpu_times_of_linear_attention_are_the_measured_ones():
+    record = json.loads((ROOT / "benchmarks" / "attention_gpu.json").read_text(encoding="utf-8"))
+    ours, plain, fla, softmax = "ropewalk linear + RoPE", "ropewalk linear", "fla linear + RoPE", "softmax (SDPA)"
+    cases = {
+        (tuple(case["shape"]), case["work"]): {line["path"]: line for line in case["lines"]} for case in record["cases"]
+    }
+    page = (ROOT / "docs" / "linear.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\(.*\)), (forward\S*) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for shape, work, cells in rows:
+        lines = cases[tuple(map(int, re.findall(r"\d+", shape))), work]
+        times = [lines[path]["ms"] for path in (ours, plain, fla, "fla linear", softmax)]
+        assert cells == " | ".join(f"{ms:.3g}" if ms < 1000 else f"{ms:.0f}" for ms in times)
+    both = [cases[(4, 16, 8192, 128), work] for work in ("forward", "forward+backward")]
+    mine, theirs = ([f"{lines[path]['ms']:.3g}" for lines in both] for path in (ours, fla))
+    said = f"{mine[0]} ms, {mine[1]} with backward; fla's parts {theirs[0]} and {theirs[1]}"
+    assert said in (ROOT / "README.md").read_text(encoding="utf-8")
+    growth = {(line["path"], line["work"]): f"N^{line['exponent']:.2f}" for line in record["growth"]}
+    for path, between in ((ours, "\nforward and {} with the backward"), (softmax, " and {}")):
+        forward, backward = (growth[path, work] for work in ("forward", "forward+backward"))
+        assert forward + between.format(backward) in page
+    for (shape, _), lines in cases.items():
+        assert lines[ours]["temporaries_over_qkv"] <= 1
+        assert all(lines[ours]["ms"] < lines[path]["ms"] for path in (fla, "fla linear"))
+        assert shape[2] < 4096 or lines[ours]["ms"] < lines[softmax]["ms"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_to_files_lead_somewhere(page):
     # What stands in backticks is code, and may look like a link.

@@ -144,8 +144,8 @@ def _by_kernel(
 def _sides(tensors: Any, how: Any) -> tuple[Side, Side]:
     q, k, _, q_cos, q_sin, k_cos, k_sin = tensors[:7]
     q_row, k_row, q_map, k_map = how[:4]
-    shift = row_shift(q.float(), q_map)
-    q_shift = None if shift is None else shift.squeeze(-1).contiguous()
+    shift = row_shift(q, q_map)
+    q_shift = None if shift is None else shift.squeeze(-1).float().contiguous()
     k_shift = torch.zeros(k.shape[:3], device=k.device) if k_map == "exp" else None
     return (
         Side(q, q_map, q_shift, None if q_cos is None else (q_cos.contiguous(), q_sin.contiguous(), q_row)),
