@@ -71,7 +71,8 @@ class _Call:
         self.make = torch.empty if cu_seqlens is None else torch.zeros
         pairs = 0 if q.tables is None else q.tables[0].shape[-1]
         (self.kind, self.precision), self.memory = _KINDS[v.dtype], OPERANDS[v.dtype]
-        self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved and pairs > 0)
+        # Where nothing turns, neighbours are paired, which are read without gaps.
+        self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved or not pairs)
         self.packed = cu_seqlens is not None
         self.size = self.width * (self.v_dim + 1)
 
