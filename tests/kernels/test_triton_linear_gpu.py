@@ -5,6 +5,7 @@ import torch
 
 import ropewalk as rw
 from nn.linear_cases import drawn, error
+from ropewalk.kernels import linear_launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,6 +36,15 @@ def test_a_million_tokens_in_one_call():
     assert error(first, out[:, :, :half].double().cpu()) < 1e-2
     assert error(second, out[:, :, half:].double().cpu()) < 2e-2
     assert error(end.above, state.above.double().cpu()) < 1e-4
+
+
+def test_a_long_walk_adds_as_exactly_as_segments_do(monkeypatch):
+    inputs, found = on_gpu(1, 32, 1 << 16, 128), []
+    for enough in (1, 10**6):
+        monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
+        found.append(rw.linear_attention(*inputs, return_state=True)[1])
+    assert error(found[0].above, found[1].above.double().cpu()) < 3e-6
+    assert error(found[0].below, found[1].below.double().cpu()) < 3e-6
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 65536, 64), (4, 16, 8192, 128), (1, 4, 4096, 256)])

@@ -63,10 +63,14 @@ def walk_segments(
         total = tl.zeros((2 * LANES, COLUMNS), tl.float32)
         if GIVEN:
             total = tl.load(before + at, mask=inside, other=0.0)
+        part = tl.zeros((2 * LANES, COLUMNS), tl.float32)
         STEPS: tl.constexpr = GROUP * (SEGMENT // CHUNK)
         for step in range(0, count * STEPS):
             number = owner * 0 + (count - 1 - step // STEPS if REVERSE else step // STEPS)  # 64 bits, for offsets
             if step % STEPS == 0:
+                # A segment's own sum is added as a whole: into a large total a product adds with fewer digits.
+                total += part
+                part = tl.zeros((2 * LANES, COLUMNS), tl.float32)
                 own = running + (owner * count + number) * (WIDTH * V_DIM)
                 tl.store(own + at, total.to(running.dtype.element_ty), mask=inside)
             member = head * GROUP + step % GROUP
@@ -76,5 +80,5 @@ def walk_segments(
             base = (batch * (KV_HEADS * GROUP) + member) * length + number * SEGMENT
             t = load_turned(turned, base, index, there, place, known, HALF)
             y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
-            total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
-        tl.store(after + at, total, mask=inside)
+            part = tl.dot(tl.trans(t), y, part, input_precision=PRECISION)
+        tl.store(after + at, total + part, mask=inside)
