@@ -12,6 +12,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 @pytest.fixture(autouse=True)
 def _own_memory():
@@ -79,9 +81,11 @@ def test_the_host_waits_for_nothing():
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("dtype", "enough"), [(dtype, 10**6) for dtype in DTYPES] + [(torch.bfloat16, 1)])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_long_sequences_are_the_formulas(dim, dtype):
+def test_long_sequences_are_the_formulas(dim, dtype, enough, monkeypatch):
+    # By segments, and by programs that walk, which bfloat16 has.
+    monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
     q, k, v = (x.to("cuda") for x in drawn(1, 2, 1, 5000, dim, dim, dtype))
     rope = rw.RotaryEmbedding(dim).cuda()
     inputs = [x.requires_grad_() for x in (q, k, v)]

@@ -1,5 +1,6 @@
 """T5's buckets and ALiBi: bias and score_mod against the reference, and inside FlexAttention."""
 
+import inspect
 import itertools
 
 import pytest
@@ -72,30 +73,53 @@ def test_one_row_of_positions_a_sequence(kind, q, k):
         alone = [ids if ids.dim() == 1 else ids[min(b, ids.shape[0] - 1)] for ids in (q, k)]
         assert torch.equal(added[b], made.bias(*alone))
     # score_mod adds the same, to the bit.
-    modify, score = made.score_mod(q, k), torch.tensor(0.5, dtype=torch.float64)
-    for b, h, i, j in itertools.product(range(rows), range(3), range(3), range(4)):
-        index = [torch.tensor(n) for n in (b, h, i, j)]
-        assert torch.equal(modify(score, *index), score + added[b, h, i, j])
-        assert modify(score.float(), *index).dtype == torch.float32
+    score = torch.tensor(0.5, dtype=torch.float64)
+    for modify in (made.score_mod(q, k), made.score_mod_once(q, k)):
+        for b, h, i, j in itertools.product(range(rows), range(3), range(3), range(4)):
+            index = [torch.tensor(n) for n in (b, h, i, j)]
+            assert torch.equal(modify(score, *index), score + added[b, h, i, j])
+            assert modify(score.float(), *index).dtype == torch.float32
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("hook", ["score_mod", "score_mod_once"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 # Of torch's compiler, which asks what T5's numbers by distance are, a result and no parameter.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_inside_flex_attention(kind, batched):
+def test_inside_flex_attention(kind, batched, hook):
     made = KINDS[kind]
     q, k, v = vector(0, 2, 3, 3, 8), vector(1, 2, 3, 4, 8), vector(2, 2, 3, 4, 8)
     places = (Q2, K2) if batched else (Q2[0], K2[0])
     scale = made.scale or 8**-0.5
-    out = flex_attention(q, k, v, score_mod=made.score_mod(*places), scale=scale)
+    out = flex_attention(q, k, v, score_mod=getattr(made, hook)(*places), scale=scale)
     truth = softmax_attention(q, k, v, bias=made.bias(*places), scale=scale)
     assert torch.allclose(out, truth, rtol=0, atol=1e-12)
     parameters = list(made.parameters())
     if parameters:
         gradients = [torch.autograd.grad(y.square().sum(), parameters)[0] for y in (out, truth)]
         assert torch.allclose(*gradients, rtol=0, atol=1e-10)
+
+
+def test_a_score_mod_follows_the_numbers_that_are_learned():
+    t5, index = T5Bias(2, causal=True), [torch.tensor(n) for n in (0, 1, 3, 0)]
+    with torch.no_grad():
+        modify = t5.score_mod(torch.arange(4), torch.arange(4))
+    for step in range(1, 3):
+        with torch.no_grad():
+            t5.weight.add_(1)
+        added = modify(torch.zeros(()), *index)
+        assert added.item() == step
+        (gradient,) = torch.autograd.grad(added, t5.weight)
+        assert gradient[3, 1] == 1
+        assert gradient.sum() == 1
+
+
+def test_a_great_max_distance_is_looked_up_by_bucket():
+    t5, places = T5Bias(2, max_distance=1 << 17), torch.arange(4)
+    held = inspect.getclosurevars(t5.score_mod_once(places, places)).nonlocals.values()
+    kept = [x.numel() for x in held if isinstance(x, torch.Tensor)]
+    assert max(kept) == (1 << 18) + 1  # the buckets, which are kept anyhow
 
 
 @pytest.mark.parametrize("kind", KINDS)

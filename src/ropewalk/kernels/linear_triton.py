@@ -145,7 +145,7 @@ def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
         place = offset + slot + (slot // LANES) * (HALF - LANES)
         lane = offset + slot % LANES
         known = lane < HALF
-        if FEATURES[1] == HALF or FEATURES[1] == 0:
+        if FEATURES[1] == HALF:
             feature, has = place, known & (place < FEATURES[0])
         else:
             first, second, has_first, has_second = members(lane, FEATURES)

@@ -1,6 +1,6 @@
 """Running sums by programs that walk along a whole sequence, where there are heads enough to keep a GPU busy so.
 
-Nothing is written but what will be read: no sums of single segments, which `sum_segments` leaves to `run_totals`.
+Sums of single segments, which `sum_segments` writes and `run_totals` reads, stay in registers.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false

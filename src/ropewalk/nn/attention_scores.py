@@ -127,7 +127,7 @@ def attend(
     if flex is None:
         flex = _flex_serves(q, k) and dropout == 0 and not (biased is None and unmasked)
     if flex:
-        score_mod = None if biased is None else biased.encoding.score_mod(biased.q_positions, biased.k_positions)
+        score_mod = None if biased is None else biased.encoding.score_mod_once(*biased[1:])
         if biased is None or score_mod is not None:
             return _by_flex(q, k, v, sight, score_mod, biased, scale)
     bias = None if biased is None else biased.encoding.bias(biased.q_positions, biased.k_positions)

@@ -20,7 +20,7 @@ __all__ = ["AlibiBias", "T5Bias"]
 # No context is this long, and the buckets of all distances are kept.
 FARTHEST = 1 << 20
 
-# Copies of T5's numbers in `score_mod`, and how many numbers of a head all copies may have.
+# Copies of T5's numbers in `score_mod_once`, and how many numbers of a head all copies may have.
 COPIES, MOST_NUMBERS = 64, 1 << 16
 
 
@@ -88,11 +88,25 @@ class T5Bias(Encoding):
     def score_mod(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
         q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
         q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
+        weight, buckets = self.weight, self._buckets.to(q.device)
+
+        def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
+            distance = (k_at(b, k_idx) - q_at(b, q_idx)).clamp(-farthest, farthest) + farthest
+            return score + weight[buckets[distance], h].to(score.dtype)
+
+        return add
+
+    def score_mod_once(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
+        # A compiler's graph takes gradients of its inputs, of which the numbers below are none.
+        if torch.compiler.is_compiling() or len(self._buckets) > MOST_NUMBERS:
+            return self.score_mod(q_positions, k_positions)
+        q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
+        q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
         # By distance, not by bucket: one thing to look up a score. And copies of it, which the queries take in turns,
         # where there are gradients: into one place a GPU adds them one after the other.
         numbers = self.weight[self._buckets.to(q.device)].t()
         learns = torch.is_grad_enabled() and self.weight.requires_grad
-        copies = max(1, min(COPIES, MOST_NUMBERS // numbers.shape[1])) if learns else 1
+        copies = min(COPIES, MOST_NUMBERS // numbers.shape[1]) if learns else 1
         numbers = numbers.unsqueeze(1).expand(-1, copies, -1).contiguous()
 
         def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Encoding(nn.Module):
     linear: ClassVar[bool] = True
     # Attributes made by `fixed`, which follow the device and nothing else that is done to a module.
     held: ClassVar[tuple[str, ...]] = ()
-    # What FlexAttention is given as kernel_options beside `score_mod`.
+    # What FlexAttention is to be given as kernel_options beside `score_mod`.
     flex_options: ClassVar[dict[str, Any] | None] = None
 
     @property
@@ -67,6 +67,10 @@ class Encoding(nn.Module):
     def score_mod(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod | None:
         """`bias` as a function of one score at a time, for FlexAttention, which keeps no [q, k] in memory."""
         return None
+
+    def score_mod_once(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod | None:
+        """`score_mod` for one call: it may hold what was made of parameters in place of the parameters."""
+        return self.score_mod(q_positions, k_positions)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Encoding":
         super()._apply(fn, recurse)

@@ -146,7 +146,7 @@ def _sides(tensors: Any, how: Any) -> tuple[Side, Side]:
     q_row, k_row, q_map, k_map = how[:4]
     shift = row_shift(q, q_map)
     q_shift = None if shift is None else shift.squeeze(-1).float().contiguous()
-    k_shift = torch.zeros(k.shape[:3], device=k.device) if k_map == "exp" else None
+    k_shift = torch.zeros(k.shape[:3], dtype=torch.float32, device=k.device) if k_map == "exp" else None
     return (
         Side(q, q_map, q_shift, None if q_cos is None else (q_cos.contiguous(), q_sin.contiguous(), q_row)),
         Side(k, k_map, k_shift, None if k_cos is None else (k_cos.contiguous(), k_sin.contiguous(), k_row)),
