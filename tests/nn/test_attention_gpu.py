@@ -208,8 +208,9 @@ def test_compiled(kind, mode):
     attention, x = layer(kind), vector(0, 2, 60, DIM).float().cuda()
     mask = (torch.arange(60) < torch.tensor([[60], [20]])).cuda()
     compiled = torch.compile(attention, fullgraph=True, mode=mode)
+    learned = [value for name, value in attention.named_parameters() if name.startswith("encoding")]
     for given in ({}, {"key_mask": mask}):
-        leaves = [x.clone().requires_grad_(), *attention.encoding.parameters()]
+        leaves = [x.clone().requires_grad_(), *learned]
         y, z = compiled(leaves[0], **given), attention(leaves[0], **given)
         assert torch.allclose(y, z, atol=1e-4)
         for a, b in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (y, z)), strict=True):
