@@ -63,7 +63,7 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim)
+        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim, "Attention")
         self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
         self.causal = require_flag(causal, asked="Attention(causal=...)")
         self.dropout = checked_dropout(dropout)

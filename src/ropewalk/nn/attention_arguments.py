@@ -15,28 +15,28 @@ if TYPE_CHECKING:
     from ropewalk.nn.cache import KVCache
 
 
-def checked_sizes(dim: Any, num_heads: Any, num_kv_heads: Any, head_dim: Any) -> tuple[int, int, int, int]:
-    """dim, num_heads, num_kv_heads and head_dim, of which the last two may be None."""
+def checked_sizes(dim: Any, num_heads: Any, num_kv_heads: Any, head_dim: Any, layer: str) -> tuple[int, int, int, int]:
+    """dim, num_heads, num_kv_heads and head_dim of a layer of that name; the last two may be None."""
     do = "pass a whole number above 0"
-    dim = require_count(dim, asked="Attention(dim=...)", do=do)
-    heads = require_count(num_heads, asked="Attention(num_heads=...)", do=do)
+    dim = require_count(dim, asked=f"{layer}(dim=...)", do=do)
+    heads = require_count(num_heads, asked=f"{layer}(num_heads=...)", do=do)
     shared = heads if num_kv_heads is None else num_kv_heads
-    kv_heads = require_count(shared, asked="Attention(num_kv_heads=...)", do=do)
+    kv_heads = require_count(shared, asked=f"{layer}(num_kv_heads=...)", do=do)
     if heads % kv_heads:
         raise RopewalkError(
-            asked=f"Attention(num_heads={heads}, num_kv_heads={kv_heads})",
+            asked=f"{layer}(num_heads={heads}, num_kv_heads={kv_heads})",
             expected="num_heads a multiple of num_kv_heads: each key head serves as many query heads",
             got=f"{heads} and {kv_heads}",
             do=f"use a num_kv_heads that divides {heads}",
         )
     if head_dim is None and dim % heads:
         raise RopewalkError(
-            asked=f"Attention(dim={dim}, num_heads={heads})",
+            asked=f"{layer}(dim={dim}, num_heads={heads})",
             expected="a dim that is a multiple of num_heads, or a head_dim",
             got=f"{dim} and {heads}",
             do="pass head_dim=",
         )
-    width = require_count(dim // heads if head_dim is None else head_dim, asked="Attention(head_dim=...)", do=do)
+    width = require_count(dim // heads if head_dim is None else head_dim, asked=f"{layer}(head_dim=...)", do=do)
     return dim, heads, kv_heads, width
 
 

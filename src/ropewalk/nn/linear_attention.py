@@ -298,7 +298,7 @@ class LinearAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim)
+        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim, "LinearAttention")
         self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
         self.causal = require_flag(causal, asked="LinearAttention(causal=...)")
         require_flag(qkv_bias, asked="LinearAttention(qkv_bias=...)")

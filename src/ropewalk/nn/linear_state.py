@@ -13,7 +13,8 @@ from ropewalk.spec.rope import RopeSpec
 __all__ = ["LinearState", "checked_state"]
 
 
-@dataclass(frozen=True, repr=False)
+# Without ==: what it would compare is tensors, which have no one answer.
+@dataclass(frozen=True, repr=False, eq=False)
 class LinearState:
     """Sums over all keys so far, and where the next token stands.
 
