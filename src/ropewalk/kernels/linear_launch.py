@@ -106,10 +106,10 @@ class _Call:
         after = torch.empty((plan.sequences * self.kv_heads, self.size), **made)
         running = torch.empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
         plain = torch.empty((owners, plan.number, self.width), **made)
-        walker = self.walker(plan)
+        into, walker = Totals(running, plain, after), self.walker(plan)
         if walker is not None:
-            self.walk(walker, turned, plan, v, before, Totals(running, plain, after), reverse=reverse)
-            return Totals(running, plain, after)
+            self.walk(walker, turned, plan, v, before, into, reverse=reverse)
+            return into
         sums = torch.empty((owners, plan.number, self.size), **made)
         lane_blocks, column_blocks = self.blocks_of(block)
         sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
@@ -127,7 +127,7 @@ class _Call:
             SIZE=self.size, GIVEN=before is not None, PACKED=plan.starts is not None, REVERSE=reverse,
             WIDTH=wide, num_warps=4 if wide > 256 else 2,
         )  # fmt: skip
-        return Totals(running, plain, after)
+        return into
 
     def walker(self, plan: Plan) -> Block | None:
         """The block of programs that walk along sequences, where there are enough of them, all equally long."""
