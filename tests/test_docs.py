@@ -256,6 +256,11 @@ def test_the_gpu_times_of_linear_attention_are_the_measured_ones():
     for path, between in ((ours, "\nforward and {} with the backward"), (softmax, " and {}")):
         forward, backward = (growth[path, work] for work in ("forward", "forward+backward"))
         assert forward + between.format(backward) in page
+    # What was asked of it, in ms.
+    asked = {(4, 16, 8192, 128): (0.6, 2.6), (1, 16, 65536, 64): (0.7, 3.0)}
+    for shape, most in asked.items():
+        found = (cases[shape, work][ours]["ms"] for work in ("forward", "forward+backward"))
+        assert all(ms <= limit for ms, limit in zip(found, most, strict=True)), shape
     for (shape, _), lines in cases.items():
         assert lines[ours]["temporaries_over_qkv"] <= 1
         assert all(lines[ours]["ms"] < lines[path]["ms"] for path in (fla, "fla linear"))
