@@ -92,7 +92,7 @@ def outcome(model: Any, ids: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
     model.zero_grad()
     logits = model(ids, use_cache=False, **more).logits
     cotangent = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
-    (logits * cotangent.to(logits.dtype)).sum().backward()
+    (logits * cotangent.to(logits)).sum().backward()
     gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
     return logits.detach().double(), torch.cat(gradients).double()
 

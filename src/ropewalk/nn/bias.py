@@ -97,8 +97,7 @@ class T5Bias(Encoding):
         return add
 
     def score_mod_once(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
-        # A compiler's graph takes gradients of its inputs, of which the numbers below are none.
-        if torch.compiler.is_compiling() or len(self._buckets) > MOST_NUMBERS:
+        if len(self._buckets) > MOST_NUMBERS:
             return self.score_mod(q_positions, k_positions)
         q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
         q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
