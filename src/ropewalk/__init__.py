@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ropewalk.nn.encoding import Encoding as Encoding
     from ropewalk.nn.encoding import encoding as encoding
     from ropewalk.nn.feature_maps import FavorFeatures as FavorFeatures
-    from ropewalk.nn.linear_attention import LinearAttention as LinearAttention
     from ropewalk.nn.linear_attention import linear_attention as linear_attention
+    from ropewalk.nn.linear_layer import LinearAttention as LinearAttention
     from ropewalk.nn.linear_state import LinearState as LinearState
     from ropewalk.nn.qk_norm import qk_norm_rope as qk_norm_rope
     from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
@@ -64,7 +64,7 @@ _HOME = {
     "Frequencies": "ropewalk.spec.frequencies",
     "KVCache": "ropewalk.nn.cache",
     "Linear": "ropewalk.spec.stretched",
-    "LinearAttention": "ropewalk.nn.linear_attention",
+    "LinearAttention": "ropewalk.nn.linear_layer",
     "LinearState": "ropewalk.nn.linear_state",
     "Llama3": "ropewalk.spec.by_parts",
     "LogTemperature": "ropewalk.spec.temperature",

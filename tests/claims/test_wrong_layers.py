@@ -13,7 +13,7 @@ from ropewalk.nn.absolute import SinusoidalEncoding
 from ropewalk.nn.bias import AlibiBias, T5Bias
 from ropewalk.nn.encoding import ENCODINGS
 from ropewalk.nn.feature_maps import FavorFeatures
-from ropewalk.nn.linear_attention import LinearAttention
+from ropewalk.nn.linear_layer import LinearAttention
 from ropewalk.nn.recurrent import RecurrentEncoding
 from ropewalk.nn.rotary_encoding import RotaryEncoding
 
@@ -121,7 +121,7 @@ def test_random_features_that_do_not_estimate_softmax_are_noticed(monkeypatch):
 
 
 def test_a_layer_that_takes_any_bias_is_noticed(monkeypatch):
-    taken = "ropewalk.nn.linear_attention.rope_for_linear"
+    taken = "ropewalk.nn.linear_layer.rope_for_linear"
     monkeypatch.setattr(taken, lambda encoding, asked: getattr(encoding, "rope", None))
     assert contradicted("linear.encodings") == {"linear.encodings"}
 

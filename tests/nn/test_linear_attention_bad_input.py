@@ -9,6 +9,7 @@ from nn.linear_cases import drawn
 Q, K, V = drawn(2, 4, 2, 6, 8, 3, torch.float32)
 ROPE = rw.RotaryEmbedding(8)
 _, STATE = rw.linear_attention(Q, K, V, rope=ROPE, return_state=True)
+_, OF_FUNCTION = rw.linear_attention(Q, K, V, rope=ROPE, feature_map=torch.relu, return_state=True)
 ONE = [x[:1] for x in (Q, K, V)]
 
 
@@ -54,6 +55,14 @@ ONE = [x[:1] for x in (Q, K, V)]
         ((Q, K, V), {"state": STATE}, "cannot be turned again"),
         ((Q, K, V), {"rope": rw.RotaryEmbedding(8, base=500.0), "state": STATE}, "cannot be turned again"),
         ((Q, K, V), {"rope": ROPE, "feature_map": "relu", "state": STATE}, "feature map that the state was made with"),
+        (
+            (Q, K, V),
+            {"rope": ROPE, "feature_map": torch.relu, "state": STATE},
+            "feature map that the state was made with",
+        ),
+        ((Q, K, V), {"rope": ROPE, "state": OF_FUNCTION}, "feature map that the state was made with"),
+        ((Q, K, V), {"rope": rw.RotaryEmbedding(8, learned=True), "state": STATE}, "of .* with learned frequencies"),
+        ((Q, K, V), {"feature_map": "favour"}, "favor"),
         ([x.double() for x in (Q, K, V)], {"rope": ROPE, "state": STATE}, "sums of torch.float64"),
     ],
 )

@@ -12,7 +12,8 @@ from ropewalk.claims.samples import normal
 from ropewalk.nn.attention import Attention
 from ropewalk.nn.encoding import ENCODINGS, encoding
 from ropewalk.nn.hooks import Encoding
-from ropewalk.nn.linear_attention import LinearAttention, linear_attention
+from ropewalk.nn.linear_attention import linear_attention
+from ropewalk.nn.linear_layer import LinearAttention
 from ropewalk.nn.linear_state import LinearState
 from ropewalk.reference import Projections
 from ropewalk.spec import RopeSpec, XPos

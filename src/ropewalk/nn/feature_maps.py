@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, shown
 from ropewalk.kernels.feature_maps import FEATURE_MAPS
 
-__all__ = ["FavorFeatures", "FeatureMap", "resolve_maps"]
+__all__ = ["FavorFeatures", "FeatureMap", "map_name", "resolve_maps"]
 
 FeatureMap = str | Callable[[Tensor], Tensor]
 
@@ -109,7 +109,7 @@ def resolve_maps(feature_map: Any, asked: str) -> tuple[FeatureMap, FeatureMap]:
         if isinstance(one, str):
             if one == "favor":
                 _point_to_features(asked)
-            require_choice(one, FEATURE_MAPS, asked=f"{asked}(feature_map=...)")
+            require_choice(one, (*FEATURE_MAPS, "favor"), asked=f"{asked}(feature_map=...)")
         elif not callable(one):
             raise RopewalkError(
                 asked=f"{asked}(feature_map=...)",
@@ -118,3 +118,14 @@ def resolve_maps(feature_map: Any, asked: str) -> tuple[FeatureMap, FeatureMap]:
                 do="for random features that approximate softmax pass FavorFeatures(head_dim, num_features)",
             )
     return cast(tuple[FeatureMap, FeatureMap], pair)
+
+
+def map_name(feature_map: FeatureMap) -> str:
+    """What a map is called, to tell states of different ones apart; two functions of one name are not told apart.
+
+    >>> map_name("elu"), map_name(torch.exp)
+    ('elu', 'exp')
+    """
+    if isinstance(feature_map, str):
+        return feature_map
+    return getattr(feature_map, "__name__", type(feature_map).__name__)

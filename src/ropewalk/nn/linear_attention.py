@@ -1,26 +1,24 @@
-"""Linear attention with RoPE: the function, and the layer with its step for decoding."""
+"""Linear attention with RoPE, as a function of queries, keys and values."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
 from ropewalk.kernels.feature_maps import map_features, row_shift
 from ropewalk.kernels.layout import Layout
 from ropewalk.kernels.linear_torch import Side
-from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit, checked_sizes
-from ropewalk.nn.feature_maps import FavorFeatures, FeatureMap, resolve_maps
-from ropewalk.nn.hooks import Encoding, check_as
+from ropewalk.nn.feature_maps import FeatureMap, map_name, resolve_maps
+from ropewalk.nn.hooks import Encoding
 from ropewalk.nn.linear_arguments import check_mask, check_packed, check_tensors, rope_for_linear
 from ropewalk.nn.linear_state import LinearState, checked_state
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary import RotaryEmbedding
-from ropewalk.nn.rotary_encoding import RotaryEncoding
 from ropewalk.ops import require_backend
 from ropewalk.ops.linear_attention import linear_attention as run
 
-__all__ = ["LinearAttention", "linear_attention"]
+__all__ = ["linear_attention"]
 
 
 def linear_attention(
@@ -93,8 +91,11 @@ def linear_attention(
         check_packed(cu_seqlens, q, k)
     if key_mask is not None:
         check_mask(key_mask, k)
-    spec = None if turning is None else turning.spec
-    named = maps if all(isinstance(one, str) for one in maps) else None
+    made: dict[str, Any] = {
+        "spec": None if turning is None else turning.spec,
+        "feature_map": (map_name(maps[0]), map_name(maps[1])),
+        "learned": turning is not None and turning.log_scale is not None,
+    }
     if isinstance(maps[0], str) != isinstance(maps[1], str):
         # One function makes features here; those of the other side are made beside them.
         maps = tuple(_as_function(one, role) for one, role in zip(maps, "qk", strict=True))
@@ -108,7 +109,7 @@ def linear_attention(
             do="the two maps of a pair must have one width",
         )
     rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    before = checked_state(state, rows, k.shape[1], keys.shape[-1], v, spec, named, "linear_attention")
+    before = checked_state(state, rows, k.shape[1], keys.shape[-1], v, **made, asked="linear_attention")
     if key_mask is not None:
         # What each map makes 0 of, so that a hidden key adds nothing above or below the line.
         nothing = 0.0 if k_name == "identity" else float("-inf")
@@ -132,7 +133,7 @@ def linear_attention(
     if not return_state:
         return out
     following = _next(start, positions, k_positions, cu_seqlens, key_mask, k, turning)
-    return out, LinearState(*after, following, spec, named)
+    return out, LinearState(*after, following, **made)
 
 
 def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:
@@ -262,121 +263,3 @@ def _next(
     ids = (ids if given is None else given).expand(key_mask.shape)
     least = ids.amin(dim=-1, keepdim=True)
     return torch.where(key_mask, ids + 1, least).amax(dim=-1)
-
-
-class LinearAttention(nn.Module):
-    """A layer of linear attention: `linear_attention` between projections, with any encoding that acts on tokens alone.
-
-    `encoding` turns features, or is an embedding that the model calls at its bottom; one with a bias is refused, with
-    the reason. `feature_map` is as in `linear_attention`, or "favor" for `FavorFeatures` with `num_features` (head_dim
-    unless given). The projections are those of `Attention`: q_proj, k_proj, v_proj and o_proj.
-
-    >>> layer = LinearAttention(8, num_heads=2, encoding=RotaryEmbedding(4))
-    >>> x = torch.randn(1, 5, 8)
-    >>> state, steps = None, []
-    >>> for token in x.split(1, dim=1):
-    ...     y, state = layer.step(token, state)
-    ...     steps.append(y)
-    >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
-    True
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        encoding: Encoding | RotaryEmbedding | None = None,
-        feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
-        num_features: int | None = None,
-        causal: bool = True,
-        qkv_bias: bool = False,
-        out_bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim, "LinearAttention")
-        self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
-        self.causal = require_flag(causal, asked="LinearAttention(causal=...)")
-        require_flag(qkv_bias, asked="LinearAttention(qkv_bias=...)")
-        require_flag(out_bias, asked="LinearAttention(out_bias=...)")
-        rope = rope_for_linear(encoding, "LinearAttention(encoding=...)")
-        if feature_map == "favor":
-            feature_map = FavorFeatures(
-                self.head_dim, self.head_dim if num_features is None else num_features, device=device
-            )
-        elif num_features is not None:
-            raise RopewalkError(
-                asked="LinearAttention(num_features=...)",
-                expected='num_features beside feature_map="favor" alone',
-                got=f"feature_map={shown(feature_map)}",
-                do="other maps have a width of their own: leave num_features out",
-            )
-        maps = resolve_maps(feature_map, "LinearAttention")
-        if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
-            asked = f"LinearAttention(num_heads={self.num_heads}, head_dim={self.head_dim}, encoding=...)"
-            check_as(asked, check_encoding, encoding, self.head_dim, self.num_heads, self.num_kv_heads)
-        made = {"device": device, "dtype": dtype}
-        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(self.dim, wide, bias=qkv_bias, **made)
-        self.k_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.v_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.o_proj = nn.Linear(wide, self.dim, bias=out_bias, **made)
-        self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
-        # A map that is a module is registered, and saved with the layer: once, where both sides share it.
-        self.q_map = maps[0]
-        if maps[1] is not maps[0]:
-            self.k_map = maps[1]
-
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        state: LinearState | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_state: bool = False,
-    ) -> Any:
-        """x [batch, seq, dim] -> [batch, seq, dim], and the state after it if `return_state`.
-
-        The arguments are those of `linear_attention`.
-
-        >>> LinearAttention(8, num_heads=2)(torch.zeros(1, 3, 8)).shape
-        torch.Size([1, 3, 8])
-        """
-        check_tokens_fit(x, self.dim, self.q_proj)
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        turns = getattr(self.encoding, "rope", None) is not None
-        maps = self.q_map, getattr(self, "k_map", self.q_map)
-        out, after = linear_attention(
-            q, k, v, rope=self.encoding if turns else None, positions=positions if turns else None,
-            cu_seqlens=cu_seqlens,            key_mask=key_mask, feature_map=maps, causal=self.causal, state=state,
-            return_state=True,
-        )  # fmt: skip
-        y = self.o_proj(out.transpose(1, 2).flatten(2))
-        return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
-
-    def extra_repr(self) -> str:
-        """The sizes, and the feature map where it is no module."""
-        named = f", feature_map={self.q_map!r}" if isinstance(self.q_map, str) else ""
-        return (
-            f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"causal={self.causal}{named}"
-        )
-
-    def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
-        """The next tokens [batch, seq, dim] behind `state`: their output and the new state, at a cost that is the same
-        at every position.
-
-        >>> y, state = LinearAttention(8, num_heads=2).step(torch.zeros(1, 1, 8))
-        >>> state.position
-        1
-        """
-        return self(x, state=state, return_state=True)

@@ -20,8 +20,8 @@ class LinearState:
 
     `above`, [batch, kv_heads, width, v_dim], is the sum of (R_n k_n) v_n^T, and `below`, [batch, kv_heads, width], the
     sum of k_n, both float32, or float64 for float64 inputs. Keys were turned when they entered: nothing in a state
-    turns again. `position` is an int, or one a sequence. `spec` and `feature_map`, a name or one for q and one for
-    k, are those it was made with.
+    turns again. `position` is an int, or one a sequence. `spec`, `feature_map`, a name or one for q and one for
+    k, and `learned`, whether frequencies are parameters, are those it was made with; feature_map is None if unknown.
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -32,6 +32,7 @@ class LinearState:
     position: int | Tensor = 0
     spec: RopeSpec | None = None
     feature_map: Any = None
+    learned: bool = False
 
     def reorder(self, index: Tensor) -> "LinearState":
         """The rows `index` of the batch: for beam search, or sequences that end.
@@ -70,11 +71,21 @@ class LinearState:
 
 
 def checked_state(
-    state: Any, rows: int, kv_heads: int, width: int, v: Tensor, spec: RopeSpec | None, feature_map: Any, asked: str
+    state: Any,
+    rows: int,
+    kv_heads: int,
+    width: int,
+    v: Tensor,
+    *,
+    spec: RopeSpec | None,
+    learned: bool,
+    feature_map: tuple[str, str],
+    asked: str,
 ) -> Sums | None:
     """The sums of a state, if it belongs to this call; None for None.
 
-    >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), None, ("elu", "elu"), "a doctest") is None
+    >>> made = {"spec": None, "learned": False, "feature_map": ("elu", "elu")}
+    >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), **made, asked="a doctest") is None
     True
     """
     if state is None:
@@ -111,15 +122,19 @@ def checked_state(
             got=", ".join(f"{x.dtype} on {x.device}" for x in (state.above, state.below)),
             do=do,
         )
-    if state.spec != spec:
+    if (state.spec, state.learned) != (spec, learned):
+        of = [
+            f"a state of {one or 'no rotation'}" + (" with learned frequencies" if learns else "")
+            for one, learns in ((spec, learned), (state.spec, state.learned))
+        ]
         raise RopewalkError(
             asked=f"{asked}(state=...)",
-            expected=f"a state of {spec or 'no rotation'}",
-            got=f"a state of {state.spec or 'no rotation'}",
+            expected=of[0],
+            got=of[1],
             do="keys in a state were turned when they entered, and cannot be turned again: start with None",
         )
     made_with = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
-    if made_with != feature_map and (made_with is None) == (feature_map is None):
+    if made_with is not None and made_with != feature_map:
         raise RopewalkError(
             asked=f"{asked}(state=..., feature_map={shown(feature_map)})",
             expected="the feature map that the state was made with",

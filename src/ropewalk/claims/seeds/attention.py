@@ -8,7 +8,7 @@ from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1, KOREAN, RUSSIAN_2
 from ropewalk.errors import RopewalkError
 from ropewalk.nn.attention import Attention
-from ropewalk.nn.linear_attention import LinearAttention
+from ropewalk.nn.linear_layer import LinearAttention
 from ropewalk.nn.rotary import RotaryEmbedding
 
 __all__ = ["chapter"]

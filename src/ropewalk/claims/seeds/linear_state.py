@@ -11,7 +11,8 @@ from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1
 from ropewalk.nn.attention import Attention
 from ropewalk.nn.cache import KVCache
-from ropewalk.nn.linear_attention import LinearAttention, linear_attention
+from ropewalk.nn.linear_attention import linear_attention
+from ropewalk.nn.linear_layer import LinearAttention
 from ropewalk.reference import elu_plus_one, linear_attention_by_recurrence, linear_attention_by_sum
 
 __all__ = ["chapter"]

@@ -1,0 +1,144 @@
+"""LinearAttention: a layer of linear attention, with its step for decoding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit, checked_sizes
+from ropewalk.nn.feature_maps import FavorFeatures, FeatureMap, resolve_maps
+from ropewalk.nn.hooks import Encoding, check_as
+from ropewalk.nn.linear_arguments import rope_for_linear
+from ropewalk.nn.linear_attention import linear_attention
+from ropewalk.nn.linear_state import LinearState
+from ropewalk.nn.rotary import RotaryEmbedding
+from ropewalk.nn.rotary_encoding import RotaryEncoding
+
+__all__ = ["LinearAttention"]
+
+
+class LinearAttention(nn.Module):
+    """A layer of linear attention: `linear_attention` between projections, with any encoding that acts on tokens alone.
+
+    `encoding` turns features, or is an embedding that the model calls at its bottom; one with a bias is refused, with
+    the reason. `feature_map` is as in `linear_attention`, or "favor" for `FavorFeatures` with `num_features` (head_dim
+    unless given). The projections are those of `Attention`: q_proj, k_proj, v_proj and o_proj.
+
+    >>> layer = LinearAttention(8, num_heads=2, encoding=RotaryEmbedding(4))
+    >>> x = torch.randn(1, 5, 8)
+    >>> state, steps = None, []
+    >>> for token in x.split(1, dim=1):
+    ...     y, state = layer.step(token, state)
+    ...     steps.append(y)
+    >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        encoding: Encoding | RotaryEmbedding | None = None,
+        feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+        num_features: int | None = None,
+        causal: bool = True,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim, "LinearAttention")
+        self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
+        self.causal = require_flag(causal, asked="LinearAttention(causal=...)")
+        require_flag(qkv_bias, asked="LinearAttention(qkv_bias=...)")
+        require_flag(out_bias, asked="LinearAttention(out_bias=...)")
+        rope = rope_for_linear(encoding, "LinearAttention(encoding=...)")
+        if feature_map == "favor":
+            feature_map = FavorFeatures(
+                self.head_dim, self.head_dim if num_features is None else num_features, device=device
+            )
+        elif num_features is not None:
+            raise RopewalkError(
+                asked="LinearAttention(num_features=...)",
+                expected='num_features beside feature_map="favor" alone',
+                got=f"feature_map={shown(feature_map)}",
+                do="other maps have a width of their own: leave num_features out",
+            )
+        maps = resolve_maps(feature_map, "LinearAttention")
+        if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
+            asked = f"LinearAttention(num_heads={self.num_heads}, head_dim={self.head_dim}, encoding=...)"
+            check_as(asked, check_encoding, encoding, self.head_dim, self.num_heads, self.num_kv_heads)
+        made = {"device": device, "dtype": dtype}
+        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(self.dim, wide, bias=qkv_bias, **made)
+        self.k_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
+        self.v_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
+        self.o_proj = nn.Linear(wide, self.dim, bias=out_bias, **made)
+        self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
+        # A map that is a module is registered, and saved with the layer: once, where both sides share it.
+        self.q_map = maps[0]
+        if maps[1] is not maps[0]:
+            self.k_map = maps[1]
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: LinearState | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """x [batch, seq, dim] -> [batch, seq, dim], and the state after it if `return_state`.
+
+        The arguments are those of `linear_attention`.
+
+        >>> LinearAttention(8, num_heads=2)(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+        """
+        check_tokens_fit(x, self.dim, self.q_proj)
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        turns = getattr(self.encoding, "rope", None) is not None
+        maps = self.q_map, getattr(self, "k_map", self.q_map)
+        out, after = linear_attention(
+            q,
+            k,
+            v,
+            rope=self.encoding if turns else None,
+            positions=positions if turns else None,
+            cu_seqlens=cu_seqlens,
+            key_mask=key_mask,
+            feature_map=maps,
+            causal=self.causal,
+            state=state,
+            return_state=True,
+        )
+        y = self.o_proj(out.transpose(1, 2).flatten(2))
+        return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
+
+    def extra_repr(self) -> str:
+        """The sizes, and the feature map where it is no module."""
+        named = f", feature_map={self.q_map!r}" if isinstance(self.q_map, str) else ""
+        return (
+            f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"causal={self.causal}{named}"
+        )
+
+    def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
+        """The next tokens [batch, seq, dim] behind `state`: their output and the new state, at a cost that is the same
+        at every position.
+
+        >>> y, state = LinearAttention(8, num_heads=2).step(torch.zeros(1, 1, 8))
+        >>> state.position
+        1
+        """
+        return self(x, state=state, return_state=True)
