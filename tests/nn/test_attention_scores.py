@@ -12,7 +12,7 @@ from ropewalk.nn import attention as layer_module
 from ropewalk.nn import attention_scores as scores
 from ropewalk.nn.attention import Attention
 from ropewalk.nn.attention_scores import Biased, Sight, attend, documents_of
-from ropewalk.nn.bias import AlibiBias
+from ropewalk.nn.bias import AlibiBias, T5Bias
 from ropewalk.nn.cache import KVCache
 from ropewalk.nn.hooks import Encoding
 from strategies import vector
@@ -84,6 +84,28 @@ def test_whole_layers_by_flex_attention(kind, monkeypatch):
         compiled = torch.compile(attention, fullgraph=True, backend="eager")
         for (given, x), z in zip(calls, expected, strict=True):
             assert torch.allclose(compiled(x, **given), z, **CLOSE)
+
+
+@flex_in_eager_mode
+# Of torch, which looks at tensors that it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_gradients_of_t5s_numbers_by_flex_attention(monkeypatch):
+    # torch refuses derivatives on a CPU, though what runs here, without kernels, has them.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *given: None)
+    t5 = T5Bias(HEADS, causal=True)
+    torch.nn.init.normal_(t5.weight, generator=torch.Generator().manual_seed(7))
+    attention = Attention(64, HEADS, encoding=t5).double()
+    # More queries than there are copies of the numbers.
+    x, learned = vector(0, 1, 150, 64), [t5.weight]
+    y = attention(x)
+    cotangent = vector(1, *y.shape)
+    expected = torch.autograd.grad(y, learned, cotangent)
+    as_on_a_gpu(monkeypatch)
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="eager")
+    for call in (attention, compiled):
+        for a, b in zip(torch.autograd.grad(call(x), learned, cotangent), expected, strict=True):
+            assert torch.allclose(a, b, **CLOSE)
 
 
 def test_flex_attention_is_chosen_where_it_serves(monkeypatch):

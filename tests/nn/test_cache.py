@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nn.test_attention import CLOSE, DIM, HEADS, KINDS, WIDTH, layer
-from ropewalk import DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding
+from ropewalk import Axes, DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.nn.attention import Attention
 from ropewalk.nn.bias import AlibiBias, T5Bias
 from ropewalk.nn.cache import KVCache
@@ -169,9 +169,10 @@ def test_a_shorter_sequence_is_emptied_and_may_start_anew():
         (RotaryEmbedding(8), "a rope with head_dim=6"),
         (RotaryEmbedding(WIDTH, seq_dim=-3), "seq_dim=-2"),
         (RotaryEmbedding(RopeSpec(WIDTH, angles="float32")), "whose rotations compose"),
+        (RotaryEmbedding(RopeSpec(8, axes=Axes.repeated(2, 8))), "over one axis"),
         ("rope", "'rope'"),
     ],
-    ids=["sinusoidal", "learned", "head_dim", "seq_dim", "float32", "a name"],
+    ids=["sinusoidal", "learned", "head_dim", "seq_dim", "float32", "axes", "a name"],
 )
 def test_what_cannot_be_moved_is_refused_and_stays(given, said):
     cache = cache_for(1)

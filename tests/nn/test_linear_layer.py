@@ -152,6 +152,43 @@ def test_random_features_outlive_casts_and_empty_memory():
     assert "causal=True" in repr(layer)
 
 
+@pytest.mark.slow
+def test_one_graph_serves_every_length():
+    torch.compiler.reset()
+    layer = rw.LinearAttention(DIM, HEADS, encoding=rw.RotaryEmbedding(DIM // HEADS))
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    # More and fewer than a chunk of 128, and whole chunks, to which nothing is added.
+    for seq in (100, 64, 300, 256, 128):
+        x = torch.randn(1, seq, DIM)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_go_with_a_layer_is_refused():
+    x = torch.randn(1, 4, DIM)
+    layer = rw.LinearAttention(DIM, HEADS, causal=False)
+    _, state = layer(x, return_state=True)
+    for call in (lambda: layer.step(x), lambda: layer(x, state=state)):
+        with pytest.raises(rw.RopewalkError, match="tokens in a state were read without"):
+            call()
+    for wrong in ("here", torch.arange(3)):
+        with pytest.raises(rw.RopewalkError, match="positions"):
+            layer(x, positions=wrong)
+    assert torch.equal(layer(x, positions=torch.arange(4)), layer(x))
+    with pytest.raises(rw.RopewalkError, match=r"pass RotaryEmbedding\(24\)"):
+        rw.LinearAttention(DIM, HEADS, feature_map="favor", num_features=24, encoding=rw.RotaryEmbedding(16))
+    assert "feature_map=('elu', 'relu')" in repr(rw.LinearAttention(DIM, HEADS, feature_map=("elu", "relu")))
+
+
+@pytest.mark.parametrize(
+    "index", [0, torch.tensor([True]), torch.tensor([1]), torch.tensor([[0]]), torch.tensor([0.0])]
+)
+def test_a_state_is_of_sequences_that_there_are(index):
+    _, state = rw.linear_attention(*torch.randn(3, 1, 2, 4, 8), return_state=True)
+    with pytest.raises(rw.RopewalkError, match="from 0 to 0"):
+        state.reorder(index)
+    assert len(state.reorder(torch.tensor([0, 0])).above) == 2
+
+
 def test_a_state_can_be_read_and_moved():
     _, state = rw.linear_attention(*torch.randn(3, 1, 2, 4, 8), return_state=True)
     assert repr(state).startswith("LinearState(1 sequences, 2 key heads, 8 features, 8 values")

@@ -64,6 +64,71 @@ def test_given_positions_say_where_the_next_token_stands():
     assert state.position == 0
 
 
+@pytest.mark.parametrize("given", [None, torch.arange(50, 60)], ids=["counted", "given"])
+def test_packed_states_stand_behind_the_last_token_that_may_be_seen(given):
+    inputs, ends = drawn(1, 2, 1, 10, 8, 3), torch.tensor([0, 5, 10, 10])
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 0, 1, 1, 0]], dtype=torch.bool)
+    _, state = rw.linear_attention(
+        *inputs, rope=ROPE, positions=given, cu_seqlens=ends, key_mask=mask, return_state=True
+    )
+    assert state.position.tolist() == ([3, 4, 0] if given is None else [53, 59, 0])
+    rows = [x[0].unflatten(1, (2, 5)).transpose(0, 1) for x in inputs]
+    where = None if given is None else given.view(2, 5)
+    _, apart = rw.linear_attention(*rows, rope=ROPE, positions=where, key_mask=mask.view(2, 5), return_state=True)
+    assert apart.position.tolist() == state.position[:2].tolist()
+    token = drawn(2, 2, 1, 1, 8, 3, seed=1)
+    close(
+        rw.linear_attention(*token, rope=ROPE, state=state.reorder(torch.tensor([0, 1]))),
+        rw.linear_attention(*token, rope=ROPE, state=apart),
+    )
+    # Nothing to be seen: the state stays where it stood.
+    nothing = torch.zeros(2, 5, dtype=torch.bool)
+    _, after = rw.linear_attention(
+        *rows, rope=ROPE, positions=torch.arange(80, 85), key_mask=nothing, state=apart, return_state=True
+    )
+    assert after.position.tolist() == apart.position.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+@pytest.mark.parametrize("packed", [False, True])
+def test_narrow_positions_do_not_wrap(dtype, packed):
+    last = torch.iinfo(dtype).max
+    ids = torch.arange(last - 4, last + 1).to(dtype)
+    given = {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)} if packed else {}
+    inputs = drawn(1, 2, 1, 5, 8, 3)
+    for mask in (None, torch.ones(1, 5, dtype=torch.bool)):
+        _, state = rw.linear_attention(*inputs, rope=ROPE, positions=ids, key_mask=mask, return_state=True, **given)
+        assert state.position.tolist() == [last + 1]
+    narrow = replace(state, position=torch.tensor([last], dtype=dtype))
+    _, after = rw.linear_attention(*inputs, rope=ROPE, state=narrow, return_state=True)
+    assert after.position.tolist() == [last + 5]
+
+
+def test_a_position_for_all_sequences_of_a_batch():
+    inputs, ends = drawn(1, 2, 1, 10, 8, 3), torch.tensor([0, 5, 10])
+    state = rw.LinearState(torch.zeros(2, 1, 8, 3).double(), torch.zeros(2, 1, 8).double(), torch.tensor(5), ROPE.spec)
+    out, after = rw.linear_attention(*inputs, rope=ROPE, state=state, cu_seqlens=ends, return_state=True)
+    assert after.position.tolist() == [10, 10]
+    close(out, rw.linear_attention(*inputs, rope=ROPE, state=replace(state, position=5), cu_seqlens=ends))
+
+
+def test_a_state_keeps_the_length_that_its_keys_were_turned_for():
+    rope = rw.RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(1e4, 2.0, 16)))
+    prompt, rest = parts(drawn(2, 2, 1, 12, 8, 3), 0, 10, 12)
+    for first, then, good in [(40, 40, True), (40, 41, False), (10, 16, True), (None, 12, True), (None, 40, False)]:
+        _, state = rw.linear_attention(*prompt, rope=rope, length=first, return_state=True)
+        for length in (then, torch.tensor(then), torch.tensor([then, then])):
+            if good:
+                rw.linear_attention(*rest, rope=rope, length=length, state=state.reorder(torch.tensor([1, 0])))
+                continue
+            with pytest.raises(rw.RopewalkError, match="a state of length"):
+                rw.linear_attention(*rest, rope=rope, length=length, state=state)
+    _, state = rw.linear_attention(*prompt, rope=rope, length=torch.tensor([40, 50]), return_state=True)
+    assert state.reorder(torch.tensor([1])).length.tolist() == [50]
+    with pytest.raises(rw.RopewalkError, match="a state of length"):
+        rw.linear_attention(*rest, rope=rope, length=torch.tensor([50, 40]), state=state)
+
+
 def test_a_length_is_the_rules():
     rope = rw.RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(1e4, 4.0, 4)))
     encoding, (q, k, v) = RotaryEncoding(rope, at_length=64), drawn(1, 2, 2, 10, 8, 3)

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 __all__ = ["CHUNK", "Features", "Side", "Sums", "attend", "divide"]
 
@@ -80,7 +79,8 @@ def attend(
     padded = [*q, *k, v]
     if torch.compiler.is_compiling() or missing:
         # Rows of zeros are keys that add nothing, and queries whose output is cut off again; a graph has every length.
-        padded = [functional.pad(x, (0, 0, 0, missing)) for x in padded]
+        # Not by `pad`: of no rows it has other strides than a graph for every length was told.
+        padded = [torch.cat([x, x.new_zeros(*x.shape[:2], missing, x.shape[-1])], dim=2) for x in padded]
     q_plain, q_turned = (
         x.view(batch, kv_heads, group, count, size, width).transpose(2, 3).flatten(3, 4) for x in padded[:2]
     )

@@ -272,6 +272,13 @@ def _one_a_sequence(numbers: Any, lengths: Tensor) -> bool:
 def rope_of(encoding: Any, head_dim: int) -> tuple[RotaryEmbedding | None, int | None]:
     """What rotated the keys and can move them, None where keys hold no position; and for which length it did."""
     rope = rope_in(encoding)
+    if rope is not None and rope.spec.axes is not None:
+        raise RopewalkError(
+            asked="KVCache.evict_prefix(count, rope)",
+            expected="a rope over one axis: as many tokens as are dropped, so far the rest moves",
+            got=f"{rope}",
+            do="over several axes that is not so: reset(), and read the last tokens again",
+        )
     if rope is not None and rope.spec.head_dim == head_dim and rope.seq_dim == -2:
         return rope, getattr(encoding, "at_length", None)
     still = isinstance(encoding, Encoding) and encoding.relative and type(encoding).rotate is Encoding.rotate

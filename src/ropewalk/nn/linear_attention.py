@@ -95,6 +95,7 @@ def linear_attention(
         "spec": None if turning is None else turning.spec,
         "feature_map": (map_name(maps[0]), map_name(maps[1])),
         "learned": turning is not None and turning.log_scale is not None,
+        "length": None if turning is None or not turning.spec.varies else k.shape[2] if length is None else length,
     }
     if isinstance(maps[0], str) != isinstance(maps[1], str):
         # One function makes features here; those of the other side are made beside them.
@@ -115,7 +116,7 @@ def linear_attention(
         nothing = 0.0 if k_name == "identity" else float("-inf")
         hidden = ~key_mask[:, None, :, None]
         keys, v = keys.masked_fill(hidden, nothing), v.masked_fill(hidden, 0.0)
-    start = 0 if state is None else state.position
+    start = 0 if state is None else state.start(rows)
     where = _where(turning, queries, keys, positions, k_positions, cu_seqlens, start)
     sides, layout = _sides(turning, queries, keys, (q_name, k_name), where, length, backend)
     earlier = k.shape[2] - q.shape[2] if causal else 0
@@ -132,7 +133,10 @@ def linear_attention(
     out, after = run(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens)
     if not return_state:
         return out
-    following = _next(start, positions, k_positions, cu_seqlens, key_mask, k, turning)
+    given = positions if k_positions is None else k_positions
+    # Over several axes a token has no one position: tokens are counted.
+    given = given if turning is None or turning.spec.axes is None else None
+    following = _next(start, given, cu_seqlens, key_mask, k)
     return out, LinearState(*after, following, **made)
 
 
@@ -190,11 +194,7 @@ def _where(
             positions = k_positions[..., keys - queries :]
         return {"positions": positions, "k_positions": k_positions}
     if cu_seqlens is not None:
-        ids = packed_positions(cu_seqlens, keys)
-        if isinstance(start, Tensor):
-            owner = torch.searchsorted(cu_seqlens, torch.arange(keys, device=q.device), right=True) - 1
-            start = start[owner.clamp_max(len(start) - 1)]
-        return {"positions": ids + start}
+        return {"positions": _packed_ids(cu_seqlens, keys, start)}
     if queries == keys:
         # From 0 on without a word: a rule that varies with the length knows a whole sequence by that.
         return {} if isinstance(start, int) and start == 0 else {"offset": start}
@@ -208,6 +208,14 @@ def _where(
     ids = torch.arange(keys, device=q.device)
     ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
     return {"positions": ids[..., keys - queries :], "k_positions": ids}
+
+
+def _packed_ids(cu_seqlens: Tensor, keys: int, start: int | Tensor) -> Tensor:
+    """Where tokens stand that lie end to end, each sequence from its start on."""
+    if isinstance(start, Tensor):
+        owner = torch.searchsorted(cu_seqlens, torch.arange(keys, device=cu_seqlens.device), right=True) - 1
+        start = start[owner.clamp_max(len(start) - 1)]
+    return packed_positions(cu_seqlens, keys) + start
 
 
 def _sides(
@@ -238,28 +246,29 @@ def _sides(
 
 
 def _next(
-    start: int | Tensor,
-    positions: Tensor | None,
-    k_positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    key_mask: Tensor | None,
-    k: Tensor,
-    rope: RotaryEmbedding | None,
+    start: int | Tensor, given: Tensor | None, cu_seqlens: Tensor | None, key_mask: Tensor | None, k: Tensor
 ) -> int | Tensor:
-    """Where the token after these stands: after the last that may be seen."""
-    given, keys = positions if k_positions is None else k_positions, k.shape[2]
-    several = rope is not None and rope.spec.axes is not None
-    if cu_seqlens is not None:
-        if given is None or several or keys == 0:
-            return cu_seqlens.diff() + start
-        last = given.reshape(-1)[(cu_seqlens[1:] - 1).clamp_min(0)] + 1
-        return torch.where(cu_seqlens.diff() > 0, last, start)
-    if given is None or several or keys == 0:
-        if key_mask is None or several or keys == 0:
-            return start + keys
-    elif key_mask is None:
-        return (given[..., -1] + 1).expand(len(k))
-    ids = torch.arange(keys, device=k.device) + (start.unsqueeze(-1) if isinstance(start, Tensor) else start)
-    ids = (ids if given is None else given).expand(key_mask.shape)
-    least = ids.amin(dim=-1, keepdim=True)
-    return torch.where(key_mask, ids + 1, least).amax(dim=-1)
+    """Where the token after these stands: after the last that may be seen, or at `start` where there is none.
+
+    `given` is where keys stand, if anybody said so.
+    """
+    keys = k.shape[2]
+    if keys == 0:
+        return start
+    if given is not None and not given.is_floating_point():
+        given = given.to(torch.int64)  # one more than the last must not wrap
+    if given is None and key_mask is None:
+        return start + keys if cu_seqlens is None else cu_seqlens.diff().to(torch.int64) + start
+    tokens = torch.arange(keys, device=k.device)
+    if cu_seqlens is None:
+        seen = tokens.expand(len(k), -1) if key_mask is None else torch.where(key_mask, tokens, -1)
+        begins, last = 0, seen.amax(-1)
+        ids = tokens + (start.unsqueeze(-1) if isinstance(start, Tensor) else start) if given is None else given
+        ids = ids.expand(len(k), keys)
+    else:
+        seen = tokens if key_mask is None else torch.where(key_mask[0], tokens, -1)
+        begins, last = cu_seqlens[:-1], seen.cummax(0).values[(cu_seqlens[1:].to(torch.int64) - 1).clamp_min(0)]
+        ids = _packed_ids(cu_seqlens, keys, start) if given is None else given
+        ids = ids.reshape(1, -1).expand(len(last), -1)
+    after = ids.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1) + 1
+    return torch.where(last >= begins, after, start)

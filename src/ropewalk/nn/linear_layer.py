@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_flag, shown
 from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit, checked_sizes
-from ropewalk.nn.feature_maps import FavorFeatures, FeatureMap, resolve_maps
+from ropewalk.nn.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.hooks import Encoding, check_as
 from ropewalk.nn.linear_arguments import rope_for_linear
 from ropewalk.nn.linear_attention import linear_attention
 from ropewalk.nn.linear_state import LinearState
 from ropewalk.nn.rotary import RotaryEmbedding
+from ropewalk.nn.rotary_arguments import check_positions
 from ropewalk.nn.rotary_encoding import RotaryEncoding
 
 __all__ = ["LinearAttention"]
@@ -70,6 +71,14 @@ class LinearAttention(nn.Module):
                 do="other maps have a width of their own: leave num_features out",
             )
         maps = resolve_maps(feature_map, "LinearAttention")
+        width = self.head_dim if isinstance(maps[0], str) else getattr(maps[0], "num_features", None)
+        if rope is not None and not isinstance(maps[0], str) and width not in (None, rope.spec.head_dim):
+            raise RopewalkError(
+                asked=f"LinearAttention(encoding=...) with {map_name(maps[0])}",
+                expected=f"a rope of {width}, the width of the features",
+                got=f"head_dim={rope.spec.head_dim}",
+                do=f"the rotation comes after the feature map: pass RotaryEmbedding({width})",
+            )
         if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
             asked = f"LinearAttention(num_heads={self.num_heads}, head_dim={self.head_dim}, encoding=...)"
             check_as(asked, check_encoding, encoding, self.head_dim, self.num_heads, self.num_kv_heads)
@@ -103,11 +112,15 @@ class LinearAttention(nn.Module):
         torch.Size([1, 3, 8])
         """
         check_tokens_fit(x, self.dim, self.q_proj)
+        if state is not None:
+            self._require_causal()
         q, k, v = (
             layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         turns = getattr(self.encoding, "rope", None) is not None
+        if positions is not None and not turns:
+            check_as("attention(positions=...)", check_positions, positions, x, -2, True, "positions")
         maps = self.q_map, getattr(self, "k_map", self.q_map)
         out, after = linear_attention(
             q,
@@ -127,7 +140,9 @@ class LinearAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes, and the feature map where it is no module."""
-        named = f", feature_map={self.q_map!r}" if isinstance(self.q_map, str) else ""
+        maps = self.q_map, getattr(self, "k_map", self.q_map)
+        shown_maps = maps[0] if maps[0] == maps[1] else maps
+        named = f", feature_map={shown_maps!r}" if all(isinstance(one, str) for one in maps) else ""
         return (
             f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}{named}"
@@ -141,4 +156,14 @@ class LinearAttention(nn.Module):
         >>> state.position
         1
         """
+        self._require_causal()
         return self(x, state=state, return_state=True)
+
+    def _require_causal(self) -> None:
+        if not self.causal:
+            raise RopewalkError(
+                asked="a LinearAttention that goes on from a state",
+                expected="causal attention: tokens in a state were read without those that come now",
+                got="causal=False",
+                do="leave the state out and read the whole sequence",
+            )

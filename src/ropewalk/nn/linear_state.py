@@ -3,11 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.linear_torch import Sums
+from ropewalk.nn.attention_arguments import described
+from ropewalk.nn.hooks import may_look
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["LinearState", "checked_state"]
@@ -21,7 +24,8 @@ class LinearState:
     `above`, [batch, kv_heads, width, v_dim], is the sum of (R_n k_n) v_n^T, and `below`, [batch, kv_heads, width], the
     sum of k_n, both float32, or float64 for float64 inputs. Keys were turned when they entered: nothing in a state
     turns again. `position` is an int, or one a sequence. `spec`, `feature_map`, a name or one for q and one for
-    k, and `learned`, whether frequencies are parameters, are those it was made with; feature_map is None if unknown.
+    k, `learned`, whether frequencies are parameters, and `length`, where they vary with it, are those it was made with;
+    feature_map and length may be None for unknown.
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -33,6 +37,7 @@ class LinearState:
     spec: RopeSpec | None = None
     feature_map: Any = None
     learned: bool = False
+    length: int | Tensor | None = None
 
     def reorder(self, index: Tensor) -> "LinearState":
         """The rows `index` of the batch: for beam search, or sequences that end.
@@ -40,8 +45,38 @@ class LinearState:
         >>> LinearState(torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[2.0]]])).reorder(torch.tensor([1])).below
         tensor([[[2.]]])
         """
-        position = self.position[index] if isinstance(self.position, Tensor) else self.position
-        return replace(self, above=self.above[index], below=self.below[index], position=position)
+        whole = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and index.dim() == 1
+        sequences, device = len(self.above), self.above.device
+        known = whole and index.device == device and may_look(index)
+        if not whole or index.device != device or (known and bool(((index < 0) | (index >= sequences)).any())):
+            raise RopewalkError(
+                asked="LinearState.reorder(index)",
+                expected=f"whole numbers [any] from 0 to {sequences - 1}, on {device}",
+                got=f"{index.tolist()}" if known else described(index),
+                do="pass the sequences that go on, each as often as it does",
+            )
+
+        def rows(x: Any) -> Any:
+            return x[index] if isinstance(x, Tensor) and x.dim() and len(x) == sequences else x
+
+        return replace(
+            self,
+            above=self.above[index],
+            below=self.below[index],
+            position=rows(self.position),
+            length=rows(self.length),
+        )
+
+    def start(self, rows: int) -> int | Tensor:
+        """Where the next token stands: an int, or 64-bit whole numbers [rows] unless positions are fractions.
+
+        >>> LinearState(torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1), torch.tensor(7)).start(2)
+        tensor([7, 7])
+        """
+        if isinstance(self.position, int):
+            return self.position
+        place = self.position if self.position.is_floating_point() else self.position.to(torch.int64)
+        return place.expand(rows)
 
     def to(self, device: torch.device | str) -> "LinearState":
         """The same on another device.
@@ -49,8 +84,17 @@ class LinearState:
         >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).to("cpu").above.device
         device(type='cpu')
         """
-        position = self.position.to(device) if isinstance(self.position, Tensor) else self.position
-        return replace(self, above=self.above.to(device), below=self.below.to(device), position=position)
+
+        def moved(x: Any) -> Any:
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        return replace(
+            self,
+            above=self.above.to(device),
+            below=self.below.to(device),
+            position=moved(self.position),
+            length=moved(self.length),
+        )
 
     def __repr__(self) -> str:
         """Sizes and place: the sums themselves say nothing to a reader."""
@@ -79,12 +123,13 @@ def checked_state(
     *,
     spec: RopeSpec | None,
     learned: bool,
+    length: int | Tensor | None,
     feature_map: tuple[str, str],
     asked: str,
 ) -> Sums | None:
     """The sums of a state, if it belongs to this call; None for None.
 
-    >>> made = {"spec": None, "learned": False, "feature_map": ("elu", "elu")}
+    >>> made = {"spec": None, "learned": False, "length": None, "feature_map": ("elu", "elu")}
     >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), **made, asked="a doctest") is None
     True
     """
@@ -133,6 +178,13 @@ def checked_state(
             got=of[1],
             do="keys in a state were turned when they entered, and cannot be turned again: start with None",
         )
+    if not _turns_alike(spec, state.length, length):
+        raise RopewalkError(
+            asked=f"{asked}(state=..., length={shown(length)})",
+            expected="a length with the frequencies that keys in the state were turned by",
+            got=f"a state of length {shown(state.length)}",
+            do="give the first call the length that is to come, and every call the same",
+        )
     made_with = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
     if made_with is not None and made_with != feature_map:
         raise RopewalkError(
@@ -142,3 +194,16 @@ def checked_state(
             do=do,
         )
     return Sums(state.above, state.below)
+
+
+def _turns_alike(spec: RopeSpec | None, one: int | Tensor | None, other: int | Tensor | None) -> bool:
+    """Whether frequencies of two lengths are the same, as far as the host may look."""
+    if spec is None or not spec.varies or one is None or other is None or torch.compiler.is_compiling():
+        return True
+    if not all(may_look(x) for x in (one, other) if isinstance(x, Tensor)):
+        return True
+    pairs = np.broadcast_arrays(*(np.asarray(x.cpu() if isinstance(x, Tensor) else x) for x in (one, other)))
+    return all(
+        a == b or np.array_equal(spec.inv_freq(int(a)), spec.inv_freq(int(b)))
+        for a, b in zip(*(x.flatten().tolist() for x in pairs), strict=True)
+    )
