@@ -253,11 +253,9 @@ def _next(
     `given` is where keys stand, if anybody said so.
     """
     keys = k.shape[2]
-    if keys == 0:
-        return start
     if given is not None and not given.is_floating_point():
         given = given.to(torch.int64)  # one more than the last must not wrap
-    if given is None and key_mask is None:
+    if keys == 0 or (given is None and key_mask is None):
         return start + keys if cu_seqlens is None else cu_seqlens.diff().to(torch.int64) + start
     tokens = torch.arange(keys, device=k.device)
     if cu_seqlens is None:
