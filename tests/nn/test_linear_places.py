@@ -125,6 +125,9 @@ def test_a_state_keeps_the_length_that_its_keys_were_turned_for():
                 rw.linear_attention(*rest, rope=rope, length=length, state=state)
     _, state = rw.linear_attention(*prompt, rope=rope, length=torch.tensor([40, 50]), return_state=True)
     assert state.reorder(torch.tensor([1])).length.tolist() == [50]
+    for wrong in ("long", 4.5, torch.tensor([3, 4, 5]), torch.tensor([2.5, 3.0]), -3, torch.tensor([-3, 7])):
+        with pytest.raises(rw.RopewalkError):
+            rw.linear_attention(*rest, rope=rope, length=wrong, state=state)
     with pytest.raises(rw.RopewalkError, match="a state of length"):
         rw.linear_attention(*rest, rope=rope, length=torch.tensor([50, 40]), state=state)
 

@@ -12,7 +12,7 @@ from ropewalk.kernels.linear_torch import Side
 from ropewalk.nn.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.hooks import Encoding
 from ropewalk.nn.linear_arguments import check_mask, check_packed, check_tensors, rope_for_linear
-from ropewalk.nn.linear_state import LinearState, checked_state
+from ropewalk.nn.linear_state import LinearState, check_length, checked_state
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.ops import require_backend
@@ -95,7 +95,6 @@ def linear_attention(
         "spec": None if turning is None else turning.spec,
         "feature_map": (map_name(maps[0]), map_name(maps[1])),
         "learned": turning is not None and turning.log_scale is not None,
-        "length": None if turning is None or not turning.spec.varies else k.shape[2] if length is None else length,
     }
     if isinstance(maps[0], str) != isinstance(maps[1], str):
         # One function makes features here; those of the other side are made beside them.
@@ -119,6 +118,9 @@ def linear_attention(
     start = 0 if state is None else state.start(rows)
     where = _where(turning, queries, keys, positions, k_positions, cu_seqlens, start)
     sides, layout = _sides(turning, queries, keys, (q_name, k_name), where, length, backend)
+    if turning is not None and turning.spec.varies and length is None:
+        length = k.shape[2]
+    check_length(state, made["spec"], length, "linear_attention")
     earlier = k.shape[2] - q.shape[2] if causal else 0
     if earlier:
         # Keys before the first query: their sums, and then the rest as one sequence.
@@ -137,7 +139,7 @@ def linear_attention(
     # Over several axes a token has no one position: tokens are counted.
     given = given if turning is None or turning.spec.axes is None else None
     following = _next(start, given, cu_seqlens, key_mask, k)
-    return out, LinearState(*after, following, **made)
+    return out, LinearState(*after, following, **made, length=length)
 
 
 def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:

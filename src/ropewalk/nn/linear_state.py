@@ -13,7 +13,7 @@ from ropewalk.nn.attention_arguments import described
 from ropewalk.nn.hooks import may_look
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["LinearState", "checked_state"]
+__all__ = ["LinearState", "check_length", "checked_state"]
 
 
 # Without ==: what it would compare is tensors, which have no one answer.
@@ -123,13 +123,12 @@ def checked_state(
     *,
     spec: RopeSpec | None,
     learned: bool,
-    length: int | Tensor | None,
     feature_map: tuple[str, str],
     asked: str,
 ) -> Sums | None:
     """The sums of a state, if it belongs to this call; None for None.
 
-    >>> made = {"spec": None, "learned": False, "length": None, "feature_map": ("elu", "elu")}
+    >>> made = {"spec": None, "learned": False, "feature_map": ("elu", "elu")}
     >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), **made, asked="a doctest") is None
     True
     """
@@ -178,13 +177,6 @@ def checked_state(
             got=of[1],
             do="keys in a state were turned when they entered, and cannot be turned again: start with None",
         )
-    if not _turns_alike(spec, state.length, length):
-        raise RopewalkError(
-            asked=f"{asked}(state=..., length={shown(length)})",
-            expected="a length with the frequencies that keys in the state were turned by",
-            got=f"a state of length {shown(state.length)}",
-            do="give the first call the length that is to come, and every call the same",
-        )
     made_with = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
     if made_with is not None and made_with != feature_map:
         raise RopewalkError(
@@ -196,14 +188,26 @@ def checked_state(
     return Sums(state.above, state.below)
 
 
-def _turns_alike(spec: RopeSpec | None, one: int | Tensor | None, other: int | Tensor | None) -> bool:
-    """Whether frequencies of two lengths are the same, as far as the host may look."""
-    if spec is None or not spec.varies or one is None or other is None or torch.compiler.is_compiling():
-        return True
-    if not all(may_look(x) for x in (one, other) if isinstance(x, Tensor)):
-        return True
-    pairs = np.broadcast_arrays(*(np.asarray(x.cpu() if isinstance(x, Tensor) else x) for x in (one, other)))
-    return all(
-        a == b or np.array_equal(spec.inv_freq(int(a)), spec.inv_freq(int(b)))
-        for a, b in zip(*(x.flatten().tolist() for x in pairs), strict=True)
+def check_length(state: LinearState | None, spec: RopeSpec | None, length: int | Tensor | None, asked: str) -> None:
+    """Refuses a length, which the rope has taken, with other frequencies than the state's keys were turned by.
+
+    What the host may not look at is let through.
+
+    >>> check_length(None, None, None, "a doctest")
+    """
+    kept = None if state is None else state.length
+    if spec is None or not spec.varies or kept is None or length is None or torch.compiler.is_compiling():
+        return
+    if not all(may_look(x) for x in (kept, length) if isinstance(x, Tensor)):
+        return
+    one, other = (x.flatten().tolist() if isinstance(x, Tensor) else [x] for x in (kept, length))
+    rows = max(len(one), len(other))
+    pairs = zip(*(x * rows if len(x) == 1 else x for x in (one, other)), strict=False)
+    if all(a == b or np.array_equal(spec.inv_freq(a), spec.inv_freq(b)) for a, b in pairs):
+        return
+    raise RopewalkError(
+        asked=f"{asked}(state=..., length={shown(length)})",
+        expected="a length with the frequencies that keys in the state were turned by",
+        got=f"a state of length {shown(kept)}",
+        do="give the first call the length that is to come, and every call the same",
     )
