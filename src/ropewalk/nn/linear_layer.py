@@ -71,8 +71,8 @@ class LinearAttention(nn.Module):
                 do="other maps have a width of their own: leave num_features out",
             )
         maps = resolve_maps(feature_map, "LinearAttention")
-        width = self.head_dim if isinstance(maps[0], str) else getattr(maps[0], "num_features", None)
-        if rope is not None and not isinstance(maps[0], str) and width not in (None, rope.spec.head_dim):
+        width = getattr(maps[0], "num_features", None)
+        if rope is not None and width not in (None, rope.spec.head_dim):
             raise RopewalkError(
                 asked=f"LinearAttention(encoding=...) with {map_name(maps[0])}",
                 expected=f"a rope of {width}, the width of the features",
