@@ -3,28 +3,28 @@
 import itertools
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.errors import RopewalkError, shown
 from ropewalk.nn.attention_arguments import (
     check_call,
     check_encoding,
     check_tokens_fit,
     checked_dropout,
-    checked_sizes,
     rope_in,
 )
 from ropewalk.nn.attention_scores import Biased, Sight, attend, documents_of
 from ropewalk.nn.cache import KVCache
 from ropewalk.nn.hooks import Encoding, may_look
 from ropewalk.nn.positions import packed_positions, range_positions
+from ropewalk.nn.projections import ProjectedHeads
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.nn.rotary_encoding import RotaryEncoding
 
 __all__ = ["Attention"]
 
 
-class Attention(nn.Module):
+class Attention(ProjectedHeads):
     """A layer of attention: softmax(q k^T / sqrt(head_dim) + bias) v for each head (Vaswani et al., 1706.03762, eq. 1).
 
     q, k, v are projections of x, split into heads; `num_kv_heads` key heads each serve num_heads / num_kv_heads query
@@ -62,21 +62,20 @@ class Attention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim, "Attention")
-        self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
-        self.causal = require_flag(causal, asked="Attention(causal=...)")
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            causal=causal,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            device=device,
+            dtype=dtype,
+        )
         self.dropout = checked_dropout(dropout)
-        require_flag(qkv_bias, asked="Attention(qkv_bias=...)")
-        require_flag(out_bias, asked="Attention(out_bias=...)")
         if encoding is not None:
             check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads)
-        made = {"device": device, "dtype": dtype}
-        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(self.dim, wide, bias=qkv_bias, **made)
-        self.k_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.v_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.o_proj = nn.Linear(wide, self.dim, bias=out_bias, **made)
         self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
 
     @property
@@ -146,8 +145,7 @@ class Attention(nn.Module):
                 positions = range_positions(seq, cache.lengths[0] if cache.even else cache.lengths, x.device)
             elif cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, seq)
-        q = self._heads(self.q_proj(x), self.num_heads)
-        k, v = (self._heads(project(x), self.num_kv_heads) for project in (self.k_proj, self.v_proj))
+        q, k, v = self.heads_of(x)
         if self.encoding is not None:
             q, k = (turned.to(v.dtype) for turned in self.encoding.rotate(q, k, positions))
         if key_mask is not None:
@@ -160,10 +158,7 @@ class Attention(nn.Module):
             y = self._packed(q, k, v, positions, cu_seqlens, key_mask)
         else:
             y = self._attend(q, k, v, Sight(self.causal, None, key_mask), positions, positions)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor, heads: int) -> Tensor:
-        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+        return self.joined(y)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, q_positions: Tensor | None, k_positions: Tensor | None

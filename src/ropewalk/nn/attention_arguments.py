@@ -251,16 +251,17 @@ def check_counts(counts: Any, seq: int, lengths: Tensor) -> None:
     )
 
 
-def check_index(index: Any, lengths: Tensor) -> None:
-    """Refuses what does not name a sequence for each sequence."""
-    fits = _one_a_sequence(index, lengths)
-    if fits and (not may_look(index) or bool(((index >= 0) & (index < len(lengths))).all())):
+def check_index(index: Any, sequences: int, device: torch.device, asked: str, *, number: int | None = None) -> None:
+    """Refuses what does not name sequences that there are: `number` of them, or any."""
+    fits = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and index.device == device
+    fits = fits and index.dim() == 1 and number in (None, len(index))
+    if fits and (not may_look(index) or bool(((index >= 0) & (index < sequences)).all())):
         return
     raise RopewalkError(
-        asked="KVCache.reorder(index)",
-        expected=f"whole numbers [{len(lengths)}] from 0 to {len(lengths) - 1}, on {lengths.device}",
+        asked=asked,
+        expected=f"whole numbers [{'any' if number is None else number}] from 0 to {sequences - 1}, on {device}",
         got=f"{index.tolist()}" if fits else described(index),
-        do="pass, for each sequence, the one that it goes on from",
+        do="pass, for each sequence that goes on, the one that it goes on from",
     )
 
 

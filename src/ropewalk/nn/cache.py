@@ -139,7 +139,7 @@ class KVCache:
         >>> cache.keys[:, 0, 0, 0].tolist()
         [7.0, 7.0]
         """
-        check_index(index, self.lengths)
+        check_index(index, self.batch, self.lengths.device, "KVCache.reorder(index)", number=self.batch)
         for buffer in (self.keys, self.values, self.lengths, self.positions):
             buffer.copy_(buffer.index_select(0, index))
         if self.encoding_state is not None:

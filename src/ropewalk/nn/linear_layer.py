@@ -3,15 +3,16 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
-from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit, checked_sizes
+from ropewalk.nn.attention_arguments import check_encoding, check_tokens_fit
 from ropewalk.nn.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.hooks import Encoding, check_as
 from ropewalk.nn.linear_arguments import rope_for_linear
 from ropewalk.nn.linear_attention import linear_attention
 from ropewalk.nn.linear_state import LinearState
+from ropewalk.nn.projections import ProjectedHeads
 from ropewalk.nn.rotary import RotaryEmbedding
 from ropewalk.nn.rotary_arguments import check_positions
 from ropewalk.nn.rotary_encoding import RotaryEncoding
@@ -19,7 +20,7 @@ from ropewalk.nn.rotary_encoding import RotaryEncoding
 __all__ = ["LinearAttention"]
 
 
-class LinearAttention(nn.Module):
+class LinearAttention(ProjectedHeads):
     """A layer of linear attention: `linear_attention` between projections, with any encoding that acts on tokens alone.
 
     `encoding` turns features, or is an embedding that the model calls at its bottom; one with a bias is refused, with
@@ -52,12 +53,17 @@ class LinearAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim, "LinearAttention")
-        self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
-        self.causal = require_flag(causal, asked="LinearAttention(causal=...)")
-        require_flag(qkv_bias, asked="LinearAttention(qkv_bias=...)")
-        require_flag(out_bias, asked="LinearAttention(out_bias=...)")
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            causal=causal,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            device=device,
+            dtype=dtype,
+        )
         rope = rope_for_linear(encoding, "LinearAttention(encoding=...)")
         if feature_map == "favor":
             feature_map = FavorFeatures(
@@ -82,12 +88,6 @@ class LinearAttention(nn.Module):
         if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
             asked = f"LinearAttention(num_heads={self.num_heads}, head_dim={self.head_dim}, encoding=...)"
             check_as(asked, check_encoding, encoding, self.head_dim, self.num_heads, self.num_kv_heads)
-        made = {"device": device, "dtype": dtype}
-        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(self.dim, wide, bias=qkv_bias, **made)
-        self.k_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.v_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.o_proj = nn.Linear(wide, self.dim, bias=out_bias, **made)
         self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
         # A map that is a module is registered, and saved with the layer: once, where both sides share it.
         self.q_map = maps[0]
@@ -114,10 +114,7 @@ class LinearAttention(nn.Module):
         check_tokens_fit(x, self.dim, self.q_proj)
         if state is not None:
             self._require_causal()
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.heads_of(x)
         turns = getattr(self.encoding, "rope", None) is not None
         if positions is not None and not turns:
             check_as("attention(positions=...)", check_positions, positions, x, -2, True, "positions")
@@ -135,7 +132,7 @@ class LinearAttention(nn.Module):
             state=state,
             return_state=True,
         )
-        y = self.o_proj(out.transpose(1, 2).flatten(2))
+        y = self.joined(out)
         return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
 
     def extra_repr(self) -> str:

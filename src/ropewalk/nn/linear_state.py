@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.linear_torch import Sums
-from ropewalk.nn.attention_arguments import described
+from ropewalk.nn.attention_arguments import check_index
 from ropewalk.nn.hooks import may_look
 from ropewalk.spec.rope import RopeSpec
 
@@ -45,16 +45,8 @@ class LinearState:
         >>> LinearState(torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[2.0]]])).reorder(torch.tensor([1])).below
         tensor([[[2.]]])
         """
-        whole = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and index.dim() == 1
-        sequences, device = len(self.above), self.above.device
-        known = whole and index.device == device and may_look(index)
-        if not whole or index.device != device or (known and bool(((index < 0) | (index >= sequences)).any())):
-            raise RopewalkError(
-                asked="LinearState.reorder(index)",
-                expected=f"whole numbers [any] from 0 to {sequences - 1}, on {device}",
-                got=f"{index.tolist()}" if known else described(index),
-                do="pass the sequences that go on, each as often as it does",
-            )
+        sequences = len(self.above)
+        check_index(index, sequences, self.above.device, "LinearState.reorder(index)")
 
         def rows(x: Any) -> Any:
             return x[index] if isinstance(x, Tensor) and x.dim() and len(x) == sequences else x
