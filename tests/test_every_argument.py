@@ -18,10 +18,10 @@ from ropewalk import reference, spec, theory
 from ropewalk.nn import RotaryEmbedding
 from ropewalk.spec import (
     NTK,
+    AcrossHeads,
     Axes,
     DynamicNTK,
     Explicit,
-    Linear,
     Llama3,
     LogTemperature,
     LongRope,
@@ -29,9 +29,9 @@ from ropewalk.spec import (
     NTKFixed,
     NTKMixed,
     Plain,
+    PositionInterpolation,
     Proportional,
     StepTemperature,
-    WholeModel,
     XPos,
     Yarn,
 )
@@ -127,9 +127,9 @@ def test_every_field_of_a_spec_matters(name):
 # Each value with, for each field, another that must be seen in what it computes.
 VALUE_CHANGES: list[tuple[Any, dict[str, Any]]] = [
     (Plain(), {"base": 50.0}),
-    (WholeModel(1e4, 2), {"base": 50.0, "num_heads": 3}),
+    (AcrossHeads(1e4, 2), {"base": 50.0, "num_heads": 3}),
     (Explicit([1.0, 0.4, 0.2, 0.1]), {"inv_freq": [1.0, 0.5, 0.2, 0.1]}),
-    (Linear(1e4, 2), {"base": 50.0, "factor": 3.0}),
+    (PositionInterpolation(1e4, 2), {"base": 50.0, "factor": 3.0}),
     (NTK(1e4, 2), {"base": 50.0, "factor": 3.0}),
     (NTKFixed(1e4, 2), {"base": 50.0, "factor": 3.0}),
     (NTKMixed(1e4, 2), {"base": 50.0, "factor": 3.0, "bend": 1.0}),

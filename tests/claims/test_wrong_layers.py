@@ -8,14 +8,14 @@ import torch
 
 from ropewalk.claims import CHAPTERS, run
 from ropewalk.claims.layers import operations
-from ropewalk.kernels.linear_torch import Features
-from ropewalk.nn.absolute import SinusoidalEncoding
-from ropewalk.nn.bias import AlibiBias, T5Bias
-from ropewalk.nn.encoding import ENCODINGS
-from ropewalk.nn.feature_maps import FavorFeatures
-from ropewalk.nn.linear_layer import LinearAttention
-from ropewalk.nn.recurrent import RecurrentEncoding
-from ropewalk.nn.rotary_encoding import RotaryEncoding
+from ropewalk.kernels.linear.torch import Features
+from ropewalk.nn.encodings.absolute import SinusoidalEncoding
+from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
+from ropewalk.nn.encodings.by_name import ENCODINGS
+from ropewalk.nn.encodings.recurrent import RecurrentEncoding
+from ropewalk.nn.encodings.rotary import RotaryEncoding
+from ropewalk.nn.linear.feature_maps import FavorFeatures
+from ropewalk.nn.linear.layer import LinearAttention
 
 
 def contradicted(*names: str) -> set[str]:
@@ -110,7 +110,7 @@ def test_features_that_cancel_are_noticed(monkeypatch):
 
 
 def test_a_quotient_that_is_not_a_number_is_noticed(monkeypatch):
-    kernels = importlib.import_module("ropewalk.kernels.linear_torch")
+    kernels = importlib.import_module("ropewalk.kernels.linear.torch")
     monkeypatch.setattr(kernels, "divide", torch.div)
     assert contradicted("linear.nonnegative") == {"linear.nonnegative"}
 
@@ -121,7 +121,7 @@ def test_random_features_that_do_not_estimate_softmax_are_noticed(monkeypatch):
 
 
 def test_a_layer_that_takes_any_bias_is_noticed(monkeypatch):
-    taken = "ropewalk.nn.linear_layer.rope_for_linear"
+    taken = "ropewalk.nn.linear.layer.rope_for_linear"
     monkeypatch.setattr(taken, lambda encoding, asked: getattr(encoding, "rope", None))
     assert contradicted("linear.encodings") == {"linear.encodings"}
 
@@ -164,12 +164,12 @@ def test_a_network_that_reads_no_order_is_noticed(monkeypatch):
 
 
 def test_one_rotation_for_all_heads_is_noticed(monkeypatch):
-    monkeypatch.setitem(ENCODINGS, "rope-whole-model", ENCODINGS["rope"])
+    monkeypatch.setitem(ENCODINGS, "rope-across-heads", ENCODINGS["rope"])
     assert contradicted("heads.own-frequencies") == {"heads.own-frequencies"}
 
 
 def test_attention_that_sees_the_future_is_noticed(monkeypatch):
-    attention = importlib.import_module("ropewalk.nn.attention")
+    attention = importlib.import_module("ropewalk.nn.attention.layer")
     right = attention.attend
 
     def seeing(q, k, v, sight, **options):
@@ -181,7 +181,7 @@ def test_attention_that_sees_the_future_is_noticed(monkeypatch):
 
 
 def test_attention_without_its_softmax_is_noticed(monkeypatch):
-    scores = importlib.import_module("ropewalk.nn.attention_scores")
+    scores = importlib.import_module("ropewalk.nn.attention.scores")
     monkeypatch.setattr(scores, "_sdpa", lambda q, k, v, mask, causal, scale, dropout: q @ k.mT * scale @ v)
     ids = ("linear.softmax-blocks", "linear.bias-factor", "order.rope-tells", "heads.own-frequencies")
     assert contradicted(*ids) == set(ids)

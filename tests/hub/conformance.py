@@ -14,7 +14,7 @@ from torch import Tensor
 from hub.applied import NOTES
 from hub.observed import Seen, UnbuildableError, families, observe
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, load_spec
-from ropewalk.hub.pitfalls import RopeConfigWarning
+from ropewalk.hub.configs.pitfalls import RopeConfigWarning
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 AGREES, REORDERS, DIFFERS, UNBUILDABLE = "agrees", "agrees, features reordered", "differs", "not built"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ropewalk import RopeSpec, RopewalkError, load_spec
-from ropewalk.hub.families import FAMILIES
+from ropewalk.hub.families.table import FAMILIES
 
 HOW_MANY = 20_000
 SEEDS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from hub.observed import UnbuildableError, families, observe, quiet
 from hub.tiny_models import config_classes
 from ropewalk import RopeSpec, RopewalkError, load_spec
 from ropewalk.hub import RopeConfigWarning
-from ropewalk.hub.families import FAMILIES
+from ropewalk.hub.families.table import FAMILIES
 
 pytestmark = pytest.mark.slow
 

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ropewalk.hub.conversion import folders
 from safetensors.numpy import save_file
 
 from hub.checkpoints import CONFIG, Q, llama, weights
 from ropewalk import RopewalkError
-from ropewalk.hub.conversion import folders
-from ropewalk.hub.conversion.checkpoint import read_shard
-from ropewalk.hub.conversion.streams import tensor_blocks
-from ropewalk.hub.convert import UnprovenError, convert_checkpoint, verify_conversion
+from ropewalk.hub.convert.checkpoint import read_shard
+from ropewalk.hub.convert.conversion import UnprovenError, convert_checkpoint, verify_conversion
+from ropewalk.hub.convert.streams import tensor_blocks
 
 INDEX = "model.safetensors.index.json"
 
@@ -345,7 +345,7 @@ def test_an_unproven_output_is_not_kept(monkeypatch, tmp_path, model):
             data[-3] ^= 1
             path.write_bytes(data)
 
-    monkeypatch.setattr("ropewalk.hub.convert.write_file", flawed)
+    monkeypatch.setattr("ropewalk.hub.convert.conversion.write_file", flawed)
     with pytest.raises(
         UnprovenError, match=r"1 tensors or layers are not what they must be: model\.layers\.\d\.self_attn"
     ) as caught:

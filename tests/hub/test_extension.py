@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk import RopeSpec, RopewalkError, load_spec
-from ropewalk.hub.extending.cache_size import cache_bytes
-from ropewalk.hub.extending.effect import effect_of, trained_turns
-from ropewalk.hub.extending.extended_config import extended_config, forms_of, path_of
-from ropewalk.hub.extending.extension import RULES, Extension, Start, extensions, start_of
-from ropewalk.hub.extending.measured import MEASURED, measured
-from ropewalk.hub.extending.stacks import flags_for
-from ropewalk.hub.language import language_model
-from ropewalk.hub.reading import read_model
-from ropewalk.spec import DynamicNTK, Explicit, Linear, Llama3, Plain, Proportional, Yarn
+from ropewalk.hub.configs.language import language_model
+from ropewalk.hub.configs.model import read_model
+from ropewalk.hub.extend.cache_size import cache_bytes
+from ropewalk.hub.extend.config import extended_config, forms_of, path_of
+from ropewalk.hub.extend.effect import effect_of, trained_turns
+from ropewalk.hub.extend.measured import MEASURED, measured
+from ropewalk.hub.extend.rules import RULES, Extension, Start, extensions, start_of
+from ropewalk.hub.extend.stacks import flags_for
+from ropewalk.spec import DynamicNTK, Explicit, Llama3, Plain, PositionInterpolation, Proportional, Yarn
 from ropewalk.theory import first_negative_distance
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
@@ -52,7 +52,7 @@ def started(config: Any, trained: int | None = None) -> Start:
 
 
 def test_the_rules_of_llama_2_are_the_papers():
-    assert frequencies(LLAMA_2, 65_536, "pi") == Linear(10_000, 16)
+    assert frequencies(LLAMA_2, 65_536, "pi") == PositionInterpolation(10_000, 16)
     assert frequencies(LLAMA_2, 65_536, "yarn") == Yarn(10_000, 16, 4096)
     assert frequencies(LLAMA_2, 65_536, "yarn-paper") == Yarn(10_000, 16, 4096, ramp="ratio")
     assert frequencies(LLAMA_2, 65_536, "llama3") == Llama3(10_000, 16, 4096)
@@ -126,7 +126,7 @@ def test_a_scaled_model_starts_from_before_it_was_scaled():
     start = started(CONFIGS / "llama-3.1-8b.json")
     assert (start.base, start.trained, start.configured, start.reach) == (500_000, 8192, 131_072, 131_072)
     assert frequencies(start, 262_144, "llama3") == Llama3(500_000, 16, 8192)
-    assert frequencies(start, 262_144, "pi") == Linear(500_000, 32)
+    assert frequencies(start, 262_144, "pi") == PositionInterpolation(500_000, 32)
     assert "own rule" in made(start, 262_144)["llama3"].notes[-1]
     assert "replaces the model's own Llama3" in made(start, 262_144)["yarn"].notes[-1]
     # gpt-oss: the ends of its ramp are not rounded, and stay so.

@@ -9,12 +9,12 @@ from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
 from ropewalk import RopewalkError
-from ropewalk.hub.extending.effect import effect_of, trained_turns
-from ropewalk.hub.extending.extended_config import extended_config, forms_of
-from ropewalk.hub.extending.extension import Extension, Start, extensions, start_of
-from ropewalk.hub.extending.stacks import flags_for
-from ropewalk.hub.language import language_model
-from ropewalk.hub.reading import read_model
+from ropewalk.hub.configs.language import language_model
+from ropewalk.hub.configs.model import read_model
+from ropewalk.hub.extend.config import extended_config, forms_of
+from ropewalk.hub.extend.effect import effect_of, trained_turns
+from ropewalk.hub.extend.rules import Extension, Start, extensions, start_of
+from ropewalk.hub.extend.stacks import flags_for
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ropewalk.hub.extending.cache_size import cache_bytes, cache_is_bound
-from ropewalk.hub.families import FAMILIES
-from ropewalk.hub.layer_kinds import PATTERNS, layer_kinds, window_of
-from ropewalk.hub.reading import read_model
+from ropewalk.hub.configs.layer_kinds import PATTERNS, layer_kinds, window_of
+from ropewalk.hub.configs.model import read_model
+from ropewalk.hub.extend.cache_size import cache_bytes, cache_is_bound
+from ropewalk.hub.families.table import FAMILIES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA_2 = {"model_type": "gemma2", "num_hidden_layers": 42, "num_key_value_heads": 8, "sliding_window": 4096}

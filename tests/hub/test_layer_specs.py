@@ -4,8 +4,8 @@ import pytest
 from transformers import Gemma3TextConfig, SmolLM3Config
 
 from ropewalk import RopeSpec, RopewalkError
-from ropewalk.hub.conversion.layer_specs import specs_by_number
-from ropewalk.hub.families import FAMILIES, Family
+from ropewalk.hub.convert.layer_specs import specs_by_number
+from ropewalk.hub.families.table import FAMILIES, Family
 
 ONE, TWO = RopeSpec(8), RopeSpec(16)
 

@@ -12,18 +12,18 @@ import pytest
 from hub.configs import LLAMA, LLAMA3, SCALED, YARN, loaded
 from ropewalk import load_spec
 from ropewalk.hub import RopeConfigWarning
-from ropewalk.hub.families import FAMILIES
-from ropewalk.hub.pitfalls import PITFALLS
+from ropewalk.hub.configs.pitfalls import PITFALLS
+from ropewalk.hub.families.table import FAMILIES
 from ropewalk.spec import (
     NTK,
     Axes,
     DynamicNTK,
-    Linear,
     Llama3,
     LongRope,
     NTKFixed,
     NTKMixed,
     Plain,
+    PositionInterpolation,
     Proportional,
     StepTemperature,
     Yarn,
@@ -91,7 +91,7 @@ def test_gemma_3_in_both_forms():
     for config in (old, new, {"model_type": "gemma3", "text_config": old}):
         specs = load_spec(config)
         assert specs["sliding_attention"].frequencies == Plain(1e4)
-        assert specs["full_attention"].frequencies == Linear(1e6, 8)
+        assert specs["full_attention"].frequencies == PositionInterpolation(1e6, 8)
 
 
 def test_other_models():

@@ -9,10 +9,10 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ropewalk import RopewalkError, load_spec
-from ropewalk.hub.extending.extended_config import FIXED
-from ropewalk.hub.families import FAMILIES
-from ropewalk.hub.no_rope import WITHOUT_ROPE
-from ropewalk.hub.reading import read_model
+from ropewalk.hub.configs.model import read_model
+from ropewalk.hub.extend.config import FIXED
+from ropewalk.hub.families.no_rope import WITHOUT_ROPE
+from ropewalk.hub.families.table import FAMILIES
 
 
 def code_of(name: str) -> str:

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from hub.accelerated import FAMILIES, exact, outcome, rms, tiny, tokens
-from ropewalk.hub.patch import accelerate
-from ropewalk.hub.patching.patch_plan import PLAIN
-from ropewalk.hub.patching.rotation_probe import rotation_of
+from ropewalk.hub.accelerate.patch import accelerate
+from ropewalk.hub.accelerate.plan import PLAIN
+from ropewalk.hub.accelerate.rotation_probe import rotation_of
 
 # Both round the same numbers, each in its own order: neither is often twice as far from the truth as the other.
 TIMES = 2.0
@@ -101,7 +101,7 @@ def test_a_wrong_pairing_is_noticed():
     found: Any = rotation_of(type(attention_of(model)[0]).forward.__globals__["apply_rotary_pos_emb"])
     with pytest.MonkeyPatch.context() as patch:
         wrong = replace(found, pairing="interleaved")
-        patch.setattr("ropewalk.hub.patching.patch_plan.rotation_of", lambda function: wrong)
+        patch.setattr("ropewalk.hub.accelerate.plan.rotation_of", lambda function: wrong)
         with accelerate(model):
             ours = outcome(model, ids)
     for mine, theirs, right in zip(ours, own, truth, strict=True):

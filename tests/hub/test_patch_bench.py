@@ -10,7 +10,7 @@ import transformers
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from ropewalk import RopewalkError
-from ropewalk.tools import bench_accelerate as bench
+from ropewalk.tools.bench import accelerate as bench
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_the_record(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bench, "model_cases", lambda quick, dtype: [replace(CASE, dtype=dtype)])
     assert bench.bench_accelerate(str(target), quick=True) == 0
     record = json.loads(target.read_text(encoding="utf-8"))
-    assert record["command"] == "python -m ropewalk.tools.bench_accelerate --dtype float32 --quick"
+    assert record["command"] == "python -m ropewalk.tools.bench.accelerate --dtype float32 --quick"
     assert set(record) == {"command", "date", "hardware", "versions", "rounds", "cases"}
     assert record["versions"]["transformers"] == transformers.__version__
     (case,) = record["cases"]
@@ -58,7 +58,7 @@ def test_bad_input(tmp_path):
 
 
 def test_the_command_says_a_users_mistake_without_a_traceback():
-    command = [sys.executable, "-m", "ropewalk.tools.bench_accelerate", "--dtype", "int8"]
+    command = [sys.executable, "-m", "ropewalk.tools.bench.accelerate", "--dtype", "int8"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "Traceback" not in result.stderr

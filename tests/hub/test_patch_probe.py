@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ropewalk.hub.patching.fused_rotation import fused_rotation
-from ropewalk.hub.patching.norm_fusion import fused_method, norm_kind
-from ropewalk.hub.patching.rotation_probe import Rotation, rotation_of, table_widths
+from ropewalk.hub.accelerate.fused_rotation import fused_rotation
+from ropewalk.hub.accelerate.norm_fusion import fused_method, norm_kind
+from ropewalk.hub.accelerate.rotation_probe import Rotation, rotation_of, table_widths
 
 
 def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

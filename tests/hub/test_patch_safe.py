@@ -11,11 +11,11 @@ from transformers.models.llama import modeling_llama
 
 from hub.accelerated import tiny, tokens
 from ropewalk import RopewalkError
-from ropewalk.hub import patch
-from ropewalk.hub.patch import accelerate
-from ropewalk.hub.patching.norm_fusion import fused_method
-from ropewalk.hub.patching.patch_plan import PLAIN
-from ropewalk.hub.patching.rotation_probe import rotation_of
+from ropewalk.hub.accelerate import patch
+from ropewalk.hub.accelerate.norm_fusion import fused_method
+from ropewalk.hub.accelerate.patch import accelerate
+from ropewalk.hub.accelerate.plan import PLAIN
+from ropewalk.hub.accelerate.rotation_probe import rotation_of
 
 
 class AsModule(nn.Module):

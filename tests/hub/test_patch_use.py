@@ -15,8 +15,8 @@ from transformers import StaticCache
 
 from hub.accelerated import exact, outcome, rms, tiny, tokens
 from ropewalk import RopewalkError
-from ropewalk.hub.patch import accelerate
-from ropewalk.hub.patching.patch_plan import PLAIN
+from ropewalk.hub.accelerate.patch import accelerate
+from ropewalk.hub.accelerate.plan import PLAIN
 
 THREE = ["llama", "gemma3", "glm4"]
 

@@ -9,10 +9,10 @@ import pytest
 
 from hub.configs import LLAMA, LLAMA3, LONG, YARN, loaded
 from ropewalk import RopewalkError, load_spec
-from ropewalk.hub import config as config_module
-from ropewalk.hub.lengths import Lengths
-from ropewalk.hub.reading import Model, read_model
-from ropewalk.spec import Linear, Plain
+from ropewalk.hub.configs import load as config_module
+from ropewalk.hub.configs.lengths import Lengths
+from ropewalk.hub.configs.model import Model, read_model
+from ropewalk.spec import Plain, PositionInterpolation
 
 PI = {"rope_type": "linear", "factor": 8.0}
 PARAMS = {"dim": 4096, "n_heads": 32, "head_dim": 128, "rope_theta": 1e6}
@@ -88,7 +88,7 @@ def test_without_a_place_it_is_called_by_its_family():
     assert (composite.name, composite.path) == ("gemma3", None)
     assert [(name, spec and spec.frequencies) for name, spec in composite.layers] == [
         ("sliding_attention", Plain(1e4)),
-        ("full_attention", Linear(1e6, 8)),
+        ("full_attention", PositionInterpolation(1e6, 8)),
     ]
 
 
@@ -110,7 +110,7 @@ def test_warnings_of_others_go_on(monkeypatch):
         warnings.warn("somebody else's", UserWarning, stacklevel=1)
         return whole(config, **options)
 
-    monkeypatch.setattr("ropewalk.hub.reading.load_spec", noisy)
+    monkeypatch.setattr("ropewalk.hub.configs.model.load_spec", noisy)
     with pytest.warns(UserWarning, match="somebody else's"):
         assert isinstance(read_model(LLAMA), Model)
 

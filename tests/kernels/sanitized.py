@@ -9,7 +9,7 @@ import itertools
 import torch
 
 from ropewalk import RopeSpec, RotaryEmbedding, linear_attention, qk_norm_rope
-from ropewalk.kernels import linear_launch
+from ropewalk.kernels.linear import triton as linear_launch
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
         turned = [
             *rope(q, k, positions=ids),
             *rope(q, k, angles=(cos, sin)),
-            *qk_norm_rope(q, k, weight, weight, rope, positions=ids),
+            *qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=ids),
         ]
         torch.autograd.grad(turned, [q, k, weight, cos, sin], turned)
         longer = [torch.randn(1, heads, 600, spec.head_dim, device="cuda").to(torch.bfloat16) for heads in (4, 2, 2)]

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ropewalk.kernels.angles import REACH, cos_sin, radix_table
-from ropewalk.kernels.arithmetic import TorchArithmetic
+from ropewalk.kernels.angles.arithmetic import TorchArithmetic
+from ropewalk.kernels.angles.torch import REACH, cos_sin, radix_table
 from strategies import theta
 
 

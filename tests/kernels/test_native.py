@@ -7,9 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels import rotate_native
-from ropewalk.kernels.angles import radix_table
-from ropewalk.kernels.layout import Layout
+from ropewalk.kernels.angles.torch import radix_table
+from ropewalk.kernels.native import extension as rotate_native
+from ropewalk.kernels.types import Layout
 from ropewalk.ops import backend_reasons
 from ropewalk.reference import assert_within_budget, rotate
 from strategies import theta, vector

@@ -21,7 +21,7 @@ spec = importlib.util.spec_from_file_location("ropewalk.kernels._native", {path!
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 sys.modules["ropewalk.kernels._native"] = module
-from ropewalk.kernels import rotate_native
+from ropewalk.kernels.native import extension as rotate_native
 assert rotate_native.MISSING is None, rotate_native.MISSING
 assert rotate_native._native is module
 sys.path.insert(0, {tests!r})
@@ -49,7 +49,7 @@ for dtype in four:
     for dim in (2, 6, 64, 98):
         rope, x = RotaryEmbedding(dim), torch.randn(1, 3, 2000, dim).to(dtype)
         rope(x, x), rope.rotate_(x), rope(x, positions=torch.arange(2000) * 20_000)
-        qk_norm_rope(x, x[:, :1], torch.ones(dim), None, rope, round_norm=True)
+        qk_norm_rope(x, x[:, :1], rope, q_weight=torch.ones(dim), round_norm=True)
 assert rotate_native._native.calls > 2000
 print("done")
 """

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, qk_norm_rope
-from ropewalk.kernels.launch_triton import Launch
+from ropewalk.kernels.triton_launch import Launch
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.reference.qk_norm import qk_norm_rotate
 
@@ -73,7 +73,7 @@ def test_strides_past_2_to_the_31(dim, pairing):
     rope, ids = RotaryEmbedding(64, pairing=pairing).to("cuda"), torch.arange(4, device="cuda") + 7
     check(rope(x, positions=ids), x, ids, pairing, range(4))
     weight = torch.rand(64, device="cuda")
-    normed, _ = qk_norm_rope(x, x, weight, weight, rope, positions=ids)
+    normed, _ = qk_norm_rope(x, x, rope, q_weight=weight, k_weight=weight, positions=ids)
     theta = torch.as_tensor(rope.spec.inv_freq())
     wanted = qk_norm_rotate(x.cpu().double(), weight.cpu().double(), ids.cpu(), theta, pairing=pairing)
     assert_within_budget(normed.cpu(), wanted, rotary_dim=64, pairing=pairing, copied=False)
@@ -121,7 +121,7 @@ def test_a_graph_of_forward_and_backward():
     leaves = [q, k, weight]
 
     def step(q, k, weight):
-        turned = rope(*qk_norm_rope(q, k, weight, weight, rope, positions=ids), offset=3)
+        turned = rope(*qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=ids), offset=3)
         return [*turned, *torch.autograd.grad(turned, [q, k, weight], [y.detach() for y in turned])]
 
     def fresh():
@@ -153,7 +153,7 @@ def test_compiled_in_one_graph(pairing):
     weight = torch.rand(64, device="cuda", requires_grad=True)
 
     def both(q, k, weight):
-        return *rope(q, k, offset=3), *qk_norm_rope(q, k, weight, weight, rope)
+        return *rope(q, k, offset=3), *qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight)
 
     compiled = torch.compile(both, fullgraph=True)
     results = [function(q, k, weight) for function in (both, compiled)]
@@ -231,7 +231,7 @@ def test_calls_allocate_their_results_and_no_more():
         "forward": (lambda: rope(q, k, angles=angles), 1.0),
         "in place": (lambda: rope.rotate_(q, k, angles=angles), 0.0),
         "forward and backward": (lambda: torch.autograd.grad(rope(*leaves, angles=angles), leaves, [q, k]), 2.0),
-        "norm": (lambda: qk_norm_rope(q, k, weight, weight, rope, angles=angles), 1.0),
+        "norm": (lambda: qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, angles=angles), 1.0),
     }
     for name, (call, most) in calls.items():
         call()
@@ -251,7 +251,11 @@ def test_nothing_waits_for_the_device():
     learned = RotaryEmbedding(64, learned=True).to("cuda")
 
     def everything():
-        turned = [*rope(q, k, positions=ids), *qk_norm_rope(q, k, weight, weight, rope), *learned(q, k, offset=2)]
+        turned = [
+            *rope(q, k, positions=ids),
+            *qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight),
+            *learned(q, k, offset=2),
+        ]
         with torch.no_grad():
             rope.rotate_(q.clone(), k.clone(), offset=7)
         torch.autograd.grad(turned, [q, k, weight, learned.log_scale], turned)
@@ -274,7 +278,7 @@ def test_what_lies_elsewhere_is_named():
     with pytest.raises(RopewalkError, match="on the device of the input"):
         rope(q, angles=RotaryEmbedding(64).at(torch.arange(4)))
     with pytest.raises(RopewalkError, match="on the device of q"):
-        qk_norm_rope(q, q, torch.ones(64), torch.ones(64), rope)
+        qk_norm_rope(q, q, rope, q_weight=torch.ones(64), k_weight=torch.ones(64))
     native = RotaryEmbedding(64).to("cuda")
     native.layout = dataclasses.replace(native.layout, backend="native")
     with pytest.raises(RopewalkError, match="a call that it can serve"):

@@ -10,9 +10,10 @@ import torch
 import ropewalk as rw
 from kernels.triton_device import DEVICE
 from nn.linear_cases import NAMES, drawn, error, exact, formula, with_gradients
-from ropewalk.kernels import linear_launch, linear_segments
-from ropewalk.kernels.layout import Layout
-from ropewalk.kernels.linear_torch import Side
+from ropewalk.kernels.linear import segments as linear_segments
+from ropewalk.kernels.linear import triton as linear_launch
+from ropewalk.kernels.linear.torch import Side
+from ropewalk.kernels.types import Layout
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -86,7 +87,7 @@ def test_every_feature_map(name, causal):
         rw.RopeSpec(24, rotary_dim=10),
         rw.RopeSpec(24, rotary_dim=10, rotary_slice="trailing"),
         rw.RopeSpec(16, xpos=rw.XPos(512)),
-        rw.RopeSpec(16, rw.WholeModel(num_heads=2)),
+        rw.RopeSpec(16, rw.AcrossHeads(num_heads=2)),
         None,
     ],
     ids=lambda spec: "none" if spec is None else f"{spec.pairing} {spec.rotary_dim} {spec.rotary_slice} {spec.xpos}",
@@ -341,7 +342,7 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
         path = tmp_path / f"{stem}_{abs(hash(name))}.py"
         text = text.replace(old, new) if stem == wrong else text
         path.write_text(
-            text.replace("from ropewalk.kernels.linear_triton", f"from linear_triton_{abs(hash(name))}"), "utf-8"
+            text.replace("from ropewalk.kernels.linear.triton_sums", f"from linear_triton_{abs(hash(name))}"), "utf-8"
         )
         found = importlib.util.spec_from_file_location(path.stem, path)
         assert found is not None

@@ -5,7 +5,7 @@ import torch
 
 import ropewalk as rw
 from nn.linear_cases import drawn, error
-from ropewalk.kernels import linear_launch
+from ropewalk.kernels.linear import triton as linear_launch
 
 pytestmark = [
     pytest.mark.gpu,

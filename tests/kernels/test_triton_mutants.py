@@ -9,7 +9,8 @@ import torch
 from kernels.triton_device import on_device
 from nn.module import module_for
 from ropewalk import ops
-from ropewalk.kernels import launch_triton, rotate_triton
+from ropewalk.kernels import triton_launch as launch_triton
+from ropewalk.kernels.rotate import triton as rotate_triton
 from ropewalk.reference import check_rotation
 from ropewalk.reference.budget import BudgetError
 

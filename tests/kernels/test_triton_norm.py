@@ -6,10 +6,12 @@ import torch
 
 from kernels.triton_device import DEVICE
 from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope
-from ropewalk.kernels import gpu, launch_triton, qk_norm_launch
-from ropewalk.kernels.angles_triton import cos_sin
-from ropewalk.kernels.layout import Layout
-from ropewalk.kernels.qk_norm_torch import Norm, norm_rotate
+from ropewalk.kernels import triton_launch as launch_triton
+from ropewalk.kernels.angles.triton import cos_sin
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.qk_norm import triton as qk_norm_launch
+from ropewalk.kernels.qk_norm.torch import Norm, norm_rotate
+from ropewalk.kernels.types import Layout
 from ropewalk.reference import assert_within_budget
 from ropewalk.reference.qk_norm import qk_norm_rotate
 
@@ -41,7 +43,7 @@ def test_within_budget(name, plus_one, dtype):
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     weights = [random(spec.head_dim, seed=7), random(spec.head_dim, dtype=torch.bfloat16, seed=8)]
     ids = torch.tensor([[0, 5, 7, 1 << 20, 3], [1, 2, 3, 4, 9]], device=DEVICE)
-    turned = qk_norm_rope(q, k, *weights, rope, plus_one=plus_one, positions=ids)
+    turned = qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], plus_one=plus_one, positions=ids)
     assert len([key for key in launch_triton.LAUNCHES if key[0] is qk_norm_launch.norm_rotate_kernel]) == 1
     theta = torch.as_tensor(spec.inv_freq())
     for x, weight, y in zip((q, k), weights, turned, strict=True):
@@ -79,7 +81,7 @@ def test_many_blocks_of_rows_are_summed():
     ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
     grads = []
     for rope in ropes:
-        turned = qk_norm_rope(q, k, weight, weight, rope)
+        turned = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight)
         total = sum((y * random(*y.shape, seed=3)).sum() for y in turned)
         grads.append(torch.autograd.grad(total, [q, k, weight]))
     for own, wanted in zip(*grads, strict=True):
@@ -118,7 +120,7 @@ def test_tensors_that_lie_strangely(name):
     ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
     results = []
     for rope in ropes:
-        turned = qk_norm_rope(q, k, weight, weight, rope, positions=torch.arange(seq, device=DEVICE))
+        turned = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=torch.arange(seq, device=DEVICE))
         cotangents = [random(*y.shape, seed=5) for y in turned]
         results.append([*turned, *torch.autograd.grad(turned, [q, k, weight], cotangents)])
     for own, wanted in zip(*results, strict=True):
@@ -171,7 +173,7 @@ def test_angles_past_the_reduction_are_those_of_float64():
 @pytest.mark.parametrize("shape", [(7,), (3, 7)])
 @pytest.mark.parametrize("kind", ["plain", "a head", "axes"])
 def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
-    from ropewalk.kernels import angles as formula
+    from ropewalk.kernels.angles import torch as formula
 
     inv_freq = random(3, 4, dtype=torch.float64) if kind == "a head" else random(4, dtype=torch.float64)
     axes = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0.5]], device=DEVICE).double() if kind == "axes" else None
@@ -234,7 +236,7 @@ def test_leading_dimensions_with_a_row_a_batch():
     results = []
     for backend in ("triton", "torch"):
         rope = RotaryEmbedding(8, seq_dim=-3, backend=backend).to(DEVICE)
-        turned = qk_norm_rope(q, q * 2, weight, weight, rope, positions=ids)
+        turned = qk_norm_rope(q, q * 2, rope, q_weight=weight, k_weight=weight, positions=ids)
         results.append([*turned, *torch.autograd.grad([y.square().sum() for y in turned], [q, weight])])
     for own, wanted in zip(*results, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
@@ -260,7 +262,7 @@ def test_first_derivatives_are_the_same_with_and_without_a_graph_and_in_batches(
 
 def test_only_what_needs_a_gradient_gets_a_graph():
     q, k = random(1, 2, 3, 8).requires_grad_(), random(1, 2, 3, 8)
-    turned_q, turned_k = qk_norm_rope(q, k, None, None, RotaryEmbedding(8, backend="triton").to(DEVICE))
+    turned_q, turned_k = qk_norm_rope(q, k, RotaryEmbedding(8, backend="triton").to(DEVICE))
     assert turned_q.requires_grad
     assert not turned_k.requires_grad
 
@@ -270,7 +272,9 @@ def test_only_what_needs_a_gradient_gets_a_graph():
 def test_an_eps_that_float32_does_not_have():
     q = random(2, 3, 5, 8).requires_grad_()
     weight = random(8, seed=1).requires_grad_()
-    turned = qk_norm_rope(q, q, weight, weight, RotaryEmbedding(8, backend="triton").to(DEVICE), eps=1e-50)
+    turned = qk_norm_rope(
+        q, q, RotaryEmbedding(8, backend="triton").to(DEVICE), q_weight=weight, k_weight=weight, eps=1e-50
+    )
     for gradient in torch.autograd.grad([y.sum() for y in turned], [q, weight]):
         assert gradient.isfinite().all()
 
@@ -282,7 +286,7 @@ def test_compiled_in_one_graph():
     weight = random(8, seed=2).requires_grad_()
 
     def both(q, k, weight):
-        return *rope(q, k, offset=3), *qk_norm_rope(q, k, weight, weight, rope)
+        return *rope(q, k, offset=3), *qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     results = [function(q, k, weight) for function in (both, compiled)]

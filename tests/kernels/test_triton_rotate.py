@@ -7,9 +7,12 @@ from kernels.triton_device import DEVICE, on_device
 from nn.module import by_module, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding, ops
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels import gpu, launch_triton, rotate_native, rotate_triton
-from ropewalk.kernels.layout import Layout
-from ropewalk.kernels.rotate_torch import rotate_traceable
+from ropewalk.kernels import triton_launch as launch_triton
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.native import extension as rotate_native
+from ropewalk.kernels.rotate import triton as rotate_triton
+from ropewalk.kernels.rotate.torch import rotate_traceable
+from ropewalk.kernels.types import Layout
 from ropewalk.reference import check_rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

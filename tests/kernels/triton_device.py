@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from triton.runtime import interpreter
 
-from ropewalk.kernels import gpu
+from ropewalk.kernels.backends import triton as gpu
 
 DEVICE = torch.device("cpu" if gpu.INTERPRETED else "cuda")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ropewalk.kernels.feature_maps import FEATURE_MAPS, map_features
+from ropewalk.kernels.linear.feature_maps import FEATURE_MAPS, map_features
 from ropewalk.reference import linear_attention_by_sum
 
 NAMES = tuple(FEATURE_MAPS)

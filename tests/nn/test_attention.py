@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk import Axes, RopeSpec, RotaryEmbedding, XPos, Yarn
-from ropewalk.nn import attention as layer_module
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.bias import AlibiBias, T5Bias
-from ropewalk.nn.cache import KVCache
-from ropewalk.nn.encoding import encoding
-from ropewalk.nn.hooks import Encoding
-from ropewalk.nn.rotary_encoding import RotaryEncoding
+from ropewalk.nn.attention import layer as layer_module
+from ropewalk.nn.attention.cache import KVCache
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
+from ropewalk.nn.encodings.by_name import encoding
+from ropewalk.nn.encodings.rotary import RotaryEncoding
 from ropewalk.reference import Projections, alibi_bias, multi_head_attention, rotate, rotate_by_spec, t5_bias
 from strategies import seeds, vector
 
@@ -345,7 +345,7 @@ def test_any_named_encoding_goes_in():
     for name in ("none", "learned", "sinusoidal", "recurrent", "multiplicative", "concatenated", "t5", "alibi"):
         made = encoding(name, dim=DIM, num_heads=HEADS, **options.get(name, {}))
         assert Attention(DIM, HEADS, encoding=made)(made.embed(x)).shape == x.shape
-    for name in ("rope", "rope-whole-model", "xpos"):
+    for name in ("rope", "rope-across-heads", "xpos"):
         made = encoding(name, dim=DIM, num_heads=HEADS, **options.get(name, {}))
         torch.manual_seed(0)
         attention = Attention(DIM, HEADS, encoding=made)

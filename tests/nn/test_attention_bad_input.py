@@ -8,15 +8,15 @@ import torch
 
 from nn.test_attention import DIM, HEADS, WIDTH, layer
 from nn.test_cache import K, cache_for, same_as
-from ropewalk import DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding, WholeModel
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.attention_scores import Biased, Sight, attend
-from ropewalk.nn.bias import AlibiBias
-from ropewalk.nn.cache import KVCache
-from ropewalk.nn.hooks import Encoding
+from ropewalk import AcrossHeads, DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding
+from ropewalk.nn.attention.cache import KVCache
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.attention.scores import Biased, Sight, attend
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.bias import AlibiBias
 from strategies import vector
 
-WHOLE = RotaryEmbedding(RopeSpec(WIDTH, WholeModel(1e4, HEADS)))
+WHOLE = RotaryEmbedding(RopeSpec(WIDTH, AcrossHeads(1e4, HEADS)))
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ WHOLE = RotaryEmbedding(RopeSpec(WIDTH, WholeModel(1e4, HEADS)))
         ({"num_kv_heads": 0}, "Attention(num_kv_heads=...)"),
         ({"head_dim": -1}, "Attention(head_dim=...)"),
         ({"encoding": "rope"}, "an Encoding, a RotaryEmbedding, or None"),
-        ({"encoding": torch.nn.Linear(2, 2)}, "Linear"),
+        ({"encoding": torch.nn.Linear(2, 2)}, "PositionInterpolation"),
         ({"encoding": RotaryEmbedding(8)}, "a rope with head_dim=6"),
         ({"encoding": RotaryEmbedding(WIDTH, seq_dim=-3)}, "seq_dim=-2"),
         ({"encoding": RotaryEmbedding(RopeSpec(WIDTH, DynamicNTK(1e4, 2, 64)))}, "the length that its frequencies"),

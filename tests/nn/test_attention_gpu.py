@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from ropewalk import RotaryEmbedding
-from ropewalk.nn import attention_scores as scores
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.attention_scores import Biased, Sight, attend, documents_of
-from ropewalk.nn.bias import AlibiBias, T5Bias
-from ropewalk.nn.cache import KVCache
+from ropewalk.nn.attention import scores
+from ropewalk.nn.attention.cache import KVCache
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.attention.scores import Biased, Sight, attend, documents_of
+from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from strategies import vector
 
 pytestmark = [

@@ -8,13 +8,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
 from nn.test_attention import CLOSE, DIM, HEADS, KINDS, WIDTH, encoding_for, layer
-from ropewalk.nn import attention as layer_module
-from ropewalk.nn import attention_scores as scores
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.attention_scores import Biased, Sight, attend, documents_of
-from ropewalk.nn.bias import AlibiBias, T5Bias
-from ropewalk.nn.cache import KVCache
-from ropewalk.nn.hooks import Encoding
+from ropewalk.nn.attention import layer as layer_module
+from ropewalk.nn.attention import scores
+from ropewalk.nn.attention.cache import KVCache
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.attention.scores import Biased, Sight, attend, documents_of
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from strategies import vector
 
 

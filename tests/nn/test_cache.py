@@ -12,11 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nn.test_attention import CLOSE, DIM, HEADS, KINDS, WIDTH, layer
 from ropewalk import Axes, DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.bias import AlibiBias, T5Bias
-from ropewalk.nn.cache import KVCache
-from ropewalk.nn.encoding import encoding
-from ropewalk.nn.rotary_encoding import RotaryEncoding
+from ropewalk.nn.attention.cache import KVCache
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
+from ropewalk.nn.encodings.by_name import encoding
+from ropewalk.nn.encodings.rotary import RotaryEncoding
 from strategies import seeds, vector
 
 ALL = [*KINDS, "xpos"]

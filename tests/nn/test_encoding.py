@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import LogTemperature, RopeSpec, RopewalkError, RotaryEmbedding, XPos, Yarn, reference
-from ropewalk.nn.encoding import ENCODINGS, Encoding, encoding
-from ropewalk.nn.rotary_encoding import RotaryEncoding, WholeModelEncoding, XPosEncoding
+from ropewalk.nn.encodings.by_name import ENCODINGS, Encoding, encoding
+from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RotaryEncoding, XPosEncoding
 from ropewalk.reference import Projections, multi_head_attention, rotate, rotate_by_spec
-from ropewalk.spec import DynamicNTK, WholeModel
+from ropewalk.spec import AcrossHeads, DynamicNTK
 from strategies import seeds, vector
 
 DIM, HEADS, LENGTH = 8, 2, 64
@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "t5": {"num_buckets": 8, "max_distance": 16},
     "alibi": {},
     "rope": {},
-    "rope-whole-model": {},
+    "rope-across-heads": {},
     "xpos": {"spec": XPOS},
 }
 NAMES = list(OPTIONS)
@@ -45,7 +45,7 @@ SAID = {
     "t5": ("bias", True, None, False, 1.0, 8 * HEADS),
     "alibi": ("bias", True, None, False, None, 0),
     "rope": ("rotate", True, None, True, None, 0),
-    "rope-whole-model": ("rotate", True, None, True, None, 0),
+    "rope-across-heads": ("rotate", True, None, True, None, 0),
     "xpos": ("rotate", True, LENGTH, True, None, 0),
 }
 X, Q, K = vector(0, 2, 5, DIM), vector(1, 2, HEADS, 5, 4), vector(2, 2, HEADS, 5, 4)
@@ -163,12 +163,12 @@ def test_sinusoidal_is_the_references_at_any_position(seed, base, start, dtype):
 
 
 def test_rotary_encodings_are_the_references():
-    found, whole, xpos = made("rope", base=100.0, pairing="half"), made("rope-whole-model", base=100.0), made("xpos")
+    found, whole, xpos = made("rope", base=100.0, pairing="half"), made("rope-across-heads", base=100.0), made("xpos")
     q, k = found.rotate(Q, K, IDS, k_positions=IDS + 1)
     assert torch.allclose(q, rotate(Q, IDS, found.rope.inv_freq, pairing="half"), atol=1e-10)
     assert torch.allclose(k, rotate(K, IDS + 1, found.rope.inv_freq, pairing="half"), atol=1e-10)
     # Before the heads are split: one rotation over the width of the model.
-    wide = rotate(Q.transpose(1, 2).flatten(2), IDS, torch.as_tensor(RopeSpec(DIM, WholeModel(100.0)).inv_freq()[0]))
+    wide = rotate(Q.transpose(1, 2).flatten(2), IDS, torch.as_tensor(RopeSpec(DIM, AcrossHeads(100.0)).inv_freq()[0]))
     split = wide.view(2, 5, HEADS, 4).transpose(1, 2)
     assert torch.allclose(whole.rotate(Q, K, IDS)[0], split, atol=1e-10)
     for turned, x, role in zip(xpos.rotate(Q, K, IDS[1]), (Q, K), "qk", strict=True):
@@ -244,7 +244,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "backend": "nothing",
         "check_ids": True,
     },
-    "rope-whole-model": {
+    "rope-across-heads": {
         "head_dim": 6,
         "base": 50.0,
         "pairing": "half",
@@ -305,8 +305,8 @@ def test_what_a_rotary_encoding_says_of_its_spec():
     narrow: Any = encoding("rope", dim=10, num_heads=3, head_dim=4)
     assert narrow.rope.spec.head_dim == 4
     assert isinstance(made("rope").rope, RotaryEmbedding)
-    kinds = [type(made(name)) for name in ("rope", "rope-whole-model", "xpos")]
-    assert kinds == [RotaryEncoding, WholeModelEncoding, XPosEncoding]
+    kinds = [type(made(name)) for name in ("rope", "rope-across-heads", "xpos")]
+    assert kinds == [RotaryEncoding, AcrossHeadsEncoding, XPosEncoding]
 
 
 def test_a_rule_that_varies_is_given_its_length_once():

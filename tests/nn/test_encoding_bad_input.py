@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from nn.test_encoding import DIM, HEADS, IDS, LENGTH, NAMES, X, made
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, XPos
-from ropewalk.nn.encoding import encoding
-from ropewalk.nn.rotary_encoding import RotaryEncoding, WholeModelEncoding, XPosEncoding
+from ropewalk.nn.encodings.by_name import encoding
+from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RotaryEncoding, XPosEncoding
 from ropewalk.spec import DynamicNTK, Plain
 from strategies import seeds, vector
 
@@ -256,7 +256,7 @@ def test_the_cache_is_nothing_to_the_others():
         ("rope", {"spec": RopeSpec(4, DynamicNTK(1e4, 2.0, 16))}, "the length that its frequencies are for"),
         ("rope", {"spec": RopeSpec(4, DynamicNTK(1e4, 2.0, 16)), "at_length": 0}, "at_length"),
         ("rope", {"at_length": 64}, "no length: it needs none"),
-        ("rope-whole-model", {"spec": RopeSpec(4)}, "options of 'rope-whole-model': head_dim, base, pairing"),
+        ("rope-across-heads", {"spec": RopeSpec(4)}, "options of 'rope-across-heads': head_dim, base, pairing"),
         ("xpos", {}, "pass RopeSpec(head_dim, xpos=XPos(length))"),
         ("xpos", {"spec": RopeSpec(4)}, "a spec with xpos=XPos(length)"),
     ],
@@ -272,12 +272,12 @@ def test_what_rotary_encodings_refuse():
         RotaryEncoding(RotaryEmbedding(4, seq_dim=-3))
     with pytest.raises(RopewalkError, match="a RotaryEmbedding"):
         RotaryEncoding(RopeSpec(4))
-    with pytest.raises(RopewalkError, match="WholeModel frequencies"):
-        WholeModelEncoding(RotaryEmbedding(RopeSpec(4, Plain())))
+    with pytest.raises(RopewalkError, match="AcrossHeads frequencies"):
+        AcrossHeadsEncoding(RotaryEmbedding(RopeSpec(4, Plain())))
     with pytest.raises(RopewalkError, match="spec with xpos"):
         XPosEncoding(RotaryEmbedding(4))
     grouped = torch.zeros(2, 1, 5, 4)
     with pytest.raises(RopewalkError, match="cannot serve grouped keys"):
-        made("rope-whole-model").rotate(torch.zeros(2, HEADS, 5, 4), grouped)
+        made("rope-across-heads").rotate(torch.zeros(2, HEADS, 5, 4), grouped)
     with pytest.raises(RopewalkError, match="positions below 64"):
         made("xpos", spec=RopeSpec(4, xpos=XPos(LENGTH))).rotate(grouped, grouped, torch.arange(5) + 60)

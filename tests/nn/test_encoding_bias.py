@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 
 from ropewalk import RopewalkError
-from ropewalk.nn.bias import FARTHEST, AlibiBias, T5Bias
+from ropewalk.nn.encodings.bias import FARTHEST, AlibiBias, T5Bias
 from ropewalk.reference import alibi_bias, alibi_slopes, softmax_attention, t5_bias, t5_bucket
 from strategies import seeds, vector
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from nn.test_encoding import IDS, LENGTH, NAMES, K, Q, X, hooks, made
-from ropewalk.nn.encoding import encoding
+from ropewalk.nn.encodings.by_name import encoding
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def test_the_same_numbers_without_waiting_for_the_device(name):
 
 WITHOUT_A_ROW = """
 import torch
-from ropewalk.nn.encoding import encoding
+from ropewalk.nn.encodings.by_name import encoding
 found = encoding("learned", dim=8, num_heads=2, length={length}).to("cuda")
 embed = torch.compile(found.embed, fullgraph=True) if {compiled} else found.embed
 for ids in ([[0, 5]], [[0, {bad}]]):

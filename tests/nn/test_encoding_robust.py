@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nn.test_encoding import DIM, HEADS, IDS, NAMES, OPTIONS, K, Q, X, hooks, made, same
-from ropewalk.nn.encoding import encoding
+from ropewalk.nn.encodings.by_name import encoding
 
 
 def reloaded(found):
@@ -47,7 +47,7 @@ def test_bit_identical_after(name, treatment):
     assert same(hooks(treated, positions=IDS), expected)
 
 
-@pytest.mark.parametrize("name", ["sinusoidal", "alibi", "rope", "rope-whole-model", "xpos", "t5", "concatenated"])
+@pytest.mark.parametrize("name", ["sinusoidal", "alibi", "rope", "rope-across-heads", "xpos", "t5", "concatenated"])
 def test_a_cast_does_not_touch_what_is_fixed(name):
     fresh = encoding(name, dim=DIM, num_heads=HEADS, **OPTIONS[name])
     cast = copy.deepcopy(fresh).to(torch.bfloat16).half().float()

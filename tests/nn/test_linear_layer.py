@@ -9,7 +9,7 @@ import torch
 
 import ropewalk as rw
 from nn.linear_cases import exact
-from ropewalk.nn.encoding import ENCODINGS
+from ropewalk.nn.encodings.by_name import ENCODINGS
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -29,7 +29,7 @@ MOVES = {
     "t5": False,
     "alibi": False,
     "rope": False,
-    "rope-whole-model": False,
+    "rope-across-heads": False,
     "xpos": False,
 }
 

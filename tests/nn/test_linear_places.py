@@ -8,7 +8,7 @@ import torch
 
 import ropewalk as rw
 from nn.linear_cases import drawn, exact, with_gradients
-from ropewalk.nn.rotary_encoding import RotaryEncoding
+from ropewalk.nn.encodings.rotary import RotaryEncoding
 
 ROPE = rw.RotaryEmbedding(8)
 

@@ -45,7 +45,9 @@ def test_within_budget(backend, dtype, seed, pairing, pairs, rest, rotary_slice,
     q, k = (vector(seed + n, 2, heads, 5, dim).to(dtype) for n, heads in ((0, 3), (1, 2)))
     weights = vector(seed + 2, dim), vector(seed + 3, dim).float()
     given = (q, k) if seq_dim == -2 else (q.transpose(1, 2), k.transpose(1, 2))
-    results = qk_norm_rope(*given, *weights, rope, eps=1e-5, plus_one=plus_one, offset=7)
+    results = qk_norm_rope(
+        *given, rope, q_weight=weights[0], k_weight=weights[1], eps=1e-5, plus_one=plus_one, offset=7
+    )
     for x, weight, y in zip((q, k), weights, results, strict=True):
         y = y if seq_dim == -2 else y.transpose(1, 2)
         # A float64 weight is worked in float32 for every other dtype of x.
@@ -72,7 +74,7 @@ def test_within_budget(backend, dtype, seed, pairing, pairs, rest, rotary_slice,
 def test_rounding_where_transformers_rounds(dtype, plus_one, backend):
     rope, x = RotaryEmbedding(64, pairing="half", backend=backend), vector(0, 2, 3, 50, 64).to(dtype)
     weight = vector(1, 64).to(dtype)
-    y, _ = qk_norm_rope(x, x, weight, weight, rope, plus_one=plus_one, round_norm=True)
+    y, _ = qk_norm_rope(x, x, rope, q_weight=weight, k_weight=weight, plus_one=plus_one, round_norm=True)
     # The two norms of transformers' models, written from their description.
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
     normed = (scaled * (1.0 + weight.float())).to(dtype) if plus_one else weight * scaled.to(dtype)
@@ -80,7 +82,7 @@ def test_rounding_where_transformers_rounds(dtype, plus_one, backend):
     # The sums of squares are taken in another order: now and then the norm falls on the other side of a tie.
     apart = (y.double() - truth).abs() > torch.finfo(dtype).eps / 2 * truth.abs() + 1e-5
     assert apart.float().mean() < 0.01
-    once, _ = qk_norm_rope(x, x, weight, weight, rope, plus_one=plus_one)
+    once, _ = qk_norm_rope(x, x, rope, q_weight=weight, k_weight=weight, plus_one=plus_one)
     assert not torch.equal(y, once)
 
 
@@ -93,7 +95,7 @@ def test_gradients(backend, pairing, plus_one):
     weights = vector(2, 10).requires_grad_(), vector(3, 10).requires_grad_()
 
     def call(q, k, a, b):
-        return qk_norm_rope(q, k, a, b, rope, eps=1e-3, plus_one=plus_one, offset=3)
+        return qk_norm_rope(q, k, rope, q_weight=a, k_weight=b, eps=1e-3, plus_one=plus_one, offset=3)
 
     assert torch.autograd.gradcheck(call, (q, k, *weights))
     assert torch.autograd.gradgradcheck(call, (q, k, *weights))
@@ -109,7 +111,9 @@ def test_both_backends_have_the_same_gradients(dtype):
     found = []
     for backend in BACKENDS:
         leaves = [t.clone().requires_grad_() for t in (q, k, weight)]
-        outputs = qk_norm_rope(*leaves[:2], leaves[2], leaves[2], RotaryEmbedding(64, backend=backend))
+        outputs = qk_norm_rope(
+            *leaves[:2], RotaryEmbedding(64, backend=backend), q_weight=leaves[2], k_weight=leaves[2]
+        )
         found.append(torch.autograd.grad(outputs, leaves, cotangents))
     for a, b in zip(*found, strict=True):
         tolerance = 2 * torch.finfo(dtype).eps if a.dtype == dtype else 1e-4
@@ -119,11 +123,11 @@ def test_both_backends_have_the_same_gradients(dtype):
 def test_prefill_and_decode_agree_bit_for_bit():
     for dtype in DTYPES:
         rope, x, weight = RotaryEmbedding(40), vector(0, 1, 3, 12, 40).to(dtype), vector(1, 40).float()
-        whole, _ = qk_norm_rope(x, x, weight, None, rope, offset=100)
+        whole, _ = qk_norm_rope(x, x, rope, q_weight=weight, offset=100)
         for token in (0, 5, 11):
             part = x[:, :, token : token + 1].contiguous()
             assert torch.equal(
-                qk_norm_rope(part, part, weight, None, rope, offset=100 + token)[0], whole[:, :, token : token + 1]
+                qk_norm_rope(part, part, rope, q_weight=weight, offset=100 + token)[0], whole[:, :, token : token + 1]
             )
 
 
@@ -131,7 +135,7 @@ def test_compile_and_transforms():
     rope, x, weight = RotaryEmbedding(16), vector(0, 2, 3, 12, 16).float(), vector(1, 16).float()
 
     def call(x, weight):
-        return qk_norm_rope(x, x, weight, None, rope)[0]
+        return qk_norm_rope(x, x, rope, q_weight=weight)[0]
 
     expected = call(x, weight)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")

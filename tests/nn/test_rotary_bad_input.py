@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
-from ropewalk.kernels import gpu
-from ropewalk.spec import Plain, WholeModel
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.spec import AcrossHeads, Plain
 
 SHARED = torch.ones(1, 2, 10, 8)
 with torch.inference_mode():
@@ -167,7 +167,7 @@ def test_a_mistake_in_the_second_tensor_leaves_the_first_alone():
 
 
 def test_frequencies_a_head_need_their_heads():
-    rope = RotaryEmbedding(RopeSpec(8, WholeModel(num_heads=4)))
+    rope = RotaryEmbedding(RopeSpec(8, AcrossHeads(num_heads=4)))
     rope(Q)
     with pytest.raises(RopewalkError, match="4 heads in a tensor of 3 or 4 dimensions"):
         rope(Q, K)

@@ -8,7 +8,7 @@ from torch._dynamo.testing import CompileCounter
 from nn.module import module_for
 from ropewalk import RopeSpec, RotaryEmbedding, qk_norm_rope
 from ropewalk.reference import assert_within_budget, rotate
-from ropewalk.spec import Plain, WholeModel
+from ropewalk.spec import AcrossHeads, Plain
 from strategies import theta, vector
 
 
@@ -80,7 +80,7 @@ def test_the_c_kernel_is_an_op_but_for_one_token():
     forced = RotaryEmbedding(8, backend="native")
     assert "ropewalk.rotate" in graph_of(forced, *inputs(1))
     weight = torch.ones(8)
-    assert "ropewalk.norm_rotate" in graph_of(lambda q, k: qk_norm_rope(q, k, weight, None, forced), *inputs(7))
+    assert "ropewalk.norm_rotate" in graph_of(lambda q, k: qk_norm_rope(q, k, forced, q_weight=weight), *inputs(7))
     learned = RotaryEmbedding(8, learned=True)
     assert "ropewalk.rotate" not in graph_of(learned, *inputs(7))
 
@@ -113,7 +113,7 @@ def test_norm_and_rotation_are_one_graph(eps):
     rope, counter, weight = RotaryEmbedding(8), CompileCounter(), vector(5, 8).float()
 
     def call(q, k):
-        return qk_norm_rope(q, k, weight, weight, rope, eps=eps)
+        return qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, eps=eps)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     for seq in (7, 19, 33):
@@ -132,7 +132,7 @@ def test_norm_and_rotation_compiled_with_backward(dtype):
         return torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs])
 
     def eager(q, k, a, b):
-        return qk_norm_rope(q, k, a, b, rope)
+        return qk_norm_rope(q, k, rope, q_weight=a, k_weight=b)
 
     compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
     for a, b in zip(gradients(compiled), gradients(eager), strict=True):
@@ -146,7 +146,7 @@ def test_a_trace_by_torchscript_follows_its_input():
     calls = {
         "range": lambda x: rope(x) * 1.0,
         "positions": lambda x: rope(x, positions=torch.arange(7)) * 1.0,
-        "norm": lambda x: qk_norm_rope(x, x, weight, None, rope)[0] * 1.0,
+        "norm": lambda x: qk_norm_rope(x, x, rope, q_weight=weight)[0] * 1.0,
         "in place": lambda x: rope.rotate_(x * 1.0),
     }
     for name, call in calls.items():
@@ -211,7 +211,7 @@ def test_inductor_forward_and_backward(pairing, dtype):
 def test_inductor_serves_every_spec(case):
     x, ids = vector(0, 2, 3, 5, 8).float(), torch.arange(10).view(5, 2).t()
     rope = {
-        "frequencies a head": lambda: RotaryEmbedding(RopeSpec(8, WholeModel(50.0, num_heads=3))),
+        "frequencies a head": lambda: RotaryEmbedding(RopeSpec(8, AcrossHeads(50.0, num_heads=3))),
         "amplitude": lambda: module_for(x, theta(8), 1.5),
         "float32 angles": lambda: RotaryEmbedding(RopeSpec(8, Plain(50.0), angles="float32")),
         "transposed ids": lambda: RotaryEmbedding(8),
@@ -238,7 +238,7 @@ def test_functorch_inside_a_compiled_function():
 
 @pytest.mark.slow
 def test_inductor_with_learned_frequencies_and_frequencies_a_head():
-    rope = RotaryEmbedding(RopeSpec(8, WholeModel(50.0, num_heads=3)), learned=True)
+    rope = RotaryEmbedding(RopeSpec(8, AcrossHeads(50.0, num_heads=3)), learned=True)
     assert rope.log_scale is not None
     x, cotangent = vector(0, 2, 3, 5, 8).float(), vector(1, 2, 3, 5, 8).float()
     gradients = []

@@ -6,10 +6,10 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from nn.module import module_for
 from ropewalk import RopeSpec, RotaryEmbedding
-from ropewalk.kernels import angles as angle_kernels
-from ropewalk.kernels.angles import radix_table
+from ropewalk.kernels.angles import torch as angle_kernels
+from ropewalk.kernels.angles.torch import radix_table
 from ropewalk.reference import rotate
-from ropewalk.spec import Plain, WholeModel
+from ropewalk.spec import AcrossHeads, Plain
 from strategies import theta, vector
 
 CASES = [
@@ -95,7 +95,7 @@ def test_in_place_rotation_has_its_gradient():
     assert torch.allclose(x.grad, rope.unrotate(cotangent), atol=1e-14)
 
 
-@pytest.mark.parametrize("frequencies", [Plain(50.0), WholeModel(50.0, num_heads=3)])
+@pytest.mark.parametrize("frequencies", [Plain(50.0), AcrossHeads(50.0, num_heads=3)])
 @pytest.mark.parametrize("positions", [None, "rows"])
 def test_learned_frequencies_have_the_gradient_of_the_reference(frequencies, positions):
     rope = RotaryEmbedding(RopeSpec(8, frequencies), learned=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nn.module import by_module, module_for, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding
-from ropewalk.kernels import rotate_torch
+from ropewalk.kernels.rotate import torch as rotate_torch
 from ropewalk.ops import rotation
 from ropewalk.reference import assert_within_budget, check_rotation, rotate
 from ropewalk.spec import Explicit, Plain

@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, Dataset
 
 from ropewalk import RopeSpec, RotaryEmbedding
-from ropewalk.kernels import rotate_torch
-from ropewalk.nn.range_cache import LONGEST, MOST_ROWS
+from ropewalk.kernels.rotate import torch as rotate_torch
+from ropewalk.nn.rotary.range_cache import LONGEST, MOST_ROWS
 from ropewalk.reference import assert_within_budget, rotate
-from ropewalk.spec import WholeModel
+from ropewalk.spec import AcrossHeads
 from strategies import theta, vector
 
 X = vector(0, 2, 3, 40, 8).float()
@@ -69,7 +69,7 @@ TREATMENTS = {
 
 @pytest.mark.parametrize("treatment", TREATMENTS)
 @pytest.mark.parametrize("used_before", [False, True])
-@pytest.mark.parametrize("spec", [RopeSpec(8), RopeSpec(8, WholeModel(num_heads=3)), RopeSpec(8, angles="float32")])
+@pytest.mark.parametrize("spec", [RopeSpec(8), RopeSpec(8, AcrossHeads(num_heads=3)), RopeSpec(8, angles="float32")])
 def test_the_rotation_is_bit_identical_after(treatment, used_before, spec):
     module = RotaryEmbedding(spec)
     expected = RotaryEmbedding(spec)(X), RotaryEmbedding(spec)(X, positions=FAR)

@@ -13,17 +13,17 @@ from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.reference import assert_within_budget, rotate_by_spec
 from ropewalk.spec import (
     NTK,
+    AcrossHeads,
     Axes,
     DynamicNTK,
     Frequencies,
-    Linear,
     Llama3,
     LogTemperature,
     LongRope,
     Plain,
+    PositionInterpolation,
     Proportional,
     StepTemperature,
-    WholeModel,
     XPos,
     Yarn,
 )
@@ -34,7 +34,7 @@ DIM = 16
 LONG = LongRope(1e4, [1.0 + i / 8 for i in range(8)], [2.0 + i for i in range(8)], 64, 32, None)
 RULES = [
     Plain(500.0),
-    Linear(1e4, 4),
+    PositionInterpolation(1e4, 4),
     NTK(1e4, 4),
     DynamicNTK(1e4, 2, 64),
     Llama3(1e4, 8, 64),
@@ -207,8 +207,8 @@ def test_retune_with_axes_xpos_and_per_head_frequencies():
     ids = torch.randint(0, 99, (3, 5), generator=torch.Generator().manual_seed(0))
     pairs = [
         (RopeSpec(DIM, axes=AXES[0]), RopeSpec(DIM, Yarn(1e4, 4, 64), axes=AXES[0]), ids),
-        (RopeSpec(DIM, xpos=XPos(256)), RopeSpec(DIM, Linear(1e4, 2), xpos=XPos(512, 1024)), ids[0]),
-        (RopeSpec(DIM, WholeModel(1e4, 2)), RopeSpec(DIM, WholeModel(500.0, 2)), ids[0]),
+        (RopeSpec(DIM, xpos=XPos(256)), RopeSpec(DIM, PositionInterpolation(1e4, 2), xpos=XPos(512, 1024)), ids[0]),
+        (RopeSpec(DIM, AcrossHeads(1e4, 2)), RopeSpec(DIM, AcrossHeads(500.0, 2)), ids[0]),
     ]
     for old, new, positions in pairs:
         before, after = RotaryEmbedding(old), RotaryEmbedding(new)
@@ -223,7 +223,7 @@ def test_retune_with_axes_xpos_and_per_head_frequencies():
         RopeSpec(DIM, rotary_dim=8),
         RopeSpec(DIM + 2, rotary_dim=DIM),
         RopeSpec(DIM, axes=AXES[0]),
-        RopeSpec(DIM, WholeModel(1e4, 2)),
+        RopeSpec(DIM, AcrossHeads(1e4, 2)),
     ],
 )
 def test_retune_refuses_what_turns_other_features(other):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import RopeSpec, RopewalkError
-from ropewalk.spec import Axes, LogTemperature, Plain, StepTemperature, WholeModel, XPos, Yarn
+from ropewalk.spec import AcrossHeads, Axes, LogTemperature, Plain, StepTemperature, XPos, Yarn
 
 sections = st.lists(st.integers(0, 12), min_size=2, max_size=4).filter(lambda sizes: sizes[0] > 0)
 
@@ -54,7 +54,7 @@ def test_the_matrix_is_frequencies_on_their_axes():
     assert matrix.shape == (3, 4)
     np.testing.assert_allclose(matrix.sum(0), [1, 0.1, 0.01, 0.001])
     assert [int(column.argmax()) for column in matrix.T] == [0, 1, 2, 0]
-    rows = axes.matrix(WholeModel(1e4, 2).evaluate(8))
+    rows = axes.matrix(AcrossHeads(1e4, 2).evaluate(8))
     assert rows.shape == (2, 3, 4)
 
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import RopewalkError
-from ropewalk.spec import Explicit, Frequencies, Plain, WholeModel
+from ropewalk.spec import AcrossHeads, Explicit, Frequencies, Plain
 from strategies import bases, even_dims
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 rules = st.one_of(
     bases.map(Plain),
     st.lists(finite, min_size=1, max_size=8).map(Explicit),
-    st.builds(WholeModel, bases, st.integers(1, 64)),
+    st.builds(AcrossHeads, bases, st.integers(1, 64)),
 )
 
 
@@ -32,8 +32,8 @@ def test_plain_is_a_falling_geometric_sequence_from_one(base, dim):
 
 
 @given(bases, st.integers(1, 16), even_dims)
-def test_whole_model_is_plain_over_the_model_cut_into_heads(base, heads, dim):
-    rows = WholeModel(base, heads).evaluate(dim)
+def test_across_heads_is_plain_over_the_model_cut_into_heads(base, heads, dim):
+    rows = AcrossHeads(base, heads).evaluate(dim)
     assert rows.shape == (heads, dim // 2)
     np.testing.assert_array_equal(rows.ravel(), Plain(base).evaluate(heads * dim))
 
@@ -59,7 +59,7 @@ def test_explicit_takes_a_row_a_head():
 def test_rules_that_say_the_same_are_equal_and_others_are_not():
     assert Plain(10_000) == Plain(10_000.0) == Plain(np.float32(10_000))
     assert Plain(10_000) != Plain(10_001)
-    assert Plain() != WholeModel()
+    assert Plain() != AcrossHeads()
 
 
 def test_rules_are_frozen():
@@ -70,7 +70,7 @@ def test_rules_are_frozen():
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("base", [0, -1, math.nan, math.inf, "10000", None, True, 10**400, 1j])
 def test_a_base_that_is_no_positive_finite_number_is_refused(base):
-    for rule in (Plain, WholeModel):
+    for rule in (Plain, AcrossHeads):
         with pytest.raises(RopewalkError, match=rf"{rule.__name__}\(base=...\)\nexpected: a finite number above 0"):
             rule(base)
 
@@ -78,8 +78,8 @@ def test_a_base_that_is_no_positive_finite_number_is_refused(base):
 @pytest.mark.usefixtures("as_a_user")
 @pytest.mark.parametrize("heads", [0, -2, 1.5, "8", True, None])
 def test_a_number_of_heads_that_is_none_is_refused(heads):
-    with pytest.raises(RopewalkError, match=r"WholeModel\(num_heads"):
-        WholeModel(num_heads=heads)
+    with pytest.raises(RopewalkError, match=r"AcrossHeads\(num_heads"):
+        AcrossHeads(num_heads=heads)
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -98,7 +98,7 @@ def test_explicit_frequencies_that_are_no_table_of_numbers_are_refused(values):
         ({"rule": "Plian", "base": 1.0}, "did you mean 'Plain'"),
         ({"base": 1.0}, 'an object with a "rule"'),
         ([], 'an object with a "rule"'),
-        ({"rule": ["Plain"]}, "'Plain' or 'Explicit' or 'WholeModel'"),
+        ({"rule": ["Plain"]}, "'Plain' or 'Explicit' or 'AcrossHeads'"),
         ({"rule": "Plain", "bass": 1.0}, "did you mean 'base'"),
         ({"rule": "Explicit"}, "the fields inv_freq"),
         ({"rule": "Plain", "base": "x"}, "a finite number above 0"),

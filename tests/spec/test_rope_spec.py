@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import RopeSpec, RopewalkError
-from ropewalk.spec import Explicit, Frequencies, Plain, WholeModel
+from ropewalk.spec import AcrossHeads, Explicit, Frequencies, Plain
 from strategies import bases, pairings
 
 
@@ -24,7 +24,7 @@ def specs(draw):
     rule = draw(
         st.one_of(
             bases.map(Plain),
-            st.builds(WholeModel, bases, st.integers(1, 8)),
+            st.builds(AcrossHeads, bases, st.integers(1, 8)),
             st.lists(st.floats(-10, 10), min_size=rotary_pairs, max_size=rotary_pairs).map(Explicit),
         )
     )
@@ -127,7 +127,7 @@ def test_a_rule_that_is_none_is_refused():
 
 def test_import_and_specs_need_no_torch():
     code = (
-        "import sys, ropewalk as rw; rw.RopeSpec.from_json(rw.RopeSpec(64, rw.WholeModel(1e4, 8)).to_json());"
+        "import sys, ropewalk as rw; rw.RopeSpec.from_json(rw.RopeSpec(64, rw.AcrossHeads(1e4, 8)).to_json());"
         "import ropewalk.theory; dir(rw); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from ropewalk import RopeSpec, RopewalkError
 from ropewalk.spec import (
     NTK,
+    AcrossHeads,
     DynamicNTK,
     Explicit,
     Frequencies,
-    Linear,
     Llama3,
     LongRope,
     NTKByParts,
     NTKFixed,
     NTKMixed,
     Plain,
+    PositionInterpolation,
     Proportional,
-    WholeModel,
     XPos,
     Yarn,
 )
@@ -51,7 +51,7 @@ def rules(draw, dim: int):
         st.sampled_from(
             [
                 lambda: Plain(base),
-                lambda: Linear(base, factor),
+                lambda: PositionInterpolation(base, factor),
                 lambda: NTK(base, factor),
                 lambda: DynamicNTK(base, factor, length),
                 lambda: NTKFixed(base, factor),
@@ -63,7 +63,7 @@ def rules(draw, dim: int):
                 lambda: LongRope(base, short, long, length, factor),
                 lambda: Proportional(base, fraction, factor),
                 lambda: Explicit(explicit),
-                lambda: WholeModel(base, heads),
+                lambda: AcrossHeads(base, heads),
             ]
         )
     )
@@ -191,7 +191,7 @@ def test_bfloat16_cannot_count(below, distinct):
 def test_a_factor_of_one_is_plain(base, dim, length):
     plain = Plain(base).evaluate(dim)
     same = [
-        Linear(base, 1),
+        PositionInterpolation(base, 1),
         NTK(base, 1),
         NTKFixed(base, 1),
         NTKMixed(base, 1),
@@ -201,7 +201,7 @@ def test_a_factor_of_one_is_plain(base, dim, length):
         Yarn(base, 1, length, ramp="ratio"),
         Proportional(base, 1, 1),
         LongRope(base, [1.0] * (dim // 2), [1.0] * (dim // 2), length, 1),
-        WholeModel(base, 1),
+        AcrossHeads(base, 1),
     ]
     for rule in same:
         np.testing.assert_allclose(rule.evaluate(dim).ravel(), plain, rtol=1e-13)
@@ -218,7 +218,7 @@ def test_yarn_lies_between_plain_and_linear(base, factor, length, dim, ramp, tru
     found = Yarn(base, factor, length, truncate=truncate, ramp=ramp).evaluate(dim)
     plain = Plain(base).evaluate(dim)
     assert (found <= plain * (1 + 1e-12)).all()
-    assert (found >= Linear(base, factor).evaluate(dim) * (1 - 1e-12)).all()
+    assert (found >= PositionInterpolation(base, factor).evaluate(dim) * (1 - 1e-12)).all()
 
 
 @given(bases, factors, dims)
@@ -255,7 +255,7 @@ def test_dynamic_ntk_is_ntk_with_a_factor_that_grows(base, factor, length, dim, 
 def test_proportional_turns_the_first_pairs_and_no_others(turning, base, factor):
     found = Proportional(base, turning / 64, factor).evaluate(128)
     assert np.count_nonzero(found) == turning
-    np.testing.assert_allclose(found[:turning], Linear(base, factor).evaluate(128)[:turning])
+    np.testing.assert_allclose(found[:turning], PositionInterpolation(base, factor).evaluate(128)[:turning])
 
 
 @given(st.data(), dims)
@@ -302,8 +302,8 @@ YARN, LONG = {"factor": 4, "trained_length": 4096}, {"base": 1e4, "short_factor"
     ("make", "message"),
     [
         (
-            lambda: Linear(1e4, 0.5),
-            r"Linear\(factor=...\)\nexpected: a finite number of at least 1, and below 1e30\ngot:      0.5",
+            lambda: PositionInterpolation(1e4, 0.5),
+            r"PositionInterpolation\(factor=...\)\nexpected: a finite number of at least 1, and below 1e30\ngot: ",
         ),
         (lambda: NTK(1e4, math.nan), "NTK\\(factor"),
         (lambda: NTK(1e4, 2).evaluate(2), "a rotary_dim of at least 4"),

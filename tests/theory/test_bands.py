@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ropewalk as rw
 from ropewalk import RopewalkError
-from ropewalk.spec import NTK, Linear, Llama3, LongRope, Plain, Proportional, RopeSpec, Yarn
+from ropewalk.spec import NTK, Llama3, LongRope, Plain, PositionInterpolation, Proportional, RopeSpec, Yarn
 from ropewalk.theory import KINDS, Band, bands, classify, periods, plain_inv_freq, turns
 from strategies import bases, even_dims
 
@@ -29,8 +29,8 @@ def bands_of(spec: RopeSpec, length: int | None = None) -> list[tuple[str, int, 
         (Llama3(5e5, 8, 8192), [("unchanged", 0, 28), ("between", 29, 34), ("interpolated", 35, 63)]),
         # The ramp of the published code for Llama 2 lies between the indices 20 and 46, both without effect.
         (Yarn(1e4, 16, 4096), [("unchanged", 0, 20), ("between", 21, 45), ("interpolated", 46, 63)]),
-        (Linear(1e4, 4), [("interpolated", 0, 63)]),
-        (Linear(1e4, 1), [("unchanged", 0, 63)]),
+        (PositionInterpolation(1e4, 4), [("interpolated", 0, 63)]),
+        (PositionInterpolation(1e4, 1), [("unchanged", 0, 63)]),
         (NTK(1e4, 4), [("unchanged", 0, 0), ("between", 1, 62), ("interpolated", 63, 63)]),
         (Proportional(1e4, 0.25), [("unchanged", 0, 15), ("still", 16, 63)]),
         (Proportional(1e4, 0.25, factor=8), [("interpolated", 0, 15), ("still", 16, 63)]),
@@ -55,7 +55,7 @@ def test_the_sign_is_no_kind():
 def test_axes_have_the_frequencies_of_their_pairs():
     spec = RopeSpec(128, Yarn(1e4, 16, 4096), axes=rw.Axes.interleaved([24, 20, 20]))
     assert bands_of(spec) == bands_of(RopeSpec(128, Yarn(1e4, 16, 4096)))
-    tower = RopeSpec(64, Linear(1e4, 2), axes=rw.Axes.repeated(2, 64))
+    tower = RopeSpec(64, PositionInterpolation(1e4, 2), axes=rw.Axes.repeated(2, 64))
     assert plain_inv_freq(tower).tolist() == [*Plain(1e4).evaluate(32)] * 2
     assert bands_of(tower) == [("interpolated", 0, 31)]
 
@@ -107,7 +107,7 @@ def test_band_is_a_value():
         (lambda: classify([1.0], [0.0]), "of which one is 0"),
         (lambda: bands([], []), "one finite number a pair"),
         (lambda: plain_inv_freq(RopeSpec(4, rw.Explicit([1.0, 0.5]))), "a rule with a base"),
-        (lambda: plain_inv_freq(RopeSpec(4, rw.WholeModel(1e4, 2))), "one set of frequencies for all heads"),
+        (lambda: plain_inv_freq(RopeSpec(4, rw.AcrossHeads(1e4, 2))), "one set of frequencies for all heads"),
     ],
 )
 def test_bad_input(call, message):

@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 
 from ropewalk.errors import RopewalkError
 from ropewalk.reference import elu_plus_one, linear_attention_by_sum, rotate
-from ropewalk.tools import attention_measure, attention_paths, attention_record, bench_attention, gpu_timing
-from ropewalk.tools.attention_measure import AttentionCase, attention_cases, measure
-from ropewalk.tools.attention_paths import PATHS, AttentionPath, Truth, checked_tokens
-from ropewalk.tools.attention_record import exponent, growth
-from ropewalk.tools.bench_attention import bench_attention as command
+from ropewalk.tools.bench import attention as bench_attention
+from ropewalk.tools.bench import attention_measure, attention_paths, attention_record, gpu_timing
+from ropewalk.tools.bench.attention import bench_attention as command
+from ropewalk.tools.bench.attention_measure import AttentionCase, attention_cases, measure
+from ropewalk.tools.bench.attention_paths import PATHS, AttentionPath, Truth, checked_tokens
+from ropewalk.tools.bench.attention_record import exponent, growth
 from ropewalk.tools.cli import app
 
 OURS = {"softmax (SDPA)", "ropewalk linear", "ropewalk linear + RoPE"}
@@ -184,7 +185,7 @@ def fake_fla(monkeypatch):
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(attention_paths, "installed", lambda package: True)
-    monkeypatch.setattr("ropewalk.tools.gpu_peers.installed", lambda package: True)
+    monkeypatch.setattr("ropewalk.tools.bench.gpu_peers.installed", lambda package: True)
     monkeypatch.setattr(gpu_timing, "DEVICE", "cpu")
 
 
@@ -309,7 +310,7 @@ def test_json_on_standard_output_is_all_that_is_there_and_one_of_ours_that_is_wr
 def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    from ropewalk.tools import attention_plot
+    from ropewalk.tools.bench import attention_plot
 
     record = made_up()
     cases = [case | {"work": work} for work in works for case in record["cases"]]
@@ -362,7 +363,7 @@ def test_bad_input_is_refused_before_anything_is_timed(how, message, tmp_path, m
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json" for name in texts}
 
 
-@pytest.mark.parametrize("start", [["-m", "ropewalk", "bench", "attention"], ["-m", "ropewalk.tools.bench_attention"]])
+@pytest.mark.parametrize("start", [["-m", "ropewalk", "bench", "attention"], ["-m", "ropewalk.tools.bench.attention"]])
 def test_cuda_that_is_not_there_is_exit_code_2(start):
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command_line = [sys.executable, *start, "--device", "cuda"]
@@ -376,7 +377,7 @@ def test_cuda_that_is_not_there_is_exit_code_2(start):
 def test_torch_is_enough(tmp_path):
     code = (
         "import sys\nfor name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None\n"
-        "from ropewalk.tools import bench_attention\nfrom ropewalk.tools.attention_measure import AttentionCase\n"
+        "from ropewalk.tools import bench_attention\nfrom ropewalk.tools.bench.attention_measure import AttentionCase\n"
         "bench_attention.attention_cases = lambda *how: [AttentionCase((1, 2, 64, 8), 'float32')]\n"
         "sys.argv[1:] = {}\nbench_attention.main()"
     )

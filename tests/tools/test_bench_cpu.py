@@ -12,8 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from ropewalk.tools import bench_cpu, peers, timing
-from ropewalk.tools.bench_cpu import Case, cases, measure
+from ropewalk.tools.bench import cpu as bench_cpu
+from ropewalk.tools.bench import peers, timing
+from ropewalk.tools.bench.cpu import Case, cases, measure
 
 
 def lines_of(case, **how):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from ropewalk.errors import RopewalkError
-from ropewalk.tools import bench_gpu, gpu_timing
-from ropewalk.tools.bench_gpu import COPY, OURS, GpuCase, gpu_cases, measure
-from ropewalk.tools.gpu_peers import GPU_PEERS, Peer
+from ropewalk.tools.bench import gpu as bench_gpu
+from ropewalk.tools.bench import gpu_timing
+from ropewalk.tools.bench.gpu import COPY, OURS, GpuCase, gpu_cases, measure
+from ropewalk.tools.bench.gpu_peers import GPU_PEERS, Peer
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from hub.checkpoints import CONFIG, llama
 from ropewalk import load_spec
-from ropewalk.hub.conversion.folders import write_file
+from ropewalk.hub.convert.folders import write_file
 from ropewalk.tools.convert import convert
 
 
@@ -99,7 +99,7 @@ def test_a_proof_that_fails_is_exit_code_1_and_leaves_nothing(tmp_path, monkeypa
             data[byte] ^= 64
             path.write_bytes(data)
 
-    monkeypatch.setattr("ropewalk.hub.convert.write_file", flawed)
+    monkeypatch.setattr("ropewalk.hub.convert.conversion.write_file", flawed)
     assert convert(model, out, "interleaved", verify=True, json_file=str(tmp_path / "done.json")) == 1
     said = capsys.readouterr().out
     assert "The proof failed, and nothing was kept" in said

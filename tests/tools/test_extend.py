@@ -22,9 +22,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from ropewalk import RopewalkError, RotaryEmbedding, load_spec
-from ropewalk.hub.reading import read_model
+from ropewalk.hub.configs.model import read_model
 from ropewalk.tools.cli import main
-from ropewalk.tools.extend import extend
+from ropewalk.tools.extend.command import extend
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 LLAMA: dict[str, Any] = {

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ropewalk import RopewalkError
-from ropewalk.hub.families import FAMILIES
-from ropewalk.hub.pitfalls import PITFALLS
-from ropewalk.hub.reading import read_model
+from ropewalk.hub.configs.model import read_model
+from ropewalk.hub.configs.pitfalls import PITFALLS
+from ropewalk.hub.families.table import FAMILIES
 from ropewalk.theory import Band
 from ropewalk.tools.cli import main
-from ropewalk.tools.inspect import inspect, pairs_to_show, sheet
-from ropewalk.tools.inspect_compare import rows_of
-from ropewalk.tools.inspect_facts import as_json, layers_of
-from ropewalk.tools.inspect_words import ADVICE, number
+from ropewalk.tools.inspect.command import inspect, pairs_to_show, sheet
+from ropewalk.tools.inspect.compare import rows_of
+from ropewalk.tools.inspect.facts import as_json, layers_of
+from ropewalk.tools.inspect.words import ADVICE, number
 
 DATA = Path(__file__).parent.parent / "data"
 CONFIGS = DATA / "configs"
@@ -124,7 +124,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_every_family_fits_on_a_sheet(rope, monkeypatch):
-    monkeypatch.setattr("ropewalk.tools.inspect_facts.FARTHEST", 64)
+    monkeypatch.setattr("ropewalk.tools.inspect.facts.FARTHEST", 64)
     shown = 0
     # One of each: most families are as Llama is.
     for family in {repr(family): name for name, family in FAMILIES.items()}.values():

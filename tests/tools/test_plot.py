@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from ropewalk.errors import RopewalkError
 from ropewalk.spec import Plain, RopeSpec, Yarn
 from ropewalk.theory import BAND_EDGES, first_negative_distance, score_sum
-from ropewalk.tools import figures, style
-from ropewalk.tools.curves import Curve, Flags, decay_of, octaves
-from ropewalk.tools.plot import Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
+from ropewalk.tools.plot import figures, style
+from ropewalk.tools.plot.command import Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
+from ropewalk.tools.plot.curves import Curve, Flags, decay_of, octaves
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 LLAMA2, LLAMA31, GEMMA3 = (str(CONFIGS / f"{name}.json") for name in ("llama-2-7b", "llama-3.1-8b", "gemma-3-4b"))

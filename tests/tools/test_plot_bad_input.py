@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from ropewalk.errors import RopewalkError
-from ropewalk.tools.plot import Flags, Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
+from ropewalk.tools.plot.command import (
+    Flags,
+    Target,
+    plot_bias,
+    plot_decay,
+    plot_frequencies,
+    plot_rotation,
+    plot_sinusoidal,
+)
 
 LLAMA2 = str(Path(__file__).parent.parent / "data" / "configs" / "llama-2-7b.json")
 

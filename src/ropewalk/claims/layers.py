@@ -9,12 +9,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ropewalk.claims.samples import normal
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.encoding import ENCODINGS, encoding
-from ropewalk.nn.hooks import Encoding
-from ropewalk.nn.linear_attention import linear_attention
-from ropewalk.nn.linear_layer import LinearAttention
-from ropewalk.nn.linear_state import LinearState
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.by_name import ENCODINGS, encoding
+from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.linear.layer import LinearAttention
+from ropewalk.nn.linear.state import LinearState
 from ropewalk.reference import Projections
 from ropewalk.spec import RopeSpec, XPos
 

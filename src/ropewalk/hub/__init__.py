@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from ropewalk.hub.config import load_spec as load_spec
-from ropewalk.hub.pitfalls import RopeConfigWarning as RopeConfigWarning
+from ropewalk.hub.configs.load import load_spec as load_spec
+from ropewalk.hub.configs.pitfalls import RopeConfigWarning as RopeConfigWarning
 
 if TYPE_CHECKING:
-    from ropewalk.hub.patch import accelerate as accelerate
+    from ropewalk.hub.accelerate.patch import accelerate as accelerate
 
 __all__ = ["RopeConfigWarning", "accelerate", "load_spec"]
 
@@ -15,6 +15,6 @@ def __getattr__(name: str) -> object:
     # It needs torch, which configs do not.
     if name != "accelerate":
         raise AttributeError(f"module 'ropewalk.hub' has no attribute {name!r}")
-    from ropewalk.hub.patch import accelerate
+    from ropewalk.hub.accelerate.patch import accelerate
 
     return accelerate

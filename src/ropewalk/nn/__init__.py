@@ -1,6 +1,6 @@
 """What a model USES: modules."""
 
-from ropewalk.nn.qk_norm import qk_norm_rope as qk_norm_rope
-from ropewalk.nn.rotary import RotaryEmbedding as RotaryEmbedding
+from ropewalk.nn.rotary.embedding import RotaryEmbedding as RotaryEmbedding
+from ropewalk.nn.rotary.qk_norm import qk_norm_rope as qk_norm_rope
 
 __all__ = ["RotaryEmbedding", "qk_norm_rope"]

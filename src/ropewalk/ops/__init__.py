@@ -1,7 +1,7 @@
 """Operations: which path serves which call, torch.library, autograd. Kernels are below, modules above."""
 
+from ropewalk.kernels.torch_internals import is_plain as is_plain
 from ropewalk.ops.angles import cos_sin as cos_sin
-from ropewalk.ops.plain import is_plain as is_plain
 from ropewalk.ops.qk_norm import qk_norm_rotate as qk_norm_rotate
 from ropewalk.ops.registry import OPS as OPS
 from ropewalk.ops.registry import backend_reasons as backend_reasons

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import angles as angle_kernels
-from ropewalk.kernels import gpu
-from ropewalk.ops.plain import is_exporting, is_plain, is_transformed
+from ropewalk.kernels.angles import torch as angle_kernels
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.torch_internals import is_exporting, is_plain, is_transformed
 
 __all__ = ["cos_sin"]
 

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import gpu, linear_segments
-from ropewalk.kernels.feature_maps import map_features, row_shift
-from ropewalk.kernels.layout import Layout
-from ropewalk.kernels.linear_packed import attend_packed
-from ropewalk.kernels.linear_segments import OPERANDS, count_segments
-from ropewalk.kernels.linear_torch import Features, Side, Sums, attend
-from ropewalk.ops.plain import is_exporting, is_plain, why_not_plain
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.linear import segments as linear_segments
+from ropewalk.kernels.linear.feature_maps import map_features, row_shift
+from ropewalk.kernels.linear.packed import attend_packed
+from ropewalk.kernels.linear.segments import OPERANDS, count_segments
+from ropewalk.kernels.linear.torch import Features, Side, Sums, attend
+from ropewalk.kernels.torch_internals import is_exporting, is_plain, why_not_plain
+from ropewalk.kernels.types import Layout
 from ropewalk.ops.registry import cannot_serve
 from ropewalk.ops.rotation import rotate
 

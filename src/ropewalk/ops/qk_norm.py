@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import gpu, rotate_native
-from ropewalk.kernels.layout import Layout
-from ropewalk.kernels.qk_norm_torch import Norm, factor, norm_rotate, norm_rotate_backward
-from ropewalk.ops.plain import is_plain, why_not_plain
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.native import extension as rotate_native
+from ropewalk.kernels.qk_norm.torch import Norm, factor, norm_rotate, norm_rotate_backward
+from ropewalk.kernels.torch_internals import is_plain, why_not_plain
+from ropewalk.kernels.types import Layout
 from ropewalk.ops.registry import cannot_serve
 from ropewalk.ops.rotation import by_formula, fast_kernel, rotate, takes_op
 

@@ -7,7 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice
-from ropewalk.kernels import gpu, qk_norm_torch, rotate_native, rotate_torch
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.native import extension as rotate_native
+from ropewalk.kernels.qk_norm import torch as qk_norm_torch
+from ropewalk.kernels.rotate import torch as rotate_torch
 from ropewalk.reference.budget import rotation_budget
 from ropewalk.reference.qk_norm import qk_norm_rotate
 from ropewalk.reference.rotate import rotate

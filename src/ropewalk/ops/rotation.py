@@ -23,9 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels import gpu, rotate_native, rotate_torch
-from ropewalk.kernels.layout import Layout
-from ropewalk.ops.plain import is_eager, is_exporting, is_plain, is_transformed, why_not_plain
+from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.native import extension as rotate_native
+from ropewalk.kernels.rotate import torch as rotate_torch
+from ropewalk.kernels.torch_internals import is_eager, is_exporting, is_plain, is_transformed, why_not_plain
+from ropewalk.kernels.types import Layout
 from ropewalk.ops.registry import Kernel, cannot_serve
 
 __all__ = [

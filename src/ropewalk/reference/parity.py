@@ -14,7 +14,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError
 from ropewalk.reference.budget import BudgetError, assert_within_budget
 from ropewalk.reference.rotate import rotate
-from ropewalk.spec.frequencies import Plain, WholeModel
+from ropewalk.spec.frequencies import AcrossHeads, Plain
 from ropewalk.spec.rope import PAIRINGS
 
 __all__ = ["RotationCase", "check_rotation", "rotation_cases"]
@@ -71,7 +71,7 @@ def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
     def scattered(*shape: int, low: int = 0, high: int = 1 << 20) -> Tensor:
         return torch.randint(low, high, shape, generator=random)
 
-    per_head = torch.as_tensor(WholeModel(10_000.0, num_heads=3).evaluate(64))
+    per_head = torch.as_tensor(AcrossHeads(10_000.0, num_heads=3).evaluate(64))
     for pairing in PAIRINGS:
         for dim in (2, 60, 64, 80, 92, 96, 112, 128, 256, 512):
             yield RotationCase(f"{pairing}, dim {dim}", x(2, 3, 5, dim), torch.arange(5), theta(dim), pairing=pairing)

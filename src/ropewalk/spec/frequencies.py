@@ -14,7 +14,7 @@ from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
 from ropewalk.spec.fields import check_base, check_factor
 from ropewalk.spec.value import from_dict, register, to_dict
 
-__all__ = ["Explicit", "Frequencies", "Plain", "Proportional", "WholeModel"]
+__all__ = ["AcrossHeads", "Explicit", "Frequencies", "Plain", "Proportional"]
 
 
 class Frequencies(ABC):
@@ -134,14 +134,14 @@ class Explicit(Frequencies):
 
 @final
 @dataclasses.dataclass(frozen=True)
-class WholeModel(Frequencies):
+class AcrossHeads(Frequencies):
     """One rotation over the whole model width, made before the heads are split.
 
     theta_i = base^(-2i/d) for i = 0 .. d/2-1 with d = num_heads * rotary_dim, the width of the model; head h holds
     i = h*rotary_dim/2 .. (h+1)*rotary_dim/2-1, so each head turns in its own band of frequencies, head 0 fastest.
     The usual rotation gives every head the same, whole range.
 
-    >>> WholeModel(10_000, num_heads=2).evaluate(2).tolist()  # d_model = 4
+    >>> AcrossHeads(10_000, num_heads=2).evaluate(2).tolist()  # d_model = 4
     [[1.0], [0.01]]
     """
 
@@ -150,7 +150,7 @@ class WholeModel(Frequencies):
 
     def __post_init__(self) -> None:
         check_base(self)
-        heads = require_count(self.num_heads, asked="WholeModel(num_heads=...)", do="pass the number of heads")
+        heads = require_count(self.num_heads, asked="AcrossHeads(num_heads=...)", do="pass the number of heads")
         object.__setattr__(self, "num_heads", heads)
 
     def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:

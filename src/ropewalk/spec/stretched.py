@@ -10,17 +10,17 @@ from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
 from ropewalk.spec.fields import check_base, check_factor, check_trained_length
 from ropewalk.spec.frequencies import Frequencies, Plain
 
-__all__ = ["NTK", "DynamicNTK", "Linear", "LongRope", "NTKFixed", "NTKMixed"]
+__all__ = ["NTK", "DynamicNTK", "LongRope", "NTKFixed", "NTKMixed", "PositionInterpolation"]
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class Linear(Frequencies):
+class PositionInterpolation(Frequencies):
     """Position Interpolation: theta_i = base^(-2i/d) / factor, as if positions were m / factor (2306.15595, eq. 4).
 
     With factor 1 it is Plain.
 
-    >>> Linear(10_000, factor=4).evaluate(4).tolist()
+    >>> PositionInterpolation(10_000, factor=4).evaluate(4).tolist()
     [0.25, 0.0025]
     """
 
@@ -262,7 +262,7 @@ def _stretch_exponent(rule: Frequencies, rotary_dim: int) -> float:
             asked=f"{type(rule).__name__} for rotary_dim={rotary_dim}",
             expected="a rotary_dim of at least 4: the exponent is d/(d-2)",
             got=f"{rotary_dim}",
-            do="use Linear for a single pair",
+            do="use PositionInterpolation for a single pair",
         )
     return rotary_dim / (rotary_dim - 2)
 

@@ -48,8 +48,8 @@ def turns(inv_freq: InvFreq, length: float) -> Float64[np.ndarray, "pairs"]:
 def plain_inv_freq(spec: RopeSpec) -> Float64[np.ndarray, "pairs"]:
     """The frequencies that the spec would have without its rule: base^(-2i/d), pair by pair.
 
-    >>> from ropewalk.spec import Linear
-    >>> plain_inv_freq(RopeSpec(4, Linear(10_000, factor=8))).tolist()
+    >>> from ropewalk.spec import PositionInterpolation
+    >>> plain_inv_freq(RopeSpec(4, PositionInterpolation(10_000, factor=8))).tolist()
     [1.0, 0.01]
     """
     base = getattr(spec.frequencies, "base", None)

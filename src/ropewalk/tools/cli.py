@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from ropewalk.tools.bench_cli import bench
+from ropewalk.tools.bench.cli import bench
 from ropewalk.tools.length_option import length_option
-from ropewalk.tools.plot_cli import plot
+from ropewalk.tools.plot.cli import plot
 
 __all__ = ["app", "main"]
 
@@ -80,7 +80,7 @@ def inspect(
       ropewalk inspect models/llama models/qwen
       ropewalk inspect config.json --plot wavelengths.png --json pairs.json
     """
-    from ropewalk.tools.inspect import inspect as run
+    from ropewalk.tools.inspect.command import inspect as run
 
     raise typer.Exit(run(configs, json_file=json, plot=plot, pairing=pairing))
 
@@ -142,7 +142,7 @@ def extend(
       ropewalk extend config.json --to 131072 --rule yarn --write long.json
       ropewalk extend config.json --to 131072 --rule yarn --for vllm
     """
-    from ropewalk.tools.extend import extend as run
+    from ropewalk.tools.extend.command import extend as run
 
     code = run(
         config,

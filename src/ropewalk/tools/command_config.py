@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 from ropewalk.errors import RopewalkError
-from ropewalk.hub.read import NAMES
-from ropewalk.hub.reading import Model, read_model
+from ropewalk.hub.configs.model import Model, read_model
+from ropewalk.hub.configs.read import NAMES
 
 __all__ = ["read_named_config", "refuse_other_files"]
 

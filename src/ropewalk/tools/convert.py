@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ropewalk.hub.conversion.proof import TOLERANCE, Proof
-from ropewalk.hub.convert import Conversion, UnprovenError, convert_checkpoint
+from ropewalk.hub.convert.conversion import Conversion, UnprovenError, convert_checkpoint
+from ropewalk.hub.convert.proof import TOLERANCE, Proof
 from ropewalk.tools.output import require_writable_file, write_json
 
 __all__ = ["convert"]

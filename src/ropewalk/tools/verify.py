@@ -45,7 +45,7 @@ def verify(json_file: str | None = None, plots: Path | None = None, only: Sequen
     if plots is not None:
         require_writable_folder(plots, asked=f"ropewalk verify --plots {plots}")
         # A missing matplotlib is told now, and not after the measurements.
-        importlib.import_module("ropewalk.tools.figures")
+        importlib.import_module("ropewalk.tools.plot.figures")
     with console.status("loading PyTorch"):
         from ropewalk.claims import CHAPTERS, run
 
@@ -81,7 +81,7 @@ def verify(json_file: str | None = None, plots: Path | None = None, only: Sequen
         write_json([entry.as_dict() for entry in everything], json_file)
     _summary(console, everything)
     if plots is not None:
-        from ropewalk.tools.figures import draw_all
+        from ropewalk.tools.plot.figures import draw_all
 
         for path in draw_all(plots):
             console.print(f"picture: {path}", soft_wrap=True)

@@ -11,7 +11,7 @@ from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, drift, largest, normal, theta, turn
 from ropewalk.claims.sources import CHINESE_1, CHINESE_2, KOREAN, RUSSIAN_1, RUSSIAN_2
 from ropewalk.errors import RopewalkError
-from ropewalk.nn.attention import Attention
+from ropewalk.nn.attention.layer import Attention
 from ropewalk.reference import absolute, alibi_bias, softmax_attention
 from ropewalk.theory import periods
 

@@ -7,9 +7,9 @@ from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1, KOREAN, RUSSIAN_2
 from ropewalk.errors import RopewalkError
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.linear_layer import LinearAttention
-from ropewalk.nn.rotary import RotaryEmbedding
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.linear.layer import LinearAttention
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
 __all__ = ["chapter"]
 
@@ -37,7 +37,7 @@ def _listed(figures: dict[str, float], names: list[str]) -> str:
     f"{CHINESE_1}, {KOREAN}, {RUSSIAN_2}",
     method="outputs of Attention with each of the 11 encodings, float64, when all positions move by 1, 7 and 40",
     expected="learned, sinusoidal, multiplicative and concatenated move; none, recurrent, t5, alibi, rope, "
-    "rope-whole-model and xpos do not",
+    "rope-across-heads and xpos do not",
 )
 def _() -> Finding:
     layers = {name: layer(Attention, name) for name in NAMES}

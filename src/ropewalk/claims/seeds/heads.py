@@ -7,9 +7,9 @@ from ropewalk.claims.layers import WIDTH, layer, outputs
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, drift, largest, normal, theta
 from ropewalk.claims.sources import LIU, RUSSIAN_1
-from ropewalk.nn.attention import Attention
+from ropewalk.nn.attention.layer import Attention
 from ropewalk.reference import rotate, softmax_attention
-from ropewalk.spec import RopeSpec, WholeModel
+from ropewalk.spec import AcrossHeads, RopeSpec
 from ropewalk.theory import critical_dimension, periods
 
 __all__ = ["chapter"]
@@ -17,7 +17,7 @@ __all__ = ["chapter"]
 chapter = Chapter("Heads: where the rotation is made")
 
 HEADS, DIM = 8, 64
-SPEC = RopeSpec(DIM, WholeModel(10_000, num_heads=HEADS))
+SPEC = RopeSpec(DIM, AcrossHeads(10_000, num_heads=HEADS))
 
 
 def _split(x: Tensor) -> Tensor:
@@ -29,8 +29,8 @@ def _split(x: Tensor) -> Tensor:
     "heads.own-frequencies",
     "Rotating all of d_model before the heads are split gives each head a rotation of its own.",
     RUSSIAN_1,
-    method="512 features rotated and then split into 8 heads, against heads rotated with WholeModel frequencies; "
-    "Attention with rope-whole-model against attention over projections that were rotated before the split",
+    method="512 features rotated and then split into 8 heads, against heads rotated with AcrossHeads frequencies; "
+    "Attention with rope-across-heads against attention over projections that were rotated before the split",
     expected="equal; no frequency in two heads",
 )
 def _() -> Finding:
@@ -39,7 +39,7 @@ def _() -> Finding:
     after = rotate(_split(x), ids, SPEC.inv_freq())
     error = largest(before - after)
     distinct = len(set(SPEC.inv_freq().ravel().tolist()))
-    ours = layer(Attention, "rope-whole-model")
+    ours = layer(Attention, "rope-across-heads")
     tokens = normal(1, 6, WIDTH, seed=2)
     q, k, v = (projection(tokens)[0] for projection in (ours.q_proj, ours.k_proj, ours.v_proj))
     q, k = (rotate(x, torch.arange(6), theta(WIDTH)) for x in (q, k))

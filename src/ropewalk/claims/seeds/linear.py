@@ -12,10 +12,10 @@ from ropewalk.claims.layers import one_head, operations
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal, rank
 from ropewalk.claims.sources import CHINESE_1, LINEAR
-from ropewalk.nn.attention_scores import Sight, attend
-from ropewalk.nn.feature_maps import FavorFeatures
-from ropewalk.nn.linear_attention import linear_attention
-from ropewalk.nn.rotary import RotaryEmbedding
+from ropewalk.nn.attention.scores import Sight, attend
+from ropewalk.nn.linear.feature_maps import FavorFeatures
+from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.reference import elu_plus_one
 
 __all__ = ["chapter"]

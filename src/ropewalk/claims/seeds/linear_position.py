@@ -9,10 +9,10 @@ from ropewalk.claims.layers import one_head, token_by_token
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal, rank, theta
 from ropewalk.claims.sources import CHINESE_1, ROFORMER
-from ropewalk.nn.attention_scores import Biased, Sight, attend
-from ropewalk.nn.bias import AlibiBias, T5Bias
-from ropewalk.nn.linear_attention import linear_attention
-from ropewalk.nn.rotary import RotaryEmbedding
+from ropewalk.nn.attention.scores import Biased, Sight, attend
+from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
+from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.reference import (
     elu_plus_one,
     linear_attention_by_recurrence,

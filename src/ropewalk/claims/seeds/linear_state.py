@@ -9,10 +9,10 @@ from ropewalk.claims.layers import HEADS, WIDTH, layer, operations, token_by_tok
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.cache import KVCache
-from ropewalk.nn.linear_attention import linear_attention
-from ropewalk.nn.linear_layer import LinearAttention
+from ropewalk.nn.attention.cache import KVCache
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.linear.layer import LinearAttention
 from ropewalk.reference import elu_plus_one, linear_attention_by_recurrence, linear_attention_by_sum
 
 __all__ = ["chapter"]

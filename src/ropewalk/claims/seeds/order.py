@@ -7,8 +7,8 @@ from ropewalk.claims.layers import HEADS, WEIGHTS, WIDTH, layer, outputs, told
 from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1, CHINESE_2
-from ropewalk.nn.attention import Attention
-from ropewalk.nn.linear_layer import LinearAttention
+from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.linear.layer import LinearAttention
 from ropewalk.reference import multi_head_attention, rotate
 
 __all__ = ["chapter"]

@@ -1,0 +1,155 @@
+"""What takes the place of a model's rotation function: the fused rotation, with the cos and sin that the model made.
+
+Calls that are not what was probed (other lengths, tables of another width, no keys) go to the model's own function.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.hub.accelerate.rotation_probe import Rotation, parameters_of
+from ropewalk.kernels.qk_norm.torch import Norm
+from ropewalk.kernels.types import Layout
+from ropewalk.ops import qk_norm_rotate, rotate
+
+__all__ = ["fused_norm_rotation", "fused_rotation"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def fused_rotation(
+    original: Callable[..., Any], rotation: Rotation, widths: frozenset[int] | None
+) -> Callable[..., Any]:
+    """A function like `original`, which computes `rotation`, in one pass over memory.
+
+    `widths` are those of the tables in which both features of a pair have one angle; None where that does not matter.
+
+    >>> from ropewalk.hub.accelerate.rotation_probe import rotation_of
+    >>> def apply_rotary_pos_emb(x, cos, sin):
+    ...     return torch.cat((x[..., :1] * cos - x[..., 1:] * sin, x[..., 1:] * cos + x[..., :1] * sin), dim=-1)
+    >>> found = Rotation("half", "single", False, False, False, None, ((None, -2),), False, False)
+    >>> x, quarter = torch.tensor([1.0, 0.0]).expand(1, 1, 1, 2), (torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    >>> fused_rotation(apply_rotary_pos_emb, found, None)(x, *quarter).tolist()
+    [[[[0.0, 1.0]]]]
+    """
+    names = list(parameters_of(original))
+    defaults = {name: value.default for name, value in parameters_of(original).items()}
+    usual, seq_dims = defaults.get("unsqueeze_dim"), dict(rotation.seq_dims)
+    first = [name for name in names if name not in ("cos", "sin")][: 2 if rotation.both else 1]
+    known = {*first, "cos", "sin", "unsqueeze_dim"}
+
+    def turned(*args: Any, **more: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | more
+        seq_dim = seq_dims.get(given.get("unsqueeze_dim", usual))
+        tensors = [given.get(name) for name in first]
+        if seq_dim is None or len(args) > len(names) or any(name not in known for name in given):
+            return original(*args, **more)
+        ready = _ready(tensors, given.get("cos"), given.get("sin"), rotation, widths, seq_dim)
+        if ready is None:
+            return original(*args, **more)
+        xs, cos, sin, layout = ready
+        other = xs[1] if rotation.both else None
+        results = rotate(xs[0], other, cos, sin, layout, conjugate=rotation.conjugate)
+        if rotation.reorders:
+            results = tuple(y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in results)
+        return results if rotation.both else results[0]
+
+    return turned
+
+
+def fused_norm_rotation(
+    turned: Callable[..., Any], rotation: Rotation, widths: frozenset[int] | None, norms: type, eps: str, norm: Norm
+) -> Callable[..., Any]:
+    """A function of both norms, q, k, cos and sin that normalises and rotates q and k in one pass over memory.
+
+    `norms` is the class of the norms that were probed, `eps` the name of their epsilon. Where one is another, has hooks
+    or weights of another dtype, it is called, and then `turned`, which is what `fused_rotation` gave.
+
+    >>> from ropewalk.hub.accelerate.rotation_probe import Rotation
+    >>> found = Rotation("half", "single", False, False, False, None, ((None, -2),), True, False)
+    >>> fused = fused_norm_rotation(lambda q, k, cos, sin: (q, k), found, None, torch.nn.RMSNorm, "eps", Norm(1e-9))
+    >>> one, x = torch.nn.RMSNorm(2, eps=1e-9), torch.tensor([3.0, 4.0]).expand(1, 1, 1, 2)
+    >>> q, k = fused(one, one, x, x, torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    >>> [round(value, 4) for value in q.flatten().tolist()]
+    [-1.1314, 0.8485]
+    """
+    usual = dict(rotation.seq_dims).get(1, dict(rotation.seq_dims).get(None))
+
+    def normed_and_turned(q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        ready = None if usual is None else _ready([q, k], cos, sin, rotation, widths, usual)
+        # Where cos makes a wider dtype of q, the norm has to round before.
+        fits = (
+            ready is not None
+            and ready[0][0].dtype == q.dtype
+            and _is_plain(q_norm, norms, q)
+            and _is_plain(k_norm, norms, k)
+        )
+        if ready is None or not fits or getattr(q_norm, eps) != getattr(k_norm, eps):
+            return turned(q_norm(q), k_norm(k), cos, sin)
+        _, cos, sin, layout = ready
+        how = norm._replace(eps=getattr(q_norm, eps))
+        return qk_norm_rotate(q, k, q_norm.weight, k_norm.weight, cos, sin, layout, how)
+
+    return normed_and_turned
+
+
+def _is_plain(module: Any, norms: type, x: Tensor) -> bool:
+    """Whether nothing but the norm itself would run if this module were called on x, with weights like x."""
+    weight: Any = getattr(module, "weight", None)
+    return (
+        type(module) is norms
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        and not module._backward_pre_hooks
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and weight.dtype == x.dtype
+        and weight.device == x.device
+        and weight.shape == x.shape[-1:]
+    )
+
+
+def _ready(
+    tensors: list[Any], cos: Any, sin: Any, rotation: Rotation, widths: frozenset[int] | None, seq_dim: int
+) -> tuple[list[Tensor], Tensor, Tensor, Layout] | None:
+    """The tensors, and cos and sin as the kernels take them; None where these are not the shapes that were probed.
+
+    Decoding waits for this: nothing is asked twice.
+    """
+    if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or not isinstance(tensors[0], Tensor):
+        return None
+    table, dtype = cos.shape, tensors[0].dtype
+    if len(table) != 3 or sin.shape != table or dtype not in DTYPES:
+        return None
+    batch, rows, width = table
+    if widths is not None and width not in widths:
+        return None
+    turning = 2 * width if rotation.table == "single" else width
+    head_dim = tensors[0].shape[-1]
+    if turning % 2 or (turning != head_dim and (rotation.part is None or turning > head_dim)):
+        return None
+    for x in tensors:
+        if not isinstance(x, Tensor) or x.dtype != dtype:
+            return None
+        shape = x.shape
+        if len(shape) != 4 or shape[seq_dim] != rows or shape[-1] != head_dim:
+            return None
+        if batch not in (1, shape[0]):
+            return None
+    if not rotation.keeps_dtype and cos.dtype != dtype:
+        dtype = torch.promote_types(dtype, cos.dtype)
+        tensors = [x.to(dtype) for x in tensors]
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    cos, sin = _pairs(cos, rotation), _pairs(sin, rotation)
+    if cos.dtype != working or sin.dtype != working:
+        cos, sin = cos.to(working), sin.to(working)
+    start = head_dim - turning if rotation.part == "trailing" else 0
+    return tensors, cos, sin, Layout(rotation.pairing == "interleaved", start, seq_dim)
+
+
+def _pairs(table: Tensor, rotation: Rotation) -> Tensor:
+    """One angle a pair."""
+    if rotation.table == "single":
+        return table
+    return table[..., : table.shape[-1] // 2] if rotation.table == "halves" else table[..., ::2]

@@ -1,0 +1,119 @@
+"""How other stacks are told of an extension: the flags of vLLM and llama.cpp, and what these cannot do."""
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from ropewalk.hub.extend.config import FIXED, Form
+from ropewalk.hub.extend.rules import Extension, Start
+from ropewalk.spec.by_parts import Llama3, Yarn
+from ropewalk.spec.stretched import LongRope, PositionInterpolation
+
+__all__ = ["STACKS", "Flags", "flags_for"]
+
+STACKS = ("vllm", "llama.cpp")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags for one rule, None where the stack cannot do it; and what to know of it."""
+
+    flags: str | None
+    notes: tuple[str, ...]
+
+
+def flags_for(
+    stack: str,
+    start: Start,
+    extension: Extension,
+    length: int,
+    *,
+    form: Form | None,
+    path: tuple[str, ...] = (),
+    model_type: str = "",
+) -> Flags:
+    """The flags with which `stack` computes the extension. `form` holds its keys for transformers 5, if there are any,
+    and `path` says where they stand in the config.
+
+    >>> from ropewalk.hub.extend.rules import extensions
+    >>> from ropewalk.spec.rope import RopeSpec
+    >>> start = Start("", RopeSpec(128, pairing="half"), 10_000.0, 4096, 4096)
+    >>> yarn = next(one for one in extensions(start, 16384) if one.rule == "yarn")
+    >>> flags_for("llama.cpp", start, yarn, 16384, form=None).flags
+    '--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 4096 -c 16384'
+    """
+    if extension.spec is None:
+        return Flags(None, (extension.why_not or "",))
+    if model_type in FIXED:
+        return Flags(
+            None, (f"the code of {model_type} {FIXED[model_type]}; {stack} has no flag that is known to hold",)
+        )
+    if stack == "vllm":
+        return _vllm(start, extension, length, form, path, model_type)
+    return _llama_cpp(start, extension, length)
+
+
+def _vllm(
+    start: Start, extension: Extension, length: int, form: Form | None, path: tuple[str, ...], model_type: str
+) -> Flags:
+    rule = extension.spec and extension.spec.frequencies
+    if extension.rule == "dynamic":
+        return Flags(None, ("vLLM computes a dynamic base once, for one length: use ntk, which is that base",))
+    own = start.spec.frequencies
+    if isinstance(own, Yarn) and own.policy == "deepseek" and not isinstance(rule, Yarn):
+        return Flags(None, ("vLLM makes DeepSeek's YaRN of every rule in latent attention: use yarn",))
+    if form is None or form.name != "transformers 5":
+        return Flags(None, ("there are no keys for it that vLLM would read",))
+    parameters: dict[str, Any] = form.set["rope_parameters"]
+    inner: dict[str, Any] = dict(parameters.get(start.layer, parameters))
+    notes = ["for vLLM after November 2025; before, --hf-overrides took the keys of transformers 4"]
+    if isinstance(rule, Yarn):
+        # vLLM reads neither attention_factor nor the mscale pair, and multiplies its own amplitude by attn_factor.
+        own = Yarn(rule.base, rule.factor, rule.trained_length).amplitude()
+        if rule.policy != "deepseek" and rule.amplitude() != own:
+            inner["attn_factor"] = rule.amplitude() / own
+            notes.append("attn_factor is vLLM's: it makes of its amplitude the one above")
+    if start.spec.axes is not None and isinstance(rule, Yarn):
+        notes.append("vLLM computes YaRN's ramp from four times the trained length where there are several axes")
+    overrides: dict[str, Any] = {
+        "rope_parameters": {**parameters, start.layer: inner} if start.layer in parameters else inner
+    }
+    # vLLM takes max_position_embeddings, times the factor of PI, for the most that is allowed; YaRN has its own.
+    gemma = "gemma3" in model_type
+    if isinstance(rule, PositionInterpolation) and not gemma:
+        overrides["max_position_embeddings"] = start.trained
+        notes.append("max_position_embeddings is the trained length: vLLM multiplies it by the factor of PI")
+    elif gemma or not isinstance(rule, Yarn):
+        overrides["max_position_embeddings"] = length
+    for key in reversed(path):
+        overrides = {key: overrides}
+    most = min(length, int(rule.factor * start.trained)) if isinstance(rule, Yarn | PositionInterpolation) else length
+    return Flags(f"--hf-overrides {shlex.quote(json.dumps(overrides))} --max-model-len {most}", tuple(notes))
+
+
+def _llama_cpp(start: Start, extension: Extension, length: int) -> Flags:
+    own, rule = start.spec.frequencies, extension.spec and extension.spec.frequencies
+    again = "write a config with --write, and convert the model again: convert_hf_to_gguf.py"
+    if isinstance(own, Llama3 | LongRope):
+        held = f"a GGUF holds the factors of {type(own).__name__} as a tensor, and flags come on top of it"
+        return Flags(None, (f"{held}: {again}",))
+    if isinstance(rule, Llama3):
+        return Flags(None, (f"no flag: its factors are a tensor of the GGUF; {again}",))
+    notes = ["-c is for all parallel slots together; flags are for layers without a window"]
+    if isinstance(rule, PositionInterpolation):
+        return Flags(f"--rope-scaling linear --rope-scale {rule.factor:.9g} -c {length}", tuple(notes))
+    if isinstance(rule, Yarn):
+        if rule.ramp != "index":
+            return Flags(None, ("llama.cpp has the ramp over the index: use yarn",))
+        flags = f"--rope-scaling yarn --rope-scale {rule.factor:.9g} --yarn-orig-ctx {rule.trained_length}"
+        for name, value, usual in (("fast", rule.beta_fast, 32), ("slow", rule.beta_slow, 1)):
+            flags += "" if value == usual else f" --yarn-beta-{name} {value:g}"
+        if not rule.truncate:
+            notes.append("llama.cpp rounds the ends of the ramp to whole pairs; this model's are not rounded")
+        if rule.amplitude() != Yarn(rule.base, rule.factor, rule.trained_length).amplitude():
+            notes.append("llama.cpp computes the amplitude from the factor, or as the GGUF says; compare it")
+        return Flags(f"{flags} -c {length}", tuple(notes))
+    if extension.base is not None and not (extension.spec and extension.spec.varies):
+        return Flags(f"--rope-scaling none --rope-freq-base {extension.base:.9g} -c {length}", tuple(notes))
+    return Flags(None, ("llama.cpp has no dynamic base: use ntk, which is that base for one length",))

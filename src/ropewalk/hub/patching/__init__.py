@@ -1,1 +1,0 @@
-"""How `accelerate` finds what a loaded model computes, and what it puts in its place."""

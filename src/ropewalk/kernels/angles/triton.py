@@ -1,0 +1,122 @@
+"""cos and sin of position times frequency on a GPU, exact, in one launch and without a float64 temporary."""
+
+# pyright: reportGeneralTypeIssues=false
+# A kernel is Triton's language, whose ranges are no iterators of Python.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.kernels.triton_launch import LAUNCHES, Launch
+
+__all__ = ["cos_sin"]
+
+# Up to this angle two terms of pi/2 leave a remainder that has more bits than a float32; the library's own cosine,
+# which is slower, takes what lies past it.
+FAR = tl.constexpr(float(1 << 26))
+
+
+@triton.jit
+def _near(angle):
+    """cos and sin of float64 angles below FAR, for float32: Cody and Waite's reduction, then Taylor's sums."""
+    turns = tl.floor(angle * 0.6366197723675814 + 0.5)
+    # Literals that stand alone would be float32.
+    high = tl.full((), 1.5707963267948966, tl.float64)
+    low = tl.full((), 6.123233995736766e-17, tl.float64)
+    r = tl.fma(-turns, low + tl.zeros_like(turns), tl.fma(-turns, high + tl.zeros_like(turns), angle))
+    z = r * r
+    sine = z * -2.505210838544172e-08 + 2.7557319223985893e-06
+    sine = z * sine + -0.0001984126984126984
+    sine = z * sine + 0.008333333333333333
+    sine = z * sine + -0.16666666666666666
+    sine = r * z * sine + r
+    cosine = z * 2.08767569878681e-09 + -2.755731922398589e-07
+    cosine = z * cosine + 2.48015873015873e-05
+    cosine = z * cosine + -0.001388888888888889
+    cosine = z * cosine + 0.041666666666666664
+    cosine = z * z * cosine + (z * -0.5 + 1.0)
+    quarter = turns.to(tl.int32) & 3
+    swapped = (quarter & 1) == 1
+    cos = tl.where(swapped, sine, cosine)
+    sin = tl.where(swapped, cosine, sine)
+    return tl.where(((quarter + 1) & 2) == 2, -cos, cos), tl.where((quarter & 2) == 2, -sin, sin)
+
+
+@triton.jit(do_not_specialize=["tokens", "seq"])
+def _cos_sin(
+    positions,
+    inv_freq,
+    amplitude,
+    axes,
+    cos,
+    sin,
+    tokens,
+    seq,
+    AXES: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Lanes are counted over batches, heads, tokens and pairs, as the result lies; `tokens` over all batches."""
+    at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    pair = at % PAIRS
+    token = at // PAIRS
+    head = tl.zeros_like(pair)
+    if HEADS > 1:
+        row = token // seq
+        head = row % HEADS
+        token = row // HEADS * seq + token % seq
+    there = token < tokens
+    if AXES == 0:
+        where = tl.load(positions + token, mask=there, other=0).to(tl.float64)
+    else:
+        where = tl.zeros((LANES,), tl.float64)
+        for axis in tl.static_range(AXES):
+            on_axis = tl.load(positions + axis * tokens + token, mask=there, other=0).to(tl.float64)
+            where += on_axis * tl.load(axes + axis * PAIRS + pair)
+    angle = where * tl.load(inv_freq + head * PAIRS + pair)
+    scale = tl.load(amplitude)
+    if cos.dtype.element_ty == tl.float64:
+        c, s = tl.cos(angle), tl.sin(angle)
+    elif tl.max(tl.abs(angle)) < FAR:
+        c, s = _near(angle)
+    else:
+        c, s = tl.cos(angle), tl.sin(angle)
+    tl.store(cos + at, (scale * c).to(cos.dtype.element_ty), mask=there)
+    tl.store(sin + at, (scale * s).to(sin.dtype.element_ty), mask=there)
+
+
+def cos_sin(
+    positions: Tensor, inv_freq: Tensor, amplitude: Tensor, dtype: torch.dtype, axes: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`kernels.angles.cos_sin`, by one launch, for calls that `gpu.angles_serve` knows.
+
+    >>> from ropewalk.kernels.backends import triton as gpu
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> one, theta = torch.tensor(1.0).double().to(device), torch.tensor([1.0, 0.5]).double().to(device)
+    >>> cos, sin = cos_sin(torch.tensor([0, 2], device=device), theta, one, torch.float32)
+    >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1
+    [-0.4161, 0.5403]
+    """
+    device, pairs = positions.device, inv_freq.shape[-1]
+    heads = inv_freq.shape[0] if inv_freq.dim() == 2 else 1
+    shape = positions.shape if axes is None else positions.shape[1:]
+    seq, tokens = shape[-1], shape.numel()
+    if inv_freq.dim() == 2:
+        shape = (shape[0] if len(shape) == 2 else 1, heads, seq)
+    cos = torch.empty((*shape, pairs), dtype=dtype, device=device)
+    sin = torch.empty_like(cos)
+    positions, inv_freq = positions.contiguous(), inv_freq.contiguous()
+    tensors = positions, inv_freq, amplitude, inv_freq if axes is None else axes.contiguous(), cos, sin
+    addresses = tuple(x.data_ptr() & 15 for x in tensors)
+    count = 0 if axes is None else axes.shape[0]
+    key = (_cos_sin, positions.dtype, dtype, device, tokens, seq, count, heads, pairs, addresses)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        lanes = 256
+        constants = {"AXES": count, "HEADS": heads, "PAIRS": pairs, "LANES": lanes}
+        programs = -(-tokens * heads * pairs // lanes)
+        launch = LAUNCHES.keep(key, Launch(_cos_sin, programs, (tokens, seq), constants, 4))
+    launch(device, *tensors)
+    return cos, sin

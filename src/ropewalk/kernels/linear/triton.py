@@ -1,0 +1,346 @@
+"""Launches the kernels of linear attention: how a sequence is cut into segments, and the passes in their order."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false
+# Kernels take for a constexpr whatever they are given.
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.kernels.linear import segments as linear_segments
+from ropewalk.kernels.linear.feature_maps import FEATURE_MAPS
+from ropewalk.kernels.linear.segments import OPERANDS, Plan
+from ropewalk.kernels.linear.tiles import Block, tile_of
+from ropewalk.kernels.linear.torch import Side
+from ropewalk.kernels.linear.triton_backward import divide_rows, read_features
+from ropewalk.kernels.linear.triton_read import read_below, read_values
+from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments, turn_rows
+from ropewalk.kernels.linear.triton_walk import walk_segments
+from ropewalk.kernels.triton_launch import table_strides
+from ropewalk.kernels.types import Layout
+
+__all__ = ["Totals", "linear_attention", "linear_attention_backward"]
+
+# How operands enter products, and to which precision.
+_KINDS = {
+    torch.bfloat16: (tl.bfloat16, "ieee"),
+    torch.float16: (tl.float32, "tf32"),
+    torch.float32: (tl.float32, "tf32x3"),
+}
+
+# So many keep a large GPU busy: of programs that are soon done, and of those that walk along a sequence.
+_ENOUGH_PROGRAMS, _ENOUGH_WALKERS = 1024, 96
+
+
+class Totals(NamedTuple):
+    """Sums before each segment, as products take them, the plain ones among them, and sums of all.
+
+    >>> Totals(*torch.zeros(3, 1)).total.tolist()
+    [0.0]
+    """
+
+    running: Tensor
+    plain: Tensor
+    total: Tensor
+
+
+class _Turned(NamedTuple):
+    """What `turn_rows` made of a side: features, turned, and sums of plain ones over blocks of rows."""
+
+    features: Tensor
+    low: Tensor
+
+
+class _Call:
+    """What all passes of one call have in common: shapes, segments, tiles, and the arguments that follow from them."""
+
+    def __init__(self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None) -> None:
+        self.q, self.k, self.v, self.causal = q, k, v, causal
+        self.batch, self.heads, self.length, self.width = q.x.shape
+        self.kv_heads, self.keys, self.v_dim = k.x.shape[1], k.x.shape[2], v.shape[-1]
+        self.tile = tile_of(self.width, self.v_dim, v.dtype)
+        segment = linear_segments.segment_length(self.width, self.v_dim)
+        self.key_plan = Plan.of(k.x, cu_seqlens, segment)
+        # Where both are the same tokens, one plan cuts both.
+        same = causal or cu_seqlens is not None
+        self.query_plan = self.key_plan if same else Plan.of(q.x, cu_seqlens, segment)
+        # Tokens behind the last packed sequence belong to none, and nobody writes to them.
+        self.make = torch.empty if cu_seqlens is None else torch.zeros
+        pairs = 0 if q.tables is None else q.tables[0].shape[-1]
+        (self.kind, self.precision), self.memory = _KINDS[v.dtype], OPERANDS[v.dtype]
+        # Where nothing turns, neighbours are paired, which are read without gaps.
+        self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved or not pairs)
+        self.packed = cu_seqlens is not None
+        self.size = self.width * (self.v_dim + 1)
+
+    def turned(self, side: Side, plan: Plan, given: tuple[Tensor, Tensor] | None) -> _Turned:
+        """Features of a side, turned; `given` are a scale and a weight of its rows."""
+        batch, heads, length, width = side.x.shape
+        device, places = side.x.device, width + width % 2
+        low = self.low(plan)
+        out = torch.empty((batch, heads, length, places), dtype=self.memory, device=device)
+        blocks = plan.number * (plan.segment // low)
+        below = torch.empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
+        scale, weight = (below, below) if given is None else given
+        together = 1 if given is not None else _heads_together(side, blocks)
+        turn_rows[(batch * heads // together * blocks,)](
+            x=side.x, shift=_or(side.shift, below), scale=scale, weight=weight, **_tables(side),
+            begins=_or(plan.begins, below), turned=out, low=below, **_strides("x", side.x), length=length,
+            owners=batch * heads, HEADS=heads, TOGETHER=together, FEATURES=self.features, MAP=FEATURE_MAPS[side.map],
+            SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes,
+            num_warps=self.tile.turners,
+        )  # fmt: skip
+        return _Turned(out, below)
+
+    def low(self, plan: Plan) -> int:
+        """How many rows a block of plain sums has."""
+        return min(self.tile.low, plan.segment)
+
+    def sums(self, turned: _Turned, plan: Plan, v: Tensor, before: Tensor | None, *, reverse: bool) -> Totals:
+        """Running sums of the segments, and the sums of all; from behind where `reverse`."""
+        owners, block = self.batch * self.kv_heads, self.tile.sums
+        made = {"dtype": torch.float32, "device": v.device}
+        after = torch.empty((plan.sequences * self.kv_heads, self.size), **made)
+        running = torch.empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
+        plain = torch.empty((owners, plan.number, self.width), **made)
+        into, walker = Totals(running, plain, after), self.walker(plan)
+        if walker is not None:
+            self.walk(walker, turned, plan, v, before, into, reverse=reverse)
+            return into
+        sums = torch.empty((owners, plan.number, self.size), **made)
+        lane_blocks, column_blocks = self.blocks_of(block)
+        sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
+            turned=turned.features, v=v, low=turned.low, begins=_or(plan.begins, v), sums=sums, **_strides("v", v),
+            length=v.shape[2], owners=owners, count=plan.number, KV_HEADS=self.kv_heads,
+            GROUP=v.shape[1] // self.kv_heads, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan),
+            LANE_BLOCKS=lane_blocks, FEATURES=self.features, V_DIM=self.v_dim, PACKED=self.packed, KIND=self.kind,
+            PRECISION=self.precision, **block.options(),
+        )  # fmt: skip
+        # Few heads make few programs, unless each has little.
+        wide = 1024 if self.size > 8192 else 256
+        run_totals[(plan.sequences * self.kv_heads, -(-self.size // wide))](
+            sums=sums, before=_or(before, sums), after=after, running=running, plain=plain,
+            starts=_or(plan.starts, sums), heads=self.kv_heads, count=plan.number, ABOVE=self.width * self.v_dim,
+            SIZE=self.size, GIVEN=before is not None, PACKED=plan.starts is not None, REVERSE=reverse,
+            WIDTH=wide, num_warps=4 if wide > 256 else 2,
+        )  # fmt: skip
+        return into
+
+    def walker(self, plan: Plan) -> Block | None:
+        """The block of programs that walk along sequences, where there are enough of them, all equally long."""
+        block = self.tile.walk
+        if plan.begins is not None or block is None:
+            return None
+        return block if self.batch * self.kv_heads * math.prod(self.blocks_of(block)) >= _ENOUGH_WALKERS else None
+
+    def walk(
+        self, block: Block, turned: _Turned, plan: Plan, v: Tensor, before: Tensor | None, into: Totals, *,
+        reverse: bool,
+    ) -> None:  # fmt: skip
+        """Sums by walking, `into` what is there for them."""
+        owners = self.batch * self.kv_heads
+        lane_blocks, column_blocks = self.blocks_of(block)
+        tiles = lane_blocks * column_blocks
+        walk_segments[(owners, tiles + 1)](
+            turned=turned.features, v=v, low=turned.low, before=_or(before, into.total), after=into.total,
+            running=into.running, plain=into.plain, **_strides("v", v), length=v.shape[2], owners=owners,
+            count=plan.number, KV_HEADS=self.kv_heads, GROUP=v.shape[1] // self.kv_heads, FEATURES=self.features,
+            V_DIM=self.v_dim, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan), LANE_BLOCKS=lane_blocks,
+            TILES=tiles, GIVEN=before is not None, REVERSE=reverse, KIND=self.kind, PRECISION=self.precision,
+            **block.options(),
+        )  # fmt: skip
+
+    def blocks_of(self, block: Block) -> tuple[int, int]:
+        """How many blocks the lanes make, and the columns."""
+        return -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
+
+    def reading(self, mine: Tensor, plan: Plan) -> dict[str, Any]:
+        """What all kernels that read sums are given."""
+        batch, heads, length, _ = mine.shape
+        return {
+            "begins": _or(plan.begins, self.v), "owners": batch * heads, "length": length, "count": plan.number,
+            "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "CAUSAL": self.causal, "SEGMENT": plan.segment,
+            "FEATURES": self.features, "V_DIM": self.v_dim, "PACKED": self.packed,
+        }  # fmt: skip
+
+    def above(self, sums: Totals) -> dict[str, Any]:
+        """Where sum (R k) v^T lies, and how products are made."""
+        read = sums.running if self.causal else sums.total
+        return {"sums": read, "KIND": self.kind, "PRECISION": self.precision}
+
+    def below(self, sums: Totals) -> dict[str, Any]:
+        """Where sum k lies."""
+        return {"plain": sums.plain if self.causal else sums.total[:, self.width * self.v_dim :]}
+
+    def sides(self, mine: Side, other: Side, plan: Plan) -> dict[str, Any]:
+        """What kernels that map features are given: their own side, and the other side."""
+        return {
+            "x": mine.x, "y": other.x, "x_shift": _or(mine.shift, self.v), "y_shift": _or(other.shift, self.v),
+            **_tables(mine), **_strides("x", mine.x), **_strides("y", other.x), "X_MAP": FEATURE_MAPS[mine.map],
+            "Y_MAP": FEATURE_MAPS[other.map], "LOW": self.low(plan),
+        }  # fmt: skip
+
+    def read_below(self, sums: Totals, keys: _Turned) -> tuple[Tensor, Tensor]:
+        """Features of the queries, turned, and their denominators."""
+        q, plan = self.q, self.query_plan
+        batch, heads, length, width = q.x.shape
+        turned = torch.empty((batch, heads, length, width + width % 2), dtype=self.memory, device=q.x.device)
+        below = self.make((batch, heads, length), dtype=torch.float32, device=q.x.device)
+        blocks = plan.number * (plan.segment // self.low(plan))
+        read_below[(batch * heads * blocks,)](
+            **self.sides(q, self.k, plan), **self.reading(q.x, plan), **self.below(sums), low=keys.low,
+            turned=turned, below=below, LANES=self.tile.lanes, KIND=self.kind, PRECISION=self.precision,
+            num_warps=self.tile.turners,
+        )  # fmt: skip
+        return turned, below
+
+    def read_values(
+        self, mine: Tensor, plan: Plan, v: Tensor, sums: Totals, turned: Tensor, below: Tensor | None
+    ) -> Tensor:
+        """What each row of `mine` reads, over its denominator; of rows behind it where there is none."""
+        batch, heads, length, _ = mine.shape
+        block = self.tile.values._replace(rows=min(self.tile.values.rows, plan.segment))
+        out = self.make((batch, heads, length, self.v_dim), dtype=v.dtype, device=v.device)
+        blocks = plan.number * (plan.segment // block.rows)
+        read_values[(batch * heads * blocks, -(-self.v_dim // block.columns))](
+            **self.reading(mine, plan), **self.above(sums), rows=mine, turned=turned, v=v, out=out,
+            below=_or(below, out), REVERSE=below is None, Y_GROUP=v.shape[1] // self.kv_heads,
+            **_strides("v", v), **_strides("o", out), **block.options(),
+        )  # fmt: skip
+        return out
+
+    def read_features(
+        self, mine: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: Totals, turned: _Turned,
+        rows: tuple[Tensor, Tensor], *, reverse: bool,
+    ) -> Tensor:  # fmt: skip
+        """The gradient of the rows of `mine`, which lies in memory as they do."""
+        block = self.tile.features._replace(rows=min(self.tile.features.rows, plan.segment))
+        out = torch.empty_like(mine.x)
+        if plan.begins is not None:
+            out.zero_()
+        scale, weight = rows
+        batch, heads = mine.x.shape[:2]
+        blocks = plan.number * (plan.segment // block.rows)
+        read_features[(batch * heads * blocks, -(-self.tile.lanes // block.lanes))](
+            **self.sides(mine, other, plan), **self.reading(mine.x, plan), **self.above(sums), **self.below(sums),
+            turned=turned.features, low=turned.low, p=p, v=v, scale=scale, weight=weight, out=out, REVERSE=reverse,
+            Y_GROUP=v.shape[1] // self.kv_heads,
+            **_strides("p", p), **_strides("v", v), **_strides("d", out), **block.options(),
+        )  # fmt: skip
+        return out
+
+
+def linear_attention(
+    q: Side,
+    k: Side,
+    v: Tensor,
+    before: Tensor | None,
+    layout: Layout,
+    *,
+    causal: bool,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Totals]:
+    """Outputs, denominators [batch, heads, seq], the sums at the end, and the running sums of the segments.
+
+    Sums are float32 [sequences * kv_heads, width * (v_dim + 1)]: sum (R k) v^T, and behind it sum k. `before` is what
+    earlier tokens left.
+
+    >>> from ropewalk.kernels.backends import triton as gpu
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> x, v = torch.zeros(1, 1, 2, 2, device=device), torch.tensor([[[[1.0], [3.0]]]], device=device)
+    >>> side, layout = Side(x, "elu"), Layout(False, 0, -2)
+    >>> linear_attention(side, side, v, None, layout, causal=True)[0].flatten().tolist()
+    [1.0, 2.0]
+    """
+    q, k, v = _rows(q), _rows(k), _last_together(v)
+    call = _Call(q, k, v, layout, causal, cu_seqlens)
+    keys = call.turned(k, call.key_plan, None)
+    sums = call.sums(keys, call.key_plan, v, before, reverse=False)
+    queries, below = call.read_below(sums, keys)
+    out = call.read_values(queries, call.query_plan, v, sums, keys.features, below)
+    return out, below, sums
+
+
+def linear_attention_backward(
+    cotangent: Tensor,
+    after_cotangent: Tensor | None,
+    q: Side,
+    k: Side,
+    v: Tensor,
+    saved: tuple[Tensor, Tensor, Totals],
+    layout: Layout,
+    *,
+    causal: bool,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and of the sums before, from those of the outputs and of the sums at the end.
+
+    `saved` is what `linear_attention` gave. With dn = do / den and dden = -(do . o) / den: dq_i from S_i dn_i and
+    dden_i z_i; dk_j from T_j v_j and sum dden_i q_i; dv_j = T_j^T R k_j, where T_j sums (R q_i) dn_i^T over i >= j.
+
+    >>> from ropewalk.kernels.backends import triton as gpu
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> x, v = torch.zeros(1, 1, 2, 2, device=device), torch.tensor([[[[1.0], [3.0]]]], device=device)
+    >>> side, layout = Side(x, "elu"), Layout(False, 0, -2)
+    >>> saved = linear_attention(side, side, v, None, layout, causal=True)
+    >>> dv = linear_attention_backward(torch.ones_like(v), None, side, side, v, saved, layout, causal=True)[2]
+    >>> dv.flatten().tolist()  # the first value counts whole for the first output and half for the second
+    [1.5, 0.5]
+    """
+    q, k, v, cotangent = _rows(q), _rows(k), _last_together(v), _last_together(cotangent)
+    out, below, sums = saved[0], saved[1], Totals(*saved[2])
+    call = _Call(q, k, v, layout, causal, cu_seqlens)
+    scale, weight = torch.empty_like(below), torch.empty_like(below)
+    rows = below.numel()
+    divide_rows[(-(-rows // 16),)](
+        out=out, cotangent=cotangent, below=below, scale=scale, weight=weight, **_strides("o", out),
+        **_strides("g", cotangent), length=call.length, rows=rows, HEADS=call.heads, V_DIM=call.v_dim, ROWS=16,
+        COLUMNS=call.tile.features.columns,
+    )  # fmt: skip
+    both = scale, weight
+    queries = call.turned(q, call.query_plan, both)
+    last = None if after_cotangent is None else after_cotangent.contiguous()
+    behind = call.sums(queries, call.query_plan, cotangent, last, reverse=True)
+    dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, queries, both, reverse=True)
+    keys = call.turned(k, call.key_plan, None)
+    dv = call.read_values(keys.features, call.key_plan, cotangent, behind, queries.features, None)
+    del queries
+    dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, keys, both, reverse=False)
+    return dq, dk, dv, behind.total
+
+
+def _rows(side: Side) -> Side:
+    return side._replace(x=_last_together(side.x))
+
+
+def _last_together(x: Tensor) -> Tensor:
+    """x with its last dimension side by side, which is what the kernels read."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _heads_together(side: Side, blocks: int) -> int:
+    """How many heads a program turns, of those that have their tables in common: up to four, of which it reads some
+    while it works on others, unless too few programs were left."""
+    heads = side.x.shape[1]
+    if side.tables is not None and table_strides(side.tables[0])[1]:
+        return 1
+    fitting = (n for n in (4, 2) if heads % n == 0 and side.x.shape[0] * heads // n * blocks >= _ENOUGH_PROGRAMS)
+    return next(fitting, 1)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """The tensor, or another in its place that the kernel does not look at."""
+    return other if tensor is None else tensor
+
+
+def _strides(name: str, x: Tensor) -> dict[str, int]:
+    return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate("bhn")}
+
+
+def _tables(side: Side) -> dict[str, Any]:
+    cos, sin, row = (side.x, side.x, 0) if side.tables is None else side.tables
+    batch, head = (0, 0) if side.tables is None else table_strides(cos)
+    return {"cos": cos, "sin": sin, "row": row, "table_b": batch, "table_h": head}

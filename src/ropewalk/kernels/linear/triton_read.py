@@ -1,0 +1,154 @@
+"""What rows read of the sums before them, and of the tokens of their own segment: outputs, and gradients of values."""
+
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# A kernel is Triton's language, in which a constexpr is whatever it was given.
+
+import triton
+import triton.language as tl
+
+from ropewalk.kernels.linear.triton_sums import (
+    features,
+    load_turned,
+    load_values,
+    low_sums,
+    members,
+    offsets,
+    place_of,
+    places,
+    segment_of,
+    slots,
+    store_turned,
+    turned_pairs,
+)
+
+
+@triton.jit
+def sums_of(
+    begins, batch, shared, segment, count, SHARED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Which of the sums rows of a segment read: its running ones, or, without an order, those of the sequence.
+
+    Running sums lie apart, those with values and plain ones; sums of all lie behind each other.
+    """
+    if CAUSAL:
+        own = (batch * SHARED + shared) * count + segment
+    elif PACKED:
+        own = tl.load(begins + 2 * count + segment) * SHARED + shared
+    else:
+        own = batch * SHARED + shared
+    return own
+
+
+@triton.jit
+def load_sums(sums, feature, has, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
+    """A block of sum (R k) v^T, [features, columns], as what products take."""
+    mask = has[:, None] & (column < V_DIM)[None, :]
+    return tl.load(sums + feature[:, None] * V_DIM + column[None, :], mask=mask, other=0.0).to(KIND)
+
+
+@triton.jit
+def chunks_of(begin, end, index, ROWS: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr):
+    """The chunks of a segment that a block of rows sees: up to its own last, or, REVERSE, from its own first."""
+    tokens = (end - begin).to(tl.int32)
+    if REVERSE:
+        first = index * (ROWS // CHUNK)
+        last = tl.maximum((tokens + CHUNK - 1) // CHUNK, first)
+    else:
+        first = index * 0
+        last = (tl.minimum(tokens, (index + 1) * ROWS) + CHUNK - 1) // CHUNK
+    return first, last
+
+
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
+def read_below(
+    x, y, x_shift, y_shift, cos, sin, begins, plain, low, turned, below,
+    x_b, x_h, x_n, y_b, y_h, y_n, length, row, table_b, table_h, owners, count,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
+    Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr,
+    LANES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Features of queries x, turned, and their denominators: what the plain ones read of the plain sums of keys y."""
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    BLOCKS: tl.constexpr = SEGMENT // LOW
+    SHARED: tl.constexpr = X_HEADS // X_GROUP
+    batch, head, number, index = place_of(owners, X_HEADS, BLOCKS)
+    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
+    lane, shared = tl.arange(0, LANES), head // X_GROUP
+    token = begin + index * LOW + tl.arange(0, LOW)
+    there = token < end
+    at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
+    a, b = features(x, x_shift, at, there, LANES, FEATURES, X_MAP)
+    u, w = turned_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
+    store_turned(turned, at[1], there, u, w, LANES, FEATURES)
+    own = sums_of(begins, batch, shared, number, count, SHARED, CAUSAL, PACKED)
+    own = plain + own * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
+    first, second, has_first, has_second = members(lane, FEATURES)
+    low_a = tl.load(own + first, mask=has_first, other=0.0)
+    low_b = tl.load(own + second, mask=has_second, other=0.0)
+    if CAUSAL:
+        known, owner, others = lane < HALF, batch * SHARED + shared, owners // X_GROUP
+        place_a, place_b = places(lane, FEATURES)
+        low_a += low_sums(low, place_a, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
+        low_b += low_sums(low, place_b, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
+    sum_a, sum_b = low_a[None, :], low_b[None, :]
+    if CAUSAL:
+        at_y = offsets(token, (y_b, y_h, y_n), batch, shared, SHARED, length)
+        e, f = features(y, y_shift, at_y, there, LANES, FEATURES, Y_MAP)
+        seen = tl.where(token[:, None] >= token[None, :], 1.0, 0.0).to(KIND)
+        sum_a += tl.dot(seen, e.to(KIND), input_precision=PRECISION)
+        sum_b += tl.dot(seen, f.to(KIND), input_precision=PRECISION)
+    tl.store(below + at[1], tl.sum(a * sum_a + b * sum_b, axis=1), mask=there)
+
+
+@triton.jit(do_not_specialize=["length", "owners", "count"])
+def read_values(
+    rows, turned, v, begins, sums, out, below,
+    v_b, v_h, v_n, o_b, o_h, o_n, length, owners, count,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
+    V_DIM: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What rows of turned features read of the values: forward, queries of keys and values, over their denominator.
+
+    A row reads what was summed before its segment, and the tokens of the segment up to itself. REVERSE, for the
+    gradient of values: keys read of the queries behind them, and there is no denominator. X_GROUP heads of `rows`
+    share a sum, Y_GROUP heads of `turned` are in one.
+    """
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    SHARED: tl.constexpr = X_HEADS // X_GROUP
+    batch, head, number, index = place_of(owners, X_HEADS, SEGMENT // ROWS)
+    if not REVERSE:
+        index = SEGMENT // ROWS - 1 - index  # those that read most begin first
+    feature, has, place, known = slots(tl.arange(0, 2 * LANES), 0, LANES, FEATURES)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
+    own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    own = sums + own * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
+    mine = index * ROWS + tl.arange(0, ROWS)
+    token = begin + mine
+    there = token < end
+    flat = (batch * X_HEADS + head) * length + begin
+    row = load_turned(rows, flat, mine, there, place, known, HALF)
+    total = tl.dot(row, load_sums(own, feature, has, column, V_DIM, KIND), input_precision=PRECISION)
+    if CAUSAL:
+        start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
+        for step in range(start * Y_GROUP, stop * Y_GROUP):
+            member = (head // X_GROUP) * Y_GROUP + step % Y_GROUP
+            theirs = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            key = begin + theirs
+            has_key = key < end
+            base = (batch * (SHARED * Y_GROUP) + member) * length + begin
+            t = load_turned(turned, base, theirs, has_key, place, known, HALF)
+            z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
+            scores = tl.dot(row, tl.trans(t), input_precision=PRECISION)
+            seen = mine[:, None] <= theirs[None, :] if REVERSE else mine[:, None] >= theirs[None, :]
+            total = tl.dot(tl.where(seen, scores, 0.0).to(KIND), z, total, input_precision=PRECISION)
+    if not REVERSE:
+        # No feature of any key that is seen: 0, as `linear_torch.divide` has it.
+        under = tl.load(below + flat + mine, mask=there, other=1.0)
+        total = total / tl.where(under == 0, float("inf"), under)[:, None]
+    target = out + batch * o_b + head * o_h + token * o_n
+    mask = there[:, None] & (column < V_DIM)[None, :]
+    tl.store(target[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,84 @@
+"""Running sums by programs that walk along a whole sequence, where there are heads enough to keep a GPU busy so.
+
+Sums of single segments, which `sum_segments` writes and `run_totals` reads, stay in registers.
+"""
+
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# A kernel is Triton's language, in which a constexpr is whatever it was given.
+
+import triton
+import triton.language as tl
+
+from ropewalk.kernels.linear.triton_sums import load_turned, load_values, low_sums, slots
+
+
+@triton.jit
+def walk_plain(
+    low, before, after, plain, owner, owners, count, LANES: tl.constexpr, FEATURES: tl.constexpr, BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """The sums of plain features before each segment, from those of its blocks; `before` and `after` are of all."""
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    feature, has, place, _ = slots(tl.arange(0, 2 * LANES), 0, LANES, FEATURES)
+    total = tl.zeros((2 * LANES,), tl.float32)
+    if GIVEN:
+        total = tl.load(before + feature, mask=has, other=0.0)
+    for step in tl.range(0, count, num_stages=3):
+        number = count - 1 - step if REVERSE else step
+        own = low_sums(low, place, has, 0, BLOCKS, number, owners * GROUP, owner, HALF, BLOCKS, GROUP)
+        tl.store(plain + (owner * count + number) * FEATURES[0] + feature, total, mask=has)
+        total += own
+    tl.store(after + feature, total, mask=has)
+
+
+@triton.jit(do_not_specialize=["length", "owners", "count"])
+def walk_segments(
+    turned, v, low, before, after, running, plain, v_b, v_h, v_n, length, owners, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, SEGMENT: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr,
+    TILES: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sum of (R x) v^T and of x before each segment, or behind it where REVERSE; `after` is of all.
+
+    Each program has a tile of the sums; of each sequence and head the last one has the plain ones.
+    """
+    WIDTH: tl.constexpr = FEATURES[0]
+    HALF: tl.constexpr = (WIDTH + 1) // 2
+    owner, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    batch, head = owner // KV_HEADS, owner % KV_HEADS
+    before += owner * (WIDTH * (V_DIM + 1))
+    after += owner * (WIDTH * (V_DIM + 1))
+    if tile == TILES:
+        above: tl.constexpr = WIDTH * V_DIM
+        walk_plain(
+            low, before + above, after + above, plain, owner, owners, count, LANE_BLOCKS * LANES, FEATURES, BLOCKS,
+            GROUP, GIVEN, REVERSE,
+        )  # fmt: skip
+    else:
+        feature, has, place, known = slots(tl.arange(0, 2 * LANES), (tile % LANE_BLOCKS) * LANES, LANES, FEATURES)
+        column = (tile // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = has[:, None] & (column < V_DIM)[None, :]
+        at = feature[:, None] * V_DIM + column[None, :]
+        total = tl.zeros((2 * LANES, COLUMNS), tl.float32)
+        if GIVEN:
+            total = tl.load(before + at, mask=inside, other=0.0)
+        part = tl.zeros((2 * LANES, COLUMNS), tl.float32)
+        STEPS: tl.constexpr = GROUP * (SEGMENT // CHUNK)
+        for step in range(0, count * STEPS):
+            number = owner * 0 + (count - 1 - step // STEPS if REVERSE else step // STEPS)  # 64 bits, for offsets
+            if step % STEPS == 0:
+                # A segment's own sum is added as a whole: into a large total a product adds with fewer digits.
+                total += part
+                part = tl.zeros((2 * LANES, COLUMNS), tl.float32)
+                own = running + (owner * count + number) * (WIDTH * V_DIM)
+                tl.store(own + at, total.to(running.dtype.element_ty), mask=inside)
+            member = head * GROUP + step % GROUP
+            index = (step % STEPS // GROUP) * CHUNK + tl.arange(0, CHUNK)
+            token = number * SEGMENT + index
+            there = token < length
+            base = (batch * (KV_HEADS * GROUP) + member) * length + number * SEGMENT
+            t = load_turned(turned, base, index, there, place, known, HALF)
+            y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
+            part = tl.dot(tl.trans(t), y, part, input_precision=PRECISION)
+        tl.store(after + at, total + part, mask=inside)

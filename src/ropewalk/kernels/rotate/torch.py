@@ -1,0 +1,149 @@
+"""The rotation in torch operations: for every device, for tracing, and where no other backend is there.
+
+Both forms take cos and sin as `cos_sin` gives them, and turn the 2 * pairs features from `layout.start` on. They work
+in float32 (float64 for float64) and round once.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ropewalk.kernels.types import Layout, line_up
+
+__all__ = ["rotate", "rotate_traceable"]
+
+
+def rotate(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int = 0, conjugate: bool = False
+) -> tuple[Tensor, ...]:
+    """q, and k if there is one, rotated. Memory is held down: the results, at most one float32 temporary of their size.
+
+    y = swap(x) * sin + x * cos, where swap puts (-b, a) for each pair (a, b). Row `row` of cos and sin is the first
+    token's.
+
+    The rotation of a token must not depend on how many tokens stand beside it, so every step is one to which
+    arithmetic leaves one result, whether a vector unit takes it or a loop over the last elements. A complex product is
+    none; a fused multiply-add is one where both fuse, which is tried once (`_fuses_alike`).
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    >>> rotate(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # a quarter turn
+    [[-3.0, -4.0, 1.0, 2.0]]
+    """
+    if k is not None and q.dim() != k.dim():
+        return tuple(rotate(x, None, cos, sin, layout, row, conjugate)[0] for x in (q, k))
+    cos, sin = (line_up(table, q, layout.seq_dim, row) for table in (cos, sin))
+    sin = -sin if conjugate else sin
+    if layout.interleaved:
+        # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
+        wide_cos, i_sin = cos.repeat_interleave(2, dim=-1), torch.complex(torch.zeros_like(sin), sin)
+        swap = functools.partial(_swap_neighbours, sin=sin, i_sin=i_sin)
+    else:
+        wide_cos = torch.cat((cos, cos), dim=-1)
+        swap = functools.partial(_swap_halves, sin=sin, minus_sin=-sin)
+    return tuple(_rotate_one(x, wide_cos, swap, layout.start) for x in (q, k) if x is not None)
+
+
+def _rotate_one(x: Tensor, wide_cos: Tensor, swap: Callable[[Tensor, Tensor], None], start: int) -> Tensor:
+    stop = start + wide_cos.shape[-1]
+    y = torch.empty_like(x)
+    source, target = x, y
+    if stop - start < x.shape[-1]:
+        y[..., :start].copy_(x[..., :start])
+        y[..., stop:].copy_(x[..., stop:])
+        source, target = x[..., start:stop], y[..., start:stop]
+    low = x.dtype not in (torch.float32, torch.float64)
+    if low:
+        source = source.to(torch.float32)
+    turned = torch.empty_like(source) if low else target
+    swap(source, turned)
+    if _fuses_alike(x.device.type, source.dtype):
+        turned.addcmul_(source, wide_cos)
+    else:
+        turned += source * wide_cos
+    if low:
+        target.copy_(turned)
+    return y
+
+
+def _swap_halves(x: Tensor, out: Tensor, *, sin: Tensor, minus_sin: Tensor) -> None:
+    """swap(x) * sin for pairs (i, i + pairs)."""
+    a, b = x.chunk(2, dim=-1)
+    first, second = out.chunk(2, dim=-1)
+    torch.mul(b, minus_sin, out=first)
+    torch.mul(a, sin, out=second)
+
+
+def _swap_neighbours(x: Tensor, out: Tensor, *, sin: Tensor, i_sin: Tensor) -> None:
+    """swap(x) * sin for pairs (2i, 2i + 1)."""
+    if _is_complex(x) and _is_complex(out):
+        torch.mul(_as_complex(x), i_sin, out=_as_complex(out))
+    else:
+        torch.mul(x[..., 1::2], -sin, out=out[..., 0::2])
+        torch.mul(x[..., 0::2], sin, out=out[..., 1::2])
+
+
+@functools.cache
+def _fuses_alike(device: str, dtype: torch.dtype) -> bool:
+    """Whether addcmul rounds an element the same way alone and among others, on this build of torch.
+
+    It is compiled twice, for vectors and for what is left over, and a compiler may fuse the product and the sum in the
+    one and not in the other.
+    """
+    if device != "cpu":
+        # One thread takes one element there, and runs one code.
+        return True
+    with torch.inference_mode(False), torch.no_grad():
+        a, b, c = torch.randn(3, 257, dtype=dtype, device="cpu", generator=torch.Generator().manual_seed(0))
+        together = torch.addcmul(a, b, c)
+        alone = [torch.addcmul(a[i : i + 1], b[i : i + 1], c[i : i + 1]) for i in range(len(a))]
+        return torch.equal(together, torch.cat(alone))
+
+
+def _is_complex(x: Tensor) -> bool:
+    """Whether neighbouring features lie in memory as complex numbers do."""
+    return x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+
+
+def rotate_traceable(
+    x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, row: int = 0, conjugate: bool = False
+) -> Tensor:
+    """The rotation as a formula: differentiable in everything, and for compilers to fuse.
+
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    >>> rotate_traceable(x, torch.zeros(1, 2), torch.ones(1, 2), Layout(True, 0, -2)).tolist()  # a quarter turn
+    [[-2.0, 1.0, -4.0, 3.0]]
+    """
+    cos, sin = (_as_on(x, line_up(table, x, layout.seq_dim, row)) for table in (cos, sin))
+    sin = -sin if conjugate else sin
+    start, pairs = layout.start, cos.shape[-1]
+    stop = start + 2 * pairs
+    whole = stop - start == x.shape[-1]
+    # A slice of everything is an alias, for which the batched tensors of `is_grads_batched` have no rule.
+    turned = (x if whole else x[..., start:stop]).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if layout.interleaved:
+        shape = turned.shape
+        a, b = turned.reshape(*shape[:-1], pairs, 2).unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).reshape(shape)
+    else:
+        a, b = turned[..., :pairs], turned[..., pairs:]
+        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    turned = turned.to(x.dtype)
+    if whole:
+        return turned
+    return torch.cat((x[..., :start], turned, x[..., stop:]), dim=-1)
+
+
+def _as_on(x: Tensor, table: Tensor) -> Tensor:
+    """`table` as x can meet it: replicated on the mesh of a DTensor, since every rank computes the same."""
+    if type(x).__name__ != "DTensor" or type(table).__name__ == "DTensor":
+        return table
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = x.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -1,0 +1,167 @@
+"""The gradients of cos and sin on a GPU: one pass over x and its cotangent, summed over heads."""
+
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false
+# A kernel is Triton's language, in which a constexpr is whatever it was given.
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ropewalk.kernels.qk_norm.triton_kernels import load_rows
+from ropewalk.kernels.triton_launch import LAUNCHES, Launch, Rows, alignment, is_wide, rows_of
+from ropewalk.kernels.types import Layout
+
+__all__ = ["table_gradient"]
+
+
+@triton.jit(do_not_specialize=["seq", "blocks_a_batch", "x_b", "x_s", "x_h", "g_b", "g_s", "g_h"])
+def _table_gradient(
+    x,
+    g,
+    of_cos,
+    of_sin,
+    seq,
+    blocks_a_batch,
+    x_b,
+    x_s,
+    x_h,
+    g_b,
+    g_s,
+    g_h,
+    HEADS: tl.constexpr,
+    TABLES: tl.constexpr,
+    X_STEP: tl.constexpr,
+    G_STEP: tl.constexpr,
+    PAIRS: tl.constexpr,
+    START: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROOM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    CONJUGATE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Of (a, b) turned to (a c - b s, a s + b c) c has the gradient a p + b r, and s a r - b p; p, r the cotangents.
+
+    TABLES is 1 where heads share cos and sin, and else one a head. A program has TOKENS tokens of one of them.
+    """
+    FEATURES: tl.constexpr = (PAIRS, 0, START, INTERLEAVED, ROOM, 1)
+    counting = tl.int64 if WIDE else tl.int32
+    block = tl.program_id(0) % blocks_a_batch
+    table = tl.program_id(0) // blocks_a_batch
+    batch = (table // TABLES).to(counting)
+    s = block * TOKENS + tl.arange(0, TOKENS)
+    there = s < seq
+    s = s.to(counting)
+    source = x + (batch * x_b + s * x_s) * ALIGN
+    given = g + (batch * g_b + s * g_s) * ALIGN
+    dtype = of_cos.dtype.element_ty
+    c = tl.zeros((TOKENS, ROOM), dtype)
+    d = tl.zeros((TOKENS, ROOM), dtype)
+    first = table % TABLES * (HEADS // TABLES)
+    head = first
+    while head < first + HEADS // TABLES:
+        a, b, _ = load_rows(source + head.to(counting) * x_h * ALIGN, there, X_STEP, TOKENS, FEATURES)
+        p, r, _ = load_rows(given + head.to(counting) * g_h * ALIGN, there, G_STEP, TOKENS, FEATURES)
+        a, b, p, r = a.to(dtype), b.to(dtype), p.to(dtype), r.to(dtype)
+        c += a * p + b * r
+        d += a * r - b * p
+        head += 1
+    if CONJUGATE:
+        d = -d
+    pair = tl.arange(0, ROOM)[None, :]
+    at = ((table.to(tl.int64) * seq + s) * PAIRS)[:, None] + pair
+    mask = there[:, None] & (pair < PAIRS)
+    tl.store(of_cos + at, c, mask=mask)
+    tl.store(of_sin + at, d, mask=mask)
+
+
+def table_gradient(
+    both: Sequence[Tensor], cotangents: Sequence[Tensor | None], cos: Tensor, layout: Layout, row: int, conjugate: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradients of cos and sin, shaped as they are, of the rotation of one or two tensors.
+
+    >>> from ropewalk.kernels.backends import triton as gpu
+    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
+    >>> cos = torch.ones(1, 1, device=device)
+    >>> [part.item() for part in table_gradient([x], [g], cos, Layout(True, 0, -2), 0, False)]  # 3 c - 4 s
+    [3.0, -4.0]
+    """
+    found = [_of_one(x, g, cos, layout, conjugate) for x, g in zip(both, cotangents, strict=True) if g is not None]
+    of_cos, of_sin = found[0]
+    for more_cos, more_sin in found[1:]:
+        of_cos, of_sin = of_cos + more_cos, of_sin + more_sin
+    return _placed(of_cos, cos, row), _placed(of_sin, cos, row)
+
+
+def _of_one(x: Tensor, g: Tensor, cos: Tensor, layout: Layout, conjugate: bool) -> list[Tensor]:
+    """What one tensor gives to both gradients, from the first token's row on."""
+    rows, given = (rows_of(tensor, layout.seq_dim, cos.dim()) for tensor in (x, g))
+    if rows is None or given is None:
+        slices = [_of_one(*each, cos, layout, conjugate) for each in zip(x.unbind(1), g.unbind(1), strict=True)]
+        return [torch.stack(parts).sum(0) for parts in zip(*slices, strict=True)]
+    tables = cos.shape[1] if cos.dim() == 4 else 1
+    shape = (rows.batch, tables, rows.seq, cos.shape[-1])
+    make = torch.empty if x.numel() else torch.zeros
+    out = [make(shape, dtype=cos.dtype, device=cos.device) for _ in range(2)]
+    if x.numel():
+        _launch(x, g, rows, given, out, layout, tables, conjugate)
+    if cos.dim() < 4:
+        out = [total.squeeze(1) for total in out]
+    return [total.sum(0, keepdim=cos.dim() > 2) if cos.dim() == 2 or cos.shape[0] == 1 else total for total in out]
+
+
+def _placed(gradient: Tensor, cos: Tensor, row: int) -> Tensor:
+    """The gradient among the rows of cos: those that no token had get 0."""
+    if gradient.shape == cos.shape:
+        return gradient
+    whole = torch.zeros_like(cos)
+    whole.narrow(-2, row, gradient.shape[-2]).copy_(gradient)
+    return whole
+
+
+def _launch(
+    x: Tensor,
+    g: Tensor,
+    rows: Rows,
+    given: Rows,
+    out: Sequence[Tensor],
+    layout: Layout,
+    tables: int,
+    conjugate: bool,
+) -> None:
+    tensors = (x, g, *out)
+    pairs = out[0].shape[-1]
+    shapes = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() & 15) for t in tensors)
+    key = (_table_gradient, shapes, x.device, layout, conjugate)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        room = 1 << (pairs - 1).bit_length()
+        tokens = max(1, 512 // room)
+        aligned = alignment(16 // x.element_size(), *rows.strides[:3], *given.strides[:3])
+        blocks_a_batch = -(-rows.seq // tokens)
+        strides = [stride // aligned for r in (rows, given) for stride in r.strides[:3]]
+        constants = {
+            "HEADS": rows.heads,
+            "TABLES": tables,
+            "X_STEP": rows.strides[3],
+            "G_STEP": given.strides[3],
+            "PAIRS": pairs,
+            "START": layout.start,
+            "INTERLEAVED": layout.interleaved,
+            "ROOM": room,
+            "TOKENS": tokens,
+            "ALIGN": aligned,
+            "CONJUGATE": conjugate,
+            "WIDE": is_wide(rows.reach(), given.reach()),
+        }
+        programs = rows.batch * tables * blocks_a_batch
+        launch = LAUNCHES.keep(
+            key, Launch(_table_gradient, programs, (rows.seq, blocks_a_batch, *strides), constants, 4)
+        )
+    launch(x.device, *tensors)

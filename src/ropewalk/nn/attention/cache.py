@@ -1,0 +1,190 @@
+"""KVCache: keys and values of the tokens that were read, for decoding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, require_count, shown
+from ropewalk.nn.attention.arguments import check_append, check_index, rope_of
+from ropewalk.nn.encodings.base import Encoding, may_look
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Keys [batch, num_kv_heads, max_length, head_dim], values beside them, and how many of each sequence there are.
+
+    All memory is taken at once. Tokens of a sequence lie one after the other from slot 0 on; `lengths` [batch], on the
+    device, says how many, and differs between sequences where `counts` were given. Slots past it hold zeros. Keys are
+    stored as they are given: rotated. Each slot keeps the position of its token too, `positions` [batch, max_length],
+    for encodings that add a bias.
+
+    Nothing asks the device: `filled_at_most` is what the host knows of the longest sequence, and tokens that may not
+    fit are refused by it. `encoding_state` is for encodings that carry something from token to token; a new cache has
+    None. A cache serves one layer, without gradients.
+
+    >>> cache = KVCache(2, 1, max_length=8, head_dim=4)
+    >>> cache.append(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), torch.tensor([3, 1]))  # the second is padded
+    >>> cache.lengths.tolist(), cache.filled_at_most
+    ([3, 1], 3)
+    >>> cache.keys[:, 0, :, 0].tolist()
+    [[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        v_dim: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = {"batch": batch, "num_kv_heads": num_kv_heads, "max_length": max_length, "head_dim": head_dim}
+        sizes["v_dim"] = head_dim if v_dim is None else v_dim
+        for name, size in sizes.items():
+            sizes[name] = require_count(size, asked=f"KVCache({name}=...)", do="pass a whole number above 0")
+        self.batch, self.num_kv_heads, self.max_length, self.head_dim, self.v_dim = sizes.values()
+        dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype, "KVCache(dtype=...)")
+        shape = self.batch, self.num_kv_heads, self.max_length
+        # What is born in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
+            self.values = torch.zeros(*shape, self.v_dim, dtype=dtype, device=device)
+            self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=device)
+            self.positions = torch.zeros(self.batch, self.max_length, dtype=torch.int64, device=device)
+        self.encoding_state: Tensor | None = None
+        self.filled_at_most = 0
+        # Whether the host knows that every sequence has filled_at_most tokens.
+        self.even = True
+
+    def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None, *, positions: Tensor | None = None) -> None:
+        """Puts keys [batch, num_kv_heads, seq, head_dim] and values behind those of each sequence.
+
+        `counts` [batch] says how many of them are tokens; those that follow are padding and leave no trace.
+        `positions`, whole, [seq] or [batch, seq], are where the tokens stand; unless given they go on counting from
+        `lengths`. What does not fit is refused, and then nothing was written.
+
+        >>> cache = KVCache(1, 1, 2, 1)
+        >>> cache.append(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
+        >>> cache.append(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
+        Traceback (most recent call last):
+        ropewalk.errors.RopewalkError: asked:    more tokens in a KVCache of max_length=2
+        expected: at most 0, since 2 may be there
+        got:      1
+        do this:  make a longer cache, or drop old tokens with evict_prefix
+        """
+        check_append(self, k, v, counts, positions)
+        seq = k.shape[2]
+        steps = torch.arange(seq, device=k.device)
+        rows, slots = torch.arange(self.batch, device=k.device)[:, None], self.lengths[:, None] + steps
+        if counts is not None:
+            # Zeros: hidden values are still multiplied, and 0 times what padding may hold could be NaN.
+            padding = (steps >= counts[:, None])[:, None, :, None]
+            k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
+        for buffer, new in ((self.keys, k), (self.values, v)):
+            buffer.transpose(1, 2)[rows, slots] = new.detach().transpose(1, 2)
+        self.positions[rows, slots] = slots if positions is None else positions.to(torch.int64)
+        self.lengths += seq if counts is None else counts
+        self.filled_at_most += seq
+        if counts is not None:
+            self.even = False
+            if may_look(self.lengths):
+                self.filled_at_most = int(self.lengths.max())
+
+    def evict_prefix(self, count: int, rope: RotaryEmbedding | Encoding | None) -> None:
+        """Drops the first `count` tokens of each sequence and moves the rest to the front, as if they had been first.
+
+        Keys that `rope` rotated are turned back by rope.shift(k, by=-count), so that positions count from 0 again; each
+        such move rounds once more. Give the encoding that made the keys, or None where keys hold no position. What
+        holds absolute positions cannot be moved and is refused. A sequence of fewer tokens is emptied.
+
+        >>> rope, cache = RotaryEmbedding(2), KVCache(1, 1, 4, 2)
+        >>> k = torch.ones(1, 1, 3, 2)
+        >>> cache.append(rope(k), k)
+        >>> cache.evict_prefix(1, rope)
+        >>> cache.lengths.tolist(), torch.allclose(cache.keys[:, :, :2], rope(k[:, :, :2]))
+        ([2], True)
+        """
+        number = require_count(count, asked="KVCache.evict_prefix(count)", do="pass how many tokens to drop")
+        if number > self.filled_at_most:
+            raise RopewalkError(
+                asked=f"KVCache.evict_prefix({number})",
+                expected=f"at most {self.filled_at_most} tokens, which may be there",
+                got=f"{number}",
+                do="drop fewer, or call reset() to drop them all",
+            )
+        (turn, length), left = rope_of(rope, self.head_dim), self.filled_at_most - number
+        keys = self.keys[:, :, number : self.filled_at_most]
+        # Copies: what is moved lies over where it goes.
+        keys = keys.clone() if turn is None else turn.shift(keys, by=-number, length=length)
+        values = self.values[:, :, number : self.filled_at_most].clone()
+        positions = self.positions[:, number : self.filled_at_most] - number
+        for buffer, rest in ((self.keys, keys), (self.values, values), (self.positions[:, None], positions[:, None])):
+            buffer[:, :, :left] = rest
+            buffer[:, :, left : self.filled_at_most] = 0
+        self.lengths.sub_(number).clamp_(min=0)
+        self.filled_at_most, self.even = left, self.even or left == 0
+
+    def reorder(self, index: Tensor) -> None:
+        """Sequence b becomes what sequence index[b] was, for beam search; index is [batch].
+
+        >>> cache = KVCache(2, 1, 4, 1)
+        >>> cache.append(torch.tensor([5.0, 7.0]).view(2, 1, 1, 1), torch.zeros(2, 1, 1, 1))
+        >>> cache.reorder(torch.tensor([1, 1]))
+        >>> cache.keys[:, 0, 0, 0].tolist()
+        [7.0, 7.0]
+        """
+        check_index(index, self.batch, self.lengths.device, "KVCache.reorder(index)", number=self.batch)
+        for buffer in (self.keys, self.values, self.lengths, self.positions):
+            buffer.copy_(buffer.index_select(0, index))
+        if self.encoding_state is not None:
+            self.encoding_state = self.encoding_state.index_select(0, index)
+
+    def reset(self) -> None:
+        """Forgets everything, and keeps the memory.
+
+        >>> cache = KVCache(1, 1, 2, 1)
+        >>> cache.append(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
+        >>> cache.reset()
+        >>> cache.lengths.tolist(), cache.filled_at_most
+        ([0], 0)
+        """
+        for buffer in (self.keys, self.values, self.lengths, self.positions):
+            buffer.zero_()
+        self.encoding_state, self.filled_at_most, self.even = None, 0, True
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
+        """Moves everything to a device, and casts keys and values to a dtype; returns the cache itself.
+
+        >>> KVCache(1, 1, 2, 1).to(dtype=torch.float64).keys.dtype
+        torch.float64
+        """
+        dtype = _checked_dtype(self.keys.dtype if dtype is None else dtype, "KVCache.to(dtype=...)")
+        with torch.inference_mode(False):
+            self.keys, self.values = (x.to(device=device, dtype=dtype) for x in (self.keys, self.values))
+            self.lengths, self.positions = self.lengths.to(device=device), self.positions.to(device=device)
+        if self.encoding_state is not None:
+            self.encoding_state = self.encoding_state.to(device=device)
+        return self
+
+    def __repr__(self) -> str:
+        sizes = f"{self.batch}, {self.num_kv_heads}, {self.max_length}, {self.head_dim}"
+        wide = "" if self.v_dim == self.head_dim else f", v_dim={self.v_dim}"
+        home = f"dtype={self.keys.dtype}, device={str(self.keys.device)!r}"
+        return f"KVCache({sizes}{wide}, {home}), filled_at_most={self.filled_at_most}"
+
+
+def _checked_dtype(dtype: Any, asked: str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise RopewalkError(
+        asked=asked,
+        expected="a floating-point dtype",
+        got=shown(dtype),
+        do="pass the dtype of the keys: torch.bfloat16",
+    )

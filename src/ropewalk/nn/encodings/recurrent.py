@@ -1,0 +1,102 @@
+"""RecurrentEncoding: a network that reads the tokens in order, before a transformer that has no order."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ropewalk.errors import RopewalkError, require_count, shown
+from ropewalk.nn.encodings.base import Encoding, check_token_positions, check_tokens
+
+__all__ = ["RecurrentEncoding"]
+
+
+class RecurrentEncoding(Encoding):
+    """h_m = tanh(A x_m + B h_{m-1} + c), with h before the first token 0 (Elman, Finding structure in time, 1990).
+
+    Each token is replaced by what the network holds after it. Tokens are read from the lowest position to the highest;
+    only that order matters, so nothing moves when all positions shift, and there is no last position. It takes one step
+    a token, one after the other, and a compiler unrolls them. A, B and c are drawn evenly from +-1/sqrt(dim), as in
+    `torch.nn.RNN`. Worked in float32, or float64 where x or a parameter is, and rounded once.
+
+    A `cache` carries h from call to call in its attribute `encoding_state` [batch, dim], so that a prefill and steps
+    give what the whole sequence would; the calls must come in order, and gradients go through it. Padding is read like
+    any token: a state is right for sequences of one length.
+
+    >>> network = RecurrentEncoding(1)
+    >>> for parameter, value in zip(network.parameters(), (1.0, 1.0, 0.0)):
+    ...     _ = torch.nn.init.constant_(parameter, value)
+    >>> h = network.embed(torch.tensor([[[1.0], [0.0]]]))
+    >>> [round(value, 4) for value in h.flatten().tolist()]  # tanh(1), tanh(tanh(1))
+    [0.7616, 0.642]
+    """
+
+    name = "recurrent"
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = require_count(dim, asked="RecurrentEncoding(dim)", do="pass how many features there are")
+        self.input_weight = nn.Parameter(torch.empty(self.dim, self.dim))
+        self.state_weight = nn.Parameter(torch.empty(self.dim, self.dim))
+        self.input_bias = nn.Parameter(torch.empty(self.dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the parameters anew, as initialisation after `to_empty` wants it."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(self.dim**-0.5), self.dim**-0.5)
+
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: Any = None) -> Tensor:
+        asked = "RecurrentEncoding.embed"
+        check_tokens(x, self.dim, asked=asked, parameter=self.input_weight)
+        if positions is not None:
+            check_token_positions(positions, x, asked=asked)
+        before = None if cache is None else getattr(cache, "encoding_state", None)
+        self._check_state(before, x)
+        if x.shape[-2] == 0:
+            return x
+        # Rounding errors would add up from token to token.
+        dtype = torch.promote_types(torch.promote_types(x.dtype, self.input_weight.dtype), torch.float32)
+        order = None if positions is None else _order(positions, x)
+        tokens = x if order is None else _taken(x, order)
+        # What does not depend on the state is one product for all tokens.
+        inputs = functional.linear(tokens.to(dtype), self.input_weight.to(dtype), self.input_bias.to(dtype))
+        inputs, turn = inputs.flatten(0, -3) if x.dim() > 2 else inputs.unsqueeze(0), self.state_weight.to(dtype).t()
+        state = inputs.new_zeros(inputs.shape[0], self.dim) if before is None else before.reshape(-1, self.dim)
+        state, states = state.to(inputs.dtype), []
+        for token in inputs.unbind(1):
+            state = torch.tanh(torch.addmm(token, state, turn))
+            states.append(state)
+        read = torch.stack(states, dim=1).view(x.shape)
+        if order is not None:
+            read = _taken(read, order.argsort(dim=-1))
+        if cache is not None:
+            cache.encoding_state = state.view(*x.shape[:-2], self.dim)
+        return read.to(x.dtype)
+
+    def _check_state(self, state: Any, x: Tensor) -> None:
+        shape = (*x.shape[:-2], self.dim)
+        if state is None or (isinstance(state, Tensor) and state.shape == shape and state.device == x.device):
+            return
+        raise RopewalkError(
+            asked="RecurrentEncoding.embed(cache=...)",
+            expected=f"an encoding_state {list(shape)} on {x.device}, one row a sequence; None before the first token",
+            got=f"{list(state.shape)} on {state.device}" if isinstance(state, Tensor) else shown(state),
+            do="continue the sequences that the cache was filled with, or give a new cache",
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}"
+
+
+def _order(positions: Tensor, x: Tensor) -> Tensor:
+    """Which token of x is read first, second, ..: from the lowest position to the highest, equal ones as they stand."""
+    # Not every integer type can be sorted.
+    positions = positions if positions.is_floating_point() else positions.to(torch.int64)
+    order = positions.argsort(dim=-1, stable=True)
+    return order if order.dim() == 1 else order.view(order.shape[0], *[1] * (x.dim() - 3), order.shape[1])
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(-2, order.unsqueeze(-1).expand(x.shape))

@@ -1,0 +1,131 @@
+"""Feature maps of linear attention: those with a name, random features for softmax, and any function."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, shown
+from ropewalk.kernels.linear.feature_maps import FEATURE_MAPS
+
+__all__ = ["FavorFeatures", "FeatureMap", "map_name", "resolve_maps"]
+
+FeatureMap = str | Callable[[Tensor], Tensor]
+
+
+class FavorFeatures(nn.Module):
+    """Positive random features whose product is, on average, the exponential that softmax takes (FAVOR+).
+
+    phi(x) = exp(w_i . y - |y|^2 / 2) / sqrt(m) with y = x / d^(1/4) and m rows w_i of a Gaussian, orthogonal in blocks
+    of d: the mean of phi(q) . phi(k) over draws of w is exp(q . k / sqrt(d)) (Choromanski et al., 2009.14794, lemma 1
+    and section 3). The exponent is at most |w_i|^2 / 2, so that features are finite in float32 whatever x is up to
+    d = 128 or so. The draw follows from `seed` alone; it is a buffer, and is saved with a model.
+
+    Differs from the paper: nothing is taken off the exponent of keys, which would have to be the same for all of them.
+
+    >>> phi = FavorFeatures(4, num_features=4096, seed=0)
+    >>> q, k = torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.tensor([[0.5, 0.5, 0.0, 0.0]])
+    >>> estimate, exact = (phi(q) @ phi(k).T).item(), torch.exp(torch.tensor(0.25)).item()
+    >>> abs(estimate - exact) < 0.1 * exact
+    True
+    """
+
+    projection: Tensor
+
+    def __init__(self, head_dim: int, num_features: int, *, seed: int = 0, device: Any = None) -> None:
+        super().__init__()
+        self.head_dim = require_count(head_dim, asked="FavorFeatures(head_dim)", do="pass the width of q and k")
+        self.num_features = require_count(
+            num_features, asked="FavorFeatures(num_features)", do="pass how many random features there are to be"
+        )
+        if as_int(seed) is None:
+            raise RopewalkError(
+                asked="FavorFeatures(seed=...)", expected="an int", got=shown(seed), do="pass an int, 0 unless told"
+            )
+        self.seed = seed
+        self.register_buffer("projection", self._drawn(device))
+
+    def _drawn(self, device: Any) -> Tensor:
+        """The rows w_i, float32, drawn on the CPU, so that a seed means the same features everywhere."""
+        random, dim = torch.Generator(device="cpu").manual_seed(self.seed), self.head_dim
+        how = {"generator": random, "dtype": torch.float64, "device": "cpu"}
+        blocks = []
+        for start in range(0, self.num_features, dim):
+            rows, lengths = torch.randn(dim, dim, **how), torch.randn(dim, dim, **how).norm(dim=1)
+            turned, upper = torch.linalg.qr(rows)
+            # With these signs all rotations are equally likely.
+            turned = turned * upper.diagonal().sign()
+            blocks.append((turned.T * lengths[:, None])[: self.num_features - start])
+        return torch.cat(blocks).to(device=device, dtype=torch.float32)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # A cast of the model leaves the draw as it is, and memory that comes up empty is drawn anew.
+        before = self.projection
+        super()._apply(fn, recurse)
+        if before.is_meta and not self.projection.is_meta:
+            self.projection = self._drawn(self.projection.device)
+        elif self.projection.dtype != torch.float32:
+            self.projection = before.to(self.projection.device)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., head_dim] to features [..., num_features], float32 or, for float64, float64."""
+        if x.shape[-1] != self.head_dim:
+            raise RopewalkError(
+                asked="FavorFeatures(...)(x)",
+                expected=f"{self.head_dim} features",
+                got=f"{x.shape[-1]}",
+                do="make it with the head_dim of q and k",
+            )
+        working = torch.float64 if x.dtype == torch.float64 else torch.float32
+        with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
+            y = x.to(working) * self.head_dim**-0.25
+            exponent = y @ self.projection.to(working).T - y.square().sum(dim=-1, keepdim=True) / 2
+            return torch.exp(exponent) * self.num_features**-0.5
+
+    def extra_repr(self) -> str:
+        """The sizes and the seed."""
+        return f"{self.head_dim}, num_features={self.num_features}, seed={self.seed}"
+
+
+def _point_to_features(asked: str) -> NoReturn:
+    raise RopewalkError(
+        asked=f"{asked}(feature_map='favor')",
+        expected="features that are drawn once and kept",
+        got="a name",
+        do="pass FavorFeatures(head_dim, num_features), and the same object in every call; a LinearAttention makes one",
+    )
+
+
+def resolve_maps(feature_map: Any, asked: str) -> tuple[FeatureMap, FeatureMap]:
+    """The maps of queries and of keys: from a name, a function, or a pair of either.
+
+    >>> resolve_maps("elu", "a doctest")
+    ('elu', 'elu')
+    """
+    pair = feature_map if isinstance(feature_map, tuple) and len(feature_map) == 2 else (feature_map, feature_map)
+    for one in pair:
+        if isinstance(one, str):
+            if one == "favor":
+                _point_to_features(asked)
+            require_choice(one, (*FEATURE_MAPS, "favor"), asked=f"{asked}(feature_map=...)")
+        elif not callable(one):
+            raise RopewalkError(
+                asked=f"{asked}(feature_map=...)",
+                expected=f"one of {', '.join(FEATURE_MAPS)}, a function of a tensor, or a pair, for queries and keys",
+                got=shown(one),
+                do="for random features that approximate softmax pass FavorFeatures(head_dim, num_features)",
+            )
+    return cast(tuple[FeatureMap, FeatureMap], pair)
+
+
+def map_name(feature_map: FeatureMap) -> str:
+    """What a map is called, to tell states of different ones apart; two functions of one name are not told apart.
+
+    >>> map_name("elu"), map_name(torch.exp)
+    ('elu', 'exp')
+    """
+    if isinstance(feature_map, str):
+        return feature_map
+    return getattr(feature_map, "__name__", type(feature_map).__name__)

@@ -1,0 +1,166 @@
+"""LinearAttention: a layer of linear attention, with its step for decoding."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.nn.attention.arguments import check_encoding, check_tokens_fit
+from ropewalk.nn.attention.projections import ProjectedHeads
+from ropewalk.nn.encodings.base import Encoding, check_as
+from ropewalk.nn.encodings.rotary import RotaryEncoding
+from ropewalk.nn.linear.arguments import rope_for_linear
+from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
+from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.linear.state import LinearState
+from ropewalk.nn.rotary.checks import check_positions
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+
+__all__ = ["LinearAttention"]
+
+
+class LinearAttention(ProjectedHeads):
+    """A layer of linear attention: `linear_attention` between projections, with any encoding that acts on tokens alone.
+
+    `encoding` turns features, or is an embedding that the model calls at its bottom; one with a bias is refused, with
+    the reason. `feature_map` is as in `linear_attention`, or "favor" for `FavorFeatures` with `num_features` (head_dim
+    unless given). The projections are those of `Attention`: q_proj, k_proj, v_proj and o_proj.
+
+    >>> layer = LinearAttention(8, num_heads=2, encoding=RotaryEmbedding(4))
+    >>> x = torch.randn(1, 5, 8)
+    >>> state, steps = None, []
+    >>> for token in x.split(1, dim=1):
+    ...     y, state = layer.step(token, state)
+    ...     steps.append(y)
+    >>> torch.allclose(torch.cat(steps, dim=1), layer(x), atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        encoding: Encoding | RotaryEmbedding | None = None,
+        feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+        num_features: int | None = None,
+        causal: bool = True,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            causal=causal,
+            qkv_bias=qkv_bias,
+            out_bias=out_bias,
+            device=device,
+            dtype=dtype,
+        )
+        rope = rope_for_linear(encoding, "LinearAttention(encoding=...)")
+        if feature_map == "favor":
+            feature_map = FavorFeatures(
+                self.head_dim, self.head_dim if num_features is None else num_features, device=device
+            )
+        elif num_features is not None:
+            raise RopewalkError(
+                asked="LinearAttention(num_features=...)",
+                expected='num_features beside feature_map="favor" alone',
+                got=f"feature_map={shown(feature_map)}",
+                do="other maps have a width of their own: leave num_features out",
+            )
+        maps = resolve_maps(feature_map, "LinearAttention")
+        width = getattr(maps[0], "num_features", None)
+        if rope is not None and width not in (None, rope.spec.head_dim):
+            raise RopewalkError(
+                asked=f"LinearAttention(encoding=...) with {map_name(maps[0])}",
+                expected=f"a rope of {width}, the width of the features",
+                got=f"head_dim={rope.spec.head_dim}",
+                do=f"the rotation comes after the feature map: pass RotaryEmbedding({width})",
+            )
+        if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
+            asked = f"LinearAttention(num_heads={self.num_heads}, head_dim={self.head_dim}, encoding=...)"
+            check_as(asked, check_encoding, encoding, self.head_dim, self.num_heads, self.num_kv_heads)
+        self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
+        # A map that is a module is registered, and saved with the layer: once, where both sides share it.
+        self.q_map = maps[0]
+        if maps[1] is not maps[0]:
+            self.k_map = maps[1]
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: LinearState | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """x [batch, seq, dim] -> [batch, seq, dim], and the state after it if `return_state`.
+
+        The arguments are those of `linear_attention`.
+
+        >>> LinearAttention(8, num_heads=2)(torch.zeros(1, 3, 8)).shape
+        torch.Size([1, 3, 8])
+        """
+        check_tokens_fit(x, self.dim, self.q_proj)
+        if state is not None:
+            self._require_causal()
+        q, k, v = self.heads_of(x)
+        turns = getattr(self.encoding, "rope", None) is not None
+        if positions is not None and not turns:
+            check_as("attention(positions=...)", check_positions, positions, x, -2, True, "positions")
+        maps = self.q_map, getattr(self, "k_map", self.q_map)
+        out, after = linear_attention(
+            q,
+            k,
+            v,
+            rope=self.encoding if turns else None,
+            positions=positions if turns else None,
+            cu_seqlens=cu_seqlens,
+            key_mask=key_mask,
+            feature_map=maps,
+            causal=self.causal,
+            state=state,
+            return_state=True,
+        )
+        y = self.joined(out)
+        return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
+
+    def extra_repr(self) -> str:
+        """The sizes, and the feature map where it is no module."""
+        maps = self.q_map, getattr(self, "k_map", self.q_map)
+        shown_maps = maps[0] if maps[0] == maps[1] else maps
+        named = f", feature_map={shown_maps!r}" if all(isinstance(one, str) for one in maps) else ""
+        return (
+            f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"causal={self.causal}{named}"
+        )
+
+    def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
+        """The next tokens [batch, seq, dim] behind `state`: their output and the new state, at a cost that is the same
+        at every position.
+
+        >>> y, state = LinearAttention(8, num_heads=2).step(torch.zeros(1, 1, 8))
+        >>> state.position
+        1
+        """
+        self._require_causal()
+        return self(x, state=state, return_state=True)
+
+    def _require_causal(self) -> None:
+        if not self.causal:
+            raise RopewalkError(
+                asked="a LinearAttention that goes on from a state",
+                expected="causal attention: tokens in a state were read without those that come now",
+                got="causal=False",
+                do="leave the state out and read the whole sequence",
+            )

@@ -1,0 +1,99 @@
+"""qk_norm_rope: RMSNorm of queries and keys and their rotation, in one call."""
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, require_flag, require_positive, shown
+from ropewalk.kernels.qk_norm.torch import Norm
+from ropewalk.nn.rotary.angle_source import Angles
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops import qk_norm_rotate
+
+__all__ = ["qk_norm_rope"]
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    rope: RotaryEmbedding,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    round_norm: bool = False,
+    positions: Tensor | None = None,
+    offset: int | Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    angles: Angles | None = None,
+    length: int | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """rope(norm(q), norm(k)) with norm(x) = x / sqrt(mean(x^2) + eps) * weight over each head, in one pass over memory.
+
+    Qwen 3, Gemma 3 and others normalise so. The weights are [head_dim], or None for none. `plus_one` multiplies by
+    1 + weight, as Gemma stores it. `positions`, `offset`, `cu_seqlens` and `angles` say where the tokens stand, and
+    `length` how long the sequence is, as in rope(q, k, ...). xPos and query temperatures, which treat queries and keys
+    differently, are refused.
+
+    Everything is worked in float32 and rounded once. transformers rounds the norm before it turns it; `round_norm=True`
+    rounds where it does, for models that are to give the same logits. Gradients go to q, k and both weights. Squares
+    are summed in float32, as torch sums them: features past 1e19 overflow, and their result is 0.
+
+    >>> q = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]])  # two tokens; sqrt(mean of squares) is 3.5355
+    >>> rope = RotaryEmbedding(2)
+    >>> q, k = qk_norm_rope(q, q, rope, q_weight=torch.ones(2), k_weight=torch.tensor([2.0, 2.0]))
+    >>> [round(x, 4) for x in q[0, 0].tolist()], [round(x, 4) for x in k[0, 0].tolist()]
+    ([0.8485, 1.1314], [1.6971, 2.2627])
+    """
+    if not isinstance(rope, RotaryEmbedding):
+        raise RopewalkError(
+            asked="qk_norm_rope(q, k, rope, ...)",
+            expected="a RotaryEmbedding as the third argument",
+            got=shown(rope),
+            do="make one: rope = RotaryEmbedding(head_dim, pairing=...)",
+        )
+    if not torch.compiler.is_compiling():
+        # A compiler may hold eps as a symbol, which cannot be asked whether it is finite.
+        eps = require_positive(eps, asked="qk_norm_rope(eps=...)", do="pass the eps of the model, 1e-6 in most")
+    require_flag(plus_one, asked="qk_norm_rope(plus_one=...)")
+    require_flag(round_norm, asked="qk_norm_rope(round_norm=...)")
+    if not isinstance(k, Tensor):
+        raise RopewalkError(
+            asked="qk_norm_rope(q, k, ...)",
+            expected="keys, a floating-point tensor, as the second argument",
+            got=shown(k),
+            do="for one tensor alone call rope(norm(x))",
+        )
+    if not rope.spec.same_for_both:
+        raise RopewalkError(
+            asked="qk_norm_rope(..., rope)",
+            expected="a spec that treats queries and keys alike",
+            got=f"{rope}",
+            do="normalise first and call rope(q, k)",
+        )
+    cos, sin, row = rope._place(q, k, positions, offset, cu_seqlens, angles, length)
+    for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
+        _check_weight(name, weight, x, plus_one)
+    return qk_norm_rotate(q, k, q_weight, k_weight, cos, sin, rope.layout, Norm(eps, plus_one, round_norm), row=row)
+
+
+def _check_weight(name: str, weight: Tensor | None, x: Tensor, plus_one: bool) -> None:
+    if weight is None and not plus_one:
+        return
+    dim = x.shape[-1]
+    fits = isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape == (dim,)
+    if fits and isinstance(weight, Tensor) and weight.device == x.device:
+        return
+    got = f"{weight.dtype} {list(weight.shape)} on {weight.device}" if isinstance(weight, Tensor) else shown(weight)
+    if hasattr(weight, "weight"):
+        do = f"pass the weight of the norm: {name}=norm.weight"
+    elif isinstance(weight, Tensor) and weight.shape != (dim,):
+        do = "the norm is over one head; for one over all heads, as OLMo 2 has it, normalise first and call rope(q, k)"
+    else:
+        do = "pass a floating-point tensor, on the device of q"
+    raise RopewalkError(
+        asked=f"qk_norm_rope({name}=...)" + (" with plus_one" if plus_one else ""),
+        expected=f"a floating-point tensor [{dim}] on {x.device}" + ("" if plus_one else ", or None"),
+        got=got,
+        do=do,
+    )

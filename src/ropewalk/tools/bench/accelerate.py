@@ -1,0 +1,232 @@
+"""`python -m ropewalk.tools.bench.accelerate`: the rotation's share of a forward pass, before and after accelerate.
+
+Two copies of one model with random weights, one of them accelerated, take turns. The time inside the calls of the
+rotation, and of the norms of q and k where a model has them, is taken in the same passes.
+"""
+
+import argparse
+import copy
+import importlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+
+from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.hub.accelerate.norm_fusion import FUSED
+from ropewalk.hub.accelerate.patch import accelerate
+from ropewalk.kernels.native.extension import instructions
+from ropewalk.tools.bench.timing import Contestant, take_turns
+from ropewalk.tools.output import package_version, processor, require_writable_file, write_json
+
+__all__ = ["AcceleratedLine", "ModelCase", "bench_accelerate", "measure", "model_cases"]
+
+ROTATION = "apply_rotary_pos_emb"
+
+# How far logits may lie apart: both round some hundred numbers on the way, each in its own order.
+LIMITS = {"float32": 300 * 2.0**-24, "bfloat16": 30 * 2.0**-9, "float16": 30 * 2.0**-12}
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """A model of transformers by its family, with random weights, and the tokens of one forward pass."""
+
+    family: str
+    dtype: str
+    tokens: int = 512
+    hidden: int = 1024
+    layers: int = 8
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 64
+
+    def title(self) -> str:
+        """The case in a line."""
+        return f"{self.family}, {self.dtype}, {self.tokens} tokens"
+
+
+@dataclass(frozen=True)
+class AcceleratedLine:
+    """A row: the whole pass, and what of it was spent on rotation (with the norms of q and k). Medians."""
+
+    path: str
+    forward_ms: float
+    rotation_ms: float
+    rotation_share: float
+
+
+def model_cases(quick: bool, dtype: str = "float32") -> list[ModelCase]:
+    """Llama, and Qwen 3, whose norms of q and k go into the same pass; two small layers if `quick`."""
+    sizes: dict[str, int] = {"tokens": 64, "hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2} if quick else {}
+    return [ModelCase(family, dtype, **sizes) for family in ("llama", "qwen3")]
+
+
+def _model(case: ModelCase) -> nn.Module:
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise RopewalkError(
+            asked="bench_accelerate",
+            expected="transformers, whose models are timed",
+            got="it is not installed",
+            do="pip install 'ropewalk[hf]'",
+        ) from None
+    sizes = {"hidden_size": case.hidden, "intermediate_size": 11 * case.hidden // 4, "head_dim": case.head_dim}
+    heads = {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
+    name = {"llama": "Llama", "qwen3": "Qwen3"}[case.family]
+    config = getattr(transformers, f"{name}Config")(
+        **sizes, **heads, num_hidden_layers=case.layers, vocab_size=1024, use_cache=False
+    )
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval().to(getattr(torch, case.dtype))
+
+
+class _Clock:
+    """Adds up the time inside functions."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, its time added to what was taken."""
+
+        def run(*args: Any, **more: Any) -> Any:
+            start = time.perf_counter_ns()
+            result = function(*args, **more)
+            self.taken += time.perf_counter_ns() - start
+            return result
+
+        return run
+
+    @contextmanager
+    def inside(self, model: nn.Module) -> Iterator[None]:
+        """Times the rotation of the model's attention, and norms of q and k that are called by themselves."""
+        layers = [module for module in model.modules() if hasattr(module, "q_proj")]
+        names = type(layers[0]).forward.__globals__
+        kept = {name: names[name] for name in (ROTATION, FUSED) if name in names}
+        norms = [norm for module in layers for key, norm in module.named_children() if key in ("q_norm", "k_norm")]
+        # The accelerated class calls its norms through the fused function, which is timed as a whole.
+        norms = [] if FUSED in names else norms
+        try:
+            names.update({name: self.timed(function) for name, function in kept.items()})
+            for norm in norms:
+                norm.forward = self.timed(norm.forward)
+            yield
+        finally:
+            names.update(kept)
+            for norm in norms:
+                del norm.forward
+
+
+def measure(
+    case: ModelCase, rounds: int, done: Callable[[], None] = lambda: None
+) -> tuple[list[AcceleratedLine], float]:
+    """The two rows of a case, and how far their logits lie apart: rms of the difference over rms of the logits."""
+    torch.manual_seed(0)
+    plain = _model(case)
+    fast = copy.deepcopy(plain)
+    tokens = torch.randint(0, 1024, (1, case.tokens))
+    spans: dict[str, list[int]] = {}
+    contestants: list[Contestant] = []
+    with torch.inference_mode(), accelerate(fast):
+        for name, model in (("transformers", plain), ("ropewalk", fast)):
+
+            def run(name: str = name, model: nn.Module = model) -> None:
+                clock = _Clock()
+                with clock.inside(model):
+                    model(tokens)
+                spans.setdefault(name, []).append(clock.taken)
+
+            contestants.append(Contestant(name, run))
+        taken = take_turns(contestants, rounds, 1, done)
+        logits = [model(tokens).logits.double() for model in (plain, fast)]
+    lines = []
+    for name, ms in taken.items():
+        rotation = statistics.median(spans[name][-rounds:]) * 1e-6
+        lines.append(AcceleratedLine(name, ms, rotation, rotation / ms))
+    apart = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
+    return lines, float(apart)
+
+
+def _table(case: ModelCase, lines: list[AcceleratedLine], apart: float) -> Table:
+    table = Table(title=case.title(), caption=f"logits {apart:.0e} apart", title_justify="left", box=None)
+    table.title_style, table.caption_justify = "bold", "left"
+    table.add_column("path")
+    for name in ("forward ms", "rotation ms", "share"):
+        table.add_column(name, justify="right")
+    for line in lines:
+        table.add_row(line.path, f"{line.forward_ms:.1f}", f"{line.rotation_ms:.2f}", f"{line.rotation_share:.1%}")
+    return table
+
+
+def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: str = "float32") -> int:
+    """Times forward passes before and after accelerate on the CPU; 0, or 1 if the logits lie too far apart."""
+    console = Console(stderr=json_file == "-", highlight=False, markup=False)
+    if json_file is not None:
+        require_writable_file(json_file, asked=f"bench_accelerate --json {json_file}")
+    require_choice(dtype, LIMITS, asked=f"bench_accelerate --dtype {dtype}")
+    chosen, rounds = model_cases(quick, dtype), 3 if quick else 11
+    first = chosen[0]
+    console.print(
+        f"One forward pass: {first.layers} layers, hidden {first.hidden}, {first.heads} and {first.kv_heads} heads "
+        f"of {first.head_dim}, random weights; medians of {rounds} rounds in turns, {torch.get_num_threads()} threads. "
+        "Rotation: the time in its calls, with the norms of q and k for qwen3"
+    )
+    results: list[dict[str, Any]] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=len(chosen) * (rounds + 2))
+        for case in chosen:
+            progress.update(task, description=case.title())
+            lines, apart = measure(case, rounds, lambda: progress.advance(task))
+            console.print(_table(case, lines, apart))
+            results.append(asdict(case) | {"logits_apart": apart, "lines": [asdict(line) for line in lines]})
+    if json_file is not None:
+        record = {
+            "command": f"python -m ropewalk.tools.bench.accelerate --dtype {dtype}" + (" --quick" if quick else ""),
+            "date": datetime.now(UTC).date().isoformat(),
+            "hardware": {
+                "machine": platform.machine(),
+                "processor": processor(),
+                "threads": torch.get_num_threads(),
+                "instructions": instructions(),
+            },
+            "versions": {"python": platform.python_version()}
+            | {package: package_version(package) for package in ("torch", "transformers")},
+            "rounds": rounds,
+            "cases": results,
+        }
+        write_json(record, json_file)
+    return int(any(result["logits_apart"] > LIMITS[dtype] for result in results))
+
+
+def main() -> None:
+    """`python -m ropewalk.tools.bench.accelerate`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ropewalk.tools.bench.accelerate", description=bench_accelerate.__doc__
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few rounds")
+    parser.add_argument(
+        "--dtype", default="float32", metavar="|".join(LIMITS), help="of the model; float32 if not given"
+    )
+    given = parser.parse_args()
+    try:
+        raise SystemExit(bench_accelerate(given.json, given.quick, given.dtype))
+    except RopewalkError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

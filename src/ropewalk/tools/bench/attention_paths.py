@@ -1,0 +1,166 @@
+"""Who takes part in `ropewalk bench attention`, and what each is held to: softmax, our linear attention, and fla's.
+
+Each maker returns the function that is timed: q, k, v to the output, causal. None where a package is not there.
+"""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.reference import elu_plus_one, linear_attention_by_sum, softmax_attention
+from ropewalk.spec.rope import RopeSpec
+from ropewalk.tools.bench.gpu_peers import GPU_PEERS
+from ropewalk.tools.bench.peers import installed
+
+__all__ = ["PATHS", "Attend", "AttentionPath", "Truth", "checked_tokens"]
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Maker = Callable[[int, int, torch.dtype, str], Attend | None]
+
+# Tokens at the start, whose outputs and gradients are held to the reference, some of the middle, and the last.
+HEAD, MIDDLE, TAIL = 512, 64, 16
+
+
+def softmax(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
+    """PyTorch's own, whichever kernel it takes."""
+    return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def linear(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
+    """Ours, with elu(x) + 1."""
+    return lambda q, k, v: linear_attention(q, k, v)
+
+
+def linear_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
+    """Ours, features turned above the line: RoFormer's eq. 19."""
+    rope = RotaryEmbedding(dim).to(device)
+    return lambda q, k, v: linear_attention(q, k, v, rope=rope)
+
+
+def _elu(x: Tensor) -> Tensor:
+    return functional.elu(x) + 1
+
+
+def _fla_chunks(device: str) -> Callable[..., tuple[Tensor, object]] | None:
+    if device != "cuda" or not installed("fla"):
+        return None
+    return importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
+
+
+def fla_linear(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
+    """flash-linear-attention's chunked kernel and its denominator."""
+    chunks = _fla_chunks(device)
+    return chunks and (lambda q, k, v: chunks(_elu(q), _elu(k), v, scale=1.0, normalize=True)[0])
+
+
+def fla_numerator(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
+    """The same kernel without a denominator: less than the others do."""
+    chunks = _fla_chunks(device)
+    return chunks and (lambda q, k, v: chunks(_elu(q), _elu(k), v, scale=1.0, normalize=False)[0])
+
+
+def fla_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
+    """RoFormer's eq. 19 from fla's parts: its rotation, its kernel on what was turned, its denominator of the rest."""
+    chunks = _fla_chunks(device)
+    rotation = GPU_PEERS["fla"].maker(range(seq), dim, dim, dtype, "interleaved") if chunks else None
+    if chunks is None or rotation is None:
+        return None
+    divide = importlib.import_module("fla.ops.linear_attn.utils").normalize_with_z_state
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = _elu(q), _elu(k)
+        turned = rotation(q.transpose(1, 2), k.transpose(1, 2))
+        above = chunks(*(x.transpose(1, 2) for x in turned), v, scale=1.0, normalize=False)[0]
+        return divide(above, q, k, 1.0, None, False, None)[0]
+
+    return attend
+
+
+@dataclass(frozen=True)
+class AttentionPath:
+    """One that takes part: its maker, what it computes, and whether it takes [batch, seq, heads, dim]."""
+
+    maker: Maker
+    kind: str
+    tokens_first: bool = False
+
+
+PATHS: dict[str, AttentionPath] = {
+    "softmax (SDPA)": AttentionPath(softmax, "softmax"),
+    "ropewalk linear": AttentionPath(linear, "linear"),
+    "ropewalk linear + RoPE": AttentionPath(linear_rope, "rope"),
+    "fla linear": AttentionPath(fla_linear, "linear", tokens_first=True),
+    "fla linear + RoPE": AttentionPath(fla_rope, "rope", tokens_first=True),
+    "fla, no denominator": AttentionPath(fla_numerator, "numerator", tokens_first=True),
+}
+
+
+def _reference(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if kind == "softmax":
+        return softmax_attention(q, k, v, causal=True)
+    if kind == "rope":
+        theta = torch.as_tensor(RopeSpec(q.shape[-1]).inv_freq(), device=q.device)
+        return linear_attention_by_sum(q, k, v, inv_freq=theta, causal=True)
+    out = linear_attention_by_sum(q, k, v, causal=True)
+    if kind == "linear":
+        return out
+    seen = elu_plus_one(k).cumsum(dim=-2)[..., k.shape[-2] - q.shape[-2] :, :]
+    return out * (elu_plus_one(q) * seen).sum(dim=-1, keepdim=True)
+
+
+def checked_tokens(seq: int, middle: bool) -> Tensor:
+    """The tokens that are held to the reference: the first, the last, and for gradients some of the middle."""
+    parts = [range(min(HEAD, seq)), range(seq // 2, seq // 2 + MIDDLE) if middle else (), range(seq - TAIL, seq)]
+    return torch.tensor(sorted({token for part in parts for token in part if 0 <= token < seq}))
+
+
+class Truth:
+    """What a path must give, in float64, head by head: outputs of the first and the last tokens, and, for a cotangent
+    that is 0 at all others, gradients.
+
+    The first tokens are a sequence of their own; the last see every key.
+    """
+
+    def __init__(self, kind: str, tensors: Sequence[Tensor], cotangent: Tensor | None) -> None:
+        q = tensors[0]
+        self.shape, self.dtype, seq = q.shape, q.dtype, q.shape[2]
+        self.tokens = checked_tokens(seq, middle=False).to(q.device)
+        self.sampled = checked_tokens(seq, middle=True).to(q.device)
+        heads = [(slice(b, b + 1), slice(h, h + 1)) for b in range(len(q)) for h in range(q.shape[1])]
+        found = [
+            self._head(kind, [x[at] for x in tensors], None if cotangent is None else cotangent[at]) for at in heads
+        ]
+        self.parts = [torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*found, strict=True)]
+
+    def _head(self, kind: str, given: list[Tensor], cotangent: Tensor | None) -> list[Tensor]:
+        q, k, v = (x.detach().double().requires_grad_(cotangent is not None) for x in given)
+        seq = q.shape[2]
+        first = min(HEAD, seq)
+        last = min(TAIL, seq - first)
+        with torch.set_grad_enabled(cotangent is not None):
+            parts = [_reference(kind, *(x[:, :, :first] for x in (q, k, v)))]
+            parts += [_reference(kind, q[:, :, seq - last :], k, v)] if last else []
+            out = torch.cat(parts, dim=2)
+        if cotangent is None:
+            return [out]
+        grads = torch.autograd.grad(out, (q, k, v), cotangent[:, :, self.tokens].double())
+        return [out.detach(), *(grad[:, :, self.sampled] for grad in grads)]
+
+    def error(self, found: Sequence[Tensor]) -> float:
+        """The largest of |found - truth| / |truth|: of any token's output, and of any head's gradients."""
+        if any(x.shape != self.shape or x.dtype != self.dtype for x in found) or len(found) != len(self.parts):
+            return torch.inf
+        worst = 0.0
+        for number, (x, true) in enumerate(zip(found, self.parts, strict=True)):
+            off = x.detach()[:, :, self.sampled if number else self.tokens].double() - true
+            # Of one token a gradient may be 0: the first sees one key, and its query and key change nothing.
+            over = (-2, -1) if number else (-1,)
+            ratio = off.norm(dim=over) / true.norm(dim=over)
+            worst = max(worst, float(torch.nan_to_num(ratio, nan=torch.inf).max()))
+        return worst

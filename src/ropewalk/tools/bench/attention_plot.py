@@ -1,0 +1,69 @@
+"""The picture of `ropewalk bench attention`: time and memory against N, with the powers by which time grows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ropewalk.tools.plot.style import BLUE, GREEN, GREY, RED, figure, save, shown_length
+
+__all__ = ["draw"]
+
+# Colour, marker and whether the line is broken; paths that are not here are grey.
+STYLES = {
+    "softmax (SDPA)": (GREY, "s", "-"),
+    "ropewalk linear": (BLUE, "o", "-"),
+    "ropewalk linear + RoPE": (RED, "D", "-"),
+    "fla linear": (BLUE, "^", "--"),
+    "fla linear + RoPE": (RED, "v", "--"),
+    "fla, no denominator": (GREEN, "x", "--"),
+}
+
+
+def _curves(record: dict[str, Any], work: str, field: str) -> Iterator[tuple[str, list[int], list[float]]]:
+    """Each path's lengths and values over the sweep, in the order of STYLES."""
+    cases = sorted((c for c in record["cases"] if c["sweep"] and c["work"] == work), key=lambda c: c["shape"][2])
+    lines = [(case["shape"][2], line) for case in cases for line in case["lines"] if line[field]]
+    there = {line["path"] for _, line in lines}
+    for path in [*STYLES, *sorted(there - set(STYLES))]:
+        if path in there:
+            seqs, values = zip(*((seq, line[field]) for seq, line in lines if line["path"] == path), strict=True)
+            yield path, list(seqs), list(values)
+
+
+def _axes(axes: Any, seqs: set[int], title: str, label: str) -> None:
+    marked = sorted(seqs)
+    marked = marked[(len(marked) - 1) % 2 :: 2] if len(marked) > 5 else marked
+    axes.set(xscale="log", yscale="log", xlabel="tokens $N$", ylabel=label, title=title)
+    axes.set_xticks(marked, [shown_length(seq) for seq in marked])
+    axes.minorticks_off()
+
+
+def _named(path: str, works: list[str], powers: dict[tuple[str, str], float | None]) -> str:
+    """The path, and the powers of N by which its time grows, panel by panel."""
+    found = [(place, powers.get((path, work))) for place, work in zip("abc", works, strict=False)]
+    shown = [f"{f'({place}) ' if len(works) > 1 else ''}$N^{{{p:.2f}}}$" for place, p in found if p is not None]
+    return f"{path}:  {', '.join(shown)}" if shown else path
+
+
+def draw(record: dict[str, Any], target: str) -> None:
+    """Time against N for each kind of work, and peak memory of the forward pass, on logarithmic axes."""
+    works = list(dict.fromkeys(case["work"] for case in record["cases"] if case["sweep"]))
+    powers = {(fit["path"], fit["work"]): fit["exponent"] for fit in record["growth"]}
+    panels = [(work, "ms", 1.0, f"time, {work}", "ms") for work in works]
+    panels.append((works[0], "peak_bytes", 2.0**-20, f"peak memory, {works[0]}", "MiB above q, k, v"))
+    with figure(7.1, 3.0) as drawn:
+        lines: dict[str, Any] = {}
+        for place, axes, (work, field, unit, title, label) in zip(
+            "abc", drawn.subplots(1, len(panels)), panels, strict=False
+        ):
+            every: set[int] = set()
+            for path, seqs, values in _curves(record, work, field):
+                colour, marker, dashes = STYLES.get(path, (GREY, ".", ":"))
+                look = {"color": colour, "marker": marker, "linestyle": dashes}
+                (lines[path],) = axes.plot(seqs, np.asarray(values) * unit, **look)
+                every |= set(seqs)
+            _axes(axes, every, f"({place}) {title}", label)
+        names = [_named(path, works, powers) for path in lines]
+        drawn.legend(list(lines.values()), names, loc="outside lower center", ncols=3 if len(works) == 1 else 2)
+    save(drawn, target)

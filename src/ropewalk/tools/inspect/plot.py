@@ -1,0 +1,86 @@
+"""The picture of `ropewalk inspect`: the wavelength of every pair, against the lengths of the model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ropewalk.hub.configs.lengths import Lengths
+from ropewalk.hub.configs.model import Model
+from ropewalk.theory import periods
+from ropewalk.tools.inspect.facts import Layer, View
+from ropewalk.tools.inspect.words import number
+from ropewalk.tools.plot.style import BLUE, GREEN, GREY, ORANGE, RED, figure, save
+
+__all__ = ["draw"]
+
+# Colour and marker of each kind of pair: prints are grey.
+LOOKS = {
+    "unchanged": (BLUE, "o"),
+    "between": (ORANGE, "D"),
+    "interpolated": (RED, "s"),
+    "faster": (GREEN, "^"),
+}
+PLAIN = "without the rule"
+
+
+def draw(models: Sequence[tuple[Model, list[Layer]]], target: str) -> None:
+    """A panel for each kind of layer that rotates, and for each of two lengths where its frequencies follow them."""
+    panels = [
+        (_title(model, layer, view, alone=len(layers) == 1), view, model.lengths)
+        for model, layers in models
+        for layer in layers
+        for view in layer.views
+    ]
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    with figure(3.7 if len(panels) == 1 else 7.1, 2.7 * rows + 0.3) as drawn:
+        grid: Any = drawn.subplots(rows, columns, squeeze=False, sharey=True)
+        seen: dict[str, Any] = {}
+        for axes, panel in zip(grid.flat, panels, strict=False):
+            seen |= _panel(axes, *panel)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        for axes in grid[:, 0]:
+            axes.set_ylabel("wavelength 2π/θ, in positions")
+        named = [name for name in (*LOOKS, PLAIN) if name in seen]
+        drawn.legend([seen[name] for name in named], named, loc="outside lower center", ncols=len(named))
+    save(drawn, target)
+
+
+def _title(model: Model, layer: Layer, view: View, *, alone: bool) -> str:
+    of = model.name if alone else f"{model.name}, {layer.title}"
+    at = "" if view.length is None else f", {'up to' if view is layer.views[0] else 'at'} {number(view.length)}"
+    return f"{of}\n{layer.kind}{at}"
+
+
+def _panel(axes: Any, title: str, view: View, lengths: Lengths) -> dict[str, Any]:
+    pairs, wavelengths, kinds = np.arange(view.inv_freq.size), view.wavelengths, np.array(view.kinds)
+    seen: dict[str, Any] = {}
+    if set(view.kinds) != {"unchanged"}:
+        (seen[PLAIN],) = axes.plot(pairs, periods(view.plain), color=GREY, linewidth=0.8, linestyle=":", zorder=1)
+    for kind, (colour, marker) in LOOKS.items():
+        here = kinds == kind
+        if here.any():
+            look = {"color": colour, "marker": marker, "linestyle": "", "markersize": min(2.6, 170 / len(pairs))}
+            (seen[kind],) = axes.plot(pairs[here], wavelengths[here], **look, zorder=3)
+    still = int((kinds == "still").sum())
+    if still:
+        title += f"; {still} pairs stand still"
+    _lengths(axes, lengths)
+    axes.set(title=title, xlabel="pair i", yscale="log", xlim=(-1, len(pairs)))
+    return seen
+
+
+def _lengths(axes: Any, lengths: Lengths) -> None:
+    """The trained and the configured length as lines; one, where they are the same."""
+    named = {"trained": lengths.trained, "configured": lengths.configured}
+    if lengths.trained == lengths.configured:
+        named = {"trained and configured": lengths.trained}
+    there = sorted((length, name) for name, length in named.items() if length is not None)
+    for place, (length, name) in enumerate(there):
+        axes.axhline(length, color="black", linewidth=0.8, linestyle="-" if name == "configured" else "--", zorder=2)
+        # The name of the lower line stands below it, where two may be close.
+        above = place + 1 == len(there)
+        look = {"textcoords": "offset points", "fontsize": 7, "va": "bottom" if above else "top"}
+        axes.annotate(f"{name} {number(length)}", (0, length), xytext=(0, 2 if above else -3), **look)

@@ -1,0 +1,237 @@
+"""What `ropewalk plot` draws, as numbers: rotations of configs or of flags under their names, and their curves."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.spec.by_parts import Llama3, NTKByParts, Yarn
+from ropewalk.spec.frequencies import Frequencies, Plain
+from ropewalk.spec.rope import PAIRINGS, RopeSpec
+from ropewalk.spec.stretched import NTK, DynamicNTK, PositionInterpolation
+from ropewalk.theory import band_means, decay_curve, score_sum
+from ropewalk.tools.command_config import read_named_config
+
+__all__ = ["RULES", "Curve", "Decay", "Flags", "as_lists", "as_text", "decay_of", "either", "octaves", "rotations"]
+
+# Rules that a base, a factor and a trained length say.
+RULES: dict[str, type[Frequencies]] = {
+    "plain": Plain,
+    "linear": PositionInterpolation,
+    "ntk": NTK,
+    "dynamic": DynamicNTK,
+    "by-parts": NTKByParts,
+    "yarn": Yarn,
+    "llama3": Llama3,
+}
+# What a person can tell apart in one picture.
+MOST_CURVES = 6
+# The first band holds the steep beginning; each further one is an octave.
+_FIRST_EDGE = 32
+# Angles are held for this many distances at a time.
+_BLOCK = 4096
+# How many distances are drawn one by one: more are not told apart on paper.
+_DRAWN = 4096
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A rotation without a config: what --dim, --base, --rule, --factor and --trained-length say."""
+
+    dim: int | None = None
+    bases: tuple[float, ...] = ()
+    rules: tuple[str, ...] = ()
+    factor: float | None = None
+    trained: int | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A rotation under the name that a legend shows, with the lengths that are known of it."""
+
+    name: str
+    spec: RopeSpec
+    trained: int | None = None
+    configured: int | None = None
+
+    def inv_freq(self, length: int | None = None) -> NDArray[np.float64]:
+        """|theta_i| by which a text turns, whose tokens stand at the same place of every axis."""
+        theta = self.spec.inv_freq(length)
+        return np.abs(theta if self.spec.axes is None else self.spec.axes.matrix(theta).sum(axis=0))
+
+    def features(self, pair: int) -> tuple[int, int]:
+        """Which two features of a head are pair i.
+
+        >>> Curve("", RopeSpec(8, rotary_dim=4, pairing="half", rotary_slice="trailing")).features(1)
+        (5, 7)
+        """
+        start = self.spec.head_dim - self.spec.turning if self.spec.rotary_slice == "trailing" else 0
+        if self.spec.pairing == "half":
+            return start + pair, start + pair + self.spec.turning // 2
+        return start + 2 * pair, start + 2 * pair + 1
+
+
+@dataclass(frozen=True)
+class Decay:
+    """The bound of RoFormer's figure 2 and the score of parallel vectors, at distances and as means of bands."""
+
+    distance: NDArray[np.int64]
+    bound: NDArray[np.float64]
+    score: NDArray[np.float64]
+    edges: list[int]
+    bound_means: NDArray[np.float64]
+    score_means: NDArray[np.float64]
+
+
+def as_text(name: str) -> str:
+    """A name as a picture shows it, letter by letter: a $ begins no formula, and a _ in front hides nothing.
+
+    >>> as_text("_a$b")
+    './_a\\\\$b'
+    """
+    return ("./" if name.startswith("_") else "") + name.replace("$", r"\$")
+
+
+def either(asked: str, flags: str) -> RopewalkError:
+    """The error of a command that got a config and what the config says."""
+    return RopewalkError(
+        asked=asked,
+        expected=f"a config, or {flags} instead of one",
+        got="both",
+        do="leave out one of them: a config says these itself",
+    )
+
+
+def rotations(
+    configs: Sequence[str], flags: Flags, pairing: str | None, asked: str, most: int = MOST_CURVES, paired: bool = False
+) -> list[Curve]:
+    """What configs or flags say, under names that differ. Notes go to standard error.
+
+    Without a config the pairing says something only to a picture that shows features, which `paired` tells.
+    """
+    configs = list(dict.fromkeys(configs))
+    if pairing is not None and not configs and not paired:
+        raise RopewalkError(
+            asked=f"{asked} --pairing {pairing}",
+            expected="a config of a family that is not known, whose pairing it says",
+            got="no config",
+            do="leave --pairing out: this picture is the same for both",
+        )
+    if configs and flags != Flags():
+        raise either(asked, "--dim, --base, --rule, --factor and --trained-length")
+    if configs:
+        found = [curve for config in configs for curve in _of_config(config, pairing, asked)]
+        names = [curve.name for curve in found]
+        if len(set(names)) < len(names):
+            found = [curve for config in configs for curve in _of_config(config, pairing, asked, whole_path=True)]
+    else:
+        found = _of_flags(flags, pairing, asked)
+    if len(found) > most:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"at most {most} rotations in one picture",
+            got=f"{len(found)}: {', '.join(curve.name for curve in found)}",
+            do="draw several pictures",
+        )
+    return found
+
+
+def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = False) -> list[Curve]:
+    """The kinds of layers of a model that differ in their rotation."""
+    # Of several configs, which one.
+    model = read_named_config(config, pairing, f"{asked} {config}")
+    name = str(Path(config)) if whole_path else model.name
+    kinds: dict[RopeSpec, list[str]] = {}
+    for layer, spec in model.layers:
+        if spec is not None:
+            kinds.setdefault(spec, []).append(layer)
+    if not kinds:
+        raise RopewalkError(
+            asked=f"{asked} {config}",
+            expected="a model that rotates queries and keys",
+            got=f"{model.name}, which does not",
+            do="`ropewalk plot bias` draws ALiBi and T5's buckets",
+        )
+    if not whole_path:
+        notes = Console(stderr=True, highlight=False, markup=False)
+        for _, text in model.warnings:
+            notes.print(f"note: {name}: {text}", markup=False, soft_wrap=True)
+        for layer in [layer for layer, spec in model.layers if spec is None]:
+            notes.print(f"note: {name}: layers of type {layer} do not rotate", markup=False, soft_wrap=True)
+    names = [name if len(kinds) == 1 else f"{name}, {' and '.join(layers)}" for layers in kinds.values()]
+    lengths = model.lengths
+    return [Curve(name, spec, lengths.trained, lengths.configured) for name, spec in zip(names, kinds, strict=True)]
+
+
+def _of_flags(flags: Flags, pairing: str | None, asked: str) -> list[Curve]:
+    """A curve for every base and rule, named by what differs. A factor or length that a rule needs must be given."""
+    bases, rules = dict.fromkeys(flags.bases or (10_000.0,)), dict.fromkeys(flags.rules or ("plain",))
+    options = (("factor", "--factor", flags.factor, 4), ("trained_length", "--trained-length", flags.trained, 4096))
+    made: list[Curve] = []
+    for base, name in itertools.product(bases, rules):
+        kind = RULES[require_choice(name, RULES, asked=f"{asked} --rule")]
+        takes = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+        given: dict[str, Any] = {"base": base}
+        for field, option, value, usual in options:
+            if field in takes and value is None:
+                raise RopewalkError(
+                    asked=f"{asked} --rule {name}",
+                    expected=f"{option} beside it",
+                    got=f"no {option}",
+                    do=f"add {option}, for example {option} {usual}",
+                )
+            given |= {field: value} if field in takes else {}
+        shown = [f"base {base:,.12g}"] if len(bases) > 1 or len(rules) == 1 else []
+        if len(rules) > 1 or name != "plain":
+            shown.append(f"{name} ×{flags.factor:g}" if "factor" in takes else name)
+        spec = RopeSpec(128 if flags.dim is None else flags.dim, kind(**given), pairing=pairing or PAIRINGS[0])
+        made.append(Curve(", ".join(shown), spec, flags.trained))
+    if flags.factor is not None and set(rules) == {"plain"}:
+        raise RopewalkError(
+            asked=f"{asked} --factor {flags.factor:g}",
+            expected="a rule that has a factor",
+            got="--rule plain, which has none",
+            do="add --rule yarn, or leave --factor out",
+        )
+    return made
+
+
+def octaves(length: int) -> list[int]:
+    """The edges of the bands up to `length`: 1, 32, 64, 128 and so on, and `length` itself.
+
+    >>> octaves(100), octaves(32), octaves(20)
+    ([1, 32, 64, 100], [1, 32], [1, 20])
+    """
+    edges, edge = [1], _FIRST_EDGE
+    while edge < length:
+        edges.append(edge)
+        edge *= 2
+    return [*edges, length]
+
+
+def decay_of(curve: Curve, length: int) -> Decay:
+    """The decay of distances 0 .. length - 1 in a text of `length` tokens. Means are of every whole distance."""
+    theta = curve.inv_freq(length)
+    bound, score = (
+        np.concatenate([f(np.arange(at, min(at + _BLOCK, length)), theta) for at in range(0, length, _BLOCK)])
+        for f in (decay_curve, score_sum)
+    )
+    edges = octaves(length)
+    drawn = np.unique(np.geomspace(1, length - 1, _DRAWN).astype(np.int64)) if length > _DRAWN else np.arange(1, length)
+    distance = np.concatenate(([0], drawn))
+    return Decay(distance, bound[distance], score[distance], edges, band_means(bound, edges), band_means(score, edges))
+
+
+def as_lists(value: Any) -> Any:
+    """Arrays within dicts and lists as lists, for JSON; what is infinite, the period of a pair that stands, as None."""
+    if isinstance(value, dict):
+        return {key: as_lists(entry) for key, entry in value.items()}
+    if isinstance(value, np.ndarray | list | tuple):
+        return [as_lists(entry) for entry in (value.tolist() if isinstance(value, np.ndarray) else value)]
+    return None if isinstance(value, float) and not np.isfinite(value) else value

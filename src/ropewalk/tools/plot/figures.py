@@ -1,0 +1,224 @@
+"""The pictures of `ropewalk plot` and `ropewalk verify`: decay, periods, rotation, biases, the sinusoidal table."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropewalk.spec.frequencies import Plain
+from ropewalk.spec.rope import RopeSpec
+from ropewalk.theory import BAND_EDGES, classify, periods, plain_inv_freq
+from ropewalk.theory.encodings import sinusoidal_table
+from ropewalk.tools.plot.curves import Curve, Decay, as_text, decay_of
+from ropewalk.tools.plot.style import (
+    BLUE,
+    COLOURS,
+    DASHES,
+    GREY,
+    RED,
+    Circle,
+    Figure,
+    figure,
+    lengths_axis,
+    save,
+    shades,
+)
+
+__all__ = ["bias", "decay", "draw_all", "frequencies", "relative", "rotation", "sinusoidal"]
+
+# Positions that are drawn of a pair, and heads that a legend has room for.
+_POINTS, _MOST_NAMED = 900, 12
+
+
+def decay(curves: Sequence[tuple[Curve, Decay]], title: str) -> Figure:
+    """RoFormer's figure 2 with the means of its bands, beside the score of parallel vectors."""
+    with figure(7.1, 3.4) as drawn:
+        panels = (
+            ("bound", "bound: mean of $|S_j|$ (RoFormer, figure 2)", "mean of $|S_j|$"),
+            ("score", r"score of parallel vectors: $\Sigma_i\,\cos(\Delta\,\theta_i)$", "score"),
+        )
+        for axes, (name, heading, label) in zip(drawn.subplots(1, 2), panels, strict=True):
+            for number, (curve, found) in enumerate(curves):
+                alone = len(curves) == 1
+                colour, distance = COLOURS[number], found.distance[1:]
+                look = {"color": BLUE if alone else colour, "linewidth": 0.6, "alpha": 0.6 if alone else 0.25}
+                axes.plot(
+                    distance, getattr(found, name)[1:], label="single distances" if alone else None, zorder=2, **look
+                )
+                means = getattr(found, f"{name}_means")
+                look = {"color": RED if alone else colour, "linewidth": 1.8, "baseline": None, "zorder": 3 + number}
+                axes.stairs(means, found.edges, label="mean of a band" if alone else as_text(curve.name), **look)
+            axes.set(title=heading, xlabel="distance Δ, in positions", ylabel=label)
+            lengths_axis(axes, 1, curves[0][1].edges[-1])
+        drawn.axes[0].set_ylim(bottom=0)
+        drawn.axes[1].axhline(0, color=GREY, linewidth=0.6)
+        if len(curves) == 1:
+            drawn.axes[0].legend()
+        else:
+            handles, names = drawn.axes[0].get_legend_handles_labels()
+            drawn.legend(handles, names, loc="outside lower center", ncols=min(len(names), 3))
+        drawn.suptitle(title, wrap=True)
+    return drawn
+
+
+def frequencies(curves: Sequence[Curve], length: int | None, title: str) -> Figure:
+    """The period of every pair, against the lengths that models were trained at, and one that is asked about."""
+    with figure(7.1, 3.8) as drawn:
+        axes = drawn.subplots()
+        marked: dict[int, str] = {}
+        for number, curve in enumerate(curves):
+            turn = periods(curve.inv_freq(length))
+            label, trained = as_text(curve.name), curve.trained
+            if trained is not None:
+                label += f": {int((turn <= trained).sum())} of {len(turn)} pairs turn once in {trained:,}"
+                # Before scaling more pairs did: those are what `ropewalk inspect` counts as the critical dimension.
+                kinds = set(classify(curve.spec.inv_freq(length), plain_inv_freq(curve.spec)))
+                label += "" if kinds <= {"unchanged", "still"} else ", as scaled"
+                marked.setdefault(trained, COLOURS[number])
+            axes.plot(np.arange(len(turn)), turn, label=label, color=COLOURS[number], linestyle=DASHES[number])
+        for at, colour in marked.items():
+            _across(axes, at, f"trained length {at:,}", colour if len(marked) > 1 else "black", "--")
+        if length is not None and length not in marked:
+            _across(axes, length, f"length {length:,}", "black", ":")
+        axes.set(yscale="log", xlabel="pair i", ylabel="period 2π/θ, in positions")
+        axes.set_title(title, wrap=True)
+        axes.margins(x=0.01)
+        drawn.legend(loc="outside lower left", ncols=1 if len(curves) < 4 else 2)
+    return drawn
+
+
+def _across(axes: Any, at: float, text: str, colour: str, dashes: Any) -> None:
+    axes.axhline(at, color=colour, linestyle=dashes, linewidth=0.8)
+    where = {"xytext": (2, 2), "textcoords": "offset points", "xycoords": ("axes fraction", "data")}
+    axes.annotate(text, (0, at), color=colour, fontsize="small", **where)
+
+
+def rotation(curves: Sequence[Curve], pairs: Sequence[Sequence[int]], length: int, title: str) -> Figure:
+    """Pairs of each curve as points that turn with the position, which is their distance from the middle."""
+    columns = max(map(len, pairs))
+    width = min(7.1, max(4.6, 1.2 * columns))
+    # At random: even steps would beat with the turns, and show arms that are not there.
+    positions = np.sort(np.random.default_rng(0).choice(length, min(length, _POINTS), replace=False))
+    with figure(width, 0.6 + (width / columns + 0.4) * len(curves)) as drawn:
+        grid = drawn.subplots(len(curves), columns, squeeze=False, subplot_kw={"projection": "polar"})
+        seen: dict[str, Any] = {}
+        for row, curve, chosen in zip(grid, curves, pairs, strict=True):
+            theta, trained = curve.inv_freq(length), curve.trained or length
+            parts = (
+                ("within the trained length", BLUE, positions < trained),
+                ("past it", RED, positions >= trained),
+            )
+            for axes in row[len(chosen) :]:
+                axes.set_axis_off()
+            for axes, pair in zip(row, chosen, strict=False):
+                for name, colour, part in parts:
+                    where = positions[part]
+                    if where.size:
+                        seen[name] = axes.scatter(where * theta[pair], where, s=1.6, color=colour, linewidths=0)
+                axes.set(ylim=(0, length), xticks=[], yticks=[])
+                first, second = curve.features(pair)
+                turns = length * theta[pair] / (2 * np.pi)
+                shown = f"{turns:,.0f}" if turns >= 100 else f"{turns:.3g}"
+                axes.set_title(f"pair {pair}: ({first}, {second})\n{shown} turns", fontsize=6.5, loc="center")
+            if len(curves) > 1:
+                row[0].set_ylabel(as_text(curve.name).replace(", ", "\n"), fontsize=6.5, labelpad=10)
+        if len(seen) > 1:
+            drawn.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=3, markerscale=3)
+        drawn.suptitle(title, wrap=True)
+    return drawn
+
+
+def bias(
+    distance: NDArray[np.int64],
+    slopes: NDArray[np.float64] | None,
+    buckets: dict[str, NDArray[np.int64]],
+    title: str,
+) -> Figure:
+    """ALiBi's bias of each head, and T5's buckets, against the distance. Either may be left out."""
+    panels = (slopes is not None) + bool(buckets)
+    with figure(7.1 if panels == 2 else 4.6, 3.4) as drawn:
+        grid = iter(np.atleast_1d(drawn.subplots(1, panels)))
+        if slopes is not None:
+            axes = next(grid)
+            named = np.unique(np.linspace(1, len(slopes), min(len(slopes), _MOST_NAMED)).round())
+            for head, (slope, colour) in enumerate(zip(slopes, shades(len(slopes)), strict=True), 1):
+                name = f"{head}: slope $2^{{{np.log2(slope):.4g}}}$"
+                axes.plot(distance[1:], slope * distance[1:], color=colour, label=name if head in named else None)
+            axes.set(title="ALiBi: slope × Δ is taken from the score", ylabel="slope × Δ", yscale="log")
+            axes.legend(title="head", loc="center left", bbox_to_anchor=(1, 0.5), fontsize=6.5, handlelength=1.5)
+        if buckets:
+            axes = next(grid)
+            for number, (name, found) in enumerate(buckets.items()):
+                look = {"color": COLOURS[number], "linestyle": DASHES[number], "where": "post"}
+                axes.step(distance[1:], found[1:], label=name, **look)
+            axes.set(title="T5: the bucket of a distance", ylabel="bucket: a learned number a head")
+            axes.legend(loc="upper left")
+        for axes in drawn.axes:
+            axes.set_xlabel("distance Δ, in positions")
+            lengths_axis(axes, 1, len(distance))
+        drawn.suptitle(title, wrap=True)
+    return drawn
+
+
+def sinusoidal(table: NDArray[np.float64], title: str) -> Figure:
+    """The sinusoidal table as an image."""
+    with figure(7.1, 3.8) as drawn:
+        axes = drawn.subplots()
+        look = {"aspect": "auto", "cmap": "RdBu", "vmin": -1, "vmax": 1, "interpolation": "nearest"}
+        image = axes.imshow(table, **look)
+        axes.set(xlabel="feature: sine at 2i, cosine at 2i + 1", ylabel="position")
+        axes.set_title(title, wrap=True)
+        axes.grid(False)
+        drawn.colorbar(image, ax=axes, label="value", pad=0.02)
+    return drawn
+
+
+def relative(theta: float, places: Sequence[tuple[int, int]]) -> Figure:
+    """A query and a key in the plane at places of the same distance: both turn, the angle between them stays."""
+    with figure(7.1, 2.8) as drawn:
+        query, key = 0.6 * np.exp(0.4j), 0.5 * np.exp(1.9j)
+        for axes, (m, n) in zip(drawn.subplots(1, len(places)), places, strict=True):
+            turned = query * np.exp(1j * m * theta), key * np.exp(1j * n * theta)
+            for vector, colour, name in zip(turned, (BLUE, RED), (f"q at {m}", f"k at {n}"), strict=True):
+                arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 0, "shrinkB": 0}
+                axes.annotate("", (vector.real, vector.imag), (0, 0), arrowprops=arrow)
+                axes.annotate(name, (1.3 * vector.real, 1.3 * vector.imag), color=colour, ha="center", va="center")
+            axes.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.6, clip_on=False))
+            score = (turned[0] * turned[1].conjugate()).real
+            axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), aspect="equal", xticks=[], yticks=[])
+            axes.set_title(f"m − n = {m - n}:  q·k = {score:.3f}", loc="center")
+            axes.set_frame_on(False)
+        drawn.suptitle(f"Both vectors turn by θ a position; the score knows m − n alone (θ = {theta:g})")
+    return drawn
+
+
+def _bases(*bases: float, trained: int | None = None) -> list[Curve]:
+    return [Curve(f"base {base:,.12g}", RopeSpec(128, Plain(base)), trained) for base in bases]
+
+
+# The pictures of `ropewalk verify`, by the names of their files.
+FIGURES: dict[str, Callable[[], Figure]] = {
+    "decay": lambda: decay(
+        [(curve, decay_of(curve, BAND_EDGES[-1])) for curve in _bases(10_000)],
+        "Long-term decay, d = 128: bands fall, single steps rise and fall",
+    ),
+    "wavelengths": lambda: frequencies(
+        _bases(10_000, 500_000, 10_000_000, trained=4096),
+        None,
+        "How many positions a pair needs for one turn, d = 128",
+    ),
+    "rotation": lambda: relative(0.35, ((0, 0), (3, 1), (10, 8))),
+    "sinusoid": lambda: sinusoidal(
+        sinusoidal_table(np.arange(128), 64), "Sinusoidal encoding, d = 64: fast on the left, slow on the right"
+    ),
+}
+
+
+def draw_all(folder: Path) -> Iterator[Path]:
+    """Draws every picture of `ropewalk verify` into `folder` as a PNG, and yields the paths as they are written."""
+    for name, draw in FIGURES.items():
+        path = folder / f"{name}.png"
+        save(draw(), str(path))
+        yield path
