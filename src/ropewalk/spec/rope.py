@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from typing import Any, cast, final
+from typing import Any, Literal, cast, final, get_args
 
 import numpy as np
 from jaxtyping import Float64
@@ -17,14 +17,19 @@ from ropewalk.spec.temperature import QueryTemperature
 from ropewalk.spec.value import from_dict, to_dict, without_repeats
 from ropewalk.spec.xpos import XPos
 
-__all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "RopeSpec"]
+__all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "AnglePrecision", "Pairing", "RopeSpec", "RotarySlice", "Sign"]
 
-# "interleaved" turns features (0,1), (2,3), ...; "half" turns (i, i + rotary_dim/2).
-PAIRINGS = ("interleaved", "half")
-# Which features of a head turn where rotary_dim < head_dim: the first or the last ones.
-ROTARY_SLICES = ("leading", "trailing")
+# "interleaved" rotates features (0,1), (2,3), ...; "half" rotates (i, i + rotary_dim/2).
+Pairing = Literal["interleaved", "half"]
+PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
+# Which features of a head are rotated where rotary_dim < head_dim: the first or the last ones.
+RotarySlice = Literal["leading", "trailing"]
+ROTARY_SLICES: tuple[RotarySlice, ...] = get_args(RotarySlice)
 # "exact" forms angles in float64; "float32" repeats the operations of transformers, for models trained with them.
-ANGLES = ("exact", "float32")
+AnglePrecision = Literal["exact", "float32"]
+ANGLES: tuple[AnglePrecision, ...] = get_args(AnglePrecision)
+# 1 rotates counter-clockwise, as the papers do; -1 clockwise.
+Sign = Literal[1, -1]
 
 # No head is near this; a number beyond it is a mistake, and its frequencies would not fit in memory.
 MOST_FEATURES = 1 << 20
@@ -55,15 +60,15 @@ class RopeSpec:
     _: dataclasses.KW_ONLY
     # How many features turn; None, or head_dim, is all of them. None is kept as head_dim.
     rotary_dim: int | None = None
-    pairing: str = "interleaved"
-    rotary_slice: str = "leading"
+    pairing: Pairing = "interleaved"
+    rotary_slice: RotarySlice = "leading"
     # More than one position a token: which of them turns which pair.
     axes: Axes | None = None
-    sign: int = 1
+    sign: Sign = 1
     # Factors on queries and keys that depend on their positions.
     xpos: XPos | None = None
     query_temperature: QueryTemperature | None = None
-    angles: str = "exact"
+    angles: AnglePrecision = "exact"
 
     def __post_init__(self) -> None:
         head_dim = require_even(
