@@ -1,0 +1,116 @@
+"""Checks of position ids and of packed sequences' ends, shared by everything in nn that accepts them.
+
+Each check is told by `asked` what its caller was asked, which is the first line of the error. A message is put together
+only when it is raised: to print a length, a compiler would have to specialize on it.
+"""
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, shown
+from ropewalk.ops import is_plain
+
+__all__ = ["check_ends", "check_finite", "check_ids", "check_positions", "may_look"]
+
+# Dtypes that can count: bfloat16 has no 257, float16 no 2049.
+_COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
+_COUNTING |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+
+
+def may_look(ids: Tensor) -> bool:
+    """Whether the values of `ids` can be read without a device synchronization or a graph break.
+
+    >>> may_look(torch.arange(2)), may_look(torch.arange(2, device="meta"))
+    (True, False)
+    """
+    return is_plain(ids) and ids.device.type == "cpu"
+
+
+def check_ids(
+    ids: Tensor,
+    *,
+    asked: str,
+    shape: str | None = None,
+    dims: tuple[int, ...] = (1, 2),
+    whole: bool = False,
+    axes: int = 1,
+) -> None:
+    """Raise unless `ids` is a tensor of a dtype that can count and of an accepted rank.
+
+    Complex, bool and half-precision tensors are rejected; `whole` rejects float32 and float64 too. With several `axes`
+    the first dimension must be `axes`, and `dims` and `shape` are ignored.
+
+    >>> try:
+    ...     check_ids(torch.tensor([True]), asked="a doctest")
+    ... except RopewalkError as error:
+    ...     print(error.asked, "|", error.got)
+    a doctest | torch.bool [1]
+    """
+    if axes > 1:
+        dims, shape = (2, 3), f"[{axes}, seq] or [{axes}, batch, seq]"
+    counts = isinstance(ids, Tensor) and ids.dtype in _COUNTING
+    if counts and ids.dim() in dims and not (whole and ids.is_floating_point()) and (axes == 1 or len(ids) == axes):
+        return
+    raise RopewalkError(
+        asked=asked,
+        expected=f"a tensor {shape or '[seq] or [batch, seq]'} of whole numbers"
+        + ("" if whole else ", float32 or float64"),
+        got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else shown(ids),
+        do="wrap them: torch.tensor(...)"
+        if not isinstance(ids, Tensor)
+        else "give them that shape; ropewalk.positions makes them for several axes"
+        if counts
+        else "pass int64; half-precision floats cannot count past 256 or 2048",
+    )
+
+
+def check_positions(
+    positions: Tensor, x: Tensor, *, asked: str, seq_dim: int = -2, batched: bool = True, axes: int = 1
+) -> None:
+    """Raise unless `positions` has one number per token of `x` and per axis, on the device of `x`.
+
+    >>> check_positions(torch.arange(3), torch.zeros(2, 3, 8), asked="a doctest")
+    """
+    check_ids(positions, asked=asked, axes=axes)
+    leading = positions.shape[:-1] if axes == 1 else positions.shape[1:-1]
+    rows = len(leading) == 0 or (batched and leading[0] in (1, x.shape[0]))
+    if positions.shape[-1] != x.shape[seq_dim] or not rows:
+        seq, first = x.shape[seq_dim], "" if axes == 1 else f"{axes}, "
+        raise RopewalkError(
+            asked=f"{asked} for a tensor of shape {list(x.shape)}",
+            expected=f"positions [{first}{seq}]" + (f" or [{first}{x.shape[0]}, {seq}]" if batched else ""),
+            got=f"{list(positions.shape)}",
+            do="give each token its position; the batch is the first dimension of x",
+        )
+    if positions.device != x.device:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"positions on {x.device}, where x is",
+            got=f"positions on {positions.device}",
+            do=f"make them there, or move them once: positions.to({str(x.device)!r})",
+        )
+
+
+def check_finite(positions: Tensor, *, asked: str) -> None:
+    """Raise if a position is NaN or infinite.
+
+    >>> check_finite(torch.tensor([0.5]), asked="a doctest")
+    """
+    if positions.is_floating_point() and not torch.isfinite(positions).all():
+        got, do = "NaN or infinity", "look at what made them"
+        raise RopewalkError(asked=asked, expected="finite positions", got=got, do=do)
+
+
+def check_ends(cu_seqlens: Tensor, seq: int, *, asked: str) -> None:
+    """Raise unless `cu_seqlens` are cumulated lengths from 0 to at most `seq`.
+
+    >>> check_ends(torch.tensor([0, 2, 5]), 5, asked="a doctest")
+    """
+    ends = cu_seqlens.tolist()
+    if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > seq:
+        raise RopewalkError(
+            asked=f"{asked} for {seq} tokens",
+            expected=f"ends of sequences that start at 0, never fall, and reach at most {seq}",
+            got=f"{ends if len(ends) <= 12 else [*ends[:11], '...']}",
+            do="cumulate the lengths and put a 0 before them; lay all sequences of a batch end to end",
+        )
