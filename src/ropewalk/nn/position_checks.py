@@ -1,7 +1,8 @@
-"""Checks of position ids and of packed sequences' ends, shared by everything in nn that accepts them.
+"""Checks of the tensors that say where tokens are: position ids, ends of packed sequences, rows of a batch.
 
-Each check is told by `asked` what its caller was asked, which is the first line of the error. A message is put together
-only when it is raised: to print a length, a compiler would have to specialize on it.
+Everything in nn that accepts them shares these checks. Each is told by `asked` what its caller was asked, which is the
+first line of the error. A message is formatted only when it is raised: to print a length, a compiler would have to
+specialize on it.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.ops import is_plain
 
-__all__ = ["check_ends", "check_finite", "check_ids", "check_positions", "may_look"]
+__all__ = ["check_ends", "check_finite", "check_ids", "check_index", "check_positions", "described", "may_look"]
 
 # Dtypes that can count: bfloat16 has no 257, float16 no 2049.
 _COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
@@ -77,9 +78,9 @@ def check_positions(
     if positions.shape[-1] != x.shape[seq_dim] or not rows:
         seq, first = x.shape[seq_dim], "" if axes == 1 else f"{axes}, "
         raise RopewalkError(
-            asked=f"{asked} for a tensor of shape {list(x.shape)}",
+            asked=asked,
             expected=f"positions [{first}{seq}]" + (f" or [{first}{x.shape[0]}, {seq}]" if batched else ""),
-            got=f"{list(positions.shape)}",
+            got=f"{list(positions.shape)}, for a tensor of shape {list(x.shape)}",
             do="give each token its position; the batch is the first dimension of x",
         )
     if positions.device != x.device:
@@ -109,8 +110,34 @@ def check_ends(cu_seqlens: Tensor, seq: int, *, asked: str) -> None:
     ends = cu_seqlens.tolist()
     if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > seq:
         raise RopewalkError(
-            asked=f"{asked} for {seq} tokens",
-            expected=f"ends of sequences that start at 0, never fall, and reach at most {seq}",
+            asked=asked,
+            expected=f"ends of sequences that start at 0, never fall, and reach at most {seq}, the number of tokens",
             got=f"{ends if len(ends) <= 12 else [*ends[:11], '...']}",
             do="cumulate the lengths and put a 0 before them; lay all sequences of a batch end to end",
         )
+
+
+def check_index(index: Tensor, sequences: int, device: torch.device, *, asked: str, number: int | None = None) -> None:
+    """Raise unless `index` names rows of a batch of `sequences`: `number` of them, or any number.
+
+    >>> check_index(torch.tensor([1, 1]), 2, torch.device("cpu"), asked="a doctest")
+    """
+    fits = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and index.device == device
+    fits = fits and index.dim() == 1 and number in (None, len(index))
+    if fits and (not may_look(index) or bool(((index >= 0) & (index < sequences)).all())):
+        return
+    raise RopewalkError(
+        asked=asked,
+        expected=f"whole numbers [{'any' if number is None else number}] from 0 to {sequences - 1}, on {device}",
+        got=f"{index.tolist()}" if fits else described(index),
+        do="pass, for each sequence that goes on, the one that it goes on from",
+    )
+
+
+def described(x: object) -> str:
+    """A tensor as an error shows it: dtype, shape and device; anything else by its repr.
+
+    >>> described(torch.zeros(2, 3))
+    'torch.float32 [2, 3] on cpu'
+    """
+    return f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else shown(x)
