@@ -30,7 +30,7 @@ WHOLE = RotaryEmbedding(RopeSpec(WIDTH, AcrossHeads(1e4, HEADS)))
         ({"num_kv_heads": 0}, "Attention(num_kv_heads=...)"),
         ({"head_dim": -1}, "Attention(head_dim=...)"),
         ({"encoding": "rope"}, "an Encoding, a RotaryEmbedding, or None"),
-        ({"encoding": torch.nn.Linear(2, 2)}, "PositionInterpolation"),
+        ({"encoding": torch.nn.Linear(2, 2)}, "(Linear)"),
         ({"encoding": RotaryEmbedding(8)}, "a rope with head_dim=6"),
         ({"encoding": RotaryEmbedding(WIDTH, seq_dim=-3)}, "seq_dim=-2"),
         ({"encoding": RotaryEmbedding(RopeSpec(WIDTH, DynamicNTK(1e4, 2, 64)))}, "the length that its frequencies"),

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import LogTemperature, RopeSpec, RopewalkError, RotaryEmbedding, XPos, Yarn, reference
-from ropewalk.nn.encodings.by_name import ENCODINGS, Encoding, encoding
-from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RotaryEncoding, XPosEncoding
+from ropewalk.nn.encodings.by_name import ENCODINGS, Encoding, EncodingName, encoding, options_of
+from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RopeOptions, RotaryEncoding, XPosEncoding
 from ropewalk.reference import Projections, multi_head_attention, rotate, rotate_by_spec
 from ropewalk.spec import AcrossHeads, DynamicNTK
 from strategies import seeds, vector
@@ -74,7 +75,28 @@ def same(a: list[Any], b: list[Any], **tolerance: float) -> bool:
 
 
 def test_the_names_are_all_there():
-    assert list(ENCODINGS) == NAMES == list(SAID)
+    assert list(ENCODINGS) == NAMES == list(SAID) == list(typing.get_args(EncodingName))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_type_checkers_are_told_the_options_and_the_class_of_each_name(name):
+    def parameters(function: Any) -> dict[str, inspect.Parameter]:
+        """By name, without the sizes and `name`; a TypedDict of options is one of them."""
+        found = inspect.signature(function).parameters.values()
+        return {p.name: p.replace(kind=p.KEYWORD_ONLY) for p in found if p.name not in ("name", "dim", "num_heads")}
+
+    told = {
+        typing.get_args(inspect.signature(f).parameters["name"].annotation): f for f in typing.get_overloads(encoding)
+    }
+    assert set(told) == {(name,) for name in NAMES}
+    overload = told[name,]
+    assert inspect.signature(overload).return_annotation is type(made(name))
+    assert parameters(overload) == ({} if name == "none" else parameters(ENCODINGS[name]))
+
+
+def test_options_that_every_rotary_encoding_passes_on_are_the_modules():
+    module = set(inspect.signature(RotaryEmbedding).parameters) - {"head_dim", "base", "pairing", "seq_dim"}
+    assert set(RopeOptions.__annotations__) == module
 
 
 def test_the_page_says_what_they_say_of_themselves():
@@ -279,16 +301,14 @@ def outcome(name: str, sizes: dict[str, int], **options: Any) -> Any:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_option_matters(name):
-    parameters = inspect.signature(ENCODINGS[name][0]).parameters.values()
-    options = {parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert options == set(OTHERS.get(name, {}))
+    assert set(options_of(name)) == set(OTHERS.get(name, {}))
     before = outcome(name, {})
     assert before == outcome(name, {})
     assert not isinstance(before, str)
     for option, other in OTHERS.get(name, {}).items():
         assert outcome(name, {}, **{option: other}) != before, option
     for size, other in (("dim", 12), ("num_heads", 4)):
-        if size in ENCODINGS[name][1]:
+        if size in inspect.signature(ENCODINGS[name]).parameters:
             assert outcome(name, {size: other}) != before, size
     assert "an integer of at least 1" in outcome(name, {"dim": 0})
     assert "an integer of at least 1" in outcome(name, {"num_heads": True})

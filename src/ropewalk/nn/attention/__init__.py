@@ -1,0 +1,1 @@
+"""Softmax attention: the layer, its scores, projections and cache."""

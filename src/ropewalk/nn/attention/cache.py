@@ -1,16 +1,15 @@
 """KVCache: keys and values of the tokens that were read, for decoding."""
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, shown
-from ropewalk.nn.attention.arguments import check_append, check_index, rope_of
-from ropewalk.nn.encodings.base import Encoding, may_look
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.rotary import rope_in
+from ropewalk.nn.position_checks import check_ids, check_index, check_positions, described, may_look
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "check_counts", "check_room"]
 
 
 class KVCache:
@@ -48,19 +47,23 @@ class KVCache:
         sizes["v_dim"] = head_dim if v_dim is None else v_dim
         for name, size in sizes.items():
             sizes[name] = require_count(size, asked=f"KVCache({name}=...)", do="pass a whole number above 0")
-        self.batch, self.num_kv_heads, self.max_length, self.head_dim, self.v_dim = sizes.values()
+        self.batch: int = sizes["batch"]
+        self.num_kv_heads: int = sizes["num_kv_heads"]
+        self.max_length: int = sizes["max_length"]
+        self.head_dim: int = sizes["head_dim"]
+        self.v_dim: int = sizes["v_dim"]
         dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype, "KVCache(dtype=...)")
         shape = self.batch, self.num_kv_heads, self.max_length
         # What is born in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.keys = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
-            self.values = torch.zeros(*shape, self.v_dim, dtype=dtype, device=device)
-            self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=device)
-            self.positions = torch.zeros(self.batch, self.max_length, dtype=torch.int64, device=device)
+            self.keys: Tensor = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
+            self.values: Tensor = torch.zeros(*shape, self.v_dim, dtype=dtype, device=device)
+            self.lengths: Tensor = torch.zeros(self.batch, dtype=torch.int64, device=device)
+            self.positions: Tensor = torch.zeros(self.batch, self.max_length, dtype=torch.int64, device=device)
         self.encoding_state: Tensor | None = None
-        self.filled_at_most = 0
+        self.filled_at_most: int = 0
         # Whether the host knows that every sequence has filled_at_most tokens.
-        self.even = True
+        self.even: bool = True
 
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None, *, positions: Tensor | None = None) -> None:
         """Puts keys [batch, num_kv_heads, seq, head_dim] and values behind those of each sequence.
@@ -78,7 +81,7 @@ class KVCache:
         got:      1
         do this:  make a longer cache, or drop old tokens with evict_prefix
         """
-        check_append(self, k, v, counts, positions)
+        self._check_append(k, v, counts, positions)
         seq = k.shape[2]
         steps = torch.arange(seq, device=k.device)
         rows, slots = torch.arange(self.batch, device=k.device)[:, None], self.lengths[:, None] + steps
@@ -99,8 +102,8 @@ class KVCache:
     def evict_prefix(self, count: int, rope: RotaryEmbedding | Encoding | None) -> None:
         """Drops the first `count` tokens of each sequence and moves the rest to the front, as if they had been first.
 
-        Keys that `rope` rotated are turned back by rope.shift(k, by=-count), so that positions count from 0 again; each
-        such move rounds once more. Give the encoding that made the keys, or None where keys hold no position. What
+        Keys that `rope` rotated are rotated back by rope.shift(k, by=-count), so that positions count from 0 again;
+        each such move rounds once more. Give the encoding that made the keys, or None where keys hold no position. What
         holds absolute positions cannot be moved and is refused. A sequence of fewer tokens is emptied.
 
         >>> rope, cache = RotaryEmbedding(2), KVCache(1, 1, 4, 2)
@@ -118,10 +121,10 @@ class KVCache:
                 got=f"{number}",
                 do="drop fewer, or call reset() to drop them all",
             )
-        (turn, length), left = rope_of(rope, self.head_dim), self.filled_at_most - number
+        (rotation, length), left = _rope_of_keys(rope, self.head_dim), self.filled_at_most - number
         keys = self.keys[:, :, number : self.filled_at_most]
-        # Copies: what is moved lies over where it goes.
-        keys = keys.clone() if turn is None else turn.shift(keys, by=-number, length=length)
+        # Copies: what is moved overlaps where it goes.
+        keys = keys.clone() if rotation is None else rotation.shift(keys, by=-number, length=length)
         values = self.values[:, :, number : self.filled_at_most].clone()
         positions = self.positions[:, number : self.filled_at_most] - number
         for buffer, rest in ((self.keys, keys), (self.values, values), (self.positions[:, None], positions[:, None])):
@@ -139,7 +142,7 @@ class KVCache:
         >>> cache.keys[:, 0, 0, 0].tolist()
         [7.0, 7.0]
         """
-        check_index(index, self.batch, self.lengths.device, "KVCache.reorder(index)", number=self.batch)
+        check_index(index, self.batch, self.lengths.device, asked="KVCache.reorder(index)", number=self.batch)
         for buffer in (self.keys, self.values, self.lengths, self.positions):
             buffer.copy_(buffer.index_select(0, index))
         if self.encoding_state is not None:
@@ -178,8 +181,79 @@ class KVCache:
         home = f"dtype={self.keys.dtype}, device={str(self.keys.device)!r}"
         return f"KVCache({sizes}{wide}, {home}), filled_at_most={self.filled_at_most}"
 
+    def _check_append(self, k: Tensor, v: Tensor, counts: Tensor | None, positions: Tensor | None) -> None:
+        """Raise unless keys and values belong into the cache, and fit as far as the host knows."""
+        for name, x, buffer in (("k", k, self.keys), ("v", v, self.values)):
+            fits = isinstance(x, Tensor) and x.dim() == 4 and x.dtype == buffer.dtype and x.device == buffer.device
+            if not fits or x.shape[:2] != buffer.shape[:2] or x.shape[3] != buffer.shape[3]:
+                batch, heads, _, width = buffer.shape
+                raise RopewalkError(
+                    asked=f"KVCache.append({name})",
+                    expected=f"[{batch}, {heads}, seq, {width}] of {buffer.dtype} on {buffer.device}",
+                    got=described(x),
+                    do="give it keys and values of the batch, heads and dtype that it was made with, or make another",
+                )
+        if k.shape[2] != v.shape[2]:
+            raise RopewalkError(
+                asked="KVCache.append(k, v)",
+                expected="as many values as keys",
+                got=f"{k.shape[2]} keys and {v.shape[2]} values",
+                do="give both for the same tokens",
+            )
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RopewalkError(
+                asked="KVCache.append(k, v)",
+                expected="keys and values without a gradient: the cache is overwritten at every step",
+                got="a tensor that requires a gradient",
+                do="decode under torch.inference_mode() or torch.no_grad()",
+            )
+        if counts is not None:
+            check_counts(self, counts, k.shape[2])
+        if positions is not None:
+            asked = "KVCache.append(positions=...)"
+            check_ids(positions, asked=asked, whole=True)
+            check_positions(positions, k, asked=asked)
+        check_room(self, k.shape[2], counts)
 
-def _checked_dtype(dtype: Any, asked: str) -> torch.dtype:
+
+def check_room(cache: KVCache, seq: int, counts: Tensor | None) -> None:
+    """Raise unless `seq` more tokens fit, as far as the host knows.
+
+    >>> check_room(KVCache(1, 1, 4, 1), 4, None)
+    """
+    room = cache.max_length - cache.filled_at_most
+    if seq <= room:
+        return
+    # A compiler cannot print what changes from step to step.
+    known = not torch.compiler.is_compiling()
+    do = "make a longer cache, or drop old tokens with evict_prefix"
+    raise RopewalkError(
+        asked=f"more tokens in a KVCache of max_length={cache.max_length}",
+        expected=f"at most {room}, since {cache.filled_at_most} may be there" if known else "no more than fit",
+        got=f"{seq}" if known else "more",
+        do=do if counts is None else f"{do}; padding takes room too while it is written",
+    )
+
+
+def check_counts(cache: KVCache, counts: Tensor, seq: int) -> None:
+    """Raise unless `counts` has, per sequence, how many of `seq` tokens are no padding.
+
+    >>> check_counts(KVCache(2, 1, 4, 1), torch.tensor([3, 1]), 3)
+    """
+    lengths = cache.lengths
+    fits = isinstance(counts, Tensor) and counts.dtype in (torch.int32, torch.int64)
+    fits = fits and counts.shape == lengths.shape and counts.device == lengths.device
+    if fits and (not may_look(counts) or bool(((counts >= 0) & (counts <= seq)).all())):
+        return
+    raise RopewalkError(
+        asked=f"counts of tokens in {seq} that may be padded",
+        expected=f"whole numbers [{len(lengths)}] from 0 to {seq}, one per sequence, on {lengths.device}",
+        got=f"{counts.tolist()}" if fits else described(counts),
+        do="pass how many tokens of each sequence are no padding; padding comes last",
+    )
+
+
+def _checked_dtype(dtype: torch.dtype, asked: str) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     raise RopewalkError(
@@ -187,4 +261,30 @@ def _checked_dtype(dtype: Any, asked: str) -> torch.dtype:
         expected="a floating-point dtype",
         got=shown(dtype),
         do="pass the dtype of the keys: torch.bfloat16",
+    )
+
+
+def _rope_of_keys(
+    encoding: RotaryEmbedding | Encoding | None, head_dim: int
+) -> tuple[RotaryEmbedding | None, int | None]:
+    """The rope that rotated the keys and can move them, None if keys hold no position; and the length it did so for."""
+    rope = rope_in(encoding)
+    if rope is not None and rope.spec.axes is not None:
+        raise RopewalkError(
+            asked="KVCache.evict_prefix(count, rope)",
+            expected="a rope over one axis: as many tokens as are dropped, so far the rest moves",
+            got=f"{rope}",
+            do="over several axes that is not so: reset(), and read the last tokens again",
+        )
+    if rope is not None and rope.spec.head_dim == head_dim and rope.seq_dim == -2:
+        return rope, getattr(encoding, "at_length", None)
+    no_rotation = isinstance(encoding, Encoding) and encoding.relative and type(encoding).rotate is Encoding.rotate
+    if encoding is None or no_rotation:
+        return None, None
+    raise RopewalkError(
+        asked="KVCache.evict_prefix(count, rope)",
+        expected=f"what made these keys and can move them: a rope with head_dim={head_dim} and seq_dim=-2, an encoding "
+        "that has such a rope or only adds a bias, or None where keys hold no position",
+        got=f"{encoding}" if isinstance(encoding, nn.Module) else shown(encoding),
+        do="pass the encoding of the layer; where it is absolute, reset() and read the last tokens again",
     )

@@ -1,23 +1,18 @@
 """Attention: softmax attention with any encoding; grouped heads, padding, packed sequences, a cache."""
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, shown
-from ropewalk.nn.attention.arguments import (
-    check_call,
-    check_encoding,
-    check_tokens_fit,
-    checked_dropout,
-    rope_in,
-)
-from ropewalk.nn.attention.cache import KVCache
-from ropewalk.nn.attention.projections import ProjectedHeads
+from ropewalk.errors import RopewalkError, as_float, shown
+from ropewalk.nn.attention.cache import KVCache, check_counts, check_room
+from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.attention.scores import Biased, Sight, attend, documents_of
-from ropewalk.nn.encodings.base import Encoding, may_look
-from ropewalk.nn.encodings.rotary import RotaryEncoding
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_in
+from ropewalk.nn.position_checks import check_ends, check_ids, check_positions, described, may_look
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
@@ -62,21 +57,13 @@ class Attention(ProjectedHeads):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            causal=causal,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            device=device,
-            dtype=dtype,
-        )
-        self.dropout = checked_dropout(dropout)
+        layer = type(self).__name__
+        sizes = HeadSizes.checked(dim, num_heads, num_kv_heads, head_dim, layer=layer)
+        super().__init__(sizes, causal=causal, qkv_bias=qkv_bias, out_bias=out_bias, device=device, dtype=dtype)
+        self.dropout: float = _checked_dropout(dropout)
         if encoding is not None:
-            check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads)
-        self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
+            check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads, layer=layer)
+        self.encoding: Encoding | None = as_encoding(encoding)
 
     @property
     def scale(self) -> float:
@@ -85,8 +72,8 @@ class Attention(ProjectedHeads):
         >>> Attention(8, num_heads=2).scale
         0.5
         """
-        own = None if self.encoding is None else self.encoding.scale
-        return self.head_dim**-0.5 if own is None else own
+        scale = None if self.encoding is None else self.encoding.scale
+        return self.head_dim**-0.5 if scale is None else scale
 
     @property
     def axes(self) -> int:
@@ -129,7 +116,7 @@ class Attention(ProjectedHeads):
         ...     torch.allclose(y, attention(x), atol=1e-6)
         True
         """
-        check_tokens_fit(x, self.dim, self.q_proj)
+        self._check_tokens(x)
         if cache is not None and not isinstance(cache, KVCache):
             raise RopewalkError(
                 asked="attention(x, cache=...)",
@@ -137,7 +124,7 @@ class Attention(ProjectedHeads):
                 got=shown(cache),
                 do="make one for each layer: KVCache(batch, num_kv_heads, max_length, head_dim)",
             )
-        check_call(self, x, positions, cache, key_mask, cu_seqlens, counts)
+        self._check_call(x, positions, cache, key_mask, cu_seqlens, counts)
         seq = x.shape[1]
         if positions is None and self.axes == 1:
             # Without any the rotation takes a plain range, which is faster.
@@ -147,10 +134,10 @@ class Attention(ProjectedHeads):
                 positions = packed_positions(cu_seqlens, seq)
         q, k, v = self.heads_of(x)
         if self.encoding is not None:
-            q, k = (turned.to(v.dtype) for turned in self.encoding.rotate(q, k, positions))
+            q, k = (rotated.to(v.dtype) for rotated in self.encoding.rotate(q, k, positions))
         if key_mask is not None:
             # Hidden values are still multiplied, by 0, and what padding holds may be no number.
-            hidden = ~key_mask if cache is None else ~_own_slots(key_mask, cache.lengths, seq)
+            hidden = ~key_mask if cache is None else ~_next_slots(key_mask, cache.lengths, seq)
             k, v = (heads.masked_fill(hidden[:, None, :, None], 0) for heads in (k, v))
         if cache is not None:
             y = self._with_cache(q, k, v, positions, cache, key_mask, counts)
@@ -159,6 +146,20 @@ class Attention(ProjectedHeads):
         else:
             y = self._attend(q, k, v, Sight(self.causal, None, key_mask), positions, positions)
         return self.joined(y)
+
+    # nn.Module declares that a call returns Any.
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            x: Tensor,
+            positions: Tensor | None = None,
+            cache: KVCache | None = None,
+            *,
+            key_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            counts: Tensor | None = None,
+        ) -> Tensor: ...
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, q_positions: Tensor | None, k_positions: Tensor | None
@@ -186,11 +187,11 @@ class Attention(ProjectedHeads):
         # One after the other: less work than a mask, and what is not finite stays where it is.
         ends, parts = cu_seqlens.tolist(), []
         for start, end in itertools.pairwise(ends):
-            own = slice(start, end)
-            here = None if positions is None else positions[..., own]
-            seen = None if key_mask is None else key_mask[:, own]
+            tokens = slice(start, end)
+            ids = None if positions is None else positions[..., tokens]
+            seen = None if key_mask is None else key_mask[:, tokens]
             sight = Sight(self.causal, None, seen)
-            parts.append(self._attend(q[:, :, own], k[:, :, own], v[:, :, own], sight, here, here))
+            parts.append(self._attend(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], sight, ids, ids))
         return torch.cat([*parts, torch.zeros_like(q[:, :, ends[-1] :])], dim=2)
 
     def _with_cache(
@@ -220,13 +221,104 @@ class Attention(ProjectedHeads):
         return self._attend(q, keys, values, sight, positions, cache.positions[:, :reach])
 
     def extra_repr(self) -> str:
-        """The sizes, and what is not as usual."""
-        parts = [f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
-        parts += [f"causal={self.causal}"] + ([f"dropout={self.dropout}"] if self.dropout else [])
-        return ", ".join(parts)
+        """The sizes, and what is not the default."""
+        return super().extra_repr() + (f", dropout={self.dropout}" if self.dropout else "")
+
+    def _check_call(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        cache: KVCache | None,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        counts: Tensor | None,
+    ) -> None:
+        """Raise unless the arguments of `forward` fit x and each other."""
+        batch, seq = x.shape[:2]
+        if cache is not None:
+            self._check_cache(cache, x, cu_seqlens)
+            check_room(cache, seq, counts)
+        if counts is not None:
+            if cache is None:
+                raise RopewalkError(
+                    asked="attention(x, counts=...)",
+                    expected="a cache, which keeps the padding out",
+                    got="no cache",
+                    do="hide padding with key_mask= where there is no cache",
+                )
+            check_counts(cache, counts, seq)
+        if positions is not None:
+            check_positions(positions, x, asked="attention(positions=...)", axes=self.axes)
+        if key_mask is not None:
+            keys = seq if cache is None else cache.max_length
+            _check_key_mask(key_mask, x, (batch, keys), cached=cache is not None)
+        if cu_seqlens is not None:
+            if batch != 1:
+                raise RopewalkError(
+                    asked="attention(x, cu_seqlens=...)",
+                    expected="a batch of 1, in which all sequences lie end to end",
+                    got=f"a batch of {batch}",
+                    do="lay them end to end: x.flatten(0, 1).unsqueeze(0)",
+                )
+            asked = "attention(cu_seqlens=...)"
+            check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
+            if cu_seqlens.device != x.device or len(cu_seqlens) == 0:
+                raise RopewalkError(
+                    asked=asked,
+                    expected=f"ends of sequences from 0 on, on {x.device}",
+                    got=described(cu_seqlens),
+                    do="put a 0 before the cumulated lengths, and move them where x is",
+                )
+            if may_look(cu_seqlens):
+                check_ends(cu_seqlens, seq, asked=asked)
+
+    def _check_cache(self, cache: KVCache, x: Tensor, cu_seqlens: Tensor | None) -> None:
+        if not self.causal or cu_seqlens is not None:
+            raise RopewalkError(
+                asked="attention(x, cache=...)",
+                expected="causal attention over a batch: tokens in a cache were read without those that come now",
+                got="cu_seqlens" if self.causal else "causal=False",
+                do="give a sequence a row of the batch, and counts= where they differ in length"
+                if self.causal
+                else "leave the cache out and read the whole sequence",
+            )
+        wanted = x.shape[0], self.num_kv_heads, self.head_dim, self.head_dim
+        sizes = cache.batch, cache.num_kv_heads, cache.head_dim, cache.v_dim
+        if wanted != sizes or cache.keys.device != x.device:
+            names = "batch", "num_kv_heads", "head_dim", "v_dim"
+            raise RopewalkError(
+                asked="attention(x, cache=...)",
+                expected=", ".join(f"{name}={n}" for name, n in zip(names, wanted, strict=True)) + f" on {x.device}",
+                got=", ".join(f"{name}={n}" for name, n in zip(names, sizes, strict=True)) + f" on {cache.keys.device}",
+                do="make a cache for this layer and this batch",
+            )
 
 
-def _own_slots(key_mask: Tensor, lengths: Tensor, seq: int) -> Tensor:
+def _next_slots(key_mask: Tensor, lengths: Tensor, seq: int) -> Tensor:
     """Of a mask over the slots of a cache, those that the next `seq` tokens take."""
     slots = lengths[:, None] + torch.arange(seq, device=lengths.device)
     return key_mask.gather(1, slots.clamp_max(key_mask.shape[1] - 1))
+
+
+def _check_key_mask(key_mask: Tensor, x: Tensor, shape: tuple[int, int], *, cached: bool) -> None:
+    fits = isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and key_mask.shape == shape
+    if not fits or key_mask.device != x.device:
+        raise RopewalkError(
+            asked="attention(key_mask=...)",
+            expected=f"bool {list(shape)} on {x.device}: [batch, {'max_length of the cache' if cached else 'seq'}]",
+            got=described(key_mask),
+            do="True is a key that may be seen; write ids != padding, or mask.bool()",
+        )
+
+
+def _checked_dropout(dropout: float) -> float:
+    """The share of the weights to drop, from 0 to below 1."""
+    number = as_float(dropout)
+    if number is None or not 0 <= number < 1:
+        raise RopewalkError(
+            asked="Attention(dropout=...)",
+            expected="a number from 0 to below 1",
+            got=shown(dropout),
+            do="pass the share of attention weights to drop in training, or leave it out",
+        )
+    return number

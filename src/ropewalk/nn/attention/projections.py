@@ -1,18 +1,64 @@
 """What layers of attention share: their sizes, and the projections before and after the heads."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from ropewalk.errors import require_flag
-from ropewalk.nn.attention.arguments import checked_sizes
+from ropewalk.errors import RopewalkError, require_count, require_flag
+from ropewalk.nn.position_checks import described
 
-__all__ = ["ProjectedHeads"]
+__all__ = ["HeadSizes", "ProjectedHeads"]
+
+
+class HeadSizes(NamedTuple):
+    """The width of the model, the numbers of query heads and of key heads, and the width of a head.
+
+    >>> HeadSizes.checked(8, 4, None, None, layer="a doctest")
+    HeadSizes(dim=8, num_heads=4, num_kv_heads=4, head_dim=2)
+    """
+
+    dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def checked(
+        cls, dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, *, layer: str
+    ) -> "HeadSizes":
+        """The sizes of a layer of that name; `num_kv_heads` defaults to `num_heads`, `head_dim` to dim / num_heads.
+
+        >>> HeadSizes.checked(8, 4, 2, None, layer="a doctest").num_kv_heads
+        2
+        """
+        do = "pass a whole number above 0"
+        dim = require_count(dim, asked=f"{layer}(dim=...)", do=do)
+        heads = require_count(num_heads, asked=f"{layer}(num_heads=...)", do=do)
+        shared = heads if num_kv_heads is None else num_kv_heads
+        kv_heads = require_count(shared, asked=f"{layer}(num_kv_heads=...)", do=do)
+        if heads % kv_heads:
+            raise RopewalkError(
+                asked=f"{layer}(num_heads={heads}, num_kv_heads={kv_heads})",
+                expected="num_heads a multiple of num_kv_heads: each key head serves as many query heads",
+                got=f"{heads} and {kv_heads}",
+                do=f"use a num_kv_heads that divides {heads}",
+            )
+        if head_dim is None and dim % heads:
+            raise RopewalkError(
+                asked=f"{layer}(dim={dim}, num_heads={heads})",
+                expected="a dim that is a multiple of num_heads, or a head_dim",
+                got=f"{dim} and {heads}",
+                do="pass head_dim=",
+            )
+        width = require_count(dim // heads if head_dim is None else head_dim, asked=f"{layer}(head_dim=...)", do=do)
+        return cls(dim, heads, kv_heads, width)
 
 
 class ProjectedHeads(nn.Module):
-    """q_proj, k_proj, v_proj and o_proj, named as checkpoints name them; what happens between is a layer's own.
+    """q_proj, k_proj, v_proj and o_proj, named as in checkpoints; what happens between them is up to the layer.
 
-    >>> layer = ProjectedHeads(8, num_heads=4, num_kv_heads=2)
+    >>> layer = ProjectedHeads(HeadSizes(8, num_heads=4, num_kv_heads=2, head_dim=2))
     >>> q, k, v = layer.heads_of(torch.zeros(1, 5, 8))
     >>> q.shape, v.shape, layer.joined(q).shape
     (torch.Size([1, 4, 5, 2]), torch.Size([1, 2, 5, 2]), torch.Size([1, 5, 8]))
@@ -20,11 +66,8 @@ class ProjectedHeads(nn.Module):
 
     def __init__(
         self,
-        dim: int,
-        num_heads: int,
+        sizes: HeadSizes,
         *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
         causal: bool = True,
         qkv_bias: bool = False,
         out_bias: bool = False,
@@ -32,23 +75,24 @@ class ProjectedHeads(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        sizes = checked_sizes(dim, num_heads, num_kv_heads, head_dim, name)
-        self.dim, self.num_heads, self.num_kv_heads, self.head_dim = sizes
-        self.causal = require_flag(causal, asked=f"{name}(causal=...)")
-        require_flag(qkv_bias, asked=f"{name}(qkv_bias=...)")
-        require_flag(out_bias, asked=f"{name}(out_bias=...)")
-        made = {"device": device, "dtype": dtype}
-        wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(self.dim, wide, bias=qkv_bias, **made)
-        self.k_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.v_proj = nn.Linear(self.dim, narrow, bias=qkv_bias, **made)
-        self.o_proj = nn.Linear(wide, self.dim, bias=out_bias, **made)
+        layer = type(self).__name__
+        self.dim: int = sizes.dim
+        self.num_heads: int = sizes.num_heads
+        self.num_kv_heads: int = sizes.num_kv_heads
+        self.head_dim: int = sizes.head_dim
+        self.causal: bool = require_flag(causal, asked=f"{layer}(causal=...)")
+        require_flag(qkv_bias, asked=f"{layer}(qkv_bias=...)")
+        require_flag(out_bias, asked=f"{layer}(out_bias=...)")
+        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.q_proj: nn.Linear = nn.Linear(self.dim, q_width, bias=qkv_bias, device=device, dtype=dtype)
+        self.k_proj: nn.Linear = nn.Linear(self.dim, kv_width, bias=qkv_bias, device=device, dtype=dtype)
+        self.v_proj: nn.Linear = nn.Linear(self.dim, kv_width, bias=qkv_bias, device=device, dtype=dtype)
+        self.o_proj: nn.Linear = nn.Linear(q_width, self.dim, bias=out_bias, device=device, dtype=dtype)
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [batch, seq, dim] as q, k and v, [batch, heads, seq, head_dim].
 
-        >>> [heads.shape[1] for heads in ProjectedHeads(4, num_heads=2).heads_of(torch.zeros(1, 3, 4))]
+        >>> [heads.shape[1] for heads in ProjectedHeads(HeadSizes(4, 2, 2, 2)).heads_of(torch.zeros(1, 3, 4))]
         [2, 2, 2]
         """
         q, k, v = (
@@ -62,9 +106,35 @@ class ProjectedHeads(nn.Module):
         return q, k, v
 
     def joined(self, y: Tensor) -> Tensor:
-        """What heads gave, [batch, heads, seq, head_dim], as tokens again.
+        """The outputs of the heads, [batch, heads, seq, head_dim], as tokens [batch, seq, dim].
 
-        >>> ProjectedHeads(4, num_heads=2).joined(torch.zeros(1, 2, 3, 2)).shape
+        >>> ProjectedHeads(HeadSizes(4, 2, 2, 2)).joined(torch.zeros(1, 2, 3, 2)).shape
         torch.Size([1, 3, 4])
         """
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def extra_repr(self) -> str:
+        """The sizes, and whether it is causal."""
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        return f"{self.dim}, {heads}, causal={self.causal}"
+
+    def _check_tokens(self, x: Tensor) -> None:
+        """Raise unless `x` is a tensor of tokens [batch, seq, dim] that the projections accept."""
+        if not (isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[-1] == self.dim):
+            raise RopewalkError(
+                asked="attention(x)",
+                expected=f"floating-point tokens [batch, seq, {self.dim}]",
+                got=described(x),
+                do="give it tokens before their heads are split, with a batch of 1 where there is one sequence",
+            )
+        # Layers that were put in its place, sharded or offloaded, check themselves what they accept.
+        if type(self.q_proj) is not nn.Linear or self.q_proj.weight.is_meta:
+            return
+        weight = self.q_proj.weight
+        if x.device != weight.device or not (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)):
+            raise RopewalkError(
+                asked="attention(x)",
+                expected=f"tokens of {weight.dtype} on {weight.device}, as the projections are",
+                got=f"{x.dtype} on {x.device}",
+                do="cast or move one of them: attention.to(x.device, x.dtype)",
+            )

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.torch_internals import is_transformed
-from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.base import Encoding, ScoreMod
 
 __all__ = ["Biased", "Sight", "attend", "documents_of"]
 
@@ -196,7 +196,7 @@ def _flex_serves(q: Tensor, k: Tensor) -> bool:
 
 
 def _by_flex(
-    q: Tensor, k: Tensor, v: Tensor, sight: Sight, score_mod: Any, biased: Biased | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, score_mod: ScoreMod | None, biased: Biased | None, scale: float
 ) -> Tensor:
     make_blocks, flex_attention = _flex_functions(q.is_cuda and not torch.compiler.is_compiling())
     blocks = None

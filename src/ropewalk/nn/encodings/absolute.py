@@ -4,7 +4,7 @@ x is [batch, seq, dim], or [.., seq, dim] with the batch first. What a position 
 dtype of the parameters, and the result is rounded once to the dtype of x.
 """
 
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from ropewalk.errors import RopewalkError, require_count, require_even
 from ropewalk.kernels.angles.torch import angles_at
-from ropewalk.nn.encodings.base import Encoding, check_token_positions, check_tokens, fixed, may_look
+from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens, fixed
+from ropewalk.nn.position_checks import may_look
 from ropewalk.spec.frequencies import Plain
 
 __all__ = ["ConcatenatedEncoding", "LearnedEncoding", "MultiplicativeEncoding", "SinusoidalEncoding"]
@@ -22,15 +23,15 @@ STD = 0.02
 
 
 class _Table(Encoding):
-    """A parameter `weight` [length, dim]: one row a position, and nothing past its length."""
+    """A parameter `weight` [length, dim]: one row per position, and nothing past its length."""
 
     relative = False
 
     def __init__(self, dim: int, *, length: int) -> None:
         super().__init__()
-        self.dim = _width(dim, f"{type(self).__name__}(dim)")
-        self._length = _rows_of(length, type(self).__name__)
-        self.weight = nn.Parameter(torch.empty(self._length, self.dim))
+        self.dim: int = _width(dim, f"{type(self).__name__}(dim)")
+        self._length: int = _rows_of(length, type(self).__name__)
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(self._length, self.dim))
         self.reset_parameters()
 
     @property
@@ -65,7 +66,7 @@ class LearnedEncoding(_Table):
 
     name = "learned"
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: Any = None) -> Tensor:
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         return (x + self._rows(x, positions)).to(x.dtype)
 
 
@@ -87,7 +88,7 @@ class MultiplicativeEncoding(_Table):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: Any = None) -> Tensor:
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         return (x * self._rows(x, positions)).to(x.dtype)
 
 
@@ -104,15 +105,15 @@ class SinusoidalEncoding(Encoding):
 
     name = "sinusoidal"
     relative = False
-    held = ("_theta",)
+    held: ClassVar[tuple[str, ...]] = ("_theta",)
 
     def __init__(self, dim: int, *, base: float = 10_000.0) -> None:
         super().__init__()
-        self.dim = _even(dim, "SinusoidalEncoding(dim)")
-        self.base = Plain(base).base
-        self._theta = fixed(Plain(base).evaluate(self.dim))
+        self.dim: int = _even(dim, "SinusoidalEncoding(dim)")
+        self.base: float = Plain(base).base
+        self._theta: Tensor = fixed(Plain(base).evaluate(self.dim))
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: Any = None) -> Tensor:
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         check_tokens(x, self.dim, asked="SinusoidalEncoding.embed")
         return (x + _waves(self._theta, x, positions, "SinusoidalEncoding.embed")).to(x.dtype)
 
@@ -135,12 +136,12 @@ class ConcatenatedEncoding(Encoding):
 
     name = "concatenated"
     relative = False
-    held = ("_theta",)
+    held: ClassVar[tuple[str, ...]] = ("_theta",)
 
     def __init__(self, dim: int, *, width: int, length: int | None = None, base: float | None = None) -> None:
         super().__init__()
         asked = "ConcatenatedEncoding"
-        self.dim = _width(dim, f"{asked}(dim)")
+        self.dim: int = _width(dim, f"{asked}(dim)")
         if length is not None and base is not None:
             raise RopewalkError(
                 asked=f"{asked}(length=..., base=...)",
@@ -148,14 +149,15 @@ class ConcatenatedEncoding(Encoding):
                 got=f"length={length!r} and base={base!r}",
                 do="leave one of them out",
             )
-        self._length = None if length is None else _rows_of(length, asked)
-        self.width = _even(width, f"{asked}(width=...)") if length is None else _width(width, f"{asked}(width=...)")
+        self._length: int | None = None if length is None else _rows_of(length, asked)
+        self.width: int = (_even if length is None else _width)(width, f"{asked}(width=...)")
         rule = Plain() if base is None else Plain(base)
         # Without sines there are no frequencies to hold, and no others to be mistaken for them.
-        self._theta = fixed([] if self._length is not None else rule.evaluate(self.width))
-        self.base = None if self._length is not None else rule.base
-        self.weight = None if self._length is None else nn.Parameter(torch.empty(self._length, self.width))
-        self.projection = nn.Linear(self.dim + self.width, self.dim, bias=False)
+        self._theta: Tensor = fixed([] if self._length is not None else rule.evaluate(self.width))
+        self.base: float | None = None if self._length is not None else rule.base
+        table = None if self._length is None else nn.Parameter(torch.empty(self._length, self.width))
+        self.weight: nn.Parameter | None = table
+        self.projection: nn.Linear = nn.Linear(self.dim + self.width, self.dim, bias=False)
         self.reset_parameters()
 
     @property
@@ -168,7 +170,7 @@ class ConcatenatedEncoding(Encoding):
         if self.weight is not None:
             nn.init.normal_(self.weight, std=STD)
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: Any = None) -> Tensor:
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         asked, matrix = "ConcatenatedEncoding.embed", self.projection.weight
         check_tokens(x, self.dim, asked=asked, parameter=matrix)
         if self.weight is None or self._length is None:
@@ -186,7 +188,7 @@ class ConcatenatedEncoding(Encoding):
 
 
 def _rows(table: Tensor, length: int, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
-    """The rows of `table` where x stands, lined up with it. A position that has no row is an error, never another's."""
+    """The rows of `table` at the positions of x, shaped to broadcast. A position without a row is an error."""
     if positions is None:
         if x.shape[-2] > length:
             raise _past(length, 0, x.shape[-2] - 1, asked)
@@ -213,16 +215,16 @@ def _past(length: int, first: int, last: int, asked: str) -> RopewalkError:
 
 
 def _waves(theta: Tensor, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
-    """sin and cos in turn of where x stands times theta, lined up with it: float64, but float32 where there is none."""
+    """sin and cos, alternating, of positions times theta, shaped to broadcast: float64, or float32 on MPS."""
     if positions is None:
         positions = torch.arange(x.shape[-2], device=x.device)
     else:
         check_token_positions(positions, x, asked=asked)
-    narrow = x.device.type == "mps"
-    here = positions.cpu() if narrow else positions
-    angles = angles_at(here, theta.to(here.device))
+    no_float64 = x.device.type == "mps"
+    ids = positions.cpu() if no_float64 else positions
+    angles = angles_at(ids, theta.to(ids.device))
     waves = torch.stack((torch.sin(angles), torch.cos(angles)), dim=-1).flatten(-2)
-    return _lined_up(waves.to(torch.float32).to(x.device) if narrow else waves, x)
+    return _lined_up(waves.to(torch.float32).to(x.device) if no_float64 else waves, x)
 
 
 def _lined_up(rows: Tensor, x: Tensor) -> Tensor:

@@ -1,16 +1,17 @@
 """Encoding: the three hooks by which position enters a model, and what an encoding says of itself."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
-from ropewalk.nn.rotary.checks import check_finite, check_ids, check_positions
-from ropewalk.ops import is_plain
+from ropewalk.nn.position_checks import check_finite, check_ids, check_positions, may_look
 
-__all__ = ["Encoding", "ScoreMod", "check_as", "check_token_positions", "check_tokens", "fixed", "may_look"]
+__all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens", "fixed"]
 
 # score_mod of FlexAttention: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -18,46 +19,54 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _TOKENS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+class EncodingCache(Protocol):
+    """A cache in which an encoding keeps what the next tokens need of the tokens so far, as `KVCache` has it."""
+
+    encoding_state: Tensor | None
+
+
 class Encoding(nn.Module):
     """Where a token stands, brought into a model by one or more of three hooks; what is not overridden does nothing.
 
     `embed` changes the tokens [batch, seq, dim], once, at the bottom of a model. `rotate` changes queries and keys
     [batch, heads, seq, head_dim] in every layer. `bias` is added to the scores [heads, q, k] or [batch, heads, q, k].
-    Positions are [seq] or [batch, seq]; None stands for 0 .. seq-1.
+    Positions are [seq] or [batch, seq]; None is 0 .. seq-1.
+
+    Attributes:
+        name: The name by which `ropewalk.encoding` makes it.
+        relative: Whether attention is unchanged when all positions shift by a constant.
+        linear: Whether linear attention supports it: whether it acts on each token alone.
+        held: Names of attributes made by `fixed`. They follow the device and nothing else that is done to a module.
+        flex_options: `kernel_options` for FlexAttention beside `score_mod`; None for the defaults.
 
     >>> Encoding().bias(None, None) is None
     True
     """
 
-    # The name under which `encoding` makes it.
     name: ClassVar[str] = "none"
-    # Whether attention stays as it is when all positions shift by a constant.
     relative: ClassVar[bool] = True
-    # Whether linear attention can use it: whether it acts on each token alone.
     linear: ClassVar[bool] = True
-    # Attributes made by `fixed`, which follow the device and nothing else that is done to a module.
     held: ClassVar[tuple[str, ...]] = ()
-    # What FlexAttention is to be given as kernel_options beside `score_mod`.
-    flex_options: ClassVar[dict[str, Any] | None] = None
+    flex_options: ClassVar[dict[str, object] | None] = None
 
     @property
     def length(self) -> int | None:
-        """How many positions it is defined for, from 0 on; None where there is no end."""
+        """The number of positions it is defined for, from 0 on; None if there is no end."""
         return None
 
     @property
     def scale(self) -> float | None:
-        """What scores are multiplied by; None for 1/sqrt(head_dim), which is usual."""
+        """The factor that scores are multiplied by; None for the usual 1/sqrt(head_dim)."""
         return None
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: Any = None) -> Tensor:
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         """The tokens with their positions in them. A `cache` keeps what the next tokens need of these."""
         return x
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor | None = None, *, k_positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their positions in them; keys stand where queries do unless told."""
+        """Queries and keys with their positions in them; `k_positions` defaults to `positions`."""
         return q, k
 
     def bias(self, q_positions: Tensor | None, k_positions: Tensor | None) -> Tensor | None:
@@ -84,8 +93,9 @@ class Encoding(nn.Module):
         return self
 
 
-def fixed(values: Any) -> Tensor:
-    """Numbers for an attribute that `Encoding.held` names: real under a meta default device, fit for a later backward.
+def fixed(values: Tensor | NDArray[np.float64] | Sequence[float]) -> Tensor:
+    """A tensor for an attribute that `Encoding.held` names: on a real device under a meta default device, usable in a
+    later backward when made in inference mode.
 
     >>> with torch.device("meta"):
     ...     fixed([1, 2]).tolist()
@@ -97,32 +107,8 @@ def fixed(values: Any) -> Tensor:
         return torch.as_tensor(values, device=home)
 
 
-def may_look(ids: Tensor) -> bool:
-    """Whether the values of ids may be looked at without making a device wait or a compiler stop.
-
-    >>> may_look(torch.arange(2)), may_look(torch.arange(2, device="meta"))
-    (True, False)
-    """
-    return is_plain(ids) and ids.device.type == "cpu"
-
-
-def check_as(asked: str, check: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """A check of rotary_arguments, whose error then says what was asked here.
-
-    >>> try:
-    ...     check_as("here", check_ids, torch.tensor([True]), name="positions")
-    ... except RopewalkError as error:
-    ...     print(error.asked, "|", error.got)
-    here | torch.bool [1]
-    """
-    try:
-        check(*arguments, **options)
-    except RopewalkError as error:
-        raise RopewalkError(asked=asked, expected=error.expected, got=error.got, do=error.do) from None
-
-
-def check_tokens(x: Any, dim: int, *, asked: str, parameter: Tensor | None = None) -> None:
-    """Refuses what is no tensor of tokens [.., seq, dim], or lies elsewhere than the encoding's parameter.
+def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = None) -> None:
+    """Raise unless `x` is a tensor of tokens [.., seq, dim] on the device of the encoding's `parameter`.
 
     >>> check_tokens(torch.zeros(2, 5, 8), 8, asked="a doctest")
     """
@@ -142,13 +128,13 @@ def check_tokens(x: Any, dim: int, *, asked: str, parameter: Tensor | None = Non
         )
 
 
-def check_token_positions(positions: Any, x: Tensor, *, asked: str, whole: bool = False) -> None:
-    """Refuses positions that are not one number for each token of x, on its device; `whole` refuses fractions.
+def check_token_positions(positions: Tensor, x: Tensor, *, asked: str, whole: bool = False) -> None:
+    """Raise unless `positions` has one number per token of `x`, on its device; `whole` rejects floating-point ones.
 
     >>> check_token_positions(torch.arange(5), torch.zeros(2, 5, 8), asked="a doctest")
     """
     asked = f"{asked}(positions)"
-    check_as(asked, check_ids, positions, name="positions", whole=whole)
-    check_as(asked, check_positions, positions, x, -2, x.dim() > 2, "positions")
+    check_ids(positions, asked=asked, whole=whole)
+    check_positions(positions, x, asked=asked, batched=x.dim() > 2)
     if may_look(positions):
-        check_as(asked, check_finite, positions, "positions")
+        check_finite(positions, asked=asked)

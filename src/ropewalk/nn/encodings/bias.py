@@ -5,14 +5,14 @@ FlexAttention, one score at a time.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, require_flag
-from ropewalk.nn.encodings.base import Encoding, ScoreMod, check_as, fixed, may_look
-from ropewalk.nn.rotary.checks import check_finite, check_ids
+from ropewalk.nn.encodings.base import Encoding, ScoreMod, fixed
+from ropewalk.nn.position_checks import check_finite, check_ids, may_look
 from ropewalk.reference import alibi_slopes, t5_bucket
 
 __all__ = ["AlibiBias", "T5Bias"]
@@ -25,7 +25,7 @@ COPIES, MOST_NUMBERS = 64, 1 << 16
 
 
 class T5Bias(Encoding):
-    """One learned number a bucket of distances and head, added to the scores (T5, 1910.10683, section 2.1).
+    """One learned number per bucket of distances and head, added to the scores (T5, 1910.10683, section 2.1).
 
     Near distances have a bucket each, farther ones share buckets that widen with the logarithm, and everything from
     `max_distance` on is in the last. Causal models have num_buckets for the keys before a query; others, like T5's
@@ -43,15 +43,15 @@ class T5Bias(Encoding):
 
     name = "t5"
     linear = False
-    held = ("_buckets",)
+    held: ClassVar[tuple[str, ...]] = ("_buckets",)
     # Else what is looked up for each score is kept in shared memory for scores to come, and may not fit there.
-    flex_options: ClassVar[dict[str, Any] | None] = {"num_stages": 1}
+    flex_options: ClassVar[dict[str, object] | None] = {"num_stages": 1}
 
     def __init__(self, num_heads: int, *, causal: bool = False, num_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__()
-        self.num_heads = _heads(num_heads, "T5Bias")
-        self.causal = require_flag(causal, asked="T5Bias(causal=...)")
-        self.max_distance = require_count(max_distance, asked="T5Bias(max_distance=...)", do="T5 has 128")
+        self.num_heads: int = _heads(num_heads, "T5Bias")
+        self.causal: bool = require_flag(causal, asked="T5Bias(causal=...)")
+        self.max_distance: int = require_count(max_distance, asked="T5Bias(max_distance=...)", do="T5 has 128")
         if self.max_distance > FARTHEST:
             raise RopewalkError(
                 asked="T5Bias(max_distance=...)",
@@ -62,9 +62,9 @@ class T5Bias(Encoding):
         distances = torch.arange(-self.max_distance, self.max_distance + 1, device="cpu")
         buckets = t5_bucket(distances, causal=causal, num_buckets=num_buckets, max_distance=self.max_distance)
         # The bucket of key - query, from -max_distance to max_distance.
-        self._buckets = fixed(buckets)
-        self.num_buckets = int(num_buckets)
-        self.weight = nn.Parameter(torch.empty(self.num_buckets, self.num_heads))
+        self._buckets: Tensor = fixed(buckets)
+        self.num_buckets: int = int(num_buckets)
+        self.weight: nn.Parameter = nn.Parameter(torch.empty(self.num_buckets, self.num_heads))
         self.reset_parameters()
 
     @property
@@ -80,8 +80,8 @@ class T5Bias(Encoding):
         distance = (k.unsqueeze(-2) - q.unsqueeze(-1)).clamp(-self.max_distance, self.max_distance)
         bucket = self._buckets.to(q.device)[distance + self.max_distance]
         *batch, queries, keys = bucket.shape
-        # A copy of the numbers a query: their gradients are summed query by query, and then over the queries. Into one
-        # copy a GPU adds them one after the other, most of them to the last bucket: 45 times as long for 4096 tokens.
+        # A copy of the numbers per query: gradients are summed per query, and then over the queries. Into one copy
+        # a GPU adds them one after the other, most of them to the last bucket: 45 times as long for 4096 tokens.
         numbers = self.weight.t().unsqueeze(1).expand(*batch, self.num_heads, queries, self.num_buckets)
         return numbers.gather(-1, bucket.unsqueeze(-3).expand(*batch, self.num_heads, queries, keys))
 
@@ -101,7 +101,7 @@ class T5Bias(Encoding):
             return self.score_mod(q_positions, k_positions)
         q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
         q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
-        # By distance, not by bucket: one thing to look up a score. And copies of it, which the queries take in turns,
+        # By distance, not by bucket: one lookup per score. And copies of it, which the queries take in turns,
         # where there are gradients: into one place a GPU adds them one after the other.
         numbers = self.weight[self._buckets.to(q.device)].t()
         learns = torch.is_grad_enabled() and self.weight.requires_grad
@@ -135,16 +135,16 @@ class AlibiBias(Encoding):
 
     name = "alibi"
     linear = False
-    held = ("_slopes",)
+    held: ClassVar[tuple[str, ...]] = ("_slopes",)
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
-        self.num_heads = _heads(num_heads, "AlibiBias")
+        self.num_heads: int = _heads(num_heads, "AlibiBias")
         # On the CPU even if tensors are to be made elsewhere: on meta they would hold no numbers.
         with torch.device("cpu"):
             slopes = alibi_slopes(self.num_heads)
-        self._slopes = fixed(slopes)
-        self._dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+        self._slopes: Tensor = fixed(slopes)
+        self._dtype: torch.dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
     def bias(self, q_positions: Tensor | None, k_positions: Tensor | None) -> Tensor:
         q, k = _pair(q_positions, k_positions, "AlibiBias.bias")
@@ -180,15 +180,18 @@ def _heads(num_heads: object, name: str) -> int:
 
 
 def _pair(
-    q_positions: Any, k_positions: Any, asked: str, *, whole: bool = False, parameter: Tensor | None = None
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    asked: str,
+    *,
+    whole: bool = False,
+    parameter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Where queries and keys stand, checked; whole numbers in 64 bits, which distances of unsigned ids need."""
-    for name, ids in (("q_positions", q_positions), ("k_positions", k_positions)):
-        check_as(f"{asked}({name})", check_ids, ids, name=name, whole=whole)
-        if may_look(ids):
-            check_as(f"{asked}({name})", check_finite, ids, name)
-    homes = {ids.device for ids in (q_positions, k_positions, parameter) if ids is not None}
-    if len(homes) > 1:
+    """The positions of queries and keys, checked; whole numbers as int64, which distances of unsigned ids need."""
+    q_positions = _checked(q_positions, f"{asked}(q_positions)", whole)
+    k_positions = _checked(k_positions, f"{asked}(k_positions)", whole)
+    devices = {x.device for x in (q_positions, k_positions, parameter) if x is not None}
+    if len(devices) > 1:
         raise RopewalkError(
             asked=f"{asked}(q_positions, k_positions)",
             expected="positions on one device, that of the parameters if there are any",
@@ -208,8 +211,17 @@ def _pair(
     return q, k
 
 
+def _checked(ids: Tensor | None, asked: str, whole: bool) -> Tensor:
+    # None is rejected by the check, as everything that is no tensor.
+    positions = cast(Tensor, ids)
+    check_ids(positions, asked=asked, whole=whole)
+    if may_look(positions):
+        check_finite(positions, asked=asked)
+    return positions
+
+
 def _reader(ids: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Where token i of sequence b stands, for indices that FlexAttention gives."""
+    """The position of token i of sequence b, as a function of the indices that FlexAttention passes."""
     if ids.dim() == 2 and ids.shape[0] > 1:
         return lambda b, i: ids[b, i]
     row = ids.reshape(-1)

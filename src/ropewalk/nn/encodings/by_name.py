@@ -1,8 +1,11 @@
-"""encoding: any encoding by its name."""
+"""encoding: any encoding by its name.
+
+A new encoding is a class in a file of its own and, here, its name, its overload and its line of the table.
+"""
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, Unpack, get_args, overload
 
 from ropewalk.errors import RopewalkError, require_choice, require_count, shown
 from ropewalk.nn.encodings.absolute import (
@@ -14,38 +17,182 @@ from ropewalk.nn.encodings.absolute import (
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.encodings.recurrent import RecurrentEncoding
-from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RotaryEncoding, XPosEncoding
-from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.spec.frequencies import AcrossHeads
-from ropewalk.spec.rope import RopeSpec
+from ropewalk.nn.encodings.rotary import (
+    AcrossHeadsEncoding,
+    RopeOptions,
+    RotaryEncoding,
+    XPosEncoding,
+    across_heads_for_model,
+    rope_for_model,
+    xpos_for_model,
+)
+from ropewalk.spec.rope import Pairing, RopeSpec
 
-__all__ = ["ENCODINGS", "Encoding", "encoding"]
+__all__ = ["ENCODINGS", "Encoding", "EncodingName", "encoding", "options_of"]
+
+EncodingName = Literal[
+    "none",
+    "learned",
+    "sinusoidal",
+    "recurrent",
+    "multiplicative",
+    "concatenated",
+    "t5",
+    "alibi",
+    "rope",
+    "rope-across-heads",
+    "xpos",
+]
+
+# What makes each. Parameters dim and num_heads receive the sizes of the model; the keyword-only ones are its options.
+ENCODINGS: dict[EncodingName, Callable[..., Encoding]] = {
+    "none": Encoding,
+    "learned": LearnedEncoding,
+    "sinusoidal": SinusoidalEncoding,
+    "recurrent": RecurrentEncoding,
+    "multiplicative": MultiplicativeEncoding,
+    "concatenated": ConcatenatedEncoding,
+    "t5": T5Bias,
+    "alibi": AlibiBias,
+    "rope": rope_for_model,
+    "rope-across-heads": across_heads_for_model,
+    "xpos": xpos_for_model,
+}
+
+# What to do when an option without a default is left out.
+_NEEDED = {
+    "length": "pass how many positions the table is to have",
+    "width": "pass how many features a position is to have",
+    "spec": "pass RopeSpec(head_dim, xpos=XPos(length))",
+}
 
 
-def encoding(name: str, *, dim: int, num_heads: int, **options: Any) -> Encoding:
+@overload
+def encoding(name: Literal["none"], *, dim: int, num_heads: int) -> Encoding: ...
+@overload
+def encoding(name: Literal["learned"], *, dim: int, num_heads: int, length: int) -> LearnedEncoding: ...
+@overload
+def encoding(
+    name: Literal["sinusoidal"], *, dim: int, num_heads: int, base: float = 10_000.0
+) -> SinusoidalEncoding: ...
+@overload
+def encoding(name: Literal["recurrent"], *, dim: int, num_heads: int) -> RecurrentEncoding: ...
+@overload
+def encoding(name: Literal["multiplicative"], *, dim: int, num_heads: int, length: int) -> MultiplicativeEncoding: ...
+@overload
+def encoding(
+    name: Literal["concatenated"],
+    *,
+    dim: int,
+    num_heads: int,
+    width: int,
+    length: int | None = None,
+    base: float | None = None,
+) -> ConcatenatedEncoding: ...
+@overload
+def encoding(
+    name: Literal["t5"],
+    *,
+    dim: int,
+    num_heads: int,
+    causal: bool = False,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+) -> T5Bias: ...
+@overload
+def encoding(name: Literal["alibi"], *, dim: int, num_heads: int) -> AlibiBias: ...
+@overload
+def encoding(
+    name: Literal["rope"],
+    *,
+    dim: int,
+    num_heads: int,
+    spec: RopeSpec | None = None,
+    head_dim: int | None = None,
+    base: float | None = None,
+    pairing: Pairing | None = None,
+    at_length: int | None = None,
+    **options: Unpack[RopeOptions],
+) -> RotaryEncoding: ...
+@overload
+def encoding(
+    name: Literal["rope-across-heads"],
+    *,
+    dim: int,
+    num_heads: int,
+    head_dim: int | None = None,
+    base: float = 10_000.0,
+    pairing: Pairing = "interleaved",
+    **options: Unpack[RopeOptions],
+) -> AcrossHeadsEncoding: ...
+@overload
+def encoding(
+    name: Literal["xpos"],
+    *,
+    dim: int,
+    num_heads: int,
+    spec: RopeSpec,
+    head_dim: int | None = None,
+    at_length: int | None = None,
+    **options: Unpack[RopeOptions],
+) -> XPosEncoding: ...
+def encoding(name: EncodingName, *, dim: int, num_heads: int, **options: object) -> Encoding:
     """The encoding called `name`, for a model of width `dim` with `num_heads` query heads. docs/encodings.md has them.
 
-    none; learned (length); sinusoidal (base); recurrent; multiplicative (length); concatenated (width, and length or
-    base); t5 (causal, num_buckets, max_distance); alibi; rope (base and pairing, or spec), rope-across-heads (base,
-    pairing) and xpos (spec), each with head_dim where it is not dim / num_heads, and with the options of
-    `RotaryEmbedding`. An option that a kind does not have is an error that names those it has.
+    Args:
+        name: none; learned (length); sinusoidal (base); recurrent; multiplicative (length); concatenated (width, and
+            length or base); t5 (causal, num_buckets, max_distance); alibi; rope (base and pairing, or spec),
+            rope-across-heads (base, pairing) and xpos (spec).
+        dim: The width of the model.
+        num_heads: The number of query heads.
+        **options: Those of the encoding, in brackets above. The rotary ones also accept head_dim, for heads that are
+            not dim / num_heads wide, at_length (not rope-across-heads), and context_length, learned, backend and
+            check_ids of `RotaryEmbedding`.
+
+    Returns:
+        The encoding, of the class that the name stands for.
+
+    Raises:
+        RopewalkError: A name or an option that does not exist, with the names of those that do; an option without a
+            default that is missing; a value that the encoding rejects.
 
     >>> encoding("alibi", dim=512, num_heads=8)
     AlibiBias(8)
     >>> encoding("rope", dim=512, num_heads=8, base=500_000, pairing="half").rope.inv_freq.shape
     torch.Size([32])
     """
-    make, given = ENCODINGS[require_choice(name, ENCODINGS, asked="encoding(name)")]
-    sizes = {"dim": dim, "num_heads": num_heads}
-    for size, do in (("dim", "pass the width of the model"), ("num_heads", "pass the number of query heads")):
-        sizes[size] = require_count(sizes[size], asked=f"encoding({name!r}, {size}=...)", do=do)
-    parameters = inspect.signature(make).parameters.values()
-    known = {option.name: option for option in parameters if option.kind is inspect.Parameter.KEYWORD_ONLY}
-    _check_options(name, options, known)
-    return make(*(sizes[size] for size in given), **options)
+    require_choice(name, ENCODINGS, asked="encoding(name)")
+    make = ENCODINGS[name]
+    sizes = {
+        "dim": require_count(dim, asked=f"encoding({name!r}, dim=...)", do="pass the width of the model"),
+        "num_heads": require_count(
+            num_heads, asked=f"encoding({name!r}, num_heads=...)", do="pass the number of query heads"
+        ),
+    }
+    _check_options(name, options)
+    parameters = inspect.signature(make).parameters
+    return make(**{size: number for size, number in sizes.items() if size in parameters}, **options)
 
 
-def _check_options(name: str, options: dict[str, Any], known: dict[str, inspect.Parameter]) -> None:
+def options_of(name: EncodingName) -> dict[str, bool]:
+    """The options of an encoding, in the order of its signature, and whether each is required.
+
+    >>> options_of("concatenated")
+    {'width': True, 'length': False, 'base': False}
+    """
+    options: dict[str, bool] = {}
+    for parameter in inspect.signature(ENCODINGS[name]).parameters.values():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            options[parameter.name] = parameter.default is inspect.Parameter.empty
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            # Either **options: Unpack[RopeOptions], or nn.Module's own, which has no annotation.
+            for unpacked in get_args(parameter.annotation):
+                options |= dict.fromkeys(unpacked.__annotations__, False)
+    return options
+
+
+def _check_options(name: EncodingName, options: dict[str, object]) -> None:
+    known = options_of(name)
     for option, value in options.items():
         if option not in known:
             raise RopewalkError(
@@ -54,116 +201,11 @@ def _check_options(name: str, options: dict[str, Any], known: dict[str, inspect.
                 got=f"{option}={shown(value)}",
                 do="leave it out, or check how it is spelt",
             )
-    for option, parameter in known.items():
-        if parameter.default is inspect.Parameter.empty and option not in options:
+    for option, required in known.items():
+        if required and option not in options:
             raise RopewalkError(
                 asked=f"encoding({name!r}, ...)",
                 expected=f"{option}=, without which it cannot be made",
                 got=", ".join(options) if options else "no options",
-                do=NEEDED[option],
+                do=_NEEDED.get(option, f"pass {option}="),
             )
-
-
-def _rope(
-    dim: int,
-    num_heads: int,
-    *,
-    spec: RopeSpec | None = None,
-    head_dim: int | None = None,
-    base: float | None = None,
-    pairing: str | None = None,
-    at_length: int | None = None,
-    context_length: int | None = None,
-    learned: bool = False,
-    backend: str | None = None,
-    check_ids: bool = False,
-) -> RotaryEncoding:
-    width = _head_dim("rope", dim, num_heads, head_dim)
-    module = {"context_length": context_length, "learned": learned, "backend": backend, "check_ids": check_ids}
-    # A spec with a base beside it is refused by the module.
-    rope = RotaryEmbedding(
-        width if spec is None else _fitting("rope", spec, width), base=base, pairing=pairing, **module
-    )
-    return RotaryEncoding(rope, at_length=at_length)
-
-
-def _across_heads(
-    dim: int,
-    num_heads: int,
-    *,
-    head_dim: int | None = None,
-    base: float = 10_000.0,
-    pairing: str = "interleaved",
-    context_length: int | None = None,
-    learned: bool = False,
-    backend: str | None = None,
-    check_ids: bool = False,
-) -> RotaryEncoding:
-    width = _head_dim("rope-across-heads", dim, num_heads, head_dim)
-    spec = RopeSpec(width, AcrossHeads(base, num_heads), pairing=pairing)
-    module = {"context_length": context_length, "learned": learned, "backend": backend, "check_ids": check_ids}
-    return AcrossHeadsEncoding(RotaryEmbedding(spec, **module))
-
-
-def _xpos(
-    dim: int,
-    num_heads: int,
-    *,
-    spec: RopeSpec,
-    head_dim: int | None = None,
-    at_length: int | None = None,
-    context_length: int | None = None,
-    learned: bool = False,
-    backend: str | None = None,
-    check_ids: bool = False,
-) -> RotaryEncoding:
-    fitting = _fitting("xpos", spec, _head_dim("xpos", dim, num_heads, head_dim))
-    module = {"context_length": context_length, "learned": learned, "backend": backend, "check_ids": check_ids}
-    return XPosEncoding(RotaryEmbedding(fitting, **module), at_length=at_length)
-
-
-def _head_dim(name: str, dim: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        return require_count(head_dim, asked=f"encoding({name!r}, head_dim=...)", do="pass the width of one head")
-    if dim % num_heads:
-        raise RopewalkError(
-            asked=f"encoding({name!r}, dim={dim}, num_heads={num_heads})",
-            expected="a dim that divides into the heads, or head_dim=",
-            got=f"{dim} / {num_heads}",
-            do="pass the width of one head as head_dim=",
-        )
-    return dim // num_heads
-
-
-def _fitting(name: str, spec: Any, head_dim: int) -> RopeSpec:
-    if isinstance(spec, RopeSpec) and spec.head_dim == head_dim:
-        return spec
-    raise RopewalkError(
-        asked=f"encoding({name!r}, spec=...)",
-        expected=f"a RopeSpec for heads of {head_dim} features",
-        got=f"one for {spec.head_dim}" if isinstance(spec, RopeSpec) else shown(spec),
-        do="make it with that head_dim, or say head_dim= where heads are not dim / num_heads wide",
-    )
-
-
-# How each is made, and which of the sizes of a model it is given.
-ENCODINGS: dict[str, tuple[Callable[..., Encoding], tuple[str, ...]]] = {
-    "none": (Encoding, ()),
-    "learned": (LearnedEncoding, ("dim",)),
-    "sinusoidal": (SinusoidalEncoding, ("dim",)),
-    "recurrent": (RecurrentEncoding, ("dim",)),
-    "multiplicative": (MultiplicativeEncoding, ("dim",)),
-    "concatenated": (ConcatenatedEncoding, ("dim",)),
-    "t5": (T5Bias, ("num_heads",)),
-    "alibi": (AlibiBias, ("num_heads",)),
-    "rope": (_rope, ("dim", "num_heads")),
-    "rope-across-heads": (_across_heads, ("dim", "num_heads")),
-    "xpos": (_xpos, ("dim", "num_heads")),
-}
-
-# What to do where an option that has no usual value is left out.
-NEEDED = {
-    "length": "pass how many positions the table is to have",
-    "width": "pass how many features a position is to have",
-    "spec": "pass RopeSpec(head_dim, xpos=XPos(length))",
-}

@@ -1,13 +1,11 @@
 """RecurrentEncoding: a network that reads the tokens in order, before a transformer that has no order."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ropewalk.errors import RopewalkError, require_count, shown
-from ropewalk.nn.encodings.base import Encoding, check_token_positions, check_tokens
+from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens
 
 __all__ = ["RecurrentEncoding"]
 
@@ -17,7 +15,7 @@ class RecurrentEncoding(Encoding):
 
     Each token is replaced by what the network holds after it. Tokens are read from the lowest position to the highest;
     only that order matters, so nothing moves when all positions shift, and there is no last position. It takes one step
-    a token, one after the other, and a compiler unrolls them. A, B and c are drawn evenly from +-1/sqrt(dim), as in
+    per token, one after the other, and a compiler unrolls them. A, B and c are drawn evenly from +-1/sqrt(dim), as in
     `torch.nn.RNN`. Worked in float32, or float64 where x or a parameter is, and rounded once.
 
     A `cache` carries h from call to call in its attribute `encoding_state` [batch, dim], so that a prefill and steps
@@ -36,10 +34,10 @@ class RecurrentEncoding(Encoding):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.dim = require_count(dim, asked="RecurrentEncoding(dim)", do="pass how many features there are")
-        self.input_weight = nn.Parameter(torch.empty(self.dim, self.dim))
-        self.state_weight = nn.Parameter(torch.empty(self.dim, self.dim))
-        self.input_bias = nn.Parameter(torch.empty(self.dim))
+        self.dim: int = require_count(dim, asked="RecurrentEncoding(dim)", do="pass how many features there are")
+        self.input_weight: nn.Parameter = nn.Parameter(torch.empty(self.dim, self.dim))
+        self.state_weight: nn.Parameter = nn.Parameter(torch.empty(self.dim, self.dim))
+        self.input_bias: nn.Parameter = nn.Parameter(torch.empty(self.dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -47,7 +45,7 @@ class RecurrentEncoding(Encoding):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.dim**-0.5), self.dim**-0.5)
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: Any = None) -> Tensor:
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         asked = "RecurrentEncoding.embed"
         check_tokens(x, self.dim, asked=asked, parameter=self.input_weight)
         if positions is not None:
@@ -62,11 +60,12 @@ class RecurrentEncoding(Encoding):
         tokens = x if order is None else _taken(x, order)
         # What does not depend on the state is one product for all tokens.
         inputs = functional.linear(tokens.to(dtype), self.input_weight.to(dtype), self.input_bias.to(dtype))
-        inputs, turn = inputs.flatten(0, -3) if x.dim() > 2 else inputs.unsqueeze(0), self.state_weight.to(dtype).t()
+        inputs = inputs.flatten(0, -3) if x.dim() > 2 else inputs.unsqueeze(0)
+        recurrence = self.state_weight.to(dtype).t()
         state = inputs.new_zeros(inputs.shape[0], self.dim) if before is None else before.reshape(-1, self.dim)
         state, states = state.to(inputs.dtype), []
         for token in inputs.unbind(1):
-            state = torch.tanh(torch.addmm(token, state, turn))
+            state = torch.tanh(torch.addmm(token, state, recurrence))
             states.append(state)
         read = torch.stack(states, dim=1).view(x.shape)
         if order is not None:
@@ -75,13 +74,13 @@ class RecurrentEncoding(Encoding):
             cache.encoding_state = state.view(*x.shape[:-2], self.dim)
         return read.to(x.dtype)
 
-    def _check_state(self, state: Any, x: Tensor) -> None:
+    def _check_state(self, state: Tensor | None, x: Tensor) -> None:
         shape = (*x.shape[:-2], self.dim)
         if state is None or (isinstance(state, Tensor) and state.shape == shape and state.device == x.device):
             return
         raise RopewalkError(
             asked="RecurrentEncoding.embed(cache=...)",
-            expected=f"an encoding_state {list(shape)} on {x.device}, one row a sequence; None before the first token",
+            expected=f"an encoding_state {list(shape)} on {x.device}, one row per sequence; None at the first token",
             got=f"{list(state.shape)} on {state.device}" if isinstance(state, Tensor) else shown(state),
             do="continue the sequences that the cache was filled with, or give a new cache",
         )

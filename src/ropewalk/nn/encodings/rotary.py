@@ -1,6 +1,6 @@
-"""RotaryEncoding: a RotaryEmbedding behind the `rotate` hook."""
+"""RotaryEncoding: a RotaryEmbedding behind the `rotate` hook, made for the heads of a model and checked with them."""
 
-from typing import Any
+from typing import NoReturn, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -8,17 +8,30 @@ from ropewalk.errors import RopewalkError, require_count, shown
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.spec.frequencies import AcrossHeads
+from ropewalk.spec.rope import Pairing, RopeSpec
 
-__all__ = ["AcrossHeadsEncoding", "RotaryEncoding", "XPosEncoding"]
+__all__ = [
+    "AcrossHeadsEncoding",
+    "RopeOptions",
+    "RotaryEncoding",
+    "XPosEncoding",
+    "across_heads_for_model",
+    "as_encoding",
+    "check_encoding",
+    "rope_for_linear",
+    "rope_for_model",
+    "rope_in",
+    "xpos_for_model",
+]
 
 
 class RotaryEncoding(Encoding):
-    """Turns queries and keys by angles that grow with their positions (RoFormer, 2104.09864, eq. 34), by `rope`.
+    """Rotates queries and keys by angles that grow with their positions (RoFormer, 2104.09864, eq. 34), by `rope`.
 
     Relative: the angle between a query and a key depends on their distance, up to rounding. A query_temperature in the
-    spec multiplies queries by where they stand, and makes it absolute. Defined past any length unless the module has a
-    context_length. For linear attention too, since each token is turned by itself. A spec with a softmax_scale, as
-    DeepSeek's YaRN has it, multiplies the usual 1/sqrt(head_dim): `scale` has the product.
+    spec multiplies queries by a function of their position, and makes it absolute. Defined past any length unless the
+    module has a context_length. For linear attention too, since each token is rotated by itself. A spec with a
+    softmax_scale, as DeepSeek's YaRN has it, multiplies the usual 1/sqrt(head_dim): `scale` has the product.
 
     Rules that depend on the length (DynamicNTK, LongRope) are given it once, as `at_length`: keys in a cache stay as
     they were rotated, so the length must not move under them. With a spec of A axes positions are [A, seq] or
@@ -56,7 +69,8 @@ class RotaryEncoding(Encoding):
             at_length = require_count(
                 at_length, asked=f"{asked}(at_length=...)", do="pass how many positions there are"
             )
-        self.rope, self.at_length = rope, at_length
+        self.rope: RotaryEmbedding = rope
+        self.at_length: int | None = at_length
 
     @property
     def relative(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -77,8 +91,7 @@ class RotaryEncoding(Encoding):
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor | None = None, *, k_positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        turned: Any = self.rope(q, k, positions=positions, k_positions=k_positions, length=self.at_length)
-        return turned
+        return self.rope(q, k, positions=positions, k_positions=k_positions, length=self.at_length)
 
     def extra_repr(self) -> str:
         return "" if self.at_length is None else f"at_length={self.at_length}"
@@ -132,3 +145,214 @@ class XPosEncoding(RotaryEncoding):
                 got=shown(rope.spec),
                 do="RotaryEmbedding(RopeSpec(head_dim, xpos=XPos(length)))",
             )
+
+
+class RopeOptions(TypedDict, total=False):
+    """Options of `RotaryEmbedding` that `ropewalk.encoding` passes on for every rotary encoding."""
+
+    context_length: int | None
+    learned: bool
+    backend: str | None
+    check_ids: bool
+
+
+def rope_for_model(
+    dim: int,
+    num_heads: int,
+    *,
+    spec: RopeSpec | None = None,
+    head_dim: int | None = None,
+    base: float | None = None,
+    pairing: Pairing | None = None,
+    at_length: int | None = None,
+    **options: Unpack[RopeOptions],
+) -> RotaryEncoding:
+    """`encoding("rope")`: a RotaryEncoding for a model of width `dim`, from a spec, or from a base and a pairing.
+
+    >>> rope_for_model(8, 2, pairing="half").rope.spec.head_dim
+    4
+    """
+    width = _head_dim("rope", dim, num_heads, head_dim)
+    # A spec with a base beside it is rejected by the module.
+    head = width if spec is None else _fitting("rope", spec, width)
+    return RotaryEncoding(RotaryEmbedding(head, base=base, pairing=pairing, **options), at_length=at_length)
+
+
+def across_heads_for_model(
+    dim: int,
+    num_heads: int,
+    *,
+    head_dim: int | None = None,
+    base: float = 10_000.0,
+    pairing: Pairing = "interleaved",
+    **options: Unpack[RopeOptions],
+) -> AcrossHeadsEncoding:
+    """`encoding("rope-across-heads")`: an AcrossHeadsEncoding for a model of width `dim`.
+
+    >>> across_heads_for_model(4, 2).rope.inv_freq.tolist()
+    [[1.0], [0.01]]
+    """
+    width = _head_dim("rope-across-heads", dim, num_heads, head_dim)
+    spec = RopeSpec(width, AcrossHeads(base, num_heads), pairing=pairing)
+    return AcrossHeadsEncoding(RotaryEmbedding(spec, **options))
+
+
+def xpos_for_model(
+    dim: int,
+    num_heads: int,
+    *,
+    spec: RopeSpec,
+    head_dim: int | None = None,
+    at_length: int | None = None,
+    **options: Unpack[RopeOptions],
+) -> XPosEncoding:
+    """`encoding("xpos")`: an XPosEncoding for a model of width `dim`.
+
+    >>> from ropewalk.spec import XPos
+    >>> xpos_for_model(8, 2, spec=RopeSpec(4, xpos=XPos(64))).length
+    64
+    """
+    fitting = _fitting("xpos", spec, _head_dim("xpos", dim, num_heads, head_dim))
+    return XPosEncoding(RotaryEmbedding(fitting, **options), at_length=at_length)
+
+
+def _head_dim(name: str, dim: int, num_heads: int, head_dim: int | None) -> int:
+    if head_dim is not None:
+        return require_count(head_dim, asked=f"encoding({name!r}, head_dim=...)", do="pass the width of one head")
+    if dim % num_heads:
+        raise RopewalkError(
+            asked=f"encoding({name!r}, dim={dim}, num_heads={num_heads})",
+            expected="a dim that divides into the heads, or head_dim=",
+            got=f"{dim} / {num_heads}",
+            do="pass the width of one head as head_dim=",
+        )
+    return dim // num_heads
+
+
+def _fitting(name: str, spec: RopeSpec, head_dim: int) -> RopeSpec:
+    if isinstance(spec, RopeSpec) and spec.head_dim == head_dim:
+        return spec
+    raise RopewalkError(
+        asked=f"encoding({name!r}, spec=...)",
+        expected=f"a RopeSpec for heads of {head_dim} features",
+        got=f"one for {spec.head_dim}" if isinstance(spec, RopeSpec) else shown(spec),
+        do="make it with that head_dim, or say head_dim= where heads are not dim / num_heads wide",
+    )
+
+
+def as_encoding(encoding: Encoding | RotaryEmbedding | None) -> Encoding | None:
+    """The encoding of a layer: a RotaryEmbedding is wrapped in a RotaryEncoding.
+
+    >>> as_encoding(RotaryEmbedding(4)).name
+    'rope'
+    """
+    return RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
+
+
+def rope_in(encoding: object) -> RotaryEmbedding | None:
+    """The RotaryEmbedding that an encoding is, or has as `rope`; None if it has none.
+
+    >>> rope_in(Encoding()) is None
+    True
+    """
+    rope = getattr(encoding, "rope", encoding)
+    return rope if isinstance(rope, RotaryEmbedding) else None
+
+
+def check_encoding(
+    encoding: Encoding | RotaryEmbedding, head_dim: int, num_heads: int, num_kv_heads: int, *, layer: str
+) -> None:
+    """Raise unless `encoding` is one, and was made for the heads of this layer.
+
+    >>> check_encoding(RotaryEmbedding(4), 4, 2, 2, layer="a doctest")
+    """
+    rope = rope_in(encoding)
+    if not isinstance(encoding, Encoding | RotaryEmbedding):
+        raise RopewalkError(
+            asked=f"{layer}(encoding=...)",
+            expected="an Encoding, a RotaryEmbedding, or None for no position",
+            got=shown(encoding),
+            do='make one: ropewalk.encoding("rope", dim=dim, num_heads=num_heads)',
+        )
+    if rope is not None and (rope.spec.head_dim != head_dim or rope.seq_dim != -2):
+        raise RopewalkError(
+            asked=f"{layer}(encoding=...) with head_dim={head_dim}",
+            expected=f"a rope with head_dim={head_dim} and seq_dim=-2",
+            got=f"{rope}",
+            do="make it for the heads of this layer",
+        )
+    heads_shape = () if rope is None else rope.spec.inv_freq().shape[:-1]
+    per_head = len(heads_shape) == 1
+    made_for = heads_shape[0] if per_head else getattr(encoding, "num_heads", num_heads)
+    if made_for != num_heads or (per_head and num_kv_heads != num_heads):
+        raise RopewalkError(
+            asked=f"{layer}(num_heads={num_heads}, num_kv_heads={num_kv_heads}, encoding=...)",
+            expected=f"an encoding for {num_heads} heads" + (", and as many key heads" if per_head else ""),
+            got=f"{type(encoding).__name__} for {made_for} heads" + (", each with its own" if per_head else ""),
+            do=f"make it with num_heads={num_heads}" + (", and leave num_kv_heads out" if per_head else ""),
+        )
+
+
+def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> RotaryEmbedding | None:
+    """The rotation of an encoding, or None if it has none; an encoding with a bias is rejected, with the reason.
+
+    >>> rope_for_linear(None, "a doctest") is None
+    True
+    """
+    if encoding is None or isinstance(encoding, RotaryEmbedding):
+        rope = encoding
+    elif isinstance(encoding, Encoding):
+        kind, rope = type(encoding), getattr(encoding, "rope", None)
+        if not encoding.linear or (kind.bias is not Encoding.bias):
+            _refuse_bias(encoding, asked)
+        if rope is None and kind.rotate is not Encoding.rotate:
+            raise RopewalkError(
+                asked=asked,
+                expected="an encoding that rotates features by a RotaryEmbedding, its `rope`",
+                got=f"{kind.__name__}, with a rotate of its own",
+                do="give it a `rope`, or rotate the features in a feature map",
+            )
+    else:
+        raise RopewalkError(
+            asked=asked,
+            expected="a RotaryEmbedding, an Encoding, or None",
+            got=shown(encoding),
+            do='make one: RotaryEmbedding(head_dim), or encoding("rope", dim=..., num_heads=...)',
+        )
+    if rope is not None and rope.seq_dim != -2:
+        raise RopewalkError(
+            asked=asked,
+            expected="a RotaryEmbedding with seq_dim=-2, for [batch, heads, seq, dim]",
+            got=f"seq_dim={rope.seq_dim}",
+            do="make it with seq_dim=-2; features are rotated in that layout",
+        )
+    if rope is not None:
+        _check_factors(rope, asked)
+    return rope
+
+
+def _check_factors(rope: RotaryEmbedding, asked: str) -> None:
+    """Raise if cos and sin have a factor: in softmax it scales the scores, here it would multiply the output."""
+    spec = rope.spec
+    lengths = (None, 1 << 30) if spec.varies else (None,)
+    if spec.query_temperature is None and all(spec.amplitude(length) == 1 for length in lengths):
+        return
+    raise RopewalkError(
+        asked=asked,
+        expected="a rotation alone: an amplitude of 1 and no query_temperature",
+        got=f"{spec}",
+        do="a factor above the line alone would scale the outputs: make the spec without it, with attention_factor=1.0 "
+        "for Yarn and LongRope",
+    )
+
+
+def _refuse_bias(encoding: Encoding, asked: str) -> NoReturn:
+    raise RopewalkError(
+        asked=f"{asked} with {encoding.name}",
+        expected="an encoding that acts on each token alone: none, an embedding, or a rotation",
+        got=f"{encoding.name}, which adds a number to the score of each query and key. Its exponential P[i, j] stands "
+        "inside the sum over keys, sum_j (phi(q_i) . phi(k_j)) P[i, j] v_j, and differs from query to query: no sum "
+        "over keys can be taken once for all of them, which is what makes linear attention linear",
+        do="use rope, xpos or an embedding, or softmax Attention. (Where P is a product of a part for i and one for j "
+        "it can be taken: causal ALiBi, exp(-m (i - j)), would be a decay of the sums; no kernel here has one)",
+    )

@@ -1,0 +1,1 @@
+"""Linear attention: the function, the layer, the state and the feature maps."""

@@ -1,7 +1,6 @@
 """Feature maps of linear attention: those with a name, random features for softmax, and any function."""
 
 from collections.abc import Callable
-from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,33 +32,36 @@ class FavorFeatures(nn.Module):
 
     projection: Tensor
 
-    def __init__(self, head_dim: int, num_features: int, *, seed: int = 0, device: Any = None) -> None:
+    def __init__(
+        self, head_dim: int, num_features: int, *, seed: int = 0, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
-        self.head_dim = require_count(head_dim, asked="FavorFeatures(head_dim)", do="pass the width of q and k")
-        self.num_features = require_count(
+        self.head_dim: int = require_count(head_dim, asked="FavorFeatures(head_dim)", do="pass the width of q and k")
+        self.num_features: int = require_count(
             num_features, asked="FavorFeatures(num_features)", do="pass how many random features there are to be"
         )
         if as_int(seed) is None:
             raise RopewalkError(
                 asked="FavorFeatures(seed=...)", expected="an int", got=shown(seed), do="pass an int, 0 unless told"
             )
-        self.seed = seed
+        self.seed: int = seed
         self.register_buffer("projection", self._drawn(device))
 
-    def _drawn(self, device: Any) -> Tensor:
+    def _drawn(self, device: torch.device | str | None) -> Tensor:
         """The rows w_i, float32, drawn on the CPU, so that a seed means the same features everywhere."""
         random, dim = torch.Generator(device="cpu").manual_seed(self.seed), self.head_dim
-        how = {"generator": random, "dtype": torch.float64, "device": "cpu"}
-        blocks = []
+        blocks: list[Tensor] = []
         for start in range(0, self.num_features, dim):
-            rows, lengths = torch.randn(dim, dim, **how), torch.randn(dim, dim, **how).norm(dim=1)
-            turned, upper = torch.linalg.qr(rows)
+            rows, others = (
+                torch.randn(dim, dim, generator=random, dtype=torch.float64, device="cpu") for _ in range(2)
+            )
+            orthogonal, upper = torch.linalg.qr(rows)
             # With these signs all rotations are equally likely.
-            turned = turned * upper.diagonal().sign()
-            blocks.append((turned.T * lengths[:, None])[: self.num_features - start])
+            orthogonal = orthogonal * upper.diagonal().sign()
+            blocks.append((orthogonal.T * others.norm(dim=1)[:, None])[: self.num_features - start])
         return torch.cat(blocks).to(device=device, dtype=torch.float32)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FavorFeatures":
         # A cast of the model leaves the draw as it is, and memory that comes up empty is drawn anew.
         before = self.projection
         super()._apply(fn, recurse)
@@ -89,39 +91,40 @@ class FavorFeatures(nn.Module):
         return f"{self.head_dim}, num_features={self.num_features}, seed={self.seed}"
 
 
-def _point_to_features(asked: str) -> NoReturn:
-    raise RopewalkError(
-        asked=f"{asked}(feature_map='favor')",
-        expected="features that are drawn once and kept",
-        got="a name",
-        do="pass FavorFeatures(head_dim, num_features), and the same object in every call; a LinearAttention makes one",
-    )
-
-
-def resolve_maps(feature_map: Any, asked: str) -> tuple[FeatureMap, FeatureMap]:
+def resolve_maps(feature_map: FeatureMap | tuple[FeatureMap, FeatureMap], asked: str) -> tuple[FeatureMap, FeatureMap]:
     """The maps of queries and of keys: from a name, a function, or a pair of either.
 
     >>> resolve_maps("elu", "a doctest")
     ('elu', 'elu')
     """
     pair = feature_map if isinstance(feature_map, tuple) and len(feature_map) == 2 else (feature_map, feature_map)
-    for one in pair:
-        if isinstance(one, str):
-            if one == "favor":
-                _point_to_features(asked)
-            require_choice(one, (*FEATURE_MAPS, "favor"), asked=f"{asked}(feature_map=...)")
-        elif not callable(one):
+    return _checked(pair[0], asked), _checked(pair[1], asked)
+
+
+def _checked(feature_map: FeatureMap | tuple[FeatureMap, FeatureMap], asked: str) -> FeatureMap:
+    if isinstance(feature_map, str):
+        if feature_map == "favor":
             raise RopewalkError(
-                asked=f"{asked}(feature_map=...)",
-                expected=f"one of {', '.join(FEATURE_MAPS)}, a function of a tensor, or a pair, for queries and keys",
-                got=shown(one),
-                do="for random features that approximate softmax pass FavorFeatures(head_dim, num_features)",
+                asked=f"{asked}(feature_map='favor')",
+                expected="features that are drawn once and kept",
+                got="a name",
+                do="pass FavorFeatures(head_dim, num_features), and the same object in every call; "
+                "a LinearAttention makes one",
             )
-    return cast(tuple[FeatureMap, FeatureMap], pair)
+        require_choice(feature_map, (*FEATURE_MAPS, "favor"), asked=f"{asked}(feature_map=...)")
+        return feature_map
+    if callable(feature_map):
+        return feature_map
+    raise RopewalkError(
+        asked=f"{asked}(feature_map=...)",
+        expected=f"one of {', '.join(FEATURE_MAPS)}, a function of a tensor, or a pair, for queries and keys",
+        got=shown(feature_map),
+        do="for random features that approximate softmax pass FavorFeatures(head_dim, num_features)",
+    )
 
 
 def map_name(feature_map: FeatureMap) -> str:
-    """What a map is called, to tell states of different ones apart; two functions of one name are not told apart.
+    """The name of a map, which a state stores. Two functions of one name are not distinguished.
 
     >>> map_name("elu"), map_name(torch.exp)
     ('elu', 'exp')

@@ -1,6 +1,6 @@
 """Linear attention with RoPE, as a function of queries, keys and values."""
 
-from typing import Any
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -10,17 +10,75 @@ from ropewalk.kernels.linear.feature_maps import map_features, row_shift
 from ropewalk.kernels.linear.torch import Side
 from ropewalk.kernels.types import Layout
 from ropewalk.nn.encodings.base import Encoding
-from ropewalk.nn.linear.arguments import check_mask, check_packed, check_tensors, rope_for_linear
+from ropewalk.nn.encodings.rotary import rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.state import LinearState, check_length, checked_state
+from ropewalk.nn.position_checks import check_ends, check_ids, described, may_look
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
 from ropewalk.ops.linear_attention import linear_attention as run
+from ropewalk.reference.attention import require_qkv
 
 __all__ = ["linear_attention"]
 
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rope: RotaryEmbedding | Encoding | None = None,
+    positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+    causal: bool = True,
+    state: LinearState | None = None,
+    return_state: Literal[False] = False,
+    length: int | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rope: RotaryEmbedding | Encoding | None = None,
+    positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+    causal: bool = True,
+    state: LinearState | None = None,
+    return_state: Literal[True],
+    length: int | Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, LinearState]: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rope: RotaryEmbedding | Encoding | None = None,
+    positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+    causal: bool = True,
+    state: LinearState | None = None,
+    return_state: bool,
+    length: int | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, LinearState]: ...
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -37,10 +95,10 @@ def linear_attention(
     return_state: bool = False,
     length: int | Tensor | None = None,
     backend: str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, LinearState]:
     """sum_n [(R_m phi(q_m)) . (R_n phi(k_n))] v_n / sum_n phi(q_m) . phi(k_n), in time that grows as seq does.
 
-    RoFormer, 2104.09864, eq. 19: what is above the line is turned, what is below is not, so that the denominator of
+    RoFormer, 2104.09864, eq. 19: what is above the line is rotated, what is below is not, so that the denominator of
     positive features stays positive. The weights of values may be negative and need not sum to 1. Without `rope` it is
     the linear attention of Katharopoulos et al., 2006.16236. Where no key that is seen has a feature, which can be with
     relu, the output is 0 and so is its gradient.
@@ -49,8 +107,8 @@ def linear_attention(
     of kv_heads. Causal queries are the last of the sequence. Worked in float32 (float64 for float64), rounded once.
 
     `feature_map` is "elu" (elu(x) + 1), "relu", "squared_relu", "identity", "exp", a function such as `FavorFeatures`
-    that may change the width, or a pair, for queries and for keys. `rope` turns features: its head_dim is their width.
-    Of "exp" the largest feature of a query is taken off, which cancels; exp(k) must be finite: keys below 88.
+    that may change the width, or a pair, for queries and for keys. `rope` rotates features, and has their width. Of
+    "exp" the largest feature of a query is taken off, which cancels; exp(k) must be finite: keys below 88.
 
     `positions` are those of queries, and of keys unless `k_positions` says otherwise; 0 .. keys-1 unless given, or from
     where the state stands. `cu_seqlens` are the ends of sequences laid end to end in a batch of 1. `key_mask`
@@ -67,38 +125,36 @@ def linear_attention(
     >>> linear_attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], state=state).item()
     3.0
     """
-    check_tensors(q, k, v, causal)
+    _check_tensors(q, k, v, causal)
     require_flag(return_state, asked="linear_attention(return_state=...)")
-    turning = rope_for_linear(rope, "linear_attention(rope=...)")
-    if turning is None and isinstance(rope, Encoding) and rope.name != "none":
+    rotation = rope_for_linear(rope, "linear_attention(rope=...)")
+    if rotation is None and isinstance(rope, Encoding) and rope.name != "none":
         raise RopewalkError(
             asked=f"linear_attention(rope=...) with {rope.name}",
-            expected="an encoding that turns q and k, or None",
+            expected="an encoding that rotates q and k, or None",
             got=f"{rope.name}, which changes tokens before they are projected",
             do="call its embed(x, positions) at the bottom of the model, and leave rope out",
         )
     length = getattr(rope, "at_length", None) if length is None else length
-    if length is not None and turning is None:
+    if length is not None and rotation is None:
         raise RopewalkError(
             asked="linear_attention(length=...)",
-            expected="a length only where something turns by it",
+            expected="a length only where something rotates by it",
             got="a length and no rope",
             do="leave length out; it is for rules such as DynamicNTK",
         )
     backend = require_backend(backend)
     maps = resolve_maps(feature_map, "linear_attention")
     if cu_seqlens is not None:
-        check_packed(cu_seqlens, q, k)
+        _check_packed(cu_seqlens, q, k)
     if key_mask is not None:
-        check_mask(key_mask, k)
-    made: dict[str, Any] = {
-        "spec": None if turning is None else turning.spec,
-        "feature_map": (map_name(maps[0]), map_name(maps[1])),
-        "learned": turning is not None and turning.log_scale is not None,
-    }
+        _check_mask(key_mask, k)
+    spec = None if rotation is None else rotation.spec
+    learned = rotation is not None and rotation.log_scale is not None
+    map_names = map_name(maps[0]), map_name(maps[1])
     if isinstance(maps[0], str) != isinstance(maps[1], str):
         # One function makes features here; those of the other side are made beside them.
-        maps = tuple(_as_function(one, role) for one, role in zip(maps, "qk", strict=True))
+        maps = _as_function(maps[0], "q"), _as_function(maps[1], "k")
     queries, q_name = _mapped(q, maps[0], "q")
     keys, k_name = _mapped(k, maps[1], "k")
     if queries.shape[-1] != keys.shape[-1]:
@@ -109,18 +165,26 @@ def linear_attention(
             do="the two maps of a pair must have one width",
         )
     rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    before = checked_state(state, rows, k.shape[1], keys.shape[-1], v, **made, asked="linear_attention")
+    before = checked_state(
+        state,
+        (rows, k.shape[1], keys.shape[-1], v.shape[-1]),
+        v,
+        spec=spec,
+        learned=learned,
+        feature_map=map_names,
+        asked="linear_attention",
+    )
     if key_mask is not None:
         # What each map makes 0 of, so that a hidden key adds nothing above or below the line.
         nothing = 0.0 if k_name == "identity" else float("-inf")
         hidden = ~key_mask[:, None, :, None]
         keys, v = keys.masked_fill(hidden, nothing), v.masked_fill(hidden, 0.0)
     start = 0 if state is None else state.start(rows)
-    where = _where(turning, queries, keys, positions, k_positions, cu_seqlens, start)
-    sides, layout = _sides(turning, queries, keys, (q_name, k_name), where, length, backend)
-    if turning is not None and turning.spec.varies and length is None:
+    places = _places(rotation, queries, keys, positions, k_positions, cu_seqlens, start)
+    sides, layout = _sides(rotation, queries, keys, (q_name, k_name), places, length, backend)
+    if rotation is not None and rotation.spec.varies and length is None:
         length = k.shape[2]
-    check_length(state, made["spec"], length, "linear_attention")
+    check_length(state, spec, length, "linear_attention")
     earlier = k.shape[2] - q.shape[2] if causal else 0
     if earlier:
         # Keys before the first query: their sums, and then the rest as one sequence.
@@ -135,11 +199,11 @@ def linear_attention(
     out, after = run(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens)
     if not return_state:
         return out
-    given = positions if k_positions is None else k_positions
-    # Over several axes a token has no one position: tokens are counted.
-    given = given if turning is None or turning.spec.axes is None else None
-    following = _next(start, given, cu_seqlens, key_mask, k)
-    return out, LinearState(*after, following, **made, length=length)
+    key_ids = positions if k_positions is None else k_positions
+    # Over several axes a token has more than one position: tokens are counted.
+    key_ids = key_ids if spec is None or spec.axes is None else None
+    following = _next(start, key_ids, cu_seqlens, key_mask, k)
+    return out, LinearState(*after, following, spec, map_names, learned, length)
 
 
 def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:
@@ -169,7 +233,15 @@ def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, str]
     return made.to(torch.float64 if x.dtype == torch.float64 else torch.float32), "identity"
 
 
-def _where(
+class _Places(NamedTuple):
+    """Arguments of rope(q, k, ...)."""
+
+    positions: Tensor | None = None
+    k_positions: Tensor | None = None
+    offset: int | Tensor | None = None
+
+
+def _places(
     rope: RotaryEmbedding | None,
     q: Tensor,
     k: Tensor,
@@ -177,29 +249,29 @@ def _where(
     k_positions: Tensor | None,
     cu_seqlens: Tensor | None,
     start: int | Tensor,
-) -> dict[str, Any]:
-    """Where the tokens stand, as rope(q, k, ...) takes it."""
-    given = positions is not None or k_positions is not None
+) -> _Places:
+    """The positions of the tokens, as rope(q, k, ...) accepts them."""
+    explicit = positions is not None or k_positions is not None
     queries, keys = q.shape[2], k.shape[2]
     if rope is None:
-        if given:
+        if explicit:
             raise RopewalkError(
                 asked="linear_attention(positions=...)",
-                expected="positions only where something turns by them",
+                expected="positions only where something rotates by them",
                 got="positions and no rope",
                 do="pass rope=RotaryEmbedding(width of the features), or leave positions out",
             )
-        return {}
-    if given:
+        return _Places()
+    if explicit:
         if positions is None and k_positions is not None and k_positions.shape[-1:] == (keys,) and queries <= keys:
-            # Queries are the last of the keys, wherever those stand.
+            # Queries are the last of the keys, wherever those are.
             positions = k_positions[..., keys - queries :]
-        return {"positions": positions, "k_positions": k_positions}
+        return _Places(positions, k_positions)
     if cu_seqlens is not None:
-        return {"positions": _packed_ids(cu_seqlens, keys, start)}
+        return _Places(_packed_ids(cu_seqlens, keys, start))
     if queries == keys:
-        # From 0 on without a word: a rule that varies with the length knows a whole sequence by that.
-        return {} if isinstance(start, int) and start == 0 else {"offset": start}
+        # No offset from 0 on: a rule that varies with the length knows a whole sequence by that.
+        return _Places(offset=None if isinstance(start, int) and start == 0 else start)
     if queries > keys:
         raise RopewalkError(
             asked="linear_attention(q, k, v, rope=...)",
@@ -209,11 +281,11 @@ def _where(
         )
     ids = torch.arange(keys, device=q.device)
     ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
-    return {"positions": ids[..., keys - queries :], "k_positions": ids}
+    return _Places(ids[..., keys - queries :], ids)
 
 
 def _packed_ids(cu_seqlens: Tensor, keys: int, start: int | Tensor) -> Tensor:
-    """Where tokens stand that lie end to end, each sequence from its start on."""
+    """The positions of packed tokens, each sequence from its start on."""
     if isinstance(start, Tensor):
         owner = torch.searchsorted(cu_seqlens, torch.arange(keys, device=cu_seqlens.device), right=True) - 1
         start = start[owner.clamp_max(len(start) - 1)]
@@ -225,11 +297,11 @@ def _sides(
     q: Tensor,
     k: Tensor,
     names: tuple[str, str],
-    where: dict[str, Any],
+    places: _Places,
     length: int | Tensor | None,
     backend: str | None,
 ) -> tuple[tuple[Side, Side], Layout]:
-    """Queries and keys with their cos and sin, and how features lie."""
+    """Queries and keys with their cos and sin, and the layout of their features."""
     if rope is None:
         return (Side(q, names[0]), Side(k, names[1])), Layout(False, 0, -2, backend)
     if rope.spec.head_dim != q.shape[-1]:
@@ -239,8 +311,7 @@ def _sides(
             got=f"head_dim={rope.spec.head_dim}",
             do="the rotation comes after the feature map: make it with the width of the features",
         )
-    ids, k_ids, offset = where.get("positions"), where.get("k_positions"), where.get("offset")
-    parts = rope._parts(q, k, ids, k_ids, offset, None, None, length, None)
+    parts = rope._parts(q, k, *places, None, None, length, None)
     tables = [place for _, _, place, _ in parts]
     of_q, of_k = tables[0], tables[-1]
     layout = Layout(rope.layout.interleaved, rope.layout.start, -2, backend)
@@ -248,27 +319,100 @@ def _sides(
 
 
 def _next(
-    start: int | Tensor, given: Tensor | None, cu_seqlens: Tensor | None, key_mask: Tensor | None, k: Tensor
+    start: int | Tensor, key_ids: Tensor | None, cu_seqlens: Tensor | None, key_mask: Tensor | None, k: Tensor
 ) -> int | Tensor:
-    """Where the token after these stands: after the last that may be seen, or at `start` where there is none.
+    """The position of the token after these: after the last key that may be seen, or `start` if there is none.
 
-    `given` is where keys stand, if anybody said so.
+    `key_ids` are the positions of the keys, if the caller passed them.
     """
     keys = k.shape[2]
-    if given is not None and not given.is_floating_point():
-        given = given.to(torch.int64)  # one more than the last must not wrap
-    if keys == 0 or (given is None and key_mask is None):
+    if key_ids is not None and not key_ids.is_floating_point():
+        key_ids = key_ids.to(torch.int64)  # one more than the last must not wrap
+    if keys == 0 or (key_ids is None and key_mask is None):
         return start + keys if cu_seqlens is None else cu_seqlens.diff().to(torch.int64) + start
     tokens = torch.arange(keys, device=k.device)
     if cu_seqlens is None:
         seen = tokens.expand(len(k), -1) if key_mask is None else torch.where(key_mask, tokens, -1)
         begins, last = 0, seen.amax(-1)
-        ids = tokens + (start.unsqueeze(-1) if isinstance(start, Tensor) else start) if given is None else given
+        ids = tokens + (start.unsqueeze(-1) if isinstance(start, Tensor) else start) if key_ids is None else key_ids
         ids = ids.expand(len(k), keys)
     else:
         seen = tokens if key_mask is None else torch.where(key_mask[0], tokens, -1)
         begins, last = cu_seqlens[:-1], seen.cummax(0).values[(cu_seqlens[1:].to(torch.int64) - 1).clamp_min(0)]
-        ids = _packed_ids(cu_seqlens, keys, start) if given is None else given
+        ids = _packed_ids(cu_seqlens, keys, start) if key_ids is None else key_ids
         ids = ids.reshape(1, -1).expand(len(last), -1)
     after = ids.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1) + 1
     return torch.where(last >= begins, after, start)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Raise unless q, k and v belong together."""
+    asked = "linear_attention"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not (isinstance(x, Tensor) and x.dtype in _DTYPES):
+            raise RopewalkError(
+                asked=f"{asked}({name})",
+                expected="a tensor of float32, float64, bfloat16 or float16",
+                got=f"{x.dtype}" if isinstance(x, Tensor) else shown(x),
+                do=f"cast {name}, [batch, heads, seq, dim]" if isinstance(x, Tensor) else f"pass {name} as a tensor",
+            )
+    require_flag(causal, asked=f"{asked}(causal=...)")
+    if q.dim() == k.dim() == v.dim() == 4:
+        _name_mismatch(q, k, v, causal, asked)
+    require_qkv(q, k, v, causal=causal, asked=asked)
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise RopewalkError(
+            asked=f"{asked}(q, k, v)",
+            expected="one dtype, on one device",
+            got=", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)),
+            do="cast or move them; sums are float32 whatever the dtype is",
+        )
+
+
+def _name_mismatch(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: str) -> None:
+    """Raise with the dimension that does not fit, if the number of dimensions does."""
+    heads = "[batch, heads, seq, dim] is the layout: transpose(1, 2) makes it of [batch, seq, heads, dim]"
+    mismatches = [
+        (len({len(q), len(k), len(v)}) > 1, "one batch", [len(q), len(k), len(v)], "give all three the same batch"),
+        (q.shape[3] != k.shape[3], "as many features of k as of q", [q.shape[3], k.shape[3]], "project both alike"),
+        (k.shape[2] != v.shape[2], "a value for each key", [k.shape[2], v.shape[2]], "k and v have one length"),
+        (k.shape[1] != v.shape[1], "as many heads of v as of k", [k.shape[1], v.shape[1]], heads),
+        (k.shape[1] == 0 or q.shape[1] % max(k.shape[1], 1) > 0, "a multiple of kv_heads, the heads of k, as "
+         "heads of q", [q.shape[1], k.shape[1]], heads),
+        (causal and q.shape[2] > k.shape[2], "no more queries than keys, where it is causal", [q.shape[2], k.shape[2]],
+         "causal queries are the last of the keys; for attention to other keys pass causal=False"),
+    ]  # fmt: skip
+    for wrong, expected, sizes, do in mismatches:
+        if wrong:
+            shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+            raise RopewalkError(
+                asked=f"{asked}(q, k, v)", expected=expected, got=f"{' and '.join(map(str, sizes))}: {shapes}", do=do
+            )
+
+
+def _check_mask(key_mask: Tensor, k: Tensor) -> None:
+    """Raise unless `key_mask` is a bool per key."""
+    shape = (k.shape[0], k.shape[2])
+    fits = isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and tuple(key_mask.shape) == shape
+    if not fits or key_mask.device != k.device:
+        raise RopewalkError(
+            asked="linear_attention(key_mask=...)",
+            expected=f"a bool tensor {list(shape)} on {k.device}, True where a key may be seen",
+            got=described(key_mask),
+            do="True is for tokens and False for padding",
+        )
+
+
+def _check_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
+    """Raise unless `cu_seqlens` are ends of the sequences in q and k."""
+    asked = "linear_attention(cu_seqlens=...)"
+    check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
+    if q.shape[0] != 1 or q.shape[2] != k.shape[2] or len(cu_seqlens) < 2 or cu_seqlens.device != q.device:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"a batch of 1 with as many queries as keys, and at least two ends, on {q.device}",
+            got=f"q {list(q.shape)}, k {list(k.shape)}, {len(cu_seqlens)} ends on {cu_seqlens.device}",
+            do="lay the sequences end to end along seq",
+        )
+    if may_look(cu_seqlens):
+        check_ends(cu_seqlens, q.shape[2], asked=asked)

@@ -1,20 +1,18 @@
 """LinearAttention: a layer of linear attention, with its step for decoding."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
-from ropewalk.nn.attention.arguments import check_encoding, check_tokens_fit
-from ropewalk.nn.attention.projections import ProjectedHeads
-from ropewalk.nn.encodings.base import Encoding, check_as
-from ropewalk.nn.encodings.rotary import RotaryEncoding
-from ropewalk.nn.linear.arguments import rope_for_linear
+from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_for_linear
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.state import LinearState
-from ropewalk.nn.rotary.checks import check_positions
+from ropewalk.nn.position_checks import check_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
 __all__ = ["LinearAttention"]
@@ -23,9 +21,9 @@ __all__ = ["LinearAttention"]
 class LinearAttention(ProjectedHeads):
     """A layer of linear attention: `linear_attention` between projections, with any encoding that acts on tokens alone.
 
-    `encoding` turns features, or is an embedding that the model calls at its bottom; one with a bias is refused, with
-    the reason. `feature_map` is as in `linear_attention`, or "favor" for `FavorFeatures` with `num_features` (head_dim
-    unless given). The projections are those of `Attention`: q_proj, k_proj, v_proj and o_proj.
+    `encoding` rotates features, or is an embedding that the model calls at its bottom; one with a bias is rejected, and
+    the error has the reason. `feature_map` is as in `linear_attention`, or "favor" for `FavorFeatures` with
+    `num_features`, by default head_dim. The projections are those of `Attention`: q_proj, k_proj, v_proj and o_proj.
 
     >>> layer = LinearAttention(8, num_heads=2, encoding=RotaryEmbedding(4))
     >>> x = torch.randn(1, 5, 8)
@@ -45,7 +43,7 @@ class LinearAttention(ProjectedHeads):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         encoding: Encoding | RotaryEmbedding | None = None,
-        feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+        feature_map: FeatureMap | Literal["favor"] | tuple[FeatureMap, FeatureMap] = "elu",
         num_features: int | None = None,
         causal: bool = True,
         qkv_bias: bool = False,
@@ -53,17 +51,9 @@ class LinearAttention(ProjectedHeads):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            dim,
-            num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            causal=causal,
-            qkv_bias=qkv_bias,
-            out_bias=out_bias,
-            device=device,
-            dtype=dtype,
-        )
+        layer = type(self).__name__
+        sizes = HeadSizes.checked(dim, num_heads, num_kv_heads, head_dim, layer=layer)
+        super().__init__(sizes, causal=causal, qkv_bias=qkv_bias, out_bias=out_bias, device=device, dtype=dtype)
         rope = rope_for_linear(encoding, "LinearAttention(encoding=...)")
         if feature_map == "favor":
             feature_map = FavorFeatures(
@@ -85,15 +75,47 @@ class LinearAttention(ProjectedHeads):
                 got=f"head_dim={rope.spec.head_dim}",
                 do=f"the rotation comes after the feature map: pass RotaryEmbedding({width})",
             )
-        if encoding is not None and rope is not None and all(isinstance(one, str) for one in maps):
-            asked = f"LinearAttention(num_heads={self.num_heads}, head_dim={self.head_dim}, encoding=...)"
-            check_as(asked, check_encoding, encoding, self.head_dim, self.num_heads, self.num_kv_heads)
-        self.encoding = RotaryEncoding(encoding) if isinstance(encoding, RotaryEmbedding) else encoding
-        # A map that is a module is registered, and saved with the layer: once, where both sides share it.
-        self.q_map = maps[0]
+        if encoding is not None and rope is not None and all(isinstance(side, str) for side in maps):
+            check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads, layer=layer)
+        self.encoding: Encoding | None = as_encoding(encoding)
+        # A map that is a module is registered, and saved with the layer: once, if both sides share it.
+        self.q_map: FeatureMap = maps[0]
         if maps[1] is not maps[0]:
-            self.k_map = maps[1]
+            self.k_map: FeatureMap = maps[1]
 
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: LinearState | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: LinearState | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: Literal[True],
+    ) -> tuple[Tensor, LinearState]: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: LinearState | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool,
+    ) -> Tensor | tuple[Tensor, LinearState]: ...
     def forward(
         self,
         x: Tensor,
@@ -103,7 +125,7 @@ class LinearAttention(ProjectedHeads):
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, LinearState]:
         """x [batch, seq, dim] -> [batch, seq, dim], and the state after it if `return_state`.
 
         The arguments are those of `linear_attention`.
@@ -111,20 +133,20 @@ class LinearAttention(ProjectedHeads):
         >>> LinearAttention(8, num_heads=2)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])
         """
-        check_tokens_fit(x, self.dim, self.q_proj)
+        self._check_tokens(x)
         if state is not None:
             self._require_causal()
         q, k, v = self.heads_of(x)
-        turns = getattr(self.encoding, "rope", None) is not None
-        if positions is not None and not turns:
-            check_as("attention(positions=...)", check_positions, positions, x, -2, True, "positions")
+        rotates = getattr(self.encoding, "rope", None) is not None
+        if positions is not None and not rotates:
+            check_positions(positions, x, asked="attention(positions=...)")
         maps = self.q_map, getattr(self, "k_map", self.q_map)
         out, after = linear_attention(
             q,
             k,
             v,
-            rope=self.encoding if turns else None,
-            positions=positions if turns else None,
+            rope=self.encoding if rotates else None,
+            positions=positions if rotates else None,
             cu_seqlens=cu_seqlens,
             key_mask=key_mask,
             feature_map=maps,
@@ -135,15 +157,51 @@ class LinearAttention(ProjectedHeads):
         y = self.joined(out)
         return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
 
+    # nn.Module declares that a call returns Any.
+    if TYPE_CHECKING:
+
+        @overload
+        def __call__(
+            self,
+            x: Tensor,
+            positions: Tensor | None = None,
+            state: LinearState | None = None,
+            *,
+            key_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            return_state: Literal[False] = False,
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self,
+            x: Tensor,
+            positions: Tensor | None = None,
+            state: LinearState | None = None,
+            *,
+            key_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            return_state: Literal[True],
+        ) -> tuple[Tensor, LinearState]: ...
+        @overload
+        def __call__(
+            self,
+            x: Tensor,
+            positions: Tensor | None = None,
+            state: LinearState | None = None,
+            *,
+            key_mask: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            return_state: bool,
+        ) -> Tensor | tuple[Tensor, LinearState]: ...
+
+        def __call__(self, *arguments: object, **options: object) -> Tensor | tuple[Tensor, LinearState]: ...
+
     def extra_repr(self) -> str:
-        """The sizes, and the feature map where it is no module."""
+        """The sizes, and the feature map if it has a name."""
         maps = self.q_map, getattr(self, "k_map", self.q_map)
         shown_maps = maps[0] if maps[0] == maps[1] else maps
-        named = f", feature_map={shown_maps!r}" if all(isinstance(one, str) for one in maps) else ""
-        return (
-            f"{self.dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"causal={self.causal}{named}"
-        )
+        named = f", feature_map={shown_maps!r}" if all(isinstance(side, str) for side in maps) else ""
+        return super().extra_repr() + named
 
     def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
         """The next tokens [batch, seq, dim] behind `state`: their output and the new state, at a cost that is the same

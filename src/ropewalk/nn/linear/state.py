@@ -1,7 +1,6 @@
 """LinearState: what linear attention keeps of the tokens behind it, which does not grow with their number."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.linear.torch import Sums
-from ropewalk.nn.attention.arguments import check_index
-from ropewalk.nn.encodings.base import may_look
+from ropewalk.nn.position_checks import check_index, may_look
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["LinearState", "check_length", "checked_state"]
@@ -19,13 +17,18 @@ __all__ = ["LinearState", "check_length", "checked_state"]
 # Without ==: what it would compare is tensors, which have no one answer.
 @dataclass(frozen=True, repr=False, eq=False)
 class LinearState:
-    """Sums over all keys so far, and where the next token stands.
+    """Sums over all keys so far, and the position of the next token.
 
-    `above`, [batch, kv_heads, width, v_dim], is the sum of (R_n k_n) v_n^T, and `below`, [batch, kv_heads, width], the
-    sum of k_n, both float32, or float64 for float64 inputs. Keys were turned when they entered: nothing in a state
-    turns again. `position` is an int, or one a sequence. `spec`, `feature_map`, a name or one for q and one for
-    k, `learned`, whether frequencies are parameters, and `length`, where they vary with it, are those it was made with;
-    feature_map and length may be None for unknown.
+    Keys were rotated when they entered: nothing in a state is rotated again.
+
+    Attributes:
+        above: [batch, kv_heads, width, v_dim], the sum of (R_n k_n) v_n^T, float32, or float64 for float64 inputs.
+        below: [batch, kv_heads, width], the sum of k_n, in the same dtype.
+        position: That of the next token: an int, or a tensor with one per sequence.
+        spec: The rotation that it was made with, or None.
+        feature_map: The name of the feature map that it was made with, or one for q and one for k; None if unknown.
+        learned: Whether the frequencies were parameters.
+        length: The length that the frequencies were for, if they vary with it; None if unknown.
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -35,7 +38,7 @@ class LinearState:
     below: Tensor
     position: int | Tensor = 0
     spec: RopeSpec | None = None
-    feature_map: Any = None
+    feature_map: str | tuple[str, str] | None = None
     learned: bool = False
     length: int | Tensor | None = None
 
@@ -46,29 +49,23 @@ class LinearState:
         tensor([[[2.]]])
         """
         sequences = len(self.above)
-        check_index(index, sequences, self.above.device, "LinearState.reorder(index)")
-
-        def rows(x: Any) -> Any:
-            return x[index] if isinstance(x, Tensor) and x.dim() and len(x) == sequences else x
-
-        return replace(
-            self,
-            above=self.above[index],
-            below=self.below[index],
-            position=rows(self.position),
-            length=rows(self.length),
+        check_index(index, sequences, self.above.device, asked="LinearState.reorder(index)")
+        position, length = (
+            x[index] if isinstance(x, Tensor) and x.dim() and len(x) == sequences else x
+            for x in (self.position, self.length)
         )
+        return replace(self, above=self.above[index], below=self.below[index], position=position, length=length)
 
     def start(self, rows: int) -> int | Tensor:
-        """Where the next token stands: an int, or 64-bit whole numbers [rows] unless positions are fractions.
+        """The position of the next token: an int, or a tensor [rows], int64 unless positions are fractions.
 
         >>> LinearState(torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1), torch.tensor(7)).start(2)
         tensor([7, 7])
         """
         if isinstance(self.position, int):
             return self.position
-        place = self.position if self.position.is_floating_point() else self.position.to(torch.int64)
-        return place.expand(rows)
+        position = self.position if self.position.is_floating_point() else self.position.to(torch.int64)
+        return position.expand(rows)
 
     def to(self, device: torch.device | str) -> "LinearState":
         """The same on another device.
@@ -76,17 +73,9 @@ class LinearState:
         >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).to("cpu").above.device
         device(type='cpu')
         """
-
-        def moved(x: Any) -> Any:
-            return x.to(device) if isinstance(x, Tensor) else x
-
-        return replace(
-            self,
-            above=self.above.to(device),
-            below=self.below.to(device),
-            position=moved(self.position),
-            length=moved(self.length),
-        )
+        position, length = (x.to(device) if isinstance(x, Tensor) else x for x in (self.position, self.length))
+        above, below = self.above.to(device), self.below.to(device)
+        return replace(self, above=above, below=below, position=position, length=length)
 
     def __repr__(self) -> str:
         """Sizes and place: the sums themselves say nothing to a reader."""
@@ -107,10 +96,8 @@ class LinearState:
 
 
 def checked_state(
-    state: Any,
-    rows: int,
-    kv_heads: int,
-    width: int,
+    state: LinearState | None,
+    sizes: tuple[int, int, int, int],
     v: Tensor,
     *,
     spec: RopeSpec | None,
@@ -118,10 +105,10 @@ def checked_state(
     feature_map: tuple[str, str],
     asked: str,
 ) -> Sums | None:
-    """The sums of a state, if it belongs to this call; None for None.
+    """The sums of a state, if it belongs to this call; None for None. `sizes` are rows, key heads, features, values.
 
-    >>> made = {"spec": None, "learned": False, "feature_map": ("elu", "elu")}
-    >>> checked_state(None, 1, 1, 4, torch.ones(1, 1, 2, 3), **made, asked="a doctest") is None
+    >>> options = {"spec": None, "learned": False, "feature_map": ("elu", "elu"), "asked": "a doctest"}
+    >>> checked_state(None, (1, 1, 4, 3), torch.ones(1, 1, 2, 3), **options) is None
     True
     """
     if state is None:
@@ -133,15 +120,17 @@ def checked_state(
             do = "a call with return_state=True gives the output and the state: pass the second"
         got = type(state).__name__ if isinstance(state, tuple | Tensor) else shown(state)
         raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
-    shapes = (rows, kv_heads, width, v.shape[-1]), (rows, kv_heads, width)
-    place = state.position
-    placed = isinstance(place, int) or (isinstance(place, Tensor) and tuple(place.shape) in ((), (rows,)))
-    if not (isinstance(state.above, Tensor) and isinstance(state.below, Tensor) and placed):
+    shapes, rows = (sizes, sizes[:3]), sizes[0]
+    position = state.position
+    has_position = isinstance(position, int) or (
+        isinstance(position, Tensor) and tuple(position.shape) in ((), (rows,))
+    )
+    if not (isinstance(state.above, Tensor) and isinstance(state.below, Tensor) and has_position):
         raise RopewalkError(
             asked=f"{asked}(state=...)",
             expected=f"two tensors of sums, and a position that is an int or a tensor [{rows}]",
             got=f"{type(state.above).__name__}, {type(state.below).__name__}, and "
-            + (f"a position of shape {list(place.shape)}" if isinstance(place, Tensor) else shown(place)),
+            + (f"a position of shape {list(position.shape)}" if isinstance(position, Tensor) else shown(position)),
             do=do,
         )
     if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
@@ -159,15 +148,15 @@ def checked_state(
             do=do,
         )
     if (state.spec, state.learned) != (spec, learned):
-        of = [
-            f"a state of {one or 'no rotation'}" + (" with learned frequencies" if learns else "")
-            for one, learns in ((spec, learned), (state.spec, state.learned))
-        ]
+        expected, got = (
+            f"a state of {rotation or 'no rotation'}" + (" with learned frequencies" if learns else "")
+            for rotation, learns in ((spec, learned), (state.spec, state.learned))
+        )
         raise RopewalkError(
             asked=f"{asked}(state=...)",
-            expected=of[0],
-            got=of[1],
-            do="keys in a state were turned when they entered, and cannot be turned again: start with None",
+            expected=expected,
+            got=got,
+            do="keys in a state were rotated when they entered, and cannot be rotated again: start with None",
         )
     made_with = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
     if made_with is not None and made_with != feature_map:
@@ -181,9 +170,9 @@ def checked_state(
 
 
 def check_length(state: LinearState | None, spec: RopeSpec | None, length: int | Tensor | None, asked: str) -> None:
-    """Refuses a length, which the rope has taken, with other frequencies than the state's keys were turned by.
+    """Raise if `length` implies other frequencies than the state's keys were rotated with.
 
-    What the host may not look at is let through.
+    Lengths that the host cannot read without a synchronization are not checked.
 
     >>> check_length(None, None, None, "a doctest")
     """
@@ -199,7 +188,7 @@ def check_length(state: LinearState | None, spec: RopeSpec | None, length: int |
         return
     raise RopewalkError(
         asked=f"{asked}(state=..., length={shown(length)})",
-        expected="a length with the frequencies that keys in the state were turned by",
+        expected="a length with the frequencies that keys in the state were rotated by",
         got=f"a state of length {shown(kept)}",
         do="give the first call the length that is to come, and every call the same",
     )
