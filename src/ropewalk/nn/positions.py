@@ -1,11 +1,10 @@
-"""Position ids as tensors, made on the device and without asking it anything.
+"""Position ids as tensors, made on the device without a synchronization. Public as `ropewalk.positions`.
 
 Ranges and packed sequences; grids of patches; text with images between, as Qwen's models count it.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +23,16 @@ __all__ = [
 
 
 def range_positions(length: int, offset: int | Tensor, device: torch.device | str | None) -> Tensor:
-    """offset .. offset + length - 1: [length] for one offset, [batch, length] for an offset a sequence [batch].
+    """Consecutive positions: offset .. offset + length - 1.
+
+    Args:
+        length: The number of tokens.
+        offset: The position of the first token: an int, a tensor of one number, or a tensor [batch] with one offset per
+            sequence.
+        device: The device of the result; None for the default device.
+
+    Returns:
+        int64 [length], or [batch, length] for one offset per sequence.
 
     >>> range_positions(3, torch.tensor([0, 7]), torch.device("cpu")).tolist()
     [[0, 1, 2], [7, 8, 9]]
@@ -35,10 +43,14 @@ def range_positions(length: int, offset: int | Tensor, device: torch.device | st
 
 
 def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Positions of `total` tokens of sequences laid end to end, each counted from 0.
+    """Positions of packed sequences, which are stored end to end; each counts from 0.
 
-    `cu_seqlens` are the ends of the sequences, from 0 on, as flash-attention takes them. Tokens past the last end are
-    padding; they go on counting from it.
+    Args:
+        cu_seqlens: [sequences + 1], whole numbers: 0, then the end of each sequence, as in flash-attention.
+        total: The number of tokens. Those past the last end are padding, and count from 0 too.
+
+    Returns:
+        int64 [total], on the device of `cu_seqlens`.
 
     >>> packed_positions(torch.tensor([0, 3, 5]), 6).tolist()
     [0, 1, 2, 0, 1, 0]
@@ -49,7 +61,14 @@ def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
 
 
 def positions_of_lengths(lengths: Tensor, total: int) -> Tensor:
-    """Positions of `total` tokens of sequences laid end to end, from the length of each: `packed_positions`.
+    """`packed_positions` from the lengths of the sequences instead of their ends.
+
+    Args:
+        lengths: [sequences], whole numbers: the number of tokens of each sequence.
+        total: The number of tokens. Those past the last sequence are padding, and count from 0 too.
+
+    Returns:
+        int64 [total], on the device of `lengths`.
 
     >>> positions_of_lengths(torch.tensor([3, 2]), 5).tolist()
     [0, 1, 2, 0, 1]
@@ -61,10 +80,21 @@ def positions_of_lengths(lengths: Tensor, total: int) -> Tensor:
 def text_positions(
     length: int, axes: int, offset: int | Tensor = 0, *, device: torch.device | str | None = None
 ) -> Tensor:
-    """Tokens of text for a model with several axes, on all of which they stand alike: [axes, length].
+    """Positions of text in a model with several axes: the same on every axis.
 
-    An offset a sequence, [batch], gives [axes, batch, length]. To decode after `mrope_positions`, the offset is how
-    many tokens the cache holds plus the delta.
+    To decode after `mrope_positions`, the offset is the number of tokens in the cache plus the delta.
+
+    Args:
+        length: The number of tokens.
+        axes: The number of axes.
+        offset: The position of the first token: an int, or a tensor [batch] with one offset per sequence.
+        device: The device of the result; None for that of `offset`, or the default device.
+
+    Returns:
+        int64 [axes, length], or [axes, batch, length] for one offset per sequence.
+
+    Raises:
+        RopewalkError: `axes` is no integer of at least 1.
 
     >>> text_positions(2, axes=3, offset=7).tolist()
     [[7, 8], [7, 8], [7, 8]]
@@ -75,10 +105,20 @@ def text_positions(
 
 
 def grid_positions(*sizes: int, merge: int = 1, device: torch.device | str | None = None) -> Tensor:
-    """The cells of a grid, row by row, one position an axis: [axes, cells].
+    """Positions of the cells of a grid, row by row, with one position per axis.
 
-    `merge` orders the last two axes by blocks of merge x merge cells, block by block, as Qwen's vision towers lay out
-    the patches that they will merge.
+    Args:
+        *sizes: The sizes of the axes, two or more: (height, width), or (time, height, width).
+        merge: Order the last two axes by blocks of merge x merge cells, block by block, as Qwen's vision towers store
+            the patches that they will merge.
+        device: The device of the result; None for the default device.
+
+    Returns:
+        int64 [axes, cells].
+
+    Raises:
+        RopewalkError: A size or `merge` is no integer of at least 1, there are fewer than two sizes, or one of the last
+            two is no multiple of `merge`.
 
     >>> grid_positions(2, 3).tolist()  # height 2, width 3
     [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
@@ -101,10 +141,21 @@ def grid_positions(*sizes: int, merge: int = 1, device: torch.device | str | Non
 
 
 def centred_positions(height: int, width: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Centres of patches from -1 to 1 over the image, whatever its size, times 2π: float64 [2, height * width].
+    """Centres of patches from -1 to 1 over the image, whatever its size, times 2π.
 
     DINOv3 forms its angles from 2π times these coordinates, y first; with Plain(100) over `Axes.repeated(2, head_dim)`
     they give its rotation.
+
+    Args:
+        height: The number of patches along y.
+        width: The number of patches along x.
+        device: The device of the result; None for the default device.
+
+    Returns:
+        float64 [2, height * width]: y, then x.
+
+    Raises:
+        RopewalkError: A size is no integer of at least 1.
 
     >>> [round(y / math.pi, 4) for y in centred_positions(2, 1)[0].tolist()]  # -1/2 and 1/2, times 2π
     [-1.0, 1.0]
@@ -114,15 +165,24 @@ def centred_positions(height: int, width: int, *, device: torch.device | str | N
 
 
 def mrope_positions(
-    runs: Sequence[int | Sequence[float]], *, device: torch.device | str | None = None
+    runs: Iterable[int | Sequence[float]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, int]:
-    """Time, height and width of the tokens of text and images, [3, seq], and the delta for decoding.
+    """Time, height and width of the tokens of text and images (M-RoPE, 2409.12191, section 2.1), as Qwen2-VL has them.
 
-    Each run is a number of text tokens, or (t, h, w), the grid of an image or video after merging, or (t, h, w, step)
-    with the positions from frame to frame. Text counts on, alike on all axes; a grid starts where the count stands, and
-    the count goes on max(h, w) farther, as transformers 5 computes it for Qwen2-VL (2409.12191, section 2.1; other code
-    goes on from the largest position on any axis, which differs for films longer than they are wide). The delta is the
-    largest position + 1 - seq: a token decoded when the cache holds n stands at n + delta on all axes.
+    Text continues the count, alike on all axes. A grid starts at the count, which then increases by max(h, w), as
+    transformers 5 computes it for Qwen2-VL; other code continues from the largest position on any axis, which differs
+    for videos of more frames than they are wide. A token decoded when the cache holds n is at n + delta on all axes.
+
+    Args:
+        runs: Each run is a number of text tokens; or (t, h, w), the grid of an image or a video after merging; or
+            (t, h, w, step) with the step in positions from frame to frame, rounded down after the multiplication.
+        device: The device of the result; None for the default device.
+
+    Returns:
+        int64 [3, seq], and the delta for decoding: the largest position + 1 - seq.
+
+    Raises:
+        RopewalkError: A run is neither a number of tokens nor a grid of sizes above 0.
 
     >>> positions, delta = mrope_positions([2, (1, 1, 2), 1])  # two tokens, an image of 1 x 2, a token
     >>> positions.tolist(), delta
@@ -147,14 +207,15 @@ def mrope_positions(
     return positions, largest + 1 - positions.shape[1]
 
 
-def _grid(run: Any) -> tuple[int, int, int, float]:
+def _grid(run: int | Sequence[float]) -> tuple[int, int, int, float]:
     if isinstance(run, list | tuple) and len(run) in (3, 4):
-        sizes, step = [as_int(size) for size in run[:3]], as_float(run[3]) if len(run) == 4 else 1
-        if all(size is not None and size > 0 for size in sizes) and step is not None and step >= 0:
-            return sizes[0], sizes[1], sizes[2], step  # pyright: ignore[reportReturnType]
+        sizes = [size for size in map(as_int, run[:3]) if size is not None and size > 0]
+        step = as_float(run[3]) if len(run) == 4 else 1
+        if len(sizes) == 3 and step is not None and step >= 0:
+            return sizes[0], sizes[1], sizes[2], step
     raise RopewalkError(
         asked="mrope_positions(runs)",
-        expected="a number of text tokens, or (t, h, w), or (t, h, w, step), a run",
+        expected="per run a number of text tokens, or (t, h, w), or (t, h, w, step)",
         got=shown(run),
         do="divide the height and width of image_grid_thw by the merge size first",
     )
