@@ -7,8 +7,11 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable
+from typing import TypeVar
 
 __all__ = ["RopewalkError"]
+
+Choice = TypeVar("Choice", bound=str)
 
 
 class RopewalkError(ValueError):
@@ -26,6 +29,12 @@ class RopewalkError(ValueError):
     got:      7
     do this:  pass an even head_dim; features rotate in pairs
     """
+
+    asked: str
+    expected: str
+    got: str
+    do: str
+    args: tuple[str, ...]
 
     def __init__(self, *, asked: str, expected: str, got: str, do: str) -> None:
         self.asked, self.expected, self.got, self.do = asked, expected, got, do
@@ -52,11 +61,11 @@ def shown(value: object) -> str:
     return text if type(value) in (int, str, bool, type(None)) else f"{text} ({type(value).__name__})"
 
 
-def require_choice(value: object, choices: Iterable[str], *, asked: str) -> str:
-    """`value`, if it is one of `choices`; otherwise an error that names the nearest."""
+def require_choice(value: object, choices: Iterable[Choice], *, asked: str) -> Choice:
+    """The one of `choices` that equals `value`; otherwise an error that names the nearest."""
     known = tuple(choices)
     if isinstance(value, str) and value in known:
-        return value
+        return known[known.index(value)]
     near = difflib.get_close_matches(str(value), known, n=1)
     do = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, known))}"
     raise RopewalkError(asked=asked, expected=" or ".join(map(repr, known)), got=shown(value), do=do)

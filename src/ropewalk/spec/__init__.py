@@ -1,22 +1,22 @@
-"""What an encoding IS: frozen, hashable values in NumPy float64, without torch."""
+"""What an encoding IS: frozen, hashable values in NumPy float64, without torch.
 
+Every public name of the files of rules is a name here, so that a new rule is written in its file alone.
+"""
+
+from ropewalk.spec import by_parts, frequencies, stretched
 from ropewalk.spec.arithmetic import FLOAT64 as FLOAT64
+from ropewalk.spec.arithmetic import Arithmetic as Arithmetic
+from ropewalk.spec.arithmetic import Array as Array
+from ropewalk.spec.arithmetic import ArrayT as ArrayT
 from ropewalk.spec.axes import Axes as Axes
-from ropewalk.spec.by_parts import Llama3 as Llama3
-from ropewalk.spec.by_parts import NTKByParts as NTKByParts
-from ropewalk.spec.by_parts import Yarn as Yarn
-from ropewalk.spec.frequencies import AcrossHeads as AcrossHeads
-from ropewalk.spec.frequencies import Explicit as Explicit
-from ropewalk.spec.frequencies import Frequencies as Frequencies
-from ropewalk.spec.frequencies import Plain as Plain
-from ropewalk.spec.frequencies import Proportional as Proportional
+from ropewalk.spec.by_parts import *  # noqa: F403
+from ropewalk.spec.frequencies import *  # noqa: F403
+from ropewalk.spec.rope import AnglePrecision as AnglePrecision
+from ropewalk.spec.rope import Pairing as Pairing
 from ropewalk.spec.rope import RopeSpec as RopeSpec
-from ropewalk.spec.stretched import NTK as NTK
-from ropewalk.spec.stretched import DynamicNTK as DynamicNTK
-from ropewalk.spec.stretched import LongRope as LongRope
-from ropewalk.spec.stretched import NTKFixed as NTKFixed
-from ropewalk.spec.stretched import NTKMixed as NTKMixed
-from ropewalk.spec.stretched import PositionInterpolation as PositionInterpolation
+from ropewalk.spec.rope import RotarySlice as RotarySlice
+from ropewalk.spec.rope import Sign as Sign
+from ropewalk.spec.stretched import *  # noqa: F403
 from ropewalk.spec.temperature import LogTemperature as LogTemperature
 from ropewalk.spec.temperature import QueryTemperature as QueryTemperature
 from ropewalk.spec.temperature import StepTemperature as StepTemperature
@@ -24,24 +24,20 @@ from ropewalk.spec.xpos import XPos as XPos
 
 __all__ = [
     "FLOAT64",
-    "NTK",
-    "AcrossHeads",
+    "AnglePrecision",
+    "Arithmetic",
+    "Array",
+    "ArrayT",
     "Axes",
-    "DynamicNTK",
-    "Explicit",
-    "Frequencies",
-    "Llama3",
     "LogTemperature",
-    "LongRope",
-    "NTKByParts",
-    "NTKFixed",
-    "NTKMixed",
-    "Plain",
-    "PositionInterpolation",
-    "Proportional",
+    "Pairing",
     "QueryTemperature",
     "RopeSpec",
+    "RotarySlice",
+    "Sign",
     "StepTemperature",
     "XPos",
-    "Yarn",
 ]
+__all__ += by_parts.__all__
+__all__ += frequencies.__all__
+__all__ += stretched.__all__

@@ -1,74 +1,128 @@
 """The arithmetic in which a rule computes, so that its formula is written once.
 
-NumPy in float64 is what a spec answers in. A module hands rules torch instead: float32, for the very operations with
-which a model was trained, or float64 on a device, for a length that is a tensor there.
+NumPy in float64 is what a spec answers in. A module passes torch to the rules instead: float32, for the very operations
+with which a model was trained, or float64 on a device, for a length that is a tensor there.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast, runtime_checkable
+from types import EllipsisType
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from ropewalk.errors import require_even
 
-__all__ = ["FLOAT64", "Arithmetic"]
+__all__ = ["FLOAT64", "Arithmetic", "Array", "ArrayT", "as_array"]
+
+
+_Same = TypeVar("_Same", bound="Array")
 
 
 @runtime_checkable
-class Arithmetic(Protocol):
-    """What a rule may call; +, -, *, / and ** of what these give are its other means.
+class Array(Protocol):
+    """What a formula may do with numbers: a NumPy array and a torch tensor are both.
+
+    >>> isinstance(np.ones(2), Array), isinstance(1.0, Array)
+    (True, False)
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+
+    def __add__(self: _Same, other: _Same | float, /) -> _Same: ...
+    def __radd__(self: _Same, other: float, /) -> _Same: ...
+    def __sub__(self: _Same, other: _Same | float, /) -> _Same: ...
+    def __rsub__(self: _Same, other: float, /) -> _Same: ...
+    def __mul__(self: _Same, other: _Same | float, /) -> _Same: ...
+    def __rmul__(self: _Same, other: float, /) -> _Same: ...
+    def __truediv__(self: _Same, other: _Same | float, /) -> _Same: ...
+    def __rtruediv__(self: _Same, other: float, /) -> _Same: ...
+    def __pow__(self: _Same, other: float, /) -> _Same: ...
+    def __lt__(self: _Same, other: float, /) -> _Same: ...
+    def __gt__(self: _Same, other: float, /) -> _Same: ...
+    def __getitem__(self: _Same, index: int | tuple[EllipsisType, list[int]], /) -> _Same: ...
+    def reshape(self: _Same, rows: int, columns: int, /) -> _Same: ...
+
+
+# One kind of array throughout a formula.
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+
+@runtime_checkable
+class Arithmetic(Protocol[ArrayT]):
+    """What a rule may call; the operators of what these return are its other means.
 
     >>> FLOAT64.powers(10_000.0, 4).tolist()
     [1.0, 100.0]
     """
 
-    def powers(self, base: Any, dim: int, count: int | None = None) -> Any:
+    def powers(self, base: ArrayT | float, dim: int, count: int | None = None) -> ArrayT:
         """base^(2i/dim) for i = 0 .. dim/2-1, or the first `count` of them. A base [batch, 1] gives [batch, dim/2]."""
+        ...
 
-    def array(self, values: Sequence[Any]) -> Any:
+    def array(self, values: Sequence[float] | Sequence[Sequence[float]]) -> ArrayT:
         """Numbers as an array."""
+        ...
 
-    def join(self, first: Any, second: Any) -> Any:
+    def join(self, first: ArrayT, second: ArrayT) -> ArrayT:
         """Two rows of numbers, one after the other."""
+        ...
 
-    def where(self, condition: Any, this: Any, other: Any) -> Any:
+    def where(self, condition: ArrayT, this: ArrayT, other: ArrayT) -> ArrayT:
         """`this` where the condition holds, `other` elsewhere."""
+        ...
 
-    def clip(self, x: Any, low: float | None = None, high: float | None = None) -> Any:
+    def clip(self, x: ArrayT, low: float | None = None, high: float | None = None) -> ArrayT:
         """x, but at least `low` and at most `high`."""
+        ...
 
-    def log(self, x: Any) -> Any:
+    def log(self, x: ArrayT) -> ArrayT:
         """The natural logarithm."""
+        ...
 
-    def floor(self, x: Any) -> Any:
+    def floor(self, x: ArrayT) -> ArrayT:
         """The next whole number below, or x itself."""
+        ...
 
 
 class _NumPyFloat64:
-    """NumPy in float64."""
+    """NumPy in float64. A plain number is an array without dimensions here."""
 
-    def powers(self, base: Any, dim: int, count: int | None = None) -> Any:
+    def powers(self, base: np.ndarray | float, dim: int, count: int | None = None) -> np.ndarray:
         dim = require_even(dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
-        exponents: Any = np.arange(0, dim, 2, dtype=np.float64)[:count] / dim
-        return base**exponents
+        exponents = np.arange(0, dim, 2, dtype=np.float64)[:count] / dim
+        return np.asarray(base**exponents)
 
-    def array(self, values: Sequence[Any]) -> Any:
+    def array(self, values: Sequence[float] | Sequence[Sequence[float]]) -> np.ndarray:
         return np.asarray(values, dtype=np.float64)
 
-    def join(self, first: Any, second: Any) -> Any:
+    def join(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
         return np.concatenate((first, second))
 
-    def where(self, condition: Any, this: Any, other: Any) -> Any:
-        return cast("Any", np.where(condition, this, other))
+    def where(
+        self, condition: np.ndarray | np.bool | bool, this: np.ndarray | float, other: np.ndarray | float
+    ) -> np.ndarray:
+        return np.where(condition, this, other)
 
-    def clip(self, x: Any, low: float | None = None, high: float | None = None) -> Any:
-        return np.clip(x, low, high)
+    def clip(self, x: np.ndarray | float, low: float | None = None, high: float | None = None) -> np.ndarray:
+        return np.asarray(np.clip(x, low, high))
 
-    def log(self, x: Any) -> Any:
-        return np.log(x)
+    def log(self, x: np.ndarray | float) -> np.ndarray:
+        return np.asarray(np.log(x))
 
-    def floor(self, x: Any) -> Any:
-        return np.floor(x)
+    def floor(self, x: np.ndarray | float) -> np.ndarray:
+        return np.asarray(np.floor(x))
 
 
-FLOAT64: Arithmetic = _NumPyFloat64()
+FLOAT64: Arithmetic[np.ndarray] = _NumPyFloat64()
+
+
+def as_array(number: ArrayT | float, arithmetic: Arithmetic[ArrayT]) -> ArrayT:
+    """A plain number as an array without dimensions; an array as it is.
+
+    >>> as_array(4096, FLOAT64).shape
+    ()
+    """
+    return arithmetic.array([number])[0] if isinstance(number, int | float) else number

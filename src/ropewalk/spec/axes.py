@@ -3,18 +3,20 @@
 import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, cast, final
+from typing import final
 
 import numpy as np
 from jaxtyping import Float64
 
-from ropewalk.errors import RopewalkError, as_float, as_int, require_count, shown
+from ropewalk.errors import RopewalkError, as_int, require_count, shown
+from ropewalk.spec.fields import SupportsToList, as_list, as_rows
+from ropewalk.spec.frequencies import ConfigValue
 
 __all__ = ["Axes"]
 
 
 @final
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Axes:
     """A RoPE over A position axes, as the matrix F[a, i] = weights[a][i] * theta[index[i]] with angles p @ F.
 
@@ -30,29 +32,27 @@ class Axes:
     [[1.0, 0.0], [0.0, 0.01]]
     """
 
-    weights: Any
-    index: Any
+    weights: tuple[tuple[float, ...], ...]
+    index: tuple[int, ...]
     dim: int
 
-    def __post_init__(self) -> None:
-        rows = _rows(self.weights)
-        given: Any = getattr(self.index, "tolist", lambda: self.index)()
-        index = (
-            tuple(as_int(i) for i in cast("Sequence[Any]", given)) if isinstance(given, list | tuple | range) else ()
-        )
-        pairs = len(rows[0]) if rows else 0
-        dim = require_count(self.dim, asked="Axes(dim=...)", do="pass the features that the rule is asked for")
-        inside = all(i is not None and 0 <= i < dim // 2 for i in index)
-        if len(rows) < 2 or len(index) != pairs or not inside or dim % 2:
+    def __init__(
+        self, weights: Sequence[Sequence[float]] | SupportsToList, index: Sequence[int] | SupportsToList, dim: int
+    ) -> None:
+        rows = as_rows(weights) or ()
+        features = require_count(dim, asked="Axes(dim=...)", do="pass the features that the rule is asked for")
+        indices = [as_int(i) for i in as_list(index)]
+        inside = tuple(i for i in indices if i is not None and 0 <= i < features // 2)
+        if len(rows) < 2 or not len(rows[0]) == len(indices) == len(inside) or features % 2:
             raise RopewalkError(
                 asked="Axes(weights, index, dim)",
                 expected="two axes or more: rows of as many finite numbers as there are indices, all below dim / 2",
-                got=f"weights {shown(self.weights)}, index {shown(self.index)}, dim {self.dim}",
+                got=f"weights {shown(weights)}, index {shown(index)}, dim {dim}",
                 do="use Axes.chunked, Axes.interleaved, Axes.repeated, ...",
             )
         object.__setattr__(self, "weights", rows)
-        object.__setattr__(self, "index", index)
-        object.__setattr__(self, "dim", dim)
+        object.__setattr__(self, "index", inside)
+        object.__setattr__(self, "dim", features)
 
     def __repr__(self) -> str:
         runs = "".join(f" {name}" + (f"x{n}" if (n := len(list(run))) > 1 else "") for name, run in groupby(self.names))
@@ -99,7 +99,7 @@ class Axes:
             for column, one in zip(columns, alone, strict=True)
         )
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, ConfigValue]:
         """The rope parameters that say this to transformers, where sections do.
 
         >>> Axes.interleaved([2, 1, 1]).to_config()
@@ -237,16 +237,16 @@ def _one_hot(axes: list[int], count: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _sections(sections: object) -> list[int]:
-    values = list(cast("Sequence[Any]", sections)) if isinstance(sections, list | tuple) else []
-    sizes = [as_int(size) for size in values]
-    if not sizes or any(size is None or size < 0 for size in sizes) or not any(sizes):
+    sizes = [as_int(size) for size in as_list(sections)]
+    counted = [size for size in sizes if size is not None and size >= 0]
+    if len(counted) != len(sizes) or not any(counted):
         raise RopewalkError(
             asked="Axes of sections",
             expected="how many pairs each axis has, a list of whole numbers",
-            got=shown(cast("object", sections)),
+            got=shown(sections),
             do="copy mrope_section from the config, for example [16, 24, 24]",
         )
-    return [size for size in sizes if size is not None]
+    return counted
 
 
 def _each(count: object, rotary_dim: object, asked: str) -> int:
@@ -260,16 +260,6 @@ def _each(count: object, rotary_dim: object, asked: str) -> int:
             do=f"turn {dim - dim % (2 * axes)} features and leave the rest, with RopeSpec(rotary_dim=...)",
         )
     return dim // (2 * axes)
-
-
-def _rows(weights: object) -> tuple[tuple[float, ...], ...]:
-    values: Any = getattr(weights, "tolist", lambda: weights)()
-    rows: list[tuple[float | None, ...]] = []
-    if isinstance(values, list | tuple):
-        for row in cast("Sequence[Any]", values):
-            rows.append(tuple(as_float(x) for x in cast("Sequence[Any]", row)) if isinstance(row, list | tuple) else ())
-    fits = bool(rows) and all(row and len(row) == len(rows[0]) and None not in row for row in rows)
-    return cast("tuple[tuple[float, ...], ...]", tuple(rows)) if fits else ()
 
 
 def _spread(sections: list[int]) -> list[int]:

@@ -6,17 +6,22 @@ the factor, and a ramp lies between.
 
 import dataclasses
 import math
-from typing import Any, final
+from collections.abc import Mapping
+from typing import ClassVar, Literal, final, get_args
 
 from ropewalk.errors import RopewalkError, as_float, require_choice, require_flag, require_positive
-from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT
 from ropewalk.spec.fields import check_base, check_factor, check_trained_length
-from ropewalk.spec.frequencies import Frequencies
+from ropewalk.spec.frequencies import Frequencies, RopeConfig, no_rope_type
 
-__all__ = ["POLICIES", "RAMPS", "Llama3", "NTKByParts", "Yarn"]
+__all__ = ["Llama3", "NTKByParts", "Policy", "Ramp", "Yarn"]
 
-RAMPS = ("index", "ratio")
-POLICIES = ("transformers", "deepseek", "vllm")
+# Between which pairs YaRN's ramp lies: by their index, as the published code, or by their number of rotations.
+Ramp = Literal["index", "ratio"]
+RAMPS: tuple[Ramp, ...] = get_args(Ramp)
+# Whose reading of the keys for YaRN's amplitude.
+Policy = Literal["transformers", "deepseek", "vllm"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @final
@@ -33,6 +38,9 @@ class NTKByParts(Frequencies):
     [1.0, 0.005]
     """
 
+    label: ClassVar[str] = "NTK by parts"
+    option: ClassVar[str | None] = "by-parts"
+
     base: float = 10_000.0
     factor: float = 1.0
     trained_length: int = 2048
@@ -42,7 +50,9 @@ class NTKByParts(Frequencies):
     def __post_init__(self) -> None:
         _check(self, low="alpha", high="beta")
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         return _by_turns(self, rotary_dim, self.alpha, self.beta, arithmetic)
 
 
@@ -60,6 +70,17 @@ class Llama3(Frequencies):
     [1.0, 0.00125]
     """
 
+    label: ClassVar[str] = "Llama 3's rule (by parts)"
+    option: ClassVar[str | None] = "llama3"
+    rope_type: ClassVar[str | None] = "llama3"
+    config_keys: ClassVar[Mapping[str, str]] = {
+        "base": "rope_theta",
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "trained_length": "original_max_position_embeddings",
+    }
+
     base: float = 500_000.0
     factor: float = 8.0
     trained_length: int = 8192
@@ -69,19 +90,10 @@ class Llama3(Frequencies):
     def __post_init__(self) -> None:
         _check(self, low="low_freq_factor", high="high_freq_factor")
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         return _by_turns(self, rotary_dim, self.low_freq_factor, self.high_freq_factor, arithmetic)
-
-    def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        keys = {
-            "rope_type": "llama3",
-            "rope_theta": self.base,
-            "factor": self.factor,
-            "low_freq_factor": self.low_freq_factor,
-            "high_freq_factor": self.high_freq_factor,
-            "original_max_position_embeddings": self.trained_length,
-        }
-        return {"rope_parameters": keys}
 
 
 @final
@@ -113,17 +125,32 @@ class Yarn(Frequencies):
     1.8738542070926265
     """
 
+    label: ClassVar[str] = "YaRN"
+    option: ClassVar[str | None] = "yarn"
+    rope_type: ClassVar[str | None] = "yarn"
+    config_keys: ClassVar[Mapping[str, str]] = {
+        "base": "rope_theta",
+        "factor": "factor",
+        "trained_length": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+    }
+
     base: float = 10_000.0
     factor: float = 16.0
     trained_length: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    ramp: str = "index"
+    ramp: Ramp = "index"
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    policy: str = "transformers"
+    policy: Policy = "transformers"
 
     def __post_init__(self) -> None:
         _check(self, low="beta_slow", high="beta_fast")
@@ -139,7 +166,9 @@ class Yarn(Frequencies):
                 value = require_positive(value, asked=f"Yarn({name}=...)", do="leave it out for the usual one")
             object.__setattr__(self, name, float(value))
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         if self.ramp == "ratio":
             return _by_turns(self, rotary_dim, self.beta_slow, self.beta_fast, arithmetic)
         low, high = self.correction_range(rotary_dim)
@@ -165,7 +194,7 @@ class Yarn(Frequencies):
         low, high = max(low, 0), min(high, rotary_dim - 1)
         return (low, high + 0.001) if low == high else (low, high)
 
-    def amplitude(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def amplitude(self, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> float:
         if self.policy == "vllm":
             return self._g(1.0) * (1.0 if self.attention_factor is None else self.attention_factor)
         if self.attention_factor is not None:
@@ -176,24 +205,14 @@ class Yarn(Frequencies):
             self._g(self.mscale) / self._g(self.mscale_all_dim) if self.mscale and self.mscale_all_dim else self._g(1.0)
         )
 
-    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+    def to_config(self, rotary_dim: int) -> RopeConfig:
         if self.ramp != "index":
+            raise no_rope_type(self)
+        # transformers reads the keys by its own policy; where that gives another amplitude, the number is written.
+        if dataclasses.replace(self, policy="transformers").amplitude() == self.amplitude():
             return super().to_config(rotary_dim)
-        # transformers reads the keys by its own policy; where that gives another amplitude, it is told the number.
-        same = dataclasses.replace(self, policy="transformers").amplitude() == self.amplitude()
-        keys = {
-            "rope_type": "yarn",
-            "rope_theta": self.base,
-            "factor": self.factor,
-            "original_max_position_embeddings": self.trained_length,
-            "beta_fast": self.beta_fast,
-            "beta_slow": self.beta_slow,
-            "truncate": self.truncate,
-            "attention_factor": self.attention_factor if same else self.amplitude(),
-            "mscale": self.mscale,
-            "mscale_all_dim": self.mscale_all_dim,
-        }
-        return {"rope_parameters": {key: value for key, value in keys.items() if value is not None}}
+        named = dataclasses.replace(self, policy="transformers", attention_factor=self.amplitude())
+        return named.to_config(rotary_dim)
 
     @property
     def softmax_scale(self) -> float:
@@ -203,7 +222,7 @@ class Yarn(Frequencies):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
-def _check(rule: Any, *, low: str, high: str) -> None:
+def _check(rule: "NTKByParts | Llama3 | Yarn", *, low: str, high: str) -> None:
     """The fields that all of these have, and two bounds on the number of turns; equal ones leave no ramp between."""
     check_base(rule, above=1.0)
     check_factor(rule)
@@ -226,7 +245,9 @@ def _check(rule: Any, *, low: str, high: str) -> None:
         )
 
 
-def _by_turns(rule: Any, rotary_dim: int, low: float, high: float, arithmetic: Arithmetic) -> Any:
+def _by_turns(
+    rule: "NTKByParts | Llama3 | Yarn", rotary_dim: int, low: float, high: float, arithmetic: Arithmetic[ArrayT]
+) -> ArrayT:
     """theta where a pair turns more than `high` times within the trained length, theta / factor below `low`, a ramp
     between. In the order of transformers, so that float32 gives its bits."""
     theta = 1.0 / arithmetic.powers(rule.base, rotary_dim)

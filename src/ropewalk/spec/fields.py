@@ -1,16 +1,79 @@
-"""Fields that several rules have, checked."""
+"""Fields that several values have, checked."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Protocol, cast, runtime_checkable
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 
 # Longer than any sequence, and exact in float64.
 LONGEST = 1 << 53
 
-__all__ = ["check_base", "check_factor", "check_trained_length"]
+__all__ = [
+    "HasBase",
+    "HasFactor",
+    "HasTrainedLength",
+    "SupportsToList",
+    "as_list",
+    "as_row",
+    "as_rows",
+    "check_base",
+    "check_factor",
+    "check_trained_length",
+]
 
 
-def check_base(rule: Any, above: float = 0.0) -> None:
+@runtime_checkable
+class SupportsToList(Protocol):
+    """A NumPy array or a torch tensor; torch is not imported to recognise one.
+
+    >>> import numpy as np
+    >>> isinstance(np.ones(2), SupportsToList)
+    True
+    """
+
+    def tolist(self) -> object: ...
+
+
+@runtime_checkable
+class HasBase(Protocol):
+    """A rule with a base.
+
+    >>> from ropewalk.spec import Plain
+    >>> isinstance(Plain(), HasBase)
+    True
+    """
+
+    @property
+    def base(self) -> float: ...
+
+
+@runtime_checkable
+class HasFactor(Protocol):
+    """A rule with a factor, which may be None.
+
+    >>> from ropewalk.spec import NTK
+    >>> isinstance(NTK(), HasFactor)
+    True
+    """
+
+    @property
+    def factor(self) -> float | None: ...
+
+
+@runtime_checkable
+class HasTrainedLength(Protocol):
+    """A rule with a trained length.
+
+    >>> from ropewalk.spec import Yarn
+    >>> isinstance(Yarn(), HasTrainedLength)
+    True
+    """
+
+    @property
+    def trained_length(self) -> int: ...
+
+
+def check_base(rule: HasBase, above: float = 0.0) -> None:
     """Makes `base` of a rule a float, if it is a finite number above `above`.
 
     >>> from types import SimpleNamespace
@@ -31,7 +94,7 @@ def check_base(rule: Any, above: float = 0.0) -> None:
     object.__setattr__(rule, "base", base)
 
 
-def check_factor(rule: Any) -> None:
+def check_factor(rule: HasFactor) -> None:
     """Makes `factor` of a rule a float, if it is a finite number of at least 1.
 
     >>> from types import SimpleNamespace
@@ -51,7 +114,7 @@ def check_factor(rule: Any) -> None:
     object.__setattr__(rule, "factor", factor)
 
 
-def check_trained_length(rule: Any) -> None:
+def check_trained_length(rule: HasTrainedLength) -> None:
     """Makes `trained_length` of a rule an int of at least 2, whose logarithm can be divided by.
 
     >>> from types import SimpleNamespace
@@ -71,3 +134,38 @@ def check_trained_length(rule: Any) -> None:
             do="pass the length that the model was trained on before it was extended",
         )
     object.__setattr__(rule, "trained_length", length)
+
+
+def as_list(values: object) -> list[object]:
+    """The entries of a sequence, an array or a tensor; no entries if it is something else.
+
+    >>> import numpy as np
+    >>> as_list(np.ones(2)), as_list((1, 2)), as_list("12")
+    ([1.0, 1.0], [1, 2], [])
+    """
+    entries = values.tolist() if isinstance(values, SupportsToList) else values
+    if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
+        return []
+    return list(cast("Sequence[object]", entries))
+
+
+def as_row(values: object) -> tuple[float, ...] | None:
+    """Finite floats, at least one; None if `values` is something else.
+
+    >>> as_row([1, 0.5]), as_row([1, float("nan")]), as_row([])
+    ((1.0, 0.5), None, None)
+    """
+    numbers = [as_float(value) for value in as_list(values)]
+    row = tuple(number for number in numbers if number is not None)
+    return row if row and len(row) == len(numbers) else None
+
+
+def as_rows(values: object) -> tuple[tuple[float, ...], ...] | None:
+    """Rows of finite floats, equally long; None if `values` is something else.
+
+    >>> as_rows([[1, 2], [3, 4]]), as_rows([[1, 2], [3]])
+    (((1.0, 2.0), (3.0, 4.0)), None)
+    """
+    checked = [as_row(row) for row in as_list(values)]
+    rows = tuple(row for row in checked if row is not None and len(row) == len(checked[0] or ()))
+    return rows if rows and len(rows) == len(checked) else None

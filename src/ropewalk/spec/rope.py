@@ -3,18 +3,18 @@
 import dataclasses
 import json
 import math
-from typing import Any, Literal, cast, final, get_args
+from typing import Literal, cast, final, get_args
 
 import numpy as np
 from jaxtyping import Float64
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, require_even, shown
-from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.fields import LONGEST
-from ropewalk.spec.frequencies import Frequencies, Plain
+from ropewalk.spec.frequencies import ConfigValue, Frequencies, Plain, RopeConfig
 from ropewalk.spec.temperature import QueryTemperature
-from ropewalk.spec.value import from_dict, to_dict, without_repeats
+from ropewalk.spec.value import construct, from_dict, to_dict, without_repeats
 from ropewalk.spec.xpos import XPos
 
 __all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "AnglePrecision", "Pairing", "RopeSpec", "RotarySlice", "Sign"]
@@ -140,7 +140,7 @@ class RopeSpec:
             if theta.ndim not in (1, 2) or 2 * theta.shape[-1] != self.rotary_dim:
                 raise RopewalkError(
                     asked=f"the frequencies of {type(self.frequencies).__name__} for rotary_dim={self.rotary_dim}",
-                    expected=f"[{self.turning // 2}], one a pair, or one such row a head",
+                    expected=f"[{self.turning // 2}], one per pair, or one such row per head",
                     got=f"shape {list(theta.shape)}",
                     do="let evaluate(rotary_dim, ...) return rotary_dim / 2 numbers",
                 )
@@ -198,7 +198,7 @@ class RopeSpec:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             return np.asarray(self.evaluate(_length(length)), dtype=np.float64)
 
-    def evaluate(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(self, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
         """`inv_freq` in any arithmetic: what `Frequencies.evaluate` gives, at the pairs of the spec, with its sign.
 
         >>> RopeSpec(4, axes=Axes.repeated(2, 4)).evaluate().tolist()  # each axis has the frequencies of 2 features
@@ -244,7 +244,7 @@ class RopeSpec:
         """
         return self.xpos is None and self.query_temperature is None
 
-    def to_config(self, stack: str) -> dict[str, Any]:
+    def to_config(self, stack: Literal["transformers"]) -> RopeConfig:
         """Keys for a config.json with which `stack`, "transformers", computes this rotation in a model of its family.
 
         Pairing, slice, sign and the axes of vision towers are the family's, and no key says them; nor is the width of a
@@ -263,7 +263,7 @@ class RopeSpec:
             )
         config = self.frequencies.to_config(self.turning if self.axes is None else self.axes.dim)
         keys = config["rope_parameters"]
-        more = {} if self.axes is None else self.axes.to_config()
+        more: dict[str, ConfigValue] = {} if self.axes is None else self.axes.to_config()
         more |= {} if self.query_temperature is None else self.query_temperature.to_config()
         if self.turning < self.head_dim and self.rotary_slice == "leading":
             more["partial_rotary_factor"] = _share(self.turning, self.head_dim)
@@ -299,12 +299,12 @@ class RopeSpec:
         4
         """
         try:
-            data: Any = json.loads(text, object_pairs_hook=without_repeats)
+            data: object = json.loads(text, object_pairs_hook=without_repeats)
         except (ValueError, TypeError, RecursionError) as error:
             raise _not_a_spec(text, str(error)) from None
         if not isinstance(data, dict) or "head_dim" not in data:
             raise _not_a_spec(text, 'no object with a "head_dim"')
-        fields: dict[str, Any] = dict(data)  # pyright: ignore[reportUnknownArgumentType]
+        fields = dict(cast("dict[str, object]", data))
         names = [field.name for field in dataclasses.fields(RopeSpec)]
         for name in fields:
             require_choice(name, names, asked="the keys of a RopeSpec in JSON")
@@ -314,7 +314,7 @@ class RopeSpec:
         for name, known in readers.items():
             if fields.get(name) is not None:
                 fields[name] = from_dict(fields[name], "rule", known, what=f"the {name}")
-        return RopeSpec(**fields)
+        return construct(RopeSpec, fields, source="JSON")
 
 
 def _share(turning: int, head_dim: int) -> float:

@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar, cast, final
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, final
 
-from ropewalk.errors import RopewalkError, as_float, require_positive, shown
-from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
-from ropewalk.spec.fields import check_base, check_factor, check_trained_length
-from ropewalk.spec.frequencies import Frequencies, Plain
+from ropewalk.errors import RopewalkError, require_positive, shown
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT, as_array
+from ropewalk.spec.fields import as_row, check_base, check_factor, check_trained_length
+from ropewalk.spec.frequencies import Frequencies, Plain, RopeConfig
 
 __all__ = ["NTK", "DynamicNTK", "LongRope", "NTKFixed", "NTKMixed", "PositionInterpolation"]
 
@@ -24,6 +24,11 @@ class PositionInterpolation(Frequencies):
     [0.25, 0.0025]
     """
 
+    label: ClassVar[str] = "position interpolation (PI)"
+    option: ClassVar[str | None] = "linear"
+    rope_type: ClassVar[str | None] = "linear"
+    config_keys: ClassVar[Mapping[str, str]] = {"base": "rope_theta", "factor": "factor"}
+
     base: float = 10_000.0
     factor: float = 1.0
 
@@ -31,11 +36,10 @@ class PositionInterpolation(Frequencies):
         check_base(self)
         check_factor(self)
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         return 1.0 / arithmetic.powers(self.base, rotary_dim) / self.factor
-
-    def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        return {"rope_parameters": {"rope_type": "linear", "rope_theta": self.base, "factor": self.factor}}
 
 
 @final
@@ -51,6 +55,9 @@ class NTK(Frequencies):
     [1.0, 0.0025]
     """
 
+    label: ClassVar[str] = "NTK-aware scaling"
+    option: ClassVar[str | None] = "ntk"
+
     base: float = 10_000.0
     factor: float = 1.0
 
@@ -58,11 +65,13 @@ class NTK(Frequencies):
         check_base(self)
         check_factor(self)
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         base = self.base * self.factor ** _stretch_exponent(self, rotary_dim)
         return 1.0 / arithmetic.powers(base, rotary_dim)
 
-    def to_config(self, rotary_dim: int) -> dict[str, Any]:
+    def to_config(self, rotary_dim: int) -> RopeConfig:
         # Another base says the same to every family; alpha is read by HunYuan alone.
         return Plain(self.base * self.factor ** _stretch_exponent(self, rotary_dim)).to_config(rotary_dim)
 
@@ -81,6 +90,10 @@ class DynamicNTK(Frequencies):
     [1.0, 0.0033333333333333335]
     """
 
+    label: ClassVar[str] = "dynamic NTK"
+    option: ClassVar[str | None] = "dynamic"
+    rope_type: ClassVar[str | None] = "dynamic"
+    config_keys: ClassVar[Mapping[str, str]] = {"base": "rope_theta", "factor": "factor"}
     varies: ClassVar[bool] = True
 
     base: float = 10_000.0
@@ -92,21 +105,21 @@ class DynamicNTK(Frequencies):
         check_factor(self)
         check_trained_length(self)
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         exponent = _stretch_exponent(self, rotary_dim)
         plain = 1.0 / arithmetic.powers(self.base, rotary_dim)
         if length is None:
             return plain
-        growth = self.factor * arithmetic.clip(length, low=self.trained_length) / self.trained_length - (
-            self.factor - 1
-        )
+        n = as_array(length, arithmetic)
+        growth = self.factor * arithmetic.clip(n, low=self.trained_length) / self.trained_length - (self.factor - 1)
         grown = 1.0 / arithmetic.powers(self.base * growth**exponent, rotary_dim)
-        return arithmetic.where(length > self.trained_length, grown, plain)
+        return arithmetic.where(n > self.trained_length, grown, plain)
 
-    def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        keys = {"rope_type": "dynamic", "rope_theta": self.base, "factor": self.factor}
-        # The length that counts for transformers stands beside the parameters.
-        return {"rope_parameters": keys, "max_position_embeddings": self.trained_length}
+    def to_config(self, rotary_dim: int) -> RopeConfig:
+        # The length that counts for transformers is stored beside the parameters.
+        return {**super().to_config(rotary_dim), "max_position_embeddings": self.trained_length}
 
 
 @final
@@ -121,6 +134,8 @@ class NTKFixed(Frequencies):
     [0.5, 0.0025]
     """
 
+    label: ClassVar[str] = "NTK-aware scaling, fixed form"
+
     base: float = 10_000.0
     factor: float = 1.0
 
@@ -128,7 +143,9 @@ class NTKFixed(Frequencies):
         check_base(self)
         check_factor(self)
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         stretched = arithmetic.powers(self.base * self.factor, rotary_dim)
         return 1.0 / stretched / self.factor ** (2 / rotary_dim)
 
@@ -145,6 +162,8 @@ class NTKMixed(Frequencies):
     [0.5, 0.0025]
     """
 
+    label: ClassVar[str] = "NTK-aware scaling, mixed form"
+
     base: float = 10_000.0
     factor: float = 1.0
     bend: float = 0.625
@@ -155,7 +174,9 @@ class NTKMixed(Frequencies):
         bend = require_positive(self.bend, asked="NTKMixed(bend=...)", do="0.625 is the source's")
         object.__setattr__(self, "bend", bend)
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         pairs = rotary_dim // 2
         stretch = arithmetic.array([self.factor ** (((i + 1) / pairs) ** self.bend) for i in range(pairs)])
         return 1.0 / (stretch * arithmetic.powers(self.base, rotary_dim))
@@ -179,11 +200,23 @@ class LongRope(Frequencies):
     1.190238
     """
 
+    label: ClassVar[str] = "LongRoPE"
+    rope_type: ClassVar[str | None] = "longrope"
+    config_keys: ClassVar[Mapping[str, str]] = {
+        "base": "rope_theta",
+        "short_factor": "short_factor",
+        "long_factor": "long_factor",
+        "trained_length": "original_max_position_embeddings",
+        "factor": "factor",
+        "attention_factor": "attention_factor",
+        "short_amplitude": "short_mscale",
+        "long_amplitude": "long_mscale",
+    }
     varies: ClassVar[bool] = True
 
     base: float
-    short_factor: Any
-    long_factor: Any
+    short_factor: Sequence[float]
+    long_factor: Sequence[float]
     trained_length: int
     factor: float | None = None
     attention_factor: float | None = None
@@ -211,13 +244,15 @@ class LongRope(Frequencies):
         for name in ("short_factor", "long_factor"):
             object.__setattr__(self, name, _divisors(getattr(self, name), f"LongRope({name}=...)"))
 
-    def evaluate(self, rotary_dim: int, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def evaluate(
+        self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT:
         for name in ("short_factor", "long_factor"):
             count = len(getattr(self, name))
             if 2 * count != rotary_dim:
                 raise RopewalkError(
                     asked=f"LongRope frequencies for rotary_dim={rotary_dim}",
-                    expected=f"{rotary_dim // 2} numbers in {name}, one a pair",
+                    expected=f"{rotary_dim // 2} numbers in {name}, one per pair",
                     got=f"{count}",
                     do=f"give {rotary_dim // 2} divisors, or set rotary_dim={2 * count}",
                 )
@@ -225,32 +260,19 @@ class LongRope(Frequencies):
         short = 1.0 / (arithmetic.array(self.short_factor) * powers)
         if length is None:
             return short
-        return arithmetic.where(
-            length > self.trained_length, 1.0 / (arithmetic.array(self.long_factor) * powers), short
-        )
+        long = 1.0 / (arithmetic.array(self.long_factor) * powers)
+        return arithmetic.where(as_array(length, arithmetic) > self.trained_length, long, short)
 
-    def to_config(self, rotary_dim: int) -> dict[str, Any]:
-        keys = {
-            "rope_type": "longrope",
-            "rope_theta": self.base,
-            "short_factor": list(self.short_factor),
-            "long_factor": list(self.long_factor),
-            "original_max_position_embeddings": self.trained_length,
-            "factor": self.factor,
-            "attention_factor": self.attention_factor,
-            "short_mscale": self.short_amplitude,
-            "long_mscale": self.long_amplitude,
-        }
-        return {"rope_parameters": {key: value for key, value in keys.items() if value is not None}}
-
-    def amplitude(self, length: Any = None, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def amplitude(
+        self, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
+    ) -> ArrayT | float:
         if self.attention_factor is not None:
             return self.attention_factor
-        if self.short_amplitude is not None:
+        if self.short_amplitude is not None and self.long_amplitude is not None:
             if length is None:
                 return self.short_amplitude
             both = arithmetic.array([self.short_amplitude, self.long_amplitude])
-            return arithmetic.where(length > self.trained_length, both[1], both[0])
+            return arithmetic.where(as_array(length, arithmetic) > self.trained_length, both[1], both[0])
         if self.factor is None:
             return 1.0
         return math.sqrt(1 + math.log(self.factor) / math.log(self.trained_length))
@@ -267,16 +289,13 @@ def _stretch_exponent(rule: Frequencies, rotary_dim: int) -> float:
     return rotary_dim / (rotary_dim - 2)
 
 
-def _divisors(given: Any, asked: str) -> tuple[float, ...]:
-    # NumPy arrays and torch tensors become lists here, so that torch need not be imported to recognise one.
-    values: Any = getattr(given, "tolist", lambda: given)()
-    if isinstance(values, list | tuple):
-        numbers = [as_float(value) for value in cast("Sequence[Any]", values)]
-        if numbers and all(number is not None and number > 0 for number in numbers):
-            return tuple(number for number in numbers if number is not None)
-    raise RopewalkError(
-        asked=asked,
-        expected="finite numbers above 0, one a pair",
-        got=shown(given),
-        do="copy the list from the config of the model",
-    )
+def _divisors(values: object, asked: str) -> tuple[float, ...]:
+    divisors = as_row(values)
+    if divisors is None or min(divisors) <= 0:
+        raise RopewalkError(
+            asked=asked,
+            expected="finite numbers above 0, one per pair",
+            got=shown(values),
+            do="copy the list from the config of the model",
+        )
+    return divisors

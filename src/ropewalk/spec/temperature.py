@@ -3,17 +3,18 @@
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from ropewalk.errors import RopewalkError, require_count, require_positive, shown
-from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT, as_array
+from ropewalk.spec.frequencies import ConfigValue
 from ropewalk.spec.value import register
 
 __all__ = ["LogTemperature", "QueryTemperature", "StepTemperature"]
 
 
 class QueryTemperature(ABC):
-    """A rule that gives each position m the factor by which its whole query is multiplied, turned or not.
+    """A rule that gives each position m the factor by which its whole query is multiplied, rotated or not.
 
     Subclass it as a frozen dataclass and implement `evaluate`.
 
@@ -27,10 +28,10 @@ class QueryTemperature(ABC):
         register(cls, QueryTemperature.known)
 
     @abstractmethod
-    def evaluate(self, positions: Any, arithmetic: Arithmetic = FLOAT64) -> Any:
-        """The factor at each position; positions are an array of `arithmetic`."""
+    def evaluate(self, positions: ArrayT | float, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
+        """The factor at each position; positions are a number or an array of `arithmetic`."""
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, ConfigValue]:
         """The rope parameters that say this to transformers; an error where none do."""
         raise RopewalkError(
             asked=f'to_config("transformers") of {type(self).__name__}',
@@ -65,12 +66,12 @@ class StepTemperature(QueryTemperature):
         for field, value in (("scale", scale), ("step", step), ("first", first)):
             object.__setattr__(self, field, value)
 
-    def evaluate(self, positions: Any, arithmetic: Arithmetic = FLOAT64) -> Any:
-        steps = arithmetic.floor((positions + self.first) / self.step)
+    def evaluate(self, positions: ArrayT | float, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
+        steps = arithmetic.floor((as_array(positions, arithmetic) + self.first) / self.step)
         # Positions before 0 have taken no step.
         return 1 + self.scale * arithmetic.log(1 + arithmetic.clip(steps, low=0.0))
 
-    def to_config(self) -> dict[str, Any]:
+    def to_config(self) -> dict[str, ConfigValue]:
         if self.first:
             return super().to_config()
         return {"llama_4_scaling_beta": self.scale, "original_max_position_embeddings": self.step}
@@ -94,6 +95,6 @@ class LogTemperature(QueryTemperature):
         length = require_count(self.trained_length, asked="LogTemperature(trained_length=...)", do=do, at_least=2)
         object.__setattr__(self, "trained_length", length)
 
-    def evaluate(self, positions: Any, arithmetic: Arithmetic = FLOAT64) -> Any:
-        seen = arithmetic.clip(positions + 1, low=float(self.trained_length))
+    def evaluate(self, positions: ArrayT | float, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
+        seen = arithmetic.clip(as_array(positions, arithmetic) + 1, low=float(self.trained_length))
         return arithmetic.log(seen) / math.log(self.trained_length)

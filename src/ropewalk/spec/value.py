@@ -2,16 +2,28 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar, cast
+from typing import ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 from ropewalk.errors import RopewalkError, require_choice, shown
 
-__all__ = ["from_dict", "register", "to_dict", "without_repeats"]
+__all__ = ["DataclassValue", "construct", "from_dict", "register", "to_dict", "without_repeats"]
 
 T = TypeVar("T")
 
 
-def to_dict(value: Any, key: str) -> dict[str, Any]:
+@runtime_checkable
+class DataclassValue(Protocol):
+    """Any dataclass.
+
+    >>> from ropewalk.spec import Plain
+    >>> isinstance(Plain(), DataclassValue)
+    True
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[object]]]
+
+
+def to_dict(value: DataclassValue, key: str) -> dict[str, object]:
     """The name of a frozen dataclass under `key`, and its fields.
 
     >>> @dataclasses.dataclass(frozen=True)
@@ -20,7 +32,8 @@ def to_dict(value: Any, key: str) -> dict[str, Any]:
     >>> to_dict(Step(2), "kind")
     {'kind': 'Step', 'by': 2}
     """
-    return {key: type(value).__name__} | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {key: type(value).__name__, **fields}
 
 
 def register(made: type[T], known: dict[str, type[T]]) -> None:
@@ -52,7 +65,7 @@ def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str
     >>> from_dict({"kind": "Step", "by": 2}, "kind", {"Step": Step}, what="the stride")
     Step(by=2)
     """
-    fields = dict(cast("dict[str, Any]", data)) if isinstance(data, dict) else {}
+    fields = dict(cast("dict[str, object]", data)) if isinstance(data, dict) else {}
     if key not in fields:
         raise RopewalkError(
             asked=f"{what} of a RopeSpec from JSON",
@@ -62,21 +75,36 @@ def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str
         )
     asked = f'"{key}" of {what}; a rule of your own is known once its module is imported'
     made = known[require_choice(fields.pop(key), known, asked=asked)]
-    names = [field.name for field in dataclasses.fields(cast("Any", made))]
     for name in fields:
-        require_choice(name, names, asked=f"the fields of {made.__name__} in JSON")
+        require_choice(name, _fields_of(made), asked=f"the fields of {made.__name__} in JSON")
+    return construct(made, fields, source="JSON")
+
+
+def construct(made: type[T], fields: Mapping[str, object], *, source: str) -> T:
+    """A value of the class `made`; fields without a default that are missing are an error that names `source`.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Step:
+    ...     by: int
+    >>> construct(Step, {"by": 2}, source="JSON")
+    Step(by=2)
+    """
     try:
         return made(**fields)
     except TypeError:
         raise RopewalkError(
-            asked=f"{made.__name__} from JSON",
-            expected=f"the fields {', '.join(names)}",
+            asked=f"{made.__name__} from {source}",
+            expected=f"the fields {', '.join(_fields_of(made))}",
             got=", ".join(fields) or "no field",
             do="add the fields that are missing",
         ) from None
 
 
-def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _fields_of(made: type[object]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cast("type[DataclassValue]", made))]
+
+
+def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object as a dict; Python's own reader would let the last of two equal keys win.
 
     >>> without_repeats([("a", 1), ("b", 2)])

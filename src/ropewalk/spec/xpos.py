@@ -2,10 +2,10 @@
 
 import dataclasses
 import math
-from typing import Any, final
+from typing import final
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
-from ropewalk.spec.arithmetic import FLOAT64, Arithmetic
+from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT, as_array
 
 __all__ = ["XPos"]
 
@@ -58,8 +58,8 @@ class XPos:
                 do=f"raise scale_base to at least {math.ceil(needed)}",
             )
 
-    def log_scale(self, rotary_dim: int, positions: Any, arithmetic: Arithmetic = FLOAT64) -> Any:
+    def log_scale(self, rotary_dim: int, positions: ArrayT | float, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
         """The logarithm of a query's factor, [.., pairs] for positions [.., 1]; of a key's it is the negative."""
         pairs = range(rotary_dim // 2)
         zeta = [math.log((2 * i / rotary_dim + self.gamma) / (1 + self.gamma)) for i in pairs]
-        return (positions - self.length / 2) / self.scale_base * arithmetic.array(zeta)
+        return (as_array(positions, arithmetic) - self.length / 2) / self.scale_base * arithmetic.array(zeta)
