@@ -29,6 +29,7 @@ IDS = torch.arange(5)
         (lambda: RotaryEmbedding(RopeSpec(8), pairing="half"), "a spec alone"),
     ],
 )
+@pytest.mark.usefixtures("as_a_user")
 def test_making_one(call, message):
     with pytest.raises(RopewalkError, match=message):
         call()
@@ -36,7 +37,7 @@ def test_making_one(call, message):
 
 def test_a_backend_that_is_not_there(monkeypatch):
     monkeypatch.setattr(gpu, "INSTALLED", False)
-    with pytest.raises(RopewalkError, match=r"a backend that is there\ngot:      Triton is not installed"):
+    with pytest.raises(RopewalkError, match=r"a backend that can run here\ngot:      Triton is not installed"):
         RotaryEmbedding(8, backend="triton")
 
 
@@ -78,9 +79,9 @@ def test_a_backend_that_is_not_there(monkeypatch):
         ({"offset": 10**30}, "less than 63 bits"),
         ({"q": torch.ones(5, 8), "offset": IDS}, "expected: an int of less than 63 bits\ngot"),
         ({"positions": IDS.to(torch.float8_e4m3fn)}, "cannot count past"),
-        ({"k": torch.ones(1, 2, 5, 8), "positions": torch.zeros(2, 5).long()}, r"what rope.at\(positions\) gives"),
-        ({"k": torch.ones(1, 2, 5, 8), "offset": torch.tensor([1, 2])}, r"what rope.at\(positions\) gives"),
-        ({"k": K, "angles": (torch.ones(1, 4, 5, 4), torch.ones(1, 4, 5, 4))}, r"what rope.at\(positions\) gives"),
+        ({"k": torch.ones(1, 2, 5, 8), "positions": torch.zeros(2, 5).long()}, r"what rope.at\(positions\) returns"),
+        ({"k": torch.ones(1, 2, 5, 8), "offset": torch.tensor([1, 2])}, r"what rope.at\(positions\) returns"),
+        ({"k": K, "angles": (torch.ones(1, 4, 5, 4), torch.ones(1, 4, 5, 4))}, r"what rope.at\(positions\) returns"),
         ({"k": torch.ones(2, 2, 5, 8, device="meta")}, "on one device"),
         ({"angles": (torch.ones(5, 4, device="meta"), torch.ones(5, 4, device="meta"))}, "on the device of the input"),
         ({"cu_seqlens": torch.zeros(2, 2).long()}, r"\[sequences \+ 1\]"),
@@ -92,10 +93,10 @@ def test_a_backend_that_is_not_there(monkeypatch):
         ({"angles": (torch.ones(4, 4), torch.ones(4, 4))}, r"cos and sin \[.., 5, 4\]"),
         ({"angles": (torch.ones(9, 4), torch.ones(9, 4))}, r"cos and sin \[.., 5, 4\]"),
         ({"angles": (torch.ones(5, 8), torch.ones(5, 8))}, r"cos and sin \[.., 5, 4\]"),
-        ({"angles": (torch.ones(3, 5, 4), torch.ones(3, 5, 4))}, r"what rope.at\(positions\) gives"),
-        ({"angles": (torch.ones(1, 3, 5, 4), torch.ones(1, 3, 5, 4))}, r"what rope.at\(positions\) gives"),
+        ({"angles": (torch.ones(3, 5, 4), torch.ones(3, 5, 4))}, r"what rope.at\(positions\) returns"),
+        ({"angles": (torch.ones(1, 3, 5, 4), torch.ones(1, 3, 5, 4))}, r"what rope.at\(positions\) returns"),
         ({"angles": (torch.ones(5, 4).bfloat16(), torch.ones(5, 4).bfloat16())}, "float32"),
-        ({"angles": torch.ones(5, 4)}, r"what rope.at\(positions\) gives"),
+        ({"angles": torch.ones(5, 4)}, r"what rope.at\(positions\) returns"),
         ({"q": Q.double(), "angles": (torch.ones(5, 4), torch.ones(5, 4))}, "dtype=torch.float64"),
     ],
 )

@@ -1,12 +1,42 @@
-"""What a kernel may be given: plain tensors, in an eager call that nothing looks into."""
+"""What torch does around a call: compilers, exporters, transforms, streams. No other file uses torch's private APIs.
+
+A kernel may be given plain tensors, in an eager call that nothing looks into; this module tells whether a call is one.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 
-from ropewalk.kernels.native.extension import MASKS
+__all__ = [
+    "MASKS",
+    "current_stream",
+    "is_eager",
+    "is_exporting",
+    "is_masked",
+    "is_one",
+    "is_plain",
+    "is_transformed",
+    "openmp_team",
+    "view_base",
+    "why_not_plain",
+]
 
-__all__ = ["is_eager", "is_exporting", "is_plain", "is_transformed", "why_not_plain"]
+# A plain type does not make plain memory: the batched tensors of `is_grads_batched`, zero and functional tensors have
+# none, and in that of the imaginary part of a conjugate every sign is the opposite. The C kernel asks the first two
+# itself.
+MASKS: tuple[Callable[[Tensor], bool], ...] = (
+    is_legacy_batchedtensor,
+    Tensor.is_neg,
+    torch._is_zerotensor,  # pyright: ignore[reportPrivateImportUsage]
+    torch._is_functional_tensor,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -38,6 +68,15 @@ def _is_ordinary(tensor: Tensor) -> bool:
     return (kind is Tensor or kind is torch.nn.Parameter) and not any(masked(tensor) for masked in MASKS)
 
 
+def is_masked(x: Tensor) -> bool:
+    """Whether the memory of a tensor of a plain type must not be read directly.
+
+    >>> is_masked(torch.ones(1)), is_masked(torch.ones(1, dtype=torch.complex64).conj().imag)
+    (False, True)
+    """
+    return any(masked(x) for masked in MASKS)
+
+
 def is_transformed() -> bool:
     """Whether functorch or forward-mode differentiation is at work.
 
@@ -50,7 +89,7 @@ def is_transformed() -> bool:
 def is_exporting() -> bool:
     """Whether torch.export is at work.
 
-    The flag and not `torch.compiler.is_exporting`, of which torch 2.11 says True whatever it compiles.
+    The flag and not `torch.compiler.is_exporting`, which torch 2.11 answers with True whatever it compiles.
 
     >>> is_exporting()
     False
@@ -58,8 +97,19 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_one(length: Any) -> bool:
+    """Whether a compiler knows that a length is 1. A length that depends on data is not asked.
+
+    >>> is_one(1), is_one(2)
+    (True, False)
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(length == 1)
+
+
 def why_not_plain(*tensors: Tensor | None) -> str | None:
-    """What keeps these from a kernel, in words; None if nothing does.
+    """What keeps these tensors from a kernel, in words; None if nothing does.
 
     >>> why_not_plain(torch.ones(1)) is None
     True
@@ -81,3 +131,40 @@ def why_not_plain(*tensors: Tensor | None) -> str | None:
         if kind not in (Tensor, torch.nn.Parameter)
         else "a batched, functional or zero tensor, or a negated view"
     )
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream to which work for the device is submitted now; 0 where there is none.
+
+    >>> current_stream(torch.device("cpu"))
+    0
+    """
+    if device.type != "cuda":
+        return 0
+    # What `torch.cuda.current_stream` asks too, without an object around it: decoding waits for this.
+    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def openmp_team() -> int:
+    """The address at which torch's own OpenMP runs a team of threads; 0 where it has none.
+
+    It is looked up behind torch's library, so that it is the copy that torch loaded, under whatever name.
+
+    >>> isinstance(openmp_team(), int)
+    True
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    if os.name != "posix" or not path.exists():
+        return 0
+    entry = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
+    return ctypes.cast(entry, ctypes.c_void_p).value or 0 if entry is not None else 0
+
+
+def view_base(x: Tensor) -> Tensor:
+    """The tensor of which x is a view, or x itself.
+
+    >>> x = torch.ones(2)
+    >>> view_base(x[:1]) is x
+    True
+    """
+    return x if x._base is None else x._base

@@ -1,5 +1,7 @@
 """How tensors reach a Triton kernel: as rows of features, with everything about a launch worked out once a shape."""
 
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -7,6 +9,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "INSTALLED",
+    "INTERPRETED",
     "LAUNCHES",
     "Launch",
     "Rows",
@@ -17,6 +21,12 @@ __all__ = [
     "rows_of",
     "table_strides",
 ]
+
+# Whether Triton can be imported. Read once and not asked in calls: a compiler would look into the question.
+INSTALLED = importlib.util.find_spec("triton") is not None
+
+# Whether kernels run as Python code on the CPU, as TRITON_INTERPRET=1 requests: for tests without a GPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # An int32 index reaches this far.
 REACH = 1 << 31

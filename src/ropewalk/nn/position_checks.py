@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
-from ropewalk.ops import is_plain
+from ropewalk.kernels.torch_internals import is_plain
 
 __all__ = ["check_ends", "check_finite", "check_ids", "check_index", "check_positions", "described", "may_look"]
 

@@ -1,10 +1,10 @@
 """cos and sin of position times frequency, half width, within 2^-24 of the truth at positions up to 2^24.
 
-Three ways, chosen by what is given:
+Three ways, chosen by the arguments:
 
-- Whole positions on the CPU, for float32: radix tables, in C where the C kernel is there. exp(i m theta) is a product
-  over the base-256 digits of m, and the tables of all digits are fixed when the module is made: they never grow, and
-  no largest position is asked of a device. Two complex products cost less than a cosine.
+- Whole positions on the CPU, for float32: radix tables. exp(i m theta) is a product over the base-256 digits of m, and
+  the tables of all digits are fixed when the module is made: they never grow, and no largest position is asked of a
+  device. Two complex products cost less than a cosine.
 - Everything else: float64 angles, float64 cos and sin, one rounding. That is positions that are not whole or pass
   2^24, more than one position a token, learned frequencies, float64 results, and other devices.
 - float32 frequencies: float32 angles and cosines, as transformers forms them, for models trained that way.
@@ -13,9 +13,7 @@ Three ways, chosen by what is given:
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.native import extension as rotate_native
-
-__all__ = ["angles_at", "cos_sin", "cos_sin_between", "pair_positions", "radix_table"]
+__all__ = ["angles_at", "cos_sin", "cos_sin_between", "pair_positions", "radix_table", "reads_table"]
 
 RADIX, DIGITS = 256, 3
 # What the digits reach: |m| < 2^24.
@@ -69,10 +67,30 @@ def pair_positions(positions: Tensor, inv_freq: Tensor, axes: Tensor | None = No
     return where, inv_freq
 
 
+def reads_table(
+    positions: Tensor, inv_freq: Tensor, amplitude: Tensor, dtype: torch.dtype, axes: Tensor | None
+) -> bool:
+    """Whether the radix table has these angles: whole positions on the CPU, one exact frequency per pair, in float32.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> reads_table(torch.tensor([1]), one, one[0], torch.float32, None)
+    True
+    """
+    return (
+        dtype == torch.float32
+        and inv_freq.dtype == torch.float64
+        and inv_freq.dim() <= 2
+        and positions.device.type == "cpu"
+        and not positions.is_floating_point()
+        and amplitude.dim() == 0
+        and axes is None
+    )
+
+
 def cos_sin(
     positions: Tensor,
     inv_freq: Tensor,
-    table: Tensor | None,
+    radix_table: Tensor | None,
     amplitude: Tensor,
     dtype: torch.dtype,
     axes: Tensor | None = None,
@@ -87,14 +105,8 @@ def cos_sin(
     >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1
     [-0.4161, 0.5403]
     """
-    if dtype != torch.float32 or inv_freq.dtype != torch.float64 or inv_freq.dim() > 2:
-        table = None
-    if positions.device.type != "cpu" or positions.is_floating_point() or amplitude.dim() or axes is not None:
-        table = None
-    if table is not None and rotate_native.MISSING is None:
-        return rotate_native.cos_sin(positions, inv_freq, table, amplitude)
-    if table is not None:
-        cos, sin = _by_digits(positions.to(torch.int64), inv_freq, table)
+    if radix_table is not None and reads_table(positions, inv_freq, amplitude, dtype, axes):
+        cos, sin = _by_digits(positions.to(torch.int64), inv_freq, radix_table)
     else:
         angles = angles_at(positions, inv_freq, axes)
         pairs = angles.shape[-1]

@@ -88,14 +88,18 @@ def _cos_sin(
 
 
 def cos_sin(
-    positions: Tensor, inv_freq: Tensor, amplitude: Tensor, dtype: torch.dtype, axes: Tensor | None = None
+    positions: Tensor,
+    inv_freq: Tensor,
+    radix_table: Tensor | None,
+    amplitude: Tensor,
+    dtype: torch.dtype,
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`kernels.angles.cos_sin`, by one launch, for calls that `gpu.angles_serve` knows.
+    """`angles.torch.cos_sin` by one launch, for exact frequencies with one amplitude. The radix table is not read.
 
-    >>> from ropewalk.kernels.backends import triton as gpu
-    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> device = "cpu" if INTERPRETED else "cuda"
     >>> one, theta = torch.tensor(1.0).double().to(device), torch.tensor([1.0, 0.5]).double().to(device)
-    >>> cos, sin = cos_sin(torch.tensor([0, 2], device=device), theta, one, torch.float32)
+    >>> cos, sin = cos_sin(torch.tensor([0, 2], device=device), theta, None, one, torch.float32)
     >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 1
     [-0.4161, 0.5403]
     """

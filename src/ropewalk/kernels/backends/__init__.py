@@ -1,0 +1,12 @@
+"""The built-in backends, registered: one file per backend, the slowest and most general first."""
+
+from ropewalk.kernels.backend import register
+from ropewalk.kernels.backends.native import NATIVE
+from ropewalk.kernels.backends.torch import TORCH
+from ropewalk.kernels.backends.triton import TRITON
+
+__all__ = ["NATIVE", "TORCH", "TRITON"]
+
+# What is registered later is preferred.
+for _backend in (TORCH, TRITON, NATIVE):
+    register(_backend)

@@ -1,35 +1,40 @@
-"""The Triton kernels: whether they can serve, and where to find them. Triton is loaded by the first that asks."""
+"""The backend "triton": kernels for CUDA devices. Triton is imported by the first call that needs it."""
 
-import functools
-import importlib.util
-import os
+import importlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "INSTALLED", "INTERPRETED", "Kernels", "angles_serve", "kernels", "missing"]
+from ropewalk.kernels.backend import Backend, Operation
+from ropewalk.kernels.precision import FLOATS
+from ropewalk.kernels.torch_internals import is_one
+from ropewalk.kernels.triton_launch import INSTALLED, INTERPRETED
+from ropewalk.kernels.types import Layout, Side
 
-DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+__all__ = ["TRITON"]
+
+# What the tiles of linear attention hold.
+WIDEST = 256
 
 
-# Whether Triton is there. Read once and not asked in calls: a compiler would look into the question.
-INSTALLED = importlib.util.find_spec("triton") is not None
+def _late(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that imports Triton: imported by the first call."""
+    loaded: list[Callable[..., Any]] = []
 
-# Whether kernels run as Python code on the CPU, as TRITON_INTERPRET=1 asks for: for tests without a GPU.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not loaded:
+            loaded.append(getattr(importlib.import_module(f"ropewalk.kernels.{module}"), name))
+        return loaded[0](*arguments, **options)
+
+    return call
 
 
-def missing() -> str | None:
-    """Why the kernels cannot serve here, or None.
-
-    >>> reason = missing()
-    >>> reason is None or "Triton" in reason or "CUDA" in reason
-    True
-    """
+def _why_missing() -> str | None:
     if not INSTALLED:
         return "Triton is not installed: it comes with the CUDA builds of PyTorch, or pip install triton"
+    # Asked when a backend is forced: to ask it at import would keep forked processes from using a device.
     if not INTERPRETED and not torch.cuda.is_available():
         return (
             "PyTorch sees no CUDA device (for tests, TRITON_INTERPRET=1 at the start runs Triton's kernels on the CPU)"
@@ -37,47 +42,88 @@ def missing() -> str | None:
     return None
 
 
-class Kernels(NamedTuple):
-    """What the Triton kernels compute, by the functions that launch them.
-
-    >>> Kernels._fields[0]
-    'rotate'
-    """
-
-    rotate: Callable[..., tuple[Tensor, ...]]
-    norm_rotate: Callable[..., list[Tensor]]
-    norm_rotate_backward: Callable[..., tuple[list[Tensor], list[Tensor | None]]]
-    table_gradient: Callable[..., tuple[Tensor, Tensor]]
-    cos_sin: Callable[..., tuple[Tensor, Tensor]]
-    linear_attention: Callable[..., Any]
-    linear_attention_backward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+def _runs_on(x: Tensor) -> bool:
+    return x.is_cuda or (INTERPRETED and x.is_cpu)
 
 
-@functools.cache
-def kernels() -> Kernels:
-    """The kernels. Triton is loaded by the first call.
-
-    >>> missing() is not None or callable(kernels().rotate)
-    True
-    """
-    from ropewalk.kernels.angles.triton import cos_sin
-    from ropewalk.kernels.linear.triton import linear_attention, linear_attention_backward
-    from ropewalk.kernels.qk_norm.triton import norm_rotate, norm_rotate_backward
-    from ropewalk.kernels.rotate.triton import rotate
-    from ropewalk.kernels.rotate.triton_tables import table_gradient
-
-    linear = linear_attention, linear_attention_backward
-    return Kernels(rotate, norm_rotate, norm_rotate_backward, table_gradient, cos_sin, *linear)
+def _supports_rotation(q: Tensor, k: Tensor | None, layout: Layout) -> str | None:
+    if not _runs_on(q):
+        return "tensors that are not on a CUDA device"
+    return None if q.dtype in FLOATS else "a dtype that it does not have"
 
 
-def angles_serve(positions: Tensor, inv_freq: Tensor, amplitude: Tensor) -> bool:
-    """Whether the kernel for cos and sin knows such a call: exact frequencies, one amplitude, no gradient.
+def _worthwhile_rotation(q: Tensor, k: Tensor | None, layout: Layout, compiling: bool) -> bool:
+    """For one token the call of a library op takes longer than the rotation, and Inductor's code is faster."""
+    return not compiling or not is_one(q.shape[layout.seq_dim])
 
-    >>> one = torch.ones(1, dtype=torch.float64)
-    >>> angles_serve(torch.tensor([1]), one, one)  # an amplitude of its own for each pair
-    False
-    """
-    plain = inv_freq.dtype == amplitude.dtype == torch.float64 and inv_freq.dim() <= 2 and amplitude.dim() == 0
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (positions, inv_freq, amplitude))
-    counts = positions.dtype not in (torch.uint16, torch.uint32, torch.uint64)
-    return plain and counts and not learns and positions.numel() > 0
+
+def _supports_angles(
+    positions: Tensor,
+    inv_freq: Tensor,
+    radix_table: Tensor | None,
+    amplitude: Tensor,
+    dtype: torch.dtype,
+    axes: Tensor | None,
+) -> str | None:
+    """Exact frequencies, one amplitude, no gradient."""
+    if not _runs_on(positions):
+        return "positions that are not on a CUDA device"
+    if torch.is_grad_enabled() and (positions.requires_grad or inv_freq.requires_grad or amplitude.requires_grad):
+        return "gradients of positions, frequencies or amplitudes"
+    exact = inv_freq.dtype == amplitude.dtype == torch.float64
+    if not exact or inv_freq.dim() > 2 or amplitude.dim() != 0:
+        return "frequencies in float32, or several amplitudes"
+    if positions.dtype in (torch.uint16, torch.uint32, torch.uint64) or positions.numel() == 0:
+        return "no positions, or unsigned ones"
+    return None
+
+
+def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout) -> str | None:
+    if not _runs_on(v):
+        return "tensors that are not on a CUDA device"
+    if v.dtype == torch.float64 or v.dtype not in FLOATS:
+        return "a dtype that it does not have"
+    if max(q.x.shape[-1], v.shape[-1]) > WIDEST:
+        return "more than 256 features or values"
+    if layout.interleaved and layout.start % 2:
+        return "interleaved pairs that start at an odd feature"
+    if q.x.numel() == 0 or k.x.numel() == 0 or v.numel() == 0:
+        return "a tensor without elements"
+    return None
+
+
+def _worthwhile_linear(q: Side, k: Side, v: Tensor, layout: Layout, compiling: bool) -> bool:
+    """For one token a few operations take less of the host's time than three launches."""
+    return k.x.shape[2] != 1
+
+
+TRITON = Backend(
+    name="triton",
+    operations={
+        "cos_sin": Operation(run=_late("angles.triton", "cos_sin"), supports=_supports_angles),
+        "rotate": Operation(
+            run=_late("rotate.triton", "rotate"),
+            supports=_supports_rotation,
+            worthwhile=_worthwhile_rotation,
+            run_if_ready=_late("rotate.triton", "rotate_if_ready"),
+            table_gradient=_late("rotate.triton_tables", "table_gradient"),
+            in_place=True,
+            into=True,
+        ),
+        "norm_rotate": Operation(
+            run=_late("qk_norm.triton", "norm_rotate"),
+            supports=_supports_rotation,
+            worthwhile=_worthwhile_rotation,
+            backward=_late("qk_norm.triton", "norm_rotate_backward"),
+        ),
+        "linear_attention": Operation(
+            run=_late("linear.triton", "linear_attention"),
+            supports=_supports_linear,
+            worthwhile=_worthwhile_linear,
+            backward=_late("linear.triton", "linear_attention_backward"),
+            empty_saved=_late("linear.triton", "empty_saved"),
+        ),
+    },
+    why_missing=_why_missing,
+    devices=("cuda",) if INSTALLED else (),
+)

@@ -1,22 +1,21 @@
-"""Feature maps of linear attention that kernels know by name."""
+"""The feature maps of linear attention in torch: those that `FeatureMap` names."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["FEATURE_MAPS", "map_features", "row_shift"]
+from ropewalk.kernels.types import FeatureMapName
 
-# elu(x) + 1, max(x, 0), max(x, 0)^2, x, exp(x): numbered as the kernels number them.
-FEATURE_MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "identity": 3, "exp": 4}
+__all__ = ["map_features", "row_shift"]
 
 
-def map_features(x: Tensor, name: str, shift: Tensor | None = None) -> Tensor:
+def map_features(x: Tensor, name: FeatureMapName, shift: Tensor | None = None) -> Tensor:
     """The features of x, in its dtype; `shift` is taken off before an exponential.
 
     elu is x + 1 above 0 and exp(x) below (Katharopoulos et al., 2006.16236, eq. 7), written so that it does not reach
     0 where exp does not.
 
     >>> x = torch.tensor([-1.0, 2.0])
-    >>> [[round(v, 4) for v in map_features(x, name).tolist()] for name in FEATURE_MAPS]
+    >>> [[round(v, 4) for v in map_features(x, name).tolist()] for name in FeatureMap.__members__]
     [[0.3679, 3.0], [0.0, 2.0], [0.0, 4.0], [-1.0, 2.0], [0.3679, 7.3891]]
     """
     match name:
@@ -33,7 +32,7 @@ def map_features(x: Tensor, name: str, shift: Tensor | None = None) -> Tensor:
             return x
 
 
-def row_shift(q: Tensor, name: str) -> Tensor | None:
+def row_shift(q: Tensor, name: FeatureMapName) -> Tensor | None:
     """What may be taken off the queries before their exponential: the largest feature of each.
 
     A factor on all features of a query stands above and below the line and cancels, so that queries of any size stay

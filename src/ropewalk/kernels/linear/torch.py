@@ -1,52 +1,89 @@
-"""Linear attention in chunks of tokens, as matrix products: any device, any derivative."""
+"""Linear attention in chunks of tokens, as matrix products: any device, any derivative. Packed sequences too."""
 
-from typing import NamedTuple
+import itertools
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-__all__ = ["CHUNK", "Features", "Side", "Sums", "attend", "divide"]
+from ropewalk.kernels.linear.feature_maps import map_features, row_shift
+from ropewalk.kernels.linear.segments import Plan
+from ropewalk.kernels.precision import working_dtype
+from ropewalk.kernels.rotate.torch import rotate_traceable
+from ropewalk.kernels.torch_internals import is_plain, is_transformed
+from ropewalk.kernels.types import Features, Layout, Side, Sums, Tables
+
+__all__ = ["CHUNK", "attend", "attend_packed", "divide", "linear_attention"]
 
 # Tokens whose scores are formed. More cost more there and save less in states; fewer leave a BLAS without a batched
 # product with matrices too small for it.
 CHUNK = 128
 
+# Rotates features by their tables: (features, tables, layout).
+Rotate = Callable[[Tensor, Tables, Layout], Tensor]
 
-class Side(NamedTuple):
-    """Queries or keys: [batch, heads, seq, width], the name of their feature map, and cos, sin and their first row.
 
-    `shift`, [batch, heads, seq], is taken off before an exponential. Without tables nothing turns.
+def _by_formula(x: Tensor, tables: Tables, layout: Layout) -> Tensor:
+    return rotate_traceable(x, *tables[:2], layout, tables.row)
 
-    >>> Side(torch.ones(1, 1, 2, 4), "elu").map
-    'elu'
+
+def linear_attention(
+    q: Side,
+    k: Side,
+    v: Tensor,
+    before: Sums | None,
+    layout: Layout,
+    causal: bool,
+    cu_seqlens: Tensor | None = None,
+    rotate: Rotate = _by_formula,
+) -> tuple[Tensor, Sums]:
+    """What queries read of keys and values, [batch, heads, seq, v_dim] in the dtype of v, and the sums at the end.
+
+    Everything is computed in float32, in float64 for float64, and rounded once. Sums have a row per sequence of
+    `cu_seqlens`, where that is given. Packed sequences are computed one after the other where the host may look at
+    their ends, else by `attend_packed`.
+
+    >>> x, v = torch.zeros(1, 1, 2, 2), torch.tensor([[[[1.0], [3.0]]]])
+    >>> linear_attention(Side(x, "elu"), Side(x, "elu"), v, None, Layout(True, 0, -2), False)[0].flatten().tolist()
+    [2.0, 2.0]
     """
-
-    x: Tensor
-    map: str
-    shift: Tensor | None = None
-    tables: tuple[Tensor, Tensor, int] | None = None
-
-
-class Features(NamedTuple):
-    """Features of one side, [batch, heads, seq, width]: as the denominator takes them, and turned.
-
-    >>> Features(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4)).plain.shape
-    torch.Size([1, 1, 2, 4])
-    """
-
-    plain: Tensor
-    turned: Tensor
+    # A meta tensor has no autocast of its own.
+    with torch.autocast("cpu" if v.is_meta else v.device.type, enabled=False):
+        working = working_dtype(v)
+        queries, keys = _features(q, layout, working, "q", rotate), _features(k, layout, working, "k", rotate)
+        values = v.to(working)
+        if cu_seqlens is None:
+            out, after = attend(queries, keys, values, before, causal=causal)
+        elif is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
+            out, after = _one_by_one(queries, keys, values, before, cu_seqlens.tolist(), causal=causal)
+        else:
+            out, after = attend_packed(queries, keys, values, before, cu_seqlens, causal=causal)
+        return out.to(v.dtype), after
 
 
-class Sums(NamedTuple):
-    """What earlier keys left: the sums of (R k) v^T, [batch, kv_heads, width, v_dim], and of k, without v_dim.
+def _features(side: Side, layout: Layout, working: torch.dtype, role: str, rotate: Rotate) -> Features:
+    x = side.x.to(working)
+    plain = map_features(x, side.map, row_shift(x, side.map) if role == "q" else None)
+    return Features(plain, plain if side.tables is None else rotate(plain, side.tables, layout))
 
-    >>> Sums(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4)).below.shape
-    torch.Size([1, 1, 4])
-    """
 
-    above: Tensor
-    below: Tensor
+def _one_by_one(
+    q: Features, k: Features, values: Tensor, before: Sums | None, ends: list[int], *, causal: bool
+) -> tuple[Tensor, Sums]:
+    """Packed sequences, one after the other: no sequence can reach another, whatever it holds."""
+    outputs: list[Tensor] = []
+    sums: list[Sums] = []
+    for sequence, (start, stop) in enumerate(itertools.pairwise(ends)):
+        queries, keys = (Features(*(x[:, :, start:stop] for x in side)) for side in (q, k))
+        earlier = None if before is None else Sums(*(x[sequence : sequence + 1] for x in before))
+        out, after = attend(queries, keys, values[:, :, start:stop], earlier, causal=causal)
+        outputs.append(out)
+        sums.append(after)
+    batch, heads, length, _ = q.plain.shape
+    outputs.append(values.new_zeros(batch, heads, length - ends[-1], values.shape[-1]))
+    return torch.cat(outputs, dim=2), Sums(*(torch.cat(parts) for parts in zip(*sums, strict=True)))
 
 
 def attend(
@@ -67,9 +104,9 @@ def attend(
     before = before if before is not None else _nothing(k.plain, v)
     group, queries = q.plain.shape[1] // kv_heads, q.plain.shape[2]
     if not causal or keys <= 1:
-        after = Sums(before.above + k.turned.transpose(-1, -2) @ v, before.below + k.plain.sum(dim=-2))
+        after = Sums(before.above + k.rotated.transpose(-1, -2) @ v, before.below + k.plain.sum(dim=-2))
         grouped = Features(*(x.unflatten(1, (kv_heads, group)).flatten(2, 3) for x in q))
-        numerator = grouped.turned @ after.above
+        numerator = grouped.rotated @ after.above
         denominator = grouped.plain @ after.below.unsqueeze(-1)
         out = divide(numerator, denominator)
         return out.unflatten(2, (group, queries)).flatten(1, 2), after
@@ -111,7 +148,7 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 def _lower_triangle(fresh: Tensor) -> Tensor:
     """In place, which is ten times as fast on a CPU; vmap has no rule for that."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or is_transformed():
         return fresh.tril()
     return fresh.tril_()
 
@@ -119,3 +156,54 @@ def _lower_triangle(fresh: Tensor) -> Tensor:
 def _nothing(k: Tensor, v: Tensor) -> Sums:
     batch, kv_heads, _, width = k.shape
     return Sums(v.new_zeros(batch, kv_heads, width, v.shape[-1]), v.new_zeros(batch, kv_heads, width))
+
+
+def attend_packed(
+    q: Features, k: Features, v: Tensor, before: Sums | None, cu_seqlens: Tensor, *, causal: bool, chunk: int = CHUNK
+) -> tuple[Tensor, Sums]:
+    """`linear_torch.attend` for each sequence of `cu_seqlens`, and their sums, [sequences, ..].
+
+    For compilers, and calls that may not wait. Tokens are laid into chunks that no two sequences share. Which chunks a
+    chunk reads is a matrix of zeros and ones, so that the work grows with the square of their number, and what is not
+    finite reaches other sequences: in eager mode, where the host may look at the ends, they go one after the other.
+
+    >>> ones = Features(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+    >>> v, ends = torch.tensor([[[[1.0], [3.0], [7.0]]]]), torch.tensor([0, 2, 3])
+    >>> attend_packed(ones, ones, v, None, ends, causal=True)[0].flatten().tolist()
+    [1.0, 2.0, 7.0]
+    """
+    (_, kv_heads, length, width), v_dim = k.plain.shape, v.shape[-1]
+    group, sequences = q.plain.shape[1] // kv_heads, len(cu_seqlens) - 1
+    plan = Plan.of(k.plain, cu_seqlens, chunk)
+    count, begins = plan.number, cast(Tensor, plan.begins)
+    bounds, owner = begins[: 2 * count].view(count, 2), begins[2 * count :]
+    slots = bounds[:, :1] + torch.arange(chunk, device=v.device)
+    # A row of zeros behind the last token stands for what a chunk does not have.
+    slots = torch.where(slots < bounds[:, 1:], slots, length).flatten()
+
+    def cut(x: Tensor) -> Tensor:
+        return functional.pad(x, (0, 0, 0, 1))[0, :, slots].unflatten(1, (count, chunk))
+
+    k_plain, k_turned, values = cut(k.plain), cut(k.rotated), cut(v)
+    q_plain, q_turned = (cut(x).unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(2, 3) for x in q)
+    own = (k_turned.transpose(-1, -2) @ values).flatten(2), k_plain.sum(dim=-2)
+    start = [v.new_zeros(sequences, *shape) for shape in ((kv_heads, width, v_dim), (kv_heads, width))]
+    first = [x.flatten(2).transpose(0, 1) for x in (start if before is None else before)]
+    members = (owner == torch.arange(sequences, device=v.device)[:, None]).to(v.dtype)
+    after = [x + members @ mine for x, mine in zip(first, own, strict=True)]
+    if causal:
+        number = torch.arange(count, device=v.device)
+        reads = ((owner[:, None] == owner) & (number[:, None] > number)).to(v.dtype)
+        earlier = [x[:, owner] + reads @ mine for x, mine in zip(first, own, strict=True)]
+        scores = (q_turned @ k_turned.transpose(-1, -2)).unflatten(-2, (group, chunk)).tril().flatten(-3, -2)
+        near, seen = scores @ values, k_plain.cumsum(dim=-2)
+    else:
+        earlier, near, seen = [x[:, owner] for x in after], 0.0, torch.zeros_like(k_plain)
+    numerator = q_turned @ earlier[0].unflatten(-1, (width, v_dim)) + near
+    below = (seen + earlier[1].unsqueeze(-2)).unsqueeze(2)
+    denominator = (q_plain.unflatten(2, (group, chunk)) * below).sum(dim=-1).flatten(2, 3).unsqueeze(-1)
+    out = divide(numerator, denominator).unflatten(2, (group, chunk)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
+    laid = v.new_zeros(kv_heads * group, length + 1, v_dim).index_copy(1, slots, out)
+    shapes = (width, v_dim), (width,)
+    left = Sums(*(x.transpose(0, 1).unflatten(-1, shape) for x, shape in zip(after, shapes, strict=True)))
+    return laid[None, :, :length], left

@@ -4,6 +4,7 @@
 # Kernels take for a constexpr whatever they are given.
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +12,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ropewalk.kernels.linear import segments as linear_segments
-from ropewalk.kernels.linear.feature_maps import FEATURE_MAPS
-from ropewalk.kernels.linear.segments import OPERANDS, Plan
+from ropewalk.kernels.linear.feature_maps import row_shift
+from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
 from ropewalk.kernels.linear.tiles import Block, tile_of
-from ropewalk.kernels.linear.torch import Side
 from ropewalk.kernels.linear.triton_backward import divide_rows, read_features
 from ropewalk.kernels.linear.triton_read import read_below, read_values
 from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments, turn_rows
 from ropewalk.kernels.linear.triton_walk import walk_segments
 from ropewalk.kernels.triton_launch import table_strides
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.types import FeatureMap, Layout, Side, Tables
 
-__all__ = ["Totals", "linear_attention", "linear_attention_backward"]
+__all__ = ["Totals", "empty_saved", "linear_attention", "linear_attention_backward"]
 
 # How operands enter products, and to which precision.
 _KINDS = {
@@ -89,8 +89,8 @@ class _Call:
         turn_rows[(batch * heads // together * blocks,)](
             x=side.x, shift=_or(side.shift, below), scale=scale, weight=weight, **_tables(side),
             begins=_or(plan.begins, below), turned=out, low=below, **_strides("x", side.x), length=length,
-            owners=batch * heads, HEADS=heads, TOGETHER=together, FEATURES=self.features, MAP=FEATURE_MAPS[side.map],
-            SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes,
+            owners=batch * heads, HEADS=heads, TOGETHER=together, FEATURES=self.features,
+            MAP=FeatureMap[side.map].value, SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes,
             num_warps=self.tile.turners,
         )  # fmt: skip
         return _Turned(out, below)
@@ -179,8 +179,8 @@ class _Call:
         """What kernels that map features are given: their own side, and the other side."""
         return {
             "x": mine.x, "y": other.x, "x_shift": _or(mine.shift, self.v), "y_shift": _or(other.shift, self.v),
-            **_tables(mine), **_strides("x", mine.x), **_strides("y", other.x), "X_MAP": FEATURE_MAPS[mine.map],
-            "Y_MAP": FEATURE_MAPS[other.map], "LOW": self.low(plan),
+            **_tables(mine), **_strides("x", mine.x), **_strides("y", other.x), "X_MAP": FeatureMap[mine.map].value,
+            "Y_MAP": FeatureMap[other.map].value, "LOW": self.low(plan),
         }  # fmt: skip
 
     def read_below(self, sums: Totals, keys: _Turned) -> tuple[Tensor, Tensor]:
@@ -239,59 +239,73 @@ def linear_attention(
     v: Tensor,
     before: Tensor | None,
     layout: Layout,
-    *,
     causal: bool,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Totals]:
-    """Outputs, denominators [batch, heads, seq], the sums at the end, and the running sums of the segments.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Outputs, the sums at the end, and what the backward reads: denominators [batch, heads, seq] and running sums.
 
-    Sums are float32 [sequences * kv_heads, width * (v_dim + 1)]: sum (R k) v^T, and behind it sum k. `before` is what
-    earlier tokens left.
+    Sums are float32 [sequences * kv_heads, width * (v_dim + 1)], as `Sums.flat` has them. `before` is what earlier
+    tokens left.
 
-    >>> from ropewalk.kernels.backends import triton as gpu
-    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, v = torch.zeros(1, 1, 2, 2, device=device), torch.tensor([[[[1.0], [3.0]]]], device=device)
     >>> side, layout = Side(x, "elu"), Layout(False, 0, -2)
     >>> linear_attention(side, side, v, None, layout, causal=True)[0].flatten().tolist()
     [1.0, 2.0]
     """
-    q, k, v = _rows(q), _rows(k), _last_together(v)
+    q, k, v = _prepared(q, "q"), _prepared(k, "k"), _last_together(v)
     call = _Call(q, k, v, layout, causal, cu_seqlens)
     keys = call.turned(k, call.key_plan, None)
     sums = call.sums(keys, call.key_plan, v, before, reverse=False)
     queries, below = call.read_below(sums, keys)
     out = call.read_values(queries, call.query_plan, v, sums, keys.features, below)
-    return out, below, sums
+    return out, sums.total, below, sums.running, sums.plain
+
+
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    """Tensors shaped as what `linear_attention` returns for its backward, for fake tensors.
+
+    >>> x = torch.ones(1, 2, 300, 4, device="meta")
+    >>> [list(tensor.shape) for tensor in empty_saved(x, x, x, None)]
+    [[1, 2, 300], [2, 2, 16], [2, 2, 4]]
+    """
+    sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
+    width, v_dim, owners = q.shape[-1], v.shape[-1], len(v) * k.shape[1]
+    count = count_segments(k.shape[2], sequences, linear_segments.segment_length(width, v_dim))
+    return (
+        v.new_empty(q.shape[:3], dtype=torch.float32),
+        v.new_empty((owners, count, width * v_dim), dtype=OPERANDS[v.dtype]),
+        v.new_empty((owners, count, width), dtype=torch.float32),
+    )
 
 
 def linear_attention_backward(
     cotangent: Tensor,
-    after_cotangent: Tensor | None,
+    total_cotangent: Tensor | None,
     q: Side,
     k: Side,
     v: Tensor,
-    saved: tuple[Tensor, Tensor, Totals],
+    results: Sequence[Tensor],
     layout: Layout,
-    *,
     causal: bool,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v and of the sums before, from those of the outputs and of the sums at the end.
 
-    `saved` is what `linear_attention` gave. With dn = do / den and dden = -(do . o) / den: dq_i from S_i dn_i and
+    `results` is what `linear_attention` returned. With dn = do / den and dden = -(do . o) / den: dq_i from S_i dn_i and
     dden_i z_i; dk_j from T_j v_j and sum dden_i q_i; dv_j = T_j^T R k_j, where T_j sums (R q_i) dn_i^T over i >= j.
 
-    >>> from ropewalk.kernels.backends import triton as gpu
-    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, v = torch.zeros(1, 1, 2, 2, device=device), torch.tensor([[[[1.0], [3.0]]]], device=device)
     >>> side, layout = Side(x, "elu"), Layout(False, 0, -2)
-    >>> saved = linear_attention(side, side, v, None, layout, causal=True)
-    >>> dv = linear_attention_backward(torch.ones_like(v), None, side, side, v, saved, layout, causal=True)[2]
+    >>> results = linear_attention(side, side, v, None, layout, causal=True)
+    >>> dv = linear_attention_backward(torch.ones_like(v), None, side, side, v, results, layout, causal=True)[2]
     >>> dv.flatten().tolist()  # the first value counts whole for the first output and half for the second
     [1.5, 0.5]
     """
-    q, k, v, cotangent = _rows(q), _rows(k), _last_together(v), _last_together(cotangent)
-    out, below, sums = saved[0], saved[1], Totals(*saved[2])
+    q, k, v, cotangent = _prepared(q, "q"), _prepared(k, "k"), _last_together(v), _last_together(cotangent)
+    out, total, below, running, plain = results
+    sums = Totals(running, plain, total)
     call = _Call(q, k, v, layout, causal, cu_seqlens)
     scale, weight = torch.empty_like(below), torch.empty_like(below)
     rows = below.numel()
@@ -302,7 +316,7 @@ def linear_attention_backward(
     )  # fmt: skip
     both = scale, weight
     queries = call.turned(q, call.query_plan, both)
-    last = None if after_cotangent is None else after_cotangent.contiguous()
+    last = None if total_cotangent is None else total_cotangent.contiguous()
     behind = call.sums(queries, call.query_plan, cotangent, last, reverse=True)
     dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, queries, both, reverse=True)
     keys = call.turned(k, call.key_plan, None)
@@ -312,8 +326,19 @@ def linear_attention_backward(
     return dq, dk, dv, behind.total
 
 
-def _rows(side: Side) -> Side:
-    return side._replace(x=_last_together(side.x))
+def _prepared(side: Side, role: str) -> Side:
+    """A side as the kernels read it: rows without gaps, contiguous tables, a shift where an exponential needs one."""
+    tables, shift = side.tables, side.shift
+    if tables is not None:
+        tables = Tables(tables.cos.contiguous(), tables.sin.contiguous(), tables.row)
+    if shift is None and side.map == "exp":
+        largest = row_shift(side.x, side.map) if role == "q" else None
+        shift = (
+            torch.zeros(side.x.shape[:3], dtype=torch.float32, device=side.x.device)
+            if largest is None
+            else largest.squeeze(-1).float().contiguous()
+        )
+    return Side(_last_together(side.x), side.map, shift, tables)
 
 
 def _last_together(x: Tensor) -> Tensor:

@@ -7,15 +7,14 @@
 import triton
 import triton.language as tl
 
+from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped, slope
 from ropewalk.kernels.linear.triton_read import chunks_of, load_sums, sums_of
 from ropewalk.kernels.linear.triton_sums import (
-    exponential,
     halves,
     load_pairs,
     load_turned,
     load_values,
     low_sums,
-    mapped,
     offsets,
     place_of,
     segment_of,
@@ -42,23 +41,6 @@ def divide_rows(
     under = tl.where(under == 0, float("inf"), under)
     tl.store(scale + flat, under, mask=there)
     tl.store(weight + flat, -tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1) / under, mask=there)
-
-
-@triton.jit
-def slope(x, shift, MAP: tl.constexpr):
-    """The derivative of the feature map."""
-    x = x.to(tl.float32)
-    if MAP == 0:
-        x = tl.where(x > 0, 1.0, exponential(x))
-    elif MAP == 1:
-        x = tl.where(x > 0, 1.0, 0.0)
-    elif MAP == 2:
-        x = tl.where(x <= 0, 0.0, 2 * x)
-    elif MAP == 3:
-        x = tl.full(x.shape, 1.0, tl.float32)
-    else:
-        x = exponential(x - shift[:, None])
-    return x
 
 
 @triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
@@ -121,10 +103,10 @@ def read_features(
             member = (head // X_GROUP) * Y_GROUP + other
             at_y = offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length)
             mask = there[:, None] & has[None, :]
-            nothing: tl.constexpr = float("-inf") if Y_MAP == 0 or Y_MAP == 4 else 0.0
-            near = tl.load(y + at_y[0][:, None] + feature[None, :], mask=mask, other=nothing)
+            FILL: tl.constexpr = NOTHING[Y_MAP]
+            near = tl.load(y + at_y[0][:, None] + feature[None, :], mask=mask, other=FILL)
             moved = tl.zeros((ROWS,), tl.float32)
-            if Y_MAP == 4:
+            if Y_MAP == EXP:
                 moved = tl.load(y_shift + at_y[1], mask=there, other=0.0)
             near = mapped(near, moved, Y_MAP)
             if REVERSE:
@@ -142,7 +124,7 @@ def read_features(
         top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
     m, n = load_pairs(x + at[0], there, offset, LANES, FEATURES, X_MAP)
     moved = tl.zeros((ROWS,), tl.float32)
-    if X_MAP == 4:
+    if X_MAP == EXP:
         moved = tl.load(x_shift + at[1], mask=there, other=0.0)
     grad_a = (top_a + under_a) * slope(m, moved, X_MAP)
     grad_b = (top_b + under_b) * slope(n, moved, X_MAP)

@@ -12,6 +12,8 @@ ones, or both in turns where pairs are interleaved, so that memory is read and w
 import triton
 import triton.language as tl
 
+from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped
+
 
 @triton.jit
 def members(lane, FEATURES: tl.constexpr):
@@ -51,15 +53,15 @@ def halves(x, FEATURES: tl.constexpr):
 @triton.jit
 def load_pairs(source, there, offset, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
     """First and second members at rows that start at `source`; where there is nothing, what the map makes 0 of."""
-    NOTHING: tl.constexpr = float("-inf") if MAP == 0 or MAP == 4 else 0.0
+    FILL: tl.constexpr = NOTHING[MAP]
     if FEATURES[3]:
         feature = 2 * offset + tl.arange(0, 2 * LANES)
         mask = there[:, None] & (feature < FEATURES[0])[None, :]
-        a, b = halves(tl.load(source[:, None] + feature[None, :], mask=mask, other=NOTHING), FEATURES)
+        a, b = halves(tl.load(source[:, None] + feature[None, :], mask=mask, other=FILL), FEATURES)
     else:
         first, second, has_first, has_second = members(offset + tl.arange(0, LANES), FEATURES)
-        a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=NOTHING)
-        b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=NOTHING)
+        a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=FILL)
+        b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=FILL)
     return a, b
 
 
@@ -80,29 +82,6 @@ def store_pairs(target, there, offset, a, b, LANES: tl.constexpr, FEATURES: tl.c
 
 
 @triton.jit
-def exponential(x):
-    """exp(x), by the power of 2: one instruction where subnormal results are 0, which exp spends three more on."""
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@triton.jit
-def mapped(x, shift, MAP: tl.constexpr):
-    """The feature map, in float32. MAP counts as FEATURE_MAPS does."""
-    x = x.to(tl.float32)
-    if MAP == 0:
-        # By comparison: a minimum or maximum would make a number of NaN. What overflows is not taken.
-        x = tl.where(x > 0, x + 1, exponential(x))
-    elif MAP == 1:
-        x = tl.where(x <= 0, 0.0, x)
-    elif MAP == 2:
-        x = tl.where(x <= 0, 0.0, x)
-        x = x * x
-    elif MAP == 4:
-        x = exponential(x - shift[:, None])
-    return x
-
-
-@triton.jit
 def tables(cos, sin, rows, there, lane, FEATURES: tl.constexpr):
     """cos and sin of rows of the tables; 1 and 0 for features that do not turn."""
     PAIRS: tl.constexpr = FEATURES[1]
@@ -117,7 +96,7 @@ def features(x, shift, at, there, LANES: tl.constexpr, FEATURES: tl.constexpr, M
     """First and second members of the features of rows. `at` are the offsets of rows in x and in shift."""
     a, b = load_pairs(x + at[0], there, 0, LANES, FEATURES, MAP)
     moved = tl.zeros(at[1].shape, tl.float32)
-    if MAP == 4:
+    if MAP == EXP:
         moved = tl.load(shift + at[1], mask=there, other=0.0)
     return mapped(a, moved, MAP), mapped(b, moved, MAP)
 

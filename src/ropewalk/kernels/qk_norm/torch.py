@@ -1,37 +1,15 @@
 """RMSNorm and rotation in torch operations: differentiable in everything, and for compilers to fuse."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.rotate.torch import rotate_traceable
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.types import Layout, Norm
 
-__all__ = ["Norm", "factor", "norm_rotate", "norm_rotate_backward"]
-
-
-class Norm(NamedTuple):
-    """How q and k are normalised.
-
-    `plus_one` multiplies by 1 + weight. `rounded` rounds to the dtype of x before the rotation, where transformers
-    does: after the weight, and for a norm without plus_one after the scaling too.
-
-    >>> Norm(1e-6).rounded
-    False
-    """
-
-    eps: float
-    plus_one: bool = False
-    rounded: bool = False
-
-    def rounding(self) -> int:
-        """Where it rounds, as the bits of `Norm.rounding` in native/rotation.h: 1 after scaling, 2 after the weight.
-
-        >>> Norm(1e-6, rounded=True).rounding(), Norm(1e-6, plus_one=True, rounded=True).rounding()
-        (3, 2)
-        """
-        return 0 if not self.rounded else 2 if self.plus_one else 3
+__all__ = ["factor", "norm_backward", "norm_rotate", "norm_rotate_traceable"]
 
 
 def factor(weight: Tensor | None, x: Tensor, norm: Norm) -> Tensor:
@@ -40,14 +18,14 @@ def factor(weight: Tensor | None, x: Tensor, norm: Norm) -> Tensor:
     >>> factor(torch.tensor([0.5]), torch.ones(2, 1), Norm(1e-6, plus_one=True)).tolist()
     [1.5]
     """
-    working = torch.float64 if x.dtype == torch.float64 else torch.float32
+    working = working_dtype(x)
     if weight is None:
         return torch.ones(x.shape[-1], dtype=working, device=x.device)
     weight = weight.to(working)
     return weight + 1 if norm.plus_one else weight
 
 
-def norm_rotate(
+def norm_rotate_traceable(
     x: Tensor,
     weight: Tensor | None,
     cos: Tensor,
@@ -60,32 +38,51 @@ def norm_rotate(
     """The rotation of x / rms(x) * weight, worked in float32 (float64 for float64) and rounded once.
 
     >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
-    >>> [round(v, 4) for v in norm_rotate(x, None, *quarter, Layout(True, 0, -2), Norm(1e-9))[0].tolist()]
+    >>> [round(v, 4) for v in norm_rotate_traceable(x, None, *quarter, Layout(True, 0, -2), Norm(1e-9))[0].tolist()]
     [-1.1314, 0.8485]
     """
     weight = factor(weight, x, norm)
     wide = x.to(weight.dtype)
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    if norm.rounded and not norm.plus_one:
+    if norm.rounding & 1:
         scaled = scaled.to(x.dtype).to(weight.dtype)
     scaled = scaled * weight
-    if norm.rounded:
+    if norm.rounding & 2:
         scaled = scaled.to(x.dtype).to(weight.dtype)
     return rotate_traceable(scaled, cos, sin, layout, row, conjugate).to(x.dtype)
 
 
-def norm_rotate_backward(turned_back: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def norm_rotate(
+    tensors: Sequence[Tensor],
+    weights: Sequence[Tensor | None],
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    norm: Norm,
+    row: int = 0,
+) -> list[Tensor]:
+    """`norm_rotate_traceable` for each tensor and its weight.
+
+    >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
+    >>> len(norm_rotate([x, x], [None, None], *quarter, Layout(True, 0, -2), Norm(1e-9)))
+    2
+    """
+    pairs = zip(tensors, weights, strict=True)
+    return [norm_rotate_traceable(x, weight, cos, sin, layout, norm, row) for x, weight in pairs]
+
+
+def norm_backward(rotated_back: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The gradients of x and of what it was multiplied with, from the gradient of the norm: the cotangent, turned back.
 
     With n = x r, r = 1 / rms(x), g the gradient and w the factor: dx = r (g w - n mean(g w n)), dw = sum(g n). Where
     the norm was rounded, the rounding is passed over.
 
     >>> one = torch.ones(2)
-    >>> grad, _ = norm_rotate_backward(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0]]), one, 1e-9)
+    >>> grad, _ = norm_backward(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0]]), one, 1e-9)
     >>> [round(v, 4) for v in grad[0].tolist()]  # x grad = 0: the norm does not see a longer x
     [0.181, -0.1358]
     """
-    wide, gradient = x.to(weight.dtype), turned_back.to(weight.dtype)
+    wide, gradient = x.to(weight.dtype), rotated_back.to(weight.dtype)
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     scaled, weighted = wide * inverse, gradient * weight
     of_x = inverse * (weighted - scaled * (weighted * scaled).mean(-1, keepdim=True))

@@ -20,12 +20,9 @@ from ropewalk.kernels.triton_launch import (
     rows_of,
     table_strides,
 )
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.types import Layout, Norm
 
 __all__ = ["norm_rotate", "norm_rotate_backward"]
-
-# eps, whether to add 1 to the weights, and the bits of `qk_norm_torch.Norm.rounding`.
-Norms = tuple[float, bool, int]
 
 # Programs of the backward for each multiprocessor. More smooth the end of the launch, and leave more sums to add.
 PROGRAMS = 16
@@ -37,15 +34,14 @@ def norm_rotate(
     cos: Tensor,
     sin: Tensor,
     layout: Layout,
-    norm: Norms,
+    norm: Norm,
     row: int = 0,
 ) -> list[Tensor]:
     """Each tensor over the root of its mean square, times its weight, turned; both in one launch where they lie alike.
 
-    >>> from ropewalk.kernels.backends import triton as gpu
-    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[3.0, 4.0]], device=device), torch.tensor([[[0.0]], [[1.0]]], device=device)
-    >>> (y,) = norm_rotate([x], [None], *tables, Layout(True, 0, -2), (1e-9, False, 0))  # a quarter turn
+    >>> (y,) = norm_rotate([x], [None], *tables, Layout(True, 0, -2), Norm(1e-9))  # a quarter turn
     >>> [round(v, 4) for v in y[0].tolist()]
     [-1.1314, 0.8485]
     """
@@ -62,16 +58,15 @@ def norm_rotate_backward(
     cos: Tensor,
     sin: Tensor,
     layout: Layout,
-    norm: Norms,
+    norm: Norm,
     row: int = 0,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The gradients of the tensors, and of their weights where `learns`. A rounding of the norm is passed over.
 
-    >>> from ropewalk.kernels.backends import triton as gpu
-    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
     >>> still = torch.tensor([[1.0]], device=device), torch.tensor([[0.0]], device=device)
-    >>> (dx,), _ = norm_rotate_backward([g], [x], [None], False, *still, Layout(True, 0, -2), (1e-9, False, 0))
+    >>> (dx,), _ = norm_rotate_backward([g], [x], [None], False, *still, Layout(True, 0, -2), Norm(1e-9))
     >>> [round(v, 4) for v in dx[0].tolist()]  # x dx = 0: the norm does not see a longer x
     [0.181, -0.1358]
     """
@@ -89,7 +84,7 @@ def _run(
     cos: Tensor,
     sin: Tensor,
     layout: Layout,
-    norm: Norms,
+    norm: Norm,
     row: int,
 ) -> list[Tensor | None]:
     """Launches the kernel on one or two tensors of each group; the sums for the weights, where they learn."""
@@ -168,7 +163,7 @@ def _plan(
     learns: bool | None,
     cos: Tensor,
     layout: Layout,
-    norm: Norms,
+    norm: Norm,
 ) -> tuple[Launch, list[int]] | None:
     """The launch for tensors like these and its programs for each; None if they do not lie alike, or not as rows."""
     dims, pairs = cos.dim(), cos.shape[-1]

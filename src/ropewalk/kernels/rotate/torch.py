@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.types import Layout, line_up
 
 __all__ = ["rotate", "rotate_traceable"]
@@ -125,7 +126,7 @@ def rotate_traceable(
     stop = start + 2 * pairs
     whole = stop - start == x.shape[-1]
     # A slice of everything is an alias, for which the batched tensors of `is_grads_batched` have no rule.
-    turned = (x if whole else x[..., start:stop]).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    turned = (x if whole else x[..., start:stop]).to(working_dtype(x))
     if layout.interleaved:
         shape = turned.shape
         a, b = turned.reshape(*shape[:-1], pairs, 2).unbind(-1)

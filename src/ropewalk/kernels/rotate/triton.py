@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels.precision import FLOATS
+from ropewalk.kernels.torch_internals import is_masked
 from ropewalk.kernels.triton_launch import (
     LAUNCHES,
     Launch,
@@ -32,7 +34,7 @@ from ropewalk.kernels.triton_launch import (
 )
 from ropewalk.kernels.types import Layout
 
-__all__ = ["Tile", "rotate", "tile_of"]
+__all__ = ["Tile", "rotate", "rotate_if_ready", "tile_of"]
 
 
 @triton.jit
@@ -255,8 +257,7 @@ def rotate(
 ) -> tuple[Tensor, ...]:
     """q, and k if there is one, rotated: plain tensors of a GPU, into memory like theirs, into `out`, or in place.
 
-    >>> from ropewalk.kernels.backends import triton as gpu
-    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device), torch.zeros(2, 1, 2, device=device)
     >>> tables[1] = 1  # a quarter turn: cos 0, sin 1
     >>> rotate(x, None, *tables, Layout(False, 0, -2))[0].tolist()
@@ -288,6 +289,42 @@ def rotate(
     else:
         launch(q.device, *tensors, row)
     return (yq,) if yk is None else (yq, yk)
+
+
+def rotate_if_ready(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int,
+    rows: int,
+    head_dim: int,
+    only_ask: bool = False,
+) -> tuple[Tensor, ...] | bool | None:
+    """`rotate`, if q and k are plain, on the device of cos, with head_dim features and at most `rows` tokens; else None.
+
+    >>> table = torch.ones(3, 2, device="cpu" if INTERPRETED else "cuda")
+    >>> rotate_if_ready(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)  # it has no five features
+    """
+    seq_dim, device = layout.seq_dim, cos.device
+    if row < 0 or type(q) is not Tensor or q.device != device or q.dtype not in FLOATS or is_masked(q):
+        return None
+    shape, dtype = q.shape, q.dtype
+    if len(shape) < -seq_dim or shape[-1] != head_dim or not 0 < shape[seq_dim] <= rows:
+        return None
+    if k is not None:
+        if type(k) is not Tensor or k.device != device or k.dtype != dtype or is_masked(k):
+            return None
+        other = k.shape
+        if len(other) < -seq_dim or other[-1] != head_dim or other[seq_dim] != shape[seq_dim]:
+            return None
+    if (dtype == torch.float64) != (cos.dtype == torch.float64):
+        return None
+    # What a graph reads must outlive it, and the cache of ranges drops what it holds.
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return True if only_ask else rotate(q, k, cos, sin, layout, row)
 
 
 def _misaligned(tensors: Sequence[Tensor]) -> tuple[int, ...]:

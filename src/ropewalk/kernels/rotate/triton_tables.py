@@ -85,8 +85,7 @@ def table_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of cos and sin, shaped as they are, of the rotation of one or two tensors.
 
-    >>> from ropewalk.kernels.backends import triton as gpu
-    >>> device = "cpu" if gpu.INTERPRETED else "cuda"
+    >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
     >>> cos = torch.ones(1, 1, device=device)
     >>> [part.item() for part in table_gradient([x], [g], cos, Layout(True, 0, -2), 0, False)]  # 3 c - 4 s

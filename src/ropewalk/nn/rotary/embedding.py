@@ -1,46 +1,60 @@
 """RotaryEmbedding: the module that models use."""
 
-from typing import Any, TypeGuard, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown
-from ropewalk.kernels.types import Layout
-from ropewalk.nn.rotary.angle_source import Angles
-from ropewalk.nn.rotary.checks import check_angles, check_in_place, check_inputs, checked_role, require_one
-from ropewalk.nn.rotary.moves import RotaryMoves
-from ropewalk.nn.rotary.range_cache import stream_of
-from ropewalk.ops import require_backend, rotate, rotate_, rotate_directly
+from ropewalk.kernels.angles.torch import cos_sin_between
+from ropewalk.kernels.precision import working_dtype
+from ropewalk.kernels.torch_internals import current_stream
+from ropewalk.kernels.types import Layout, Tables
+from ropewalk.nn.position_checks import check_ids as check_position_ids
+from ropewalk.nn.positions import range_positions
+from ropewalk.nn.rotary.angle_source import AngleSource, Part, angle_device
+from ropewalk.nn.rotary.in_place import check_in_place
+from ropewalk.nn.rotary.limits import Limits
+from ropewalk.nn.rotary.where import Angles, Role, Where, checked_length, checked_offset, checked_role, is_start
+from ropewalk.ops import cos_sin, require_backend, rotate, rotate_, rotate_directly
 from ropewalk.spec.frequencies import Plain
-from ropewalk.spec.rope import RopeSpec
+from ropewalk.spec.rope import Pairing, RopeSpec
 
 __all__ = ["RotaryEmbedding"]
 
 
-class RotaryEmbedding(RotaryMoves):
-    """Rotary position encoding: turns each pair i of features at position m by the angle m * theta_i.
+class RotaryEmbedding(nn.Module):
+    """Rotary position encoding: rotates each pair i of features at position m by the angle m * theta_i.
 
     RoFormer, 2104.09864, eq. 15 and 34. Pairs are interleaved, (0,1), (2,3), .., unless told otherwise; most
     checkpoints on model hubs are pairing="half". Angles are formed in float64, the rotation in float32, and the result
     is rounded once. Nothing that forward does is seen by a later forward, and `.to(bfloat16)`, autocast, meta
     initialisation and `to_empty` cannot touch the frequencies.
 
-    q and k are [..., seq, head_dim] for seq_dim=-2, as `scaled_dot_product_attention` takes them, or
+    q and k are [..., seq, head_dim] for seq_dim=-2, as `scaled_dot_product_attention` accepts them, or
     [..., seq, heads, head_dim] for seq_dim=-3, as flash-attention does. Positions are [seq], or [batch, seq] with the
     batch as the first dimension of q; whole or not, negative allowed, on the device of q. For a spec with A axes they
     are [A, seq] or [A, batch, seq], and must be given.
 
-    `context_length` refuses positions past it where the host knows them: ranges, and ids on the CPU in eager mode. Ids
-    on a GPU are not looked at, which would make the host wait for it; to find a mistake, check_ids=True looks at them,
-    there as on the CPU, in eager mode.
+    Args:
+        head_dim: How many features a head has, or a whole RopeSpec.
+        base: The base of the frequencies, base^(-2i/head_dim); 10000 by default. Not beside a spec.
+        pairing: Which features form a pair: "interleaved" (default) or "half". Not beside a spec.
+        seq_dim: Where the sequence is: -2 or -3.
+        context_length: Positions from here on raise an error where the host knows them: in ranges, and for ids on the
+            CPU in eager mode. Ids on a GPU are not looked at, which would make the host wait for it.
+        learned: Makes the frequencies theta_i * exp(log_scale_i) with one parameter, log_scale, that starts at 0: a
+            model that is cast to bfloat16 rounds the change and not the frequencies.
+        backend: Forces a backend, "native", "triton" or "torch"; a call that it does not support raises an error.
+        check_ids: Looks at ids on a GPU too, in eager mode: to find a mistake.
 
-    `learned=True` makes the frequencies theta_i * exp(log_scale_i) with one parameter, log_scale, that starts at 0: a
-    model that is cast to bfloat16 rounds the change and not the frequencies.
+    Raises:
+        RopewalkError: An argument is wrong; the message says what to pass.
 
     >>> rope = RotaryEmbedding(2, base=10_000)
     >>> q = torch.tensor([[1.0, 0.0], [1.0, 0.0]])  # two tokens
-    >>> [[round(x, 4) for x in token] for token in rope(q).tolist()]  # the second turned by 1: cos 1, sin 1
+    >>> [[round(x, 4) for x in token] for token in rope(q).tolist()]  # the second is rotated by 1: cos 1, sin 1
     [[1.0, 0.0], [0.5403, 0.8415]]
     """
 
@@ -49,33 +63,89 @@ class RotaryEmbedding(RotaryMoves):
         head_dim: int | RopeSpec,
         *,
         base: float | None = None,
-        pairing: str | None = None,
-        seq_dim: int = -2,
+        pairing: Pairing | None = None,
+        seq_dim: Literal[-2, -3] = -2,
         context_length: int | None = None,
         learned: bool = False,
         backend: str | None = None,
         check_ids: bool = False,
     ) -> None:
+        super().__init__()
         if seq_dim not in (-2, -3):
             raise RopewalkError(
                 asked="RotaryEmbedding(seq_dim=...)",
                 expected="-2 for [..., seq, head_dim], or -3 for [..., seq, heads, head_dim]",
                 got=repr(seq_dim),
-                do="say where the sequence stands, counted from the end",
+                do="pass the dimension of the sequence, counted from the end",
             )
         if context_length is not None:
             context_length = require_count(
                 context_length, asked="RotaryEmbedding(context_length=...)", do="pass how many positions there may be"
             )
+        require_flag(learned, asked="RotaryEmbedding(learned=...)")
         spec = _spec(head_dim, base, pairing)
-        super().__init__(spec, seq_dim=seq_dim, context_length=context_length, learned=learned)
-        self.backend = require_backend(backend)
-        self.check_ids = require_flag(check_ids, asked="RotaryEmbedding(check_ids=...)")
-        still = spec.head_dim - 2 * self._spec_inv_freq.shape[-1]
-        start = 0 if spec.rotary_slice == "leading" else still
-        self.layout = Layout(spec.pairing == "interleaved", start, seq_dim, self.backend)
-        # Whether a call for a plain range may go straight to the kernel, with what the cache holds.
-        self._plain_ranges = spec.same_for_both and not spec.varies and spec.axes is None
+        self.spec: RopeSpec = spec
+        self.seq_dim: Literal[-2, -3] = seq_dim
+        self.context_length: int | None = context_length
+        self.backend: str | None = require_backend(backend)
+        self.check_ids: bool = require_flag(check_ids, asked="RotaryEmbedding(check_ids=...)")
+        limits = Limits(context_length, spec.xpos, check_ids)
+        self._source = AngleSource(spec, limits, seq_dim=seq_dim, learned=learned, backend=self.backend)
+        with torch.inference_mode(False):
+            zeros = torch.zeros(self._source.inv_freq.shape) if learned else None
+            self.log_scale: nn.Parameter | None = None if zeros is None else nn.Parameter(zeros)
+        start = 0 if spec.rotary_slice == "leading" else spec.head_dim - 2 * self._source.pairs
+        self.layout: Layout = Layout(spec.pairing == "interleaved", start, seq_dim)
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """The frequencies, sign * theta_i: float64 [pairs], or [heads, pairs] where heads differ.
+
+        Of a rule that varies with the length they are those of short sequences.
+
+        >>> RotaryEmbedding(RopeSpec(4, sign=-1), learned=True).inv_freq.tolist()
+        [-1.0, -0.01]
+        """
+        return self._source.frequencies(self.log_scale)
+
+    @property
+    def heads(self) -> int | None:
+        """How many heads q and k must have, where heads have frequencies of their own; else None.
+
+        >>> RotaryEmbedding(4).heads is None
+        True
+        """
+        return self._source.heads
+
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: None = None,
+        *,
+        positions: Tensor | None = None,
+        k_positions: None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        angles: Angles | None = None,
+        length: int | Tensor | None = None,
+        role: Role | None = None,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        angles: Angles | None = None,
+        length: int | Tensor | None = None,
+        role: None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -88,17 +158,27 @@ class RotaryEmbedding(RotaryMoves):
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
         length: int | Tensor | None = None,
-        role: str | None = None,
-    ) -> Any:
-        """Rotates q, or q and k. Positions are 0 .. seq-1 unless one of these says otherwise:
+        role: Role | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotates q, or q and k. Positions are 0 .. seq-1 unless an argument says otherwise.
 
-        `positions` of q, and of k unless `k_positions` says otherwise; `offset`, an int, or one a sequence [batch], at
-        which they start; `cu_seqlens`, the ends of sequences that are laid end to end, each of which starts at 0;
-        `angles`, cos and sin that `at` computed before. One of them; k_positions goes beside positions, or alone.
+        Args:
+            q: Queries, or whatever a single tensor holds.
+            k: Keys, as many as queries unless k_positions are given.
+            positions: The positions of q, and of k without k_positions.
+            k_positions: The positions of k; beside positions, or alone.
+            offset: The position of the first token: an int, or a tensor [batch] with one offset per sequence.
+            cu_seqlens: The ends of packed sequences, each of which starts at position 0: [sequences + 1].
+            angles: cos and sin that `at` computed before.
+            length: How long the sequence is, for DynamicNTK and LongRope: an int, or a tensor [batch] with one length
+                per sequence. Needed wherever tokens do not start at 0.
+            role: What a single tensor holds, "q" or "k", for xPos and query temperatures, which treat them differently.
 
-        `length`, an int or one a sequence [batch], is how long the sequence is, for DynamicNTK and LongRope; it is
-        needed wherever tokens do not start at 0. `role`, "q" or "k", says what a single tensor holds, for xPos and
-        query temperatures, which treat the two differently.
+        Returns:
+            q rotated, or the pair of q and k rotated, in their dtype.
+
+        Raises:
+            RopewalkError: The tensors do not fit the module or each other, or two arguments say where tokens are.
 
         >>> rope = RotaryEmbedding(4)
         >>> q, k = torch.ones(1, 8, 3, 4), torch.ones(1, 2, 3, 4)
@@ -108,118 +188,62 @@ class RotaryEmbedding(RotaryMoves):
         """
         if (
             positions is k_positions is cu_seqlens is angles is length is role is None
-            and self._plain_ranges
+            and self._source.plain_ranges
             and not torch.compiler.is_compiling()
-            and _is_start(offset)
+            and is_start(offset)
         ):
             # Decoding, where the host's time decides: what is in order goes straight to the kernel. A compiler must not
             # see the cache: it would hold on to what is in it.
-            block, start, stop = self._ranges.recent, offset or 0, self.context_length
-            if block is not None and stream_of(block.key[0]) == block.key[2]:
+            block, start, stop = self._source.ranges.recent, offset or 0, self.context_length
+            if block is not None and current_stream(block.key[0]) == block.key[2]:
                 stop = block.stop if stop is None else min(stop, block.stop)
-                where = start - block.start, stop - start
-                turned = rotate_directly(q, k, block.cos, block.sin, self.layout, *where, self.spec.head_dim)
-                if turned is not None:
-                    return turned[0] if k is None else turned
-        turned = []
-        for x, other, place, tempered in self._parts(
-            q, k, positions, k_positions, offset, cu_seqlens, angles, length, role
-        ):
-            cos, sin, row = place
-            done = rotate(x, other, cos, sin, self.layout, row=row)
-            turned += [done[0] if tempered is None else self._scale_still(done[0], tempered)] if other is None else done
-        return turned[0] if k is None else tuple(turned)
+                rows = start - block.start, stop - start
+                rotated = rotate_directly(
+                    block.direct, q, k, block.cos, block.sin, self.layout, *rows, self.spec.head_dim
+                )
+                if rotated is not None:
+                    return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
+        where = Where(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        results: list[Tensor] = []
+        for part in self.parts(q, k, where):
+            cos, sin, row = part.tables
+            rotated = rotate(part.q, part.k, cos, sin, self.layout, row=row, backend=self.backend)
+            results += rotated if part.temperature is None else [self._scale_rest(rotated[0], part.temperature)]
+        return results[0] if k is None else (results[0], results[1])
 
-    def _parts(
+    if TYPE_CHECKING:
+        # nn.Module says that a call returns Any; it returns what forward does.
+        __call__ = forward
+
+    @overload
+    def rotate_(
         self,
         q: Tensor,
-        k: Tensor | None,
-        positions: Tensor | None,
-        k_positions: Tensor | None,
-        offset: int | Tensor | None,
-        cu_seqlens: Tensor | None,
-        angles: Angles | None,
-        length: int | Tensor | None,
-        role: str | None,
-    ) -> list[tuple[Tensor, Tensor | None, tuple[Tensor, Tensor, int], Tensor | None]]:
-        """What is to be rotated: one or two tensors, their cos, sin and first row, and a factor that comes after."""
-        where = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
-        if k is not None and role is not None:
-            raise RopewalkError(
-                asked="rope(q, k, role=...)",
-                expected="a role for a single tensor; the second of two holds keys",
-                got=f"role={role!r} and two tensors",
-                do="leave role out",
-            )
-        if self.spec.same_for_both and k_positions is None:
-            if role is not None:
-                checked_role(role, self.spec)
-            return [(q, k, self._place(q, k, positions, offset, cu_seqlens, angles, length), None)]
-        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
-        require_one(where, k_positions, k)
-        if k is None:
-            role = checked_role(role, self.spec)
-            place = self._angles_for(q, **where, length=length, role=role)
-            return [(q, None, place, self._temper(q, where) if role == "q" else None)]
-        if self.spec.same_for_both:
-            q_role = k_role = None
-        elif angles is not None:
-            raise RopewalkError(
-                asked="rope(q, k, angles=...) with a spec that treats queries and keys differently",
-                expected="angles of their own for q and for k",
-                got="one pair of cos and sin",
-                do='rotate them in two calls: rope(q, angles=rope.at(p, role="q"), role="q"), and so for k',
-            )
-        else:
-            q_role, k_role = "q", "k"
-        if k_positions is None:
-            self._check_lengths(q, k)
-        there = where if k_positions is None else {"positions": k_positions, "name": "k_positions"}
-        here = self._angles_for(q, **where, length=length, role=q_role)
-        other = self._angles_for(k, **there, length=length, role=k_role)
-        return [(q, None, here, self._temper(q, where) if q_role else None), (k, None, other, None)]
-
-    def _temper(self, q: Tensor, where: dict[str, Any]) -> Tensor | None:
-        """The factor on whole queries, where it reaches features that do not turn."""
-        return self._temperature_at(q, **where) if self._tempers_apart else None
-
-    def _place(
-        self,
-        q: Tensor,
-        k: Tensor | None = None,
+        k: None = None,
+        *,
         positions: Tensor | None = None,
+        k_positions: None = None,
         offset: int | Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
         length: int | Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, int]:
-        """cos, sin and the row of them that is the first token's, for q and for k at the same positions.
+        role: Role | None = None,
+    ) -> Tensor: ...
 
-        They may be the cache's own, which nobody else may have. What does not fit together is refused here.
-        """
-        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
-        if positions is None and cu_seqlens is None and angles is None and self._plain_ranges and _is_start(offset):
-            cos, sin, row = self._range(offset or 0, q.shape[self.seq_dim], q, None, None)
-        else:
-            given = {"positions": positions, "offset": offset, "cu_seqlens": cu_seqlens, "angles": angles}
-            require_one(given, None, k)
-            cos, sin, row = self._angles_for(q, **given, length=length)
-        if k is None:
-            return cos, sin, row
-        self._check_lengths(q, k)
-        if cos.dim() > 2 and cos.shape[-2] == q.shape[self.seq_dim]:
-            # They were found for q; keys of another batch or other heads would broadcast in silence.
-            check_angles((cos, sin), k, cos.shape[-1], self.seq_dim)
-        return cos, sin, row
-
-    def _check_lengths(self, q: Tensor, k: Tensor) -> None:
-        if q.shape[self.seq_dim] != k.shape[self.seq_dim]:
-            raise RopewalkError(
-                asked="rope(q, k)",
-                expected="as many keys as queries, or k_positions",
-                got=f"{q.shape[self.seq_dim]} queries and {k.shape[self.seq_dim]} keys",
-                do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
-            )
+    @overload
+    def rotate_(
+        self,
+        q: Tensor,
+        k: Tensor,
+        *,
+        positions: Tensor | None = None,
+        k_positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        angles: Angles | None = None,
+        length: int | Tensor | None = None,
+        role: None = None,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def rotate_(
         self,
@@ -232,25 +256,254 @@ class RotaryEmbedding(RotaryMoves):
         cu_seqlens: Tensor | None = None,
         angles: Angles | None = None,
         length: int | Tensor | None = None,
-        role: str | None = None,
-    ) -> Any:
-        """`forward` in place: q, and k if given, are overwritten and returned. What is refused leaves both as they are.
+        role: Role | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`forward` in place: q, and k if given, are overwritten and returned. An error leaves both as they are.
 
         >>> rope, q = RotaryEmbedding(2), torch.ones(3, 2)
         >>> rope.rotate_(q) is q
         True
         """
-        check_inputs(q, k, self.spec.head_dim, self.seq_dim, self._heads)
+        self._source.check_tensors(q, k)
         check_in_place(q, k)
-        parts = self._parts(q, k, positions, k_positions, offset, cu_seqlens, angles, length, role)
-        for x, other, (cos, sin, row), tempered in parts:
-            if not rotate_(x, other, cos, sin, self.layout, row=row):
-                turned = rotate(x, other, cos, sin, self.layout, row=row)
-                for target, source in zip((x, other), turned, strict=False):
-                    cast(Tensor, target).copy_(source)
-            if tempered is not None:
-                x.copy_(self._scale_still(x, tempered))
+        where = Where(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        for part in self.parts(q, k, where):
+            cos, sin, row = part.tables
+            if not rotate_(part.q, part.k, cos, sin, self.layout, row=row, backend=self.backend):
+                rotated = rotate(part.q, part.k, cos, sin, self.layout, row=row, backend=self.backend)
+                for target, source in zip((part.q, part.k), rotated, strict=False):
+                    if target is not None:
+                        target.copy_(source)
+            if part.temperature is not None:
+                part.q.copy_(self._scale_rest(part.q, part.temperature))
         return q if k is None else (q, k)
+
+    def at(
+        self,
+        positions: Tensor,
+        *,
+        dtype: torch.dtype = torch.float32,
+        length: int | Tensor | None = None,
+        role: Role | None = None,
+    ) -> Angles:
+        """cos and sin at `positions`, times the amplitude: computed once per forward pass, shared as `angles=`.
+
+        Args:
+            positions: [seq] or [batch, seq]; [A, seq] or [A, batch, seq] for a spec with A axes.
+            dtype: float32, or float64 for float64 input.
+            length: As in `forward`.
+            role: As in `forward`.
+
+        Returns:
+            cos and sin, each [seq, pairs] or [batch, seq, pairs]; [1 or batch, heads, seq, pairs] where heads have
+            their own frequencies.
+
+        Raises:
+            RopewalkError: Positions cannot be counted with, or the spec needs a length or a role.
+
+        >>> cos, sin = RotaryEmbedding(4).at(torch.tensor([0, 2]))
+        >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 0.02
+        [-0.4161, 0.9998]
+        """
+        count = 1 if self.spec.axes is None else self.spec.axes.count
+        check_position_ids(positions, asked="rope.at(positions)", axes=count)
+        if dtype not in (torch.float32, torch.float64):
+            raise RopewalkError(
+                asked=f"rope.at(positions, dtype={dtype})",
+                expected="float32, or float64 for float64 input",
+                got=f"{dtype}",
+                do="leave dtype out; the rotation rounds once, at its end",
+            )
+        self._source.limits.check_values(positions, "rope.at(positions)")
+        role = checked_role(role, self.spec)
+        if positions.dim() > (1 if count == 1 else 2):
+            rows = positions.shape[-2]
+        else:
+            # Positions that all sequences share may be asked for with one length per sequence.
+            rows = length.numel() if isinstance(length, Tensor) else None
+        length = checked_length(length, self.spec, rows, None)
+        return self._source.at(positions, dtype, length, role, self.log_scale)
+
+    def unrotate(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        angles: Angles | None = None,
+        length: int | Tensor | None = None,
+        role: Role | None = None,
+    ) -> Tensor:
+        """The inverse of `forward` on one tensor, given the same positions; divides by the amplitude.
+
+        >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
+        >>> torch.allclose(rope.unrotate(rope(x)), x)
+        True
+        """
+        self._source.check_tensors(x, None)
+        where = Where(positions, None, offset, cu_seqlens, angles, length, checked_role(role, self.spec))
+        where.check(None)
+        cos, sin, row = self._source.tables_of(x, where, self.log_scale)
+        # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
+        fixed = not self.spec.varies and self.spec.same_for_both
+        square = self._source.amplitude.to(cos) ** 2 if fixed else cos**2 + sin**2
+        cos, sin = cos / square, sin / square
+        rotated = rotate(x, None, cos, sin, self.layout, row=row, conjugate=True, backend=self.backend)[0]
+        temperature = self._source.temperature_of(x, where)
+        return rotated if temperature is None else self._scale_rest(rotated, 1 / temperature)
+
+    def shift(self, x: Tensor, by: int | Tensor, *, length: int | Tensor | None = None) -> Tensor:
+        """Moves keys that are rotated already by `by` positions: R_by R_m = R_{m+by}.
+
+        Args:
+            x: Rotated keys.
+            by: How far: an int, or a tensor [batch] with one distance per sequence. With more than one axis, all
+                positions of a token move alike.
+            length: The length that the keys were rotated for, where the rule varies with it.
+
+        Returns:
+            The keys as if they had been rotated `by` positions farther.
+
+        Raises:
+            RopewalkError: The spec has angles="float32", whose rotations do not compose.
+
+        >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
+        >>> torch.allclose(rope.shift(rope(x), by=-2), rope(x, offset=-2))
+        True
+        """
+        if self.spec.angles != "exact":
+            raise RopewalkError(
+                asked="rope.shift(x, by)",
+                expected='angles="exact", whose rotations compose: R_by R_m = R_{m+by}',
+                got=f"angles={self.spec.angles!r}",
+                do="rotate the keys afresh: rope(rope.unrotate(k, positions=old), positions=new)",
+            )
+        self._source.check_tensors(x, None)
+        by = checked_offset(by, x, self.batched(x), "by")
+        length = checked_length(length, self.spec, self._source.rows(x), None)
+        # Every token moves by the same distance: a range of one position, as long as the sequence.
+        positions = range_positions(1, by, x.device)
+        positions = positions.expand(*positions.shape[:-1], x.shape[self.seq_dim])
+        if self.spec.axes is not None:
+            positions = positions.expand(self.spec.axes.count, *positions.shape)
+        here, source = angle_device(positions), self._source
+        theta, _ = source.rule_at(length, here.device, self.log_scale)
+        # The keys have the amplitude already; only what xPos changes from position to position is new.
+        one = torch.ones((), dtype=torch.float64, device=here.device)
+        scale = source.amplitude_of(one, here, "k") / source.amplitude_of(one, here * 0, "k")
+        axes = None if source.axes is None else source.axes.to(here.device)
+        cos, sin = cos_sin(here, theta, None, scale, working_dtype(x), axes, backend=self.backend)
+        return rotate(x, None, cos.to(x.device), sin.to(x.device), self.layout, backend=self.backend)[0]
+
+    def retune(
+        self,
+        x: Tensor,
+        to: "RotaryEmbedding",
+        *,
+        positions: Tensor | None = None,
+        offset: int | Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        length: int | Tensor | None = None,
+        to_length: int | Tensor | None = None,
+    ) -> Tensor:
+        """Keys that this module rotated at `positions`, as `to` would have rotated them: rotated by the difference.
+
+        For a cache whose keys were rotated under another rule, or under another `length` of the same rule, when a
+        DynamicNTK model grows or a LongRope one passes its trained length: `to` is then the module itself, with
+        `to_length`. The two must rotate the same features in the same pairs.
+
+        >>> from ropewalk import PositionInterpolation, RopeSpec
+        >>> old, new = RotaryEmbedding(4), RotaryEmbedding(RopeSpec(4, PositionInterpolation(10_000, factor=2)))
+        >>> x, p = torch.ones(3, 4), torch.arange(3)
+        >>> torch.allclose(old.retune(old(x), to=new, positions=p), new(x), atol=1e-6)
+        True
+        """
+        self._check_retune(to)
+        self._source.check_tensors(x, None)
+        where = Where(positions, None, offset, cu_seqlens, length=length)
+        where.check(None)
+        places, seq = self._source.places_of(x, where), x.shape[self.seq_dim]
+        fresh = seq if where.is_fresh else None
+        old_length = checked_length(length, self.spec, self._source.rows(x), fresh)
+        new_length = checked_length(to_length, to.spec, self._source.rows(x), fresh, "to_length")
+        here = angle_device(places if isinstance(places, Tensor) else range_positions(seq, places, x.device))
+        old, old_amplitude = self._source.rule_at(old_length, here.device, self.log_scale)
+        new, new_amplitude = to._source.rule_at(new_length, here.device, to.log_scale)
+        new_scale = to._source.amplitude_of(new_amplitude, here, "k")
+        scale = new_scale / self._source.amplitude_of(old_amplitude, here, "k")
+        axes = None if self._source.axes is None else self._source.axes.to(here.device)
+        cos, sin = cos_sin_between(here, old, new, scale, working_dtype(x), axes)
+        return rotate(x, None, cos.to(x.device), sin.to(x.device), self.layout, backend=self.backend)[0]
+
+    def batched(self, x: Tensor) -> bool:
+        """Whether the first dimension of x is a batch, and not the sequence, or heads with frequencies of their own.
+
+        >>> RotaryEmbedding(4).batched(torch.ones(2, 3, 4)), RotaryEmbedding(4).batched(torch.ones(3, 4))
+        (True, False)
+        """
+        return self._source.batched(x)
+
+    def parts(self, q: Tensor, k: Tensor | None, where: Where) -> list[Part]:
+        """What a call rotates: q and k together, or each with cos and sin of its own.
+
+        >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
+        >>> len(rope.parts(x, x, Where())), len(rope.parts(x, x, Where(k_positions=torch.arange(3))))
+        (1, 2)
+        """
+        return self._source.parts(q, k, where, self.log_scale)
+
+    def shared_tables(self, q: Tensor, k: Tensor | None, where: Where) -> Tables:
+        """cos and sin for q and for k at the same positions. They may be the cache's own, which nobody else may have.
+
+        >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
+        >>> rope.shared_tables(x, x, Where(angles=rope.at(torch.arange(3)))).cos.shape
+        torch.Size([3, 2])
+        """
+        return self._source.shared_tables(q, k, where, self.log_scale)
+
+    def _scale_rest(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x with the features that are not rotated multiplied by a factor per token, in float32, rounded once."""
+        start, rotated = self.layout.start, self.spec.turning
+        before, middle, after = x[..., :start], x[..., start : start + rotated], x[..., start + rotated :]
+        before, after = ((part.to(factor.dtype) * factor).to(x.dtype) for part in (before, after))
+        return torch.cat((before, middle, after), dim=-1)
+
+    def _check_retune(self, to: object) -> None:
+        if not isinstance(to, RotaryEmbedding):
+            raise RopewalkError(
+                asked="rope.retune(x, to=...)",
+                expected="a RotaryEmbedding",
+                got=shown(to),
+                do="make one: RotaryEmbedding(spec)",
+            )
+        mine, its = ((m.layout, m.heads, m.spec.head_dim, m.spec.turning) for m in (self, to))
+        axes = [None if m.spec.axes is None else m.spec.axes.weights for m in (self, to)]
+        if mine == its and axes[0] == axes[1]:
+            return
+        raise RopewalkError(
+            asked="rope.retune(x, to=other)",
+            expected="the same head_dim, rotary_dim, rotary_slice, pairing, axes and seq_dim in both",
+            got=f"{self.extra_repr()} and {to.extra_repr()}",
+            do="unrotate with one and rotate with the other: other(rope.unrotate(k, positions=p), positions=p)",
+        )
+
+    def reset_parameters(self) -> None:
+        """Puts learned frequencies back to those of the spec, as initialisation after `to_empty` does.
+
+        >>> rope = RotaryEmbedding(4, learned=True)
+        >>> rope.reset_parameters()
+        >>> rope.inv_freq.tolist()
+        [1.0, 0.01]
+        """
+        if self.log_scale is not None:
+            nn.init.zeros_(self.log_scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        super()._apply(fn, recurse)
+        # fn may cast, move or empty; the device that it moves to is all that concerns the frequencies.
+        self._source.to(fn(torch.empty(0, device=self._source.inv_freq.device)).device)
+        return self
 
     def extra_repr(self) -> str:
         """The spec in a line: the pairing and the base, which most often are wrong, come first."""
@@ -261,26 +514,30 @@ class RotaryEmbedding(RotaryMoves):
         usual = {"axes": None, "sign": 1, "xpos": None, "query_temperature": None, "angles": "exact"}
         parts += [f"{name}={getattr(spec, name)!r}" for name in usual if getattr(spec, name) != usual[name]]
         parts.append(f"seq_dim={self.seq_dim}")
-        own = {name: getattr(self, name) for name in ("context_length", "backend")}
-        parts += [f"{name}={value!r}" for name, value in own.items() if value is not None]
+        options = {name: getattr(self, name) for name in ("context_length", "backend")}
+        parts += [f"{name}={value!r}" for name, value in options.items() if value is not None]
         flags = {"learned": self.log_scale is not None, "check_ids": self.check_ids}
-        return ", ".join([*parts, *(f"{name}=True" for name, set_ in flags.items() if set_)])
+        return ", ".join([*parts, *(f"{name}=True" for name, is_set in flags.items() if is_set)])
 
 
-def _spec(dim: int | RopeSpec, base: float | None, pairing: str | None) -> RopeSpec:
-    if dim is None or isinstance(dim, dict):
-        layers = isinstance(dim, dict) and all(value is None or isinstance(value, RopeSpec) for value in dim.values())
+def _spec(head_dim: object, base: float | None, pairing: Pairing | None) -> RopeSpec:
+    if head_dim is None or isinstance(head_dim, dict):
+        layers = isinstance(head_dim, dict) and all(
+            value is None or isinstance(value, RopeSpec) for value in head_dim.values()
+        )
+        by_layer = f"one spec per layer type: {', '.join(map(str, head_dim))}" if head_dim and layers else None
         raise RopewalkError(
             asked="RotaryEmbedding(...)",
             expected="a head_dim, or one RopeSpec",
-            got=f"one spec a layer type: {', '.join(map(str, dim))}" if dim and layers else shown(dim),
+            got=by_layer or shown(head_dim),
             do="make a module of each that is not None: RotaryEmbedding(specs[layer_type])"
             if layers
             else "read a config with load_spec first; None, for layers without rotation, needs no module",
         )
-    if not isinstance(dim, RopeSpec):
+    if not isinstance(head_dim, RopeSpec):
         frequencies = Plain() if base is None else Plain(base)
-        return RopeSpec(dim, frequencies, pairing="interleaved" if pairing is None else pairing)
+        pairs: Pairing = "interleaved" if pairing is None else pairing
+        return RopeSpec(head_dim, frequencies, pairing=pairs)  # pyright: ignore[reportArgumentType]  # it checks
     if base is not None or pairing is not None:
         raise RopewalkError(
             asked="RotaryEmbedding(spec, ...)",
@@ -288,9 +545,4 @@ def _spec(dim: int | RopeSpec, base: float | None, pairing: str | None) -> RopeS
             got=f"a spec with base={base}, pairing={pairing!r}",
             do="put them into the spec: RopeSpec(128, Plain(base), pairing=...)",
         )
-    return dim
-
-
-def _is_start(offset: Any) -> TypeGuard[int | None]:
-    """Whether this is no offset, or an int that a position can be: the common cases, without a look at the rest."""
-    return offset is None or (type(offset) is int and -(1 << 62) < offset < 1 << 62)
+    return head_dim

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, require_positive, shown
-from ropewalk.kernels.qk_norm.torch import Norm
-from ropewalk.nn.rotary.angle_source import Angles
+from ropewalk.kernels.types import Norm
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.ops import qk_norm_rotate
+from ropewalk.nn.rotary.where import Angles, Where
+from ropewalk.ops import norm_rotate
 
 __all__ = ["qk_norm_rope"]
 
@@ -71,10 +71,13 @@ def qk_norm_rope(
             got=f"{rope}",
             do="normalise first and call rope(q, k)",
         )
-    cos, sin, row = rope._place(q, k, positions, offset, cu_seqlens, angles, length)
+    where = Where(positions, None, offset, cu_seqlens, angles, length)
+    cos, sin, row = rope.shared_tables(q, k, where)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         _check_weight(name, weight, x, plus_one)
-    return qk_norm_rotate(q, k, q_weight, k_weight, cos, sin, rope.layout, Norm(eps, plus_one, round_norm), row=row)
+    norm = Norm.as_transformers(eps, plus_one) if round_norm else Norm(eps, plus_one)
+    tables = cos, sin, rope.layout, norm
+    return norm_rotate(q, k, q_weight, k_weight, *tables, row=row, backend=rope.backend)
 
 
 def _check_weight(name: str, weight: Tensor | None, x: Tensor, plus_one: bool) -> None:

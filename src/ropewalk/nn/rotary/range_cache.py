@@ -1,4 +1,5 @@
-"""Keeps cos and sin of the last plain ranges, so that decoding finds its row. Nobody can tell that they are there."""
+"""Keeps cos and sin of the last ranges of positions, so that decoding finds its row. Transparent: results are identical
+without it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "RangeCache", "stream_of"]
+from ropewalk.ops.dispatch import Choice, direct_rotation
+
+__all__ = ["Block", "RangeCache"]
 
 # Ranges start at a multiple of this and reach at least this far past what was asked for: the next tokens of a decode.
 STEP = 256
@@ -16,24 +19,12 @@ LONGEST = 8192
 MOST_ROWS = LONGEST + 8 * STEP
 
 
-def stream_of(device: torch.device) -> int:
-    """The stream on which work for the device is put now; 0 where there is none.
-
-    What one stream computes another may read too early, and memory that one lets go another may still be reading: each
-    has blocks of its own.
-
-    >>> stream_of(torch.device("cpu"))
-    0
-    """
-    if device.type != "cuda":
-        return 0
-    # What `torch.cuda.current_stream` asks too, without an object around it: decoding waits for this.
-    return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 class Block(NamedTuple):
-    """cos and sin of positions start .. stop-1. The key begins with device, dtype and `stream_of` the device, and says
-    all that they depend on.
+    """cos and sin of positions start .. stop-1. The key has the device, the dtype, the stream, and all else that they
+    depend on; `direct` is how a plain call on them may be rotated without further checks.
+
+    What one stream computes another may read too early, and memory that one releases another may still be reading: each
+    stream has blocks of its own.
 
     >>> Block((torch.device("cpu"), torch.float32, 0), 0, 2, torch.ones(2, 1), torch.zeros(2, 1)).stop
     2
@@ -44,6 +35,7 @@ class Block(NamedTuple):
     stop: int
     cos: Tensor
     sin: Tensor
+    direct: Choice | None = None
 
 
 class RangeCache:
@@ -56,7 +48,7 @@ class RangeCache:
     ...     made.append((start, stop))
     ...     return torch.arange(start, stop), torch.arange(start, stop)
     >>> cache = RangeCache()
-    >>> key = torch.device("cpu"), torch.float32, stream_of(torch.device("cpu"))
+    >>> key = torch.device("cpu"), torch.float32, 0
     >>> found = [cache.find(key, start, start + 2, make) for start in (0, 2, 250)]
     >>> [cos[row : row + 2].tolist() for cos, sin, row in found]
     [[0, 1], [2, 3], [250, 251]]
@@ -64,9 +56,11 @@ class RangeCache:
     [(0, 512)]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend = backend
         self._blocks: tuple[Block, ...] = ()
-        # The block that was used last, if all heads share it: decoding looks there first.
+        # The block that was used last, if all heads share it and a plain call may be rotated directly: decoding looks
+        # there first.
         self.recent: Block | None = None
 
     def find(
@@ -91,7 +85,7 @@ class RangeCache:
         last = stop + STEP + (-stop) % STEP
         # Tensors born in inference mode could not be saved for a later backward.
         with torch.inference_mode(False):
-            block = Block(key, first, last, *make(first, last))
+            block = Block(key, first, last, *make(first, last), direct_rotation(key[0], self._backend))
         kept, rows = [block], last - first
         for old in blocks:
             rows += old.stop - old.start
@@ -103,7 +97,7 @@ class RangeCache:
         return block.cos, block.sin, start - first
 
     def _put_forward(self, block: Block) -> None:
-        self.recent = block if block.key[0].type in ("cpu", "cuda") and block.cos.dim() == 2 else None
+        self.recent = block if block.direct is not None and block.cos.dim() == 2 else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_blocks": (), "recent": None}
+        return {"_backend": self._backend, "_blocks": (), "recent": None}

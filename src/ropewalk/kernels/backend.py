@@ -1,0 +1,162 @@
+"""A backend is a value: its name, why it is missing, per operation a function and what it supports. And the registry.
+
+What the `run` of each operation receives and returns, for plain tensors in an eager call:
+
+- cos_sin: (positions, inv_freq, radix_table, amplitude, dtype, axes) -> (cos, sin)
+- rotate: (q, k or None, cos, sin, layout, row, conjugate) -> (q,) or (q, k)
+- norm_rotate: (tensors, weights, cos, sin, layout, norm, row) -> a list of tensors
+- linear_attention: (q_side, k_side, v, flat sums or None, layout, causal, cu_seqlens) -> (out, flat sums, *saved)
+
+`angles/`, `rotate/`, `qk_norm/` and `linear/` have the functions of the built-in backends, `backends/` the values. A
+new backend is one file like those in `backends/`, and a line in its `__init__.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ropewalk.errors import RopewalkError, require_choice
+
+__all__ = ["OPERATIONS", "Backend", "Operation", "OperationName", "backends", "get", "register", "registered"]
+
+OperationName = Literal["cos_sin", "rotate", "norm_rotate", "linear_attention"]
+OPERATIONS: tuple[OperationName, ...] = ("cos_sin", "rotate", "norm_rotate", "linear_attention")
+
+
+def _always(*call: object) -> None:
+    """Supports every call."""
+
+
+def _never_declines(*call: object) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a backend: the function that computes it, and the calls that it supports.
+
+    `call` is what identifies a call: (q, k, layout) for rotate and norm_rotate, (q_side, k_side, v, layout) for
+    linear_attention, all arguments for cos_sin. What receives `call` must be traceable by torch.compile: no f-strings,
+    no look at values.
+
+    Args:
+        run: Computes the operation. See the module's docstring.
+        supports: (*call) -> None, or in words what the backend cannot do.
+        worthwhile: (*call, compiling) -> False where another path is faster. Not asked where the backend was forced.
+        backward: The gradients in one call. For norm_rotate: (cotangents, tensors, weights, whether weights need
+            gradients, cos, sin, layout, norm, row) -> (gradients, weight gradients). For linear_attention: (cotangent
+            of out, of sums or None, q_side, k_side, v, what `run` returned, layout, causal, cu_seqlens) -> gradients of
+            q, k, v and of the sums before. Without it, gradients are those of the formula. A rotation needs none: its
+            backward is the rotation by the opposite angle.
+        table_gradient: For rotate: (tensors, cotangents, cos, layout, row, conjugate) -> gradients of cos and sin.
+        run_if_ready: For rotate, where the host's time decides: (q, k, cos, sin, layout, row, rows, head_dim, only_ask)
+            -> checks q and k and rotates them, or returns None; with only_ask it returns True and does nothing.
+        empty_saved: For linear_attention: (q, k, v, cu_seqlens) -> tensors shaped as those that `run` saves, for fake
+            tensors.
+        in_place: Whether the `run` of rotate accepts in_place=True.
+        into: Whether the `run` of rotate accepts out=[...], tensors to write into.
+        opaque: Whether a compiler gets a library op; otherwise it traces the formula.
+        traceable: Whether `run` is the formula itself, in torch operations.
+
+    >>> Operation(run=print).supports() is None
+    True
+    """
+
+    run: Callable[..., Any]
+    supports: Callable[..., str | None] = _always
+    worthwhile: Callable[..., bool] = _never_declines
+    backward: Callable[..., Any] | None = None
+    table_gradient: Callable[..., Any] | None = None
+    run_if_ready: Callable[..., Any] | None = None
+    empty_saved: Callable[..., Any] | None = None
+    in_place: bool = False
+    into: bool = False
+    opaque: bool = True
+    traceable: bool = False
+
+
+def _present() -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend: its name, its operations, why it is missing, and the devices on which it is chosen by itself.
+
+    `why_missing` is called when a backend is forced, and may look at the machine. `devices` are types of
+    torch.device; None stands for every device.
+
+    >>> Backend("mine", {"rotate": Operation(run=print)}).why_missing() is None
+    True
+    """
+
+    name: str
+    operations: Mapping[OperationName, Operation] = field(hash=False)
+    why_missing: Callable[[], str | None] = _present
+    devices: tuple[str, ...] | None = ()
+
+
+# By name, those to be preferred first.
+_REGISTRY: dict[str, Backend] = {}
+
+
+def register(backend: Backend) -> Callable[[], None]:
+    """Adds a backend, before those that are there, or in place of one of the same name; returns what undoes it.
+
+    >>> undo = register(Backend("mine", {"rotate": Operation(run=print)}))
+    >>> backends()[0].name
+    'mine'
+    >>> undo()
+    >>> "mine" in [backend.name for backend in backends()]
+    False
+    """
+    before = dict(_REGISTRY)
+    kept = {name: other for name, other in before.items() if name != backend.name}
+    _replace_all({backend.name: backend, **kept})
+    return lambda: _replace_all(before)
+
+
+def _replace_all(registry: dict[str, Backend]) -> None:
+    _REGISTRY.clear()
+    _REGISTRY.update(registry)
+
+
+def backends() -> tuple[Backend, ...]:
+    """All backends, those to be preferred first.
+
+    >>> all(isinstance(backend, Backend) for backend in backends())
+    True
+    """
+    return tuple(_REGISTRY.values())
+
+
+def registered(name: str) -> Backend:
+    """The backend of that name, which was chosen before.
+
+    >>> registered("torch").name
+    'torch'
+    """
+    return _REGISTRY[name]
+
+
+def get(name: str | None) -> Backend | None:
+    """The backend of that name, if it can run here; None for None.
+
+    Raises:
+        RopewalkError: There is no such backend, or it is missing; the error says why.
+
+    >>> get("torch").name
+    'torch'
+    """
+    if name is None:
+        return None
+    backend = _REGISTRY[require_choice(name, _REGISTRY, asked="backend=...")]
+    reason = backend.why_missing()
+    if reason is not None:
+        raise RopewalkError(
+            asked=f"backend={name!r}",
+            expected="a backend that can run here",
+            got=reason,
+            do="leave backend out, or use backend='torch'",
+        )
+    return backend

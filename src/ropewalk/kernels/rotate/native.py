@@ -1,0 +1,83 @@
+"""The rotation by the C extension: plain CPU tensors, in one pass over memory."""
+
+import torch
+from torch import Tensor
+
+from ropewalk.kernels.native.extension import MOST_DIMS, NATIVE
+from ropewalk.kernels.precision import FLOATS
+from ropewalk.kernels.types import Layout
+
+__all__ = ["rotate", "rotate_if_ready", "supports"]
+
+
+def supports(q: Tensor, k: Tensor | None, layout: Layout) -> str | None:
+    """Why the C kernel cannot rotate these, or None.
+
+    >>> supports(torch.ones(3, 4), None, Layout(True, 0, -2)) is None
+    True
+    """
+    if not q.is_cpu:
+        return "tensors that are not on the CPU"
+    if q.dtype not in FLOATS:
+        return "a dtype that it does not have"
+    if q.dim() > MOST_DIMS or (k is not None and k.dim() > MOST_DIMS):
+        return "too many dimensions"
+    return None
+
+
+def rotate(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int = 0,
+    conjugate: bool = False,
+    in_place: bool = False,
+) -> tuple[Tensor, ...]:
+    """q, and k if there is one, rotated into memory like theirs, or in place.
+
+    cos and sin are as `cos_sin` returns them, and row `row` of them is the first token's.
+
+    >>> from ropewalk.kernels.rotate.torch import rotate as fallback
+    >>> run = fallback if NATIVE is None else rotate
+    >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    >>> run(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # by 90 degrees
+    [[-3.0, -4.0, 1.0, 2.0]]
+    """
+    yq, yk = (q, k) if in_place else (None, None)
+    options = row, layout.start, layout.seq_dim, layout.interleaved, conjugate, torch.get_num_threads()
+    return NATIVE.rotate(q, k, yq, yk, cos, sin, *options)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def rotate_if_ready(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int,
+    rows: int,
+    head_dim: int,
+    only_ask: bool = False,
+) -> tuple[Tensor, ...] | bool | None:
+    """`rotate`, if q and k are plain CPU tensors, alike, with head_dim features and at most `rows` tokens; else None.
+
+    Whatever a caller would check first is checked here, in C, which is what decoding waits for.
+
+    >>> table = torch.ones(3, 2)
+    >>> NATIVE and rotate_if_ready(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)
+    """
+    return NATIVE.direct(  # pyright: ignore[reportOptionalMemberAccess]
+        q,
+        k,
+        cos,
+        sin,
+        row,
+        rows,
+        head_dim,
+        layout.start,
+        layout.seq_dim,
+        layout.interleaved,
+        0 if only_ask else torch.get_num_threads(),
+    )

@@ -1,0 +1,236 @@
+"""Where: the arguments of a call that say where its tokens are, as one value; and the checks of them."""
+
+from typing import Literal, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, as_int, require_choice, shown
+from ropewalk.kernels.precision import working_dtype
+from ropewalk.nn.position_checks import check_ends, check_ids, check_positions
+from ropewalk.nn.positions import packed_positions, range_positions
+from ropewalk.nn.rotary.limits import Limits
+from ropewalk.spec.axes import Axes
+from ropewalk.spec.rope import RopeSpec
+
+__all__ = ["Angles", "Role", "Where", "check_angles", "checked_length", "checked_offset", "checked_role", "is_start"]
+
+# cos and sin, each [seq, pairs], [batch, seq, pairs] or [batch, heads, seq, pairs].
+Angles = tuple[Tensor, Tensor]
+
+# What a single tensor holds, for specs that treat queries and keys differently.
+Role = Literal["q", "k"]
+
+
+class Where(NamedTuple):
+    """Where the tokens of a call are, as its arguments say it; without any, at 0 .. seq-1.
+
+    Built once from the arguments of a call and passed down. At most one of positions, offset, cu_seqlens and angles is
+    set; `k_positions` goes beside positions, or alone. `length` is how long the sequences are, and `role` what a single
+    tensor holds, for the specs that depend on them. `name` is the argument that positions came from.
+
+    >>> Where(offset=7).is_fresh, Where(length=9).is_fresh
+    (False, True)
+    """
+
+    positions: Tensor | None = None
+    k_positions: Tensor | None = None
+    offset: int | Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    angles: Angles | None = None
+    length: int | Tensor | None = None
+    role: Role | None = None
+    name: str = "positions"
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether tokens are at 0 .. seq-1 because nothing says otherwise."""
+        return self.positions is None and self.offset is None and self.cu_seqlens is None and self.angles is None
+
+    def of_keys(self) -> "Where":
+        """Where the keys are: at k_positions if those are given, else where the queries are.
+
+        >>> Where(positions=torch.arange(2), k_positions=torch.arange(3)).of_keys().positions.tolist()
+        [0, 1, 2]
+        """
+        if self.k_positions is None:
+            return self._replace(role="k")
+        return Where(positions=self.k_positions, length=self.length, role="k", name="k_positions")
+
+    def check(self, k: Tensor | None) -> None:
+        """Raise if two arguments say where q is, or k_positions come without keys or beside anything but positions.
+
+        >>> Where(positions=torch.arange(2)).check(None)
+        """
+        first_four = {"positions": self.positions, "offset": self.offset}
+        first_four |= {"cu_seqlens": self.cu_seqlens, "angles": self.angles}
+        named = [name for name, value in first_four.items() if value is not None]
+        if len(named) <= 1 and (self.k_positions is None or (k is not None and named in ([], ["positions"]))):
+            return
+        named += [] if self.k_positions is None else ["k_positions"]
+        raise RopewalkError(
+            asked="rope(q, ...)" if k is None else "rope(q, k, ...)",
+            expected="one of positions, offset, cu_seqlens and angles; k_positions with k, beside positions or alone",
+            got=", ".join(named),
+            do="add an offset to the positions yourself; give at() the positions of its angles",
+        )
+
+    def places(self, x: Tensor, seq_dim: int, batched: bool, axes: Axes | None, limits: Limits) -> int | Tensor:
+        """Where the tokens of x are, checked: ids, or an int where they are a range that starts there.
+
+        >>> Where(offset=7).places(torch.ones(3, 4), -2, False, None, Limits(None, None, False))
+        7
+        """
+        seq = x.shape[seq_dim]
+        if self.positions is not None:
+            asked, count = f"rope({self.name}=...)", 1 if axes is None else axes.count
+            check_positions(self.positions, x, asked=asked, seq_dim=seq_dim, batched=batched, axes=count)
+            positions = self.positions
+        elif axes is not None:
+            raise RopewalkError(
+                asked=f"rope(...) over {axes.count} position axes",
+                expected=f"positions [{axes.count}, seq] or [{axes.count}, batch, seq]",
+                got="no positions",
+                do="make them with ropewalk.positions: text_positions, grid_positions, mrope_positions",
+            )
+        elif self.cu_seqlens is not None:
+            ends, asked = self.cu_seqlens, "rope(cu_seqlens=...)"
+            check_ids(ends, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
+            if limits.may_look(ends):
+                check_ends(ends, seq, asked=asked)
+            positions = packed_positions(ends.to(x.device), seq)
+        else:
+            start = 0 if self.offset is None else checked_offset(self.offset, x, batched, "offset")
+            if not isinstance(start, Tensor):
+                return start
+            positions, asked = range_positions(seq, start, x.device), "rope(offset=...)"
+        limits.check_values(positions, asked)
+        return positions
+
+
+def checked_offset(offset: object, x: Tensor, batched: bool, name: str) -> int | Tensor:
+    """An int, or a tensor: of one whole number, or of one per sequence where x has a batch.
+
+    >>> checked_offset(7, torch.ones(2, 3, 4), True, "offset")
+    7
+    """
+    if isinstance(offset, Tensor):
+        whole = not offset.is_floating_point() and not offset.is_complex() and offset.dtype != torch.bool
+        rows = offset.dim() == 1 and batched and offset.shape[0] in (1, x.shape[0])
+        if whole and (offset.dim() == 0 or rows):
+            return offset.to(torch.int64)
+        got = f"{offset.dtype} {list(offset.shape)}"
+    elif isinstance(offset, torch.SymInt):
+        return offset  # pyright: ignore[reportReturnType]  # an int to everything but the type checker
+    else:
+        number = as_int(offset)
+        if number is not None and abs(number) < 1 << 62:
+            return number
+        got = shown(offset)
+    raise RopewalkError(
+        asked=f"{name}=... for a tensor of shape {list(x.shape)}",
+        expected="an int of less than 63 bits"
+        + (f", or whole numbers [{x.shape[0]}], one per sequence" if batched else ""),
+        got=got,
+        do="rotate with positions= for anything else",
+    )
+
+
+def checked_length(
+    length: object, spec: RopeSpec, rows: int | None, fresh: int | None, name: str = "length"
+) -> int | Tensor | None:
+    """How long sequences are, if the spec depends on it: an int, or whole numbers [rows], one per sequence.
+
+    `fresh` is the number of tokens where they are a whole sequence, from position 0 on; no length is needed then.
+
+    >>> checked_length(None, RopeSpec(4), None, 3) is None
+    True
+    """
+    if length is None:
+        if not spec.varies or fresh is not None:
+            return fresh if spec.varies else None
+        raise RopewalkError(
+            asked=f"rope(...) with {type(spec.frequencies).__name__}, whose frequencies depend on the length",
+            expected=f"{name}=, an int or one per sequence [batch], unless tokens are one sequence from position 0 on",
+            got=f"no {name}",
+            do="pass the length that the keys in the cache were rotated for; rope.retune moves them to another",
+        )
+    if isinstance(length, Tensor):
+        whole = not length.is_floating_point() and not length.is_complex() and length.dtype != torch.bool
+        if whole and (length.dim() == 0 or (length.dim() == 1 and rows is not None and len(length) in (1, rows))):
+            return length if spec.varies else None
+        got = f"{length.dtype} {list(length.shape)}"
+    elif isinstance(length, torch.SymInt):
+        return length if spec.varies else None  # pyright: ignore[reportReturnType]  # an int but for the type checker
+    else:
+        number = as_int(length)
+        if number is not None and 1 <= number < 1 << 62:
+            return number if spec.varies else None
+        got = shown(length)
+    raise RopewalkError(
+        asked=f"rope(..., {name}=...)",
+        expected="an int of at least 1" + ("" if rows is None else f", or whole numbers [{rows}], one per sequence"),
+        got=got,
+        do="pass how many positions the sequence has",
+    )
+
+
+def checked_role(role: object, spec: RopeSpec) -> Role | None:
+    """Whether a tensor holds queries ("q") or keys ("k"); None where the spec treats them alike.
+
+    >>> checked_role("k", RopeSpec(4)) is None
+    True
+    """
+    if role is not None:
+        require_choice(role, ("q", "k"), asked="rope(..., role=...)")
+    if spec.same_for_both:
+        return None
+    if role is None:
+        raise RopewalkError(
+            asked="rope(x) with a spec that treats queries and keys differently (xpos or query_temperature)",
+            expected='role="q" for queries or role="k" for keys, or both tensors: rope(q, k)',
+            got="one tensor without a role",
+            do='say what it holds: rope(k, role="k")',
+        )
+    return role  # pyright: ignore[reportReturnType]  # require_choice has looked
+
+
+def check_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> Angles:
+    """cos and sin as `rope.at` returns them, if they belong to x.
+
+    >>> x = torch.ones(3, 4)
+    >>> check_angles((torch.ones(3, 2), torch.zeros(3, 2)), x, 2, -2)[0].shape
+    torch.Size([3, 2])
+    """
+    seq = x.shape[seq_dim]
+    if isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles):
+        cos, sin = angles
+        fits = cos.shape == sin.shape and cos.dtype == sin.dtype == working_dtype(x)
+        fits = fits and cos.device == sin.device == x.device
+        fits = fits and cos.dim() in (2, 3, 4) and tuple(cos.shape[-2:]) == (seq, pairs)
+        if fits and cos.dim() == 3:
+            fits = x.dim() > -seq_dim and cos.shape[0] in (1, x.shape[0])
+        if fits and cos.dim() == 4:
+            heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
+            fits = x.dim() in (3, 4) and cos.shape[1] in (1, heads)
+            fits = fits and (cos.shape[0] == 1 or (x.dim() == 4 and cos.shape[0] == x.shape[0]))
+        if fits:
+            return cos, sin
+        got = f"cos {cos.dtype} {list(cos.shape)} on {cos.device}, sin {sin.dtype} {list(sin.shape)} on {sin.device}"
+    else:
+        got = repr(type(angles))
+    raise RopewalkError(
+        asked=f"rope(..., angles=...) for {x.dtype} of shape {list(x.shape)} on {x.device}",
+        expected=f"what rope.at(positions) returns: cos and sin [.., {seq}, {pairs}] in float32 (float64 for float64)",
+        got=got,
+        do="call rope.at(positions), with dtype=torch.float64 for float64, on the device of the input",
+    )
+
+
+def is_start(offset: object) -> TypeGuard[int | None]:
+    """Whether this is no offset, or an int that a position can be: the common cases, without a look at the rest.
+
+    >>> is_start(None), is_start(7), is_start(torch.tensor(7))
+    (True, True, False)
+    """
+    return offset is None or (type(offset) is int and -(1 << 62) < offset < 1 << 62)

@@ -1,0 +1,177 @@
+"""The one place that decides which backend computes a call, and by which path.
+
+What a call costs, apart from the work itself, on two Neoverse-N1 cores with torch 2.13 (2026-11): a direct call 2 us,
+an autograd.Function 15 to 22 us, a library op 21 to 58 us. So there are three paths:
+
+- "kernel": plain tensors in an eager call go straight to the function of a backend, through the cheapest
+  autograd.Function where a gradient is needed;
+- "op": a compiler gets a library op, which runs the backend, where the backend is `opaque` and worth the call;
+- "formula": everything else that looks inside (export, functorch, forward-mode AD, tensor subclasses, gradients that no
+  backend has) gets torch operations, which all of them understand.
+
+Only plain tensors reach a kernel, so that none reads a pointer that is not there.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError
+from ropewalk.kernels.backend import Operation, OperationName, backends, get
+from ropewalk.kernels.backends import TORCH
+from ropewalk.kernels.torch_internals import is_exporting, is_plain, is_transformed, why_not_plain
+
+__all__ = ["Choice", "backend_reasons", "choose", "direct_rotation", "find", "require_backend"]
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+class Choice(NamedTuple):
+    """How a call is computed: its path, the name of the backend and its operation.
+
+    >>> Choice("kernel", "torch", TORCH.operations["rotate"]).backend
+    'torch'
+    """
+
+    path: Literal["kernel", "op", "formula"]
+    backend: str
+    operation: Operation
+
+
+_FORMULA: dict[OperationName, Choice] = {
+    name: Choice("formula", "torch", operation) for name, operation in TORCH.operations.items()
+}
+
+
+def choose(
+    name: OperationName,
+    requested: str | None,
+    call: tuple[Any, ...],
+    tensors: Sequence[Tensor | None],
+    *,
+    table_gradient: bool = False,
+) -> Choice:
+    """How a call of an operation is to be computed: the path, the backend and its function.
+
+    Args:
+        name: The operation.
+        requested: The backend that was forced, or None. A forced backend computes the call or there is an error. For
+            cos and sin it is a preference: they are the same everywhere within their budget.
+        call: What `Operation.supports` receives: for rotate and norm_rotate (q, k, layout), for linear_attention
+            (q_side, k_side, v, layout), for cos_sin all of its arguments.
+        tensors: Every tensor whose memory a kernel would read; the first is on the device of the call.
+        table_gradient: Whether gradients of cos and sin are needed.
+
+    Returns:
+        The choice. The path is "formula" where no backend can be used.
+
+    Raises:
+        RopewalkError: The backend that was forced cannot compute the call; the error says why.
+
+    >>> from ropewalk.kernels.types import Layout
+    >>> x = torch.ones(3, 4)
+    >>> choose("rotate", "torch", (x, None, Layout(True, 0, -2)), (x,)).path
+    'kernel'
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling:
+        reachable = not (is_exporting() or is_transformed()) and _have_plain_types(tensors)
+    else:
+        reachable = is_plain(*tensors)
+    reason = None
+    if reachable:
+        found = find(name, requested, call, compiling=compiling, table_gradient=table_gradient)
+        if isinstance(found, Choice):
+            return found
+        reason = found
+    if requested is None or requested == "torch" or name == "cos_sin":
+        return _FORMULA[name]
+    shown = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in tensors[:2] if x is not None]
+    raise RopewalkError(
+        asked=f"backend={requested!r}",
+        expected="a call that it supports",
+        got=f"{reason or why_not_plain(*tensors)}, for {' and '.join(shown)}",
+        do="leave backend out, and each call uses the fastest path that supports it",
+    )
+
+
+def find(
+    name: OperationName,
+    requested: str | None,
+    call: tuple[Any, ...],
+    *,
+    compiling: bool = False,
+    table_gradient: bool = False,
+) -> Choice | str:
+    """The first backend that supports a call on plain tensors, or in words why there is none.
+
+    >>> from ropewalk.kernels.types import Layout
+    >>> call = torch.ones(3, 4), None, Layout(True, 0, -2)
+    >>> find("rotate", "torch", call).backend, find("rotate", "torch", call, table_gradient=True)
+    ('torch', 'gradients of cos and sin')
+    """
+    first = call[0] if isinstance(call[0], Tensor) else call[0].x
+    device, reason = first.device.type, "an operation that it does not have"
+    for backend in backends():
+        forced = backend.name == requested
+        if not forced:
+            preference = requested is None or name == "cos_sin"
+            if not preference or (backend.devices is not None and device not in backend.devices):
+                continue
+        operation = backend.operations.get(name)
+        if operation is None:
+            continue
+        if table_gradient and (compiling or operation.table_gradient is None):
+            reason = "gradients of cos and sin"
+            continue
+        why_not = operation.supports(*call)
+        if why_not is not None:
+            reason = why_not
+            continue
+        if not forced and not operation.worthwhile(*call, compiling):
+            continue
+        if operation.traceable or (compiling and not operation.opaque):
+            return _FORMULA[name]
+        return Choice("op" if compiling else "kernel", backend.name, operation)
+    return reason
+
+
+def _have_plain_types(tensors: Sequence[Tensor | None]) -> bool:
+    return all(x is None or type(x) in _PLAIN_TYPES for x in tensors)
+
+
+def direct_rotation(device: torch.device, requested: str | None) -> Choice | None:
+    """The backend that rotates plain tensors on that device, if it has a `run_if_ready`.
+
+    >>> direct_rotation(torch.device("cpu"), "torch") is None
+    True
+    """
+    for backend in backends():
+        automatic = backend.devices is None or device.type in backend.devices
+        operation = backend.operations.get("rotate")
+        if operation is not None and (backend.name == requested if requested else automatic):
+            # A forced backend may run on a device for which it is not chosen by itself: that is for `choose` to say.
+            ready = automatic and operation.run_if_ready is not None
+            return Choice("kernel", backend.name, operation) if ready else None
+    return None
+
+
+def require_backend(name: str | None) -> str | None:
+    """`name`, if that backend can run here; None, which leaves the choice to each call, for None.
+
+    >>> require_backend("torch")
+    'torch'
+    """
+    backend = get(name)
+    return None if backend is None else backend.name
+
+
+def backend_reasons() -> dict[str, str | None]:
+    """Each backend, with the reason why it cannot run here, or None.
+
+    >>> backend_reasons()["torch"] is None
+    True
+    """
+    return {backend.name: backend.why_missing() for backend in backends()}
