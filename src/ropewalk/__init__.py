@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ropewalk.errors import RopewalkError as RopewalkError
-    from ropewalk.hub.accelerate.patch import accelerate as accelerate
-    from ropewalk.hub.configs.load import load_spec as load_spec
+    from ropewalk.hub.accelerate.acceleration import accelerate as accelerate
+    from ropewalk.hub.configs.parse import load_spec as load_spec
     from ropewalk.hub.configs.pitfalls import RopeConfigWarning as RopeConfigWarning
     from ropewalk.nn.attention.cache import KVCache as KVCache
     from ropewalk.nn.attention.layer import Attention as Attention
@@ -78,12 +78,12 @@ _HOME = {
     "AcrossHeads": "ropewalk.spec.frequencies",
     "XPos": "ropewalk.spec.xpos",
     "Yarn": "ropewalk.spec.by_parts",
-    "accelerate": "ropewalk.hub.accelerate.patch",
+    "accelerate": "ropewalk.hub.accelerate.acceleration",
     "apply_rope": "ropewalk.reference.rotate",
     "build_rotary_frequencies": "ropewalk.reference.rotate",
     "encoding": "ropewalk.nn.encodings.by_name",
     "linear_attention": "ropewalk.nn.linear.function",
-    "load_spec": "ropewalk.hub.configs.load",
+    "load_spec": "ropewalk.hub.configs.parse",
     "qk_norm_rope": "ropewalk.nn.rotary.qk_norm",
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hub.applied import NOTES
 from hub.observed import Seen, UnbuildableError, families, observe
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, load_spec
-from ropewalk.hub.configs.pitfalls import RopeConfigWarning
+from ropewalk.hub import RopeConfigWarning
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 AGREES, REORDERS, DIFFERS, UNBUILDABLE = "agrees", "agrees, features reordered", "differs", "not built"
@@ -90,7 +90,7 @@ def _fault(seen: Seen, spec: RopeSpec, *, reorder: bool = False) -> str | None:
     amplitude = spec.amplitude()
     if abs(amplitude - seen.amplitude) > 1e-6:
         return f"amplitude {amplitude} where transformers has {seen.amplitude}"
-    own = rope._spec_inv_freq
+    own = rope.inv_freq
     if seen.inv_freq is not None and seen.inv_freq.shape == own.shape and spec.axes is None:
         gap = ((own.abs() - seen.inv_freq).abs() / seen.inv_freq.abs().clamp(min=1e-30)).max().item()
         if gap > 2**-22:

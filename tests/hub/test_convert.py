@@ -19,8 +19,7 @@ import ropewalk as rw
 from hub.checkpoints import CONFIG, llama, weights
 from hub.conversions import loaded, logits, quiet, rotating_between, rotating_by_definition, saved, tensors_of, tiny
 from hub.tiny_models import config_classes
-from ropewalk.hub import RopeConfigWarning
-from ropewalk.hub.convert.conversion import convert_checkpoint, verify_conversion
+from ropewalk.hub import RopeConfigWarning, convert_checkpoint, verify_conversion
 from ropewalk.hub.convert.permutation import row_order
 from ropewalk.hub.convert.projections import LAYOUTS, Counts
 from ropewalk.hub.families.table import FAMILIES

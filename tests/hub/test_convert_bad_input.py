@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ropewalk.hub.conversion import folders
 from safetensors.numpy import save_file
 
 from hub.checkpoints import CONFIG, Q, llama, weights
 from ropewalk import RopewalkError
-from ropewalk.hub.convert.checkpoint import read_shard
-from ropewalk.hub.convert.conversion import UnprovenError, convert_checkpoint, verify_conversion
-from ropewalk.hub.convert.streams import tensor_blocks
+from ropewalk.hub import UnprovenError, convert_checkpoint, verify_conversion
+from ropewalk.hub.convert import folders
+from ropewalk.hub.convert.checkpoint import read_shard, tensor_blocks
 
 INDEX = "model.safetensors.index.json"
 
@@ -113,8 +112,8 @@ def test_pairings_that_are_asked_for(model):
     refused(model, "'half' already: nothing to do", to="half")
     refused(model, "'half', which its family has", from_pairing="interleaved")
     refused(model, "'interleaved' or 'half'", from_pairing="neox")
-    refused(changed(model, model_type="mine"), "add --from half if its code")
-    refused(changed(model, model_type=None), "add --from half if its code")
+    refused(changed(model, model_type="mine"), "add from_pairing='half' if its code")
+    refused(changed(model, model_type=None), "add from_pairing='half' if its code")
     refused(changed(model, ropewalk={"pairing": "interleaved"}), "ropewalk")
     record = {"pairing": "interleaved", "converted_from": "half", "model_code": "half"}
     refused(changed(model, ropewalk=record), "'interleaved' already")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ropewalk.hub.convert.conversion import convert_checkpoint, verify_conversion
+from ropewalk.hub import convert_checkpoint, verify_conversion
 from ropewalk.hub.convert.folders import SUFFIX
 
 pytestmark = pytest.mark.slow
@@ -23,7 +23,7 @@ KILLS = 50
 WORK = """
 import re, sys
 from pathlib import Path
-from ropewalk.hub.convert.conversion import convert_checkpoint
+from ropewalk.hub import convert_checkpoint
 print("ready", flush=True)
 convert_checkpoint(sys.argv[1], sys.argv[2], to="interleaved", verify=True)
 print(re.search("VmHWM: *([0-9]+) kB", Path("/proc/self/status").read_text().replace("\\t", " "))[1], flush=True)

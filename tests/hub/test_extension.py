@@ -1,5 +1,6 @@
 """Rules that extend a context: the right frequencies, what theory says of them, configs that say them, flags."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -13,14 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk import RopeSpec, RopewalkError, load_spec
-from ropewalk.hub.configs.language import language_model
-from ropewalk.hub.configs.model import read_model
-from ropewalk.hub.extend.cache_size import cache_bytes
-from ropewalk.hub.extend.config import extended_config, forms_of, path_of
-from ropewalk.hub.extend.effect import effect_of, trained_turns
+from ropewalk.hub import read_model
+from ropewalk.hub.extend.config_forms import extended_config, forms_of
+from ropewalk.hub.extend.effects import cache_bytes, effect_of, trained_turns
 from ropewalk.hub.extend.measured import MEASURED, measured
 from ropewalk.hub.extend.rules import RULES, Extension, Start, extensions, start_of
 from ropewalk.hub.extend.stacks import flags_for
+from ropewalk.hub.families.family import Family
 from ropewalk.spec import DynamicNTK, Explicit, Llama3, Plain, PositionInterpolation, Proportional, Yarn
 from ropewalk.theory import first_negative_distance
 
@@ -46,9 +46,7 @@ def frequencies(start: Start, length: int, rule: str) -> Any:
 
 
 def started(config: Any, trained: int | None = None) -> Start:
-    model = read_model(config)
-    data = json.loads(Path(config).read_text()) if isinstance(config, Path) else config
-    return start_of(model, language_model(data, None)[0], trained)
+    return start_of(read_model(config), trained)
 
 
 def test_the_rules_of_llama_2_are_the_papers():
@@ -168,7 +166,7 @@ def test_rules_that_cannot_apply_say_why():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (CONFIGS / "vicuna-7b-v1.5-16k.json", "--trained LENGTH"),
+        (CONFIGS / "vicuna-7b-v1.5-16k.json", "trained='LENGTH'"),
         (CONFIGS / "llama-4-scout.json", "its rotation need not change"),
         (
             {"model_type": "granite_swa", "head_dim": 8, "layer_rope_theta": [1e4, 1e5], "max_position_embeddings": 64},
@@ -185,7 +183,7 @@ def test_frequencies_without_a_base_are_refused():
     model = read_model(CONFIG)
     explicit = RopeSpec(4, Explicit([1.0, 0.5]))
     with pytest.raises(RopewalkError, match="a base above 1"):
-        start_of(type(model)("m", "llama", (("", explicit),), model.lengths, (), None), CONFIG)
+        start_of(dataclasses.replace(model, layers=(("", explicit),)))
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096])
@@ -198,29 +196,34 @@ def test_everything_else_in_a_config_is_kept_in_order():
     data = {"vocab_size": 8, **CONFIG, "rope_theta": 10_000.0, "zeta": {"a": [1, None]}, "alpha": "ö"}
     spec = made(LLAMA_2, 16_384)["yarn"].spec
     assert spec is not None
-    new, old = forms_of(data, LLAMA_2, spec, 16_384)
-    whole = extended_config(data, old)
+    config = read_model(data).config
+    new, old = forms_of(config, LLAMA_2, spec, 16_384)
+    whole = extended_config(config, old)
     assert [key for key in whole if key != "rope_scaling"] == list(data)
     assert {key for key in data if whole[key] != data[key]} == {"max_position_embeddings"}
     assert whole["rope_scaling"]["rope_type"] == "yarn"
-    assert "rope_theta" not in extended_config(data, new)
+    assert "rope_theta" not in extended_config(config, new)
     for form in (new, old):
-        assert load_spec(extended_config(data, form)) == spec
+        assert load_spec(extended_config(config, form)) == spec
     assert data["max_position_embeddings"] == 4096
 
 
 def test_the_part_of_a_language_model_is_found():
-    inner = {"model_type": "gemma3_text", "hidden_size": 8}
-    assert path_of({"a": 1, "text_config": inner}, inner) == ("text_config",)
-    assert path_of({"thinker_config": {"text_config": inner}}, inner) == ("thinker_config", "text_config")
-    assert path_of(inner, inner) == ()
+    inner = {"model_type": "gemma3_text", "head_dim": 8}
+    for data, place in (
+        ({"a": 1, "text_config": inner}, ("text_config",)),
+        ({"thinker_config": {"text_config": inner}}, ("thinker_config", "text_config")),
+        (inner, ()),
+    ):
+        language = read_model(data).config.language
+        assert (language.place, language.data) == (place, inner)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_form_is_read_back_as_what_was_meant(path):
-    data = json.loads(path.read_text())
+    model = read_model(path)
     try:
-        start = started(path, read_model(path).lengths.trained or 2048)
+        start = start_of(model, model.lengths.trained or 2048)
     except RopewalkError:
         return
     length = 2 * start.reach
@@ -231,10 +234,10 @@ def test_every_form_is_read_back_as_what_was_meant(path):
         takes_bases_alone = path.stem == "phi-3-mini-128k" and rule not in ("ntk", "base-law")
         if takes_bases_alone or path.stem in ("mistral-7b-v0.3-params", "gpt-j-6b"):
             with pytest.raises(RopewalkError, match="a config of an extended model"):
-                forms_of(data, start, one.spec, length)
+                forms_of(model.config, start, one.spec, length)
             continue
-        for form in forms_of(data, start, one.spec, length):
-            again, before = (dict(read_model(config).layers) for config in (extended_config(data, form), data))
+        for form in forms_of(model.config, start, one.spec, length):
+            again, before = dict(read_model(extended_config(model.config, form)).layers), dict(model.layers)
             new = again.pop(start.layer)
             before.pop(start.layer)
             assert again == before
@@ -245,13 +248,13 @@ def test_every_form_is_read_back_as_what_was_meant(path):
 
 def flags(stack: str, start: Start, length: int, rule: str, data: dict[str, Any] = CONFIG) -> Any:
     one = made(start, length)[rule]
-    part, _ = language_model(data, None)
+    config = read_model(data).config
     try:
-        form = forms_of(data, start, one.spec, length)[0] if one.spec else None
+        form = forms_of(config, start, one.spec, length)[0] if one.spec else None
     except RopewalkError:
         form = None
     kind = str(data.get("model_type"))
-    return flags_for(stack, start, one, length, form=form, path=path_of(data, part), model_type=kind)
+    return flags_for(stack, start, one, length, form=form, place=config.language.place, model_type=kind)
 
 
 def overrides(given: str) -> tuple[dict[str, Any], int]:
@@ -315,16 +318,16 @@ def test_the_flags_of_llama_cpp():
 
 def test_the_bytes_of_keys_and_values():
     model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-    assert cache_bytes(model, 128, 131_072) == 2 * 32 * 8 * 128 * 131_072 * 2 == 16 << 30
+    assert cache_bytes(model, Family(), 128, 131_072) == 2 * 32 * 8 * 128 * 131_072 * 2 == 16 << 30
     latent = {"num_hidden_layers": 61, "num_attention_heads": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert cache_bytes(latent, 192, 1000) == 61 * 576 * 1000 * 2
+    assert cache_bytes(latent, Family(), 192, 1000) == 61 * 576 * 1000 * 2
     mixed = model | {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
-    assert cache_bytes(mixed | {"sliding_window": 10}, 128, 100) == 2 * 8 * 128 * 110 * 2
-    assert cache_bytes({"num_attention_heads": 32}, 128, 100) is None
+    assert cache_bytes(mixed | {"sliding_window": 10}, Family(), 128, 100) == 2 * 8 * 128 * 110 * 2
+    assert cache_bytes({"num_attention_heads": 32}, Family(), 128, 100) is None
     falcon = {"num_hidden_layers": 32, "num_attention_heads": 71, "multi_query": True}
-    assert cache_bytes(falcon, 64, 1000) == 2 * 32 * 64 * 1000 * 2
-    assert cache_bytes(model | {"layer_types": ["full_attention"]}, 128, 100) is None
-    assert cache_bytes(mixed | {"layer_types": ["full_attention", "mamba"]}, 128, 100) is None
+    assert cache_bytes(falcon, Family(), 64, 1000) == 2 * 32 * 64 * 1000 * 2
+    assert cache_bytes(model | {"layer_types": ["full_attention"]}, Family(), 128, 100) is None
+    assert cache_bytes(mixed | {"layer_types": ["full_attention", "mamba"]}, Family(), 128, 100) is None
 
 
 def test_what_was_measured_names_rules_models_and_places():

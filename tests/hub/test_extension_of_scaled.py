@@ -9,19 +9,18 @@ from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
 from ropewalk import RopewalkError
-from ropewalk.hub.configs.language import language_model
-from ropewalk.hub.configs.model import read_model
-from ropewalk.hub.extend.config import extended_config, forms_of
-from ropewalk.hub.extend.effect import effect_of, trained_turns
+from ropewalk.hub import Model, read_model
+from ropewalk.hub.extend.config_forms import extended_config, forms_of
+from ropewalk.hub.extend.effects import effect_of, trained_turns
 from ropewalk.hub.extend.rules import Extension, Start, extensions, start_of
 from ropewalk.hub.extend.stacks import flags_for
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 
 
-def started(name: str, trained: int | None = None) -> tuple[dict, Start]:
-    data = json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
-    return data, start_of(read_model(data), language_model(data, None)[0], trained)
+def started(name: str, trained: int | None = None) -> tuple[Model, Start]:
+    model = read_model(CONFIGS / f"{name}.json")
+    return model, start_of(model, trained)
 
 
 def made(name: str, length: int, rule: str) -> Extension:
@@ -67,23 +66,23 @@ def test_a_softmax_scale_that_changes_is_told():
 
 
 def test_vllm_has_one_rule_for_latent_attention():
-    data, start = started("deepseek-v3")
+    model, start = started("deepseek-v3")
     for rule, there in (("pi", False), ("llama3", False), ("yarn", True)):
         extension = extensions(start, 327_680, rule)[0]
         assert extension.spec is not None
-        form = forms_of(data, start, extension.spec, 327_680)[0]
+        form = forms_of(model.config, start, extension.spec, 327_680)[0]
         found = flags_for("vllm", start, extension, 327_680, form=form, model_type="deepseek_v3")
         assert (found.flags is not None) == there
 
 
 @pytest.mark.parametrize("rule", ["yarn", "dynamic", "llama3"])
 def test_a_class_that_leaves_the_width_of_a_head_out_is_told_it(rule, tmp_path):
-    data, start = started("mixtral-8x7b")
-    assert "head_dim" not in data
+    model, start = started("mixtral-8x7b")
+    assert "head_dim" not in model.config.data
     extension = extensions(start, 131_072, rule)[0]
     assert extension.spec is not None
-    for form in forms_of(data, start, extension.spec, 131_072):
-        (tmp_path / "config.json").write_text(json.dumps(extended_config(data, form)), encoding="utf-8")
+    for form in forms_of(model.config, start, extension.spec, 131_072):
+        (tmp_path / "config.json").write_text(json.dumps(extended_config(model.config, form)), encoding="utf-8")
         config = AutoConfig.from_pretrained(tmp_path)
         assert len(MixtralRotaryEmbedding(config).inv_freq) == 64
 
@@ -91,7 +90,7 @@ def test_a_class_that_leaves_the_width_of_a_head_out_is_told_it(rule, tmp_path):
 def test_pairs_that_stand_still_take_no_part():
     parameters = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     data = {"model_type": "llama", "head_dim": 512, "max_position_embeddings": 131_072, "rope_parameters": parameters}
-    start = start_of(read_model(data), data)
+    start = start_of(read_model(data))
     assert not start.scaled
     # The slowest of 64 pairs turns by 1e6^(-126/512) a position.
     assert trained_turns(start) == pytest.approx(131_072 * 1e6 ** (-126 / 512) / (2 * math.pi), rel=1e-12)

@@ -5,15 +5,32 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ropewalk.hub.configs.layer_kinds import PATTERNS, layer_kinds, window_of
-from ropewalk.hub.configs.model import read_model
-from ropewalk.hub.extend.cache_size import cache_bytes, cache_is_bound
+from ropewalk.hub import read_model
+from ropewalk.hub.configs.language import known_family
+from ropewalk.hub.configs.layers import layer_kinds, window_of
+from ropewalk.hub.extend.effects import cache_bytes, cache_is_bound
+from ropewalk.hub.families.family import Family, LayerPattern
 from ropewalk.hub.families.table import FAMILIES
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA_2 = {"model_type": "gemma2", "num_hidden_layers": 42, "num_key_value_heads": 8, "sliding_window": 4096}
 GEMMA_3 = {"model_type": "gemma3_text", "num_hidden_layers": 48, "num_key_value_heads": 8, "sliding_window": 1024}
 QWEN_3_NEXT = {"model_type": "qwen3_next", "num_hidden_layers": 48, "num_key_value_heads": 2}
+
+
+PATTERNS = {name: family.windows for name, family in FAMILIES.items() if isinstance(family.windows, LayerPattern)}
+
+
+def family_of(part: dict[str, Any]) -> Family:
+    return known_family(part.get("model_type") or "mistral params.json") or Family(windows=None)
+
+
+def kinds_of(part: dict[str, Any]) -> list[str] | None:
+    return layer_kinds(part, family_of(part))
+
+
+def bytes_of(part: dict[str, Any], head_dim: int, length: int) -> int | None:
+    return cache_bytes(part, family_of(part), head_dim, length)
 
 
 def theirs(name: str, **keys: Any) -> Any:
@@ -31,23 +48,23 @@ def test_what_is_said_is_what_transformers_has(name):
         return
     keys = config.to_dict()
     expected = keys.get("layer_types") or [SLIDING if keys.get("sliding_window") else FULL] * count
-    assert layer_kinds({"model_type": name, "num_hidden_layers": count}) in (None, list(expected))
+    assert kinds_of({"model_type": name, "num_hidden_layers": count}) in (None, list(expected))
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("count", [1, 7, 12])
 def test_patterns_are_those_of_transformers(name, count):
     part: dict[str, Any] = {"num_hidden_layers": count}
-    assert layer_kinds(part | {"model_type": name}) == list(theirs(name, **part).layer_types)
-    key = PATTERNS[name][3]
+    assert kinds_of(part | {"model_type": name}) == list(theirs(name, **part).layer_types)
+    key = PATTERNS[name].key
     if key is not None:
-        assert layer_kinds(part | {"model_type": name, key: 5}) == list(theirs(name, **part, **{key: 5}).layer_types)
+        assert kinds_of(part | {"model_type": name, key: 5}) == list(theirs(name, **part, **{key: 5}).layer_types)
 
 
 @pytest.mark.parametrize("windowed", [True, False])
 def test_qwen_has_windows_from_a_layer_on(windowed):
     keys = {"num_hidden_layers": 4, "use_sliding_window": windowed, "max_window_layers": 3, "sliding_window": 64}
-    assert layer_kinds({"model_type": "qwen2", **keys}) == theirs("qwen2", **keys).layer_types
+    assert kinds_of({"model_type": "qwen2", **keys}) == theirs("qwen2", **keys).layer_types
     assert window_of(keys) == (64 if windowed else None)
 
 
@@ -69,7 +86,7 @@ def test_qwen_has_windows_from_a_layer_on(windowed):
     ],
 )
 def test_kinds(part, kinds):
-    assert layer_kinds(part) == kinds
+    assert kinds_of(part) == kinds
 
 
 @pytest.mark.parametrize(
@@ -83,23 +100,23 @@ def test_kinds(part, kinds):
     ],
 )
 def test_memory_counts_what_each_layer_keeps(part, length, gib):
-    found = cache_bytes(part, 256, length)
-    assert found is not None
-    assert found / 2**30 == pytest.approx(gib, abs=1e-3)
-    assert not cache_is_bound(part)
+    kept = bytes_of(part, 256, length)
+    assert kept is not None
+    assert kept / 2**30 == pytest.approx(gib, abs=1e-3)
+    assert not cache_is_bound(part, family_of(part))
 
 
 def test_memory_is_a_bound_where_layers_are_not_known():
     unknown = {"model_type": "bamba", "num_hidden_layers": 4, "num_key_value_heads": 2}
-    assert cache_bytes(unknown, 8, 10) == 2 * 2 * 8 * 4 * 10 * 2
-    assert cache_is_bound(unknown)
+    assert bytes_of(unknown, 8, 10) == 2 * 2 * 8 * 4 * 10 * 2
+    assert cache_is_bound(unknown, family_of(unknown))
     # The window of the class is not in the file.
     no_window = {key: value for key, value in GEMMA_2.items() if key != "sliding_window"}
-    assert cache_is_bound(no_window)
+    assert cache_is_bound(no_window, family_of(no_window))
     # An indexer keeps keys of its own.
     latent = {"model_type": "deepseek_v32", "num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
-    assert cache_bytes(latent, 192, 10) == 2 * 576 * 10 * 2
-    assert cache_bytes(latent | {"index_head_dim": 128}, 192, 10) is None
+    assert bytes_of(latent, 192, 10) == 2 * 576 * 10 * 2
+    assert bytes_of(latent | {"index_head_dim": 128}, 192, 10) is None
 
 
 def test_a_model_knows_its_kinds():

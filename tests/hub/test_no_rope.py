@@ -9,10 +9,9 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ropewalk import RopewalkError, load_spec
-from ropewalk.hub.configs.model import read_model
-from ropewalk.hub.extend.config import FIXED
-from ropewalk.hub.families.no_rope import WITHOUT_ROPE
-from ropewalk.hub.families.table import FAMILIES
+from ropewalk.hub import read_model
+from ropewalk.hub.extend.config_forms import FIXED
+from ropewalk.hub.families.table import FAMILIES, WITHOUT_ROPE
 
 
 def code_of(name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from hub.accelerated import FAMILIES, exact, outcome, rms, tiny, tokens
-from ropewalk.hub.accelerate.patch import accelerate
+from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.plan import PLAIN
 from ropewalk.hub.accelerate.rotation_probe import rotation_of
 

@@ -11,7 +11,7 @@ from hub.accelerated import rms
 from hub.observed import quiet
 from hub.tiny_models import CHANGES, COMPOSITE, built, config_classes, inputs_of, model_classes, shrunk
 from ropewalk import RopewalkError
-from ropewalk.hub import accelerate
+from ropewalk.hub.accelerate.acceleration import accelerate
 
 PAGE = Path(__file__).parents[2] / "docs" / "accelerate.md"
 # A layer that takes the highest of its scores may take another one, and a tiny model shows it.

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from hub.accelerated import FAMILIES, exact, outcome, rms, tiny, tokens
-from ropewalk.hub.accelerate.patch import accelerate
+from ropewalk.hub.accelerate.acceleration import accelerate
 
 pytestmark = [
     pytest.mark.gpu,

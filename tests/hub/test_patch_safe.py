@@ -11,9 +11,9 @@ from transformers.models.llama import modeling_llama
 
 from hub.accelerated import tiny, tokens
 from ropewalk import RopewalkError
-from ropewalk.hub.accelerate import patch
+from ropewalk.hub.accelerate import acceleration
+from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.norm_fusion import fused_method
-from ropewalk.hub.accelerate.patch import accelerate
 from ropewalk.hub.accelerate.plan import PLAIN
 from ropewalk.hub.accelerate.rotation_probe import rotation_of
 
@@ -57,7 +57,7 @@ def test_an_interrupt_leaves_the_model_as_it_was(monkeypatch):
             raise KeyboardInterrupt
         return {}
 
-    monkeypatch.setattr(patch, "bound_methods", once)
+    monkeypatch.setattr(acceleration, "bound_methods", once)
     with pytest.raises(KeyboardInterrupt):
         accelerate(model)
     monkeypatch.undo()

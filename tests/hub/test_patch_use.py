@@ -15,7 +15,7 @@ from transformers import StaticCache
 
 from hub.accelerated import exact, outcome, rms, tiny, tokens
 from ropewalk import RopewalkError
-from ropewalk.hub.accelerate.patch import accelerate
+from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.plan import PLAIN
 
 THREE = ["llama", "gemma3", "glm4"]

@@ -9,9 +9,8 @@ import pytest
 
 from hub.configs import LLAMA, LLAMA3, LONG, YARN, loaded
 from ropewalk import RopewalkError, load_spec
-from ropewalk.hub.configs import load as config_module
-from ropewalk.hub.configs.lengths import Lengths
-from ropewalk.hub.configs.model import Model, read_model
+from ropewalk.hub import Lengths, Model, read_model
+from ropewalk.hub.configs import keys as keys_module
 from ropewalk.spec import Plain, PositionInterpolation
 
 PI = {"rope_type": "linear", "factor": 8.0}
@@ -98,19 +97,27 @@ def test_warnings_are_kept_and_not_shown():
         warnings.simplefilter("error")
         model = read_model(config, pairing="half")
     _, names = loaded(config, pairing="half")
-    # Reading the family twice warns twice; what is said twice is kept once.
     assert [name for name, _ in model.warnings] == names == ["unknown-family", "factor-differs", "key-ignored"]
     assert all("[" not in text for _, text in model.warnings)
 
 
+def test_what_is_said_twice_is_kept_once():
+    sliding = {"rope_type": "default", "factor": 2.0}
+    config = LLAMA | {"rope_theta": 1e4, "rotary_base": 1e4, "layer_types": ["a", "b"]}
+    config |= {"rope_parameters": {"a": {"rope_type": "default"}, "b": sliding}}
+    _, names = loaded(config)
+    assert names == ["key-ignored"] * 3
+    assert [name for name, _ in read_model(config).warnings] == ["key-ignored"] * 2
+
+
 def test_warnings_of_others_go_on(monkeypatch):
-    whole = config_module.load_spec
+    copied = keys_module._copied
 
-    def noisy(config: Any, **options: Any) -> Any:
+    def noisy(*arguments: Any) -> Any:
         warnings.warn("somebody else's", UserWarning, stacklevel=1)
-        return whole(config, **options)
+        return copied(*arguments)
 
-    monkeypatch.setattr("ropewalk.hub.configs.model.load_spec", noisy)
+    monkeypatch.setattr(keys_module, "_copied", noisy)
     with pytest.warns(UserWarning, match="somebody else's"):
         assert isinstance(read_model(LLAMA), Model)
 

@@ -71,7 +71,7 @@ def test_keys_that_would_say_something_else_are_not_written():
         ("log", "a temperature that transformers has a key for"),
     ],
 )
-def test_what_transformers_has_no_key_for_is_refused(spec, message):
+def test_what_transformers_has_no_key_for_is_refused(spec, message, as_a_user):
     made = {
         "xpos": RopeSpec(8, xpos=XPos(64)),
         "ratio": RopeSpec(8, Yarn(1e4, 4, 64, ramp="ratio")),

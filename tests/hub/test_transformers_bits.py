@@ -107,7 +107,7 @@ def test_frequencies_and_amplitude_are_transformers_over_random_configs(rope_typ
             assert gap.max() < 2**-24 * _roundings(config.rope_parameters), (config.rope_parameters, length)
             assert spec.amplitude(length) == pytest.approx(amplitude, rel=1e-12)
             if length is None:
-                assert torch.equal(RotaryEmbedding(spec)._spec_inv_freq, wanted), config.rope_parameters
+                assert torch.equal(RotaryEmbedding(spec).inv_freq, wanted), config.rope_parameters
 
 
 @pytest.mark.parametrize("rope_type", TYPES)

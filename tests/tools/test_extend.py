@@ -22,7 +22,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from ropewalk import RopewalkError, RotaryEmbedding, load_spec
-from ropewalk.hub.configs.model import read_model
+from ropewalk.hub import read_model
 from ropewalk.tools.cli import main
 from ropewalk.tools.extend.command import extend
 
@@ -165,7 +165,7 @@ def test_transformers_loads_what_is_written_and_has_the_table_that_was_printed(
     else:
         theirs = getattr(rotation(loaded), f"{layer}_inv_freq" if layer else "inv_freq")
         # The module of the config that was written has transformers' very bits ...
-        assert torch.equal(RotaryEmbedding(spec)._spec_inv_freq, theirs)
+        assert torch.equal(RotaryEmbedding(spec).inv_freq, theirs)
     # ... and what was printed is they, as far as the roundings of float32 let it be.
     assert len(printed) == theirs.numel()
     np.testing.assert_allclose(np.float32(printed), theirs.numpy(), rtol=8 * 2.0**-24, atol=0)

@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ropewalk import RopewalkError
-from ropewalk.hub.configs.model import read_model
-from ropewalk.hub.configs.pitfalls import PITFALLS
+from ropewalk.hub import inspect_model
+from ropewalk.hub.configs.pitfalls import ADVICE, PITFALLS
 from ropewalk.hub.families.table import FAMILIES
 from ropewalk.theory import Band
 from ropewalk.tools.cli import main
-from ropewalk.tools.inspect.command import inspect, pairs_to_show, sheet
-from ropewalk.tools.inspect.compare import rows_of
-from ropewalk.tools.inspect.facts import as_json, layers_of
-from ropewalk.tools.inspect.words import ADVICE, number
+from ropewalk.tools.inspect.command import inspect, rows_of
+from ropewalk.tools.inspect.sheet import number, pairs_to_show, sheet
 
 DATA = Path(__file__).parent.parent / "data"
 CONFIGS = DATA / "configs"
@@ -124,18 +122,18 @@ ROPES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_every_family_fits_on_a_sheet(rope, monkeypatch):
-    monkeypatch.setattr("ropewalk.tools.inspect.facts.FARTHEST", 64)
+    monkeypatch.setattr("ropewalk.hub.inspection.FARTHEST", 64)
     shown = 0
     # One of each: most families are as Llama is.
     for family in {repr(family): name for name, family in FAMILIES.items()}.values():
         data = {"model_type": family, "vocab_size": 9, "max_position_embeddings": 256, "rope_parameters": ROPES[rope]}
         try:
-            model = read_model(ANY | data)
+            inspection = inspect_model(ANY | data)
         except RopewalkError:
             continue
-        layers, console = layers_of(model), Console(width=80, file=io.StringIO(), highlight=False)
-        json.dumps(as_json(model, layers), allow_nan=False)
-        console.print(sheet(model, layers))
+        console = Console(width=80, file=io.StringIO(), highlight=False)
+        json.dumps(inspection.as_json(), allow_nan=False)
+        console.print(sheet(inspection))
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
         assert max(map(len, text.splitlines())) <= 80, text
@@ -201,8 +199,8 @@ def test_more_configs_than_fit_go_into_more_tables(capsys, narrow):
 
 
 def test_rows_mark_what_differs():
-    models = [read_model(config(name)) for name in ("mistral-7b-v0.3", "mistral-7b-v0.3-params", "smollm3-3b")]
-    rows = rows_of([(model, layers_of(model)) for model in models])
+    names = ("mistral-7b-v0.3", "mistral-7b-v0.3-params", "smollm3-3b")
+    rows = rows_of([inspect_model(config(name)) for name in names])
     headings = [name for name, values in rows if values is None]
     assert headings == ["rope", "no_rope", ""]
     first = dict(rows[3 : rows.index(("no_rope", None))])

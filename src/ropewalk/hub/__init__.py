@@ -1,20 +1,73 @@
-"""What models in the WILD do: their configs, read into specs; and the fused rotation, put into them."""
+"""What models in the wild do: their configs read, inspected and extended, their checkpoints converted.
 
+Names load on first use, and none of them needs torch; `rw.accelerate` does.
+
+>>> from ropewalk import hub
+>>> hub.read_model({"model_type": "llama", "head_dim": 64}).layers[0][1].pairing
+'half'
+"""
+
+import importlib
 from typing import TYPE_CHECKING
 
-from ropewalk.hub.configs.load import load_spec as load_spec
-from ropewalk.hub.configs.pitfalls import RopeConfigWarning as RopeConfigWarning
-
 if TYPE_CHECKING:
-    from ropewalk.hub.accelerate.patch import accelerate as accelerate
+    from ropewalk.hub.configs.model import Lengths as Lengths
+    from ropewalk.hub.configs.model import Model as Model
+    from ropewalk.hub.configs.model import read_model as read_model
+    from ropewalk.hub.configs.parse import load_spec as load_spec
+    from ropewalk.hub.configs.pitfalls import RopeConfigWarning as RopeConfigWarning
+    from ropewalk.hub.convert.conversion import Conversion as Conversion
+    from ropewalk.hub.convert.conversion import UnprovenError as UnprovenError
+    from ropewalk.hub.convert.conversion import convert_checkpoint as convert_checkpoint
+    from ropewalk.hub.convert.conversion import verify_conversion as verify_conversion
+    from ropewalk.hub.convert.proof import Proof as Proof
+    from ropewalk.hub.extend.extension import ModelExtension as ModelExtension
+    from ropewalk.hub.extend.extension import extend_model as extend_model
+    from ropewalk.hub.inspection import Inspection as Inspection
+    from ropewalk.hub.inspection import inspect_model as inspect_model
 
-__all__ = ["RopeConfigWarning", "accelerate", "load_spec"]
+_HOME = {
+    "Conversion": "ropewalk.hub.convert.conversion",
+    "Inspection": "ropewalk.hub.inspection",
+    "Lengths": "ropewalk.hub.configs.model",
+    "Model": "ropewalk.hub.configs.model",
+    "ModelExtension": "ropewalk.hub.extend.extension",
+    "Proof": "ropewalk.hub.convert.proof",
+    "RopeConfigWarning": "ropewalk.hub.configs.pitfalls",
+    "UnprovenError": "ropewalk.hub.convert.conversion",
+    "convert_checkpoint": "ropewalk.hub.convert.conversion",
+    "extend_model": "ropewalk.hub.extend.extension",
+    "inspect_model": "ropewalk.hub.inspection",
+    "load_spec": "ropewalk.hub.configs.parse",
+    "read_model": "ropewalk.hub.configs.model",
+    "verify_conversion": "ropewalk.hub.convert.conversion",
+}
+
+__all__ = [
+    "Conversion",
+    "Inspection",
+    "Lengths",
+    "Model",
+    "ModelExtension",
+    "Proof",
+    "RopeConfigWarning",
+    "UnprovenError",
+    "convert_checkpoint",
+    "extend_model",
+    "inspect_model",
+    "load_spec",
+    "read_model",
+    "verify_conversion",
+]
 
 
 def __getattr__(name: str) -> object:
-    # It needs torch, which configs do not.
-    if name != "accelerate":
+    if name not in _HOME:
         raise AttributeError(f"module 'ropewalk.hub' has no attribute {name!r}")
-    from ropewalk.hub.accelerate.patch import accelerate
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
 
-    return accelerate
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,48 +1,65 @@
-"""Configs as commands take them: paths only. What else was named is told apart, and advice is for a command line."""
+"""Configs as commands take them: paths only. GGUF files, adapters and hub ids get errors of their own."""
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from ropewalk.errors import RopewalkError
-from ropewalk.hub.configs.model import Model, read_model
-from ropewalk.hub.configs.read import NAMES
+from ropewalk.hub.configs.keys import NAMES, Caller
+from ropewalk.hub.configs.model import Model, model_for
 
-__all__ = ["read_named_config", "refuse_other_files"]
+__all__ = ["CommandLine", "read_named_config", "refuse_other_files"]
 
 _EXPECTED = "the path of a config.json or params.json, or of a folder with one"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _ADAPTER = "adapter_config.json"
-# What errors tell a caller in Python, and what a person at a command line can do instead.
-_WHOLE = (
-    "write the whole config with transformers, and name that:"
-    " AutoConfig.from_pretrained(FOLDER).to_json_file('whole.json', use_diff=False)"
-)
-_INSTEAD = (
-    (r"pass the config object: AutoConfig\.from_pretrained\(\.\.\.\)", _WHOLE),
-    (r", or the config itself as a dict", ""),
-    (r"leave pairing out.*", "leave --pairing out"),
-    (r"^pass the ", "name the "),
-)
+# Options whose name on a command line is another than in Python.
+_OPTIONS = {"from_pairing": "--from"}
+
+
+@dataclass(frozen=True)
+class CommandLine(Caller):
+    """A command as the caller of readers: arguments are options, and a config is named and not passed.
+
+    >>> CommandLine("ropewalk inspect config.json").option("pairing", "half")
+    '--pairing half'
+    """
+
+    pass_path: str = "name the path of a config"
+    pass_config: str = "name the config.json of a model"
+    pass_whole_config: str = (
+        "write the whole config with transformers, and name that:"
+        " AutoConfig.from_pretrained(FOLDER).to_json_file('whole.json', use_diff=False)"
+    )
+    find_pairing: str = (
+        "look at its model code: rotate_half over two halves is half, else interleaved;"
+        " then add --pairing half or --pairing interleaved"
+    )
+    converted_weights: str = ""
+
+    def asked_for(self, config: object) -> str:
+        """The command, which has the config in it."""
+        return self.call
+
+    def asked_with(self, name: str, value: object) -> str:
+        """The command with this option."""
+        return f"{self.call} {self.option(name, value)}"
+
+    def option(self, name: str, value: object = None) -> str:
+        """An option with its value, or its bare name."""
+        option = _OPTIONS.get(name, f"--{name}")
+        return option if value is None else f"{option} {value}"
+
+    def leave_out(self, name: str) -> str:
+        """The advice to leave an option out."""
+        return f"leave {self.option(name)} out"
 
 
 def read_named_config(config: str, pairing: str | None, asked: str) -> Model:
     """The model of a path that a command was given. `asked` is the command, as an error shows it."""
     refuse_other_files(config, asked)
-    try:
-        return read_model(config, pairing=pairing)
-    except RopewalkError as error:
-        do = error.do
-        for pattern, instead in _INSTEAD:
-            do = re.sub(pattern, instead, do)
-        # On a command line an argument is an option.
-        if pairing is None and "pairing=" in error.expected:
-            do += "; then add --pairing half or --pairing interleaved"
-        what = re.sub(r"^load_spec\(config, pairing='(\w+)'\)", r"--pairing \1", error.asked)
-        what = re.sub(r"^load_spec(\('.*'\)$| of |: )?", "", what)
-        where = f"{asked}: {what}" if what else asked
-        expected = error.expected.replace("or pairing=", "or --pairing")
-        raise RopewalkError(asked=where, expected=expected, got=error.got, do=do) from None
+    return model_for(CommandLine(asked), config, pairing)
 
 
 def refuse_other_files(config: str, asked: str) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ropewalk.hub.convert.conversion import Conversion, UnprovenError, convert_checkpoint
+from ropewalk.hub.convert.conversion import Conversion, UnprovenError, convert_for
 from ropewalk.hub.convert.proof import TOLERANCE, Proof
+from ropewalk.tools.command_config import CommandLine
 from ropewalk.tools.output import require_writable_file, write_json
 
 __all__ = ["convert"]
@@ -37,44 +38,46 @@ def convert(
             progress.update(tasks[what], completed=done, total=total, visible=True)
 
         try:
-            done = convert_checkpoint(model, out, to=to, from_pairing=from_pairing, verify=verify, progress=tell)
+            options = {"to": to, "from_pairing": from_pairing, "verify": verify, "progress": tell}
+            conversion = convert_for(CommandLine(f"ropewalk convert {model} {out}"), model, out, **options)
         except UnprovenError as error:
             progress.stop()
             _show_failure(console, error.proof)
             if json_file is not None:
-                write_json({"out": None, "proof": _proof(error.proof)}, json_file)
+                write_json({"out": None, "proof": error.proof.as_json()}, json_file)
             return 1
-    _show(console, done)
+    _show(console, conversion)
     if json_file is not None:
-        write_json(_as_dict(done), json_file)
+        write_json(conversion.as_json(), json_file)
     return 0
 
 
-def _show(console: Console, done: Conversion) -> None:
+def _show(console: Console, conversion: Conversion) -> None:
     def line(text: str) -> None:
         console.print(text, markup=False)
 
-    for note in done.notes:
+    for note in conversion.notes:
         line(f"note: {note}")
-    kept = done.tensors - len(done.permuted)
-    line(f"{done.model_type or 'model'}: {done.converted_from} to {done.to}, {done.nbytes / 1e6:,.1f} MB in {done.out}")
-    line(f"{len(done.permuted)} tensors of q and k permuted, {kept} others the same byte for byte.")
-    if done.still:
-        line(f"Layers without rotation, left as they are: {_some(done.still)}.")
-    if done.left_out:
-        line(f"Not copied: {_some(done.left_out)}.")
-    if done.proof is not None:
-        worst = done.proof.worst.difference
+    kept = conversion.tensors - len(conversion.permuted)
+    name, megabytes = conversion.model_type or "model", f"{conversion.nbytes / 1e6:,.1f}"
+    line(f"{name}: {conversion.converted_from} to {conversion.to}, {megabytes} MB in {conversion.out}")
+    line(f"{len(conversion.permuted)} tensors of q and k permuted, {kept} others the same byte for byte.")
+    if conversion.still:
+        line(f"Layers without rotation, left as they are: {_some(conversion.still)}.")
+    if conversion.left_out:
+        line(f"Not copied: {_some(conversion.left_out)}.")
+    if conversion.proof is not None:
+        worst = conversion.proof.worst.difference
         line(
-            f"Proven: attention scores of {len(done.proof.layers)} layers differ by at most {worst:.1e} of |q||k|,"
-            f" and all {done.proof.tensors} tensors have the bytes that they must have."
+            f"Proven: attention scores of {len(conversion.proof.layers)} layers differ by at most {worst:.1e} of"
+            f" |q||k|, and all {conversion.proof.tensors} tensors have the bytes that they must have."
         )
-    if done.model_code == done.to:
-        line(f"transformers rotates this folder as {done.to}, and runs it as it is.")
+    if conversion.model_code == conversion.to:
+        line(f"transformers rotates this folder as {conversion.to}, and runs it as it is.")
     else:
         line(
-            f"transformers' own code for this family still rotates {done.model_code}: give this folder to stacks that"
-            f" rotate {done.to}, or to ropewalk, whose load_spec reads the record in config.json."
+            f"transformers' own code for this family still rotates {conversion.model_code}: give this folder to stacks"
+            f" that rotate {conversion.to}, or to ropewalk, whose load_spec reads the record in config.json."
         )
 
 
@@ -91,31 +94,3 @@ def _show_failure(console: Console, proof: Proof) -> None:
 def _some(names: "tuple[str, ...] | list[str]") -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _as_dict(done: Conversion) -> dict[str, object]:
-    return {
-        "model": str(done.model),
-        "out": str(done.out),
-        "model_type": done.model_type,
-        "from": done.converted_from,
-        "to": done.to,
-        "model_code": done.model_code,
-        "bytes": done.nbytes,
-        "tensors": done.tensors,
-        "permuted": list(done.permuted),
-        "without_rotation": list(done.still),
-        "left_out": list(done.left_out),
-        "notes": list(done.notes),
-        "proof": None if done.proof is None else _proof(done.proof),
-    }
-
-
-def _proof(proof: Proof) -> dict[str, object]:
-    return {
-        "holds": proof.holds,
-        "tolerance": TOLERANCE,
-        "layers": [{"layer": layer.layer, "difference": layer.difference} for layer in proof.layers],
-        "tensors": proof.tensors,
-        "differing": list(proof.differing),
-    }

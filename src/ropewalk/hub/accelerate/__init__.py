@@ -1,0 +1,1 @@
+"""The fused rotation, in a model of transformers that is already loaded."""

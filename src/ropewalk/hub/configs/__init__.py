@@ -1,0 +1,1 @@
+"""Configs of models in the wild, parsed into specs."""

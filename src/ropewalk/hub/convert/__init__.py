@@ -1,0 +1,1 @@
+"""Checkpoints, from one pairing to the other."""

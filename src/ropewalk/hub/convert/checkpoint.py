@@ -1,15 +1,19 @@
-"""A folder with safetensors files, read strictly: which tensor lies where. No tensor is loaded to learn it."""
+"""A folder with safetensors files, read strictly: which tensor is stored where, and its bytes, a block at a time."""
 
 import json
 import math
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, as_int, shown
-from ropewalk.hub.configs.read import MOST_BYTES
+from ropewalk.hub.configs.keys import MOST_BYTES
 from ropewalk.spec.value import without_repeats
 
 __all__ = [
@@ -18,10 +22,12 @@ __all__ = [
     "Checkpoint",
     "Shard",
     "Stored",
-    "corrupt",
+    "blocks_of",
     "is_weights",
     "read_checkpoint",
+    "read_rows",
     "read_shard",
+    "tensor_blocks",
 ]
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -41,6 +47,8 @@ _WEIGHTS += (".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".npz")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # safetensors itself reads no longer header.
 _LONGEST_HEADER = 100_000_000
+# Bytes that are held at once when a tensor is copied or compared.
+BLOCK = 4 << 20
 # How many bits an element of each dtype has.
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8}
 _BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32}
@@ -122,41 +130,41 @@ def read_shard(path: Path) -> Shard:
                 raise _refused(path, "a file", "something else", "download the model again")
             length = int.from_bytes(file.read(8), "little")
             if status.st_size < 8 or not 2 <= length <= min(_LONGEST_HEADER, status.st_size - 8):
-                raise corrupt(path, f"{status.st_size} bytes that are said to begin with a header of {length}")
+                raise _corrupt(path, f"{status.st_size} bytes that are said to begin with a header of {length}")
             text = file.read(length)
     except OSError as error:
         raise _refused(path, "a readable file", str(error.strerror or error), "download the model again") from None
     try:
         entries: Any = json.loads(text.decode("utf-8"), object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
-        raise corrupt(path, f"a header that is no JSON: {error}") from None
+        raise _corrupt(path, f"a header that is no JSON: {error}") from None
     if not isinstance(entries, dict):
-        raise corrupt(path, "a header that is no object")
-    found = [
+        raise _corrupt(path, "a header that is no object")
+    tensors = [
         (name, _stored(path, name, entry, 8 + length))
         for name, entry in cast("dict[str, Any]", entries).items()
         if name != "__metadata__"
     ]
-    found.sort(key=lambda item: (item[1].start, item[1].nbytes))
+    tensors.sort(key=lambda item: (item[1].start, item[1].nbytes))
     end = 8 + length
-    for name, tensor in found:
+    for name, tensor in tensors:
         if tensor.start != end:
-            raise corrupt(path, f"a gap or an overlap before {name!r}")
+            raise _corrupt(path, f"a gap or an overlap before {name!r}")
         end += tensor.nbytes
     if end != status.st_size:
-        raise corrupt(path, f"{status.st_size} bytes, where its header speaks of {end}")
-    return Shard(path, 8 + length, dict(found))
+        raise _corrupt(path, f"{status.st_size} bytes, where its header speaks of {end}")
+    return Shard(path, 8 + length, dict(tensors))
 
 
 def _stored(path: Path, name: str, entry: Any, offset: int) -> Stored:
     """A tensor of a header, its bytes held to its dtype and shape."""
     if not isinstance(entry, dict) or entry.get("dtype") not in _BITS:
-        raise corrupt(path, f"the entry of {name!r}: {shown(entry)}")
+        raise _corrupt(path, f"the entry of {name!r}: {shown(entry)}")
     sides, ends = _whole_numbers(entry.get("shape")), _whole_numbers(entry.get("data_offsets"))
     if sides is None or ends is None or len(ends) != 2:
-        raise corrupt(path, f"the entry of {name!r}: {shown(entry)}")
+        raise _corrupt(path, f"the entry of {name!r}: {shown(entry)}")
     if 8 * (ends[1] - ends[0]) != _BITS[entry["dtype"]] * math.prod(sides):
-        raise corrupt(path, f"{name!r} of shape {sides} and dtype {entry['dtype']} in the bytes {ends}")
+        raise _corrupt(path, f"{name!r} of shape {sides} and dtype {entry['dtype']} in the bytes {ends}")
     return Stored(path, entry["dtype"], tuple(sides), offset + ends[0], ends[1] - ends[0])
 
 
@@ -190,6 +198,35 @@ def _read_index(path: Path) -> dict[str, str]:
     return cast("dict[str, str]", mapped)
 
 
+def tensor_blocks(file: BinaryIO, tensor: Stored) -> Iterator[bytes]:
+    """The bytes of a tensor as they are."""
+    file.seek(tensor.start)
+    yield from blocks_of(file, tensor, tensor.nbytes)
+
+
+def read_rows(file: BinaryIO, tensor: Stored, start: int, count: int, rows: int) -> NDArray[np.float64]:
+    """`count` of the `rows` of a tensor from row `start` on, as float64 [count, columns]."""
+    row = tensor.nbytes // rows
+    file.seek(tensor.start + start * row)
+    data = b"".join(blocks_of(file, tensor, count * row))
+    if tensor.dtype == "BF16":
+        # bfloat16 is the upper half of a float32.
+        values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype])
+    return values.reshape(count, -1).astype(np.float64)
+
+
+def blocks_of(file: BinaryIO, tensor: Stored, left: int) -> Iterator[bytes]:
+    """The next `left` bytes of a tensor, from where the file is."""
+    while left:
+        block = file.read(min(BLOCK, left))
+        if not block:
+            raise _corrupt(tensor.path, f"an end {left} bytes early: it was cut off while it was read")
+        left -= len(block)
+        yield block
+
+
 def _no_safetensors(folder: Path, names: list[str]) -> RopewalkError:
     """Why a folder without the two names is refused: what it has instead."""
     pickles = [name for name in names if name.endswith(_PICKLES)]
@@ -203,7 +240,7 @@ def _no_safetensors(folder: Path, names: list[str]) -> RopewalkError:
     return _refused(folder, f"{INDEX} or {SINGLE}", got, do)
 
 
-def corrupt(path: Path, got: str) -> RopewalkError:
+def _corrupt(path: Path, got: str) -> RopewalkError:
     """The error of a file that is not what its header says."""
     return _refused(path, "a whole safetensors file", got, "download the file again: it is cut off or corrupt")
 

@@ -1,27 +1,21 @@
 """Checkpoints from one pairing to the other: q and k permuted, all else as it was, written whole or not at all."""
 
 import json
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ropewalk.errors import RopewalkError, require_choice
-from ropewalk.hub.configs.language import language_model
-from ropewalk.hub.configs.model import Model, read_model
-from ropewalk.hub.configs.pitfalls import RopeConfigWarning
-from ropewalk.hub.configs.read import read_config
-from ropewalk.hub.configs.record import KEY, Record, read_record
-from ropewalk.hub.convert.checkpoint import INDEX, Checkpoint, Shard, read_checkpoint
+from ropewalk.hub.configs.keys import Caller, Keys, read_config
+from ropewalk.hub.configs.language import KEY, Record, has_known_family, read_record, refuse_without_rope
+from ropewalk.hub.configs.parse import Config, parse_config
+from ropewalk.hub.convert.checkpoint import INDEX, Checkpoint, Shard, read_checkpoint, tensor_blocks
 from ropewalk.hub.convert.folders import other_files, require_room, whole_folder, write_file
-from ropewalk.hub.convert.permutation import Plan, plan_of
+from ropewalk.hub.convert.permutation import Plan, permuted_blocks, plan_of
 from ropewalk.hub.convert.proof import Proof, prove
-from ropewalk.hub.convert.streams import permuted_blocks, tensor_blocks
-from ropewalk.hub.families.table import Family
-from ropewalk.spec.rope import PAIRINGS
+from ropewalk.spec.rope import PAIRINGS, Pairing
 
-__all__ = ["Conversion", "UnprovenError", "convert_checkpoint", "verify_conversion"]
+__all__ = ["Conversion", "Progress", "UnprovenError", "convert_checkpoint", "convert_for", "verify_conversion"]
 
 # What is done, how many bytes of it are done, and of how many.
 Progress = Callable[[str, int, int], None]
@@ -31,15 +25,19 @@ _TOLD = ("unknown-family", "partial-truncated")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did. `model_code` is the pairing in which the family's own code, such as that of transformers,
-    rotates the output: where it is not `to`, the output is for other stacks."""
+    """What a conversion did.
+
+    `model_code` is the pairing in which the family's own code, such as that of transformers, rotates the output: where
+    it is not `to`, the output is for other stacks. `permuted` are the tensors of q and k, `still` the layers that do
+    not rotate, `left_out` the files that were not copied.
+    """
 
     model: Path
     out: Path
     model_type: str | None
-    converted_from: str
-    to: str
-    model_code: str
+    converted_from: Pairing
+    to: Pairing
+    model_code: Pairing
     permuted: tuple[str, ...]
     tensors: int
     still: tuple[str, ...]
@@ -47,6 +45,24 @@ class Conversion:
     left_out: tuple[str, ...]
     notes: tuple[str, ...]
     proof: Proof | None
+
+    def as_json(self) -> dict[str, object]:
+        """All of it, as JSON stores it."""
+        return {
+            "model": str(self.model),
+            "out": str(self.out),
+            "model_type": self.model_type,
+            "from": self.converted_from,
+            "to": self.to,
+            "model_code": self.model_code,
+            "bytes": self.nbytes,
+            "tensors": self.tensors,
+            "permuted": list(self.permuted),
+            "without_rotation": list(self.still),
+            "left_out": list(self.left_out),
+            "notes": list(self.notes),
+            "proof": None if self.proof is None else self.proof.as_json(),
+        }
 
 
 class UnprovenError(Exception):
@@ -60,19 +76,69 @@ class UnprovenError(Exception):
 
 @dataclass(frozen=True)
 class _Source:
-    """A model that was read and planned, with nothing written yet. `data` is its config without the record."""
+    """A model that was read and planned, with nothing written yet: its config, and the pairing of its weights."""
 
     checkpoint: Checkpoint
-    data: dict[str, Any]
-    record: Record | None
-    part: dict[str, Any]
-    family: Family
-    model: Model
-    pairing: str
+    config: Config
+    pairing: Pairing
     plan: Plan
 
 
 def convert_checkpoint(
+    model: str | Path,
+    out: str | Path,
+    *,
+    to: Pairing,
+    from_pairing: Pairing | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Writes the checkpoint in the folder `model` to the folder `out` in the pairing `to`.
+
+    Within the features that rotate, pair i of d/2 is (2i, 2i + 1) or (i, i + d/2). The rows of the q and k projections,
+    their biases and the weights of their norms are put in that order, head by head; scores q·k do not see an order that
+    both share (RoFormer, 2104.09864, eq. 15). Bytes are moved and nothing is computed, so that a conversion and its
+    inverse give the same files. All else is copied as it is.
+
+    Only safetensors are read, a block at a time, and quantised weights are refused. Whatever happens, `out` is there
+    whole or not at all, and the source is never written.
+
+    Args:
+        model: A folder with config.json and safetensors.
+        out: The folder to write, which must not be there yet.
+        to: The pairing that `out` is to have.
+        from_pairing: The pairing of the weights in `model`. By default that of the family, or of the record that an
+            earlier conversion left in config.json; where neither says it, it must be passed.
+        verify: Whether to prove the output before it gets its name, as `verify_conversion` does.
+        progress: Is called with what is done, how many bytes of it are done, and of how many.
+
+    Returns:
+        What was done.
+
+    Raises:
+        RopewalkError: A checkpoint that cannot be converted, or a folder that cannot be written.
+        UnprovenError: The proof failed, and nothing is left.
+
+    >>> import json, tempfile
+    >>> import numpy as np
+    >>> from safetensors.numpy import load_file, save_file
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "model").mkdir()
+    >>> config = {"model_type": "llama", "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1}
+    >>> _ = (folder / "model" / "config.json").write_text(json.dumps(config))
+    >>> name, rows = "model.layers.0.self_attn.{}_proj.weight", np.arange(16.0).reshape(4, 4)
+    >>> save_file({name.format(role): rows for role in "qkv"}, folder / "model" / "model.safetensors")
+    >>> convert_checkpoint(folder / "model", folder / "out", to="interleaved", verify=True).proof.holds
+    True
+    >>> load_file(folder / "out" / "model.safetensors")[name.format("q")][:, 0].tolist()
+    [0.0, 8.0, 4.0, 12.0]
+    """
+    caller = Caller("convert_checkpoint")
+    return convert_for(caller, model, out, to=to, from_pairing=from_pairing, verify=verify, progress=progress)
+
+
+def convert_for(
+    caller: Caller,
     model: str | Path,
     out: str | Path,
     *,
@@ -81,36 +147,23 @@ def convert_checkpoint(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Writes the checkpoint in the folder `model` to the folder `out` in the pairing `to`: "interleaved" or "half".
-
-    Within the features that turn, pair i of d/2 is (2i, 2i + 1) or (i, i + d/2). The rows of the q and k projections,
-    their biases and the weights of their norms are put in that order, head by head; scores q·k do not see an order that
-    both share (RoFormer, 2104.09864, eq. 15). Bytes are moved and nothing is computed, so that a conversion and its
-    inverse give the same files. All else is copied as it is.
-
-    The pairing that the weights have is that of the family, or of the record that an earlier conversion left in
-    config.json; where neither says it, `from_pairing` must. With `verify` the output is proven before it gets its name
-    (`verify_conversion`); UnprovenError is raised where that fails, and nothing is left.
-
-    Only safetensors are read, a block at a time, and quantised weights are refused. Whatever happens, `out` is there
-    whole or not at all, and the source is never written.
-    """
-    require_choice(to, PAIRINGS, asked="convert_checkpoint(to=...)")
+    """`convert_checkpoint` for a caller, in whose words errors are written."""
+    wanted = _require_pairing(to, caller, "to")
     folder, target = Path(model), Path(out)
-    tell = progress or (lambda what, done, total: None)
+    tell = progress or _tell_nobody
     checkpoint = read_checkpoint(folder)
     copied, left = other_files(checkpoint)
     weights = sum(shard.path.stat().st_size for shard in checkpoint.shards)
     require_room(target, folder, weights + sum((folder / name).stat().st_size for name in copied))
-    source = _read_source(checkpoint, from_pairing)
-    if source.pairing == to:
+    source = _read_source(caller, checkpoint, from_pairing)
+    if source.pairing == wanted:
         raise RopewalkError(
             asked=f"convert {str(folder)!r} to {to!r}",
             expected="weights in the other pairing",
             got=f"weights that are {to!r} already: nothing to do",
             do=f"use it as it is, or convert it to {next(p for p in PAIRINGS if p != to)!r}",
         )
-    config, model_code = _new_config(source, to)
+    config, model_code = _new_config(source, wanted)
     if checkpoint.index:
         copied = [INDEX, *copied]
         left = [name for name in left if name != INDEX]
@@ -122,27 +175,37 @@ def convert_checkpoint(
         write_file(partial / "config.json", [config.encode()])
         done = 0
         for shard in checkpoint.shards:
-            blocks = _shard_blocks(shard, source.plan, to)
+            blocks = _shard_blocks(shard, source.plan, wanted)
             done = _write_shard(partial / shard.path.name, blocks, done, weights, tell)
         if verify:
-            proof = _proven(source, partial, to, tell)
+            proof = _proven(source, partial, wanted, tell)
             if not proof.holds:
                 raise UnprovenError(proof)
+    pitfalls = dict.fromkeys(source.config.pitfalls)
     return Conversion(
         model=folder,
         out=target,
-        model_type=source.model.model_type,
+        model_type=source.config.model_type,
         converted_from=source.pairing,
-        to=to,
+        to=wanted,
         model_code=model_code,
         permuted=tuple(source.plan.parts),
         tensors=len(checkpoint.tensors),
         still=source.plan.still,
         nbytes=weights,
         left_out=tuple(left),
-        notes=tuple(text for name, text in source.model.warnings if name in _TOLD),
+        notes=tuple(text for name, text in pitfalls if name in _TOLD),
         proof=proof,
     )
+
+
+def _require_pairing(pairing: str, caller: Caller, name: str) -> Pairing:
+    require_choice(pairing, PAIRINGS, asked=caller.asked_with(name, pairing))
+    return "half" if pairing == "half" else "interleaved"
+
+
+def _tell_nobody(what: str, done: int, total: int) -> None:
+    """The progress of a conversion whose caller does not want to know it."""
 
 
 def verify_conversion(model: str | Path, converted: str | Path, *, progress: Progress | None = None) -> Proof:
@@ -150,26 +213,40 @@ def verify_conversion(model: str | Path, converted: str | Path, *, progress: Pro
 
     For every layer that rotates: attention scores of random inputs at random positions, each checkpoint under its own
     pairing, in float64, equal to 1e-12 of |q| |k|. For every tensor: the bytes that it must have.
+
+    Args:
+        model: The folder that was converted.
+        converted: The folder that the conversion wrote.
+        progress: Is called with what is done, how many bytes of it are done, and of how many.
+
+    Returns:
+        The proof, which holds or does not.
+
+    Raises:
+        RopewalkError: A folder that cannot be read, or two folders of which neither is a conversion of the other.
     """
-    record = read_record(read_config(Path(converted) / "config.json"))
-    if record is None:
-        own = read_record(read_config(Path(model) / "config.json"))
+    caller = Caller("verify_conversion")
+    before, after = (
+        read_record(Keys(read_config(Path(folder) / "config.json", caller), caller=caller))
+        for folder in (model, converted)
+    )
+    if after is not None:
+        to, pairing = after.pairing, after.converted_from
+    elif before is not None:
         # Converted back: the record is gone.
-        to, before = (None, None) if own is None else (own.converted_from, own.pairing)
+        to, pairing = before.converted_from, before.pairing
     else:
-        to, before = record.pairing, record.converted_from
-    if to is None:
         raise RopewalkError(
             asked=f"verify_conversion({str(model)!r}, {str(converted)!r})",
             expected="a record of the conversion in one of the two configs",
             got=f"no key {KEY!r} in either",
             do="pass the folder that was converted, then the one that ropewalk convert wrote",
         )
-    source = _read_source(read_checkpoint(Path(model)), before)
-    return _proven(source, Path(converted), to, progress or (lambda what, done, total: None))
+    source = _read_source(caller, read_checkpoint(Path(model)), pairing)
+    return _proven(source, Path(converted), to, progress or _tell_nobody)
 
 
-def _proven(source: _Source, converted: Path, to: str, tell: Progress) -> Proof:
+def _proven(source: _Source, converted: Path, to: Pairing, tell: Progress) -> Proof:
     total, done = sum(tensor.nbytes for tensor in source.checkpoint.tensors.values()), 0
 
     def advance(nbytes: int) -> None:
@@ -180,23 +257,16 @@ def _proven(source: _Source, converted: Path, to: str, tell: Progress) -> Proof:
     return prove(source.checkpoint, read_checkpoint(converted), source.plan, (source.pairing, to), advance)
 
 
-def _read_source(checkpoint: Checkpoint, from_pairing: str | None) -> _Source:
+def _read_source(caller: Caller, checkpoint: Checkpoint, from_pairing: str | None) -> _Source:
     """The model of a checkpoint, and what is to be permuted in it."""
-    if from_pairing is not None:
-        require_choice(from_pairing, PAIRINGS, asked="convert_checkpoint(from_pairing=...)")
-    config = read_config(checkpoint.folder / "config.json")
-    record = read_record(config)
-    model, said = _read_known(config, from_pairing)
-    data = {key: value for key, value in config.items() if key != KEY}
-    with warnings.catch_warnings():
-        # `read_model` has kept them.
-        warnings.simplefilter("ignore", RopeConfigWarning)
-        part, family = language_model(data, said if record is None else record.model_code)
-    found = {spec.pairing for _, spec in model.layers if spec is not None}
+    specified = None if from_pairing is None else _require_pairing(from_pairing, caller, "from_pairing")
+    config = _parse(caller, checkpoint.folder / "config.json", specified)
+    record = config.language.record
     # Kinds of layers differ in their frequencies, and never in their pairing.
-    pairing = next(iter(found), family.pairing)
-    if from_pairing is not None and from_pairing != pairing:
-        other = Record(from_pairing, pairing, pairing if record is None else record.model_code)
+    pairings = (spec.pairing for spec in config.layers.values() if spec is not None)
+    pairing: Pairing = next(pairings, config.language.family.pairing)
+    if specified is not None and specified != pairing:
+        other = Record(specified, pairing, pairing if record is None else record.model_code)
         raise RopewalkError(
             asked=f"convert {str(checkpoint.folder)!r} from {from_pairing!r}",
             expected=f"{pairing!r}, which {'its family has' if record is None else 'its record says'}",
@@ -204,52 +274,39 @@ def _read_source(checkpoint: Checkpoint, from_pairing: str | None) -> _Source:
             do="leave it out; if the weights were permuted by other means, write the record into config.json:"
             f' "{KEY}": {json.dumps(other.as_dict())}',
         )
-    plan = plan_of(checkpoint, data, part, family, model.layers)
-    return _Source(checkpoint, data, record, part, family, model, pairing, plan)
+    return _Source(checkpoint, config, pairing, plan_of(checkpoint, config))
 
 
-def _read_known(data: dict[str, Any], from_pairing: str | None) -> tuple[Model, str | None]:
-    """The model of a config, and the pairing that had to be said for it: None where the family is known."""
-    try:
-        return read_model(data), None
-    except RopewalkError:
-        if from_pairing is not None:
-            return read_model(data, pairing=from_pairing), from_pairing
-        try:
-            read_model(data, pairing="half")
-        except RopewalkError:
-            pass
-        else:
-            raise RopewalkError(
-                asked=f"convert a model of the family {data.get('model_type')!r}",
-                expected="a family whose pairing is known, or the pairing: --from (from_pairing=)",
-                got="neither: no config says which features form a pair",
-                do="add --from half if its code rotates two halves (rotate_half), --from interleaved otherwise",
-            ) from None
-        raise
+def _parse(caller: Caller, path: Path, from_pairing: Pairing | None) -> Config:
+    """The config of a checkpoint; `from_pairing` is for a family that is not known, and is not looked at for others."""
+    data = read_config(path, caller)
+    refuse_without_rope(data, caller)
+    keys = Keys(data, caller=caller)
+    known = read_record(keys) is not None or has_known_family(keys)
+    if not known and from_pairing is None:
+        half, interleaved = (caller.option("from_pairing", pairing) for pairing in ("half", "interleaved"))
+        raise RopewalkError(
+            asked=caller.asked(f"a model of the family {data.get('model_type')!r}"),
+            expected=f"a family whose pairing is known, or the pairing: {caller.option('from_pairing')}",
+            got="neither: no config says which features form a pair",
+            do=f"add {half} if its code rotates two halves (rotate_half), {interleaved} otherwise",
+        )
+    return parse_config(data, caller, pairing=None if known else from_pairing)
 
 
-def _new_config(source: _Source, to: str) -> tuple[str, str]:
+def _new_config(source: _Source, to: Pairing) -> tuple[str, Pairing]:
     """The text of the output's config.json, and the pairing in which the model's own code will rotate it."""
-    record, key, config = source.record, source.family.interleave_key, dict(source.data)
-    if key is not None and _holds(source.data, source.part):
-        # These families are told by a flag how to pair: their own code follows the weights.
-        source.part[key] = to == "interleaved"
-        config |= source.data
-        model_code = to
-    else:
-        model_code = source.pairing if record is None else record.model_code
+    record, key = source.config.language.record, source.config.language.family.interleave_key
+    # Some families are told by a flag how to pair: their own code follows the weights.
+    config = source.config.with_language({} if key is None else {key: to == "interleaved"})
+    config.pop(KEY, None)
+    model_code: Pairing = to if key is not None else source.pairing if record is None else record.model_code
     if record is None or record.converted_from != to:
         config[KEY] = Record(to, source.pairing, model_code).as_dict()
     return json.dumps(config, ensure_ascii=False, indent=2) + "\n", model_code
 
 
-def _holds(data: Any, part: dict[str, Any]) -> bool:
-    """Whether `part` itself, and no copy of it, stands somewhere in `data`."""
-    return data is part or (isinstance(data, dict) and any(_holds(value, part) for value in data.values()))
-
-
-def _shard_blocks(shard: Shard, plan: Plan, to: str) -> Iterator[bytes]:
+def _shard_blocks(shard: Shard, plan: Plan, to: Pairing) -> Iterator[bytes]:
     """The bytes of a shard as they shall be: its header as it is, then each tensor."""
     with shard.path.open("rb") as file:
         yield file.read(shard.header)

@@ -1,33 +1,41 @@
-"""Which rows of which tensors change places when a checkpoint goes from one pairing to the other."""
+"""Which rows of which tensors change places when a checkpoint goes from one pairing to the other.
+
+Weights that are quantised or unknown are refused, and shapes that the config contradicts. Rows are equal runs of bytes,
+so that any dtype can be permuted without being understood, and nothing is rounded.
+"""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ropewalk.hub.configs.read import Keys, config_error
-from ropewalk.hub.convert.checkpoint import Checkpoint, Stored
-from ropewalk.hub.convert.layer_specs import specs_by_number
+from ropewalk.errors import RopewalkError
+from ropewalk.hub.configs.keys import Keys
+from ropewalk.hub.configs.layers import specs_by_number
+from ropewalk.hub.configs.parse import Config
+from ropewalk.hub.convert.checkpoint import Checkpoint, Stored, blocks_of
 from ropewalk.hub.convert.projections import LAYOUTS, SEPARATE, Counts, Heads, Layout
-from ropewalk.hub.convert.refusals import (
-    FLOATS,
-    TOWER,
-    contradiction,
-    quantised,
-    refuse_quantised,
-    refuse_strangers,
-    strange,
-    unconvertible,
+from ropewalk.hub.families.family import Family
+from ropewalk.hub.families.table import FAMILIES
+from ropewalk.spec.rope import Pairing, RopeSpec
+
+__all__ = ["Part", "Plan", "permuted_blocks", "plan_of", "row_order"]
+
+# Modules that see or hear, whose attention is not the language model's; and kinds of layers that do not rotate.
+_TOWER = re.compile(r"(^|[._])(vision|visual|image|img|vit|vqmodel|audio|speech|mm|multi_modal)\w*\.")
+_NOT_ROTATED = re.compile(r"\.(linear_attn|cross_attn|mamba|mixer)\.")
+# What looks like a projection of queries or keys, wherever it stands.
+_LIKE_ATTENTION = re.compile(
+    r"(^|[._])(q|k|qk|qkv|query|key|query_key_value|Wqkv|wq|wk|wqkv|q_b|kv_a|kv_a_proj_with_mqa)(_proj)?(\.linear)?\.weight$"
 )
-from ropewalk.hub.families.table import FAMILIES, Family
-from ropewalk.spec.rope import RopeSpec
-
-__all__ = ["Part", "Plan", "plan_of", "row_order"]
-
-# A name and a spec for each kind of layer, as `read_model` has them.
-Layers = tuple[tuple[str, RopeSpec | None], ...]
+_QUANTISED = re.compile(
+    r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|quant_state\S*|nested_absmax|weight_scale\w*|weight_packed"
+    r"|weight_shape|weight_zero_point|input_scale|k_scale|v_scale|\w+_blocks|\w+_scales)$"
+)
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,7 @@ class Plan:
     still: tuple[str, ...]
 
 
-def row_order(rotary_dim: int, to: str) -> np.ndarray:
+def row_order(rotary_dim: int, to: Pairing) -> NDArray[np.int64]:
     """Which row comes where: new row j is old row order[j]. Pair i is (2i, 2i+1) in one pairing, (i, i + d/2) in the
     other.
 
@@ -70,19 +78,32 @@ def row_order(rotary_dim: int, to: str) -> np.ndarray:
     return (halves.T if to == "interleaved" else halves.reshape(-1, 2).T).ravel()
 
 
-def plan_of(checkpoint: Checkpoint, data: dict[str, Any], part: dict[str, Any], family: Family, layers: Layers) -> Plan:
-    """The plan for a checkpoint with the config `data`, whose language model has the config `part`."""
-    refuse_quantised(checkpoint, data, part)
+def permuted_blocks(file: BinaryIO, tensor: Stored, part: Part, to: Pairing) -> Iterator[bytes]:
+    """The bytes of a tensor with the rows that turn in the order of the pairing `to`; no more than a head at once."""
+    order, row, at = row_order(part.spec.turning, to), tensor.nbytes // part.heads.rows, 0
+    file.seek(tensor.start)
+    for start in part.starts():
+        yield from blocks_of(file, tensor, (start - at) * row)
+        run = b"".join(blocks_of(file, tensor, len(order) * row))
+        yield np.frombuffer(run, np.uint8).reshape(len(order), row)[order].tobytes()
+        at = start + len(order)
+    yield from blocks_of(file, tensor, (part.heads.rows - at) * row)
+
+
+def plan_of(checkpoint: Checkpoint, config: Config) -> Plan:
+    """What is permuted in a checkpoint with this config."""
+    part, family = config.language.data, config.language.family
+    _refuse_quantised(checkpoint, config.data, part)
     model_type = part.get("model_type")
     layout = _layout(model_type)
-    counted = Keys(part)
+    counted = config.keys()
     modules = dict(_modules(checkpoint, layout))
     count = next((counted.whole(key) for key in ("num_hidden_layers", "n_layer", "n_layers") if counted.has(key)), None)
     if count is None:
-        raise config_error("num_hidden_layers", "a whole number", "nothing", "set it as the model was trained")
+        raise counted.error("num_hidden_layers", "a whole number", "nothing", "set it as the model was trained")
     # Layers that predict further tokens are numbered on from the others, or stand in a module of their own.
     more = counted.whole("num_nextn_predict_layers", 0, at_least=0)
-    specs = specs_by_number(part, family, dict(layers), count)
+    specs = specs_by_number(counted, family, config.layers, count)
     specs += [next((spec for spec in reversed(specs) if spec is not None), None)] * more
     parts: dict[str, Part] = {}
     still: list[str] = []
@@ -90,10 +111,10 @@ def plan_of(checkpoint: Checkpoint, data: dict[str, Any], part: dict[str, Any], 
     for module, (number, leaves) in modules.items():
         apart = module.startswith("mtp.")
         if not apart and number >= len(specs):
-            raise contradiction(module, f"{count} layers (num_hidden_layers)", f"layer {number}")
+            raise _contradiction(module, f"{count} layers (num_hidden_layers)", f"layer {number}")
         if apart and len({spec is None for spec in specs[:count]}) > 1:
             wanted = "layers that all rotate beside those that predict further tokens, of which no key says it"
-            raise unconvertible(model_type, wanted, f"some that do not, and {module}")
+            raise _unconvertible(model_type, wanted, f"some that do not, and {module}")
         spec = specs[-1] if apart else specs[number]
         seen |= set() if apart else {number}
         if spec is None:
@@ -102,10 +123,10 @@ def plan_of(checkpoint: Checkpoint, data: dict[str, Any], part: dict[str, Any], 
         parts |= {p.name: p for p in _parts(checkpoint, layout, module, leaves, spec, counted, family)}
     missing = [number for number in range(count) if number not in seen]
     if missing and not layout.gaps:
-        raise contradiction("the model", f"attention in {count} layers", f"none in layer {missing[0]}")
+        raise _contradiction("the model", f"attention in {count} layers", f"none in layer {missing[0]}")
     if not parts:
-        raise unconvertible(model_type, "layers that rotate", "none: no layer of this model turns queries and keys")
-    refuse_strangers(checkpoint, modules)
+        raise _unconvertible(model_type, "layers that rotate", "none: no layer of this model turns queries and keys")
+    _refuse_strangers(checkpoint, modules)
     return Plan(parts, tuple(still))
 
 
@@ -116,7 +137,7 @@ def _layout(model_type: object) -> Layout:
     if known is not None:
         return known
     if any(name in FAMILIES for name in names):
-        raise unconvertible(model_type, f"a family whose tensors are known: {', '.join(sorted(LAYOUTS))}", "another")
+        raise _unconvertible(model_type, f"a family whose tensors are known: {', '.join(sorted(LAYOUTS))}", "another")
     # Nothing is known of it: the names of most models are tried, and every other name is refused.
     return SEPARATE
 
@@ -124,21 +145,21 @@ def _layout(model_type: object) -> Layout:
 def _modules(checkpoint: Checkpoint, layout: Layout) -> Iterator[tuple[str, tuple[int, list[str]]]]:
     """The attention modules of the language model, with the layer's number and the names behind it."""
     pattern = re.compile(rf"((?:\w+\.)*?){layout.attention}\.(.+)")
-    found: dict[str, tuple[int, list[str]]] = {}
+    modules: dict[str, tuple[int, list[str]]] = {}
     prefixes: dict[str, str] = {}
     for name in checkpoint.tensors:
         match = pattern.fullmatch(name)
-        if match is None or TOWER.search(match[1]):
+        if match is None or _TOWER.search(match[1]):
             continue
         if match[1] != "mtp.":
             prefixes.setdefault(match[1], name)
         module = name[: match.start(3) - 1]
-        found.setdefault(module, (int(match[2]), []))[1].append(match[3])
-    if not found:
-        raise unconvertible("this model", f"tensors named like {layout.attention!r}", "none")
+        modules.setdefault(module, (int(match[2]), []))[1].append(match[3])
+    if not modules:
+        raise _unconvertible("this model", f"tensors named like {layout.attention!r}", "none")
     if len(prefixes) > 1:
-        raise unconvertible("this model", "one language model", f"several: {', '.join(prefixes.values())}")
-    yield from found.items()
+        raise _unconvertible("this model", "one language model", f"several: {', '.join(prefixes.values())}")
+    yield from modules.items()
 
 
 def _parts(
@@ -169,31 +190,31 @@ def _parts(
         elif layout.stays(leaf):
             continue
         else:
-            raise strange(name)
-        if tensor.dtype not in FLOATS:
-            raise quantised(f"{name!r} has dtype {tensor.dtype}")
+            raise _strange(name)
+        if tensor.dtype not in _FLOATS:
+            raise _quantised(f"{name!r} has dtype {tensor.dtype}")
         turning = width - spec.turning if spec.rotary_slice == "trailing" else 0
         yield Part(name, module, what, heads, width, turning, spec)
     if roles != {"q", "k"}:
-        raise contradiction(module, "queries and keys", f"{' and '.join(sorted(leaves))}")
+        raise _contradiction(module, "queries and keys", f"{' and '.join(sorted(leaves))}")
     if layout.values is not None and f"{layout.values}.weight" not in leaves:
-        raise unconvertible(module, "values of their own", "none: the keys are the values too, and cannot be permuted")
+        raise _unconvertible(module, "values of their own", "none: the keys are the values too, and cannot be permuted")
 
 
 def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoint: Checkpoint) -> Counts:
     queries = next((config.whole(key) for key in family.heads if config.has(key)), None)
     if queries is None:
-        raise config_error(family.heads[0], "a whole number", "nothing", "set it as the model was trained")
-    inner = Keys(config.part("attn_config"), "attn_config")
+        raise config.error(family.heads[0], "a whole number", "nothing", "set it as the model was trained")
+    inner = config.under("attn_config")
     names = ((config, "num_key_value_heads"), (config, "num_kv_heads"), (inner, "kv_n_heads"))
-    keys = next((where.whole(key) for where, key in names if where.has(key)), None)
+    keys = next((part.whole(key) for part, key in names if part.has(key)), None)
     alone = checkpoint.tensors.get(f"{module}.k_proj.weight")
     if keys is None and alone is not None and alone.shape and alone.shape[0] % spec.head_dim == 0:
         # Files leave out what is the default of a class in transformers; the tensor has it.
         keys = alone.shape[0] // spec.head_dim
     keys = queries if keys is None else keys
     if keys < 1 or queries % keys:
-        raise config_error("num_key_value_heads", f"a divisor of {queries} query heads", f"{keys}", "set it")
+        raise config.error("num_key_value_heads", f"a divisor of {queries} query heads", f"{keys}", "set it")
     return Counts(
         queries,
         keys,
@@ -207,15 +228,15 @@ def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoin
 def _require_projection(
     name: str, tensor: Stored, heads: Heads, kind: str, config: Keys, family: Family, stem: str
 ) -> None:
-    """The shape that the config gives a projection: a row a feature, a column a feature of the model."""
+    """The shape that the config gives a projection: one row per feature, one column per feature of the model."""
     wanted: list[int | None] = [heads.rows]
     if kind == "weight":
         names = ("q_lora_rank",) if stem == "q_b_proj" else family.width
-        given = next((config.whole(key) for key in names if config.has(key)), None)
+        width = next((config.whole(key) for key in names if config.has(key)), None)
         # A file may leave the width out; then any number of columns will do.
-        wanted.append(given if given is not None or len(tensor.shape) != 2 else tensor.shape[1])
+        wanted.append(width if width is not None or len(tensor.shape) != 2 else tensor.shape[1])
     if list(tensor.shape) != wanted:
-        raise contradiction(name, f"the shape {wanted}, by the config", f"{list(tensor.shape)}")
+        raise _contradiction(name, f"the shape {wanted}, by the config", f"{list(tensor.shape)}")
 
 
 def _norm_heads(name: str, tensor: Stored, role: str, counts: Counts) -> Heads:
@@ -227,6 +248,62 @@ def _norm_heads(name: str, tensor: Stored, role: str, counts: Counts) -> Heads:
     elif tensor.shape in ((whole,), (heads, counts.head_dim)):
         starts = tuple(range(0, whole, counts.head_dim))
     else:
-        raise contradiction(name, f"the shape [{counts.head_dim}] or [{whole}], by the config", f"{list(tensor.shape)}")
+        raise _contradiction(
+            name, f"the shape [{counts.head_dim}] or [{whole}], by the config", f"{list(tensor.shape)}"
+        )
     rows = starts[-1] + counts.head_dim
     return Heads(rows, starts) if role == "q" else Heads(rows, (), starts)
+
+
+def _refuse_quantised(checkpoint: Checkpoint, *configs: dict[str, Any]) -> None:
+    for config in configs:
+        if config.get("quantization_config"):
+            method = config["quantization_config"]
+            method = method.get("quant_method") if isinstance(method, dict) else method
+            raise _quantised(f"quantization_config in the config ({method})")
+    for name in checkpoint.tensors:
+        if "lora_" in name or ".adapter" in name:
+            raise _unconvertible("this model", "weights of a whole model", f"{name!r}: an adapter; merge it first")
+        if _QUANTISED.search(name) and not _TOWER.search(name):
+            raise _quantised(repr(name))
+
+
+def _refuse_strangers(checkpoint: Checkpoint, modules: Container[str]) -> None:
+    """Tensors that look like queries or keys outside of the modules that are known."""
+    for name in checkpoint.tensors:
+        if not _LIKE_ATTENTION.search(name) or _TOWER.search(name) or _NOT_ROTATED.search(name):
+            continue
+        steps = name.split(".")
+        if not any(".".join(steps[:end]) in modules for end in range(1, len(steps))):
+            raise _strange(name)
+
+
+def _strange(name: str) -> RopewalkError:
+    return _unconvertible("this model", "tensors of attention that are known", f"{name!r}")
+
+
+def _quantised(got: str) -> RopewalkError:
+    return RopewalkError(
+        asked="convert a checkpoint",
+        expected="weights as F64, F32, F16 or BF16: scales of blocks of rows would have to move with the rows",
+        got=f"quantised weights: {got}",
+        do="convert the checkpoint that it was quantised from, then quantise that",
+    )
+
+
+def _contradiction(what: str, expected: str, got: str) -> RopewalkError:
+    return RopewalkError(
+        asked=f"convert a checkpoint: {what}",
+        expected=expected,
+        got=got,
+        do="check that config.json belongs to these weights",
+    )
+
+
+def _unconvertible(what: object, expected: str, got: str) -> RopewalkError:
+    return RopewalkError(
+        asked=f"convert a checkpoint: {what}",
+        expected=expected,
+        got=got,
+        do="open an issue with the name of the model; a guess here would give weights that are silently wrong",
+    )

@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ropewalk.hub.convert.checkpoint import Checkpoint, Stored
-from ropewalk.hub.convert.permutation import Part, Plan
-from ropewalk.hub.convert.streams import permuted_blocks, read_rows, tensor_blocks
+from ropewalk.hub.convert.checkpoint import Checkpoint, Stored, read_rows, tensor_blocks
+from ropewalk.hub.convert.permutation import Part, Plan, permuted_blocks
+from ropewalk.spec.rope import Pairing
 
 __all__ = ["TOLERANCE", "LayerScores", "Proof", "prove"]
 
@@ -50,12 +50,26 @@ class Proof:
         """The layer whose scores are furthest apart; NaN is further than all."""
         return max(self.layers, key=lambda layer: (layer.difference != layer.difference, layer.difference))
 
+    def as_json(self) -> dict[str, object]:
+        """The proof as JSON stores it.
+
+        >>> Proof((LayerScores("layers.0", 0.0),), 3, ()).as_json()["holds"]
+        True
+        """
+        return {
+            "holds": self.holds,
+            "tolerance": TOLERANCE,
+            "layers": [{"layer": layer.layer, "difference": layer.difference} for layer in self.layers],
+            "tensors": self.tensors,
+            "differing": list(self.differing),
+        }
+
 
 def prove(
     source: Checkpoint,
     converted: Checkpoint,
     plan: Plan,
-    pairings: tuple[str, str],
+    pairings: tuple[Pairing, Pairing],
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Proof:
     """Holds the converted checkpoint to its source, of which `pairings` are those of the two.
@@ -99,7 +113,7 @@ class _Files(contextlib.ExitStack):
     def blocks(self, tensor: Stored) -> Iterator[bytes]:
         return tensor_blocks(self.file(tensor.path), tensor)
 
-    def permuted(self, tensor: Stored, part: Part, to: str) -> Iterator[bytes]:
+    def permuted(self, tensor: Stored, part: Part, to: Pairing) -> Iterator[bytes]:
         return permuted_blocks(self.file(tensor.path), tensor, part, to)
 
     def rows(self, tensor: Stored, start: int, count: int, rows: int) -> np.ndarray:
@@ -132,7 +146,7 @@ def _by_layer(plan: Plan, converted: Checkpoint) -> Iterator[tuple[str, list[Par
 
 
 def _difference(
-    source: Checkpoint, converted: Checkpoint, parts: list[Part], pairings: tuple[str, str], files: _Files
+    source: Checkpoint, converted: Checkpoint, parts: list[Part], pairings: tuple[Pairing, Pairing], files: _Files
 ) -> float:
     """The largest difference of the scores of a layer, as a share of |q| |k|."""
     scores: list[np.ndarray] = []

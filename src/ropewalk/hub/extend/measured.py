@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from ropewalk.hub.extend.rules import RuleName
+
 __all__ = ["MEASURED", "Measured", "measured"]
 
 
@@ -13,7 +15,7 @@ class Measured:
     False
     """
 
-    rules: tuple[str, ...]
+    rules: tuple[RuleName, ...]
     tuned: bool
     model: str
     found: str

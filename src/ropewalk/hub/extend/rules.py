@@ -1,23 +1,31 @@
 """Rules that extend a model's context: which of them apply to it, and the rotation that each gives."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.hub.configs.keys import Caller
 from ropewalk.hub.configs.model import Model
-from ropewalk.spec.by_parts import Llama3, Yarn
+from ropewalk.spec.by_parts import Llama3, Ramp, Yarn
 from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.stretched import DynamicNTK, LongRope, PositionInterpolation
 from ropewalk.theory.context import critical_base, critical_dimension, first_negative_distance, lowest_admissible_base
 
-__all__ = ["RULES", "Extension", "Start", "extensions", "start_of"]
+__all__ = ["RULES", "RULE_NAMES", "Extension", "RuleName", "Start", "extensions", "require_rule", "start_of"]
+
+RuleName: TypeAlias = Literal[
+    "pi", "ntk", "dynamic", "yarn", "yarn-paper", "llama3", "base-bound", "base-law", "longrope"
+]
+# Every rule, in the order in which they are shown.
+RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 
 # Bases are tried from FIRST times the length on, each a STEP larger than the last, up to HIGHEST.
 FIRST, STEP, HIGHEST = 1.5, 1.004, 1e15
+_CALLER = Caller("extensions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +97,7 @@ class Extension:
     False
     """
 
-    rule: str
+    rule: RuleName
     does: str
     spec: RopeSpec | None
     why_not: str | None = None
@@ -102,29 +110,31 @@ class Extension:
         return self.spec is not None
 
 
-def start_of(model: Model, part: Mapping[str, Any], trained: int | None = None) -> Start:
+def start_of(model: Model, trained: int | None = None) -> Start:
     """The layers of `model` that an extension is for, and the base and length that they were trained with.
 
-    Layers with a window see no more than it, whatever the context, and keep their rotation. `part` is the config of the
-    language model. `trained` is for configs that do not say it, or say it wrong.
+    Layers with a window see no more than it, whatever the context, and keep their rotation. `trained` is for configs
+    that do not say it, or say it wrong.
 
     >>> from ropewalk.hub.configs.model import read_model
     >>> config = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
-    >>> start_of(read_model(config), config).trained
+    >>> start_of(read_model(config)).trained
     4096
     """
+    caller = model.config.caller
+    asked = caller.asked(f"an extension of {model.name}")
     left: dict[str, str] = {}
     turning: dict[str, RopeSpec] = {}
     for name, spec in model.layers:
         if spec is None:
             left[name] = "does not rotate"
-        elif _has_window(name, part):
+        elif _has_window(name, model):
             left[name] = "sees a window of the context only"
         else:
             turning[name] = spec
     if len(turning) != 1:
         raise RopewalkError(
-            asked=f"an extension of {model.name}",
+            asked=asked,
             expected="one kind of layer that rotates and sees the whole context",
             got=", ".join(f"{name or 'its layers'}: {why}" for name, why in left.items())
             if not turning
@@ -137,7 +147,7 @@ def start_of(model: Model, part: Mapping[str, Any], trained: int | None = None) 
     base = getattr(spec.frequencies, "base", None)
     if base is None or not base > 1:
         raise RopewalkError(
-            asked=f"an extension of {model.name}",
+            asked=asked,
             expected="frequencies that come from a base above 1",
             got=repr(spec.frequencies)[:60],
             do="scale its frequencies by hand: Explicit([...])",
@@ -145,23 +155,26 @@ def start_of(model: Model, part: Mapping[str, Any], trained: int | None = None) 
     length = trained or model.lengths.trained
     if length is None:
         raise RopewalkError(
-            asked=f"an extension of {model.name}",
+            asked=asked,
             expected="the length that it was trained at before its context was extended",
             got=f"a config that does not say it; max_position_embeddings is {model.lengths.configured}",
-            do="pass --trained LENGTH",
+            do=f"pass {caller.option('trained', 'LENGTH')}",
         )
     given = trained is not None and trained != model.lengths.trained
     return Start(layer, spec, float(base), length, model.lengths.configured, tuple(left.items()), given)
 
 
-def _has_window(name: str, part: Mapping[str, Any]) -> bool:
+def _has_window(name: str, model: Model) -> bool:
+    part = model.config.language.data
     # Llama 4 rotates in layers that see a chunk, whether or not its config says how long that is.
     chunked = "attention_chunk_size" in part or str(part.get("model_type")).startswith("llama4")
     return "sliding" in name or "chunked" in name or (name == "rope" and chunked)
 
 
-def extensions(start: Start, length: int, rule: str | None = None) -> list[Extension]:
+def extensions(start: Start, length: int, rule: RuleName | None = None, caller: Caller = _CALLER) -> list[Extension]:
     """Every rule, or the one named, with the spec that it gives for `length` positions or why it gives none.
+
+    Errors are written in the words of `caller`.
 
     >>> start = Start("", RopeSpec(128, pairing="half"), 10_000.0, 4096, 4096)
     >>> pi = extensions(start, 16384)[0]
@@ -171,14 +184,24 @@ def extensions(start: Start, length: int, rule: str | None = None) -> list[Exten
     if length <= start.reach:
         by = "the trained length that was given" if start.given and start.reach == start.trained else "its config"
         raise RopewalkError(
-            asked=f"an extension to {length} positions",
+            asked=caller.asked(f"an extension to {length} positions"),
             expected=f"more than the {start.reach} that the model reads by {by}",
             got=f"{length}",
             do="nothing need be extended for that; name a larger length",
         )
-    makers = RULES.values() if rule is None else [RULES[require_choice(rule, RULES, asked="extensions(rule)")]]
+    makers = RULES.values() if rule is None else [RULES[require_rule(rule, caller)]]
     made = [make(start, length, length / start.trained) for make in makers]
     return [dataclasses.replace(one, notes=(*one.notes, *_notes(start, one))) for one in made]
+
+
+def require_rule(rule: str, caller: Caller) -> RuleName:
+    """`rule`, if it is the name of one.
+
+    >>> require_rule("yarn", Caller("extend_model"))
+    'yarn'
+    """
+    require_choice(rule, RULE_NAMES, asked=caller.asked_with("rule", rule))
+    return next(name for name in RULE_NAMES if name == rule)
 
 
 def _notes(start: Start, made: Extension) -> list[str]:
@@ -201,7 +224,7 @@ def _kept(own: Frequencies, made: Extension) -> list[str]:
     return [f"replaces the model's own {type(own).__name__}, with which its weights were tuned"]
 
 
-def _made(start: Start, rule: str, does: str, frequencies: Frequencies, **more: Any) -> Extension:
+def _made(start: Start, rule: RuleName, does: str, frequencies: Frequencies, **more: Any) -> Extension:
     return Extension(rule, does, dataclasses.replace(start.spec, frequencies=frequencies), **more)
 
 
@@ -210,7 +233,7 @@ def _rebased(start: Start, base: float) -> Frequencies:
     return dataclasses.replace(own, base=base) if isinstance(own, Proportional) else Plain(base)
 
 
-def _only_plain(start: Start, rule: str, does: str) -> Extension | None:
+def _only_plain(start: Start, rule: RuleName, does: str) -> Extension | None:
     """The refusal of rules that no stack has for heads of which a part stands still (p-RoPE)."""
     if isinstance(start.spec.frequencies, Proportional):
         return Extension(rule, does, None, "no stack has it for p-RoPE, of which some pairs stand still")
@@ -247,8 +270,8 @@ def _dynamic(start: Start, length: int, factor: float) -> Extension:
     return _made(start, "dynamic", does, rule, base=base, notes=notes)
 
 
-def _yarn(start: Start, length: int, factor: float, ramp: str = "index") -> Extension:
-    name = "yarn" if ramp == "index" else "yarn-paper"
+def _yarn(start: Start, length: int, factor: float, ramp: Ramp = "index") -> Extension:
+    name: RuleName = "yarn" if ramp == "index" else "yarn-paper"
     own, factor = start.spec.frequencies, start.factor_of(Yarn, length)
     rule = own if isinstance(own, Yarn) else Yarn(start.base)
     # An amplitude that is written out for one factor is not that of another.
@@ -318,8 +341,7 @@ def _longrope(start: Start, length: int, factor: float) -> Extension:
     return Extension("longrope", does, None, "its divisors come from a search that runs the model (2402.13753)")
 
 
-# Every rule by its name, in the order in which they are shown.
-RULES: dict[str, Callable[[Start, int, float], Extension]] = {
+RULES: dict[RuleName, Callable[[Start, int, float], Extension]] = {
     "pi": _pi,
     "ntk": _ntk,
     "dynamic": _dynamic,

@@ -3,16 +3,17 @@
 import json
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
-from ropewalk.hub.extend.config import FIXED, Form
+from ropewalk.hub.extend.config_forms import FIXED, Form
 from ropewalk.hub.extend.rules import Extension, Start
 from ropewalk.spec.by_parts import Llama3, Yarn
 from ropewalk.spec.stretched import LongRope, PositionInterpolation
 
-__all__ = ["STACKS", "Flags", "flags_for"]
+__all__ = ["STACKS", "Flags", "Stack", "flags_for"]
 
-STACKS = ("vllm", "llama.cpp")
+Stack: TypeAlias = Literal["vllm", "llama.cpp"]
+STACKS: tuple[Stack, ...] = get_args(Stack)
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,17 @@ class Flags:
 
 
 def flags_for(
-    stack: str,
+    stack: Stack,
     start: Start,
     extension: Extension,
     length: int,
     *,
     form: Form | None,
-    path: tuple[str, ...] = (),
+    place: tuple[str, ...] = (),
     model_type: str = "",
 ) -> Flags:
     """The flags with which `stack` computes the extension. `form` holds its keys for transformers 5, if there are any,
-    and `path` says where they stand in the config.
+    and `place` has the keys that lead to them in the config.
 
     >>> from ropewalk.hub.extend.rules import extensions
     >>> from ropewalk.spec.rope import RopeSpec
@@ -50,12 +51,12 @@ def flags_for(
             None, (f"the code of {model_type} {FIXED[model_type]}; {stack} has no flag that is known to hold",)
         )
     if stack == "vllm":
-        return _vllm(start, extension, length, form, path, model_type)
+        return _vllm(start, extension, length, form, place, model_type)
     return _llama_cpp(start, extension, length)
 
 
 def _vllm(
-    start: Start, extension: Extension, length: int, form: Form | None, path: tuple[str, ...], model_type: str
+    start: Start, extension: Extension, length: int, form: Form | None, place: tuple[str, ...], model_type: str
 ) -> Flags:
     rule = extension.spec and extension.spec.frequencies
     if extension.rule == "dynamic":
@@ -86,7 +87,7 @@ def _vllm(
         notes.append("max_position_embeddings is the trained length: vLLM multiplies it by the factor of PI")
     elif gemma or not isinstance(rule, Yarn):
         overrides["max_position_embeddings"] = length
-    for key in reversed(path):
+    for key in reversed(place):
         overrides = {key: overrides}
     most = min(length, int(rule.factor * start.trained)) if isinstance(rule, Yarn | PositionInterpolation) else length
     return Flags(f"--hf-overrides {shlex.quote(json.dumps(overrides))} --max-model-len {most}", tuple(notes))

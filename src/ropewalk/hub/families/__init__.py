@@ -1,0 +1,1 @@
+"""What no config says: how each family of models rotates."""

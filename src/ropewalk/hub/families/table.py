@@ -1,132 +1,16 @@
-"""What no config says: how the families of models pair, slice and place their rotation.
+"""The families of models, by model_type: how each pairs, slices and places its rotation; and those without one.
 
-The table stands for what transformers' own model code computes: docs/conformance.md lists each family beside it, and
-tests/hub measures them anew.
+The table repeats what transformers' own model code computes: docs/conformance.md lists each family beside it, and
+tests/hub measures them anew. A new family is a line here.
 """
 
-import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from ropewalk.errors import RopewalkError
-from ropewalk.hub.configs.pitfalls import warn
-from ropewalk.hub.configs.read import Keys
+from ropewalk.hub.families.family import Family, LayerPattern, Windows
 from ropewalk.spec.axes import Axes
 
-__all__ = ["BASE_KEYS", "FAMILIES", "Family", "family_of"]
-
-
-# Every key that some model has for its base.
-BASE_KEYS = ("rope_theta", "rotary_emb_base", "rotary_base", "rotary_embedding_base", "rope_base")
-
-
-@dataclass(frozen=True)
-class Family:
-    """What model_type says about a rotation; the defaults are Llama's.
-
-    >>> FAMILIES["llama"] == Family()
-    True
-    """
-
-    pairing: str = "half"
-    rotary_slice: str = "leading"
-    sign: int = 1
-    # The base where a config has none, and by layer type where those differ.
-    base: float = 10_000.0
-    bases: dict[str, float] = field(default_factory=dict[str, float])
-    # The share of a head that turns where a config does not say it; or how many features turn, whatever it says.
-    share: float = 1.0
-    rotary_dim: Callable[[int], int] | None = None
-    # Multi-head latent attention: qk_nope_head_dim features that stand still, then qk_rope_head_dim that turn.
-    latent: bool = False
-    # The key that says whether pairs are interleaved; `pairing` is what holds without it.
-    interleave_key: str | None = None
-    policy: str = "transformers"
-    # How sections become axes, or which axes a tower has for a rotary_dim; the sections of a config that has none.
-    axes: str | Callable[[int], Axes] | None = None
-    sections: tuple[int, ...] | None = None
-    # "everywhere" is llama_4_scaling_beta; "without rotation" is Llama 4's, in layers that do not rotate.
-    temperature: str | None = None
-    # How layers share the parameters: a name in layers.py.
-    layers: str = "alike"
-    # Names of nested parameters that are no layer types.
-    labels: tuple[str, ...] = ()
-    # Keys with the head_dim: the usual ones, and those of layer types that have their own, with their defaults.
-    head_dim: tuple[str, ...] = ("head_dim", "attention_head_dim", "kv_channels")
-    head_dims: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
-    # The head_dim that the class in transformers has where a config leaves it out, whatever the width is.
-    usual_head_dim: int | None = None
-    width: tuple[str, ...] = ("hidden_size", "n_embd", "d_model", "dim", "embed_dim")
-    heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-    # How many features turn where a config does not say it, whatever the width of a head.
-    usual_rotary_dim: int | None = None
-    # Whether the class in transformers has something else than a plain rope where a config has no rope parameters.
-    needs_parameters: bool = False
-    # Whether the default rope type reads partial_rotary_factor.
-    reads_share: bool = False
-    # Whether the dynamic rope type reads alpha, and is static then: HunYuan's.
-    reads_alpha: bool = False
-    # Keys that the base may stand under outside of the parameters.
-    base_keys: tuple[str, ...] = ("rope_theta",)
-    # Keys that other families have for the features that turn, and that this one does not read.
-    unread: tuple[str, ...] = ()
-    longest: tuple[str, ...] = ("max_position_embeddings", "n_positions", "max_seq_len", "model_max_length")
-
-    def base_of(self, layer: str) -> float:
-        """The base of a layer type whose parameters name none.
-
-        >>> Family(bases={"full_attention": 1e6}).base_of("full_attention")
-        1000000.0
-        """
-        return self.bases.get(layer, self.base)
-
-    def pairing_of(self, whole: Keys) -> str:
-        """The pairing, which a flag of the config may decide.
-
-        >>> Family(interleave_key="rope_interleave").pairing_of(Keys({"rope_interleave": True}))
-        'interleaved'
-        """
-        if self.interleave_key is None:
-            return self.pairing
-        return "interleaved" if whole.flag(self.interleave_key, self.pairing == "interleaved") else "half"
-
-
-def family_of(model_type: str | None, pairing: str | None, *, tower: bool = False) -> Family:
-    """The family of a model_type. One that is not known needs a pairing; one that is must agree with it.
-
-    >>> family_of("llama", None).pairing
-    'half'
-    """
-    name = model_type or ""
-    # A composite model whose config is flat, as it was in transformers 4, is its language model.
-    known = FAMILIES.get(name) or FAMILIES.get(f"{name}_text")
-    if tower:
-        # Towers used to carry the name of the model that they see for.
-        known = FAMILIES.get(f"{name}_vision") or (known if known and callable(known.axes) else None)
-    if known is None and pairing is None:
-        near = difflib.get_close_matches(name, FAMILIES, n=1)
-        raise RopewalkError(
-            asked=f"load_spec of a {'vision ' if tower else ''}config with model_type {model_type!r}",
-            expected="a family that ropewalk knows, or pairing=",
-            got="neither: no config says which features form a pair, or whether any do",
-            do=(f"did you mean {near[0]!r}? Else " if near else "")
-            + 'look at its model code: rotate_half over two halves is pairing="half", else "interleaved"',
-        )
-    if known is None:
-        warn(
-            "unknown-family",
-            f"nothing is known of {model_type!r}: where its config does not say otherwise, whole heads turn, by a base"
-            " of 10000, in layers that are alike",
-        )
-        return Family(pairing=str(pairing), axes="chunked", reads_share=True, reads_alpha=True, base_keys=BASE_KEYS)
-    if pairing is not None and known.interleave_key is None and pairing != known.pairing:
-        raise RopewalkError(
-            asked=f"load_spec(config, pairing={pairing!r}) of a config with model_type {model_type!r}",
-            expected=f"{known.pairing!r}, which that family has",
-            got=repr(pairing),
-            do="leave pairing out; for converted weights use dataclasses.replace(spec, pairing=...)",
-        )
-    return known
+__all__ = ["DRAWN_BY", "FAMILIES", "WITHOUT_ROPE"]
 
 
 def _each(family: Family, names: str) -> dict[str, Family]:
@@ -301,6 +185,36 @@ glmasr_encoder gpt_neox gpt_neox_japanese gptj laguna mellum mimo_v2_flash minim
 moonshine_streaming nemotron nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp
 nemotron3_diarization_audio neomme persimmon phi phi3 phi4_multimodal qwen3_5_moe_text qwen3_5_text qwen3_next
 qwen4_exp_text recurrent_gemma solar_open stablelm step3p5 zaya"""
+# Families whose layers differ in ways of their own: only layer_types says how.
+_WINDOWS_OF_THEIR_OWN = """
+axk2 bailing_hybrid bamba beam cohere2_moe cohere_compass_text deepseek_v32 deepseek_v4 diffusion_gemma_text doge dots1
+embedding_gemma2_text falcon_h1 flint gemma4_text gemma4_unified_text glm5_next_text glm_moe_dsa granitemoehybrid hy_v4
+kimi_linear kolibri1 kyutai_speech_to_text laguna lfm2 lfm2_moe llama4_text mellum mimi mimi_decoder mimi_encoder
+mimo_v2_flash minimax minimax_m3_vl_text ministral mistral_large4_text moonshine_streaming moshi muse_glimmer_assistant
+muse_glimmer_text muse_spark_text neomme olmo_hybrid openai_privacy_filter pocket_tts pocket_tts_audio_tokenizer
+pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen4_exp_text recurrent_gemma step3p5 ultrabert
+unlimited_ocr_text voxtral_realtime_encoder voxtral_realtime_text zamba2 zaya
+"""
+# Which layers have a window where a file has no layer_types, as the classes of transformers do it.
+_EVERY_KEY = "global_attn_every_n_layers"
+_WINDOWS: dict[str, Windows | None] = {
+    "gemma2 vaultgemma t5_gemma_module gpt_oss": LayerPattern(2),
+    "gemma3_text t5gemma2_text t5gemma2_decoder": LayerPattern(6, key="sliding_window_pattern"),
+    "gemma3n_text": LayerPattern(5),
+    "cohere2 exaone4 exaone_moe": LayerPattern(4, key="sliding_window_pattern"),
+    "afmoe": LayerPattern(4, key=_EVERY_KEY),
+    "olmo3": LayerPattern(4),
+    "cwm granite_swa granitemoe_swa": LayerPattern(4, "first"),
+    "modernbert modernbert-decoder": LayerPattern(3, "first", key=_EVERY_KEY),
+    "qwen3_next qwen3_5_text qwen3_5_moe_text": LayerPattern(
+        4, other="linear_attention", key="full_attention_interval"
+    ),
+    """qwen2 qwen2_moe qwen3 qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text qwen2_5_omni_talker
+    deepseek_ocr2_encoder""": "from a layer on",
+    "mistral": "all by default",
+    "mixtral starcoder2 phi3 phi4_multimodal phimoe": "all",
+    _WINDOWS_OF_THEIR_OWN: None,
+}
 _FLAGS = {
     "needs_parameters": _NEED_PARAMETERS,
     "reads_share": _READ_SHARE,
@@ -312,3 +226,32 @@ for _flag, _names in _FLAGS.items():
 for _head_dim, _names in _USUAL_HEAD_DIMS.items():
     for _name in _names.split():
         FAMILIES[_name] = replace(FAMILIES[_name], usual_head_dim=_head_dim)
+for _names, _kind in _WINDOWS.items():
+    for _name in _names.split():
+        FAMILIES[_name] = replace(FAMILIES[_name], windows=_kind)
+FAMILIES["mistral params.json"] = replace(FAMILIES["mistral params.json"], windows="all")
+
+# Well-known families without rotary embeddings, and what they have instead.
+_LEARNED, _SINUSOIDAL, _ALIBI = "learned position embeddings", "sinusoidal position embeddings", "ALiBi"
+_BUCKETS = "T5's relative position bias"
+_WITHOUT_ROPE = {
+    _LEARNED: """albert bart bert biogpt blenderbot blip camembert clip clip_text_model clip_vision_model data2vec-text
+        deit distilbert electra ernie gpt-sw3 gpt2 gpt_bigcode gpt_neo imagegpt layoutlm led longformer mbart mvp
+        openai-gpt opt prophetnet roberta roberta-prelayernorm siglip siglip_text_model siglip_vision_model squeezebert
+        vit xlm-roberta xlm-roberta-xl""",
+    _SINUSOIDAL: "ctrl fsmt m2m_100 marian nllb-moe pegasus speech_to_text xglm",
+    "sinusoidal positions in the encoder and learned ones in the decoder": "whisper",
+    _ALIBI: "bloom mpt",
+    _BUCKETS: "longt5 mpnet mt5 switch_transformers t5 udop umt5",
+    "relative positions within its attention": "deberta deberta-v2 funnel xlnet",
+    "a convolution for positions": "hubert wav2vec2 wavlm",
+    "no position encoding: order comes from its recurrence": "falcon_mamba jamba mamba mamba2 rwkv",
+}
+# What each family has in place of a rotation.
+WITHOUT_ROPE = {name: what for what, names in _WITHOUT_ROPE.items() for name in names.split()}
+# The command that draws what they have.
+DRAWN_BY = {
+    _ALIBI: "`ropewalk plot bias` draws ALiBi",
+    _BUCKETS: "`ropewalk plot bias` draws its buckets",
+    _SINUSOIDAL: "`ropewalk plot sinusoidal` draws such a table",
+}

@@ -24,8 +24,8 @@ from rich.table import Table
 from torch import nn
 
 from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.norm_fusion import FUSED
-from ropewalk.hub.accelerate.patch import accelerate
 from ropewalk.kernels.native.extension import instructions
 from ropewalk.tools.bench.timing import Contestant, take_turns
 from ropewalk.tools.output import package_version, processor, require_writable_file, write_json

@@ -1,0 +1,1 @@
+"""`ropewalk extend`: what it shows and writes."""

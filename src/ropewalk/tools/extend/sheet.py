@@ -8,11 +8,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ropewalk.hub.extend.effect import Effect
+from ropewalk.hub.extend.effects import Effect
+from ropewalk.hub.extend.extension import ModelExtension, Offer
 from ropewalk.hub.extend.measured import measured
+from ropewalk.hub.extend.stacks import Stack
 from ropewalk.theory import classify, turns
-from ropewalk.tools.extend.facts import Facts, Offer
-from ropewalk.tools.inspect.words import KIND_STYLES, number
+from ropewalk.tools.inspect.sheet import KIND_STYLES, number
 
 __all__ = ["one_rule", "side_by_side"]
 
@@ -22,64 +23,64 @@ _COLUMNS = (
 )
 
 
-def side_by_side(console: Console, facts: Facts, stack: str | None) -> None:
+def side_by_side(console: Console, extended: ModelExtension, stack: Stack | None) -> None:
     """Every rule: figures in one table, then what was measured of each and the keys or flags that say it."""
-    _head(console, facts)
+    _head(console, extended)
     console.print()
-    console.print(_table([offer for offer in facts.offers if offer.effect is not None]))
+    console.print(_table([offer for offer in extended.offers if offer.effect is not None]))
     console.print()
-    _legend(console, facts)
-    for offer in facts.offers:
+    _legend(console, extended)
+    for offer in extended.offers:
         if offer.effect is not None:
-            _section(console, facts, offer, stack)
-    refused = [offer for offer in facts.offers if offer.effect is None]
+            _section(console, extended, offer, stack)
+    refused = [offer for offer in extended.offers if offer.effect is None]
     if refused:
         console.print(Text("\nrules that do not apply", style="bold"))
         for offer in refused:
             _row(console, offer.extension.rule, f"{offer.extension.why_not}")
-    _unknown(console, facts)
+    _unknown(console, extended)
 
 
-def one_rule(console: Console, facts: Facts, stack: str | None) -> None:
-    """The only rule of `facts`: its figures, every pair, what was measured, and the keys or flags that say it."""
-    (offer,) = facts.offers
-    _head(console, facts)
+def one_rule(console: Console, extended: ModelExtension, stack: Stack | None) -> None:
+    """The only rule of `extended`: its figures, every pair, what was measured, and the keys or flags that say it."""
+    (offer,) = extended.offers
+    _head(console, extended)
     console.print()
     console.print(_table([offer]))
     console.print()
-    _legend(console, facts)
+    _legend(console, extended)
     console.print()
     if offer.effect is not None:
-        console.print(_pairs(facts, offer.effect))
-    _section(console, facts, offer, stack)
-    _unknown(console, facts)
+        console.print(_pairs(extended, offer.effect))
+    _section(console, extended, offer, stack)
+    _unknown(console, extended)
 
 
-def _head(console: Console, facts: Facts) -> None:
-    start, model = facts.start, facts.model
-    factor = facts.length / start.trained
-    title = f"{model.name}: {number(start.trained)} → {number(facts.length)} positions, {factor:.4g} ×"
+def _head(console: Console, extended: ModelExtension) -> None:
+    start, model = extended.start, extended.model
+    factor = extended.length / start.trained
+    title = f"{model.name}: {number(start.trained)} → {number(extended.length)} positions, {factor:.4g} ×"
     console.print(Text(title, style="bold"))
     known = model.lengths.trained
-    where = "by the config"
+    source = "by the config"
     if start.given:
-        where = "given" if known is None else f"given; the config says {number(known)}"
+        source = "given" if known is None else f"given; the config says {number(known)}"
     console.print(
-        f"Trained at {number(start.trained)} ({where}) with base {number(start.base)}; the slowest of"
-        f" {len(start.spec.inv_freq())} pairs turns {number(facts.turns)} times in it."
+        f"Trained at {number(start.trained)} ({source}) with base {number(start.base)}; the slowest of"
+        f" {len(start.spec.inv_freq())} pairs turns {number(extended.turns)} times in it."
     )
     if start.scaled:
-        own = type(start.spec.frequencies).__name__
+        rule = type(start.spec.frequencies).__name__
         console.print(
-            f"The model is already scaled, by {own}, for {number(start.reach)} positions. Every rule here starts from"
+            f"The model is already scaled, by {rule}, for {number(start.reach)} positions. Every rule here starts from"
             " the length and base before that, and takes its place."
         )
     if start.layer:
         console.print(f"Extended: layers of {start.layer}.")
     for name, why in start.left:
         console.print(f"Left as they are: layers of {name}, which {_does(why)}.")
-    if facts.window is not None:
-        console.print(_windows(facts.window, facts.windowed), style="yellow")
+    if extended.window is not None:
+        console.print(_windows(extended.window, extended.windowed), style="yellow")
 
 
 def _windows(window: int, windowed: tuple[int, int] | None) -> str:
@@ -130,10 +131,10 @@ def _short(value: float) -> str:
     return f"{value:.0f}" if value < 1e6 else f"{value / 1e6:.4g}M" if value < 1e10 else f"{value:.2g}"
 
 
-def _legend(console: Console, facts: Facts) -> None:
+def _legend(console: Console, extended: ModelExtension) -> None:
     lines = {
         "pairs": "how many keep their frequency, how many are divided by this, and how many lie between",
-        "turns": f"of the slowest pair within {number(facts.length)}; {facts.turns:.2g} in training",
+        "turns": f"of the slowest pair within {number(extended.length)}; {extended.turns:.2g} in training",
         "ampl.": "amplitude: what cos and sin are multiplied by; scores by its square",
         "sum < 0": "the first distance at which a similar key no longer leads a random one, by the features"
         " that turn (2405.14591); – is none",
@@ -144,9 +145,9 @@ def _legend(console: Console, facts: Facts) -> None:
         _row(console, name, text, style="dim")
 
 
-def _pairs(facts: Facts, effect: Effect) -> Table:
+def _pairs(extended: ModelExtension, effect: Effect) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    counted, plain = (facts.start.trained, facts.length), effect.plain
+    counted, plain = (extended.start.trained, extended.length), effect.plain
     headings = ("pair", "inv_freq", "divided by", *(f"turns in\n{number(n)}" for n in counted), "")
     for name in headings:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -165,16 +166,16 @@ def _pairs(facts: Facts, effect: Effect) -> Table:
     return table
 
 
-def _section(console: Console, facts: Facts, offer: Offer, stack: str | None) -> None:
+def _section(console: Console, extended: ModelExtension, offer: Offer, stack: Stack | None) -> None:
     extension = offer.extension
     console.print(Text.assemble("\n", (extension.rule, "bold"), f": {extension.does}"))
     for note in extension.notes:
         _row(console, "note", note)
     for label, tuned in (("as it is", False), ("tuned", True)):
-        found = measured(extension.rule, tuned=tuned)
-        for one in found:
+        figures = measured(extension.rule, tuned=tuned)
+        for one in figures:
             _row(console, label, f"{one.model}: {one.found} [{one.source}]")
-        if not found:
+        if not figures:
             _row(console, label, "no figure known")
     if stack is not None:
         flags = offer.flags[stack]
@@ -205,7 +206,7 @@ def _row(console: Console, name: str, text: str, style: str = "") -> None:
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _unknown(console: Console, facts: Facts) -> None:
+def _unknown(console: Console, extended: ModelExtension) -> None:
     console.print(Text("\nwhat this cannot know", style="bold"))
     lines = [
         "How good answers are at the new length: no figure here is of this model. Measure it, on retrieval and not on"
@@ -213,13 +214,13 @@ def _unknown(console: Console, facts: Facts) -> None:
         "Whether training will follow. Without it, figures marked `tuned` do not hold.",
         "Whether short texts suffer: a static rule changes them too.",
     ]
-    cache = facts.cache
+    cache = extended.cache
     if cache is None:
         lines.append("How much memory keys and values take: the config does not say enough.")
     else:
         lines.append(
-            f"Whether memory lasts: keys and values of one sequence of {number(facts.length)} take"
-            f" {'at most ' if facts.cache_is_bound else ''}{cache / 2**30:.3g} GiB in bfloat16."
+            f"Whether memory lasts: keys and values of one sequence of {number(extended.length)} take"
+            f" {'at most ' if extended.cache_is_bound else ''}{cache / 2**30:.3g} GiB in bfloat16."
         )
     for line in lines:
         console.print(Padding(Text(f"– {line}"), (0, 0, 0, 2)))

@@ -1,0 +1,1 @@
+"""`ropewalk inspect`: what it shows, compares and draws."""

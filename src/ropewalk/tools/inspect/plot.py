@@ -5,11 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ropewalk.hub.configs.lengths import Lengths
-from ropewalk.hub.configs.model import Model
+from ropewalk.hub.configs.model import Lengths, Model
+from ropewalk.hub.inspection import Inspection, Layer, View
 from ropewalk.theory import periods
-from ropewalk.tools.inspect.facts import Layer, View
-from ropewalk.tools.inspect.words import number
+from ropewalk.tools.inspect.sheet import number
 from ropewalk.tools.plot.style import BLUE, GREEN, GREY, ORANGE, RED, figure, save
 
 __all__ = ["draw"]
@@ -24,12 +23,12 @@ LOOKS = {
 PLAIN = "without the rule"
 
 
-def draw(models: Sequence[tuple[Model, list[Layer]]], target: str) -> None:
+def draw(inspections: Sequence[Inspection], target: str) -> None:
     """A panel for each kind of layer that rotates, and for each of two lengths where its frequencies follow them."""
     panels = [
-        (_title(model, layer, view, alone=len(layers) == 1), view, model.lengths)
-        for model, layers in models
-        for layer in layers
+        (_title(shown.model, layer, view, alone=len(shown.layers) == 1), view, shown.model.lengths)
+        for shown in inspections
+        for layer in shown.layers
         for view in layer.views
     ]
     columns = min(len(panels), 2)
@@ -55,7 +54,7 @@ def _title(model: Model, layer: Layer, view: View, *, alone: bool) -> str:
 
 
 def _panel(axes: Any, title: str, view: View, lengths: Lengths) -> dict[str, Any]:
-    pairs, wavelengths, kinds = np.arange(view.inv_freq.size), view.wavelengths, np.array(view.kinds)
+    pairs, wavelengths, kinds = np.arange(len(view.inv_freq)), view.wavelengths, np.array(view.kinds)
     seen: dict[str, Any] = {}
     if set(view.kinds) != {"unchanged"}:
         (seen[PLAIN],) = axes.plot(pairs, periods(view.plain), color=GREY, linewidth=0.8, linestyle=":", zorder=1)
@@ -77,10 +76,10 @@ def _lengths(axes: Any, lengths: Lengths) -> None:
     named = {"trained": lengths.trained, "configured": lengths.configured}
     if lengths.trained == lengths.configured:
         named = {"trained and configured": lengths.trained}
-    there = sorted((length, name) for name, length in named.items() if length is not None)
-    for place, (length, name) in enumerate(there):
+    lines = sorted((length, name) for name, length in named.items() if length is not None)
+    for place, (length, name) in enumerate(lines):
         axes.axhline(length, color="black", linewidth=0.8, linestyle="-" if name == "configured" else "--", zorder=2)
         # The name of the lower line stands below it, where two may be close.
-        above = place + 1 == len(there)
+        above = place + 1 == len(lines)
         look = {"textcoords": "offset points", "fontsize": 7, "va": "bottom" if above else "top"}
         axes.annotate(f"{name} {number(length)}", (0, length), xytext=(0, 2 if above else -3), **look)

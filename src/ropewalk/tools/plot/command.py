@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from ropewalk.errors import RopewalkError, require_count
-from ropewalk.hub.configs.read import Keys, read_config
+from ropewalk.hub.configs.keys import Keys, read_config
 from ropewalk.theory import periods
 from ropewalk.theory.encodings import alibi_slopes, sinusoidal_table, t5_buckets
 from ropewalk.tools.command_config import refuse_other_files

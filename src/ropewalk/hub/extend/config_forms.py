@@ -1,19 +1,18 @@
 """The config of an extended model: the keys that change, in the forms of transformers 5 and 4, and the whole of it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 
 from ropewalk.errors import RopewalkError
-from ropewalk.hub.configs.language import language_model
-from ropewalk.hub.configs.model import read_model
+from ropewalk.hub.configs.parse import Config, parse_config
 from ropewalk.hub.extend.rules import Start
-from ropewalk.hub.families.table import BASE_KEYS
+from ropewalk.hub.families.family import BASE_KEYS
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["FIXED", "Form", "extended_config", "forms_of", "path_of"]
+__all__ = ["FIXED", "Form", "extended_config", "forms_of"]
 
 _LAYER_BASES = ("rope_local_base_freq", "global_rope_theta", "local_rope_theta")
 # What stands among the rope parameters and is no part of a rule.
@@ -41,83 +40,70 @@ FIXED = {
 class Form:
     """Keys that extend a model: what to `set` in the config of its language model, and which keys to `drop` there.
 
-    `name` is "transformers 5" or "transformers 4".
+    `name` is the version of transformers whose keys they are.
     """
 
-    name: str
+    name: Literal["transformers 5", "transformers 4"]
     set: dict[str, Any]
     drop: tuple[str, ...]
 
 
-def path_of(data: Mapping[str, Any], part: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where the config of the language model stands in the whole: () if it is the whole.
-
-    >>> path_of({"text_config": {"hidden_size": 8}}, {"hidden_size": 8, "model_type": "gemma3_text"})
-    ('text_config',)
-    """
-    for key, inner in data.items():
-        if isinstance(inner, dict) and {**inner, "model_type": part.get("model_type")} == part:
-            return (key,)
-        if isinstance(inner, dict) and (deeper := path_of(inner, part)):
-            return key, *deeper
-    return ()
-
-
-def forms_of(data: dict[str, Any], start: Start, spec: RopeSpec, length: int, pairing: str | None = None) -> list[Form]:
+def forms_of(config: Config, start: Start, spec: RopeSpec, length: int) -> list[Form]:
     """The forms in which a config can say `spec` for `start.layer` and leave all other layers as they are.
 
     Each was read back, and gives the same rotation. transformers 5 comes first. An error where there is none.
 
-    >>> config = {"model_type": "llama", "head_dim": 4, "max_position_embeddings": 64, "rope_theta": 100.0}
+    >>> from ropewalk.hub.configs.keys import Caller
     >>> from ropewalk.spec.stretched import PositionInterpolation
+    >>> data = {"model_type": "llama", "head_dim": 4, "max_position_embeddings": 64, "rope_theta": 100.0}
     >>> start = Start("", RopeSpec(4, pairing="half"), 100.0, 64, 64)
     >>> new = RopeSpec(4, PositionInterpolation(100.0, 2.0), pairing="half", angles="float32")
-    >>> [(form.name, form.drop) for form in forms_of(config, start, new, 128)]
+    >>> [(form.name, form.drop) for form in forms_of(parse_config(data, Caller("doctest")), start, new, 128)]
     [('transformers 5', ('rope_theta',)), ('transformers 4', ())]
     """
-    part, family = language_model(data, pairing)
-    if part.get("model_type") is None:
+    part, family = config.language.data, config.language.family
+    asked, model_type = config.caller.asked("a config of an extended model"), part.get("model_type")
+    if model_type is None:
         raise RopewalkError(
-            asked="a config of an extended model",
+            asked=asked,
             expected="a config.json with a model_type",
             got="Mistral's params.json, which has keys for YaRN alone",
             do="use the config.json of the model",
         )
-    if part["model_type"] in FIXED:
+    if model_type in FIXED:
         raise RopewalkError(
-            asked="a config of an extended model",
-            expected=f"code that reads rope parameters; that of {part['model_type']} {FIXED[part['model_type']]}",
+            asked=asked,
+            expected=f"code that reads rope parameters; that of {model_type} {FIXED[model_type]}",
             got="keys that would change nothing",
             do="change the model's code, or use a model whose family reads them",
         )
     written = spec.to_config("transformers")
-    keys = written.pop("rope_parameters")
-    if str(part.get("model_type")).removesuffix("_text") in _ONLY_DEFAULT and keys["rope_type"] != "default":
+    keys: dict[str, Any] = dict(written["rope_parameters"])
+    if str(model_type).removesuffix("_text") in _ONLY_DEFAULT and keys["rope_type"] != "default":
         raise RopewalkError(
-            asked="a config of an extended model",
-            expected=f"a rope_type that transformers takes for {part['model_type']}: default or longrope",
+            asked=asked,
+            expected=f"a rope_type that transformers takes for {model_type}: default or longrope",
             got=repr(keys["rope_type"]),
             do="use ntk, base-bound or base-law, which change the base alone",
         )
     longest = next((key for key in family.longest if key in part), family.longest[0])
     lengths = {longest: written.get("max_position_embeddings", length)}
-    if part["model_type"] in _NEED_HEAD_DIM and part.get("head_dim") is None:
+    if model_type in _NEED_HEAD_DIM and part.get("head_dim") is None:
         lengths["head_dim"] = spec.head_dim
-    model = read_model(data, pairing=pairing)
-    expected = {name: spec if name == start.layer else other for name, other in model.layers}
-    found = [
+    expected = {name: spec if name == start.layer else other for name, other in config.layers.items()}
+    forms = [
         form
         for form in _candidates(part, start.layer, expected, keys, lengths)
-        if _says(extended_config(data, form, pairing), expected, length, pairing)
+        if _says(config, form, expected, length)
     ]
-    if not found:
+    if not forms:
         raise RopewalkError(
-            asked="a config of an extended model",
+            asked=asked,
             expected="keys that change the layers that see everything and leave the others",
-            got=f"a {part['model_type']} config, in which no form says that",
+            got=f"a {model_type} config, in which no form says that",
             do="keep the spec as JSON: RopeSpec.to_json",
         )
-    return found
+    return forms
 
 
 def _candidates(
@@ -153,28 +139,21 @@ def _unchanged(old: dict[str, Any], name: str, spec: RopeSpec | None) -> Any:
     return {key: value for key, value in keys.items() if key not in _BESIDES}
 
 
-def extended_config(data: dict[str, Any], form: Form, pairing: str | None = None) -> dict[str, Any]:
+def extended_config(config: Config, form: Form) -> dict[str, Any]:
     """The whole config with the keys of `form`, and everything else as it was, in its order.
 
-    >>> config = {"model_type": "llama", "rope_theta": 10000.0, "head_dim": 8}
+    >>> from ropewalk.hub.configs.keys import Caller
+    >>> config = parse_config({"model_type": "llama", "rope_theta": 10000.0, "head_dim": 8}, Caller("doctest"))
     >>> extended_config(config, Form("transformers 4", {"rope_theta": 20000.0}, ()))
     {'model_type': 'llama', 'rope_theta': 20000.0, 'head_dim': 8}
     """
-    part, _ = language_model(data, pairing)
-    path = path_of(data, part)
-
-    def changed(inner: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-        if path:
-            return {key: changed(value, path[1:]) if key == path[0] else value for key, value in inner.items()}
-        return {key: value for key, value in inner.items() if key not in form.drop} | form.set
-
-    return changed(data, path)
+    return config.with_language(form.set, form.drop)
 
 
-def _says(config: dict[str, Any], expected: dict[str, RopeSpec | None], length: int, pairing: str | None) -> bool:
-    """Whether a config is read as the rotations that are meant."""
+def _says(config: Config, form: Form, expected: dict[str, RopeSpec | None], length: int) -> bool:
+    """Whether the config with this form is read as the rotations that are meant."""
     try:
-        layers = dict(read_model(config, pairing=pairing).layers)
+        layers = parse_config(extended_config(config, form), config.caller, pairing=config.pairing).layers
     except RopewalkError:
         return False
     return layers.keys() == expected.keys() and all(_same(layers[name], expected[name], length) for name in expected)

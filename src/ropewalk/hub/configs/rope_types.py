@@ -1,13 +1,12 @@
-"""The rope parameters of a config, as transformers, vLLM and Mistral write them, read into a frequency rule."""
+"""The rope types of configs, as transformers, vLLM and Mistral write them: a reader for each, which makes its rule."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from ropewalk.errors import RopewalkError, require_choice
-from ropewalk.hub.configs.pitfalls import warn
-from ropewalk.hub.configs.read import Keys, config_error
-from ropewalk.spec.by_parts import Llama3, Yarn
+from ropewalk.hub.configs.keys import ConfigError, Keys
+from ropewalk.spec.by_parts import Llama3, Policy, Yarn
 from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.stretched import NTK, DynamicNTK, LongRope, NTKFixed, NTKMixed, PositionInterpolation
@@ -39,7 +38,7 @@ class Around:
     original: int | None
     nested: bool
     filled: bool
-    policy: str
+    policy: Policy
     alpha: bool
     rotary_dim: int
 
@@ -48,7 +47,7 @@ def type_of(parameters: Keys) -> str:
     """The rope type, by its new name; "default" where none is said."""
     new, old = parameters.text("rope_type"), parameters.text("type")
     if new is not None and old is not None and _ALIASES.get(new, new) != _ALIASES.get(old, old):
-        raise config_error(
+        raise parameters.error(
             parameters.name("rope_type"), "one rope type", f"rope_type {new!r} and type {old!r}", "remove one"
         )
     name = new or old or "default"
@@ -62,30 +61,45 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
     >>> rule_of(Keys({"rope_type": "linear", "factor": 2.0}), around)
     PositionInterpolation(base=10000.0, factor=2.0)
     """
-    rope_type = type_of(parameters)
+    rope_type, rope_types = type_of(parameters), Frequencies.rope_types()
     if "su" in (parameters.raw("rope_type"), parameters.raw("type")):
-        warn("legacy-type", "rope type 'su' is the old name of 'longrope'; transformers rewrites it for Phi-3 alone")
-    require_choice(rope_type, _READERS, asked=f"load_spec: the key {parameters.name('rope_type')!r}")
+        parameters.warn(
+            "legacy-type", "rope type 'su' is the old name of 'longrope'; transformers rewrites it for Phi-3 alone"
+        )
+    require_choice(
+        rope_type,
+        {**_READERS, **rope_types},
+        asked=parameters.caller.asked(f"the key {parameters.name('rope_type')!r}"),
+    )
     base = parameters.number("rope_theta", around.base)
     if base <= 0:
-        raise config_error(parameters.name("rope_theta"), "a number above 0", f"{base:g}", "10000 is usual")
+        raise parameters.error(parameters.name("rope_theta"), "a number above 0", f"{base:g}", "10000 is usual")
     parameters.raw("partial_rotary_factor")
     try:
-        rule = _READERS[rope_type](parameters, base, around)
+        if rope_type in _READERS:
+            rule = _READERS[rope_type](parameters, base, around)
+        else:
+            rule = _stated(rope_types[rope_type], parameters, base)
         # Lists of the wrong length are found here, where the key is known.
         RopeSpec(around.rotary_dim, rule)
+    except ConfigError:
+        raise
     except RopewalkError as error:
-        if error.asked.startswith("load_spec"):
-            raise
-        # A rule names its own field; the reader wants to know that it came from a config.
-        raise config_error(
+        # A rule names its own field; whoever reads it wants to know that it came from a config.
+        raise parameters.error(
             parameters.name(f"rope_type {rope_type!r}"), f"{error.asked}: {error.expected}", error.got, error.do
         ) from None
     ignored = [key for key in parameters.unread() if key not in _FOR_OTHERS]
     if ignored:
         names = ", ".join(parameters.name(key) for key in ignored)
-        warn("key-ignored", f"rope type {rope_type!r} does not read {names}")
+        parameters.warn("key-ignored", f"rope type {rope_type!r} does not read {names}")
     return rule
+
+
+def _stated(rule: type[Frequencies], parameters: Keys, base: float) -> Frequencies:
+    """A rule that reads nothing but its own keys, which its class names."""
+    values = {key: parameters.raw(key) for key in rule.config_keys.values()}
+    return rule.from_parameters(values | {"rope_theta": base})
 
 
 def _default(parameters: Keys, base: float, around: Around) -> Frequencies:
@@ -94,7 +108,7 @@ def _default(parameters: Keys, base: float, around: Around) -> Frequencies:
 
 def _linear(parameters: Keys, base: float, around: Around) -> Frequencies:
     if type(parameters.raw("factor")) is int:
-        warn(
+        parameters.warn(
             "int-for-float",
             f"{parameters.name('factor')!r} is a whole number, over which vLLM iterates: write it with a point",
         )
@@ -110,17 +124,17 @@ def _dynamic(parameters: Keys, base: float, around: Around) -> Frequencies:
     trained = parameters.raw("max_trained_positions")
     longest = parameters.whole("max_trained_positions") if trained is not None else around.longest
     if parameters.has("original_max_position_embeddings") and trained is None:
-        warn(
+        parameters.warn(
             "key-ignored",
             f"{parameters.name('original_max_position_embeddings')!r} is not read for rope type 'dynamic': transformers"
             " takes max_position_embeddings for the length that was trained",
         )
     if longest is None:
-        raise config_error("max_position_embeddings", "the length that was trained", "nothing", "set it")
-    warn(
+        raise parameters.error("max_position_embeddings", "the length that was trained", "nothing", "set it")
+    parameters.warn(
         "dynamic-batch",
         "transformers grows a dynamic base with the longest sequence of the batch and keeps it for keys that come"
-        " later; here the length is an argument, one a sequence",
+        " later; here the length is an argument, one per sequence",
     )
     return DynamicNTK(base, parameters.number("factor", at_least=1), longest)
 
@@ -129,7 +143,7 @@ def _original(parameters: Keys, around: Around, factor: float | None) -> int:
     """The trained length: required, since transformers silently takes the extended one for it."""
     key = "original_max_position_embeddings"
     if around.original is None and not parameters.has(key):
-        raise config_error(
+        raise parameters.error(
             parameters.name(key),
             "the length that was trained before the context was extended",
             "nothing; transformers would silently take max_position_embeddings, and compute other frequencies",
@@ -140,13 +154,13 @@ def _original(parameters: Keys, around: Around, factor: float | None) -> int:
     parameters.raw(key)
     if around.longest is not None and factor is not None and factor != 1:
         if around.longest == original and around.filled:
-            warn(
+            parameters.warn(
                 "original-is-extended",
                 f"{parameters.name(key)!r} is {original}, as max_position_embeddings is, though factor is {factor:g}:"
                 " transformers fills it in where a config has none, and then all frequencies are off",
             )
         elif around.longest != original and abs(around.longest / original - factor) > 1e-6 * factor:
-            warn(
+            parameters.warn(
                 "factor-differs",
                 f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is"
                 f" {around.longest / original:g}; the factor is what counts",
@@ -159,54 +173,60 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
     original = _original(parameters, around, factor)
     if factor is None:
         if around.longest is None:
-            raise config_error(parameters.name("factor"), "a number of at least 1", "nothing", "set the factor")
+            raise parameters.error(parameters.name("factor"), "a number of at least 1", "nothing", "set the factor")
         factor = around.longest / original
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         if parameters.raw(key) == 0:
-            warn("zero-is-unset", f"{parameters.name(key)!r} is 0, for which transformers takes {usual:g}, as here")
-        given[key] = parameters.number(key, usual) or usual
+            parameters.warn(
+                "zero-is-unset", f"{parameters.name(key)!r} is 0, for which transformers takes {usual:g}, as here"
+            )
+        fields[key] = parameters.number(key, usual) or usual
     for key in ("mscale", "mscale_all_dim"):
         if parameters.raw(key) == 0:
-            warn("zero-is-unset", f"{parameters.name(key)!r} is 0, for which transformers takes no {key}")
-        given[key] = parameters.number(key, at_least=0) if parameters.has(key) else None
-    given["truncate"] = parameters.flag("truncate", True)
-    if around.nested and not given["truncate"]:
-        warn(
+            parameters.warn("zero-is-unset", f"{parameters.name(key)!r} is 0, for which transformers takes no {key}")
+        fields[key] = parameters.number(key, at_least=0) if parameters.has(key) else None
+    fields["truncate"] = parameters.flag("truncate", True)
+    if around.nested and not fields["truncate"]:
+        parameters.warn(
             "nested-truncate",
             f"{parameters.name('truncate')!r} is false, which transformers reads from a flat config only: it truncates",
         )
-    given["attention_factor"] = _yarn_attention(parameters, around, Yarn(base, factor, original))
-    pair = bool(given["mscale"]), bool(given["mscale_all_dim"])
-    if pair[0] != pair[1] and given["attention_factor"] is None:
-        warn(
+    fields["attention_factor"] = _yarn_attention(parameters, around, Yarn(base, factor, original))
+    pair = bool(fields["mscale"]), bool(fields["mscale_all_dim"])
+    if pair[0] != pair[1] and fields["attention_factor"] is None:
+        parameters.warn(
             "amplitude-differs",
             "of mscale and mscale_all_dim one is set, which counts for DeepSeek's amplitude and not for transformers'",
         )
         if around.policy != "vllm":
             # What transformers computes, whatever the policy says about the softmax scale.
-            given["attention_factor"] = Yarn(base, factor, original).amplitude()
-    return Yarn(base, factor, original, **given, policy=around.policy)
+            fields["attention_factor"] = Yarn(base, factor, original).amplitude()
+    return Yarn(base, factor, original, **fields, policy=around.policy)
 
 
 def _yarn_attention(parameters: Keys, around: Around, plain: Yarn) -> float | None:
     key, other = ("attn_factor", "attention_factor") if around.policy == "vllm" else ("attention_factor", "attn_factor")
     if parameters.has(other):
         stack = "vLLM" if around.policy == "vllm" else "transformers"
-        warn("amplitude-differs", f"{parameters.name(other)!r} is not read by {stack}, which calls it {key!r}")
+        parameters.warn(
+            "amplitude-differs", f"{parameters.name(other)!r} is not read by {stack}, which calls it {key!r}"
+        )
     if parameters.number("extrapolation_factor", 1.0) != 1:
-        raise config_error(
+        raise parameters.error(
             parameters.name("extrapolation_factor"), "1, or nothing", "another number", "no released model has one"
         )
     if not parameters.flag("apply_yarn_scaling", True):
         if around.policy == "vllm":
             # vLLM then takes attn_factor as it is, where its policy multiplies it by g.
             return parameters.number("attn_factor", 1.0) / plain.amplitude()
-        warn("key-ignored", f"{parameters.name('apply_yarn_scaling')!r} is vLLM's; transformers does not read it")
+        parameters.warn(
+            "key-ignored", f"{parameters.name('apply_yarn_scaling')!r} is vLLM's; transformers does not read it"
+        )
     if not parameters.has(key):
         return None
     if type(parameters.raw(key)) is int:
-        warn("int-for-float", f"{parameters.name(key)!r} is a whole number, of which transformers warns")
+        parameters.warn("int-for-float", f"{parameters.name(key)!r} is a whole number, of which transformers warns")
     return parameters.number(key)
 
 
@@ -230,7 +250,7 @@ def _llama3(parameters: Keys, base: float, around: Around) -> Frequencies:
     factor = parameters.number("factor", at_least=1)
     bounds = [parameters.number(key) for key in ("low_freq_factor", "high_freq_factor")]
     if bounds[0] == bounds[1]:
-        warn("no-ramp", f"low_freq_factor and high_freq_factor are both {bounds[0]:g}: a step and no ramp")
+        parameters.warn("no-ramp", f"low_freq_factor and high_freq_factor are both {bounds[0]:g}: a step and no ramp")
     return Llama3(base, factor, _original(parameters, around, None), *bounds)
 
 
@@ -246,6 +266,7 @@ def _ntk(parameters: Keys, base: float, around: Around) -> Frequencies:
     return NTKFixed(base, factor)
 
 
+# Rope types whose reading is more than the keys that the class of the rule names.
 _READERS: dict[str, Callable[[Keys, float, Around], Frequencies]] = {
     "default": _default,
     "linear": _linear,

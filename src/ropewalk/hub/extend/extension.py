@@ -1,0 +1,212 @@
+"""Every rule that extends a model's context, worked out for a length: what `ropewalk extend` shows and writes."""
+
+from dataclasses import asdict, dataclass
+
+from ropewalk.errors import RopewalkError, require_count
+from ropewalk.hub.configs.keys import Caller, ConfigSource
+from ropewalk.hub.configs.model import Model, model_for
+from ropewalk.hub.extend.config_forms import Form, extended_config, forms_of
+from ropewalk.hub.extend.effects import Effect, cache_bytes, cache_is_bound, effect_of, trained_turns
+from ropewalk.hub.extend.measured import measured
+from ropewalk.hub.extend.rules import Extension, RuleName, Start, extensions, require_rule, start_of
+from ropewalk.hub.extend.stacks import STACKS, Flags, Stack, flags_for
+from ropewalk.spec.rope import Pairing
+
+__all__ = ["LONGEST", "ModelExtension", "Offer", "check_request", "extend_model", "extension_of"]
+
+# Positions beyond it are told apart by no model's float32 ids.
+LONGEST = 1 << 24
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A rule for this model: its spec and effect, the keys of a config that say it, the flags of other stacks.
+
+    `effect` is None where the rule does not apply; `no_keys` says why transformers cannot load it.
+    """
+
+    extension: Extension
+    effect: Effect | None
+    forms: tuple[Form, ...]
+    no_keys: str | None
+    flags: dict[Stack, Flags]
+
+
+@dataclass(frozen=True)
+class ModelExtension:
+    """A model, a length, and what each rule makes of the one for the other.
+
+    `start` is where extensions begin: layers, base and trained length. `turns` is how often the slowest pair rotates
+    within that. `window` is one that layers of the extended kind have and `windowed` says how many of how many have it,
+    None where that is not known. `cache` is the bytes of keys and values of one sequence in bfloat16, and
+    `cache_is_bound` says that it is only the most that these can be. `offers` has the rules, in order.
+    """
+
+    model: Model
+    start: Start
+    length: int
+    turns: float
+    window: int | None
+    windowed: tuple[int, int] | None
+    cache: int | None
+    cache_is_bound: bool
+    offers: tuple[Offer, ...]
+
+    def config(self, rule: RuleName) -> dict[str, object]:
+        """The whole config of the model under a rule, in the form that the model's config already has.
+
+        >>> config = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": 2048, "vocab_size": 9}
+        >>> extend_model(config, 4096, rule="pi").config("pi")["rope_scaling"]
+        {'rope_type': 'linear', 'factor': 2.0}
+        """
+        caller = self.model.config.caller
+        offer = next((offer for offer in self.offers if offer.extension.rule == require_rule(rule, caller)), None)
+        if offer is None or offer.no_keys is not None:
+            raise RopewalkError(
+                asked=caller.asked(f"a config with the rule {rule}"),
+                expected="a rule that transformers loads for this model",
+                got=f"{rule}: {'it was not worked out' if offer is None else offer.no_keys}",
+                do="leave the rule out, to see keys for every rule that can be loaded; some models' code reads none",
+            )
+        old = [form for form in offer.forms if form.name == "transformers 4"]
+        has_old_keys = not self.model.config.language.data.get("rope_parameters")
+        return extended_config(self.model.config, old[0] if old and has_old_keys else offer.forms[0])
+
+    def as_json(self) -> dict[str, object]:
+        """All of it, as JSON stores it."""
+        start = self.start
+        return {
+            "model": self.model.name,
+            "model_type": self.model.model_type,
+            "length": self.length,
+            "trained_length": start.trained,
+            "configured_length": start.configured,
+            "factor": self.length / start.trained,
+            "base": start.base,
+            "already_scaled": start.spec.frequencies.to_dict() if start.scaled else None,
+            "layer": start.layer,
+            "layers_left": dict(start.left),
+            "trained_length_of_config": self.model.lengths.trained,
+            "sliding_window": self.window,
+            "layers_with_window": None if self.windowed is None else self.windowed[0],
+            "turns_of_slowest_pair_in_training": self.turns,
+            "kv_cache_bytes": self.cache,
+            "kv_cache_is_at_most": self.cache_is_bound,
+            "warnings": [{"name": name, "text": text} for name, text in self.model.warnings],
+            "rules": [_offer_json(offer) for offer in self.offers],
+        }
+
+
+def extend_model(
+    config: ConfigSource,
+    to: int,
+    *,
+    rule: RuleName | None = None,
+    trained: int | None = None,
+    pairing: Pairing | None = None,
+) -> ModelExtension:
+    """What each rule that extends a context makes of a model: what `ropewalk extend` shows.
+
+    Args:
+        config: A path, a dict or a config object, as `load_spec` accepts them.
+        to: How many positions the model is to read.
+        rule: The one rule to work out; all of them by default.
+        trained: How many positions the model was trained on, where its config does not say it or says it wrong.
+        pairing: Which features form a pair, for a family that is not known.
+
+    Returns:
+        For each rule its spec, its effect on the frequencies, the keys of a config that say it, and the flags of vLLM
+        and llama.cpp. `config(rule)` of it is the whole new config.
+
+    Raises:
+        RopewalkError: What `load_spec` raises, a length that the model already reads, or a `rule` that does not apply.
+
+    >>> config = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
+    >>> (offer,) = extend_model(config, 16384, rule="yarn").offers
+    >>> offer.extension.spec.frequencies.factor, offer.flags["llama.cpp"].flags
+    (4.0, '--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 4096 -c 16384')
+    """
+    caller = Caller("extend_model")
+    chosen = check_request(caller, to, rule, trained)
+    return extension_of(model_for(caller, config, pairing), to, rule=chosen, trained=trained)
+
+
+def check_request(caller: Caller, to: int, rule: str | None, trained: int | None) -> RuleName | None:
+    """The rule that was named. Raises for names and lengths by which no model is extended, before a config is read."""
+    chosen = None if rule is None else require_rule(rule, caller)
+    asked = caller.asked(f"an extension to {to} positions")
+    require_count(to, asked=asked, do="name how many positions the model is to read", at_least=2)
+    if trained is not None:
+        asked_trained = caller.asked_with("trained", trained)
+        require_count(trained, asked=asked_trained, do="name the trained length", at_least=2)
+    if to > LONGEST:
+        raise RopewalkError(
+            asked=asked, expected=f"at most {LONGEST} positions", got=f"{to}", do="name a length that a model can read"
+        )
+    return chosen
+
+
+def extension_of(
+    model: Model, length: int, *, rule: RuleName | None = None, trained: int | None = None
+) -> ModelExtension:
+    """Every rule, or the one named, for a model that was read; one that is named and does not apply is an error."""
+    caller, language = model.config.caller, model.config.language
+    start = start_of(model, trained)
+    offers = tuple(_offer(model, start, one, length) for one in extensions(start, length, rule, caller))
+    if rule is not None and not offers[0].extension.applies:
+        raise RopewalkError(
+            asked=caller.asked_with("rule", rule),
+            expected="a rule that applies to this model",
+            got=f"{rule}: {offers[0].extension.why_not}",
+            do=f"{caller.leave_out('rule')} to see the rules that do",
+        )
+    # Where layers with a window are a kind of their own, they are left as they are.
+    window = None if start.left else model.window
+    windowed = None if model.kinds is None else (model.kinds.count("sliding_attention"), len(model.kinds))
+    matters = window is not None and window < length and (windowed is None or windowed[0] > 0)
+    return ModelExtension(
+        model=model,
+        start=start,
+        length=length,
+        turns=trained_turns(start),
+        window=window if matters else None,
+        windowed=windowed if matters else None,
+        cache=cache_bytes(language.data, language.family, start.spec.head_dim, length),
+        cache_is_bound=cache_is_bound(language.data, language.family),
+        offers=offers,
+    )
+
+
+def _offer(model: Model, start: Start, extension: Extension, length: int) -> Offer:
+    forms: tuple[Form, ...] = ()
+    no_keys, effect = extension.why_not, None
+    if extension.spec is not None:
+        effect = effect_of(start, extension.spec, length, extension.base)
+        try:
+            forms = tuple(forms_of(model.config, start, extension.spec, length))
+        except RopewalkError as error:
+            no_keys = f"transformers cannot load it; it wants {error.expected}"
+    new = next((form for form in forms if form.name == "transformers 5"), None)
+    place, kind = model.config.language.place, f"{model.model_type}"
+    flags: dict[Stack, Flags] = {
+        stack: flags_for(stack, start, extension, length, form=new, place=place, model_type=kind) for stack in STACKS
+    }
+    return Offer(extension, effect, forms, no_keys, flags)
+
+
+def _offer_json(offer: Offer) -> dict[str, object]:
+    extension = offer.extension
+    return {
+        "rule": extension.rule,
+        "does": extension.does,
+        "applies": extension.applies,
+        "why_not": extension.why_not,
+        "frequencies": None if extension.spec is None else extension.spec.frequencies.to_dict(),
+        "new_base": extension.base,
+        "notes": list(extension.notes),
+        "effect": None if offer.effect is None else asdict(offer.effect),
+        "measured": [asdict(one) for tuned in (False, True) for one in measured(extension.rule, tuned=tuned)],
+        "config": {form.name: {"set": form.set, "drop": list(form.drop)} for form in offer.forms},
+        "no_config": offer.no_keys,
+        "flags": {stack: asdict(flags) for stack, flags in offer.flags.items()},
+    }

@@ -1,0 +1,224 @@
+"""What a config says of a model's RoPE, in figures: frequencies, bands, lengths, pitfalls; what `inspect` shows."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropewalk.errors import RopewalkError
+from ropewalk.hub.configs.keys import Caller, ConfigSource
+from ropewalk.hub.configs.model import Lengths, Model, model_for
+from ropewalk.hub.configs.pitfalls import ADVICE
+from ropewalk.spec.rope import Pairing, RopeSpec
+from ropewalk.theory import Band, bands, critical_dimension, first_negative_distance, periods, plain_inv_freq, turns
+
+__all__ = ["Inspection", "Layer", "View", "inspect_model", "inspection_of", "kind_of"]
+
+# How far the score sum is looked at, and how many terms that may have: a third of a second.
+FARTHEST, TERMS = 1 << 20, 1 << 27
+
+
+@dataclass(frozen=True)
+class View:
+    """The frequencies of a layer at one length.
+
+    `length` is None where they are the same at any length. `plain` are the frequencies without the rule. The score sum
+    is not negative up to `score_length`; None where that holds as far as `looked_to`.
+    """
+
+    length: int | None
+    inv_freq: tuple[float, ...]
+    plain: tuple[float, ...]
+    bands: tuple[Band, ...]
+    amplitude: float
+    score_length: int | None
+    looked_to: int
+
+    @property
+    def wavelengths(self) -> NDArray[np.float64]:
+        """The wavelength of each pair, in positions."""
+        return periods(self.inv_freq)
+
+    @property
+    def kinds(self) -> list[str]:
+        """What became of each pair."""
+        return [band.kind for band in self.bands for _ in range(band.first, band.last + 1)]
+
+    def counted(self) -> dict[str, int]:
+        """How many pairs there are of each kind, in the order in which they come."""
+        counts: dict[str, int] = {}
+        for kind in self.kinds:
+            counts[kind] = counts.get(kind, 0) + 1
+        return counts
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A kind of layer: its figures at one length, or at two where frequencies follow the length.
+
+    `spec` is None and there are no `views` where it does not rotate. `reach` is what its rule was made for: the factor
+    times the trained length.
+    """
+
+    name: str
+    spec: RopeSpec | None
+    kind: str
+    critical_dimension: int | None
+    reach: int | None
+    views: tuple[View, ...]
+
+    @property
+    def title(self) -> str:
+        return self.name or "all layers"
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A model, and the figures of each kind of layer that it has."""
+
+    model: Model
+    layers: tuple[Layer, ...]
+
+    def as_json(self) -> dict[str, object]:
+        """All that is known, pair by pair, as JSON stores it.
+
+        >>> inspect_model({"model_type": "llama", "head_dim": 4}).as_json()["layers"][0]["views"][0]["bands"]
+        [{'kind': 'unchanged', 'first': 0, 'last': 1}]
+        """
+        model = self.model
+        return {
+            "name": model.name,
+            "path": None if model.path is None else str(model.path),
+            "model_type": model.model_type,
+            "trained_length": model.lengths.trained,
+            "configured_length": model.lengths.configured,
+            "sliding_window": model.window,
+            "layer_kinds": None if model.kinds is None else list(model.kinds),
+            "layers": [_layer_json(layer, model.lengths) for layer in self.layers],
+            "warnings": [{"name": name, "text": text, "do": ADVICE[name]} for name, text in model.warnings],
+        }
+
+
+def inspect_model(config: ConfigSource, *, pairing: Pairing | None = None) -> Inspection:
+    """What a config says of a model's RoPE: what `ropewalk inspect` shows.
+
+    Args:
+        config: A path, a dict or a config object, as `load_spec` accepts them.
+        pairing: Which features form a pair, for a family that is not known.
+
+    Returns:
+        The model and, for each kind of layer, its rule, frequencies, bands and how far its scores are told apart.
+
+    Raises:
+        RopewalkError: What `load_spec` raises, and a model of which no layer rotates.
+
+    >>> scaling = {"rope_type": "linear", "factor": 4.0}
+    >>> (layer,) = inspect_model({"model_type": "llama", "head_dim": 8, "rope_scaling": scaling}).layers
+    >>> layer.kind, layer.views[0].inv_freq[0], layer.views[0].counted()
+    ('position interpolation (PI)', 0.25, {'interpolated': 4})
+    """
+    return inspection_of(model_for(Caller("inspect_model"), config, pairing))
+
+
+def inspection_of(model: Model) -> Inspection:
+    """The figures of a model that was read."""
+    if all(spec is None for _, spec in model.layers):
+        raise RopewalkError(
+            asked=model.config.caller.asked("the rotation of a model"),
+            expected="a model that rotates queries and keys",
+            got=f"{model.model_type}, of which no layer does",
+            do="nothing: there is no RoPE to look at",
+        )
+    return Inspection(model, tuple(_layer(name, spec, model.lengths) for name, spec in model.layers))
+
+
+def _layer(name: str, spec: RopeSpec | None, lengths: Lengths) -> Layer:
+    if spec is None:
+        return Layer(name, None, "no rotation", None, None, ())
+    rule = spec.frequencies
+    factor, trained = getattr(rule, "factor", None), getattr(rule, "trained_length", None)
+    reach = None if factor is None or trained is None or factor == 1 else round(factor * trained)
+    at: list[int | None] = [None]
+    if spec.varies and trained is not None:
+        longer = [length for length in (lengths.configured, reach, 2 * trained) if length and length > trained]
+        at = [trained, longer[0]]
+    views = tuple(_view(spec, length) for length in at)
+    return Layer(name, spec, kind_of(spec), _critical(spec, lengths.trained), reach, views)
+
+
+def _view(spec: RopeSpec, length: int | None) -> View:
+    inv_freq, plain = spec.inv_freq(length), plain_inv_freq(spec)
+    looked_to = max(1, min(FARTHEST, TERMS // inv_freq.size))
+    return View(
+        length=length,
+        inv_freq=tuple(inv_freq.tolist()),
+        plain=tuple(plain.tolist()),
+        bands=tuple(bands(inv_freq, plain)),
+        amplitude=spec.amplitude(length),
+        # Distances below this one are fine, and they are those of a sequence of that many tokens.
+        score_length=first_negative_distance(inv_freq, looked_to),
+        looked_to=looked_to,
+    )
+
+
+def _critical(spec: RopeSpec, trained: int | None) -> int | None:
+    """The critical dimension, where its formula has a meaning: one sequence of frequencies, by a base above 1."""
+    base = getattr(spec.frequencies, "base", 0.0)
+    shared = spec.axes is None or spec.axes.dim == spec.turning
+    if trained is None or trained < 7 or base <= 1 or not shared:
+        return None
+    # Pairs that stand still saw no turn, whatever the base says of them.
+    return min(critical_dimension(spec.turning, base, trained), 2 * int(np.count_nonzero(spec.inv_freq())))
+
+
+def kind_of(spec: RopeSpec) -> str:
+    """The kind of RoPE in a few words.
+
+    >>> kind_of(RopeSpec(128, rotary_dim=32))
+    'plain RoPE, partial'
+    """
+    words = [spec.frequencies.label]
+    if spec.turning < spec.head_dim:
+        words.append("partial" if spec.rotary_slice == "leading" else "on the last part of a head")
+    if spec.axes is not None:
+        words.append(f"{spec.axes.count} axes")
+    if spec.query_temperature is not None:
+        words.append("query temperature")
+    return ", ".join(words)
+
+
+def _layer_json(layer: Layer, lengths: Lengths) -> dict[str, object]:
+    if layer.spec is None:
+        return {"name": layer.name, "kind": layer.kind, "spec": None}
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "spec": json.loads(layer.spec.to_json()),
+        "critical_dimension": layer.critical_dimension,
+        "reach": layer.reach,
+        "softmax_scale": layer.spec.softmax_scale,
+        "views": [_view_json(view, lengths) for view in layer.views],
+    }
+
+
+def _view_json(view: View, lengths: Lengths) -> dict[str, object]:
+    pairs = len(view.inv_freq)
+    columns: dict[str, list[object]] = {
+        "pair": list(range(pairs)),
+        "inv_freq": list(view.inv_freq),
+        "wavelength": [None if math.isinf(length) else length for length in view.wavelengths.tolist()],
+        "ratio": np.abs(np.array(view.inv_freq) / np.array(view.plain)).tolist(),
+        "change": list(view.kinds),
+    }
+    for name, length in (("turns_trained", lengths.trained), ("turns_configured", lengths.configured)):
+        columns[name] = [None] * pairs if length is None else turns(view.inv_freq, length).tolist()
+    return {
+        "length": view.length,
+        "amplitude": view.amplitude,
+        "score_sum_not_negative_to": view.score_length,
+        "score_sum_looked_to": view.looked_to,
+        "bands": [{"kind": band.kind, "first": band.first, "last": band.last} for band in view.bands],
+        "pairs": [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)],
+    }

@@ -1,0 +1,283 @@
+"""What `ropewalk inspect` shows of one model, in words and figures."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ropewalk.hub.configs.model import Lengths, Model
+from ropewalk.hub.configs.pitfalls import ADVICE
+from ropewalk.hub.inspection import Inspection, Layer, View
+from ropewalk.spec.rope import RopeSpec
+from ropewalk.theory.bands import Band, turns
+
+__all__ = ["KIND_STYLES", "features_of", "number", "pairs_to_show", "sheet", "warnings_of"]
+
+# As many rows as a screen takes; --json has every pair.
+MOST_ROWS = 16
+# How what became of a pair is coloured, where there are colours.
+KIND_STYLES = {"unchanged": "green", "between": "yellow", "interpolated": "cyan", "still": "dim", "faster": "red"}
+
+
+def sheet(inspection: Inspection) -> RenderableType:
+    """One model in full: a block for each kind of layer, then the warnings."""
+    model = inspection.model
+    parts: list[RenderableType] = [Text(_title(model), style="bold")]
+    for layer in inspection.layers:
+        parts += ["", Text(f"{layer.title}: {layer.kind}", style="bold")]
+        if layer.spec is None:
+            parts.append(Padding(_without(model, layer), (0, 2)))
+            continue
+        parts.append(Padding(_figures(layer, layer.spec, model), (0, 2)))
+        parts += [_frequencies(layer, view, model.lengths) for view in layer.views]
+    if model.warnings:
+        parts += ["", warnings_of(model, "beware")]
+    return Group(*parts)
+
+
+def _title(model: Model) -> str:
+    return model.name if model.model_type in (None, model.name) else f"{model.name} (model_type {model.model_type})"
+
+
+def _without(model: Model, layer: Layer) -> str:
+    """What is to be said of layers that do not rotate."""
+    count = f"{counted}\n" if (counted := count_of(model, layer.name)) else ""
+    if any(name == "temperature-without-rotation" for name, _ in model.warnings):
+        return f"{count}Queries and keys do not turn, but queries are multiplied by a temperature of their position."
+    return f"{count}Scores of these layers do not depend on where tokens stand."
+
+
+def _figures(layer: Layer, spec: RopeSpec, model: Model) -> Table:
+    """What is one number or one sentence."""
+    lengths = model.lengths
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = {
+        "layers": count_of(model, layer.name),
+        "window": window_of(model, layer.name),
+        "rule": parameters_of(spec),
+        "pairing": pairing_of(spec) + ("; turns the other way" if spec.sign < 0 else ""),
+        "features": features_of(spec),
+        "axes": "" if spec.axes is None else _axes(spec.axes.names),
+        "query temperature": "" if spec.query_temperature is None else repr(spec.query_temperature),
+        "trained length": _said(lengths.trained),
+        "configured length": _said(lengths.configured) + _reach(layer, lengths),
+        "critical dimension": _critical(layer, spec, lengths),
+        "score sum ≥ 0": _each(layer, [_score(view) for view in layer.views]) + _part(spec),
+        "amplitude": _each(layer, [number(view.amplitude) for view in layer.views]),
+        "softmax scale": number(spec.softmax_scale),
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, value)
+    return table
+
+
+def _said(length: int | None) -> str:
+    return "not in the config" if length is None else number(length)
+
+
+def _reach(layer: Layer, lengths: Lengths) -> str:
+    """A factor that is not the ratio of the two lengths."""
+    if layer.reach is None or layer.reach == lengths.configured:
+        return ""
+    return f"; the factor times the trained length is {number(layer.reach)}"
+
+
+def _critical(layer: Layer, spec: RopeSpec, lengths: Lengths) -> str:
+    if lengths.trained is None:
+        return "unknown without the trained length"
+    if layer.critical_dimension is None:
+        return ""
+    # The formula is that of the base; what a rule makes of it is in the table.
+    kinds = {band.kind for view in layer.views for band in view.bands}
+    scaled = "" if kinds <= {"unchanged", "still"} else ", by the base, before scaling"
+    features = f"{layer.critical_dimension} of {spec.turning} features"
+    return f"{features} saw a whole turn within {number(lengths.trained)}{scaled}"
+
+
+def _score(view: View) -> str:
+    if view.score_length is None:
+        return f"up to length {number(view.looked_to)} at least; it was not looked farther"
+    return f"up to length {number(view.score_length)}: a similar key leads a random one"
+
+
+def _part(spec: RopeSpec) -> str:
+    return "" if spec.turning == spec.head_dim else ", by the features that turn"
+
+
+def _each(layer: Layer, values: list[str]) -> str:
+    """The value, or one per view where they differ."""
+    if len(set(values)) == 1:
+        return values[0]
+    return "\n".join(f"{value} ({_sequences(layer, view)})" for value, view in zip(values, layer.views, strict=True))
+
+
+def _sequences(layer: Layer, view: View) -> str:
+    return f"sequences {'up to' if view is layer.views[0] else 'of'} {_said(view.length)}"
+
+
+def _axes(names: str) -> str:
+    """The axis of each pair, in runs where those are long."""
+    runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+    return ", ".join(f"{count} {name}" for name, count in runs) if len(runs) <= 8 else names
+
+
+def pairs_to_show(bands: Sequence[Band], most: int = MOST_ROWS) -> list[int]:
+    """At most that many pairs: the edges of the bands, and what divides the gaps between them evenly.
+
+    >>> pairs_to_show([Band("unchanged", 0, 28), Band("interpolated", 29, 63)], most=7)
+    [0, 14, 28, 29, 40, 51, 63]
+    """
+    edges = sorted({edge for band in bands for edge in (band.first, band.last)})
+    if len(edges) > most:
+        return [edges[round(i * (len(edges) - 1) / (most - 1))] for i in range(most)]
+    gaps = list(itertools.pairwise(edges))
+    parts = [1] * len(gaps)
+    for _ in range(most - len(edges)):
+        width, i = max((((b - a) / parts[i], i) for i, (a, b) in enumerate(gaps)), default=(0, 0))
+        if width <= 1:
+            break
+        parts[i] += 1
+    within = (a + j * (b - a) // n for (a, b), n in zip(gaps, parts, strict=True) for j in range(n))
+    return [*within, edges[-1]]
+
+
+def _frequencies(layer: Layer, view: View, lengths: Lengths) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left", title_style="")
+    if view.length is not None:
+        table.title = f"  {_sequences(layer, view)}"
+    counted = list(dict.fromkeys(n for n in (lengths.trained, lengths.configured) if n is not None))
+    for name in ("pair", "wavelength", "× plain", *(f"turns in\n{number(length)}" for length in counted)):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("change", no_wrap=True)
+    shown, kinds, wavelengths = pairs_to_show(view.bands), view.kinds, view.wavelengths
+    columns = [turns(view.inv_freq, length) for length in counted]
+    for pair, following in zip(shown, [*shown[1:], None], strict=True):
+        kind = kinds[pair]
+        table.add_row(
+            str(pair),
+            number(wavelengths[pair]),
+            "" if kind == "still" else number(abs(view.plain[pair] / view.inv_freq[pair])),
+            *(number(column[pair]) for column in columns),
+            Text(kind, style=KIND_STYLES[kind]),
+            end_section=following is not None and kinds[following] != kind,
+        )
+    return table
+
+
+def warnings_of(model: Model, title: str) -> RenderableType:
+    """The warnings of a model, each with what to do about it."""
+    parts: list[RenderableType] = [Text(title, style="bold")]
+    for name, text in model.warnings:
+        parts.append(Text(f"  {name}", style="yellow"))
+        parts.append(Padding(f"{text}\ndo this: {ADVICE[name]}", (0, 0, 0, 4)))
+    return Group(*parts)
+
+
+def parameters_of(spec: RopeSpec) -> str:
+    """The parameters of the rule that are set.
+
+    >>> from ropewalk.spec.stretched import PositionInterpolation
+    >>> parameters_of(RopeSpec(8, PositionInterpolation(10_000, factor=4)))
+    'base 10,000, factor 4'
+    """
+    rule: Any = spec.frequencies
+    shown: list[str] = []
+    for field in dataclasses.fields(rule):
+        value = getattr(rule, field.name)
+        if isinstance(value, tuple):
+            shown.append(f"{field.name} {len(value)} numbers, {number(min(value))} to {number(max(value))}")
+        elif value is not None and not isinstance(value, str):
+            shown.append(f"{field.name} {str(value).lower() if isinstance(value, bool) else number(value)}")
+        elif value is not None and value != field.default:
+            shown.append(f"{field.name} {value}")
+    return ", ".join(shown)
+
+
+def pairing_of(spec: RopeSpec) -> str:
+    """Which features form a pair.
+
+    >>> pairing_of(RopeSpec(128, pairing="half"))
+    'half: features i and i + 64'
+    """
+    if spec.pairing == "interleaved":
+        return "interleaved: features 2i and 2i + 1"
+    return f"half: features i and i + {spec.turning // 2}"
+
+
+def features_of(spec: RopeSpec) -> str:
+    """Which features of a head turn.
+
+    >>> features_of(RopeSpec(192, rotary_dim=64, rotary_slice="trailing"))
+    'the last 64 of 192 turn'
+    >>> from ropewalk.spec.frequencies import Proportional
+    >>> features_of(RopeSpec(8, Proportional(1e4, 0.25)))
+    '2 of 8 turn: other pairs stand still'
+    """
+    still = int((np.atleast_2d(spec.inv_freq())[0] == 0).sum())
+    if still:
+        return f"{spec.turning - 2 * still} of {spec.head_dim} turn: other pairs stand still"
+    if spec.turning == spec.head_dim:
+        return f"all {spec.head_dim} turn"
+    part = "first" if spec.rotary_slice == "leading" else "last"
+    return f"the {part} {spec.turning} of {spec.head_dim} turn"
+
+
+def count_of(model: Model, layer: str) -> str:
+    """How many layers are of a kind, or of which kinds they are where all rotate alike; "" where that is not known.
+
+    >>> from ropewalk.hub.configs.model import read_model
+    >>> config = {"model_type": "gpt_oss", "num_hidden_layers": 24, "rope_parameters": {"rope_theta": 150000.0}}
+    >>> count_of(read_model(config), "")
+    '24: 12 sliding_attention, 12 full_attention'
+    """
+    if model.kinds is None or (layer and layer not in model.kinds):
+        return ""
+    if layer:
+        return f"{model.kinds.count(layer)} of {len(model.kinds)} layers"
+    each = {kind: model.kinds.count(kind) for kind in model.kinds}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in each.items())
+    return f"{len(model.kinds)}" + (f": {kinds}" if len(each) > 1 else "")
+
+
+def window_of(model: Model, layer: str) -> str:
+    """The window of a kind of layer, as far as the config says it; "" where there is none.
+
+    >>> from ropewalk.hub.configs.model import read_model
+    >>> config = {"model_type": "mistral", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 4096}
+    >>> window_of(read_model(config), "")
+    '4,096'
+    """
+    if model.window is None or (layer and "sliding" not in layer):
+        return ""
+    if layer:
+        return number(model.window)
+    if model.kinds is None:
+        return f"{number(model.window)}, in layers that the config does not name"
+    some = model.kinds.count("sliding_attention")
+    return "" if not some else number(model.window) + ("" if some == len(model.kinds) else ", of sliding_attention")
+
+
+def number(value: float) -> str:
+    """A number as a person reads it: four digits, or whole with commas.
+
+    >>> number(6.283185), number(2559196.3), number(0.0032009), number(8.0), number(1e12)
+    ('6.283', '2,559,196', '0.003201', '8', '1e+12')
+    """
+    if math.isinf(value):
+        return "∞"
+    if abs(value) >= 1e10:
+        return f"{value:.4g}"
+    if abs(value) >= 1000 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
