@@ -1,7 +1,7 @@
 """The library's own layers with seeded weights, on which statements about attention are measured; what they cost."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from ropewalk.claims.samples import normal
 from ropewalk.nn.attention.layer import Attention
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.by_name import ENCODINGS, encoding
+from ropewalk.nn.linear.feature_maps import FeatureMap
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.layer import LinearAttention
 from ropewalk.nn.linear.state import LinearState
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.reference import Projections
 from ropewalk.spec import RopeSpec, XPos
 
@@ -37,7 +39,7 @@ WIDTH, HEADS, LENGTH = 16, 2, 64
 NAMES = tuple(ENCODINGS)
 WEIGHTS = Projections(*(normal(WIDTH, WIDTH, seed=1 + i) / WIDTH**0.5 for i in range(4)))
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, object]] = {
     "learned": {"length": LENGTH},
     "multiplicative": {"length": LENGTH},
     "concatenated": {"width": 8},
@@ -47,7 +49,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def _encoded(name: str) -> Encoding:
     """The encoding of that name in float64, with parameters drawn at size 1: T5's start at 0, and would add nothing."""
-    made = encoding(name, dim=WIDTH, num_heads=HEADS, **OPTIONS.get(name, {})).double().requires_grad_(False)
+    # The names come from a table, so that no overload of `encoding` is the one.
+    build = cast("Callable[..., Encoding]", encoding)
+    made = build(name, dim=WIDTH, num_heads=HEADS, **OPTIONS.get(name, {})).double().requires_grad_(False)
     for number, parameter in enumerate(made.parameters()):
         parameter.copy_(normal(*parameter.shape, seed=20 + number))
     return made
@@ -72,17 +76,30 @@ def told(of: Attention | LinearAttention, tokens: Tensor, order: list[int]) -> f
     return float((outputs(of, tokens[:, order]) - outputs(of, tokens)[:, order]).abs().max())
 
 
-def one_head(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def one_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rope: RotaryEmbedding | None = None,
+    positions: Tensor | None = None,
+    feature_map: FeatureMap = "elu",
+    causal: bool = True,
+) -> Tensor:
     """`linear_attention` of one head, [seq, dim]. With v = 1, the identity, what comes out are the weights."""
-    return linear_attention(q[None, None], k[None, None], v[None, None], **options)[0, 0]
+    heads = (x[None, None] for x in (q, k, v))
+    return linear_attention(*heads, rope=rope, positions=positions, feature_map=feature_map, causal=causal)[0, 0]
 
 
-def token_by_token(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, LinearState]:
-    """`linear_attention` with one token a call, each behind the state that the last one left."""
-    state: Any = None
-    steps = []
-    for token in zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True):
-        step, state = linear_attention(*token, state=state, return_state=True, **options)
+def token_by_token(
+    q: Tensor, k: Tensor, v: Tensor, *, rope: RotaryEmbedding | None = None
+) -> tuple[Tensor, LinearState]:
+    """`linear_attention` with one token per call, each behind the state that the last one left."""
+    step, state = linear_attention(*(x[:, :, :1] for x in (q, k, v)), rope=rope, return_state=True)
+    steps = [step]
+    for n in range(1, q.shape[2]):
+        token = (x[:, :, n : n + 1] for x in (q, k, v))
+        step, state = linear_attention(*token, rope=rope, state=state, return_state=True)
         steps.append(step)
     return torch.cat(steps, dim=2), state
 

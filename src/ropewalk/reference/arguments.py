@@ -1,7 +1,5 @@
 """Checks what a caller of the reference gives, and lines positions and frequencies up with x."""
 
-from typing import Any
-
 import numpy as np
 import torch
 from jaxtyping import Float, Shaped
@@ -106,9 +104,9 @@ def angles_for(
     return lined_up.to(x.device).unsqueeze(-1) * frequencies.to(x.device)
 
 
-def _frequencies(inv_freq: Any, asked: str) -> Tensor:
+def _frequencies(inv_freq: object, asked: str) -> Tensor:
     """`inv_freq` as float64, on its own device: a default device must not swallow a NumPy array."""
-    given: Any = torch.as_tensor(inv_freq, device="cpu") if isinstance(inv_freq, np.ndarray) else inv_freq
+    given = torch.as_tensor(inv_freq, device="cpu") if isinstance(inv_freq, np.ndarray) else inv_freq
     if not isinstance(given, Tensor) or given.dtype not in (torch.float32, torch.float64):
         raise RopewalkError(
             asked=asked,

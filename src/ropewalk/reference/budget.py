@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_even
 from ropewalk.reference.pairs import join_pairs, join_slice, split_pairs, split_slice
+from ropewalk.spec.rope import Pairing, RotarySlice
 
 __all__ = ["BudgetError", "assert_within_budget", "rotation_budget"]
 
@@ -37,8 +38,8 @@ def rotation_budget(
     dtype: torch.dtype,
     *,
     rotary_dim: int,
-    pairing: str = "interleaved",
-    rotary_slice: str = "leading",
+    pairing: Pairing = "interleaved",
+    rotary_slice: RotarySlice = "leading",
     farthest: float = 0.0,
     copied: bool = True,
 ) -> Float[Tensor, "*any dim"]:
@@ -72,8 +73,8 @@ def assert_within_budget(
     reference: Float[Tensor, "*any dim"],
     *,
     rotary_dim: int,
-    pairing: str = "interleaved",
-    rotary_slice: str = "leading",
+    pairing: Pairing = "interleaved",
+    rotary_slice: RotarySlice = "leading",
     farthest: float = 0.0,
     copied: bool = True,
 ) -> float:

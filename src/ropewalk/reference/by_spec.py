@@ -1,6 +1,7 @@
 """A whole RopeSpec, token by token and pair by pair: axes, xPos and temperatures included."""
 
 import math
+from typing import Literal
 
 from jaxtyping import Float
 from torch import Tensor
@@ -18,13 +19,13 @@ def rotate_by_spec(
     positions: Tensor,
     *,
     length: int | None = None,
-    role: str = "k",
+    role: Literal["q", "k"] = "k",
 ) -> Float[Tensor, "*any seq dim"]:
-    """x, queries ("q") or keys ("k"), as a model with this spec turns it, in float64.
+    """x, queries ("q") or keys ("k"), as a model with this spec rotates it, in float64.
 
-    Pair i of a token at positions p turns by sign * sum_a p_a F[a, i] and is multiplied by the amplitude, by
+    Pair i of a token at positions p rotates by sign * sum_a p_a F[a, i] and is multiplied by the amplitude, by
     zeta_i^(+-(m - length/2)/scale_base) for xPos, and a whole query by its temperature. One token, one head's width at
-    a time: every head of x is treated alike, so rules with frequencies a head are refused.
+    a time: every head of x is treated alike, so rules with frequencies per head are refused.
 
     Shapes: x [..., seq, dim]; positions [seq], or [axes, seq] for a spec with axes.
 
@@ -45,7 +46,7 @@ def rotate_by_spec(
             do="give each token its positions",
         )
     y = x.double().clone()
-    turned, _ = split_slice(y, spec.turning, spec.rotary_slice)
+    rotated, _ = split_slice(y, spec.turning, spec.rotary_slice)
     firsts, seconds = pair_indices(spec.turning, spec.pairing)
     for token in range(x.shape[-2]):
         place = [float(row[token]) for row in rows]
@@ -56,9 +57,9 @@ def rotate_by_spec(
                 zeta = (2 * i / spec.turning + spec.xpos.gamma) / (1 + spec.xpos.gamma)
                 power = (place[0] - spec.xpos.length / 2) / spec.xpos.scale_base
                 scale *= zeta ** (power if role == "q" else -power)
-            a, b = turned[..., token, first].clone(), turned[..., token, second].clone()
-            turned[..., token, first] = scale * (a * math.cos(angle) - b * math.sin(angle))
-            turned[..., token, second] = scale * (a * math.sin(angle) + b * math.cos(angle))
+            a, b = rotated[..., token, first].clone(), rotated[..., token, second].clone()
+            rotated[..., token, first] = scale * (a * math.cos(angle) - b * math.sin(angle))
+            rotated[..., token, second] = scale * (a * math.sin(angle) + b * math.cos(angle))
         if spec.query_temperature is not None and role == "q":
             y[..., token, :] *= float(spec.query_temperature.evaluate(place[0]))
     return y

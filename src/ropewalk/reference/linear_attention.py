@@ -13,7 +13,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.reference.attention import causal_mask, group_heads, require_qkv
 from ropewalk.reference.rotate import InvFreq, rotate
-from ropewalk.spec.rope import PAIRINGS
+from ropewalk.spec.rope import PAIRINGS, Pairing
 
 __all__ = ["elu_plus_one", "linear_attention_by_recurrence", "linear_attention_by_sum"]
 
@@ -47,7 +47,7 @@ def linear_attention_by_sum(
     inv_freq: InvFreq | None = None,
     positions: Shaped[Tensor, "*ids k_seq"] | None = None,
     q_positions: Shaped[Tensor, "*ids q_seq"] | None = None,
-    pairing: str = "interleaved",
+    pairing: Pairing = "interleaved",
     causal: bool = False,
     q_map: FeatureMap = elu_plus_one,
     k_map: FeatureMap = elu_plus_one,
@@ -63,9 +63,9 @@ def linear_attention_by_sum(
     [1.0, 2.0]
     """
     dtype = q.dtype
-    q, k, v, turned_q, turned_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
+    q, k, v, rotated_q, rotated_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
     mask = causal_mask(q.shape[-2], k.shape[-2], q.device) if causal else 1.0
-    numerator = ((turned_q @ turned_k.transpose(-1, -2)) * mask) @ v
+    numerator = ((rotated_q @ rotated_k.transpose(-1, -2)) * mask) @ v
     denominator = ((q @ k.transpose(-1, -2)) * mask).sum(dim=-1, keepdim=True)
     return (numerator / denominator).to(dtype)
 
@@ -78,7 +78,7 @@ def linear_attention_by_recurrence(
     inv_freq: InvFreq | None = None,
     positions: Shaped[Tensor, "*ids k_seq"] | None = None,
     q_positions: Shaped[Tensor, "*ids q_seq"] | None = None,
-    pairing: str = "interleaved",
+    pairing: Pairing = "interleaved",
     causal: bool = False,
     q_map: FeatureMap = elu_plus_one,
     k_map: FeatureMap = elu_plus_one,
@@ -94,24 +94,24 @@ def linear_attention_by_recurrence(
     [1.0, 2.0]
     """
     dtype = q.dtype
-    q, k, v, turned_q, turned_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
+    q, k, v, rotated_q, rotated_k = _features(q, k, v, inv_freq, positions, q_positions, pairing, causal, q_map, k_map)
     queries, keys = q.shape[-2], k.shape[-2]
     state = v.new_zeros(*q.shape[:2], k.shape[-1], v.shape[-1])
     norm = v.new_zeros(*q.shape[:2], k.shape[-1])
     outputs: list[Tensor] = []
     for n in range(keys):
-        state = state + turned_k[:, :, n, :, None] * v[:, :, n, None, :]
+        state = state + rotated_k[:, :, n, :, None] * v[:, :, n, None, :]
         norm = norm + k[:, :, n]
         m = n - (keys - queries)
         if causal and m >= 0:
-            outputs.append(_read(turned_q[:, :, m], q[:, :, m], state, norm))
+            outputs.append(_read(rotated_q[:, :, m], q[:, :, m], state, norm))
     if not causal:
-        outputs = [_read(turned_q[:, :, m], q[:, :, m], state, norm) for m in range(queries)]
+        outputs = [_read(rotated_q[:, :, m], q[:, :, m], state, norm) for m in range(queries)]
     return (torch.stack(outputs, dim=2) if outputs else v.new_zeros(*q.shape[:3], v.shape[-1])).to(dtype)
 
 
-def _read(turned_q: Tensor, q: Tensor, state: Tensor, norm: Tensor) -> Tensor:
-    return (turned_q.unsqueeze(-1) * state).sum(dim=-2) / (q * norm).sum(dim=-1, keepdim=True)
+def _read(rotated_q: Tensor, q: Tensor, state: Tensor, norm: Tensor) -> Tensor:
+    return (rotated_q.unsqueeze(-1) * state).sum(dim=-2) / (q * norm).sum(dim=-1, keepdim=True)
 
 
 def _features(
@@ -121,7 +121,7 @@ def _features(
     inv_freq: InvFreq | None,
     positions: Tensor | None,
     q_positions: Tensor | None,
-    pairing: str,
+    pairing: Pairing,
     causal: bool,
     q_map: FeatureMap,
     k_map: FeatureMap,
@@ -144,5 +144,5 @@ def _features(
         return q, k, v, q, k
     positions = torch.arange(keys, device=k.device) if positions is None else positions
     q_positions = positions[..., keys - queries :] if q_positions is None else q_positions
-    turned_q = rotate(q, q_positions, inv_freq, pairing=pairing)
-    return q, k, v, turned_q, rotate(k, positions, inv_freq, pairing=pairing)
+    rotated_q = rotate(q, q_positions, inv_freq, pairing=pairing)
+    return q, k, v, rotated_q, rotate(k, positions, inv_freq, pairing=pairing)

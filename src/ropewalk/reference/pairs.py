@@ -1,4 +1,4 @@
-"""Which two features form a pair, and which features turn at all: index pictures as code.
+"""Which two features form a pair, and which features rotate at all: index pictures as code.
 
 features      0   1   2   3   4   5          rotary_dim = 4, leading: features 4 and 5 stay as they are
 interleaved  (a0  b0)(a1  b1) .   .
@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ropewalk.errors import require_choice
-from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES
+from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES, Pairing, RotarySlice
 
 __all__ = ["join_pairs", "join_slice", "pair_indices", "split_pairs", "split_slice"]
 
 
-def pair_indices(rotary_dim: int, pairing: str) -> tuple[list[int], list[int]]:
+def pair_indices(rotary_dim: int, pairing: Pairing) -> tuple[list[int], list[int]]:
     """The feature numbers of the first and of the second member of each pair.
 
     >>> pair_indices(6, "interleaved"), pair_indices(6, "half")
@@ -28,7 +28,7 @@ def pair_indices(rotary_dim: int, pairing: str) -> tuple[list[int], list[int]]:
 
 
 def split_pairs(
-    x: Float[Tensor, "*any dim"], pairing: str
+    x: Float[Tensor, "*any dim"], pairing: Pairing
 ) -> tuple[Float[Tensor, "*any pairs"], Float[Tensor, "*any pairs"]]:
     """The first and the second members of all pairs of `x`.
 
@@ -41,7 +41,7 @@ def split_pairs(
 
 
 def join_pairs(
-    first: Float[Tensor, "*any pairs"], second: Float[Tensor, "*any pairs"], pairing: str
+    first: Float[Tensor, "*any pairs"], second: Float[Tensor, "*any pairs"], pairing: Pairing
 ) -> Float[Tensor, "*any dim"]:
     """The inverse of `split_pairs`.
 
@@ -54,12 +54,12 @@ def join_pairs(
 
 
 def split_slice(
-    x: Float[Tensor, "*any dim"], rotary_dim: int, rotary_slice: str
+    x: Float[Tensor, "*any dim"], rotary_dim: int, rotary_slice: RotarySlice
 ) -> tuple[Float[Tensor, "*any rotary"], Float[Tensor, "*any rest"]]:
-    """The features that turn, and the rest.
+    """The features that rotate, and the rest.
 
-    >>> turned, rest = split_slice(torch.arange(4.0), 2, "trailing")
-    >>> turned.tolist(), rest.tolist()
+    >>> rotated, rest = split_slice(torch.arange(4.0), 2, "trailing")
+    >>> rotated.tolist(), rest.tolist()
     ([2.0, 3.0], [0.0, 1.0])
     """
     require_choice(rotary_slice, ROTARY_SLICES, asked="rotary_slice=...")
@@ -70,11 +70,11 @@ def split_slice(
 
 
 def join_slice(
-    turned: Float[Tensor, "*any rotary"], rest: Float[Tensor, "*any rest"], rotary_slice: str
+    rotated: Float[Tensor, "*any rotary"], rest: Float[Tensor, "*any rest"], rotary_slice: RotarySlice
 ) -> Float[Tensor, "*any dim"]:
     """The inverse of `split_slice`.
 
     >>> join_slice(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0]), "trailing").tolist()
     [0.0, 1.0, 2.0, 3.0]
     """
-    return torch.cat((turned, rest) if rotary_slice == "leading" else (rest, turned), dim=-1)
+    return torch.cat((rotated, rest) if rotary_slice == "leading" else (rest, rotated), dim=-1)

@@ -15,7 +15,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.reference.budget import BudgetError, assert_within_budget
 from ropewalk.reference.rotate import rotate
 from ropewalk.spec.frequencies import AcrossHeads, Plain
-from ropewalk.spec.rope import PAIRINGS
+from ropewalk.spec.rope import PAIRINGS, Pairing, RotarySlice
 
 __all__ = ["RotationCase", "check_rotation", "rotation_cases"]
 
@@ -35,10 +35,10 @@ class RotationCase(NamedTuple):
     x: Float[Tensor, "*any seq dim"]
     positions: Shaped[Tensor, "*ids"]
     inv_freq: Float[Tensor, "*heads pairs"]
-    pairing: str = "interleaved"
+    pairing: Pairing = "interleaved"
     conjugate: bool = False
     amplitude: float = 1.0
-    rotary_slice: str = "leading"
+    rotary_slice: RotarySlice = "leading"
 
     def call(self, function: Candidate, x: Tensor) -> Tensor:
         """`function` on `x` with the arguments of this case."""

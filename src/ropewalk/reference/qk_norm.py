@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_positive
 from ropewalk.reference.rotate import rotate
+from ropewalk.spec.rope import Pairing, RotarySlice
 
 __all__ = ["qk_norm_rotate", "rms_norm"]
 
@@ -48,10 +49,10 @@ def qk_norm_rotate(
     *,
     eps: float = 1e-6,
     plus_one: bool = False,
-    pairing: str = "interleaved",
+    pairing: Pairing = "interleaved",
     conjugate: bool = False,
     amplitude: float = 1.0,
-    rotary_slice: str = "leading",
+    rotary_slice: RotarySlice = "leading",
 ) -> Float[Tensor, "*any seq dim"]:
     """The rotation of the norm, without a rounding between them. The norm is over all features, those that turn or not.
 

@@ -15,7 +15,7 @@ from ropewalk.errors import RopewalkError, as_float, require_choice, require_cou
 from ropewalk.reference.arguments import angles_for, require_float
 from ropewalk.reference.pairs import join_pairs, join_slice, pair_indices, split_pairs, split_slice
 from ropewalk.spec.frequencies import Plain
-from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES
+from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES, Pairing, RotarySlice
 
 __all__ = ["apply_rope", "build_rotary_frequencies", "rotate", "rotate_complex", "rotate_matrix"]
 
@@ -29,25 +29,25 @@ def rotate(
     positions: Positions,
     inv_freq: InvFreq,
     *,
-    pairing: str = "interleaved",
+    pairing: Pairing = "interleaved",
     conjugate: bool = False,
     amplitude: float = 1.0,
-    rotary_slice: str = "leading",
+    rotary_slice: RotarySlice = "leading",
 ) -> X:
-    """Turns pair i of the token at position m by the angle m * theta_i, element by element.
+    """Rotates pair i of the token at position m by the angle m * theta_i, element by element.
 
     (a, b) -> (a cos - b sin, a sin + b cos), times `amplitude` (RoFormer, 2104.09864, eq. 34).
-    `conjugate` turns the other way: with it the map is the transpose of the map without it, which is the backward.
+    `conjugate` rotates the other way: with it the map is the transpose of the map without it, which is the backward.
 
     Shapes: x [..., seq, dim]; positions [seq], or [batch, seq] for x [batch, ..., seq, dim], whole or not, negative
     allowed; inv_freq [pairs], or [heads, pairs] for x [..., heads, seq, dim]. With fewer than dim/2 pairs the
-    `rotary_slice` says which features turn; the rest pass through bit for bit.
+    `rotary_slice` specifies which features rotate; the rest pass through bit for bit.
 
     >>> quarter_turn = torch.tensor([torch.pi / 2], dtype=torch.float64)
     >>> rotate(torch.tensor([[1.0, 0.0]]), torch.tensor([1]), quarter_turn).round(decimals=6).tolist()
     [[0.0, 1.0]]
     """
-    return _turn(_by_element, "rotate", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
+    return _rotate(_by_element, "rotate", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
 
 
 def rotate_complex(
@@ -55,10 +55,10 @@ def rotate_complex(
     positions: Positions,
     inv_freq: InvFreq,
     *,
-    pairing: str = "interleaved",
+    pairing: Pairing = "interleaved",
     conjugate: bool = False,
     amplitude: float = 1.0,
-    rotary_slice: str = "leading",
+    rotary_slice: RotarySlice = "leading",
 ) -> X:
     """`rotate` as a product of complex numbers: (a + ib) * amplitude * exp(i m theta) (RoFormer, eq. 12).
 
@@ -66,7 +66,7 @@ def rotate_complex(
     >>> rotate_complex(torch.tensor([[1.0, 2.0]]), torch.tensor([1]), half_turn).round(decimals=6).tolist()
     [[-1.0, -2.0]]
     """
-    return _turn(_by_complex, "rotate_complex", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
+    return _rotate(_by_complex, "rotate_complex", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
 
 
 def rotate_matrix(
@@ -74,38 +74,38 @@ def rotate_matrix(
     positions: Positions,
     inv_freq: InvFreq,
     *,
-    pairing: str = "interleaved",
+    pairing: Pairing = "interleaved",
     conjugate: bool = False,
     amplitude: float = 1.0,
-    rotary_slice: str = "leading",
+    rotary_slice: RotarySlice = "leading",
 ) -> X:
     """`rotate` as the whole matrix R_m with 2x2 blocks on its diagonal, times x (RoFormer, eq. 15).
 
-    It holds dim^2 numbers a position, nearly all 0; that is the point of the other two.
+    It holds dim^2 numbers per position, nearly all 0; that is the point of the other two.
 
     >>> full_turn = torch.tensor([2 * torch.pi], dtype=torch.float64)
     >>> rotate_matrix(torch.tensor([[3.0, 4.0]]), torch.tensor([5]), full_turn).round(decimals=6).tolist()
     [[3.0, 4.0]]
     """
-    return _turn(_by_matrix, "rotate_matrix", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
+    return _rotate(_by_matrix, "rotate_matrix", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
 
 
-def _by_element(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
-    return _turn_pairs(x, torch.cos(angles), torch.sin(angles), pairing)
+def _by_element(x: Tensor, angles: Tensor, pairing: Pairing) -> Tensor:
+    return _rotate_pairs(x, torch.cos(angles), torch.sin(angles), pairing)
 
 
-def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor, pairing: str) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     a, b = split_pairs(x, pairing)
     return join_pairs(a * cos - b * sin, a * sin + b * cos, pairing)
 
 
-def _by_complex(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
+def _by_complex(x: Tensor, angles: Tensor, pairing: Pairing) -> Tensor:
     a, b = split_pairs(x, pairing)
     z = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
     return join_pairs(z.real, z.imag, pairing)
 
 
-def _by_matrix(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
+def _by_matrix(x: Tensor, angles: Tensor, pairing: Pairing) -> Tensor:
     first, second = pair_indices(x.shape[-1], pairing)
     matrix = x.new_zeros(*angles.shape[:-1], x.shape[-1], x.shape[-1])
     matrix[..., first, first] = torch.cos(angles)
@@ -115,16 +115,16 @@ def _by_matrix(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
-def _turn(
-    form: Callable[[Tensor, Tensor, str], Tensor],
+def _rotate(
+    form: Callable[[Tensor, Tensor, Pairing], Tensor],
     asked: str,
     x: Tensor,
     positions: Tensor,
     inv_freq: InvFreq,
-    pairing: str,
+    pairing: Pairing,
     conjugate: bool,
     amplitude: float,
-    rotary_slice: str,
+    rotary_slice: RotarySlice,
 ) -> Tensor:
     require_choice(pairing, PAIRINGS, asked=f"{asked}(pairing=...)")
     require_choice(rotary_slice, ROTARY_SLICES, asked=f"{asked}(rotary_slice=...)")
@@ -138,9 +138,9 @@ def _turn(
             do="pass RopeSpec(...).amplitude(), or leave it out",
         )
     angles = angles_for(x, positions, inv_freq, asked=asked)
-    turned, rest = split_slice(x, 2 * angles.shape[-1], rotary_slice)
-    turned = amplitude * form(turned.double(), -angles if conjugate else angles, pairing)
-    return join_slice(turned.to(x.dtype), rest, rotary_slice)
+    rotated, rest = split_slice(x, 2 * angles.shape[-1], rotary_slice)
+    rotated = amplitude * form(rotated.double(), -angles if conjugate else angles, pairing)
+    return join_slice(rotated.to(x.dtype), rest, rotary_slice)
 
 
 def build_rotary_frequencies(
@@ -168,9 +168,9 @@ def apply_rope(
     x: Float[Tensor, "batch heads seq dim"],
     cos: Float[Tensor, "#batch #heads rows pairs"],
     sin: Float[Tensor, "#batch #heads rows pairs"],
-    pairing: str = "interleaved",
+    pairing: Pairing = "interleaved",
 ) -> Float[Tensor, "batch heads seq dim"]:
-    """Turns x by the first `seq` rows of cos and sin, in float64, and rounds once to the dtype of x.
+    """Rotates x by the first `seq` rows of cos and sin, in float64, and rounds once to the dtype of x.
 
     (a, b) -> (a cos - b sin, a sin + b cos) for each pair (RoFormer, 2104.09864, eq. 34). Rows past the length of x
     are not used, so one table serves every shorter sequence.
@@ -202,4 +202,4 @@ def apply_rope(
         )
     seq = x.shape[2]
     cos, sin = cos[..., :seq, :].double(), sin[..., :seq, :].double()
-    return _turn_pairs(x.double(), cos, sin, pairing).to(x.dtype)
+    return _rotate_pairs(x.double(), cos, sin, pairing).to(x.dtype)

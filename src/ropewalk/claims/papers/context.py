@@ -19,7 +19,7 @@ from ropewalk.theory import (
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Papers: base and context length")
+chapter: Chapter = Chapter("Papers: base and context length")
 
 
 def _first_negative(dim: int, base: float) -> int | None:

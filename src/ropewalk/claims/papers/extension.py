@@ -12,7 +12,7 @@ from ropewalk.theory import score_sum
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Papers: longer contexts")
+chapter: Chapter = Chapter("Papers: longer contexts")
 
 DIM, BASE = 128, 10_000.0
 THETA = Plain(BASE).evaluate(DIM)

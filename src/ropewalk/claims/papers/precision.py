@@ -12,7 +12,7 @@ from ropewalk.reference import rotate
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Papers: precision")
+chapter: Chapter = Chapter("Papers: precision")
 
 
 @chapter.claim(

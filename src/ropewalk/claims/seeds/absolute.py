@@ -17,7 +17,7 @@ from ropewalk.theory import periods
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Absolute encodings: formulas and reach")
+chapter: Chapter = Chapter("Absolute encodings: formulas and reach")
 
 DIM = 8
 X = normal(1, 5, DIM)

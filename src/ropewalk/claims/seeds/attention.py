@@ -13,7 +13,7 @@ from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Layers: every encoding inside attention")
+chapter: Chapter = Chapter("Layers: every encoding inside attention")
 
 TOKENS = normal(1, 12, WIDTH)
 # Encodings that write m into a token; the others see distances, or the order of the tokens alone.

@@ -10,7 +10,7 @@ from ropewalk.reference import apply_rope, build_rotary_frequencies, rotate
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Code: tables, shapes and precision")
+chapter: Chapter = Chapter("Code: tables, shapes and precision")
 
 
 def _float32_table(rows: int, dim: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from ropewalk.theory import BAND_EDGES, abel_bound, abel_transform, band_means, 
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Decay: scores and distance")
+chapter: Chapter = Chapter("Decay: scores and distance")
 
 THREE = [1.0, 0.3, 0.05]
 

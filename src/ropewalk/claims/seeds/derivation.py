@@ -14,7 +14,7 @@ from ropewalk.reference import rotate
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Derivation: from ⟨f(q,m), f(k,n)⟩ = g(q,k,m−n) to f(q,m) = q·exp(imθ)")
+chapter: Chapter = Chapter("Derivation: from ⟨f(q,m), f(k,n)⟩ = g(q,k,m−n) to f(q,m) = q·exp(imθ)")
 
 THETA = 0.3
 QUERIES = [complex(a, b) for a, b in normal(6, 2).tolist()]

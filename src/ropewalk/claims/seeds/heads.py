@@ -9,12 +9,12 @@ from ropewalk.claims.samples import EXACT, drift, largest, normal, theta
 from ropewalk.claims.sources import LIU, RUSSIAN_1
 from ropewalk.nn.attention.layer import Attention
 from ropewalk.reference import rotate, softmax_attention
-from ropewalk.spec import AcrossHeads, RopeSpec
+from ropewalk.spec import AcrossHeads, Pairing, RopeSpec
 from ropewalk.theory import critical_dimension, periods
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Heads: where the rotation is made")
+chapter: Chapter = Chapter("Heads: where the rotation is made")
 
 HEADS, DIM = 8, 64
 SPEC = RopeSpec(DIM, AcrossHeads(10_000, num_heads=HEADS))
@@ -84,13 +84,13 @@ def _() -> Finding:
 def _() -> Finding:
     q, k = normal(2, 1, HEADS * DIM, seed=1)
 
-    def moved(pairing: str) -> float:
+    def moved(pairing: Pairing) -> float:
         def scores(m: int, n: int) -> Tensor:
-            turned_q, turned_k = (
+            rotated_q, rotated_k = (
                 _split(rotate(x, torch.tensor([position]), theta(HEADS * DIM), pairing=pairing))
                 for x, position in ((q, m), (k, n))
             )
-            return (turned_q * turned_k).sum((-1, -2))
+            return (rotated_q * rotated_k).sum((-1, -2))
 
         return drift(scores)
 

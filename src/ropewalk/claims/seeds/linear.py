@@ -13,14 +13,14 @@ from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal, rank
 from ropewalk.claims.sources import CHINESE_1, LINEAR
 from ropewalk.nn.attention.scores import Sight, attend
-from ropewalk.nn.linear.feature_maps import FavorFeatures
+from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.reference import elu_plus_one
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Linear attention: association and its cost")
+chapter: Chapter = Chapter("Linear attention: association and its cost")
 
 DIM = 16
 
@@ -157,7 +157,7 @@ def _() -> Finding:
     truth = torch.softmax(q @ k.T / DIM**0.5, dim=-1)
     eye = torch.eye(256, dtype=torch.float64)
 
-    def error(phi: str | FavorFeatures) -> float:
+    def error(phi: FeatureMap) -> float:
         weights = one_head(q, k, eye, feature_map=phi, causal=False)
         return float(((weights - truth).abs() / truth).median())
 

@@ -24,7 +24,7 @@ from ropewalk.spec import Explicit, RopeSpec
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Linear attention with positions")
+chapter: Chapter = Chapter("Linear attention with positions")
 
 DIM, LENGTH = 16, 256
 IDS = torch.arange(LENGTH)

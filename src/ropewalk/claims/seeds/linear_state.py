@@ -1,6 +1,5 @@
 """Linear attention: the sums S and z, who reads them, and how large they are."""
 
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,13 +10,14 @@ from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.linear.feature_maps import FeatureMap
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.layer import LinearAttention
 from ropewalk.reference import elu_plus_one, linear_attention_by_recurrence, linear_attention_by_sum
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Linear attention: its state")
+chapter: Chapter = Chapter("Linear attention: its state")
 
 DIM = 16
 
@@ -103,7 +103,7 @@ def _() -> Finding:
 def _() -> Finding:
     q, k, v = normal(3, 1, 1, 256, DIM)
 
-    def counted(phi: str | Callable[[Tensor], Tensor]) -> tuple[tuple[int, ...], int]:
+    def counted(phi: FeatureMap) -> tuple[tuple[int, ...], int]:
         _, state = linear_attention(q, k, v, feature_map=phi, causal=False, return_state=True)
         cost = operations(lambda: linear_attention(q, k, v, feature_map=phi, causal=False))
         return tuple(state.above.shape[2:]), cost

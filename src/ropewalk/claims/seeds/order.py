@@ -13,7 +13,7 @@ from ropewalk.reference import multi_head_attention, rotate
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Order: what attention knows without positions")
+chapter: Chapter = Chapter("Order: what attention knows without positions")
 
 TOKENS = normal(1, 3, WIDTH)
 SWAP = [2, 1, 0]

@@ -1,6 +1,6 @@
 """The rotation in d dimensions: what it keeps, how it composes, its three forms, its frequencies, its cost."""
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ropewalk.spec import RopeSpec
 
 __all__ = ["chapter"]
 
-chapter = Chapter("Rotation: relative positions from absolute ones")
+chapter: Chapter = Chapter("Rotation: relative positions from absolute ones")
 
 DIM = 64
 Q, K = normal(2, DIM)
@@ -31,7 +31,13 @@ class _ElementCount(TorchDispatchMode):
         super().__init__()
         self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Tensor],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> Tensor:
         result = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor):
             self.total += result.numel()
