@@ -49,7 +49,8 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), 
 
 # GPU: more than any L2 cache holds; cycles that keep the device busy while the host prepares the call.
 FLUSH_BYTES, HEAD_START = 512 << 20, 4_000_000
-HOST_CALLS = 50
+# Calls in a row whose wall-clock time is taken, and the most samples per burst: device times hardly vary.
+HOST_CALLS, MOST_ON_GPU = 30, 9
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -428,6 +429,7 @@ class Worker:
             try:
                 if not self.on_gpu:
                     return {"wall": self._wall(inner, samples)}
+                samples = min(samples, MOST_ON_GPU)
                 times = {"host": self._host(samples)}
                 return times if self.case.host_only else times | {"device": self._device(samples)}
             finally:
@@ -450,7 +452,7 @@ class Worker:
     def _host(self, samples: int) -> float:
         """Wall-clock time per call; the device is not waited for between calls."""
         call, taken = self.call, []
-        for _ in range(max(samples // 2, 2) + 1):
+        for _ in range(samples + 1):
             self._wait()
             start = time.perf_counter_ns()
             for _ in range(HOST_CALLS):
