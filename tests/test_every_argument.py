@@ -112,7 +112,7 @@ SPEC_CHANGES = {
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(rw.RopeSpec)])
 @pytest.mark.usefixtures("as_a_user")
 def test_every_field_of_a_spec_matters(name):
-    # rotary_slice says something only where not all features turn.
+    # rotary_slice says something only where not all features rotate.
     arguments: dict[str, Any] = {"head_dim": 8, "rotary_dim": 6}
     q = vector(9, 1, 2, 300, 8).float()
 
@@ -207,13 +207,16 @@ def test_every_field_of_every_value_has_a_case():
     tabled: dict[str, set[str]] = {}
     for value, others in VALUE_CHANGES:
         tabled.setdefault(type(value).__name__, set()).update(others)
-    for name in set(spec.__all__) - {"Frequencies", "QueryTemperature", "RopeSpec"}:
+    # The fields of a RopeSpec are changed above.
+    values = {name for name in spec.__all__ if dataclasses.is_dataclass(getattr(spec, name))} - {"RopeSpec"}
+    assert {*spec.Frequencies.known, *spec.QueryTemperature.known} <= values == set(tabled)
+    for name in values:
         assert tabled[name] == {field.name for field in dataclasses.fields(getattr(spec, name))}, name
 
 
 Q, KEYS = vector(10, 2, 3, 5, 8).float(), vector(11, 2, 3, 5, 8).float()
 MODULE_CHANGES = {
-    "dim": 16,
+    "head_dim": 16,
     "base": 50.0,
     "pairing": "half",
     "seq_dim": -3,
@@ -235,7 +238,7 @@ FORWARD_CHANGES: dict[str, Any] = {
 
 def test_every_argument_of_the_module_matters():
     def made(**arguments: Any) -> Any:
-        rope = RotaryEmbedding(**{"dim": 8} | arguments)
+        rope = RotaryEmbedding(**{"head_dim": 8} | arguments)
         return [rope(Q), len(list(rope.parameters()))]
 
     parameters = set(inspect.signature(RotaryEmbedding).parameters)
