@@ -6,6 +6,7 @@ import math
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_a_rule_of_ones_own_needs_no_other_change():
             varies = True
             first: float = 1.0
 
-            def evaluate(self, rotary_dim, length=None, arithmetic=None):
+            def evaluate(self, rotary_dim, length=None, arithmetic=None) -> Any:
                 return self.first / np.arange(1.0, rotary_dim // 2 + 1) / (length or 1)
 
             def amplitude(self, length=None, arithmetic=None):
@@ -114,17 +115,17 @@ def test_a_rule_that_is_none_is_refused():
     before = dict(Frequencies.known)
 
     class Loose(Frequencies):
-        def evaluate(self, rotary_dim, length=None, arithmetic=None):
+        def evaluate(self, rotary_dim, length=None, arithmetic=None) -> Any:
             return np.ones(rotary_dim // 2)
 
     @dataclasses.dataclass(frozen=True)
     class Wide(Loose):
-        def evaluate(self, rotary_dim, length=None, arithmetic=None):
+        def evaluate(self, rotary_dim, length=None, arithmetic=None) -> Any:
             return np.ones(rotary_dim)
 
     @dataclasses.dataclass(frozen=True)
     class Silent(Loose):
-        def evaluate(self, rotary_dim, length=None, arithmetic=None):
+        def evaluate(self, rotary_dim, length=None, arithmetic=None) -> Any:
             return np.ones(rotary_dim // 2) / (length or 1)
 
     try:

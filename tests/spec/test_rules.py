@@ -1,8 +1,10 @@
 """Rules for longer contexts: published figures, and the laws that hold between them."""
 
 import dataclasses
+import json
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from ropewalk import RopeSpec, RopewalkError
 from ropewalk.spec import (
+    FLOAT64,
     NTK,
     AcrossHeads,
     DynamicNTK,
@@ -354,3 +357,85 @@ def test_every_rule_is_final_frozen_and_has_its_fields_in_json():
         assert rule.__dataclass_params__.frozen, name
         assert rule.__doc__ is not None
         assert ">>>" in rule.__doc__, name
+
+
+def test_a_rule_says_what_it_is_called_and_nothing_else_has_a_list_of_rules():
+    rules = [rule for rule in Frequencies.known.values() if rule.__module__.startswith("ropewalk.")]
+    for names in ([rule.label for rule in rules], [rule.option for rule in rules], [rule.rope_type for rule in rules]):
+        present = [name for name in names if name is not None]
+        assert len(set(present)) == len(present)
+    assert all(rule.label != rule.__name__ for rule in rules)
+    assert set(Frequencies.rope_types()) >= {
+        "default",
+        "linear",
+        "dynamic",
+        "yarn",
+        "longrope",
+        "llama3",
+        "proportional",
+    }
+    for rule in rules:
+        fields: Any = dataclasses.fields(rule)  # pyright: ignore[reportArgumentType]
+        assert set(rule.config_keys) <= {field.name for field in fields}, rule
+        if rule.option is not None:
+            # These are what a command line can specify.
+            needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+            assert needed <= {"base", "factor", "trained_length"}, rule
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Plain(5e5),
+        PositionInterpolation(1e4, 3),
+        Llama3(5e5, 8, 8192, 1, 4),
+        Proportional(1e4, 0.25),
+        Proportional(1e4, 0.25, 4),
+        Yarn(1e6, 4, 32_768, truncate=False, mscale=0.5, mscale_all_dim=1.0),
+        LongRope(1e4, [1.0, 2.0], [3.0, 4.0], 4096, 32),
+        LongRope(1e4, [1.0, 2.0], [3.0, 4.0], 4096, short_amplitude=1.1, long_amplitude=1.2),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_a_rule_reads_the_parameters_that_it_writes(rule):
+    parameters = rule.to_config(4)["rope_parameters"]
+    assert Frequencies.rope_types()[parameters["rope_type"]] is type(rule)
+    assert json.loads(json.dumps(parameters)) == parameters
+    assert type(rule).from_parameters(parameters) == rule
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_parameters_that_are_no_rule_are_refused():
+    assert Llama3.from_parameters({"factor": None}) == Llama3()
+    with pytest.raises(RopewalkError, match=r"LongRope from rope parameters\nexpected: the fields base, short_factor"):
+        LongRope.from_parameters({"rope_theta": 1e4})
+    with pytest.raises(RopewalkError, match=r"Plain\(base=...\)"):
+        Plain.from_parameters({"rope_theta": "many"})
+
+
+def test_a_rule_in_a_class_of_its_own_is_written_to_configs_json_and_command_lines():
+    before = dict(Frequencies.known)
+    try:
+
+        @dataclasses.dataclass(frozen=True)
+        class Halved(Frequencies):
+            option: ClassVar[str | None] = "halved"
+            rope_type: ClassVar[str | None] = "halved"
+            config_keys: ClassVar[Mapping[str, str]] = {"base": "rope_theta", "share": "halved_share"}
+
+            base: float = 10_000.0
+            share: float = 0.5
+
+            def evaluate(self, rotary_dim, length=None, arithmetic=FLOAT64):
+                return self.share / arithmetic.powers(self.base, rotary_dim)
+
+        spec = RopeSpec(4, Halved(100.0, 0.25))
+        assert Halved.label == "Halved"
+        parameters = spec.to_config("transformers")["rope_parameters"]
+        assert parameters == {"rope_type": "halved", "rope_theta": 100.0, "halved_share": 0.25}
+        assert Frequencies.rope_types()["halved"].from_parameters(parameters) == spec.frequencies
+        assert RopeSpec.from_json(spec.to_json()) == spec
+        assert "halved" in {rule.option for rule in Frequencies.known.values()}
+    finally:
+        Frequencies.known.clear()
+        Frequencies.known.update(before)

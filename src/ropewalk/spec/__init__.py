@@ -8,6 +8,7 @@ from ropewalk.spec.arithmetic import FLOAT64 as FLOAT64
 from ropewalk.spec.arithmetic import Arithmetic as Arithmetic
 from ropewalk.spec.arithmetic import Array as Array
 from ropewalk.spec.arithmetic import ArrayT as ArrayT
+from ropewalk.spec.arithmetic import as_array as as_array
 from ropewalk.spec.axes import Axes as Axes
 from ropewalk.spec.by_parts import *  # noqa: F403
 from ropewalk.spec.frequencies import *  # noqa: F403
@@ -37,6 +38,7 @@ __all__ = [
     "Sign",
     "StepTemperature",
     "XPos",
+    "as_array",
 ]
 __all__ += by_parts.__all__
 __all__ += frequencies.__all__
