@@ -8,7 +8,7 @@ import torch
 
 from ropewalk.claims import CHAPTERS, run
 from ropewalk.claims.layers import operations
-from ropewalk.kernels.linear.torch import Features
+from ropewalk.kernels.types import Features
 from ropewalk.nn.encodings.absolute import SinusoidalEncoding
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.encodings.by_name import ENCODINGS
@@ -29,14 +29,14 @@ def contradicted(*names: str) -> set[str]:
 
 def linear_ops(monkeypatch, change):
     """Puts `change(attend, q, k, v, before, causal)` in the place of the sums of linear attention."""
-    ops = importlib.import_module("ropewalk.ops.linear_attention")
+    ops = importlib.import_module("ropewalk.kernels.linear.torch")
     right = ops.attend
     monkeypatch.setattr(ops, "attend", lambda q, k, v, before, *, causal: change(right, q, k, v, before, causal))
 
 
 def test_linear_attention_with_a_turned_denominator_is_noticed(monkeypatch):
     def turned(attend, q, k, v, before, causal):
-        return attend(Features(q.turned, q.turned), Features(k.turned, k.turned), v, before, causal=causal)
+        return attend(Features(q.rotated, q.rotated), Features(k.rotated, k.rotated), v, before, causal=causal)
 
     linear_ops(monkeypatch, turned)
     ids = ("linear.rotation-factors", "linear.denominator", "linear.denominator-random", "linear.weights")
@@ -104,7 +104,7 @@ def test_a_state_that_grows_is_noticed(monkeypatch):
 
 
 def test_features_that_cancel_are_noticed(monkeypatch):
-    ops = importlib.import_module("ropewalk.ops.linear_attention")
+    ops = importlib.import_module("ropewalk.kernels.linear.torch")
     monkeypatch.setattr(ops, "map_features", lambda x, name, shift: torch.nn.functional.elu(x) + 1)
     assert contradicted("linear.elu") == {"linear.elu"}
 

@@ -1,11 +1,23 @@
 """What linear attention is held to: the reference in float64, and the same formula run in a dtype."""
 
+from typing import get_args
+
 import torch
 
-from ropewalk.kernels.linear.feature_maps import FEATURE_MAPS, map_features
+from ropewalk.kernels.types import FeatureMapName
 from ropewalk.reference import linear_attention_by_sum
 
-NAMES = tuple(FEATURE_MAPS)
+NAMES = get_args(FeatureMapName)
+
+# The formulas of the feature maps, apart from the kernels' own. Below 0 elu(x) + 1 is exp(x); above it the exponential
+# is of 0, so that its gradient is finite.
+FORMULAS = {
+    "elu": lambda x: torch.where(x > 0, x + 1, torch.exp(x.clamp_max(0))),
+    "relu": torch.relu,
+    "squared_relu": lambda x: torch.relu(x) ** 2,
+    "identity": lambda x: x,
+    "exp": torch.exp,
+}
 
 
 def drawn(batch, heads, kv_heads, seq, dim, v_dim, dtype=torch.float64, *, keys=None, seed=0, device="cpu"):
@@ -23,7 +35,7 @@ def exact(q, k, v, rope=None, *, causal=True, feature_map="elu", positions=None)
     if positions is not None:
         spec["positions"] = positions.cpu()
     maps = (feature_map, feature_map) if isinstance(feature_map, str) or callable(feature_map) else feature_map
-    maps = [(lambda x, name=one: map_features(x, name)) if isinstance(one, str) else one for one in maps]
+    maps = [FORMULAS[one] if isinstance(one, str) else one for one in maps]
     return linear_attention_by_sum(
         *(x.double().cpu() for x in (q, k, v)), **spec, causal=causal, q_map=maps[0], k_map=maps[1]
     )
@@ -33,7 +45,7 @@ def formula(q, k, v, rope=None, *, causal=True, feature_map="elu"):
     """Every step of the sum in the dtype of q, with angles that are exact."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    fq, fk = map_features(q, feature_map), map_features(k, feature_map)
+    fq, fk = FORMULAS[feature_map](q), FORMULAS[feature_map](k)
     turned = [fq, fk]
     if rope is not None:
         turned = []
@@ -55,7 +67,7 @@ def formula(q, k, v, rope=None, *, causal=True, feature_map="elu"):
 
 def recurrence(q, k, v, rope):
     """The recurrence over tokens in the dtype of q, with angles that are exact."""
-    fq, fk = map_features(q, "elu"), map_features(k, "elu")
+    fq, fk = FORMULAS["elu"](q), FORMULAS["elu"](k)
     turned = [rope(x) for x in (fq, fk)]
     above, below, outputs = 0, 0, []
     for a, b, c, d, e in zip(*(x.unbind(dim=2) for x in (fq, fk, *turned, v)), strict=True):

@@ -277,7 +277,7 @@ def test_what_rotary_encodings_refuse():
     with pytest.raises(RopewalkError, match="spec with xpos"):
         XPosEncoding(RotaryEmbedding(4))
     grouped = torch.zeros(2, 1, 5, 4)
-    with pytest.raises(RopewalkError, match="cannot serve grouped keys"):
+    with pytest.raises(RopewalkError, match="cannot be shared by grouped keys"):
         made("rope-across-heads").rotate(torch.zeros(2, HEADS, 5, 4), grouped)
     with pytest.raises(RopewalkError, match="positions below 64"):
         made("xpos", spec=RopeSpec(4, xpos=XPos(LENGTH))).rotate(grouped, grouped, torch.arange(5) + 60)

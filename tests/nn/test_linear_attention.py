@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import ropewalk as rw
 from nn.linear_cases import NAMES, drawn, error, exact, formula, recurrence, with_gradients
 from ropewalk.kernels.linear import torch as linear_torch
-from ropewalk.kernels.linear.packed import attend_packed
+from ropewalk.kernels.linear.torch import attend_packed
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

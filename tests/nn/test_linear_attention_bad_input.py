@@ -52,8 +52,8 @@ ONE = [x[:1] for x in (Q, K, V)]
         ((Q, K, V), {"rope": ROPE, "state": STATE.above}, "a LinearState, or None"),
         (ONE, {"rope": ROPE, "state": STATE}, "sequences, key heads, features"),
         ((Q, Q, Q[..., :3]), {"rope": ROPE, "state": STATE}, "sequences, key heads, features"),
-        ((Q, K, V), {"state": STATE}, "cannot be turned again"),
-        ((Q, K, V), {"rope": rw.RotaryEmbedding(8, base=500.0), "state": STATE}, "cannot be turned again"),
+        ((Q, K, V), {"state": STATE}, "cannot be rotated again"),
+        ((Q, K, V), {"rope": rw.RotaryEmbedding(8, base=500.0), "state": STATE}, "cannot be rotated again"),
         ((Q, K, V), {"rope": ROPE, "feature_map": "relu", "state": STATE}, "feature map that the state was made with"),
         (
             (Q, K, V),

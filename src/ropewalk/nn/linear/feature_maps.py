@@ -1,16 +1,19 @@
 """Feature maps of linear attention: those with a name, random features for softmax, and any function."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, shown
-from ropewalk.kernels.linear.feature_maps import FEATURE_MAPS
+from ropewalk.kernels.types import FeatureMapName
 
 __all__ = ["FavorFeatures", "FeatureMap", "map_name", "resolve_maps"]
 
-FeatureMap = str | Callable[[Tensor], Tensor]
+# A map that kernels know by name, or any function of q or k.
+FeatureMap = FeatureMapName | Callable[[Tensor], Tensor]
+FEATURE_MAPS: tuple[FeatureMapName, ...] = get_args(FeatureMapName)
 
 
 class FavorFeatures(nn.Module):
@@ -102,25 +105,24 @@ def resolve_maps(feature_map: FeatureMap | tuple[FeatureMap, FeatureMap], asked:
 
 
 def _checked(feature_map: FeatureMap | tuple[FeatureMap, FeatureMap], asked: str) -> FeatureMap:
-    if isinstance(feature_map, str):
-        if feature_map == "favor":
-            raise RopewalkError(
-                asked=f"{asked}(feature_map='favor')",
-                expected="features that are drawn once and kept",
-                got="a name",
-                do="pass FavorFeatures(head_dim, num_features), and the same object in every call; "
-                "a LinearAttention makes one",
-            )
-        require_choice(feature_map, (*FEATURE_MAPS, "favor"), asked=f"{asked}(feature_map=...)")
-        return feature_map
     if callable(feature_map):
         return feature_map
-    raise RopewalkError(
-        asked=f"{asked}(feature_map=...)",
-        expected=f"one of {', '.join(FEATURE_MAPS)}, a function of a tensor, or a pair, for queries and keys",
-        got=shown(feature_map),
-        do="for random features that approximate softmax pass FavorFeatures(head_dim, num_features)",
-    )
+    if not isinstance(feature_map, str):
+        raise RopewalkError(
+            asked=f"{asked}(feature_map=...)",
+            expected=f"one of {', '.join(FEATURE_MAPS)}, a function of a tensor, or a pair, for queries and keys",
+            got=shown(feature_map),
+            do="for random features that approximate softmax pass FavorFeatures(head_dim, num_features)",
+        )
+    if feature_map == "favor":
+        raise RopewalkError(
+            asked=f"{asked}(feature_map='favor')",
+            expected="features that are drawn once and kept",
+            got="a name",
+            do="pass FavorFeatures(head_dim, num_features), the same object in every call; a LinearAttention makes one",
+        )
+    require_choice(feature_map, (*FEATURE_MAPS, "favor"), asked=f"{asked}(feature_map=...)")
+    return feature_map
 
 
 def map_name(feature_map: FeatureMap) -> str:
@@ -129,6 +131,4 @@ def map_name(feature_map: FeatureMap) -> str:
     >>> map_name("elu"), map_name(torch.exp)
     ('elu', 'exp')
     """
-    if isinstance(feature_map, str):
-        return feature_map
-    return getattr(feature_map, "__name__", type(feature_map).__name__)
+    return getattr(feature_map, "__name__", type(feature_map).__name__) if callable(feature_map) else feature_map

@@ -1,14 +1,15 @@
 """Linear attention with RoPE, as a function of queries, keys and values."""
 
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
-from ropewalk.kernels.linear.torch import Side
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.precision import working_dtype
+from ropewalk.kernels.types import FeatureMap as NamedMap
+from ropewalk.kernels.types import FeatureMapName, Layout, Side
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
@@ -16,6 +17,7 @@ from ropewalk.nn.linear.state import LinearState, check_length, checked_state
 from ropewalk.nn.position_checks import check_ends, check_ids, described, may_look
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.nn.rotary.where import Where
 from ropewalk.ops import require_backend
 from ropewalk.ops.linear_attention import linear_attention as run
 from ropewalk.reference.attention import require_qkv
@@ -176,12 +178,11 @@ def linear_attention(
     )
     if key_mask is not None:
         # What each map makes 0 of, so that a hidden key adds nothing above or below the line.
-        nothing = 0.0 if k_name == "identity" else float("-inf")
         hidden = ~key_mask[:, None, :, None]
-        keys, v = keys.masked_fill(hidden, nothing), v.masked_fill(hidden, 0.0)
+        keys, v = keys.masked_fill(hidden, NamedMap[k_name].zero), v.masked_fill(hidden, 0.0)
     start = 0 if state is None else state.start(rows)
-    places = _places(rotation, queries, keys, positions, k_positions, cu_seqlens, start)
-    sides, layout = _sides(rotation, queries, keys, (q_name, k_name), places, length, backend)
+    places = _places(rotation, queries, keys, positions, k_positions, cu_seqlens, start, length)
+    sides, layout = _sides(rotation, queries, keys, (q_name, k_name), places)
     if rotation is not None and rotation.spec.varies and length is None:
         length = k.shape[2]
     check_length(state, spec, length, "linear_attention")
@@ -190,13 +191,12 @@ def linear_attention(
         # Keys before the first query: their sums, and then the rest as one sequence.
         none = sides[0]._replace(x=queries[:, :, :0])
         head = sides[1]._replace(x=keys[:, :, :earlier])
-        plain = Layout(layout.interleaved, layout.start, -2, None)
-        _, before = run(none, head, v[:, :, :earlier], before, plain, causal=False)
+        _, before = run(none, head, v[:, :, :earlier], before, layout, causal=False)
         tail = sides[1]._replace(x=keys[:, :, earlier:])
         if tail.tables is not None:
-            tail = tail._replace(tables=(*tail.tables[:2], tail.tables[2] + earlier))
+            tail = tail._replace(tables=tail.tables._replace(row=tail.tables.row + earlier))
         sides, v = (sides[0], tail), v[:, :, earlier:]
-    out, after = run(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens)
+    out, after = run(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens, backend=backend)
     if not return_state:
         return out
     key_ids = positions if k_positions is None else k_positions
@@ -207,19 +207,19 @@ def linear_attention(
 
 
 def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:
-    if not isinstance(feature_map, str):
+    if callable(feature_map):
         return feature_map
 
     def mapped(x: Tensor) -> Tensor:
-        x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        x = x.to(working_dtype(x))
         return map_features(x, feature_map, row_shift(x, feature_map) if role == "q" else None)
 
     return mapped
 
 
-def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, str]:
+def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, FeatureMapName]:
     """The tensor for the kernel, and the map it is to apply: a function is applied here."""
-    if isinstance(feature_map, str):
+    if not callable(feature_map):
         return x, feature_map
     made = feature_map(x)
     if not isinstance(made, Tensor) or made.shape[:3] != x.shape[:3] or made.dim() != 4 or not made.is_floating_point():
@@ -230,15 +230,7 @@ def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, str]
             do="a feature map works on the last dimension alone",
         )
     # What is worked in, whatever the function gives: features of both sides and their cos and sin have one dtype.
-    return made.to(torch.float64 if x.dtype == torch.float64 else torch.float32), "identity"
-
-
-class _Places(NamedTuple):
-    """Arguments of rope(q, k, ...)."""
-
-    positions: Tensor | None = None
-    k_positions: Tensor | None = None
-    offset: int | Tensor | None = None
+    return made.to(working_dtype(x)), "identity"
 
 
 def _places(
@@ -249,8 +241,9 @@ def _places(
     k_positions: Tensor | None,
     cu_seqlens: Tensor | None,
     start: int | Tensor,
-) -> _Places:
-    """The positions of the tokens, as rope(q, k, ...) accepts them."""
+    length: int | Tensor | None,
+) -> Where:
+    """Where the tokens are, as rope(q, k, ...) is told."""
     explicit = positions is not None or k_positions is not None
     queries, keys = q.shape[2], k.shape[2]
     if rope is None:
@@ -261,17 +254,17 @@ def _places(
                 got="positions and no rope",
                 do="pass rope=RotaryEmbedding(width of the features), or leave positions out",
             )
-        return _Places()
+        return Where()
     if explicit:
         if positions is None and k_positions is not None and k_positions.shape[-1:] == (keys,) and queries <= keys:
             # Queries are the last of the keys, wherever those are.
             positions = k_positions[..., keys - queries :]
-        return _Places(positions, k_positions)
+        return Where(positions, k_positions, length=length)
     if cu_seqlens is not None:
-        return _Places(_packed_ids(cu_seqlens, keys, start))
+        return Where(_packed_ids(cu_seqlens, keys, start), length=length)
     if queries == keys:
         # No offset from 0 on: a rule that varies with the length knows a whole sequence by that.
-        return _Places(offset=None if isinstance(start, int) and start == 0 else start)
+        return Where(offset=None if isinstance(start, int) and start == 0 else start, length=length)
     if queries > keys:
         raise RopewalkError(
             asked="linear_attention(q, k, v, rope=...)",
@@ -281,7 +274,7 @@ def _places(
         )
     ids = torch.arange(keys, device=q.device)
     ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
-    return _Places(ids[..., keys - queries :], ids)
+    return Where(ids[..., keys - queries :], ids, length=length)
 
 
 def _packed_ids(cu_seqlens: Tensor, keys: int, start: int | Tensor) -> Tensor:
@@ -296,14 +289,12 @@ def _sides(
     rope: RotaryEmbedding | None,
     q: Tensor,
     k: Tensor,
-    names: tuple[str, str],
-    places: _Places,
-    length: int | Tensor | None,
-    backend: str | None,
+    names: tuple[FeatureMapName, FeatureMapName],
+    places: Where,
 ) -> tuple[tuple[Side, Side], Layout]:
     """Queries and keys with their cos and sin, and the layout of their features."""
     if rope is None:
-        return (Side(q, names[0]), Side(k, names[1])), Layout(False, 0, -2, backend)
+        return (Side(q, names[0]), Side(k, names[1])), Layout(False, 0, -2)
     if rope.spec.head_dim != q.shape[-1]:
         raise RopewalkError(
             asked="linear_attention(..., rope=...)",
@@ -311,11 +302,9 @@ def _sides(
             got=f"head_dim={rope.spec.head_dim}",
             do="the rotation comes after the feature map: make it with the width of the features",
         )
-    parts = rope._parts(q, k, *places, None, None, length, None)
-    tables = [place for _, _, place, _ in parts]
-    of_q, of_k = tables[0], tables[-1]
-    layout = Layout(rope.layout.interleaved, rope.layout.start, -2, backend)
-    return (Side(q, names[0], None, of_q), Side(k, names[1], None, of_k)), layout
+    parts = rope.parts(q, k, places)
+    q_side, k_side = Side(q, names[0], None, parts[0].tables), Side(k, names[1], None, parts[-1].tables)
+    return (q_side, k_side), rope.layout
 
 
 def _next(

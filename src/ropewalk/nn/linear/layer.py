@@ -140,7 +140,6 @@ class LinearAttention(ProjectedHeads):
         rotates = getattr(self.encoding, "rope", None) is not None
         if positions is not None and not rotates:
             check_positions(positions, x, asked="attention(positions=...)")
-        maps = self.q_map, getattr(self, "k_map", self.q_map)
         out, after = linear_attention(
             q,
             k,
@@ -149,7 +148,7 @@ class LinearAttention(ProjectedHeads):
             positions=positions if rotates else None,
             cu_seqlens=cu_seqlens,
             key_mask=key_mask,
-            feature_map=maps,
+            feature_map=self._maps,
             causal=self.causal,
             state=state,
             return_state=True,
@@ -198,7 +197,7 @@ class LinearAttention(ProjectedHeads):
 
     def extra_repr(self) -> str:
         """The sizes, and the feature map if it has a name."""
-        maps = self.q_map, getattr(self, "k_map", self.q_map)
+        maps = self._maps
         shown_maps = maps[0] if maps[0] == maps[1] else maps
         named = f", feature_map={shown_maps!r}" if all(isinstance(side, str) for side in maps) else ""
         return super().extra_repr() + named
@@ -213,6 +212,10 @@ class LinearAttention(ProjectedHeads):
         """
         self._require_causal()
         return self(x, state=state, return_state=True)
+
+    @property
+    def _maps(self) -> tuple[FeatureMap, FeatureMap]:
+        return self.q_map, self.k_map if hasattr(self, "k_map") else self.q_map
 
     def _require_causal(self) -> None:
         if not self.causal:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
-from ropewalk.kernels.linear.torch import Sums
+from ropewalk.kernels.types import Sums
 from ropewalk.nn.position_checks import check_index, may_look
 from ropewalk.spec.rope import RopeSpec
 
