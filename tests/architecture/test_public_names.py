@@ -1,0 +1,48 @@
+"""Public names load, are seen by type checkers, and are documented with an example that runs."""
+
+import ast
+import importlib
+import inspect
+
+import pytest
+
+import ropewalk
+from architecture.import_graph import module_name
+from architecture.sources import PACKAGE, SOURCES, package_of, parsed
+
+DOCUMENTED = ["ropewalk", "ropewalk.spec", "ropewalk.theory", "ropewalk.reference", "ropewalk.claims"]
+# Packages whose modules document every name in their __all__.
+WHOLE = {"spec", "theory", "reference", "kernels", "ops", "nn"}
+
+
+def test_type_checkers_see_the_names_that_load():
+    guarded = next(node for node in parsed(PACKAGE / "__init__.py").body if isinstance(node, ast.If))
+    seen = {node.names[0].asname: node.module for node in ast.walk(guarded) if isinstance(node, ast.ImportFrom)}
+    assert seen == ropewalk._HOME
+    assert set(seen) == set(ropewalk.__all__)
+    for name in ropewalk.__all__:
+        assert getattr(ropewalk, name) is not None
+        assert name in dir(ropewalk)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ropewalk.nothing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def public_names():
+    modules = [importlib.import_module(name) for name in DOCUMENTED]
+    modules += [
+        importlib.import_module(module_name(path, PACKAGE))
+        for path in SOURCES
+        if package_of(path) in WHOLE and path.name != "__init__.py"
+    ]
+    for module in modules:
+        for name in getattr(module, "__all__", ()):
+            value = getattr(module, name)
+            if callable(value) and getattr(value, "__module__", "").startswith("ropewalk"):
+                yield f"{module.__name__}.{name}", value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), list(public_names()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_public_name_has_a_docstring_with_a_doctest(name, value):
+    assert ">>>" in (inspect.getdoc(value) or ""), name
