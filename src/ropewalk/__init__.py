@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from ropewalk.nn.linear.layer import LinearAttention as LinearAttention
     from ropewalk.nn.linear.state import LinearState as LinearState
     from ropewalk.nn.rotary.embedding import RotaryEmbedding as RotaryEmbedding
+    from ropewalk.nn.rotary.functions import apply_rope as apply_rope
+    from ropewalk.nn.rotary.functions import build_rotary_frequencies as build_rotary_frequencies
     from ropewalk.nn.rotary.qk_norm import qk_norm_rope as qk_norm_rope
-    from ropewalk.reference.rotate import apply_rope as apply_rope
-    from ropewalk.reference.rotate import build_rotary_frequencies as build_rotary_frequencies
     from ropewalk.spec.axes import Axes as Axes
     from ropewalk.spec.by_parts import Llama3 as Llama3
     from ropewalk.spec.by_parts import NTKByParts as NTKByParts
@@ -79,8 +79,8 @@ _HOME = {
     "XPos": "ropewalk.spec.xpos",
     "Yarn": "ropewalk.spec.by_parts",
     "accelerate": "ropewalk.hub.accelerate.acceleration",
-    "apply_rope": "ropewalk.reference.rotate",
-    "build_rotary_frequencies": "ropewalk.reference.rotate",
+    "apply_rope": "ropewalk.nn.rotary.functions",
+    "build_rotary_frequencies": "ropewalk.nn.rotary.functions",
     "encoding": "ropewalk.nn.encodings.by_name",
     "linear_attention": "ropewalk.nn.linear.function",
     "load_spec": "ropewalk.hub.configs.parse",

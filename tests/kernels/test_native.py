@@ -8,8 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.angles.torch import radix_table
-from ropewalk.kernels.native import extension as rotate_native
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.native import extension
+from ropewalk.kernels.qk_norm import native as norm_native
+from ropewalk.kernels.rotate import native as rotate_native
+from ropewalk.kernels.types import Layout, Norm
 from ropewalk.ops import backend_reasons
 from ropewalk.reference import assert_within_budget, rotate
 from strategies import theta, vector
@@ -20,9 +22,9 @@ TABLES = [torch.outer(torch.arange(9, dtype=torch.float64), theta(16)).cos(), ve
 
 def test_it_was_built():
     # `make test` asks for a C compiler: without this the tests below would hold the torch path twice.
-    assert rotate_native.MISSING is None
+    assert extension.MISSING is None
     assert backend_reasons()["native"] is None
-    assert rotate_native.instructions() in ("neon", "avx2", "sse2", "portable")
+    assert extension.instructions() in ("neon", "avx2", "sse2", "portable")
 
 
 def turned(x, dtype, pairing="interleaved", **options):
@@ -105,7 +107,7 @@ def test_a_nan_stays_a_nan_whatever_its_bits(dtype, pairs):
         weight = torch.ones(2 * pairs, dtype=working)
         weight[0] = nan.to(working) if working == torch.float64 else nan
         tables = [torch.ones(2, pairs, dtype=working), torch.zeros(2, pairs, dtype=working)]
-        (y,) = rotate_native.norm_rotate(x, None, weight, None, *tables, Layout(True, 0, -2), 1e-6, 0)
+        (y,) = norm_native.norm_rotate([x], [weight], *tables, Layout(True, 0, -2), Norm(1e-6))
         assert y[..., :2].isnan().all()
         assert not y[..., 2:].isnan().any()
 
@@ -175,8 +177,8 @@ def test_what_is_not_plain_never_reaches_it(monkeypatch):
     def never(*args):
         raise AssertionError("the C kernel was called")
 
-    monkeypatch.setattr(rotate_native._native, "rotate", never)
-    monkeypatch.setattr(rotate_native._native, "direct", never)
+    monkeypatch.setattr(extension.NATIVE, "rotate", never)
+    monkeypatch.setattr(extension.NATIVE, "direct", never)
     rope, x = RotaryEmbedding(8), vector(0, 2, 3, 5, 8).float()
 
     class Subclass(torch.Tensor):
@@ -206,7 +208,7 @@ def test_a_forced_backend_does_not_fall_back_in_silence():
 
 
 def test_bad_arguments_are_refused_before_a_pointer_is_taken():
-    native, x, table = rotate_native._native, torch.ones(1, 2, 3, 8), torch.ones(3, 4)
+    native, x, table = extension.NATIVE, torch.ones(1, 2, 3, 8), torch.ones(3, 4)
     good = (x, None, torch.empty_like(x), None, table, table, 0, 0, -2, True, False, 1)
     native.rotate(*good)  # pyright: ignore[reportOptionalMemberAccess]
     for place, bad in {
@@ -234,7 +236,7 @@ def test_bad_arguments_are_refused_before_a_pointer_is_taken():
 
 
 def test_bad_arguments_of_the_angles_are_refused_too():
-    native, theta = rotate_native._native, torch.ones(4, dtype=torch.float64)
+    native, theta = extension.NATIVE, torch.ones(4, dtype=torch.float64)
     table, one, ids = radix_table(theta), torch.tensor(1.0, dtype=torch.float64), torch.arange(3)
     good = (ids, theta, table, one, torch.empty(3, 4), torch.empty(3, 4), 1)
     native.cos_sin(*good)  # pyright: ignore[reportOptionalMemberAccess]
@@ -288,9 +290,7 @@ def test_angles_in_c_are_those_of_the_torch_path(monkeypatch):
             torch.tensor([(1 << 62), -(1 << 62), (1 << 24) - 1, 1 << 24, -(1 << 24)]),
         ):
             in_c = rope.at(ids)
-            with monkeypatch.context() as patch:
-                patch.setattr(rotate_native, "MISSING", "on purpose")
-                in_torch = rope.at(ids)
+            in_torch = RotaryEmbedding(spec, backend="torch").at(ids)
             for a, b in zip(in_c, in_torch, strict=True):
                 assert a.shape == b.shape
                 assert (a - b).abs().max() <= 2.0**-24

@@ -21,12 +21,16 @@ spec = importlib.util.spec_from_file_location("ropewalk.kernels._native", {path!
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 sys.modules["ropewalk.kernels._native"] = module
-from ropewalk.kernels.native import extension as rotate_native
-assert rotate_native.MISSING is None, rotate_native.MISSING
-assert rotate_native._native is module
+from ropewalk.kernels.native import extension
+assert extension.MISSING is None, extension.MISSING
+assert extension.NATIVE is module
 sys.path.insert(0, {tests!r})
 from kernels.guarded import Guarded
-rotate_native._native = Guarded(module)
+extension.NATIVE = Guarded(module)
+from ropewalk.kernels.angles import native as angles
+from ropewalk.kernels.qk_norm import native as qk_norm
+from ropewalk.kernels.rotate import native as rotate
+assert angles.NATIVE is qk_norm.NATIVE is rotate.NATIVE is extension.NATIVE
 """
 
 # The whole parity list, backward included, and random calls.
@@ -50,7 +54,7 @@ for dtype in four:
         rope, x = RotaryEmbedding(dim), torch.randn(1, 3, 2000, dim).to(dtype)
         rope(x, x), rope.rotate_(x), rope(x, positions=torch.arange(2000) * 20_000)
         qk_norm_rope(x, x[:, :1], rope, q_weight=torch.ones(dim), round_norm=True)
-assert rotate_native._native.calls > 2000
+assert extension.NATIVE.calls > 2000
 print("done")
 """
 

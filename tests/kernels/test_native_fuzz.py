@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ropewalk.kernels.native import extension as rotate_native
+from ropewalk.kernels.rotate import native as rotate_native
 from ropewalk.kernels.types import Layout
 
 DTYPES = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}

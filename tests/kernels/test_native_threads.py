@@ -74,13 +74,14 @@ def test_a_forked_child_rotates_large_tensors():
 def test_the_work_is_shared_out():
     # In the place of OpenMP stands a function that writes down how many threads it was asked for.
     script = (
-        "import ctypes, torch; from ropewalk.kernels import rotate_native; from ropewalk import RotaryEmbedding\n"
+        "import ctypes, torch; from ropewalk.kernels.native.extension import NATIVE\n"
+        "from ropewalk import RotaryEmbedding; from ropewalk.kernels.torch_internals import MASKS\n"
         "asked = []; work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)\n"
         "@ctypes.CFUNCTYPE(None, work, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)\n"
         "def team(run, data, threads, flags): asked.append(threads); run(data)\n"
         "address = ctypes.cast(team, ctypes.c_void_p).value\n"
-        "rotate_native._native.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__,"
-        " address, rotate_native.MASKS[:2], torch.empty_like)\n"
+        "NATIVE.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__,"
+        " address, MASKS[:2], torch.empty_like)\n"
         "rope, x = RotaryEmbedding(64, backend='native'), torch.randn(1, 4, 4000, 64)\n"
         "torch.set_num_threads(3); y = rope(x); assert asked[-1] == 3, asked\n"
         "rope(x[:, :, :10]); rope(x[:, :1, :1]); assert len(asked) <= 2, asked\n"
@@ -93,9 +94,10 @@ def test_the_work_is_shared_out():
 def test_without_openmp_threads_are_made_for_the_call():
     # In a process of its own, since the team is found once.
     script = (
-        "import torch; from ropewalk.kernels import rotate_native; from ropewalk import RotaryEmbedding\n"
-        "rotate_native._native.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__, 0,"
-        " rotate_native.MASKS[:2], torch.empty_like)\n"
+        "import torch; from ropewalk.kernels.native.extension import NATIVE\n"
+        "from ropewalk import RotaryEmbedding; from ropewalk.kernels.torch_internals import MASKS\n"
+        "NATIVE.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__, 0,"
+        " MASKS[:2], torch.empty_like)\n"
         "rope, x = RotaryEmbedding(64, backend='native'), torch.randn(1, 4, 4000, 64)\n"
         "torch.set_num_threads(1); one = rope(x); torch.set_num_threads(5); assert torch.equal(rope(x), one)\n"
     )

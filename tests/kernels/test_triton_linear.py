@@ -12,8 +12,8 @@ from kernels.triton_device import DEVICE
 from nn.linear_cases import NAMES, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_launch
-from ropewalk.kernels.linear.torch import Side
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.types import Layout, Side
+from ropewalk.nn.rotary.where import Where
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -127,7 +127,10 @@ def test_errors_are_at_most_twice_those_of_the_formula(dtype, enough, monkeypatc
 def test_sums_are_the_same_by_segments_and_by_a_walk(pairing, given, reverse, monkeypatch):
     q, _, v = (x.to(DEVICE) for x in drawn(2, 3, 1, 700 if DEVICE.type == "cuda" else 150, 70, 66, torch.bfloat16))
     wide, rope = v.repeat_interleave(3, dim=1), rw.RotaryEmbedding(70, pairing=pairing).to(DEVICE)
-    side, before = Side(q, "elu", None, rope._place(q)), torch.rand(2, 70 * 67, device=DEVICE) if given else None
+    side, before = (
+        Side(q, "elu", None, rope.shared_tables(q, None, Where())),
+        torch.rand(2, 70 * 67, device=DEVICE) if given else None,
+    )
     found = []
     for enough in (1, 10**6):
         monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
@@ -257,8 +260,8 @@ def test_second_derivatives_are_the_formulas():
 
 def test_the_op_keeps_what_it_says_to_a_compiler():
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn(1, 2, 1, 70, 16, 8, torch.float32)]
-    cos, sin, row = rw.RotaryEmbedding(16).to(DEVICE)._place(inputs[0])
-    how = row, row, "elu", "elu", True, 0, True
+    cos, sin, row = rw.RotaryEmbedding(16).to(DEVICE).shared_tables(inputs[0], None, Where())
+    how = row, row, "elu", "elu", True, 0, True, "triton"
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = (*inputs, cos, sin, cos, sin, None, None, *how)
     torch.library.opcheck(torch.ops.ropewalk.linear_attention, arguments, test_utils=checks)
@@ -317,17 +320,17 @@ def test_what_the_kernels_cannot_do_is_said():
 
 
 MUTANTS = {
-    "a rotated denominator": ("linear_read_triton", "tl.sum(a * sum_a + b * sum_b", "tl.sum(u * sum_a + w * sum_b"),
-    "a denominator of blocks alone": ("linear_read_triton", "sum_a += tl.dot(seen, e", "sum_a += tl.dot(0 * seen, e"),
-    "a head that is read twice": ("linear_triton", "group * TOGETHER + member", "group * TOGETHER"),
-    "no mask": ("linear_read_triton", "tl.where(seen, scores, 0.0)", "tl.where(seen, scores, scores)"),
-    "a chunk too few": ("linear_read_triton", "first = index * 0\n", "first = index * 0 + 1\n"),
-    "sums that stand still": ("linear_triton", "    return total + own\n", "    return own\n"),
-    "a segment that is read twice": ("linear_triton", "own + 2 * step * SIZE", "own + step * SIZE"),
-    "blocks that count themselves": ("linear_triton", "(block < last)", "(block <= last)"),
-    "a walk that forgets": ("linear_walk_triton", "total += part", "total = part"),
-    "a walk without plain sums": ("linear_walk_triton", "total += own", "total += 0 * own"),
-    "a walk along another head": ("linear_walk_triton", "member = head * GROUP", "member = 0 * head"),
+    "a rotated denominator": ("triton_read", "tl.sum(a * sum_a + b * sum_b", "tl.sum(u * sum_a + w * sum_b"),
+    "a denominator of blocks alone": ("triton_read", "sum_a += tl.dot(seen, e", "sum_a += tl.dot(0 * seen, e"),
+    "a head that is read twice": ("triton_sums", "group * TOGETHER + member", "group * TOGETHER"),
+    "no mask": ("triton_read", "tl.where(seen, scores, 0.0)", "tl.where(seen, scores, scores)"),
+    "a chunk too few": ("triton_read", "first = index * 0\n", "first = index * 0 + 1\n"),
+    "sums that stand still": ("triton_sums", "    return total + own\n", "    return own\n"),
+    "a segment that is read twice": ("triton_sums", "own + 2 * step * SIZE", "own + step * SIZE"),
+    "blocks that count themselves": ("triton_sums", "(block < last)", "(block <= last)"),
+    "a walk that forgets": ("triton_walk", "total += part", "total = part"),
+    "a walk without plain sums": ("triton_walk", "total += own", "total += 0 * own"),
+    "a walk along another head": ("triton_walk", "member = head * GROUP", "member = 0 * head"),
 }
 
 
@@ -336,13 +339,13 @@ MUTANTS = {
 def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     wrong, old, new = MUTANTS[name]
     modules = {}
-    for stem in ("linear_triton", "linear_read_triton", "linear_walk_triton"):
+    for stem in ("triton_sums", "triton_read", "triton_walk"):
         text = (pathlib.Path(linear_launch.__file__).parent / f"{stem}.py").read_text(encoding="utf-8")
         assert stem != wrong or text.count(old) == 1
         path = tmp_path / f"{stem}_{abs(hash(name))}.py"
         text = text.replace(old, new) if stem == wrong else text
         path.write_text(
-            text.replace("from ropewalk.kernels.linear.triton_sums", f"from linear_triton_{abs(hash(name))}"), "utf-8"
+            text.replace("from ropewalk.kernels.linear.triton_sums", f"from triton_sums_{abs(hash(name))}"), "utf-8"
         )
         found = importlib.util.spec_from_file_location(path.stem, path)
         assert found is not None
@@ -351,21 +354,21 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, path.stem, modules[stem])
         found.loader.exec_module(modules[stem])
     for kernel in ("turn_rows", "run_totals", "sum_segments"):
-        monkeypatch.setattr(linear_launch, kernel, getattr(modules["linear_triton"], kernel))
+        monkeypatch.setattr(linear_launch, kernel, getattr(modules["triton_sums"], kernel))
     for kernel in ("read_below", "read_values"):
-        monkeypatch.setattr(linear_launch, kernel, getattr(modules["linear_read_triton"], kernel))
-    monkeypatch.setattr(linear_launch, "walk_segments", modules["linear_walk_triton"].walk_segments)
+        monkeypatch.setattr(linear_launch, kernel, getattr(modules["triton_read"], kernel))
+    monkeypatch.setattr(linear_launch, "walk_segments", modules["triton_walk"].walk_segments)
     monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", 1)
-    walks = wrong == "linear_walk_triton"
+    walks = wrong == "triton_walk"
     dim, dtype, near = (64, torch.bfloat16, 0.02) if walks else (16, torch.float32, 1e-3)
     seq = 2500 if DEVICE.type == "cuda" else 200 if walks else 600
     q, k, v = (x.to(DEVICE) for x in drawn(1, 2, 2, seq, dim, dim, dtype))
     rope = rw.RotaryEmbedding(dim).to(DEVICE)
-    side = [Side(x, "elu", None, rope._place(x)) for x in (q, k)]
-    out, _, sums = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)
+    side = [Side(x, "elu", None, rope.shared_tables(x, None, Where())) for x in (q, k)]
+    out, total, *_ = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)
     found = [error(out, exact(q.float(), k.float(), v.float(), rw.RotaryEmbedding(dim)))]
     if walks:
         state = rw.linear_attention(q.double(), k.double(), v.double(), rope=rope, return_state=True)[1]
-        found.append(error(sums.total[:, : dim * dim], state.above.flatten(2).flatten(0, 1).cpu()))
+        found.append(error(total[:, : dim * dim], state.above.flatten(2).flatten(0, 1).cpu()))
     # NaN, of what nobody wrote, counts too.
     assert not all(one <= near for one in found)

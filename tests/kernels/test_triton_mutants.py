@@ -10,6 +10,7 @@ from kernels.triton_device import on_device
 from nn.module import module_for
 from ropewalk import ops
 from ropewalk.kernels import triton_launch as launch_triton
+from ropewalk.kernels.backend import Backend, Operation, register
 from ropewalk.kernels.rotate import triton as rotate_triton
 from ropewalk.reference import check_rotation
 from ropewalk.reference.budget import BudgetError
@@ -74,7 +75,11 @@ def by_kernel(kernel):
         working = torch.float64 if x.dtype == torch.float64 else torch.float32
         # A table with a row before the first, so that `row` matters.
         cos, sin = (torch.cat((t[..., :1, :] + 1, t), dim=-2) for t in rope.at(positions, dtype=working))
-        return ops.rotate_plain(x, None, cos, sin, rope.layout, kernel, 1, conjugate)[0]
+        undo = register(Backend("mutant", {"rotate": Operation(run=kernel)}))
+        try:
+            return ops.rotate(x, None, cos, sin, rope.layout, row=1, conjugate=conjugate, backend="mutant")[0]
+        finally:
+            undo()
 
     return candidate
 

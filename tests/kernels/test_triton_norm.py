@@ -8,10 +8,10 @@ from kernels.triton_device import DEVICE
 from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope
 from ropewalk.kernels import triton_launch as launch_triton
 from ropewalk.kernels.angles.triton import cos_sin
-from ropewalk.kernels.backends import triton as gpu
+from ropewalk.kernels.backends.triton import TRITON
 from ropewalk.kernels.qk_norm import triton as qk_norm_launch
-from ropewalk.kernels.qk_norm.torch import Norm, norm_rotate
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.qk_norm.torch import norm_rotate_traceable as norm_rotate
+from ropewalk.kernels.types import Layout, Norm
 from ropewalk.reference import assert_within_budget
 from ropewalk.reference.qk_norm import qk_norm_rotate
 
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_the_formula(name, weighted):
     dims = [spec.head_dim] * 2 if weighted else []
     weights = [random(dim, dtype=torch.float64, seed=i).requires_grad_() for i, dim in enumerate(dims)] or [None, None]
     norm = Norm(1e-6, plus_one=weighted)
-    mine = ops.qk_norm_rotate(q, k, *weights, cos, sin, rope.layout, norm)
+    mine = ops.norm_rotate(q, k, *weights, cos, sin, rope.layout, norm, backend="triton")
     formula = [norm_rotate(x, w, cos, sin, rope.layout, norm) for x, w in zip((q, k), weights, strict=True)]
     given = [q, k, *(w for w in weights if w is not None)]
     cotangents = [random(*x.shape, dtype=torch.float64, seed=9) for x in (q, k)]
@@ -91,12 +91,12 @@ def test_many_blocks_of_rows_are_summed():
 @pytest.mark.parametrize("plus_one", [False, True])
 def test_rounds_where_transformers_does(plus_one):
     q = random(2, 3, 5, 16, dtype=torch.bfloat16)
-    weight, norm = random(16, dtype=torch.bfloat16, seed=1), Norm(1e-6, plus_one, rounded=True)
+    weight, norm = random(16, dtype=torch.bfloat16, seed=1), Norm.as_transformers(1e-6, plus_one)
     rope = RotaryEmbedding(16, backend="triton").to(DEVICE)
     cos, sin = rope.at(torch.arange(5, device=DEVICE))
-    mine, _ = ops.qk_norm_rotate(q, q, weight, weight, cos, sin, rope.layout, norm)
+    mine, _ = ops.norm_rotate(q, q, weight, weight, cos, sin, rope.layout, norm, backend="triton")
     formula = norm_rotate(q, weight, cos, sin, rope.layout, norm)
-    once = norm_rotate(q, weight, cos, sin, rope.layout, norm._replace(rounded=False))
+    once = norm_rotate(q, weight, cos, sin, rope.layout, norm._replace(rounding=0))
     assert (mine == formula).float().mean() > 0.99
     assert (once == formula).float().mean() < 0.95
 
@@ -134,7 +134,7 @@ def test_second_derivatives():
     cos, sin = rope.at(torch.arange(2, device=DEVICE), dtype=torch.float64)
 
     def norm(x, w):
-        return ops.qk_norm_rotate(x, x, w, None, cos, sin, rope.layout, Norm(1e-6))[0]
+        return ops.norm_rotate(x, x, w, None, cos, sin, rope.layout, Norm(1e-6), backend="triton")[0]
 
     assert torch.autograd.gradcheck(norm, (q, weight))
     assert torch.autograd.gradgradcheck(norm, (q, weight))
@@ -152,11 +152,11 @@ def test_angles_are_exact(dtype):
         angles = [[mpmath.mpf(m) * mpmath.mpf(t) for t in theta.tolist()] for m in FAR]
         rows = [[[float(f(a)) for a in row] for row in angles] for f in (mpmath.cos, mpmath.sin)]
     truth = torch.tensor(rows, dtype=torch.float64)
-    for mine, wanted in zip(cos_sin(ids, theta, scale, torch.float32), truth, strict=True):
+    for mine, wanted in zip(cos_sin(ids, theta, None, scale, torch.float32), truth, strict=True):
         assert mine.dtype == torch.float32
         assert float((mine.cpu().double() / 1.25 - wanted).abs().max()) <= 2**-24
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
-    for mine, wanted in zip(cos_sin(ids, theta, one, torch.float64), truth, strict=True):
+    for mine, wanted in zip(cos_sin(ids, theta, None, one, torch.float64), truth, strict=True):
         assert float((mine.cpu() - wanted).abs().max()) <= 2**-28
 
 
@@ -165,7 +165,7 @@ def test_angles_past_the_reduction_are_those_of_float64():
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
     ids = torch.tensor([1 << 27, -(1 << 40), 1 << 52], device=DEVICE)
     angles = ids.cpu().double()[:, None] * theta.cpu()
-    cos, sin = cos_sin(ids, theta, one, torch.float32)
+    cos, sin = cos_sin(ids, theta, None, one, torch.float32)
     assert float((cos.cpu().double() - angles.cos()).abs().max()) <= 2**-24
     assert float((sin.cpu().double() - angles.sin()).abs().max()) <= 2**-24
 
@@ -181,12 +181,13 @@ def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
     ids = ids.view(shape if axes is None else (2, *shape)) * 3 - 7
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
     # A launch for fewer tokens must not serve more.
-    cos_sin(ids[..., :3], inv_freq, one, torch.float32, axes)
+    cos_sin(ids[..., :3], inv_freq, None, one, torch.float32, axes)
     if len(shape) == 2:
-        cos_sin(ids[..., :1, :], inv_freq, one, torch.float32, axes)
+        cos_sin(ids[..., :1, :], inv_freq, None, one, torch.float32, axes)
     mine = cos_sin(
         ids.transpose(-1, -2).contiguous().transpose(-1, -2) if len(shape) == 2 else ids,
         inv_freq,
+        None,
         one,
         torch.float32,
         axes,
@@ -198,16 +199,17 @@ def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
 
 def test_angles_that_need_more_than_the_kernel_has():
     one, theta, ids = torch.ones((), dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.tensor([1])
-    assert gpu.angles_serve(ids, theta, one)
-    assert not gpu.angles_serve(ids, theta.float(), one)
-    assert not gpu.angles_serve(ids.to(torch.uint32), theta, one)
-    assert not gpu.angles_serve(ids, theta, one.float())
-    assert not gpu.angles_serve(ids, theta, torch.ones(2).double())
-    assert not gpu.angles_serve(ids, theta.requires_grad_(), one)
+    one, theta, ids = one.to(DEVICE), theta.to(DEVICE), ids.to(DEVICE)
 
+    def why_not(ids, theta, one):
+        return TRITON.operations["cos_sin"].supports(ids, theta, None, one, torch.float32, None)
 
-def test_layout_is_asked_of_the_module():
-    assert RotaryEmbedding(8, backend="triton").layout == Layout(True, 0, -2, "triton")
+    assert why_not(ids, theta, one) is None
+    assert why_not(ids, theta.float(), one) == "frequencies in float32, or several amplitudes"
+    assert why_not(ids.to(torch.uint32), theta, one) == "no positions, or unsigned ones"
+    assert why_not(ids, theta, one.float()) == "frequencies in float32, or several amplitudes"
+    assert why_not(ids, theta, torch.ones(2).double().to(DEVICE)) == "frequencies in float32, or several amplitudes"
+    assert why_not(ids, theta.requires_grad_(), one) == "gradients of positions, frequencies or amplitudes"
 
 
 def test_launches_are_kept_by_all_that_they_depend_on():
@@ -215,15 +217,15 @@ def test_launches_are_kept_by_all_that_they_depend_on():
     q, k = random(2, 4, 5, 8).requires_grad_(), random(2, 2, 5, 8, seed=1).requires_grad_()
     weight, other = random(8, seed=2).requires_grad_(), random(8, seed=3)
     cos, sin = RotaryEmbedding(8).to(DEVICE).at(torch.arange(5, device=DEVICE))
-    for norm in (Norm(1e-6), Norm(1.0), Norm(1e-6, plus_one=True), Norm(1e-6, rounded=True)):
+    for norm in (Norm(1e-6), Norm(1.0), Norm(1e-6, plus_one=True), Norm.as_transformers(1e-6, False)):
         # At first no weight learns.
         for weights in ((other, other), (weight, other), (other, weight), (weight, None), (None, weight), (None, None)):
             if norm.plus_one and None in weights:
                 continue
             found = []
             for backend in ("triton", "torch"):
-                layout = Layout(True, 0, -2, backend)
-                turned = ops.qk_norm_rotate(q, k, *weights, cos, sin, layout, norm)
+                layout = Layout(True, 0, -2)
+                turned = ops.norm_rotate(q, k, *weights, cos, sin, layout, norm, backend=backend)
                 asked = [q, k, *(w for w in weights if w is weight)]
                 found.append([*turned, *torch.autograd.grad([y.sum() for y in turned], asked)])
             for own, wanted in zip(*found, strict=True):
@@ -249,7 +251,7 @@ def test_first_derivatives_are_the_same_with_and_without_a_graph_and_in_batches(
     cos, sin = rope.at(torch.arange(3, device=DEVICE), dtype=torch.float64)
 
     def both():
-        return ops.qk_norm_rotate(x, x * x, weight, weight, cos, sin, rope.layout, Norm(1e-6))
+        return ops.norm_rotate(x, x * x, weight, weight, cos, sin, rope.layout, Norm(1e-6), backend="triton")
 
     cotangents = [random(1, 2, 3, 4, dtype=torch.float64, seed=i) for i in (3, 4)]
     plain = torch.autograd.grad(both(), [x, weight], cotangents)

@@ -8,11 +8,13 @@ from nn.module import by_module, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding, ops
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels import triton_launch as launch_triton
-from ropewalk.kernels.backends import triton as gpu
-from ropewalk.kernels.native import extension as rotate_native
+from ropewalk.kernels.backends import triton as triton_backend
+from ropewalk.kernels.backends.triton import TRITON
+from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.rotate import triton as rotate_triton
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.types import Layout
+from ropewalk.ops.dispatch import Choice
 from ropewalk.reference import check_rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -194,13 +196,13 @@ def test_gradients_of_cos_and_sin(shape, interleaved, conjugate):
     heads = (3, 3) if shape == "a head" else (4, 2)
     q, k = (random(2, n, 5, 12, dtype=torch.float64, seed=n).requires_grad_() for n in heads)
     cos, sin = (table.requires_grad_() for table in tables(*TABLES[shape], dtype=torch.float64))
-    layout = Layout(interleaved, 2 if interleaved else 0, -2, "triton")
+    layout = Layout(interleaved, 2 if interleaved else 0, -2)
     weights = [torch.randn_like(x) for x in (q, k)]
 
     def total(turned):
         return sum((y * y * w).sum() for y, w in zip(turned, weights, strict=True))
 
-    mine = total(ops.rotate(q, k, cos, sin, layout, conjugate=conjugate))
+    mine = total(ops.rotate(q, k, cos, sin, layout, conjugate=conjugate, backend="triton"))
     formula = total(rotate_traceable(x, cos, sin, layout, 0, conjugate) for x in (q, k))
     given = [q, k, cos, sin]
     for own, wanted in zip(torch.autograd.grad(mine, given), torch.autograd.grad(formula, given), strict=True):
@@ -210,14 +212,14 @@ def test_gradients_of_cos_and_sin(shape, interleaved, conjugate):
 def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives():
     x = random(1, 2, 3, 8, dtype=torch.float64).requires_grad_()
     cos, sin = (table.requires_grad_() for table in tables(7, 4, dtype=torch.float64))
-    layout = Layout(True, 0, -2, "triton")
-    (y,) = ops.rotate(x, None, cos, sin, layout, row=2)
+    layout = Layout(True, 0, -2)
+    (y,) = ops.rotate(x, None, cos, sin, layout, row=2, backend="triton")
     (of_cos,) = torch.autograd.grad(y.square().sum(), cos, retain_graph=True)
     assert of_cos[:2].eq(0).all()
     assert of_cos[5:].eq(0).all()
     assert of_cos[2:5].ne(0).any()
     assert torch.autograd.gradgradcheck(
-        lambda x, cos, sin: ops.rotate(x, None, cos, sin, layout, row=2)[0], (x, cos, sin), atol=1e-6
+        lambda x, cos, sin: ops.rotate(x, None, cos, sin, layout, row=2, backend="triton")[0], (x, cos, sin), atol=1e-6
     )
 
 
@@ -234,17 +236,17 @@ def test_learned_frequencies():
 
 def test_it_refuses_what_it_cannot_serve():
     rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
-    with pytest.raises(RopewalkError, match="a call that it can serve"):
+    with pytest.raises(RopewalkError, match="a call that it supports"):
         torch.func.vmap(rope)(random(2, 3, 4, 8))
 
 
 def test_why_it_is_missing(monkeypatch):
-    monkeypatch.setattr(gpu, "INSTALLED", False)
-    assert "not installed" in (gpu.missing() or "")
-    monkeypatch.setattr(gpu, "INSTALLED", True)
-    monkeypatch.setattr(gpu, "INTERPRETED", False)
+    monkeypatch.setattr(triton_backend, "INSTALLED", False)
+    assert "not installed" in (TRITON.why_missing() or "")
+    monkeypatch.setattr(triton_backend, "INSTALLED", True)
+    monkeypatch.setattr(triton_backend, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no CUDA device" in (gpu.missing() or "")
+    assert "no CUDA device" in (TRITON.why_missing() or "")
 
 
 def test_launches_are_forgotten_before_there_are_too_many():
@@ -284,7 +286,7 @@ def test_launches_are_kept_by_all_that_they_depend_on():
     )
     learned = [table.requires_grad_() for table in (cos, sin)]
     for way in (False, True):
-        (mine,) = ops.rotate(x, None, *learned, Layout(True, 0, -2, "triton"), conjugate=way)
+        (mine,) = ops.rotate(x, None, *learned, Layout(True, 0, -2), conjugate=way, backend="triton")
         formula = rotate_traceable(x, *learned, Layout(True, 0, -2), 0, way)
         grads = [torch.autograd.grad((y * x).sum() + y.sum(), learned) for y in (mine, formula)]
         for own, wanted in zip(*grads, strict=True):
@@ -296,10 +298,11 @@ def test_a_row_before_the_table_is_not_read(monkeypatch):
     rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
     x = random(1, 2, 5, 8)
     rope(x[:, :, :1], offset=1000)
-    recent = rope._ranges.recent
-    assert recent is not None
-    assert recent.start > 0
-    assert ops.rotate_directly(x, None, recent.cos, recent.sin, rope.layout, -recent.start, recent.stop, 8) is None
+    ranges = rope._source.ranges
+    block = ranges._blocks[0]
+    assert block.start > 0
+    direct = Choice("kernel", "triton", TRITON.operations["rotate"])
+    assert ops.rotate_directly(direct, x, None, block.cos, block.sin, rope.layout, -block.start, block.stop, 8) is None
     close(rope(x), x, *rope.at(torch.arange(5, device=DEVICE)), rope.layout)
 
 
@@ -319,12 +322,12 @@ def test_leading_dimensions_with_a_row_a_batch():
 def test_first_derivatives_are_the_same_with_and_without_a_graph():
     x = random(1, 2, 3, 8, dtype=torch.float64).requires_grad_()
     cos, sin = (table.requires_grad_() for table in tables(3, 4, dtype=torch.float64))
-    layout = Layout(True, 0, -2, "triton")
+    layout = Layout(True, 0, -2)
 
     def twice():
         # q and k are one tensor, and what is turned again was made from it by the same cos and sin.
-        q, k = ops.rotate(x, x, cos, sin, layout)
-        return ops.rotate(q, k * q, cos, sin, layout)
+        q, k = ops.rotate(x, x, cos, sin, layout, backend="triton")
+        return ops.rotate(q, k * q, cos, sin, layout, backend="triton")
 
     given = [x, cos, sin]
     cotangents = [random(1, 2, 3, 8, dtype=torch.float64, seed=i) for i in (1, 2)]
@@ -347,5 +350,5 @@ def test_batched_cotangents():
 def test_the_backend_that_was_asked_for_serves_cached_ranges_too(monkeypatch):
     rope, x = RotaryEmbedding(8, backend="triton"), random(1, 2, 5, 8)
     first = rope(x)
-    monkeypatch.setattr(rotate_native, "rotate_if_ready", lambda *given, **how: pytest.fail("the C kernel was asked"))
+    monkeypatch.setattr(NATIVE, "direct", lambda *arguments: pytest.fail("the C kernel was asked"))
     assert torch.equal(rope(x), first)

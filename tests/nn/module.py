@@ -48,7 +48,7 @@ def by_module(x, positions, inv_freq, *, pairing, conjugate, amplitude, rotary_s
     if not conjugate:
         return rope(x, positions=positions)
     working = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return ops.rotate(x, None, *rope.at(positions, dtype=working), rope.layout, conjugate=True)[0]
+    return ops.rotate(x, None, *rope.at(positions, dtype=working), rope.layout, conjugate=True, backend=backend)[0]
 
 
 def with_heads_last(x, positions, inv_freq, *, pairing, conjugate, amplitude, rotary_slice, backend=None):
@@ -56,4 +56,5 @@ def with_heads_last(x, positions, inv_freq, *, pairing, conjugate, amplitude, ro
     rope = module_for(x, inv_freq, amplitude, -3, backend, pairing=pairing, rotary_slice=rotary_slice)
     working = torch.float64 if x.dtype == torch.float64 else torch.float32
     angles = rope.at(positions, dtype=working)
-    return ops.rotate(x.transpose(-2, -3), None, *angles, rope.layout, conjugate=conjugate)[0].transpose(-2, -3)
+    turned = ops.rotate(x.transpose(-2, -3), None, *angles, rope.layout, conjugate=conjugate, backend=backend)
+    return turned[0].transpose(-2, -3)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ropewalk as rw
-from nn.linear_cases import NAMES, drawn, error, exact, formula, recurrence, with_gradients
+from nn.linear_cases import NAMES, drawn, error, exact, formula, next_positions, recurrence, with_gradients
 from ropewalk.kernels.linear import torch as linear_torch
 from ropewalk.kernels.linear.torch import attend_packed
 
@@ -97,7 +97,7 @@ def test_packed_sequences_are_separate_ones(lengths, rest, causal, seed):
     ends = torch.tensor([0, *lengths]).cumsum(0)
     rope = rw.RotaryEmbedding(8)
     out, state = rw.linear_attention(q, k, v, rope=rope, cu_seqlens=ends, causal=causal, return_state=True)
-    assert state.position.tolist() == lengths
+    assert next_positions(state) == lengths
     for i, (start, stop) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
         one = [x[:, :, start:stop] for x in (q, k, v)]
         alone, end = rw.linear_attention(*one, rope=rope, causal=causal, return_state=True)
@@ -205,16 +205,16 @@ def test_a_state_stands_behind_the_last_token_that_is_seen():
     seen = torch.arange(9) < torch.tensor([[9], [5]])
     rope = rw.RotaryEmbedding(8)
     _, state = rw.linear_attention(q, k, v, rope=rope, key_mask=seen, return_state=True)
-    assert state.position.tolist() == [9, 5]
+    assert next_positions(state) == [9, 5]
     more = drawn(2, 2, 1, 2, 8, 3, seed=1)
     out = rw.linear_attention(*more, rope=rope, state=state)
     short = [torch.cat([x[1:, :, :5], y[1:]], dim=2) for x, y in zip((q, k, v), more, strict=True)]
     torch.testing.assert_close(out[1:], exact(*short, rope)[:, :, 5:], rtol=0, atol=1e-10)
     ids = torch.arange(9) * 2
     _, state = rw.linear_attention(q, k, v, rope=rope, key_mask=seen, positions=ids, return_state=True)
-    assert state.position.tolist() == [17, 9]
+    assert next_positions(state) == [17, 9]
     _, state = rw.linear_attention(q, k, v, rope=rope, key_mask=seen.flip(1), return_state=True)
-    assert state.position.tolist() == [9, 9]
+    assert next_positions(state) == [9, 9]
 
 
 def test_positions_are_those_that_are_given():
@@ -225,7 +225,7 @@ def test_positions_are_those_that_are_given():
     for i in range(2):
         one = [x[i : i + 1] for x in (q, k, v)]
         torch.testing.assert_close(out[i : i + 1], exact(*one, rope, positions=ids[i]), rtol=0, atol=1e-10)
-    assert state.position.tolist() == [14, 17]
+    assert next_positions(state) == [14, 17]
     more = drawn(2, 2, 1, 3, 8, 3, seed=1)
     following = torch.tensor([[14, 15, 16], [17, 18, 19]])
     left = rw.linear_attention(*more, rope=rope, state=state)

@@ -166,22 +166,22 @@ def test_nobody_can_tell_that_ranges_are_kept():
 
 def test_sequences_that_are_decoded_in_turn_have_a_block_each(monkeypatch):
     rope, made = RotaryEmbedding(8), []
-    real = rope._angles_at
-    monkeypatch.setattr(rope, "_angles_at", lambda *arguments: made.append(1) or real(*arguments))
+    real = rope._source.at
+    monkeypatch.setattr(rope._source, "at", lambda *arguments: made.append(1) or real(*arguments))
     for step in range(20):
         for start in (10, 100_000, 5_000):
             rope(X[:, :, :1], offset=start + step)
     assert len(made) == 3
     for start in range(0, 200_000, 10_000):
         rope(X[:, :, :1], offset=start)
-    assert sum(block.stop - block.start for block in rope._ranges._blocks) <= MOST_ROWS
+    assert sum(block.stop - block.start for block in rope._source.ranges._blocks) <= MOST_ROWS
 
 
 def test_copies_leave_the_ranges_and_the_table_behind():
     rope = RotaryEmbedding(128)
     rope(torch.ones(1, 1, 100, 128))
     assert len(pickle.dumps(rope)) < 20_000
-    assert copy.deepcopy(rope)._ranges._blocks == ()
+    assert copy.deepcopy(rope)._source.ranges._blocks == ()
 
 
 def test_modules_with_other_bases_share_nothing():

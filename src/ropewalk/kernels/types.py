@@ -1,4 +1,4 @@
-"""What every backend receives: the layout of features, tables of cos and sin, norms, sides and sums of linear attention.
+"""What every backend receives: layouts of features, tables of cos and sin, norms, sides and sums of linear attention.
 
 Kernels import these, and nothing of each other's.
 """

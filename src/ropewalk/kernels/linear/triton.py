@@ -90,8 +90,8 @@ class _Call:
             x=side.x, shift=_or(side.shift, below), scale=scale, weight=weight, **_tables(side),
             begins=_or(plan.begins, below), turned=out, low=below, **_strides("x", side.x), length=length,
             owners=batch * heads, HEADS=heads, TOGETHER=together, FEATURES=self.features,
-            MAP=FeatureMap[side.map].value, SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes,
-            num_warps=self.tile.turners,
+            MAP=FeatureMap[side.map].value, SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment,
+            LOW=low, LANES=self.tile.lanes, num_warps=self.tile.turners,
         )  # fmt: skip
         return _Turned(out, below)
 

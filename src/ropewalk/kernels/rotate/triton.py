@@ -302,7 +302,7 @@ def rotate_if_ready(
     head_dim: int,
     only_ask: bool = False,
 ) -> tuple[Tensor, ...] | bool | None:
-    """`rotate`, if q and k are plain, on the device of cos, with head_dim features and at most `rows` tokens; else None.
+    """`rotate`, if q and k are plain, on the device of cos, with head_dim features and up to `rows` tokens; else None.
 
     >>> table = torch.ones(3, 2, device="cpu" if INTERPRETED else "cuda")
     >>> rotate_if_ready(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)  # it has no five features

@@ -1,5 +1,7 @@
 """build_rotary_frequencies and apply_rope: the functions of the notes, held to the rotation from positions."""
 
+import dataclasses
+
 import mpmath
 import pytest
 import torch
@@ -7,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ropewalk as rw
+from ropewalk import reference
+from ropewalk.kernels.backend import register, registered
 from ropewalk.reference import assert_within_budget, rotate
 from strategies import pairings, seeds, theta, vector
 
@@ -39,10 +43,33 @@ def test_the_dtype_of_x_is_kept_and_x_is_not_touched(dtype):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_result_is_the_float64_result_rounded_once(dtype):
-    x, tables = vector(2, 1, 2, 5, 16).to(dtype), rw.build_rotary_frequencies(16, 5)
-    assert torch.equal(rw.apply_rope(x, *tables), rw.apply_rope(x.double(), *tables).to(dtype))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_values_and_gradients_are_the_references(dtype, pairing, shape):
+    x = vector(2, 2, 3, 5, 16).to(dtype).requires_grad_()
+    tables = [table.expand(*shape, -1, -1).clone().requires_grad_() for table in rw.build_rotary_frequencies(16, 7)]
+    y, cotangent = rw.apply_rope(x, *tables, pairing), vector(3, 2, 3, 5, 16).to(dtype)
+    wide, wide_tables = x.detach().double().requires_grad_(), [t.detach().double().requires_grad_() for t in tables]
+    truth = reference.apply_rope(wide, *wide_tables, pairing)
+    assert_within_budget(y.detach(), truth.detach(), rotary_dim=16, pairing=pairing)
+    gradients = torch.autograd.grad(y, [x, *tables], cotangent)
+    true_gradients = torch.autograd.grad(truth, [wide, *wide_tables], cotangent.double())
+    assert_within_budget(gradients[0], true_gradients[0], rotary_dim=16, pairing=pairing)
+    for gradient, true_gradient in zip(gradients[1:], true_gradients[1:], strict=True):
+        assert (gradient - true_gradient).abs().max() <= 1e-5 * true_gradient.abs().max()
+
+
+def test_they_run_on_the_kernels(monkeypatch):
+    reached = []
+    operation = registered("native").operations["rotate"]
+    spied = dataclasses.replace(operation, run=lambda *a, **o: reached.append(1) or operation.run(*a, **o))
+    undo = register(dataclasses.replace(registered("native"), operations={"rotate": spied}))
+    try:
+        rw.apply_rope(vector(0, 1, 2, 5, 8).float(), *rw.build_rotary_frequencies(8, 9))
+    finally:
+        undo()
+    assert reached == [1]
 
 
 def test_tables_are_made_where_they_are_asked_for():
@@ -70,7 +97,7 @@ def test_tables_of_a_batch_or_a_head():
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *rw.build_rotary_frequencies(16, 4)), "seq or more"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *[torch.ones(1, 1, 4, 4).bfloat16()] * 2), "float32 or float64"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), [1.0], [0.0]), "a torch.Tensor"),
-        (lambda: rw.apply_rope(torch.ones(1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "4 or more dimensions"),
+        (lambda: rw.apply_rope(torch.ones(1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "of 4 dimensions"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "x .batch, heads"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8).int(), *rw.build_rotary_frequencies(8, 4)), "floating-point"),
         (
