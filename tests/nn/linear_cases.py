@@ -86,3 +86,9 @@ def with_gradients(f, inputs, cotangent):
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     out = f(*leaves)
     return [out, *torch.autograd.grad(out, leaves, cotangent.to(out.device, out.dtype))]
+
+
+def next_positions(state):
+    """The positions of the next tokens, one per sequence: a tensor in the state, not an int."""
+    assert isinstance(state.position, torch.Tensor)
+    return state.position.tolist()

@@ -88,6 +88,7 @@ def test_how_parameters_start():
     torch.manual_seed(0)
     assert 0.018 < encoding("learned", dim=64, num_heads=1, length=100).weight.std().item() < 0.022
     joined = encoding("concatenated", dim=8, num_heads=1, width=64, length=100)
+    assert joined.weight is not None
     assert 0.018 < joined.weight.std().item() < 0.022
     assert torch.equal(encoding("multiplicative", dim=DIM, num_heads=1, length=4).weight, torch.ones(4, DIM))
     assert torch.equal(encoding("t5", dim=DIM, num_heads=2).weight, torch.zeros(32, 2))
