@@ -12,8 +12,9 @@ import transformers
 from torch import Tensor
 
 from hub.applied import NOTES
+from hub.configs import load_spec
 from hub.observed import Seen, UnbuildableError, families, observe
-from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, load_spec
+from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.hub import RopeConfigWarning
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ropewalk import RopeSpec, RopewalkError, load_spec
+from hub.configs import load_spec
+from ropewalk import RopeSpec, RopewalkError
 from ropewalk.hub.families.table import FAMILIES
 
 HOW_MANY = 20_000

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hub.configs import load_spec
 from hub.conformance import CANNOT, DIFFERS, PAGE, UNBUILDABLE, Row, page, rows_of
 from hub.observed import UnbuildableError, families, observe, quiet
 from hub.tiny_models import config_classes
-from ropewalk import RopeSpec, RopewalkError, load_spec
+from ropewalk import RopeSpec, RopewalkError
 from ropewalk.hub import RopeConfigWarning
 from ropewalk.hub.families.table import FAMILIES
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 import ropewalk as rw
 from hub.checkpoints import CONFIG, llama, weights
+from hub.configs import load_spec
 from hub.conversions import loaded, logits, quiet, rotating_between, rotating_by_definition, saved, tensors_of, tiny
 from hub.tiny_models import config_classes
 from ropewalk.hub import RopeConfigWarning, convert_checkpoint, verify_conversion
@@ -53,7 +54,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "pairing.md"
 def specs_of(config):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RopeConfigWarning)
-        found = rw.load_spec(config)
+        found = load_spec(config)
     return [spec for spec in (found.values() if isinstance(found, dict) else [found]) if spec is not None]
 
 
@@ -259,7 +260,7 @@ def test_a_composite_model_keeps_its_tower(tmp_path):
     assert torch.equal(after["model.vision_tower.layers.0.self_attn.q_proj.weight"], torch.ones(4, 4))
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(after[name.replace("model.", "model.language_model.")], tensors[name])
-    assert rw.load_spec(tmp_path / "out").pairing == "interleaved"
+    assert load_spec(tmp_path / "out").pairing == "interleaved"
 
 
 def test_what_the_output_says_of_itself(tmp_path):
@@ -270,12 +271,12 @@ def test_what_the_output_says_of_itself(tmp_path):
     assert config == json.loads((folder / "config.json").read_text())
     with quiet():
         # A config object of transformers carries it, too.
-        assert rw.load_spec(AutoConfig.from_pretrained(tmp_path / "out")).pairing == "interleaved"
-    assert rw.load_spec(tmp_path / "out", pairing="interleaved").pairing == "interleaved"
+        assert load_spec(AutoConfig.from_pretrained(tmp_path / "out")).pairing == "interleaved"
+    assert load_spec(tmp_path / "out", pairing="interleaved").pairing == "interleaved"
     with pytest.raises(rw.RopewalkError, match="to which the weights were converted"):
-        rw.load_spec(tmp_path / "out", pairing="half")
+        load_spec(tmp_path / "out", pairing="half")
     with pytest.raises(rw.RopewalkError, match=r"'half' or 'interleaved'|'interleaved' or 'half'"):
-        rw.load_spec({"model_type": "llama", "head_dim": 8, "ropewalk": {"pairing": "neox"}})
+        load_spec({"model_type": "llama", "head_dim": 8, "ropewalk": {"pairing": "neox"}})
 
 
 def test_a_family_that_is_not_known_takes_the_pairing_that_is_said(tmp_path):
@@ -285,7 +286,7 @@ def test_a_family_that_is_not_known_takes_the_pairing_that_is_said(tmp_path):
     result = convert_checkpoint(folder, tmp_path / "out", to="half", from_pairing="interleaved", verify=True)
     assert "nothing is known of 'mine'" in result.notes[0]
     with pytest.warns(RopeConfigWarning, match="unknown-family"):
-        assert rw.load_spec(tmp_path / "out").pairing == "half"
+        assert load_spec(tmp_path / "out").pairing == "half"
     convert_checkpoint(tmp_path / "out", tmp_path / "back", to="interleaved", verify=True)
     assert contents(tmp_path / "back")["model.safetensors"] == contents(folder)["model.safetensors"]
 

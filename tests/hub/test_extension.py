@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk import RopeSpec, RopewalkError, load_spec
+from hub.configs import load_spec
+from ropewalk import RopeSpec, RopewalkError
 from ropewalk.hub import read_model
 from ropewalk.hub.extend.config_forms import extended_config, forms_of
 from ropewalk.hub.extend.effects import cache_bytes, effect_of, trained_turns

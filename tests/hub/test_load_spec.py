@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hub.configs import LLAMA, LLAMA3, SCALED, YARN, loaded
-from ropewalk import load_spec
+from hub.configs import LLAMA, LLAMA3, SCALED, YARN, load_spec, loaded
 from ropewalk.hub import RopeConfigWarning
 from ropewalk.hub.configs.pitfalls import PITFALLS
 from ropewalk.hub.families.table import FAMILIES

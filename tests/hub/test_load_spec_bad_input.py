@@ -2,8 +2,8 @@
 
 import pytest
 
-from hub.configs import LLAMA, LLAMA3, LONG, YARN, loaded
-from ropewalk import RopewalkError, load_spec
+from hub.configs import LLAMA, LLAMA3, LONG, YARN, load_spec, loaded
+from ropewalk import RopewalkError
 
 
 @pytest.mark.parametrize(

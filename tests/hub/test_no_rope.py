@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ropewalk import RopewalkError, load_spec
+from hub.configs import load_spec
+from ropewalk import RopewalkError
 from ropewalk.hub import read_model
 from ropewalk.hub.extend.config_forms import FIXED
 from ropewalk.hub.families.table import FAMILIES, WITHOUT_ROPE

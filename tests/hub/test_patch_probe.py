@@ -166,7 +166,7 @@ class Scaled(nn.Module):
 
 def test_norms_are_known_by_what_they_compute():
     found: Any = norm_kind(Scaled())
-    assert (found.eps, found.norm.plus_one, found.norm.rounded) == ("eps", False, False)
+    assert (found.eps, found.norm.plus_one, found.norm.rounding) == ("eps", False, 0)
     assert norm_kind(Scaled(power=2.1)) == "Scaled is no RMSNorm"
     assert norm_kind(Scaled(bias=0.01)) == "Scaled is no RMSNorm"
     wrong = Scaled()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hub.configs import LLAMA, LLAMA3, LONG, YARN, loaded
-from ropewalk import RopewalkError, load_spec
+from hub.configs import LLAMA, LLAMA3, LONG, YARN, load_spec, loaded
+from ropewalk import RopewalkError
 from ropewalk.hub import Lengths, Model, read_model
 from ropewalk.hub.configs import keys as keys_module
 from ropewalk.spec import Plain, PositionInterpolation

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ropewalk import RotaryEmbedding, load_spec
+from hub.configs import load_spec
+from ropewalk import RotaryEmbedding
 from ropewalk.hub import RopeConfigWarning
 
 HOW_MANY = 500

@@ -10,9 +10,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from transformers.models.llama4.modeling_llama4 import Llama4TextRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
+from hub.configs import load_spec
 from hub.conformance import DIFFERS, _row
 from hub.observed import observe, quiet
-from ropewalk import RotaryEmbedding, load_spec
+from ropewalk import RotaryEmbedding
 from ropewalk.hub import RopeConfigWarning
 from ropewalk.nn.positions import mrope_positions
 

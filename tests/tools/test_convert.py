@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hub.checkpoints import CONFIG, llama
-from ropewalk import load_spec
+from hub.configs import load_spec
 from ropewalk.hub.convert.folders import write_file
 from ropewalk.tools.convert import convert
 

@@ -21,7 +21,8 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
-from ropewalk import RopewalkError, RotaryEmbedding, load_spec
+from hub.configs import load_spec
+from ropewalk import RopewalkError, RotaryEmbedding
 from ropewalk.hub import read_model
 from ropewalk.tools.cli import main
 from ropewalk.tools.extend.command import extend

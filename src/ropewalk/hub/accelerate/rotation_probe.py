@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.reference.rotate import apply_rope
+from ropewalk.spec.rope import PAIRINGS, Pairing
 
 __all__ = ["Rotation", "Table", "is_candidate", "parameters_of", "rotation_of", "table_widths"]
 
@@ -50,7 +51,7 @@ class Rotation:
     ('half', 'halves', None, ((None, -2),))
     """
 
-    pairing: str
+    pairing: Pairing
     table: Table
     conjugate: bool
     reorders: bool
@@ -132,7 +133,7 @@ def _widened(single: Tensor, table: Table) -> Tensor:
     return single.repeat_interleave(2, dim=-1) if table == "neighbours" else single
 
 
-Kind = tuple[str, bool, bool]
+Kind = tuple[Pairing, bool, bool]
 
 
 class _Probe:
@@ -177,7 +178,7 @@ class _Probe:
         results = self._call(self.inputs, *self._tables())
         if results is None:
             return None
-        kinds = itertools.product(("half", "interleaved"), (False, True), (False, True))
+        kinds: Iterator[Kind] = itertools.product(PAIRINGS, (False, True), (False, True))
         found = [kind for kind in kinds if not (kind[0] == "half" and kind[2]) and self._is(kind, results)]
         return found[0] if len(found) == 1 else None
 

@@ -83,10 +83,10 @@ def read_config(config: object, caller: Caller = _LOAD_SPEC) -> dict[str, Any]:
     >>> read_config({"model_type": "llama"})
     {'model_type': 'llama'}
     """
-    if isinstance(config, Mapping):
-        data: Any = config
-    elif isinstance(config, str | Path):
-        data = _read_file(Path(config), caller)
+    if isinstance(config, str | Path):
+        data: Any = _read_file(Path(config), caller)
+    elif isinstance(config, Mapping):
+        data = dict(cast("Mapping[str, Any]", config))
     elif callable(getattr(config, "to_dict", None)):
         data = cast("Any", config).to_dict()
     else:
@@ -132,7 +132,7 @@ def _copied(value: Any, depth: int, name: str, caller: Caller) -> Any:
     """A deep copy with plain strings as keys, that refuses what no config is nested like."""
     if depth > 32:
         raise Keys({}, caller=caller).error(name, "at most 32 levels", "more", caller.pass_config)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {str(key): _copied(entry, depth + 1, str(key), caller) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_copied(entry, depth + 1, name, caller) for entry in value]

@@ -1,6 +1,7 @@
 """A config, parsed once into one value: its language model, the family of that, a RopeSpec for each kind of layer."""
 
 import difflib
+import functools
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,13 +162,19 @@ def _warn_of_temperature(whole: Keys, family: Family) -> None:
 
 def _warn_of_unread_keys(whole: Keys, *, known: bool) -> None:
     """Keys that nobody reads, and that look like ones that matter: misspelt, or of a family that is not known."""
-    read = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_dim")
     for key in whole.unread():
-        near = difflib.get_close_matches(key, read, n=1, cutoff=0.85)
+        near = _nearest(key)
         strange = not known and ("rope" in key or "rotary" in key)
         if near or strange or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
-            meant = f"; {near[0]!r} is" if near else ", nor is anything like it"
+            meant = f"; {near!r} is" if near else ", nor is anything like it"
             whole.warn("key-ignored", f"{key!r} is not read{meant}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _nearest(key: str) -> str | None:
+    """The key that this one may be a misspelling of. Configs have the same keys, over and over."""
+    read = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_dim")
+    return next(iter(difflib.get_close_matches(key, read, n=1, cutoff=0.85)), None)
 
 
 def _spec(

@@ -1,5 +1,6 @@
 """The rope types of configs, as transformers, vLLM and Mistral write them: a reader for each, which makes its rule."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,25 +62,23 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
     >>> rule_of(Keys({"rope_type": "linear", "factor": 2.0}), around)
     PositionInterpolation(base=10000.0, factor=2.0)
     """
-    rope_type, rope_types = type_of(parameters), Frequencies.rope_types()
+    rope_type = type_of(parameters)
     if "su" in (parameters.raw("rope_type"), parameters.raw("type")):
         parameters.warn(
             "legacy-type", "rope type 'su' is the old name of 'longrope'; transformers rewrites it for Phi-3 alone"
         )
-    require_choice(
-        rope_type,
-        {**_READERS, **rope_types},
-        asked=parameters.caller.asked(f"the key {parameters.name('rope_type')!r}"),
-    )
+    read = _READERS.get(rope_type)
+    if read is None:
+        rules = Frequencies.rope_types()
+        known = {**_READERS, **rules}
+        require_choice(rope_type, known, asked=parameters.caller.asked(f"the key {parameters.name('rope_type')!r}"))
+        read = functools.partial(_stated, rules[rope_type])
     base = parameters.number("rope_theta", around.base)
     if base <= 0:
         raise parameters.error(parameters.name("rope_theta"), "a number above 0", f"{base:g}", "10000 is usual")
     parameters.raw("partial_rotary_factor")
     try:
-        if rope_type in _READERS:
-            rule = _READERS[rope_type](parameters, base, around)
-        else:
-            rule = _stated(rope_types[rope_type], parameters, base)
+        rule = read(parameters, base, around)
         # Lists of the wrong length are found here, where the key is known.
         RopeSpec(around.rotary_dim, rule)
     except ConfigError:
@@ -96,7 +95,7 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
     return rule
 
 
-def _stated(rule: type[Frequencies], parameters: Keys, base: float) -> Frequencies:
+def _stated(rule: type[Frequencies], parameters: Keys, base: float, around: Around) -> Frequencies:
     """A rule that reads nothing but its own keys, which its class names."""
     values = {key: parameters.raw(key) for key in rule.config_keys.values()}
     return rule.from_parameters(values | {"rope_theta": base})

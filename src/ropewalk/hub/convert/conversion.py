@@ -263,8 +263,8 @@ def _read_source(caller: Caller, checkpoint: Checkpoint, from_pairing: str | Non
     config = _parse(caller, checkpoint.folder / "config.json", specified)
     record = config.language.record
     # Kinds of layers differ in their frequencies, and never in their pairing.
-    pairings = (spec.pairing for spec in config.layers.values() if spec is not None)
-    pairing: Pairing = next(pairings, config.language.family.pairing)
+    rotating = [spec for spec in config.layers.values() if spec is not None]
+    pairing = rotating[0].pairing if rotating else config.language.family.pairing
     if specified is not None and specified != pairing:
         other = Record(specified, pairing, pairing if record is None else record.model_code)
         raise RopewalkError(

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from ropewalk.errors import RopewalkError, require_count
 from ropewalk.hub.configs.keys import Caller, ConfigSource
 from ropewalk.hub.configs.model import Model, model_for
-from ropewalk.hub.extend.config_forms import Form, extended_config, forms_of
+from ropewalk.hub.extend.config_forms import FIXED, Form, extended_config, forms_of
 from ropewalk.hub.extend.effects import Effect, cache_bytes, cache_is_bound, effect_of, trained_turns
 from ropewalk.hub.extend.measured import measured
 from ropewalk.hub.extend.rules import Extension, RuleName, Start, extensions, require_rule, start_of
@@ -66,7 +66,9 @@ class ModelExtension:
                 asked=caller.asked(f"a config with the rule {rule}"),
                 expected="a rule that transformers loads for this model",
                 got=f"{rule}: {'it was not worked out' if offer is None else offer.no_keys}",
-                do="leave the rule out, to see keys for every rule that can be loaded; some models' code reads none",
+                do="use a model whose code reads its config"
+                if self.model.config.language.data.get("model_type") in FIXED
+                else f"{caller.leave_out('rule')}, to see keys for every rule that can be loaded",
             )
         old = [form for form in offer.forms if form.name == "transformers 4"]
         has_old_keys = not self.model.config.language.data.get("rope_parameters")
