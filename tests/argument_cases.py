@@ -82,10 +82,16 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
             },
         )
     ],
-    rw.build_rotary_frequencies: [
-        ({"dim_head": 8, "max_seq_len": 4}, {"dim_head": 16, "max_seq_len": 5, "base": 50.0, "device": "meta"})
-    ],
-    rw.apply_rope: [({"x": X, "cos": COS, "sin": SIN}, {"x": X + 1, "cos": SIN, "sin": COS, "pairing": "half"})],
+    **{
+        tables: [
+            ({"dim_head": 8, "max_seq_len": 4}, {"dim_head": 16, "max_seq_len": 5, "base": 50.0, "device": "meta"})
+        ]
+        for tables in (rw.build_rotary_frequencies, reference.build_rotary_frequencies)
+    },
+    **{
+        rotation: [({"x": X, "cos": COS, "sin": SIN}, {"x": X + 1, "cos": SIN, "sin": COS, "pairing": "half"})]
+        for rotation in (rw.apply_rope, reference.apply_rope)
+    },
     reference.learned: [
         ({"x": SHORT, "positions": IDS, "table": TABLE}, {"x": SHORT + 1, "positions": IDS + 1, "table": TABLE + 1})
     ],
