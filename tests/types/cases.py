@@ -1,8 +1,8 @@
 # type: ignore
 """What a type checker must see. Nothing here is called: tests/types/test_checker.py gives the file to pyright.
 
-A line that ends in "# error: <rule>" must be an error of that rule, and no other line may be an error. The first line is for the check of this
-repository, which has no use for mistakes, and is left out there.
+A line that ends in "# error: <rule>" must be an error of that rule, and no other line may be an error. The first line
+keeps the check of this repository from reporting them; the test leaves it out.
 """
 
 from typing import Literal, assert_type
