@@ -9,6 +9,7 @@ import ropewalk as rw
 from nn.linear_cases import NAMES, drawn, error, exact, formula, next_positions, recurrence, with_gradients
 from ropewalk.kernels.linear import torch as linear_torch
 from ropewalk.kernels.linear.torch import attend_packed
+from ropewalk.kernels.types import Features, Sums
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -64,7 +65,7 @@ def test_a_function_may_change_the_width():
 @pytest.mark.parametrize("chunk", [1, 3, 16, 64, 100])
 def test_the_chunk_does_not_matter(chunk):
     q, k, v = drawn(1, 4, 2, 97, 8, 3)
-    both = [linear_torch.Features(x.exp(), x.sin()) for x in (q, k)]
+    both = [Features(x.exp(), x.sin()) for x in (q, k)]
     whole, after = linear_torch.attend(*both, v, None, causal=True, chunk=128)
     out, end = linear_torch.attend(*both, v, None, causal=True, chunk=chunk)
     torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
@@ -120,20 +121,20 @@ def test_ends_that_only_the_device_knows(chunk, causal):
     q, k, v = drawn(1, 4, 2, 40, 8, 3)
     ends, before = (
         torch.tensor([0, 7, 7, 23, 36]),
-        linear_torch.Sums(torch.rand(4, 2, 8, 3).double(), torch.rand(4, 2, 8).double()),
+        Sums(torch.rand(4, 2, 8, 3).double(), torch.rand(4, 2, 8).double()),
     )
     inputs = q, k, v, *before
 
     def packed(q, k, v, above, below):
-        both = [linear_torch.Features(x.exp(), x.sin()) for x in (q, k)]
-        out, after = attend_packed(*both, v, linear_torch.Sums(above, below), ends, causal=causal, chunk=chunk)
+        both = [Features(x.exp(), x.sin()) for x in (q, k)]
+        out, after = attend_packed(*both, v, Sums(above, below), ends, causal=causal, chunk=chunk)
         return torch.cat([x.flatten() for x in (out, *after)])
 
     def apart(q, k, v, above, below):
         outputs, sums = [], []
         for i, (start, stop) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
-            both = [linear_torch.Features(x.exp(), x.sin()) for x in (q[:, :, start:stop], k[:, :, start:stop])]
-            earlier = linear_torch.Sums(above[i : i + 1], below[i : i + 1])
+            both = [Features(x.exp(), x.sin()) for x in (q[:, :, start:stop], k[:, :, start:stop])]
+            earlier = Sums(above[i : i + 1], below[i : i + 1])
             out, after = linear_torch.attend(*both, v[:, :, start:stop], earlier, causal=causal)
             outputs.append(out)
             sums.append(after)
