@@ -90,7 +90,7 @@ def test_nothing_of_it_needs_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ropewalk.hub.__all__)
+@pytest.mark.parametrize("name", hub.__all__)
 def test_every_name_is_documented_and_typed(name):
     value = getattr(hub, name)
     assert inspect.getdoc(value)

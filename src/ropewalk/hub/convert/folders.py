@@ -21,14 +21,14 @@ def other_files(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     whose name begins with a dot, and links to folders."""
     copied: list[str] = []
     left: list[str] = []
-    own = {shard.path.name for shard in checkpoint.shards}
+    shards = {shard.path.name for shard in checkpoint.shards}
     for place, folders, files in os.walk(checkpoint.folder):
         here = Path(place).relative_to(checkpoint.folder)
         skipped = [name for name in folders if name.startswith(".") or (Path(place) / name).is_symlink()]
         left += [f"{here / name}/" for name in skipped]
         folders[:] = sorted(set(folders) - set(skipped))
         for name in sorted(files):
-            if here == Path() and name in own:
+            if here == Path() and name in shards:
                 continue
             plain = not is_weights(name) and (Path(place) / name).is_file()
             (copied if plain else left).append(str(here / name))

@@ -202,9 +202,9 @@ def _normed(heads: np.ndarray, norms: list[Part], checkpoint: Checkpoint, files:
     axes = (0, 2) if whole else (2,)
     rms = np.sqrt(np.mean(heads**2, axis=axes, keepdims=True))
     heads = heads / np.where(rms == 0, 1.0, rms)
-    for what, found in values.items():
-        if found:
-            row = np.concatenate(found)
+    for what, rows in values.items():
+        if rows:
+            row = np.concatenate(rows)
             # Some families multiply by 1 + weight, which may be 0 as made: what is multiplied must not vanish.
             heads = heads * (row if row.any() else 1 + row) if what == "norm.weight" else heads + row
     return heads

@@ -90,9 +90,9 @@ def trained_turns(start: Start) -> float:
 
 
 def _plain(start: Start) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    own = start.spec.frequencies
+    current = start.rule
     # Pairs that stand still by p-RoPE did so in training.
-    rule = dataclasses.replace(own, factor=1.0) if isinstance(own, Proportional) else Plain(start.base)
+    rule = dataclasses.replace(current, factor=1.0) if isinstance(current, Proportional) else Plain(start.base)
     return np.abs(dataclasses.replace(start.spec, frequencies=rule).inv_freq())
 
 

@@ -85,7 +85,7 @@ class ModelExtension:
             "configured_length": start.configured,
             "factor": self.length / start.trained,
             "base": start.base,
-            "already_scaled": start.spec.frequencies.to_dict() if start.scaled else None,
+            "already_scaled": start.rule.to_dict() if start.scaled else None,
             "layer": start.layer,
             "layers_left": dict(start.left),
             "trained_length_of_config": self.model.lengths.trained,

@@ -33,8 +33,8 @@ class Start:
     """Where an extension begins: the one kind of layer that sees the whole context, as it was trained.
 
     `layer` is its name, "" where all are alike, and `spec` its rotation as the config has it; `base` and `trained` are
-    those before any scaling. `left` says of every other kind of layer why it stays as it is. `given` says that a person
-    named the trained length, against the config or where that has none.
+    those before any scaling. `left` says of every other kind of layer why it stays as it is. `trained_by_caller` says
+    that the caller specified the trained length, against the config or where that has none.
     """
 
     layer: str
@@ -43,7 +43,12 @@ class Start:
     trained: int
     configured: int | None
     left: tuple[tuple[str, str], ...] = ()
-    given: bool = False
+    trained_by_caller: bool = False
+
+    @property
+    def rule(self) -> Frequencies:
+        """The rule that the model has by its config."""
+        return self.spec.frequencies
 
     @property
     def dim(self) -> int:
@@ -59,13 +64,13 @@ class Start:
         >>> Start("", RopeSpec(8, Yarn(1e4, 4, 64)), 1e4, 64, 64).reach, Start("", RopeSpec(8), 1e4, 64, 64).reach
         (256, 64)
         """
-        own = self.spec.frequencies
+        rule = self.rule
         if self.configured is not None and self.configured > self.trained:
             return self.configured
-        if getattr(own, "trained_length", self.trained) != self.trained:
+        if getattr(rule, "trained_length", self.trained) != self.trained:
             # The factor is of another length than the one that was given.
             return self.trained
-        factor = None if own.varies and not isinstance(own, LongRope) else getattr(own, "factor", None)
+        factor = None if rule.varies and not isinstance(rule, LongRope) else getattr(rule, "factor", None)
         return int(self.trained * (factor or 1))
 
     def factor_of(self, rule: type[Frequencies], length: int) -> float:
@@ -77,16 +82,16 @@ class Start:
         >>> Start("", RopeSpec(8, Llama3(5e5, 32, 64)), 5e5, 64, 1024).factor_of(Llama3, 2048)
         64.0
         """
-        own = self.spec.frequencies
-        if type(own) is rule and not self.given and isinstance(own, Yarn | Llama3):
-            return own.factor * length / self.reach
+        current = self.rule
+        if type(current) is rule and not self.trained_by_caller and isinstance(current, Yarn | Llama3):
+            return current.factor * length / self.reach
         return length / self.trained
 
     @property
     def scaled(self) -> bool:
         """Whether the config already has a rule, which every extension replaces."""
-        own = self.spec.frequencies
-        return own.factor != 1 if isinstance(own, Proportional) else not isinstance(own, Plain)
+        rule = self.rule
+        return rule.factor != 1 if isinstance(rule, Proportional) else not isinstance(rule, Plain)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +165,8 @@ def start_of(model: Model, trained: int | None = None) -> Start:
             got=f"a config that does not say it; max_position_embeddings is {model.lengths.configured}",
             do=f"pass {caller.option('trained', 'LENGTH')}",
         )
-    given = trained is not None and trained != model.lengths.trained
-    return Start(layer, spec, float(base), length, model.lengths.configured, tuple(left.items()), given)
+    by_caller = trained is not None and trained != model.lengths.trained
+    return Start(layer, spec, float(base), length, model.lengths.configured, tuple(left.items()), by_caller)
 
 
 def _has_window(name: str, model: Model) -> bool:
@@ -182,7 +187,11 @@ def extensions(start: Start, length: int, rule: RuleName | None = None, caller: 
     ('pi', PositionInterpolation(base=10000.0, factor=4.0))
     """
     if length <= start.reach:
-        by = "the trained length that was given" if start.given and start.reach == start.trained else "its config"
+        by = (
+            "the trained length that was given"
+            if start.trained_by_caller and start.reach == start.trained
+            else "its config"
+        )
         raise RopewalkError(
             asked=caller.asked(f"an extension to {length} positions"),
             expected=f"more than the {start.reach} that the model reads by {by}",
@@ -205,23 +214,22 @@ def require_rule(rule: str, caller: Caller) -> RuleName:
 
 
 def _notes(start: Start, made: Extension) -> list[str]:
-    own = start.spec.frequencies
     if made.spec is None or not start.scaled:
         return []
     before, after = start.spec.softmax_scale, made.spec.softmax_scale
     scores = [f"the softmax scale is multiplied by {after:.6g}, where the model has {before:.6g}"]
-    return [*_kept(own, made), *(scores if before != after else [])]
+    return [*_kept(start.rule, made), *(scores if before != after else [])]
 
 
-def _kept(own: Frequencies, made: Extension) -> list[str]:
+def _kept(current: Frequencies, made: Extension) -> list[str]:
     """What becomes of the model's own rule."""
     if made.spec is None:
         return []
-    if isinstance(own, DynamicNTK) and made.rule == "dynamic":
+    if isinstance(current, DynamicNTK) and made.rule == "dynamic":
         return ["the model's own rule: nothing changes"]
-    if type(own) is type(made.spec.frequencies):
+    if type(current) is type(made.spec.frequencies):
         return ["the model's own rule, with another factor: the smallest change"]
-    return [f"replaces the model's own {type(own).__name__}, with which its weights were tuned"]
+    return [f"replaces the model's own {type(current).__name__}, with which its weights were tuned"]
 
 
 def _made(start: Start, rule: RuleName, does: str, frequencies: Frequencies, **more: Any) -> Extension:
@@ -229,22 +237,22 @@ def _made(start: Start, rule: RuleName, does: str, frequencies: Frequencies, **m
 
 
 def _rebased(start: Start, base: float) -> Frequencies:
-    own = start.spec.frequencies
-    return dataclasses.replace(own, base=base) if isinstance(own, Proportional) else Plain(base)
+    current = start.rule
+    return dataclasses.replace(current, base=base) if isinstance(current, Proportional) else Plain(base)
 
 
 def _only_plain(start: Start, rule: RuleName, does: str) -> Extension | None:
     """The refusal of rules that no stack has for heads of which a part stands still (p-RoPE)."""
-    if isinstance(start.spec.frequencies, Proportional):
+    if isinstance(start.rule, Proportional):
         return Extension(rule, does, None, "no stack has it for p-RoPE, of which some pairs stand still")
     return None
 
 
 def _pi(start: Start, length: int, factor: float) -> Extension:
     does = f"divides all positions by {factor:g}: every pair turns as far as in training"
-    own = start.spec.frequencies
-    if isinstance(own, Proportional):
-        return _made(start, "pi", does, dataclasses.replace(own, factor=factor))
+    current = start.rule
+    if isinstance(current, Proportional):
+        return _made(start, "pi", does, dataclasses.replace(current, factor=factor))
     return _made(start, "pi", does, PositionInterpolation(start.base, factor))
 
 
@@ -261,9 +269,9 @@ def _dynamic(start: Start, length: int, factor: float) -> Extension:
     refused = _only_plain(start, "dynamic", does)
     if refused or start.dim < 4:
         return refused or Extension("dynamic", does, None, "two features have no slowest pair")
-    own = start.spec.frequencies
+    current = start.rule
     # With factor 1 the base is that of ntk at every length; transformers' larger factors overshoot it.
-    inner = own.factor if isinstance(own, DynamicNTK) else 1.0
+    inner = current.factor if isinstance(current, DynamicNTK) else 1.0
     rule = DynamicNTK(start.base, inner, start.trained)
     base = start.base * (inner * factor - (inner - 1)) ** (start.dim / (start.dim - 2))
     notes = ("the base follows the longest sequence of a batch, and keys cached under another are off",)
@@ -272,8 +280,8 @@ def _dynamic(start: Start, length: int, factor: float) -> Extension:
 
 def _yarn(start: Start, length: int, factor: float, ramp: Ramp = "index") -> Extension:
     name: RuleName = "yarn" if ramp == "index" else "yarn-paper"
-    own, factor = start.spec.frequencies, start.factor_of(Yarn, length)
-    rule = own if isinstance(own, Yarn) else Yarn(start.base)
+    current, factor = start.rule, start.factor_of(Yarn, length)
+    rule = current if isinstance(current, Yarn) else Yarn(start.base)
     # An amplitude that is written out for one factor is not that of another.
     usual = Yarn(rule.base, rule.factor, rule.trained_length).amplitude()
     written = rule.attention_factor
@@ -293,8 +301,8 @@ def _yarn_paper(start: Start, length: int, factor: float) -> Extension:
 
 
 def _llama3(start: Start, length: int, factor: float) -> Extension:
-    own, factor = start.spec.frequencies, start.factor_of(Llama3, length)
-    rule = own if isinstance(own, Llama3) else Llama3(start.base)
+    current, factor = start.rule, start.factor_of(Llama3, length)
+    rule = current if isinstance(current, Llama3) else Llama3(start.base)
     rule = dataclasses.replace(rule, factor=factor, trained_length=start.trained)
     does = (
         f"keeps pairs of {rule.high_freq_factor:g} turns and more in training, divides those of less than"

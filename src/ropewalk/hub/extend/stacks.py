@@ -61,8 +61,8 @@ def _vllm(
     rule = extension.spec and extension.spec.frequencies
     if extension.rule == "dynamic":
         return Flags(None, ("vLLM computes a dynamic base once, for one length: use ntk, which is that base",))
-    own = start.spec.frequencies
-    if isinstance(own, Yarn) and own.policy == "deepseek" and not isinstance(rule, Yarn):
+    current = start.rule
+    if isinstance(current, Yarn) and current.policy == "deepseek" and not isinstance(rule, Yarn):
         return Flags(None, ("vLLM makes DeepSeek's YaRN of every rule in latent attention: use yarn",))
     if form is None or form.name != "transformers 5":
         return Flags(None, ("there are no keys for it that vLLM would read",))
@@ -71,9 +71,9 @@ def _vllm(
     notes = ["for vLLM after November 2025; before, --hf-overrides took the keys of transformers 4"]
     if isinstance(rule, Yarn):
         # vLLM reads neither attention_factor nor the mscale pair, and multiplies its own amplitude by attn_factor.
-        own = Yarn(rule.base, rule.factor, rule.trained_length).amplitude()
-        if rule.policy != "deepseek" and rule.amplitude() != own:
-            inner["attn_factor"] = rule.amplitude() / own
+        usual = Yarn(rule.base, rule.factor, rule.trained_length).amplitude()
+        if rule.policy != "deepseek" and rule.amplitude() != usual:
+            inner["attn_factor"] = rule.amplitude() / usual
             notes.append("attn_factor is vLLM's: it makes of its amplitude the one above")
     if start.spec.axes is not None and isinstance(rule, Yarn):
         notes.append("vLLM computes YaRN's ramp from four times the trained length where there are several axes")
@@ -94,10 +94,10 @@ def _vllm(
 
 
 def _llama_cpp(start: Start, extension: Extension, length: int) -> Flags:
-    own, rule = start.spec.frequencies, extension.spec and extension.spec.frequencies
+    current, rule = start.rule, extension.spec and extension.spec.frequencies
     again = "write a config with --write, and convert the model again: convert_hf_to_gguf.py"
-    if isinstance(own, Llama3 | LongRope):
-        held = f"a GGUF holds the factors of {type(own).__name__} as a tensor, and flags come on top of it"
+    if isinstance(current, Llama3 | LongRope):
+        held = f"a GGUF holds the factors of {type(current).__name__} as a tensor, and flags come on top of it"
         return Flags(None, (f"{held}: {again}",))
     if isinstance(rule, Llama3):
         return Flags(None, (f"no flag: its factors are a tensor of the GGUF; {again}",))

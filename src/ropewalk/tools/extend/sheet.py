@@ -63,14 +63,14 @@ def _head(console: Console, extended: ModelExtension) -> None:
     console.print(Text(title, style="bold"))
     known = model.lengths.trained
     source = "by the config"
-    if start.given:
+    if start.trained_by_caller:
         source = "given" if known is None else f"given; the config says {number(known)}"
     console.print(
         f"Trained at {number(start.trained)} ({source}) with base {number(start.base)}; the slowest of"
         f" {len(start.spec.inv_freq())} pairs turns {number(extended.turns)} times in it."
     )
     if start.scaled:
-        rule = type(start.spec.frequencies).__name__
+        rule = type(start.rule).__name__
         console.print(
             f"The model is already scaled, by {rule}, for {number(start.reach)} positions. Every rule here starts from"
             " the length and base before that, and takes its place."
