@@ -63,14 +63,8 @@ def concatenated(
     joined = torch.cat((x.double(), rows.expand(*x.shape[:-1], -1)), dim=-1)
     if projection is None:
         return joined.to(x.dtype)
-    if projection.dim() != 2 or projection.shape[1] != joined.shape[-1]:
-        raise RopewalkError(
-            asked="concatenated(projection=...)",
-            expected=f"a matrix [dim, {joined.shape[-1]}]",
-            got=f"{list(projection.shape)}",
-            do="its columns are the features of x and then those of the table",
-        )
-    return (joined @ projection.double().T).to(x.dtype)
+    columns = "its columns are the features of x and then those of the table"
+    return _projected(joined, projection, asked="concatenated(projection=...)", rows="dim", do=columns).to(x.dtype)
 
 
 def sinusoidal_table(positions: Shaped[Tensor, "*ids"], dim: int, base: float = 10_000.0) -> Float[Tensor, "*ids dim"]:
@@ -158,18 +152,19 @@ def project(
     [8.0, 5.0]
     """
     require_choice(placement, ("input", "projection"), asked="project(placement=...)")
+    errors = {"asked": "project(weight=...)", "rows": "out", "do": "its columns are the features that it takes"}
     if placement == "input":
-        return _projected(encode(x.double(), positions), weight).to(x.dtype)
-    return encode(_projected(x.double(), weight), positions).to(x.dtype)
+        return _projected(encode(x.double(), positions), weight, **errors).to(x.dtype)
+    return encode(_projected(x.double(), weight, **errors), positions).to(x.dtype)
 
 
-def _projected(x: Tensor, weight: Tensor) -> Tensor:
+def _projected(x: Tensor, weight: Tensor, *, asked: str, rows: str, do: str) -> Tensor:
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise RopewalkError(
-            asked="project(weight=...)",
-            expected=f"a matrix [out, {x.shape[-1]}], for {x.shape[-1]} features",
+            asked=asked,
+            expected=f"a matrix [{rows}, {x.shape[-1]}], for {x.shape[-1]} features",
             got=f"{list(weight.shape)}",
-            do="its columns are the features that it takes",
+            do=do,
         )
     return x @ weight.double().T
 

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
+from ropewalk.spec.value import DataclassValue
 
 # Longer than any sequence, and exact in float64.
 LONGEST = 1 << 53
 
 __all__ = [
-    "HasBase",
-    "HasFactor",
-    "HasTrainedLength",
     "SupportsToList",
     "as_list",
     "as_row",
@@ -34,106 +32,62 @@ class SupportsToList(Protocol):
     def tolist(self) -> object: ...
 
 
-@runtime_checkable
-class HasBase(Protocol):
-    """A rule with a base.
-
-    >>> from ropewalk.spec import Plain
-    >>> isinstance(Plain(), HasBase)
-    True
-    """
-
-    @property
-    def base(self) -> float: ...
-
-
-@runtime_checkable
-class HasFactor(Protocol):
-    """A rule with a factor, which may be None.
-
-    >>> from ropewalk.spec import NTK
-    >>> isinstance(NTK(), HasFactor)
-    True
-    """
-
-    @property
-    def factor(self) -> float | None: ...
-
-
-@runtime_checkable
-class HasTrainedLength(Protocol):
-    """A rule with a trained length.
-
-    >>> from ropewalk.spec import Yarn
-    >>> isinstance(Yarn(), HasTrainedLength)
-    True
-    """
-
-    @property
-    def trained_length(self) -> int: ...
-
-
-def check_base(rule: HasBase, above: float = 0.0) -> None:
+def check_base(rule: DataclassValue, above: float = 0.0) -> None:
     """Makes `base` of a rule a float, if it is a finite number above `above`.
 
-    >>> from types import SimpleNamespace
-    >>> rule = SimpleNamespace(base=500)
-    >>> check_base(rule)
-    >>> rule.base
+    >>> from ropewalk.spec import Plain
+    >>> Plain(base=500).base
     500.0
     """
-    asked = f"{type(rule).__name__}(base=...)"
-    base = require_positive(rule.base, asked=asked, do="pass the base of the geometric sequence, for example 10_000")
+    asked, value = _field(rule, "base")
+    base = require_positive(value, asked=asked, do="pass the base of the geometric sequence, for example 10_000")
     if base <= above:
         raise RopewalkError(
             asked=asked,
             expected=f"a finite number above {above:g}",
-            got=shown(rule.base),
+            got=shown(value),
             do="the rule divides by the logarithm of the base; pass for example 10_000",
         )
     object.__setattr__(rule, "base", base)
 
 
-def check_factor(rule: HasFactor) -> None:
+def check_factor(rule: DataclassValue) -> None:
     """Makes `factor` of a rule a float, if it is a finite number of at least 1.
 
-    >>> from types import SimpleNamespace
-    >>> rule = SimpleNamespace(factor=4)
-    >>> check_factor(rule)
-    >>> rule.factor
+    >>> from ropewalk.spec import NTK
+    >>> NTK(factor=4).factor
     4.0
     """
-    factor = as_float(rule.factor)
+    asked, value = _field(rule, "factor")
+    factor = as_float(value)
     if factor is None or not 1.0 <= factor <= 1e30:
         raise RopewalkError(
-            asked=f"{type(rule).__name__}(factor=...)",
+            asked=asked,
             expected="a finite number of at least 1, and below 1e30",
-            got=shown(rule.factor),
+            got=shown(value),
             do="pass how many times longer the context is to be",
         )
     object.__setattr__(rule, "factor", factor)
 
 
-def check_trained_length(rule: HasTrainedLength) -> None:
+def check_trained_length(rule: DataclassValue) -> None:
     """Makes `trained_length` of a rule an int of at least 2, whose logarithm can be divided by.
 
-    >>> from types import SimpleNamespace
-    >>> check_trained_length(SimpleNamespace(trained_length=4096))
+    >>> from ropewalk.spec import Yarn
+    >>> Yarn(trained_length=8192).trained_length
+    8192
     """
-    length = require_count(
-        rule.trained_length,
-        asked=f"{type(rule).__name__}(trained_length=...)",
-        do="pass the length that the model was trained on before it was extended",
-        at_least=2,
-    )
+    asked, value = _field(rule, "trained_length")
+    do = "pass the length that the model was trained on before it was extended"
+    length = require_count(value, asked=asked, do=do, at_least=2)
     if length > LONGEST:
-        raise RopewalkError(
-            asked=f"{type(rule).__name__}(trained_length=...)",
-            expected="at most 2^53 positions",
-            got=shown(length),
-            do="pass the length that the model was trained on before it was extended",
-        )
+        raise RopewalkError(asked=asked, expected="at most 2^53 positions", got=shown(length), do=do)
     object.__setattr__(rule, "trained_length", length)
+
+
+def _field(rule: DataclassValue, name: str) -> tuple[str, object]:
+    """A field as an error calls it, and its value, which nobody has checked yet."""
+    return f"{type(rule).__name__}({name}=...)", getattr(rule, name)
 
 
 def as_list(values: object) -> list[object]:

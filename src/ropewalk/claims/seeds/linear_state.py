@@ -1,6 +1,5 @@
 """Linear attention: the sums S and z, who reads them, and how large they are."""
 
-
 import torch
 from torch import Tensor
 
