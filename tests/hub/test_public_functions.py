@@ -93,7 +93,7 @@ def test_nothing_of_it_needs_torch():
 @pytest.mark.parametrize("name", hub.__all__)
 def test_every_name_is_documented_and_typed(name):
     value = getattr(hub, name)
-    assert inspect.getdoc(value)
+    assert ">>>" in (inspect.getdoc(value) or "")
     if not inspect.isfunction(value):
         return
     assert all(part in (inspect.getdoc(value) or "") for part in ("Args:", "Returns:", "Raises:"))

@@ -76,7 +76,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model, and the figures of each kind of layer that it has."""
+    """A model, and the figures of each kind of layer that it has.
+
+    >>> inspection = inspect_model({"model_type": "llama", "head_dim": 64})
+    >>> [layer.kind for layer in inspection.layers], inspection.model.model_type
+    (['plain RoPE'], 'llama')
+    """
 
     model: Model
     layers: tuple[Layer, ...]

@@ -167,7 +167,8 @@ class Keys:
         caller: Caller = _LOAD_SPEC,
         pitfalls: list[tuple[str, str]] | None = None,
     ) -> None:
-        self.data, self.caller = data, caller
+        self.data: dict[str, Any] = data
+        self.caller: Caller = caller
         self.pitfalls: list[tuple[str, str]] = [] if pitfalls is None else pitfalls
         self._place, self._read = place, set[str]()
 

@@ -82,7 +82,8 @@ class RopeConfigWarning(UserWarning):
     """
 
     def __init__(self, name: str, text: str) -> None:
-        self.name, self.text = name, text
+        self.name: str = name
+        self.text: str = text
         super().__init__(f"[{name}] {text}")
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -30,6 +30,11 @@ class Conversion:
     `model_code` is the pairing in which the family's own code, such as that of transformers, rotates the output: where
     it is not `to`, the output is for other stacks. `permuted` are the tensors of q and k, `still` the layers that do
     not rotate, `left_out` the files that were not copied.
+
+    >>> pairings = ("half", "interleaved", "half")
+    >>> done = Conversion(Path("model"), Path("out"), "llama", *pairings, ("q", "k"), 9, (), 64, (), (), None)
+    >>> done.converted_from, done.to, done.as_json()["tensors"]
+    ('half', 'interleaved', 9)
     """
 
     model: Path
@@ -66,10 +71,14 @@ class Conversion:
 
 
 class UnprovenError(Exception):
-    """A conversion whose output is not what it must be, with the proof that says where. Nothing of it is kept."""
+    """A conversion whose output is not what it must be, with the proof that says where. Nothing of it is kept.
+
+    >>> str(UnprovenError(Proof((), 3, ("layers.0.q_proj.weight",))))
+    '1 tensors or layers are not what they must be: layers.0.q_proj.weight'
+    """
 
     def __init__(self, proof: Proof) -> None:
-        self.proof = proof
+        self.proof: Proof = proof
         wrong = [*proof.differing, *(layer.layer for layer in proof.layers if not layer.equal)]
         super().__init__(f"{len(wrong)} tensors or layers are not what they must be: {', '.join(wrong[:5])}")
 
@@ -224,6 +233,19 @@ def verify_conversion(model: str | Path, converted: str | Path, *, progress: Pro
 
     Raises:
         RopewalkError: A folder that cannot be read, or two folders of which neither is a conversion of the other.
+
+    >>> import json, tempfile
+    >>> import numpy as np
+    >>> from safetensors.numpy import save_file
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "model").mkdir()
+    >>> config = {"model_type": "llama", "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": 1}
+    >>> _ = (folder / "model" / "config.json").write_text(json.dumps(config))
+    >>> weights = {f"model.layers.0.self_attn.{role}_proj.weight": np.eye(4) for role in "qkv"}
+    >>> save_file(weights, folder / "model" / "model.safetensors")
+    >>> _ = convert_checkpoint(folder / "model", folder / "out", to="interleaved")
+    >>> verify_conversion(folder / "model", folder / "out").holds
+    True
     """
     caller = Caller("verify_conversion")
     before, after = (

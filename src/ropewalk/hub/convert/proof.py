@@ -34,7 +34,11 @@ class LayerScores:
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found: the scores of each layer that rotates, and the tensors whose bytes are not as they should be."""
+    """The scores of each layer that rotates, and the tensors whose bytes are not as they should be.
+
+    >>> Proof((LayerScores("layers.0", 1e-16),), tensors=3, differing=()).holds
+    True
+    """
 
     layers: tuple[LayerScores, ...]
     tensors: int

@@ -40,6 +40,10 @@ class ModelExtension:
     within that. `window` is one that layers of the extended kind have and `windowed` says how many of how many have it,
     None where that is not known. `cache` is the bytes of keys and values of one sequence in bfloat16, and
     `cache_is_bound` says that it is only the most that these can be. `offers` has the rules, in order.
+
+    >>> extended = extend_model({"model_type": "llama", "head_dim": 64, "max_position_embeddings": 2048}, 4096)
+    >>> [offer.extension.rule for offer in extended.offers if offer.extension.applies][:3]
+    ['pi', 'ntk', 'dynamic']
     """
 
     model: Model
