@@ -1,0 +1,133 @@
+"""What every backend in the registry is held to: each operation against its float64 reference, gradients included.
+
+It knows backends by name alone, so that one which is registered by a test, or comes later, passes through the same.
+"""
+
+import functools
+
+import torch
+
+from kernels.triton_device import DEVICE, on_device
+from nn.linear_cases import drawn, exact, formula
+from nn.module import by_module
+from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope, reference
+from ropewalk.kernels.angles.torch import radix_table
+from ropewalk.kernels.backend import OPERATIONS, registered
+from ropewalk.kernels.types import Layout, Side
+from ropewalk.nn.rotary.where import Where
+from ropewalk.reference.budget import BudgetError
+from ropewalk.spec.rope import PAIRINGS
+from strategies import theta, vector
+
+# The cases of `rotation_cases` that catch a wrong rotation, and are quick in Triton's interpreter.
+KINDS = ("dim 2,", "dim 60", "24 of 64", "every other", "a head, conjugate", "as many heads", "7 tokens", "transposed")
+
+
+def home(name: str) -> torch.device:
+    """The device on which the tests run a backend."""
+    return DEVICE if name == "triton" else torch.device("cpu")
+
+
+def few(case) -> bool:
+    return any(kind in f"{case.name}," for kind in KINDS) and "1.277" not in case.name
+
+
+def check_cos_sin(name: str) -> None:
+    """cos and sin within 2^-24 of the truth, at whole, far, negative and fractional positions; also per head."""
+    device, one = home(name), torch.ones((), dtype=torch.float64)
+    sets = [torch.arange(9), torch.tensor([[0, 5, 1 << 20], [-7, 3, (1 << 24) - 1]]), torch.tensor([0.25, -3.5])]
+    for ids in sets:
+        for inv_freq in (theta(16), torch.stack((theta(16), theta(16, 100.0)))):
+            table = None if ids.is_floating_point() else radix_table(inv_freq)
+            call = [x if x is None else x.to(device) for x in (ids, inv_freq, table, one)]
+            cos, sin = ops.cos_sin(*call, torch.float32, backend=name)
+            spread = ids.double().unsqueeze(-1)
+            if inv_freq.dim() == 2:
+                spread = spread.unsqueeze(-3) if spread.dim() == 3 else spread[None, None]
+            angles = spread * (inv_freq if inv_freq.dim() == 1 else inv_freq.unsqueeze(-2))
+            for mine, truth in ((cos, angles.cos()), (sin, angles.sin())):
+                if mine.shape != truth.shape or float((mine.cpu().double() - truth).abs().max()) > 2.0**-24:
+                    raise BudgetError(f"cos_sin of {name} at {ids.tolist()}")
+
+
+def check_rotate(name: str) -> None:
+    """The rotation from positions on, forward and backward."""
+    candidate = functools.partial(by_module, backend=name)
+    candidate = on_device(by_module) if name == "triton" else candidate
+    reference.check_rotation(candidate, [torch.float32, torch.bfloat16], where=few)
+
+
+def check_norm_rotate(name: str) -> None:
+    """RMSNorm and rotation, forward and backward, against the formula in float64."""
+    for pairing in PAIRINGS:
+        for dtype, plus_one in ((torch.float32, False), (torch.bfloat16, True)):
+            spec = RopeSpec(24, rotary_dim=16, pairing=pairing, rotary_slice="trailing")
+            rope, truth_rope = RotaryEmbedding(spec, backend=name).to(home(name)), RotaryEmbedding(spec)
+            inputs = [vector(i, 2, heads, 5, 24).to(dtype) for i, heads in enumerate((3, 2))]
+            inputs += [vector(i, 24).to(dtype) for i in (2, 3)]
+            cotangents = [vector(9, *x.shape).to(dtype) for x in inputs[:2]]
+            leaves = [x.to(home(name)).requires_grad_() for x in inputs]
+            wide = [x.double().requires_grad_() for x in inputs]
+            options = {"eps": 1e-5, "plus_one": plus_one}
+            results = qk_norm_rope(*leaves[:2], rope, q_weight=leaves[2], k_weight=leaves[3], **options, offset=7)
+            ids, inv_freq = torch.arange(7, 12), truth_rope.inv_freq
+            placed = {"pairing": pairing, "rotary_slice": "trailing"}
+            truths = [
+                reference.qk_norm_rotate(x, w, ids, inv_freq, **options, **placed)
+                for x, w in zip(wide[:2], wide[2:], strict=True)
+            ]
+            mine = [*results, *torch.autograd.grad(results, leaves, [g.to(home(name)) for g in cotangents])]
+            true = [*truths, *torch.autograd.grad(truths, wide, [g.double() for g in cotangents])]
+            # Sums over 24 features, or over 30 rows for the weights, of numbers near 1, in float32, rounded once.
+            allowed = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-18
+            for value, truth in zip(mine, true, strict=True):
+                share = (value.detach().cpu().double() - truth.detach()).abs().max() / truth.detach().abs().max()
+                if value.dtype != dtype or not float(share) <= allowed:
+                    raise BudgetError(f"norm_rotate of {name}, {pairing}, {dtype}: {float(share)}")
+
+
+def check_linear_attention(name: str) -> None:
+    """Linear attention with RoPE, forward and backward, at most twice as far from the sum as the plain formula."""
+    for pairing in PAIRINGS:
+        rope = RotaryEmbedding(16, pairing=pairing)
+        inputs = drawn(2, 4, 2, 37, 16, 16, torch.float32, seed=1)
+        cotangent = vector(5, 2, 4, 37, 16).float()
+
+        def with_gradients(function, tensors, cotangent=cotangent):
+            leaves = [x.detach().requires_grad_() for x in tensors]
+            out = function(*leaves)
+            return [out, *torch.autograd.grad(out, leaves, cotangent.to(out))]
+
+        def by_backend(q, k, v, rope=rope):
+            moved = rope.to(q.device)
+            sides = [Side(x, "elu", None, moved.shared_tables(x, None, Where())) for x in (q, k)]
+            layout = Layout(moved.layout.interleaved, 0, -2)
+            return ops.linear_attention(*sides, v, None, layout, causal=True, backend=name)[0]
+
+        mine = with_gradients(by_backend, [x.to(home(name)) for x in inputs])
+        rope = rope.to("cpu")
+        plain = with_gradients(lambda *x, rope=rope: formula(*x, rope), inputs)
+        true = with_gradients(lambda *x, rope=rope: exact(*x, rope), [x.double() for x in inputs])
+        for value, other, truth in zip(mine, plain, true, strict=True):
+            errors = [float((x.detach().cpu().double() - truth.detach()).abs().max()) for x in (value, other)]
+            if not errors[0] <= 2 * errors[1] + 1e-6:
+                raise BudgetError(
+                    f"linear_attention of {name}, {pairing}: {errors[0]}, where the formula has {errors[1]}"
+                )
+
+
+CHECKS = {
+    "cos_sin": check_cos_sin,
+    "rotate": check_rotate,
+    "norm_rotate": check_norm_rotate,
+    "linear_attention": check_linear_attention,
+}
+assert tuple(CHECKS) == OPERATIONS
+
+
+def check_backend(name: str) -> list[str]:
+    """Holds every operation that a backend has to its reference; raises BudgetError; returns their names."""
+    names = [operation for operation in OPERATIONS if operation in registered(name).operations]
+    for operation in names:
+        CHECKS[operation](name)
+    return names

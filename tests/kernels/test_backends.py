@@ -1,0 +1,186 @@
+"""The registry: every backend passes the parity suite, a new one takes thirty lines, and a wrong one is rejected."""
+
+import inspect
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ropewalk as rw
+from kernels.backend_parity import CHECKS, check_backend
+from ropewalk import RopewalkError
+from ropewalk.kernels.backend import OPERATIONS, Backend, Operation, backends, register
+from ropewalk.kernels.linear.torch import linear_attention
+from ropewalk.kernels.types import Layout, Sums, line_up
+from ropewalk.ops.dispatch import choose, find
+from ropewalk.reference.budget import BudgetError
+from strategies import vector
+
+PRESENT = [backend.name for backend in backends() if backend.why_missing() is None]
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_every_backend_passes_the_parity_suite(name):
+    assert check_backend(name)
+
+
+def tiny_backend() -> Backend:
+    def cos_sin(positions, inv_freq, radix_table, amplitude, dtype, axes):
+        angles = positions.double().unsqueeze(-1) * inv_freq
+        return (amplitude * angles.cos()).to(dtype), (amplitude * angles.sin()).to(dtype)
+
+    def one_row(positions, inv_freq, radix_table, amplitude, dtype, axes):
+        return None if inv_freq.dim() == 1 and axes is None else "frequencies per head, or axes"
+
+    def rotate_one(x, cos, sin, layout, row, conjugate=False):
+        c, s = (line_up(table, x, layout.seq_dim, row) for table in (cos, -sin if conjugate else sin))
+        y, pairs = x.to(cos.dtype, copy=True), cos.shape[-1]
+        part = y[..., layout.start : layout.start + 2 * pairs]
+        a, b = (part[..., 0::2], part[..., 1::2]) if layout.interleaved else part.split(pairs, dim=-1)
+        a[...], b[...] = a * c - b * s, a * s + b * c
+        return y.to(x.dtype)
+
+    def rotate(q, k, cos, sin, layout, row=0, conjugate=False):
+        return tuple(rotate_one(x, cos, sin, layout, row, conjugate) for x in (q, k) if x is not None)
+
+    def norm_rotate(tensors, weights, cos, sin, layout, norm, row=0):
+        wide = [x.to(cos.dtype) for x in tensors]
+        scaled = [x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() for x in wide]
+        scaled = [x if w is None else x * (w + norm.plus_one) for x, w in zip(scaled, weights, strict=True)]
+        return [rotate_one(y, cos, sin, layout, row).to(x.dtype) for x, y in zip(tensors, scaled, strict=True)]
+
+    def linear(q, k, v, before, layout, causal, cu_seqlens=None):
+        sums = None if before is None else Sums.from_flat(before, k.x.shape[1], q.x.shape[-1], v.shape[-1])
+        out, after = linear_attention(q, k, v, sums, layout, causal, cu_seqlens)
+        return out, after.flat()
+
+    operations = {"rotate": rotate, "norm_rotate": norm_rotate, "linear_attention": linear}
+    made = {name: Operation(run) for name, run in operations.items()}
+    return Backend("tiny", made | {"cos_sin": Operation(cos_sin, supports=one_row)})
+
+
+def watched(backend: Backend, calls: Counter, wrong: str) -> Backend:
+    """The backend with its calls counted, and the first result of one operation off by a hundredth."""
+
+    def watch(name, run):
+        def call(*arguments, **options):
+            calls[name] += 1
+            first, *rest = run(*arguments, **options)
+            return (first * 1.01 if name == wrong else first, *rest)
+
+        return call
+
+    return replace(backend, operations={n: replace(o, run=watch(n, o.run)) for n, o in backend.operations.items()})
+
+
+@pytest.fixture
+def registered_tiny():
+    undone = []
+
+    def make(wrong: str = "") -> Counter:
+        calls = Counter()
+        undone.append(register(watched(tiny_backend(), calls, wrong)))
+        return calls
+
+    yield make
+    for undo in reversed(undone):
+        undo()
+
+
+def test_a_backend_takes_thirty_lines():
+    code = [line for line in inspect.getsourcelines(tiny_backend)[0] if line.strip()]
+    assert len(code) <= 30
+
+
+def test_all_four_operations_use_it(registered_tiny):
+    calls = registered_tiny()
+    rope, x = rw.RotaryEmbedding(8, backend="tiny"), vector(0, 1, 2, 5, 8).float()
+    rope(x, positions=torch.arange(5))
+    assert set(calls) == {"cos_sin", "rotate"}
+    rw.qk_norm_rope(x, x, rope)
+    rw.linear_attention(x, x, x, rope=rw.RotaryEmbedding(8), backend="tiny")
+    assert set(calls) == set(OPERATIONS)
+
+
+def test_the_parity_suite_accepts_it(registered_tiny):
+    calls = registered_tiny()
+    assert check_backend("tiny") == list(OPERATIONS)
+    assert set(calls) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_parity_suite_rejects_a_wrong_one(operation, registered_tiny):
+    registered_tiny(wrong=operation)
+    with pytest.raises(BudgetError):
+        CHECKS[operation]("tiny")
+
+
+def test_it_computes_what_is_compiled_and_what_needs_gradients_too(registered_tiny):
+    calls = registered_tiny()
+    rope, x = rw.RotaryEmbedding(8, backend="tiny"), vector(0, 1, 2, 5, 8).float().requires_grad_()
+    expected = torch.autograd.grad(rw.RotaryEmbedding(8)(x).square().sum(), x)[0]
+    torch.testing.assert_close(torch.autograd.grad(rope(x).square().sum(), x)[0], expected)
+    calls.clear()
+    compiled = torch.compile(lambda y: rope(y, positions=torch.arange(5)), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), rw.RotaryEmbedding(8)(x))
+    assert set(calls) == {"cos_sin", "rotate"}
+    out, state = rw.linear_attention(x, x, x, backend="tiny", return_state=True)
+    again = rw.linear_attention(x, x, x, backend="tiny", state=state)
+    wanted = rw.linear_attention(x, x, x, state=rw.linear_attention(x, x, x, return_state=True)[1])
+    torch.testing.assert_close(again, wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(again.sum() + out.square().sum(), x)[0],
+        torch.autograd.grad(wanted.sum() + rw.linear_attention(x, x, x).square().sum(), x)[0],
+    )
+
+
+def test_it_is_chosen_by_itself_where_it_says_so(registered_tiny):
+    calls = registered_tiny()
+    rope, x = rw.RotaryEmbedding(8), vector(0, 1, 2, 5, 8).float()
+    rope(x, positions=torch.arange(5))
+    assert not calls
+    tiny = next(backend for backend in backends() if backend.name == "tiny")
+    undo = register(replace(tiny, devices=("cpu",)))
+    try:
+        rope(x, positions=torch.arange(5))
+        fresh = rw.RotaryEmbedding(8)
+        assert torch.equal(fresh(x), fresh(x))
+    finally:
+        undo()
+    assert set(calls) == {"cos_sin", "rotate"}
+
+
+def test_a_forced_backend_says_why_it_cannot(registered_tiny):
+    registered_tiny()
+    x = vector(0, 1, 2, 5, 8).float()
+    with pytest.raises(
+        RopewalkError, match=r"backend='tiny'\nexpected: a call that it supports\ngot:      a transform"
+    ):
+        torch.func.vmap(rw.RotaryEmbedding(8, backend="tiny"))(x)
+    with pytest.raises(RopewalkError, match="'tiny' or 'native'"):
+        rw.RotaryEmbedding(8, backend="tinny")
+    learned = rw.RotaryEmbedding(8, backend="tiny", learned=True)
+    with pytest.raises(RopewalkError, match="gradients of cos and sin"):
+        learned(x)
+    only_rotates = Backend("rotates", {"rotate": Operation(run=print)}, why_missing=lambda: None)
+    undo = register(only_rotates)
+    try:
+        with pytest.raises(RopewalkError, match=r"an operation that it does not have, for torch\.float32"):
+            rw.linear_attention(x, x, x, backend="rotates")
+    finally:
+        undo()
+    undo = register(replace(only_rotates, why_missing=lambda: "it is a Tuesday"))
+    try:
+        with pytest.raises(RopewalkError, match="it is a Tuesday"):
+            rw.RotaryEmbedding(8, backend="rotates")
+    finally:
+        undo()
+
+
+def test_the_torch_backend_supports_everything():
+    for operation in OPERATIONS:
+        assert next(b for b in backends() if b.name == "torch").operations[operation].supports() is None
+    x = torch.ones(3, 4, device="meta")
+    assert choose("rotate", None, (x, None, Layout(True, 0, -2)), (x,)).backend == "torch"
+    assert find("rotate", "native", (x, None, Layout(True, 0, -2))) == "tensors that are not on the CPU"
