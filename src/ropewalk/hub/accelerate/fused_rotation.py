@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from ropewalk.hub.accelerate.rotation_probe import Rotation, parameters_of
-from ropewalk.kernels.qk_norm.torch import Norm
-from ropewalk.kernels.types import Layout
-from ropewalk.ops import qk_norm_rotate, rotate
+from ropewalk.kernels.precision import FLOATS
+from ropewalk.kernels.types import Layout, Norm
+from ropewalk.ops import norm_rotate, rotate
 
 __all__ = ["fused_norm_rotation", "fused_rotation"]
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def fused_rotation(
@@ -90,7 +88,7 @@ def fused_norm_rotation(
             return turned(q_norm(q), k_norm(k), cos, sin)
         _, cos, sin, layout = ready
         how = norm._replace(eps=getattr(q_norm, eps))
-        return qk_norm_rotate(q, k, q_norm.weight, k_norm.weight, cos, sin, layout, how)
+        return norm_rotate(q, k, q_norm.weight, k_norm.weight, cos, sin, layout, how)
 
     return normed_and_turned
 
@@ -120,7 +118,7 @@ def _ready(
     if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or not isinstance(tensors[0], Tensor):
         return None
     table, dtype = cos.shape, tensors[0].dtype
-    if len(table) != 3 or sin.shape != table or dtype not in DTYPES:
+    if len(table) != 3 or sin.shape != table or dtype not in FLOATS:
         return None
     batch, rows, width = table
     if widths is not None and width not in widths:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ropewalk.kernels.qk_norm.torch import Norm, factor
+from ropewalk.kernels.qk_norm.torch import factor
+from ropewalk.kernels.types import Norm
 
 __all__ = ["FusedMethod", "NormKind", "fused_method", "norm_kind"]
 
@@ -49,7 +50,7 @@ def norm_kind(module: nn.Module) -> NormKind | str:
     """Which RMSNorm over one head the module computes; a reason in words where it is none that ropewalk fuses.
 
     >>> norm_kind(nn.RMSNorm(8, eps=1e-5))
-    NormKind(eps='eps', norm=Norm(eps=1e-05, plus_one=False, rounded=False))
+    NormKind(eps='eps', norm=Norm(eps=1e-05, plus_one=False, rounding=0))
     >>> norm_kind(nn.LayerNorm(8))
     'LayerNorm is no RMSNorm'
     """
@@ -70,7 +71,7 @@ def norm_kind(module: nn.Module) -> NormKind | str:
             torch.randn(2, 3, 5, len(weight), generator=random)
             * torch.tensor([1.0, 30.0, size**0.5, 0.1, 1.0])[:, None]
         )
-        kinds = [Norm(size, plus_one, rounded) for plus_one in (False, True) for rounded in (True, False)]
+        kinds = [make(size, plus_one) for plus_one in (False, True) for make in (Norm.as_transformers, Norm)]
         try:
             low = copy.deepcopy(probe).bfloat16()
             wide, narrow = probe(x), low(x.bfloat16())
@@ -88,7 +89,7 @@ def norm_kind(module: nn.Module) -> NormKind | str:
 def _normed(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> torch.Tensor:
     wide = x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    if norm.rounded and not norm.plus_one:
+    if norm.rounding & 1:
         scaled = scaled.to(x.dtype).float()
     return (scaled * factor(weight, x, norm)).to(x.dtype)
 
