@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from ropewalk.errors import RopewalkError
 from ropewalk.reference import elu_plus_one, linear_attention_by_sum, rotate
 from ropewalk.tools.bench import attention as bench_attention
-from ropewalk.tools.bench import attention_measure, attention_paths, attention_record, gpu_timing
+from ropewalk.tools.bench import attention_paths, attention_record, timing
+from ropewalk.tools.bench.attention import AttentionCase, attention_cases, measure
 from ropewalk.tools.bench.attention import bench_attention as command
-from ropewalk.tools.bench.attention_measure import AttentionCase, attention_cases, measure
 from ropewalk.tools.bench.attention_paths import PATHS, AttentionPath, Truth, checked_tokens
 from ropewalk.tools.bench.attention_record import exponent, growth
 from ropewalk.tools.cli import app
@@ -49,7 +49,7 @@ def test_everyone_is_held_to_the_reference_and_timed(seq, dtype, work):
     results = tensor * (1 if work == "forward" else 4)
     for line in lines.values():
         assert line.ms > 0
-        assert 0 < line.error <= attention_measure.LIMITS[dtype]
+        assert 0 < line.error <= bench_attention.LIMITS[dtype]
         assert line.peak_bytes >= results
         assert line.temporaries_over_qkv == (line.peak_bytes - results) / (3 * tensor)
 
@@ -72,10 +72,10 @@ def test_the_cases():
 
 def test_memory_is_what_a_call_holds_at_once():
     x = torch.ones(1, 8, 128, 64)
-    assert attention_measure._peak_bytes(lambda: x.clone(), "cpu") == x.nbytes
-    assert attention_measure._peak_bytes(lambda: x.clone() * x.clone(), "cpu") == 3 * x.nbytes
-    assert attention_measure._peak_bytes(lambda: x.clone().mul_(2).clone().mul_(2), "cpu") == 2 * x.nbytes
-    assert attention_measure._peak_bytes(lambda: x, "cpu") is None
+    assert bench_attention._peak_bytes(lambda: x.clone(), "cpu") == x.nbytes
+    assert bench_attention._peak_bytes(lambda: x.clone() * x.clone(), "cpu") == 3 * x.nbytes
+    assert bench_attention._peak_bytes(lambda: x.clone().mul_(2).clone().mul_(2), "cpu") == 2 * x.nbytes
+    assert bench_attention._peak_bytes(lambda: x, "cpu") is None
 
 
 def no_rope(seq, dim, dtype, device):
@@ -185,8 +185,8 @@ def fake_fla(monkeypatch):
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(attention_paths, "installed", lambda package: True)
-    monkeypatch.setattr("ropewalk.tools.bench.gpu_peers.installed", lambda package: True)
-    monkeypatch.setattr(gpu_timing, "DEVICE", "cpu")
+    monkeypatch.setattr("ropewalk.tools.bench.peers.installed", lambda package: True)
+    monkeypatch.setattr(timing, "DEVICE", "cpu")
 
 
 def test_flas_parts_make_what_they_are_held_to(monkeypatch):
@@ -197,7 +197,7 @@ def test_flas_parts_make_what_they_are_held_to(monkeypatch):
     for path in theirs:
         assert path.maker(40, 8, torch.float32, "cpu") is None
         attend: Any = path.maker(40, 8, torch.float32, "cuda")
-        contestant: Any = attention_measure._contestant("fla", path, attend, given, [])
+        contestant: Any = bench_attention._contestant("fla", path, attend, given, [])
         assert Truth(path.kind, given, None).error(contestant.outputs()) < 1e-5
     q, k, v = (x.double() for x in given)
     exact = Truth("numerator", given, None).parts[0]
@@ -205,8 +205,8 @@ def test_flas_parts_make_what_they_are_held_to(monkeypatch):
 
 
 def test_a_device_gives_milliseconds(monkeypatch):
-    monkeypatch.setattr(gpu_timing, "device_times", lambda contestants, rounds: {"a": 1500.0})
-    assert attention_measure._times([], 3, "cuda") == {"a": 1.5}
+    monkeypatch.setattr(timing, "device_times", lambda contestants, rounds: {"a": 1500.0})
+    assert bench_attention._times([], 3, "cuda") == {"a": 1.5}
 
 
 def test_the_exponent_of_made_up_times():
@@ -292,8 +292,8 @@ def test_the_command_writes_table_record_and_picture(tmp_path, capsys):
     again = tmp_path / "again.png"
     assert command(plot=str(again), from_file=str(target)) == 0
     assert again.read_bytes() == picture.read_bytes()
-    # The same but for the lines that say where it was measured.
-    assert capsys.readouterr().out.splitlines()[:-1] == out.splitlines()[5:-1]
+    # The same but for the paragraph that says where it was measured.
+    assert capsys.readouterr().out.splitlines()[:-1] == out.split("\n\n", 1)[1].splitlines()[:-1]
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -377,7 +377,8 @@ def test_cuda_that_is_not_there_is_exit_code_2(start):
 def test_torch_is_enough(tmp_path):
     code = (
         "import sys\nfor name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None\n"
-        "from ropewalk.tools import bench_attention\nfrom ropewalk.tools.bench.attention_measure import AttentionCase\n"
+        "from ropewalk.tools.bench import attention as bench_attention\n"
+        "from ropewalk.tools.bench.attention import AttentionCase\n"
         "bench_attention.attention_cases = lambda *how: [AttentionCase((1, 2, 64, 8), 'float32')]\n"
         "sys.argv[1:] = {}\nbench_attention.main()"
     )

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 from ropewalk.tools.bench import cpu as bench_cpu
-from ropewalk.tools.bench import peers, timing
+from ropewalk.tools.bench import peers
 from ropewalk.tools.bench.cpu import Case, cases, measure
+from ropewalk.tools.bench.truth import Truth
 
 
 def lines_of(case, **how):
@@ -75,7 +76,7 @@ def test_a_wrong_path_gets_no_time(monkeypatch, work):
 def test_our_own_path_past_its_budget_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(bench_cpu, "cases", lambda quick: [Case(8, "float32", "half", "contiguous", "forward")])
     assert bench_cpu.bench_cpu(quick=True) == 0
-    monkeypatch.setattr(timing.Truth, "errors", lambda *what: (1.5, 0.0))
+    monkeypatch.setattr(Truth, "errors", lambda *what: (1.5, 0.0))
     assert bench_cpu.bench_cpu(quick=True) == 1
     assert "wrong" in capsys.readouterr().out
 
@@ -83,7 +84,7 @@ def test_our_own_path_past_its_budget_is_exit_code_1(monkeypatch, capsys):
 def test_nan_is_no_small_error():
     x = torch.ones(1, 1, 2, 4)
     inv_freq = torch.tensor([1.0, 0.1], dtype=torch.float64)
-    truth = timing.Truth.of_rotation(x, torch.arange(2), inv_freq, "half", False)
+    truth = Truth.of_rotation(x, torch.arange(2), inv_freq, "half", False)
     right = truth.value.float()
     assert truth.errors(right)[0] <= 1
     assert truth.errors(right + 0.1)[1] == pytest.approx(0.1 / 2**0.5, rel=1e-4)

@@ -8,9 +8,9 @@ import torch
 
 from ropewalk.errors import RopewalkError
 from ropewalk.tools.bench import gpu as bench_gpu
-from ropewalk.tools.bench import gpu_timing
+from ropewalk.tools.bench import timing
 from ropewalk.tools.bench.gpu import COPY, OURS, GpuCase, gpu_cases, measure
-from ropewalk.tools.bench.gpu_peers import GPU_PEERS, Peer
+from ropewalk.tools.bench.peers import GPU_PEERS, GpuPeer
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def _on_the_cpu(monkeypatch):
             taken[contestant.name] = (time.perf_counter() - start) * 1e6
         return taken
 
-    monkeypatch.setattr(gpu_timing, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu_timing, "device_times", times)
-    monkeypatch.setattr(gpu_timing, "host_times", times)
+    monkeypatch.setattr(timing, "DEVICE", "cpu")
+    monkeypatch.setattr(timing, "device_times", times)
+    monkeypatch.setattr(timing, "host_times", times)
     monkeypatch.setattr(bench_gpu, "_bare_launch", lambda case, tensors: bench_gpu._copy(case, tensors))
 
 
@@ -87,8 +87,8 @@ def test_one_that_is_wrong_gets_no_time_and_one_that_fails_a_note(monkeypatch):
 
         return fail
 
-    monkeypatch.setitem(GPU_PEERS, "wrong", Peer(wrong))
-    monkeypatch.setitem(GPU_PEERS, "broken", Peer(broken))
+    monkeypatch.setitem(GPU_PEERS, "wrong", GpuPeer(wrong))
+    monkeypatch.setitem(GPU_PEERS, "broken", GpuPeer(broken))
     lines = {line.path: line for line in measure(GpuCase((1, 8, 2, 1, 64), "half"), rounds=1, compiled=False)}
     assert lines["wrong"].us is None
     assert lines["broken"].us is None

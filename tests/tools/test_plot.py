@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from ropewalk.errors import RopewalkError
 from ropewalk.spec import Plain, RopeSpec, Yarn
 from ropewalk.theory import BAND_EDGES, first_negative_distance, score_sum
-from ropewalk.tools.plot import figures, style
+from ropewalk.tools import pictures
+from ropewalk.tools.plot import figures
 from ropewalk.tools.plot.command import Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
 from ropewalk.tools.plot.curves import Curve, Flags, decay_of, octaves
 
@@ -35,8 +36,8 @@ def target(tmp_path):
 def drawn(monkeypatch):
     """The figures that are saved."""
     found: list[Figure] = []
-    save = style.save
-    monkeypatch.setattr(style, "save", lambda figure, *where: (found.append(figure), save(figure, *where)))
+    save = pictures.save
+    monkeypatch.setattr(pictures, "save", lambda figure, *where: (found.append(figure), save(figure, *where)))
     return found
 
 

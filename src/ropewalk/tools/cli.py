@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ropewalk.tools.bench.cli import bench
-from ropewalk.tools.length_option import length_option
+from ropewalk.tools.options import NewFamilyPairing, json_option, length_option
 from ropewalk.tools.plot.cli import plot
 
 __all__ = ["app", "main"]
@@ -42,32 +42,96 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+# Options of the command line itself.
+Version = Annotated[
+    bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+# Options of inspect.
+Configs = Annotated[
+    list[str], typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model. Several: compared.")
+]
+PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Draw the wavelength of every pair.")]
+PairsJson = Annotated[str | None, json_option("every pair as JSON")]
+
+# Options of extend.
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model.")]
+ToLength = Annotated[
+    int,
+    typer.Option(
+        "--to",
+        metavar="LENGTH",
+        parser=length_option,
+        help="How many positions the model is to read: 131072, or 128k.",
+    ),
+]
+Rule = Annotated[
+    str | None,
+    typer.Option(
+        "--rule",
+        metavar="RULE",
+        help="One rule, pair by pair: pi, ntk, dynamic, yarn, yarn-paper, llama3, base-bound or base-law.",
+    ),
+]
+WriteConfig = Annotated[
+    str | None,
+    typer.Option("--write", metavar="OUT.json", help="Write the config of the rule; - for standard output."),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT.json if it is there.")]
+Stack = Annotated[
+    str | None,
+    typer.Option("--for", metavar="vllm|llama.cpp", help="Show the flags of this stack, and no config keys."),
+]
+Trained = Annotated[
+    int | None,
+    typer.Option(
+        "--trained",
+        metavar="N",
+        parser=length_option,
+        help="Positions in training, where the config does not say it.",
+    ),
+]
+EverythingJson = Annotated[str | None, json_option("everything as JSON")]
+
+# Options of convert.
+ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors.")]
+OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not be there yet.")]
+ToPairing = Annotated[str, typer.Option("--to", metavar="interleaved|half", help="The pairing that OUT is to have.")]
+FromPairing = Annotated[
+    str | None,
+    typer.Option("--from", metavar="interleaved|half", help="The pairing of MODEL_DIR, where its family is new."),
+]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Prove OUT before it gets its name: attention scores, and every byte.")
+]
+ConversionJson = Annotated[str | None, json_option("what was done as JSON")]
+
+# Options of verify.
+LedgerJson = Annotated[str | None, json_option("the ledger as JSON")]
+PicturesFolder = Annotated[
+    Path | None, typer.Option("--plots", metavar="DIR", help="Write pictures (PNG) into this folder.")
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="TEXT", help="Measure the statements whose id has TEXT in it. May be repeated."),
+]
+
+
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version, is_eager=True)
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Version = False,
+    debug: Debug = False,
 ) -> None:
     _shown["traceback"] = debug
 
 
 @app.command()
 def inspect(
-    configs: Annotated[
-        list[str],
-        typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model. Several: compared."),
-    ],
-    plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw the wavelength of every pair.")
-    ] = None,
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write every pair as JSON; - for standard output.")
-    ] = None,
-    pairing: Annotated[
-        str | None,
-        typer.Option("--pairing", metavar="half|interleaved", help="Which features form a pair, in a new family."),
-    ] = None,
+    configs: Configs,
+    plot: PlotFile = None,
+    json: PairsJson = None,
+    pairing: NewFamilyPairing = None,
 ) -> None:
     """Show what a config says of a model's RoPE.
 
@@ -87,49 +151,15 @@ def inspect(
 
 @app.command()
 def extend(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model.")],
-    to: Annotated[
-        int,
-        typer.Option(
-            "--to",
-            metavar="LENGTH",
-            parser=length_option,
-            help="How many positions the model is to read: 131072, or 128k.",
-        ),
-    ],
-    rule: Annotated[
-        str | None,
-        typer.Option(
-            "--rule",
-            metavar="RULE",
-            help="One rule, pair by pair: pi, ntk, dynamic, yarn, yarn-paper, llama3, base-bound or base-law.",
-        ),
-    ] = None,
-    write: Annotated[
-        str | None,
-        typer.Option("--write", metavar="OUT.json", help="Write the config of the rule; - for standard output."),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT.json if it is there.")] = False,
-    stack: Annotated[
-        str | None,
-        typer.Option("--for", metavar="vllm|llama.cpp", help="Show the flags of this stack, and no config keys."),
-    ] = None,
-    trained: Annotated[
-        int | None,
-        typer.Option(
-            "--trained",
-            metavar="N",
-            parser=length_option,
-            help="Positions in training, where the config does not say it.",
-        ),
-    ] = None,
-    pairing: Annotated[
-        str | None,
-        typer.Option("--pairing", metavar="half|interleaved", help="Which features form a pair, in a new family."),
-    ] = None,
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON; - for standard output.")
-    ] = None,
+    config: Config,
+    to: ToLength,
+    rule: Rule = None,
+    write: WriteConfig = None,
+    force: Force = False,
+    stack: Stack = None,
+    trained: Trained = None,
+    pairing: NewFamilyPairing = None,
+    json: EverythingJson = None,
 ) -> None:
     """Compare the rules that extend a context; write a config.
 
@@ -160,19 +190,12 @@ def extend(
 
 @app.command()
 def convert(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not be there yet.")],
-    to: Annotated[str, typer.Option("--to", metavar="interleaved|half", help="The pairing that OUT is to have.")],
-    from_pairing: Annotated[
-        str | None,
-        typer.Option("--from", metavar="interleaved|half", help="The pairing of MODEL_DIR, where its family is new."),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Prove OUT before it gets its name: attention scores, and every byte.")
-    ] = False,
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write what was done as JSON; - for standard output.")
-    ] = None,
+    model: ModelFolder,
+    out: OutFolder,
+    to: ToPairing,
+    from_pairing: FromPairing = None,
+    verify: Verify = False,
+    json: ConversionJson = None,
 ) -> None:
     """Permute q and k of a checkpoint from one pairing to the other.
 
@@ -191,16 +214,9 @@ def convert(
 
 @app.command()
 def verify(
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the ledger as JSON; - for standard output.")
-    ] = None,
-    plots: Annotated[
-        Path | None, typer.Option("--plots", metavar="DIR", help="Write pictures (PNG) into this folder.")
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="TEXT", help="Measure the statements whose id has TEXT in it. May be repeated."),
-    ] = None,
+    json: LedgerJson = None,
+    plots: PicturesFolder = None,
+    only: Only = None,
 ) -> None:
     """Measure what notes and papers say of position encodings.
 

@@ -1,27 +1,35 @@
-"""What commands write: JSON to a file or to standard output, whole or not at all, and the versions a record names."""
+"""What commands write: files, whole or not at all, JSON, tables in a pipe, and the versions that a record names."""
 
 import json
 import os
 import platform
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ropewalk.errors import RopewalkError
+
+if TYPE_CHECKING:
+    # Benchmarks run where torch is installed and rich is not.
+    from rich.console import Console
 
 __all__ = [
     "package_version",
     "processor",
     "require_writable_file",
     "require_writable_folder",
+    "trimmed",
     "write_json",
     "write_whole",
 ]
 
 
 def require_writable_folder(folder: Path, *, asked: str) -> None:
-    """Makes `folder` if it is not there; refuses one that cannot be written, before any work is done for it."""
+    """Makes `folder` if it does not exist; raises for one that cannot be written, before any work is done for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -36,7 +44,7 @@ def require_writable_folder(folder: Path, *, asked: str) -> None:
 
 
 def require_writable_file(target: str, *, asked: str) -> None:
-    """Refuses a `target` that is a folder, or lies in one that cannot be written. "-" is standard output."""
+    """Raises for a `target` that is a folder, or is in one that cannot be written. "-" is standard output."""
     if target == "-":
         return
     path = Path(target)
@@ -78,6 +86,17 @@ def write_whole(data: bytes, target: str) -> None:
         except BaseException:
             os.unlink(part.name)
             raise
+
+
+@contextmanager
+def trimmed(console: "Console") -> Iterator[None]:
+    """Within it, what `console` prints loses the spaces at the ends of its lines, unless it is a terminal."""
+    if console.is_terminal:
+        yield
+        return
+    with console.capture() as caught:
+        yield
+    console.file.write("".join(f"{line.rstrip(' ')}\n" for line in caught.get().split("\n")[:-1]))
 
 
 def package_version(package: str) -> str | None:

@@ -34,7 +34,7 @@ __all__ = ["AcceleratedLine", "ModelCase", "bench_accelerate", "measure", "model
 
 ROTATION = "apply_rotary_pos_emb"
 
-# How far logits may lie apart: both round some hundred numbers on the way, each in its own order.
+# How far logits may be apart: both round some hundred numbers on the way, each in its own order.
 LIMITS = {"float32": 300 * 2.0**-24, "bfloat16": 30 * 2.0**-9, "float16": 30 * 2.0**-12}
 
 
@@ -52,7 +52,7 @@ class ModelCase:
     head_dim: int = 64
 
     def title(self) -> str:
-        """The case in a line."""
+        """The case in one line."""
         return f"{self.family}, {self.dtype}, {self.tokens} tokens"
 
 
@@ -131,7 +131,7 @@ class _Clock:
 def measure(
     case: ModelCase, rounds: int, done: Callable[[], None] = lambda: None
 ) -> tuple[list[AcceleratedLine], float]:
-    """The two rows of a case, and how far their logits lie apart: rms of the difference over rms of the logits."""
+    """The two rows of a case, and how far their logits are apart: rms of the difference over rms of the logits."""
     torch.manual_seed(0)
     plain = _model(case)
     fast = copy.deepcopy(plain)
@@ -170,7 +170,7 @@ def _table(case: ModelCase, lines: list[AcceleratedLine], apart: float) -> Table
 
 
 def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: str = "float32") -> int:
-    """Times forward passes before and after accelerate on the CPU; 0, or 1 if the logits lie too far apart."""
+    """Times forward passes before and after accelerate on the CPU; 0, or 1 if the logits are too far apart."""
     console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"bench_accelerate --json {json_file}")
@@ -220,9 +220,9 @@ def main() -> None:
     parser.add_argument(
         "--dtype", default="float32", metavar="|".join(LIMITS), help="of the model; float32 if not given"
     )
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        raise SystemExit(bench_accelerate(given.json, given.quick, given.dtype))
+        raise SystemExit(bench_accelerate(options.json, options.quick, options.dtype))
     except RopewalkError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None

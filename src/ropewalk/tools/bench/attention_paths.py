@@ -1,6 +1,6 @@
 """Who takes part in `ropewalk bench attention`, and what each is held to: softmax, our linear attention, and fla's.
 
-Each maker returns the function that is timed: q, k, v to the output, causal. None where a package is not there.
+Each maker returns the function that is timed: q, k, v to the output, causal. None where a package is not installed.
 """
 
 import importlib
@@ -15,8 +15,7 @@ from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.reference import elu_plus_one, linear_attention_by_sum, softmax_attention
 from ropewalk.spec.rope import RopeSpec
-from ropewalk.tools.bench.gpu_peers import GPU_PEERS
-from ropewalk.tools.bench.peers import installed
+from ropewalk.tools.bench.peers import GPU_PEERS, installed
 
 __all__ = ["PATHS", "Attend", "AttentionPath", "Truth", "checked_tokens"]
 
@@ -38,7 +37,7 @@ def linear(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
 
 
 def linear_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
-    """Ours, features turned above the line: RoFormer's eq. 19."""
+    """Ours, with rotated features in the numerator: RoFormer's eq. 19."""
     rope = RotaryEmbedding(dim).to(device)
     return lambda q, k, v: linear_attention(q, k, v, rope=rope)
 
@@ -66,7 +65,7 @@ def fla_numerator(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend
 
 
 def fla_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
-    """RoFormer's eq. 19 from fla's parts: its rotation, its kernel on what was turned, its denominator of the rest."""
+    """RoFormer's eq. 19 from fla's parts: its rotation, its kernel on rotated features, its denominator."""
     chunks = _fla_chunks(device)
     rotation = GPU_PEERS["fla"].maker(range(seq), dim, dim, dtype, "interleaved") if chunks else None
     if chunks is None or rotation is None:
@@ -75,9 +74,9 @@ def fla_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | No
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = _elu(q), _elu(k)
-        turned = rotation(q.transpose(1, 2), k.transpose(1, 2))
-        above = chunks(*(x.transpose(1, 2) for x in turned), v, scale=1.0, normalize=False)[0]
-        return divide(above, q, k, 1.0, None, False, None)[0]
+        rotated = rotation(q.transpose(1, 2), k.transpose(1, 2))
+        numerator = chunks(*(x.transpose(1, 2) for x in rotated), v, scale=1.0, normalize=False)[0]
+        return divide(numerator, q, k, 1.0, None, False, None)[0]
 
     return attend
 
@@ -133,13 +132,13 @@ class Truth:
         self.tokens = checked_tokens(seq, middle=False).to(q.device)
         self.sampled = checked_tokens(seq, middle=True).to(q.device)
         heads = [(slice(b, b + 1), slice(h, h + 1)) for b in range(len(q)) for h in range(q.shape[1])]
-        found = [
+        per_head = [
             self._head(kind, [x[at] for x in tensors], None if cotangent is None else cotangent[at]) for at in heads
         ]
-        self.parts = [torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*found, strict=True)]
+        self.parts = [torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*per_head, strict=True)]
 
-    def _head(self, kind: str, given: list[Tensor], cotangent: Tensor | None) -> list[Tensor]:
-        q, k, v = (x.detach().double().requires_grad_(cotangent is not None) for x in given)
+    def _head(self, kind: str, tensors: list[Tensor], cotangent: Tensor | None) -> list[Tensor]:
+        q, k, v = (x.detach().double().requires_grad_(cotangent is not None) for x in tensors)
         seq = q.shape[2]
         first = min(HEAD, seq)
         last = min(TAIL, seq - first)
@@ -152,12 +151,12 @@ class Truth:
         grads = torch.autograd.grad(out, (q, k, v), cotangent[:, :, self.tokens].double())
         return [out.detach(), *(grad[:, :, self.sampled] for grad in grads)]
 
-    def error(self, found: Sequence[Tensor]) -> float:
-        """The largest of |found - truth| / |truth|: of any token's output, and of any head's gradients."""
-        if any(x.shape != self.shape or x.dtype != self.dtype for x in found) or len(found) != len(self.parts):
+    def error(self, outputs: Sequence[Tensor]) -> float:
+        """The largest of |output - truth| / |truth|: of any token's output, and of any head's gradients."""
+        if any(x.shape != self.shape or x.dtype != self.dtype for x in outputs) or len(outputs) != len(self.parts):
             return torch.inf
         worst = 0.0
-        for number, (x, true) in enumerate(zip(found, self.parts, strict=True)):
+        for number, (x, true) in enumerate(zip(outputs, self.parts, strict=True)):
             off = x.detach()[:, :, self.sampled if number else self.tokens].double() - true
             # Of one token a gradient may be 0: the first sees one key, and its query and key change nothing.
             over = (-2, -1) if number else (-1,)

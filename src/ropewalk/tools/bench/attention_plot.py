@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ropewalk.tools.plot.style import BLUE, GREEN, GREY, RED, figure, save, shown_length
+from ropewalk.tools.pictures import BLUE, GREEN, GREY, RED, figure, save, shown_length
 
 __all__ = ["draw"]
 
@@ -24,9 +24,9 @@ def _curves(record: dict[str, Any], work: str, field: str) -> Iterator[tuple[str
     """Each path's lengths and values over the sweep, in the order of STYLES."""
     cases = sorted((c for c in record["cases"] if c["sweep"] and c["work"] == work), key=lambda c: c["shape"][2])
     lines = [(case["shape"][2], line) for case in cases for line in case["lines"] if line[field]]
-    there = {line["path"] for _, line in lines}
-    for path in [*STYLES, *sorted(there - set(STYLES))]:
-        if path in there:
+    measured = {line["path"] for _, line in lines}
+    for path in [*STYLES, *sorted(measured - set(STYLES))]:
+        if path in measured:
             seqs, values = zip(*((seq, line[field]) for seq, line in lines if line["path"] == path), strict=True)
             yield path, list(seqs), list(values)
 
@@ -41,8 +41,8 @@ def _axes(axes: Any, seqs: set[int], title: str, label: str) -> None:
 
 def _named(path: str, works: list[str], powers: dict[tuple[str, str], float | None]) -> str:
     """The path, and the powers of N by which its time grows, panel by panel."""
-    found = [(place, powers.get((path, work))) for place, work in zip("abc", works, strict=False)]
-    shown = [f"{f'({place}) ' if len(works) > 1 else ''}$N^{{{p:.2f}}}$" for place, p in found if p is not None]
+    panels = [(place, powers.get((path, work))) for place, work in zip("abc", works, strict=False)]
+    shown = [f"{f'({place}) ' if len(works) > 1 else ''}$N^{{{p:.2f}}}$" for place, p in panels if p is not None]
     return f"{path}:  {', '.join(shown)}" if shown else path
 
 

@@ -73,13 +73,13 @@ def shown_case(case: dict[str, Any]) -> str:
 
 
 def shown_growth(record: dict[str, Any]) -> str:
-    """The exponents, a column for each kind of work."""
-    found = {(fit["path"], fit["work"]): fit["exponent"] for fit in record["growth"]}
-    works = list(dict.fromkeys(work for _, work in found))
+    """The exponents, one column per kind of work."""
+    exponents = {(fit["path"], fit["work"]): fit["exponent"] for fit in record["growth"]}
+    works = list(dict.fromkeys(work for _, work in exponents))
     text = [f"Growth: time as N to the power of, fitted from N = {FIT_FROM[record['device']]} on"]
     text.append(f"  {'path':<24}" + "".join(f"{work:>18}" for work in works))
-    for path in dict.fromkeys(path for path, _ in found):
-        powers = (found.get((path, work)) for work in works)
+    for path in dict.fromkeys(path for path, _ in exponents):
+        powers = (exponents.get((path, work)) for work in works)
         text.append(f"  {path:<24}" + "".join(f"{'' if p is None else f'{p:.2f}':>18}" for p in powers))
     return "\n".join(line.rstrip() for line in text) + "\n"
 

@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from ropewalk.tools.options import json_option
+
 __all__ = ["bench"]
 
 bench = typer.Typer(
@@ -19,9 +21,26 @@ Examples:
 )
 
 
+Json = Annotated[str | None, json_option("the figures as JSON")]
+ShowBackends = Annotated[bool, typer.Option("--backends", help="Say which backends are there, and why not.")]
+OnlyBackends = Annotated[bool, typer.Option("--backends", help="Say which backends are there, and stop.")]
+QuickCpu = Annotated[bool, typer.Option("--quick", help="Forward alone, few rounds, nothing compiled: half a minute.")]
+QuickGpu = Annotated[
+    bool, typer.Option("--quick", help="One case of each kind, few rounds, nothing compiled: half a minute.")
+]
+QuickAttention = Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: a quarter of a minute.")]
+PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Draw time and memory against N.")]
+Device = Annotated[
+    str | None, typer.Option("--device", metavar="cpu|cuda", help="What to time. CUDA where there is one.")
+]
+FromRecord = Annotated[
+    str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show, or draw, what --json wrote.")
+]
+
+
 @bench.callback()
 def _bench(
-    backends: Annotated[bool, typer.Option("--backends", help="Say which backends are there, and why not.")] = False,
+    backends: ShowBackends = False,
 ) -> None:
     if backends:
         from rich.console import Console
@@ -34,13 +53,9 @@ def _bench(
 
 @bench.command()
 def cpu(
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Forward alone, few rounds, nothing compiled: half a minute.")
-    ] = False,
-    backends: Annotated[bool, typer.Option("--backends", help="Say which backends are there, and stop.")] = False,
+    json: Json = None,
+    quick: QuickCpu = False,
+    backends: OnlyBackends = False,
 ) -> None:
     """The rotation on the CPU, against a copy and peers.
 
@@ -59,12 +74,8 @@ def cpu(
 
 @bench.command()
 def gpu(
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="One case of each kind, few rounds, nothing compiled: half a minute.")
-    ] = False,
+    json: Json = None,
+    quick: QuickGpu = False,
 ) -> None:
     """The rotation on a GPU, against a copy and peers.
 
@@ -83,19 +94,11 @@ def gpu(
 
 @bench.command()
 def attention(
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: a quarter of a minute.")] = False,
-    plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png", help="Draw time and memory against N.")
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="cpu|cuda", help="What to time. CUDA where there is one.")
-    ] = None,
-    from_file: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show, or draw, what --json wrote.")
-    ] = None,
+    json: Json = None,
+    quick: QuickAttention = False,
+    plot: PlotFile = None,
+    device: Device = None,
+    from_file: FromRecord = None,
 ) -> None:
     """Softmax and linear attention against the length N.
 

@@ -12,15 +12,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor
 
-from ropewalk.kernels.backends.triton import INTERPRETED
 from ropewalk.kernels.native.extension import instructions
+from ropewalk.kernels.triton_launch import INTERPRETED
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import backend_reasons
+from ropewalk.spec.rope import PAIRINGS, Pairing
 from ropewalk.tools.bench.peers import PEERS, Rotation, installed
-from ropewalk.tools.bench.timing import Contestant, Line, Truth, take_turns
+from ropewalk.tools.bench.timing import Contestant, take_turns
+from ropewalk.tools.bench.truth import Truth
 from ropewalk.tools.output import processor, require_writable_file, write_json
 
-__all__ = ["Case", "bench_cpu", "cases", "measure", "show_backends"]
+__all__ = ["Case", "Line", "bench_cpu", "cases", "measure", "show_backends"]
 
 PREFILL, Q_HEADS, K_HEADS, DIM = 2048, 32, 8, 128
 OURS, COPY = "ropewalk", "copy"
@@ -34,38 +36,50 @@ class Case:
 
     seq: int
     dtype: str
-    pairing: str
+    pairing: Pairing
     memory: str
     work: str
 
-    def where(self) -> range:
+    def positions(self) -> range:
         """The positions: a prefill starts at 0, and a token is decoded after a thousand."""
         return range(self.seq) if self.seq > 1 else range(1000, 1001)
 
     def title(self) -> str:
-        """The case in a line."""
+        """The case in one line."""
         what = "decode" if self.seq == 1 else f"prefill {self.seq}"
         return f"{what}, {self.dtype}, {self.pairing}, {self.memory}, {self.work}"
 
 
+@dataclass(frozen=True)
+class Line:
+    """A row of the table. No time is given for a path that is wrong."""
+
+    path: str
+    ms: float | None
+    gb_per_s: float | None
+    share_of_copy: float | None
+    ratio_to_ropewalk: float | None
+    error_over_budget: float | None
+
+
 def cases(quick: bool) -> list[Case]:
     """All of them, or forward alone."""
-    dtypes, pairings = ("float32", "bfloat16"), ("half", "interleaved")
+    dtypes, pairings = ("float32", "bfloat16"), PAIRINGS[::-1]
     prefill = itertools.product(("forward", "forward+backward"), dtypes, pairings, ("transposed", "contiguous"))
     decode = itertools.product(("forward", "forward, grad"), dtypes, pairings)
-    found = [Case(PREFILL, dtype, pairing, memory, work) for work, dtype, pairing, memory in prefill]
-    found += [Case(1, dtype, pairing, "contiguous", work) for work, dtype, pairing in decode]
-    return [case for case in found if case.work == "forward"] if quick else found
+    every = [Case(PREFILL, dtype, pairing, memory, work) for work, dtype, pairing, memory in prefill]
+    every += [Case(1, dtype, pairing, "contiguous", work) for work, dtype, pairing in decode]
+    return [case for case in every if case.work == "forward"] if quick else every
 
 
 def _tensors(case: Case) -> list[Tensor]:
     dtype = getattr(torch, case.dtype)
-    made = [torch.randn(1, case.seq, heads, DIM).to(dtype) for heads in (Q_HEADS, K_HEADS)]
-    return [x.transpose(1, 2) if case.memory == "transposed" else x.transpose(1, 2).contiguous() for x in made]
+    drawn = [torch.randn(1, case.seq, heads, DIM).to(dtype) for heads in (Q_HEADS, K_HEADS)]
+    return [x.transpose(1, 2) if case.memory == "transposed" else x.transpose(1, 2).contiguous() for x in drawn]
 
 
 def _ours(case: Case, backend: str | None) -> Rotation:
-    rope, start = RotaryEmbedding(DIM, pairing=case.pairing, backend=backend), case.where().start
+    rope, start = RotaryEmbedding(DIM, pairing=case.pairing, backend=backend), case.positions().start
     return lambda q, k: rope(q, k, offset=start)
 
 
@@ -75,17 +89,18 @@ def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, floa
     A peer rounds its tables and products to the dtype, and forms angles in float32, whose error grows with the length.
     """
     dtype = getattr(torch, case.dtype)
-    lenient = 2 * torch.finfo(dtype).eps + case.where().stop * 2.0**-22
+    lenient = 2 * torch.finfo(dtype).eps + case.positions().stop * 2.0**-22
     yield OURS, _ours(case, None), None
     if backend_reasons()["native"] is None:
         yield "ropewalk, torch", _ours(case, "torch"), None
     if compiled:
-        # Compiled, nothing is kept between calls: a model makes its angles once a pass, as it makes the peers' tables.
-        rope, where = RotaryEmbedding(DIM, pairing=case.pairing), case.where()
-        angles = rope.at(torch.arange(where.start, where.stop))
+        # Compiled, nothing is kept between calls: a model computes its angles once per forward pass, as it computes the
+        # peers' tables.
+        rope, positions = RotaryEmbedding(DIM, pairing=case.pairing), case.positions()
+        angles = rope.at(torch.arange(positions.start, positions.stop))
         yield "ropewalk, compiled", torch.compile(lambda q, k: rope(q, k, angles=angles), dynamic=False), None
     for name, (maker, compiles) in PEERS.items():
-        rotation = maker(case.where(), DIM, dtype, case.pairing)
+        rotation = maker(case.positions(), DIM, dtype, case.pairing)
         if rotation is None:
             continue
         yield name, rotation, lenient
@@ -119,14 +134,14 @@ def _copy(case: Case, tensors: list[Tensor]) -> Contestant:
 
 def measure(case: Case, rounds: int, compiled: bool, progress: Progress | None = None) -> list[Line]:
     """The lines of one case: copy, then the paths from the fastest on, then those that are wrong, without a time."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch.set_grad_enabled(case.work != "forward"):
         return _measure(case, rounds, compiled, progress)
 
 
 def _measure(case: Case, rounds: int, compiled: bool, progress: Progress | None) -> list[Line]:
     tensors = _tensors(case)
-    positions = torch.arange(case.where().start, case.where().stop)
+    positions = torch.arange(case.positions().start, case.positions().stop)
     inv_freq = RotaryEmbedding(DIM).inv_freq
     truths = [Truth.of_rotation(x, positions, inv_freq, case.pairing, False) for x in tensors]
     if case.work == "forward+backward":
@@ -135,8 +150,8 @@ def _measure(case: Case, rounds: int, compiled: bool, progress: Progress | None)
     for name, rotation, limit in _rotations(case, compiled):
         contestant = _contestant(case, name, rotation, limit, tensors)
         outputs = contestant.outputs() if contestant.outputs else []
-        found = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
-        errors[name], relative = (max(error) for error in zip(*found, strict=True))
+        pairs = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
+        errors[name], relative = (max(error) for error in zip(*pairs, strict=True))
         if errors[name] <= 1 if limit is None else relative <= limit:
             contestants.append(contestant)
     task = None if progress is None else progress.task_ids[0]
@@ -176,7 +191,7 @@ def _table(case: Case, lines: list[Line]) -> Table:
 
 
 def show_backends(console: Console) -> None:
-    """Each backend, and why it cannot serve, if it cannot."""
+    """Each backend, and why it is missing, if it is."""
     for name, reason in backend_reasons().items():
         details = {
             "native": f" ({instructions()})",
@@ -187,7 +202,7 @@ def show_backends(console: Console) -> None:
 
 
 def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool = False) -> int:
-    """Times this machine and prints a table a case; 0, or 1 if one of our own paths is past its budget."""
+    """Times this machine and prints one table per case; 0, or 1 if one of our own paths is past its budget."""
     console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk bench cpu --json {json_file}")

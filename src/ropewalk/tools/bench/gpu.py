@@ -20,12 +20,11 @@ from ropewalk.errors import RopewalkError
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.nn.rotary.qk_norm import qk_norm_rope
 from ropewalk.ops import backend_reasons
-from ropewalk.spec.rope import RopeSpec
-from ropewalk.tools.bench import gpu_timing
-from ropewalk.tools.bench.gpu_peers import GPU_PEERS, norm_before
-from ropewalk.tools.bench.gpu_truth import true_norms, true_rotations
-from ropewalk.tools.bench.peers import Rotation
+from ropewalk.spec.rope import PAIRINGS, Pairing, RopeSpec
+from ropewalk.tools.bench import timing
+from ropewalk.tools.bench.peers import GPU_PEERS, Rotation, norm_before
 from ropewalk.tools.bench.timing import Contestant
+from ropewalk.tools.bench.truth import true_norms, true_rotations
 from ropewalk.tools.output import package_version, require_writable_file, write_json
 
 __all__ = ["GpuCase", "GpuLine", "bench_gpu", "gpu_cases", "measure"]
@@ -42,7 +41,7 @@ TRAINING, LONG, SMALL, DECODE = (
 
 @dataclass(frozen=True)
 class GpuCase:
-    """What is timed: q and k of (batch, seq, q heads, k heads, dim), of which `rotary_dim` features turn.
+    """What is timed: q and k of (batch, seq, q heads, k heads, dim), of which `rotary_dim` features are rotated.
 
     Memory is "transposed" for [batch, seq, heads, dim] seen as [batch, heads, seq, dim], which models make, and
     "contiguous" for [batch, heads, seq, dim]. Work is "forward", without gradients, or "forward+backward"; `norm` puts
@@ -50,18 +49,18 @@ class GpuCase:
     """
 
     shape: tuple[int, int, int, int, int]
-    pairing: str
+    pairing: Pairing
     memory: str = "transposed"
     work: str = "forward"
     rotary_dim: int = 0
     norm: bool = False
     dtype: str = "bfloat16"
 
-    def turning(self) -> int:
-        """How many features turn."""
+    def rotated_features(self) -> int:
+        """How many features are rotated."""
         return self.rotary_dim or self.shape[-1]
 
-    def where(self) -> range:
+    def positions(self) -> range:
         """The positions: a prefill starts at 0, and a token is decoded after a thousand."""
         seq = self.shape[1]
         return range(seq) if seq > 1 else range(1000, 1001)
@@ -77,7 +76,7 @@ class GpuCase:
         return self.against_all() and self.shape in (TRAINING, DECODE) and (self.pairing == "half" or simple)
 
     def title(self) -> str:
-        """The case in a line."""
+        """The case in one line."""
         what = "QK-norm + RoPE, " if self.norm else ""
         part = f", {self.rotary_dim} turn" if self.rotary_dim else ""
         return f"{self.shape}{part}, {self.dtype}, {self.pairing}, {self.memory}: {what}{self.work}"
@@ -99,49 +98,49 @@ class GpuLine:
 
 def gpu_cases(quick: bool) -> list[GpuCase]:
     """All of them, or one of each kind."""
-    pairings = ("half", "interleaved")
+    pairings = PAIRINGS[::-1]
     forward = itertools.product((TRAINING, LONG, SMALL), pairings, ("transposed", "contiguous"))
-    found = [GpuCase(shape, pairing, memory) for shape, pairing, memory in forward]
-    found += [GpuCase(TRAINING, pairing, rotary_dim=64) for pairing in pairings]
-    found += [GpuCase((*TRAINING[:4], dim), pairing) for dim in (96, 80) for pairing in pairings]
-    found += [GpuCase(TRAINING, "half", dtype="float32")]
+    every = [GpuCase(shape, pairing, memory) for shape, pairing, memory in forward]
+    every += [GpuCase(TRAINING, pairing, rotary_dim=64) for pairing in pairings]
+    every += [GpuCase((*TRAINING[:4], dim), pairing) for dim in (96, 80) for pairing in pairings]
+    every += [GpuCase(TRAINING, "half", dtype="float32")]
     backward = itertools.product((TRAINING, SMALL), pairings, ("transposed", "contiguous"))
-    found += [GpuCase(shape, pairing, memory, "forward+backward") for shape, pairing, memory in backward]
-    found += [GpuCase(DECODE, pairing, "contiguous") for pairing in pairings]
+    every += [GpuCase(shape, pairing, memory, "forward+backward") for shape, pairing, memory in backward]
+    every += [GpuCase(DECODE, pairing, "contiguous") for pairing in pairings]
     norm = itertools.product(("forward", "forward+backward"), pairings, ("transposed", "contiguous"))
-    found += [GpuCase(TRAINING, pairing, memory, work, norm=True) for work, pairing, memory in norm]
+    every += [GpuCase(TRAINING, pairing, memory, work, norm=True) for work, pairing, memory in norm]
     if quick:
-        first = {(case.work, case.norm, case.shape[1] == 1): case for case in reversed(found)}
-        found = [case for case in found if case in first.values()]
-    return found
+        first = {(case.work, case.norm, case.shape[1] == 1): case for case in reversed(every)}
+        every = [case for case in every if case in first.values()]
+    return every
 
 
 def _tensors(case: GpuCase) -> list[Tensor]:
     batch, seq, q_heads, k_heads, dim = case.shape
-    made = [
-        torch.randn(batch, seq, heads, dim, device=gpu_timing.DEVICE).to(getattr(torch, case.dtype))
+    drawn = [
+        torch.randn(batch, seq, heads, dim, device=timing.DEVICE).to(getattr(torch, case.dtype))
         for heads in (q_heads, k_heads)
     ]
-    return [x.transpose(1, 2) if case.memory == "transposed" else x.transpose(1, 2).contiguous() for x in made]
+    return [x.transpose(1, 2) if case.memory == "transposed" else x.transpose(1, 2).contiguous() for x in drawn]
 
 
 def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) -> Iterator[tuple[str, Rotation, bool]]:
     """Each path by its name, and whether it writes into its input."""
-    dim, where, dtype = case.shape[-1], case.where(), getattr(torch, case.dtype)
+    dim, positions, dtype = case.shape[-1], case.positions(), getattr(torch, case.dtype)
     compiled = compiled and case.compiles()
-    spec = RopeSpec(dim, rotary_dim=case.turning(), pairing=case.pairing)
-    rope, formula = (RotaryEmbedding(spec, backend=backend).to(gpu_timing.DEVICE) for backend in (None, "torch"))
-    ids = torch.arange(where.start, where.stop, device=gpu_timing.DEVICE)
+    spec = RopeSpec(dim, rotary_dim=case.rotated_features(), pairing=case.pairing)
+    rope, formula = (RotaryEmbedding(spec, backend=backend).to(timing.DEVICE) for backend in (None, "torch"))
+    ids = torch.arange(positions.start, positions.stop, device=timing.DEVICE)
     angles = rope.at(ids)
 
-    def ours(module: RotaryEmbedding, **at: Any) -> Rotation:
+    def ours(module: RotaryEmbedding, **where: Any) -> Rotation:
         if case.norm:
-            return lambda q, k: qk_norm_rope(q, k, module, q_weight=weights[0], k_weight=weights[1], eps=EPS, **at)
-        return lambda q, k: module(q, k, **at)
+            return lambda q, k: qk_norm_rope(q, k, module, q_weight=weights[0], k_weight=weights[1], eps=EPS, **where)
+        return lambda q, k: module(q, k, **where)
 
-    # A model makes its angles once a pass, as it makes the peers' tables; a decoder says how far it is.
-    if len(where) == 1:
-        yield OURS, ours(rope, offset=where.start), False
+    # A model computes its angles once per forward pass, as it computes the peers' tables; a decoder has an offset.
+    if len(positions) == 1:
+        yield OURS, ours(rope, offset=positions.start), False
         yield f"{OURS}, angles given", ours(rope, angles=angles), False
     else:
         yield OURS, ours(rope, angles=angles), False
@@ -150,12 +149,12 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
         yield f"{OURS}, compiled", torch.compile(ours(rope, angles=angles), dynamic=False), False
         yield f"{OURS}, formula compiled", torch.compile(ours(formula, angles=angles), dynamic=False), False
     for name, peer in GPU_PEERS.items():
-        # Before others' kernels would stand an eager norm, which is not theirs.
+        # A norm before others' kernels would be an eager one, which is not theirs.
         once = (case.shape, case.pairing, case.work) == (TRAINING, "half", "forward")
         others = not case.norm and case.against_all() and (once or not peer.tunes)
         if name != "transformers" and not others:
             continue
-        rotation = peer.maker(where, dim, case.turning(), dtype, case.pairing)
+        rotation = peer.maker(positions, dim, case.rotated_features(), dtype, case.pairing)
         if rotation is None:
             continue
         rotation = norm_before(rotation, weights, EPS) if case.norm else rotation
@@ -180,16 +179,16 @@ def _contestant(
     learned = list(weights) if case.norm else []
 
     # What rotates its argument needs one that is no leaf; an alias costs nothing on the device.
-    def given() -> list[Tensor]:
+    def inputs() -> list[Tensor]:
         return [x.view_as(x) for x in leaves] if in_place else leaves
 
     def forward_backward() -> object:
-        return torch.autograd.grad(rotation(*given()), [*leaves, *learned], cotangents)
+        return torch.autograd.grad(rotation(*inputs()), [*leaves, *learned], cotangents)
 
     def everything() -> list[Tensor]:
-        here = [x.detach().clone().requires_grad_() for x in tensors]
-        outputs = [y.clone() for y in rotation(*([x.clone() for x in here] if in_place else here))]
-        return [*outputs, *torch.autograd.grad(outputs, [*here, *learned], [g.clone() for g in cotangents])]
+        copies = [x.detach().clone().requires_grad_() for x in tensors]
+        outputs = [y.clone() for y in rotation(*([x.clone() for x in copies] if in_place else copies))]
+        return [*outputs, *torch.autograd.grad(outputs, [*copies, *learned], [g.clone() for g in cotangents])]
 
     return Contestant(name, forward_backward, everything)
 
@@ -205,8 +204,8 @@ def _bare_launch(case: GpuCase, tensors: list[Tensor]) -> Contestant:
     """Two outputs and a launch of our kernel as Triton's own interface makes it: what a call's host time is held to."""
     from ropewalk.kernels.triton_launch import LAUNCHES
 
-    rope = RotaryEmbedding(case.shape[-1], pairing=case.pairing).to(gpu_timing.DEVICE)
-    cos, sin = rope.at(torch.arange(case.where().start, case.where().stop, device=gpu_timing.DEVICE))
+    rope = RotaryEmbedding(case.shape[-1], pairing=case.pairing).to(timing.DEVICE)
+    cos, sin = rope.at(torch.arange(case.positions().start, case.positions().stop, device=timing.DEVICE))
     LAUNCHES.clear()
     rope(*tensors, angles=(cos, sin))
     (launch,) = LAUNCHES.values()
@@ -221,7 +220,7 @@ def _bare_launch(case: GpuCase, tensors: list[Tensor]) -> Contestant:
 
 def measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
     """The lines of one case: copy, then the paths from the fastest on, then those that are wrong, without a time."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch.set_grad_enabled(case.work != "forward"):
         return _measure(case, rounds, compiled)
 
@@ -232,39 +231,37 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
     backward = case.work == "forward+backward"
     cotangents = [torch.randn_like(x) for x in tensors] if backward else []
     learns = backward and case.norm
-    weights = tuple(
-        (torch.rand(dim, device=gpu_timing.DEVICE) + 0.5).to(dtype).requires_grad_(learns) for _ in range(2)
-    )
-    positions = torch.arange(case.where().start, case.where().stop, device=gpu_timing.DEVICE)
-    theta = torch.as_tensor(RopeSpec(dim, rotary_dim=case.turning()).inv_freq(), device=gpu_timing.DEVICE)
+    weights = tuple((torch.rand(dim, device=timing.DEVICE) + 0.5).to(dtype).requires_grad_(learns) for _ in range(2))
+    positions = torch.arange(case.positions().start, case.positions().stop, device=timing.DEVICE)
+    theta = torch.as_tensor(RopeSpec(dim, rotary_dim=case.rotated_features()).inv_freq(), device=timing.DEVICE)
     with torch.no_grad():
         if case.norm:
             truths = true_norms(tensors, cotangents, weights, positions, theta, case.pairing, EPS)
         else:
             truths = true_rotations(tensors, cotangents, positions, theta, case.pairing)
     # A peer rounds tables and products to the dtype, and forms angles in float32, whose error grows with the length.
-    lenient = (4 if case.norm else 2) * torch.finfo(dtype).eps + case.where().stop * 2.0**-22
+    lenient = (4 if case.norm else 2) * torch.finfo(dtype).eps + case.positions().stop * 2.0**-22
     contestants, errors, failed = [_copy(case, tensors)], {}, {}
     for name, rotation, in_place in _rotations(case, weights, compiled):  # pyright: ignore[reportArgumentType]
         contestant = _contestant(case, name, rotation, in_place, tensors, cotangents, weights)  # pyright: ignore[reportArgumentType]
         try:
             outputs = contestant.outputs() if contestant.outputs else []
         except Exception as error:
-            # What a peer cannot do is its own affair, and no reason to lose the other figures.
+            # A peer that fails must not cost the other figures.
             if name.startswith(OURS):
                 raise
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
-        found = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
-        errors[name], relative = (max(error) for error in zip(*found, strict=True))
+        pairs = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
+        errors[name], relative = (max(error) for error in zip(*pairs, strict=True))
         if errors[name] <= 1 if name.startswith(OURS) else relative <= lenient:
             contestants.append(contestant)
     del truths
     one_token = case.shape[1] == 1
     if one_token:
         contestants.append(_bare_launch(case, tensors))
-    taken = gpu_timing.device_times(contestants, rounds)
-    host = gpu_timing.host_times(contestants, 7) if one_token else {}
+    taken = timing.device_times(contestants, rounds)
+    host = timing.host_times(contestants, 7) if one_token else {}
     moved = 2 * sum(x.numel() * x.element_size() for x in tensors) * (2 if backward else 1)
     lines = [
         GpuLine(
@@ -301,7 +298,7 @@ def _shown(lines: list[GpuLine]) -> str:
 
 
 def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
-    """Times the GPU and prints a table a case; 0, or 1 if one of our own paths is past its budget."""
+    """Times the GPU and prints one table per case; 0, or 1 if one of our own paths is past its budget."""
     reason = backend_reasons()["triton"]
     if reason is not None or not torch.cuda.is_available():
         raise RopewalkError(
@@ -352,9 +349,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m ropewalk.tools.bench.gpu", description=bench_gpu.__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
     parser.add_argument("--quick", action="store_true", help="one case of each kind, few rounds, nothing compiled")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        raise SystemExit(bench_gpu(given.json, given.quick))
+        raise SystemExit(bench_gpu(options.json, options.quick))
     except RopewalkError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None

@@ -1,4 +1,4 @@
-"""Contestants that take turns: what each call takes, held against the float64 reference before it is timed."""
+"""Contestants that take turns, and what each call takes: on the CPU by the clock, on a GPU by events or by the host."""
 
 import gc
 import random
@@ -10,11 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ropewalk.reference.budget import rotation_budget
-from ropewalk.reference.pairs import join_pairs, split_pairs
-from ropewalk.reference.rotate import rotate
+__all__ = ["Contestant", "device_times", "host_times", "take_turns"]
 
-__all__ = ["Contestant", "Line", "Truth", "take_turns"]
+DEVICE = "cuda"
+
+# More than any L2 holds.
+FLUSH_BYTES = 512 << 20
+
+# Cycles, some two milliseconds: longer than the host takes for any call that is timed here.
+HEAD_START = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -27,50 +31,13 @@ class Contestant:
     limit: float | None = None
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row of the table. No time is given for a path that is wrong."""
-
-    path: str
-    ms: float | None
-    gb_per_s: float | None
-    share_of_copy: float | None
-    ratio_to_ropewalk: float | None
-    error_over_budget: float | None
-
-
-@dataclass(frozen=True)
-class Truth:
-    """A result in float64, what each element may be off by, and the size that errors of peers are measured by."""
-
-    value: Tensor
-    allowed: Tensor
-    norm: Tensor
-    dtype: torch.dtype
-
-    @classmethod
-    def of_rotation(cls, x: Tensor, positions: Tensor, inv_freq: Tensor, pairing: str, conjugate: bool) -> "Truth":
-        """The rotation of x, [batch, heads, seq, dim], whose first 2 * pairs features turn."""
-        turning = 2 * inv_freq.shape[-1]
-        value = rotate(x.detach().double(), positions, inv_freq, pairing=pairing, conjugate=conjugate)
-        norm = torch.hypot(*split_pairs(value[..., :turning], pairing))
-        norm = torch.cat((join_pairs(norm, norm, pairing), value[..., turning:].abs()), dim=-1)
-        return cls(value, rotation_budget(value, x.dtype, rotary_dim=turning, pairing=pairing), norm, x.dtype)
-
-    def errors(self, y: Tensor) -> tuple[float, float]:
-        """The largest error of any element of y, in budgets and in norms of its pair; infinite for another dtype."""
-        if y.shape != self.value.shape or y.dtype != self.dtype:
-            return torch.inf, torch.inf
-        error = torch.nan_to_num((y.detach().double() - self.value).abs_(), nan=torch.inf)
-        # What is only copied is allowed no error, and 0 / 0 is none.
-        return tuple(float(torch.where(error == 0, 0, error / size).max()) for size in (self.allowed, self.norm))  # pyright: ignore[reportReturnType]
-
-
 def take_turns(
     contestants: Sequence[Contestant], rounds: int, calls: int, done: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The median of each in milliseconds a call. Each round they run in another order, so that none always follows the
-    same one, and a busy machine slows all of them."""
+    """The median of each in milliseconds per call.
+
+    Each round they run in another order, so that none always follows the same one. A busy machine slows all of them.
+    """
     taken: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
     order, shuffle = list(contestants), random.Random(0)
     warm_up = 2
@@ -89,4 +56,52 @@ def take_turns(
     finally:
         if collecting:
             gc.enable()
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def device_times(
+    contestants: Sequence[Contestant], rounds: int, done: Callable[[], None] = lambda: None
+) -> dict[str, float]:
+    """The median of each in microseconds on the device.
+
+    Each round they run in another order; before each the cache is overwritten. The host waits for nothing until the
+    end, so that the device never idles before a contestant.
+    """
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+    order, shuffle, warm_up = list(contestants), random.Random(0), 3
+    for number in range(rounds + warm_up):
+        shuffle.shuffle(order)
+        for contestant in order:
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            # The device is kept busy while the host puts together what the contestant launches: its gaps do not count.
+            torch.cuda._sleep(HEAD_START)
+            start.record()
+            contestant.run()
+            stop.record()
+            if number >= warm_up:
+                events.append((contestant.name, start, stop))
+        done()
+    torch.cuda.synchronize()
+    taken: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    for name, start, stop in events:
+        taken[name].append(start.elapsed_time(stop) * 1e3)
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def host_times(contestants: Sequence[Contestant], rounds: int, calls: int = 200) -> dict[str, float]:
+    """The median of the host's time per call in microseconds: many calls in a row, none of which is waited for."""
+    taken: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    order, shuffle = list(contestants), random.Random(0)
+    for number in range(rounds + 1):
+        shuffle.shuffle(order)
+        for contestant in order:
+            torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            for _ in range(calls):
+                contestant.run()
+            if number:
+                taken[contestant.name].append((time.perf_counter_ns() - start) / calls * 1e-3)
+    torch.cuda.synchronize()
     return {name: statistics.median(times) for name, times in taken.items()}

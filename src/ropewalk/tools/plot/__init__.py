@@ -1,0 +1,1 @@
+"""`ropewalk plot`: pictures of decay, frequencies, rotation, biases and sinusoids, and their numbers."""

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ropewalk.tools.options import json_option
+
 if TYPE_CHECKING:
     from ropewalk.tools.plot.command import Flags, Target
 
@@ -26,7 +28,7 @@ Examples:
 )
 
 Out = Annotated[str | None, typer.Option("--out", metavar="FILE.png|.svg|.pdf", help="Where the picture goes.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the numbers; - for standard output.")]
+Json = Annotated[str | None, json_option("the numbers")]
 Title = Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Another heading; '' for none.")]
 Dpi = Annotated[int | None, typer.Option("--dpi", metavar="N", help="Dots an inch of a PNG.  [default: 200]")]
 Configs = Annotated[
@@ -55,6 +57,38 @@ UnknownPairing = Annotated[
     str | None,
     typer.Option("--pairing", metavar="half|interleaved", help="For a config of a family that is not known."),
 ]
+# --length has another default, and another meaning, per command.
+DecayLength = Annotated[
+    int | None,
+    typer.Option("--length", metavar="N", help="Distances below N.  [default: the trained length, to 131072]"),
+]
+MarkedLength = Annotated[
+    int | None,
+    typer.Option("--length", metavar="N", help="Mark this length; rules that vary with it are taken there."),
+]
+RotationLength = Annotated[
+    int | None,
+    typer.Option("--length", metavar="N", help="Positions below N.  [default: the configured length, or 4096]"),
+]
+BiasLength = Annotated[int | None, typer.Option("--length", metavar="N", help="Distances below N.  [default: 256]")]
+TableLength = Annotated[int, typer.Option("--length", metavar="N", help="Positions.")]
+Pairs = Annotated[
+    list[int] | None,
+    typer.Option("--pair", metavar="I", help="Draw this pair. May be repeated.  [default: six of all]"),
+]
+DrawnPairing = Annotated[
+    str | None, typer.Option("--pairing", metavar="half|interleaved", help="Which features are a pair.")
+]
+BiasConfig = Annotated[
+    str | None, typer.Argument(metavar="CONFIG", help="A config with ALiBi or T5's buckets. Without it, both.")
+]
+NumHeads = Annotated[int | None, typer.Option("--num-heads", metavar="N", help="Heads of ALiBi.  [default: 8]")]
+Buckets = Annotated[int | None, typer.Option("--buckets", metavar="N", help="Buckets of T5.  [default: 32]")]
+MaxDistance = Annotated[
+    int | None, typer.Option("--max-distance", metavar="N", help="From where T5's last bucket.  [default: 128]")
+]
+TableDim = Annotated[int, typer.Option("--dim", metavar="N", help="Features.")]
+TableBase = Annotated[float, typer.Option("--base", metavar="BASE", help="Base of the frequencies.")]
 
 
 def _target(out: str | None, json: str | None, title: str | None, dpi: int | None) -> "Target":
@@ -78,10 +112,7 @@ def decay(
     json: Json = None,
     title: Title = None,
     dpi: Dpi = None,
-    length: Annotated[
-        int | None,
-        typer.Option("--length", metavar="N", help="Distances below N.  [default: the trained length, to 131072]"),
-    ] = None,
+    length: DecayLength = None,
     dim: Dim = None,
     base: Base = None,
     rule: Rule = None,
@@ -112,10 +143,7 @@ def frequencies(
     json: Json = None,
     title: Title = None,
     dpi: Dpi = None,
-    length: Annotated[
-        int | None,
-        typer.Option("--length", metavar="N", help="Mark this length; rules that vary with it are taken there."),
-    ] = None,
+    length: MarkedLength = None,
     dim: Dim = None,
     base: Base = None,
     rule: Rule = None,
@@ -147,18 +175,9 @@ def rotation(
     json: Json = None,
     title: Title = None,
     dpi: Dpi = None,
-    length: Annotated[
-        int | None,
-        typer.Option("--length", metavar="N", help="Positions below N.  [default: the configured length, or 4096]"),
-    ] = None,
-    pair: Annotated[
-        list[int] | None,
-        typer.Option("--pair", metavar="I", help="Draw this pair. May be repeated.  [default: six of all]"),
-    ] = None,
-    pairing: Annotated[
-        str | None,
-        typer.Option("--pairing", metavar="half|interleaved", help="Which features are a pair."),
-    ] = None,
+    length: RotationLength = None,
+    pair: Pairs = None,
+    pairing: DrawnPairing = None,
     dim: Dim = None,
     base: Base = None,
     rule: Rule = None,
@@ -184,23 +203,15 @@ def rotation(
 
 @plot.command()
 def bias(
-    config: Annotated[
-        str | None, typer.Argument(metavar="CONFIG", help="A config with ALiBi or T5's buckets. Without it, both.")
-    ] = None,
+    config: BiasConfig = None,
     out: Out = None,
     json: Json = None,
     title: Title = None,
     dpi: Dpi = None,
-    num_heads: Annotated[
-        int | None, typer.Option("--num-heads", metavar="N", help="Heads of ALiBi.  [default: 8]")
-    ] = None,
-    buckets: Annotated[int | None, typer.Option("--buckets", metavar="N", help="Buckets of T5.  [default: 32]")] = None,
-    max_distance: Annotated[
-        int | None, typer.Option("--max-distance", metavar="N", help="From where T5's last bucket.  [default: 128]")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option("--length", metavar="N", help="Distances below N.  [default: 256]")
-    ] = None,
+    num_heads: NumHeads = None,
+    buckets: Buckets = None,
+    max_distance: MaxDistance = None,
+    length: BiasLength = None,
 ) -> None:
     """ALiBi's bias of every head, and T5's buckets.
 
@@ -223,9 +234,9 @@ def sinusoidal(
     json: Json = None,
     title: Title = None,
     dpi: Dpi = None,
-    dim: Annotated[int, typer.Option("--dim", metavar="N", help="Features.")] = 64,
-    base: Annotated[float, typer.Option("--base", metavar="BASE", help="Base of the frequencies.")] = 10_000.0,
-    length: Annotated[int, typer.Option("--length", metavar="N", help="Positions.")] = 128,
+    dim: TableDim = 64,
+    base: TableBase = 10_000.0,
+    length: TableLength = 128,
 ) -> None:
     """The sinusoidal table as an image.
 

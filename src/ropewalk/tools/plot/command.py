@@ -20,7 +20,7 @@ from ropewalk.tools.output import require_writable_file, write_json
 from ropewalk.tools.plot.curves import Curve, Flags, as_lists, as_text, decay_of, either, rotations
 
 if TYPE_CHECKING:
-    from ropewalk.tools.plot.style import Figure
+    from ropewalk.tools.pictures import Figure
 
 __all__ = ["Flags", "Target", "plot_bias", "plot_decay", "plot_frequencies", "plot_rotation", "plot_sinusoidal"]
 
@@ -56,7 +56,7 @@ class Target:
         if self.json_file is not None:
             require_writable_file(self.json_file, asked=f"{asked} --json {self.json_file}")
         if self.out is not None:
-            from ropewalk.tools.plot.style import require_picture, require_text
+            from ropewalk.tools.pictures import require_picture, require_text
 
             require_picture(self.out, asked=f"{asked} --out {self.out}")
             require_text(self.title or "", asked=f"{asked} --title {self.title!r}")
@@ -77,7 +77,7 @@ class Target:
         # With the JSON on standard output, all that is for people goes to the other stream.
         console = Console(stderr=self.json_file == "-", highlight=False, markup=False)
         if self.out is not None:
-            from ropewalk.tools.plot.style import DPI, save
+            from ropewalk.tools.pictures import DPI, save
 
             save(draw(), self.out, self.dpi or DPI)
         if self.json_file is not None:

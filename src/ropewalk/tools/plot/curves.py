@@ -11,24 +11,16 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ropewalk.errors import RopewalkError, require_choice
-from ropewalk.spec.by_parts import Llama3, NTKByParts, Yarn
-from ropewalk.spec.frequencies import Frequencies, Plain
+from ropewalk.spec import Frequencies
 from ropewalk.spec.rope import PAIRINGS, RopeSpec
-from ropewalk.spec.stretched import NTK, DynamicNTK, PositionInterpolation
 from ropewalk.theory import band_means, decay_curve, score_sum
 from ropewalk.tools.command_config import read_named_config
 
 __all__ = ["RULES", "Curve", "Decay", "Flags", "as_lists", "as_text", "decay_of", "either", "octaves", "rotations"]
 
-# Rules that a base, a factor and a trained length say.
+# Rules that a base, a factor and a trained length specify, by their names in a command line.
 RULES: dict[str, type[Frequencies]] = {
-    "plain": Plain,
-    "linear": PositionInterpolation,
-    "ntk": NTK,
-    "dynamic": DynamicNTK,
-    "by-parts": NTKByParts,
-    "yarn": Yarn,
-    "llama3": Llama3,
+    rule.option: rule for rule in Frequencies.known.values() if rule.option is not None
 }
 # What a person can tell apart in one picture.
 MOST_CURVES = 6
@@ -42,7 +34,7 @@ _DRAWN = 4096
 
 @dataclass(frozen=True)
 class Flags:
-    """A rotation without a config: what --dim, --base, --rule, --factor and --trained-length say."""
+    """A rotation without a config: what --dim, --base, --rule, --factor and --trained-length specify."""
 
     dim: int | None = None
     bases: tuple[float, ...] = ()
@@ -61,7 +53,7 @@ class Curve:
     configured: int | None = None
 
     def inv_freq(self, length: int | None = None) -> NDArray[np.float64]:
-        """|theta_i| by which a text turns, whose tokens stand at the same place of every axis."""
+        """|theta_i| of a text, whose tokens have the same position on every axis."""
         theta = self.spec.inv_freq(length)
         return np.abs(theta if self.spec.axes is None else self.spec.axes.matrix(theta).sum(axis=0))
 
@@ -111,9 +103,9 @@ def either(asked: str, flags: str) -> RopewalkError:
 def rotations(
     configs: Sequence[str], flags: Flags, pairing: str | None, asked: str, most: int = MOST_CURVES, paired: bool = False
 ) -> list[Curve]:
-    """What configs or flags say, under names that differ. Notes go to standard error.
+    """The rotations of configs or flags, under names that differ. Notes go to standard error.
 
-    Without a config the pairing says something only to a picture that shows features, which `paired` tells.
+    Without a config the pairing matters only to a picture that shows features: `paired`.
     """
     configs = list(dict.fromkeys(configs))
     if pairing is not None and not configs and not paired:
@@ -126,25 +118,25 @@ def rotations(
     if configs and flags != Flags():
         raise either(asked, "--dim, --base, --rule, --factor and --trained-length")
     if configs:
-        found = [curve for config in configs for curve in _of_config(config, pairing, asked)]
-        names = [curve.name for curve in found]
+        curves = [curve for config in configs for curve in _of_config(config, pairing, asked)]
+        names = [curve.name for curve in curves]
         if len(set(names)) < len(names):
-            found = [curve for config in configs for curve in _of_config(config, pairing, asked, whole_path=True)]
+            curves = [curve for config in configs for curve in _of_config(config, pairing, asked, whole_path=True)]
     else:
-        found = _of_flags(flags, pairing, asked)
-    if len(found) > most:
+        curves = _of_flags(flags, pairing, asked)
+    if len(curves) > most:
         raise RopewalkError(
             asked=asked,
             expected=f"at most {most} rotations in one picture",
-            got=f"{len(found)}: {', '.join(curve.name for curve in found)}",
+            got=f"{len(curves)}: {', '.join(curve.name for curve in curves)}",
             do="draw several pictures",
         )
-    return found
+    return curves
 
 
 def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = False) -> list[Curve]:
     """The kinds of layers of a model that differ in their rotation."""
-    # Of several configs, which one.
+    # The error names the config: there may be several.
     model = read_named_config(config, pairing, f"{asked} {config}")
     name = str(Path(config)) if whole_path else model.name
     kinds: dict[RopeSpec, list[str]] = {}
@@ -173,11 +165,12 @@ def _of_flags(flags: Flags, pairing: str | None, asked: str) -> list[Curve]:
     """A curve for every base and rule, named by what differs. A factor or length that a rule needs must be given."""
     bases, rules = dict.fromkeys(flags.bases or (10_000.0,)), dict.fromkeys(flags.rules or ("plain",))
     options = (("factor", "--factor", flags.factor, 4), ("trained_length", "--trained-length", flags.trained, 4096))
+    drawn_pairing = require_choice(pairing or PAIRINGS[0], PAIRINGS, asked=f"{asked} --pairing")
     made: list[Curve] = []
     for base, name in itertools.product(bases, rules):
         kind = RULES[require_choice(name, RULES, asked=f"{asked} --rule")]
         takes = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
-        given: dict[str, Any] = {"base": base}
+        arguments: dict[str, Any] = {"base": base}
         for field, option, value, usual in options:
             if field in takes and value is None:
                 raise RopewalkError(
@@ -186,11 +179,11 @@ def _of_flags(flags: Flags, pairing: str | None, asked: str) -> list[Curve]:
                     got=f"no {option}",
                     do=f"add {option}, for example {option} {usual}",
                 )
-            given |= {field: value} if field in takes else {}
+            arguments |= {field: value} if field in takes else {}
         shown = [f"base {base:,.12g}"] if len(bases) > 1 or len(rules) == 1 else []
         if len(rules) > 1 or name != "plain":
             shown.append(f"{name} ×{flags.factor:g}" if "factor" in takes else name)
-        spec = RopeSpec(128 if flags.dim is None else flags.dim, kind(**given), pairing=pairing or PAIRINGS[0])
+        spec = RopeSpec(128 if flags.dim is None else flags.dim, kind(**arguments), pairing=drawn_pairing)
         made.append(Curve(", ".join(shown), spec, flags.trained))
     if flags.factor is not None and set(rules) == {"plain"}:
         raise RopewalkError(

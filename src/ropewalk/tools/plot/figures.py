@@ -11,8 +11,7 @@ from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory import BAND_EDGES, classify, periods, plain_inv_freq
 from ropewalk.theory.encodings import sinusoidal_table
-from ropewalk.tools.plot.curves import Curve, Decay, as_text, decay_of
-from ropewalk.tools.plot.style import (
+from ropewalk.tools.pictures import (
     BLUE,
     COLOURS,
     DASHES,
@@ -25,6 +24,7 @@ from ropewalk.tools.plot.style import (
     save,
     shades,
 )
+from ropewalk.tools.plot.curves import Curve, Decay, as_text, decay_of
 
 __all__ = ["bias", "decay", "draw_all", "frequencies", "relative", "rotation", "sinusoidal"]
 

@@ -1,4 +1,4 @@
-"""bench_accelerate: its record, its exit codes, and that it leaves nothing behind."""
+"""bench.accelerate: its record, its exit codes, and that it leaves nothing behind."""
 
 import json
 import subprocess
@@ -42,8 +42,8 @@ def test_the_record(tmp_path, capsys, monkeypatch):
     assert case["family"] == "llama"
     assert [line["path"] for line in case["lines"]] == ["transformers", "ropewalk"]
     assert "rotation ms" in capsys.readouterr().out
-    # Logits that lie too far apart are a failed check.
-    monkeypatch.setitem(bench.LIMITS, "float32", 0.0)
+    # Logits past the limit are a failed check. On some processors they are equal, so a limit of 0 would not do.
+    monkeypatch.setitem(bench.LIMITS, "float32", -1.0)
     assert bench.bench_accelerate(quick=True) == 1
 
 

@@ -1,0 +1,177 @@
+"""One look for every picture: sizes, colours that the colour-blind can tell apart, and how a picture is written.
+
+with figure(7.1, 3.6) as drawn:
+    axes = drawn.subplots()
+    axes.plot(...)
+save(drawn, "picture.svg")
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ropewalk.errors import RopewalkError
+from ropewalk.tools.output import require_writable_file, write_whole
+
+try:
+    from cycler import cycler
+    from matplotlib import colormaps, rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.mathtext import MathTextParser
+    from matplotlib.patches import Circle
+except ImportError:
+    raise RopewalkError(
+        asked="pictures",
+        expected="matplotlib, which the extra `plots` installs",
+        got="no matplotlib",
+        do="pip install 'ropewalk[plots]'",
+    ) from None
+
+__all__ = [
+    "BLUE",
+    "COLOURS",
+    "DASHES",
+    "DPI",
+    "GREEN",
+    "GREY",
+    "KINDS",
+    "ORANGE",
+    "RED",
+    "Circle",
+    "Figure",
+    "figure",
+    "lengths_axis",
+    "require_picture",
+    "require_text",
+    "save",
+    "shades",
+    "shown_length",
+]
+
+# Okabe and Ito's colours without the yellow, which white paper swallows.
+BLUE, RED, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
+# A curve is known by its dashes too: prints are grey.
+DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)))
+GREY = "#767676"
+
+# Endings, and what a file of that kind would say of the moment it was drawn: the same picture is the same bytes.
+KINDS = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+
+# Dots per inch of a PNG.
+DPI = 200
+
+_TEXT = 8.0
+_LOOK: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": _TEXT,
+    "mathtext.fontset": "dejavusans",
+    "axes.titlesize": _TEXT + 0.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": _TEXT,
+    "axes.linewidth": 0.6,
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": cycler(color=COLOURS),
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.5,
+    "xtick.labelsize": _TEXT - 0.5,
+    "ytick.labelsize": _TEXT - 0.5,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": "black",
+    "ytick.labelcolor": "black",
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "xtick.minor.size": 0.0,
+    "ytick.minor.size": 0.0,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.2,
+    "legend.frameon": False,
+    "legend.fontsize": _TEXT,
+    "legend.handlelength": 2.2,
+    "legend.labelspacing": 0.35,
+    "figure.titlesize": _TEXT + 1.5,
+    "savefig.facecolor": "white",
+    # Text stays text: it can be searched, and a paper's own font can take its place.
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "ropewalk",
+}
+
+
+@contextmanager
+def figure(width: float = 7.1, height: float = 3.6) -> Iterator[Figure]:
+    """A figure of that many inches; what is drawn inside the `with` has the look. 7.1 is two columns of a paper."""
+    with rc_context(_LOOK):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def lengths_axis(axes: Axes, low: int, high: int) -> None:
+    """Powers of two as lengths are written, 64, 1k, 32k, on a logarithmic axis of positions from `low` to `high`."""
+    axes.set(xscale="log", xlim=(low, high))
+    powers = [2**n for n in range(21) if low <= 2**n <= high]
+    # Every other or every third where all of them would touch.
+    powers = powers[:: max(1, -(-len(powers) // 7))]
+    axes.set_xticks(powers, [shown_length(power) for power in powers])
+    axes.minorticks_off()
+
+
+def shown_length(length: float) -> str:
+    """A length as people write it: 4096 is 4k.
+
+    >>> shown_length(512), shown_length(4096), shown_length(1536)
+    ('512', '4k', '1.5k')
+    """
+    return f"{length / 1024:g}k" if length >= 1024 else f"{length:g}"
+
+
+def shades(count: int) -> NDArray[np.float64]:
+    """Colours of things that have an order, from dark to light; white paper would swallow the lightest."""
+    return colormaps["viridis"](np.linspace(0.0, 0.88, count))
+
+
+def require_picture(target: str, *, asked: str) -> None:
+    """Raises for a name whose ending is no kind of picture, and for a place where no file can be written."""
+    if Path(target).suffix.lower() not in KINDS:
+        raise RopewalkError(
+            asked=asked,
+            expected="a file name that ends in a kind of picture",
+            got=repr(target),
+            do=f"use one of {', '.join(KINDS)}",
+        )
+    require_writable_file(target, asked=asked)
+
+
+def require_text(text: str, *, asked: str) -> None:
+    """Raises for a text whose $formula$ matplotlib cannot read."""
+    try:
+        MathTextParser("path").parse(text)
+    except ValueError as error:
+        raise RopewalkError(
+            asked=asked,
+            expected="text, with formulas between dollar signs as matplotlib reads them",
+            got=str(error).strip().splitlines()[-1],
+            do=r"mend the formula, or write \$ for a dollar sign",
+        ) from None
+
+
+def save(drawn: Figure, target: str, dpi: int = DPI) -> None:
+    """Writes the figure into `target`, whole or not at all, in the format of its ending. `dpi` is a PNG's."""
+    kind = Path(target).suffix.lower()
+    buffer = io.BytesIO()
+    with rc_context(_LOOK):
+        drawn.savefig(buffer, format=kind.removeprefix("."), metadata=KINDS[kind], dpi=dpi)
+    write_whole(buffer.getvalue(), target)
