@@ -158,7 +158,7 @@ def test_compile_and_transforms():
         ({"eps": "1e-6"}, "eps"),
         ({"plus_one": 1}, "plus_one"),
         ({"round_norm": None}, "round_norm"),
-        ({"rope": "rope"}, "a RotaryEmbedding as the fifth argument"),
+        ({"rope": "rope"}, "a RotaryEmbedding as the third argument"),
         ({"k": None}, "keys"),
         ({"k": torch.ones(1, 2, 6, 8)}, "as many keys as queries"),
         ({"q": torch.ones(1, 2, 5, 7)}, "whose last dimension is 8"),
