@@ -210,15 +210,16 @@ class Explicit(Frequencies):
         self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT:
         dim = require_even(rotary_dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
-        array = arithmetic.array(self.inv_freq)
-        if array.shape[-1] != dim // 2:
+        first = self.inv_freq[0]
+        per_head, count = (True, len(first)) if isinstance(first, tuple) else (False, len(self.inv_freq))
+        if count != dim // 2:
             raise RopewalkError(
                 asked=f"Explicit frequencies for rotary_dim={rotary_dim}",
-                expected=f"{rotary_dim // 2} numbers{' per head' if array.ndim == 2 else ''}, one per pair",
-                got=f"{array.shape[-1]}",
-                do=f"give {rotary_dim // 2} frequencies, or set rotary_dim={2 * array.shape[-1]}",
+                expected=f"{rotary_dim // 2} numbers{' per head' if per_head else ''}, one per pair",
+                got=f"{count}",
+                do=f"give {rotary_dim // 2} frequencies, or set rotary_dim={2 * count}",
             )
-        return array
+        return arithmetic.array(self.inv_freq)
 
 
 @final
