@@ -11,8 +11,7 @@ from ropewalk.hub.extend.rules import RULE_NAMES, RuleName
 from ropewalk.hub.extend.stacks import STACKS, Stack
 from ropewalk.tools.command_config import CommandLine, read_named_config
 from ropewalk.tools.extend.sheet import one_rule, side_by_side
-from ropewalk.tools.output import require_writable_file, write_json
-from ropewalk.tools.trimmed import trimmed
+from ropewalk.tools.output import require_writable_file, trimmed, write_json
 
 __all__ = ["extend"]
 

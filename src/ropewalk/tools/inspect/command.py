@@ -13,8 +13,7 @@ from ropewalk.hub.inspection import Inspection, Layer, View, inspection_of
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.tools.command_config import read_named_config
 from ropewalk.tools.inspect.sheet import features_of, number, sheet, warnings_of
-from ropewalk.tools.output import require_writable_file, write_json
-from ropewalk.tools.trimmed import trimmed
+from ropewalk.tools.output import require_writable_file, trimmed, write_json
 
 __all__ = ["inspect", "rows_of"]
 
@@ -37,8 +36,8 @@ def inspect(
         require_writable_file(json_file, asked=f"{command} --json {json_file}")
     if plot is not None:
         # A missing matplotlib is told now. Not imported above: it takes longer than all the rest.
-        style = importlib.import_module("ropewalk.tools.plot.style")
-        style.require_picture(plot, asked=f"{command} --plot {plot}")
+        pictures = importlib.import_module("ropewalk.tools.pictures")
+        pictures.require_picture(plot, asked=f"{command} --plot {plot}")
     inspections = [
         inspection_of(read_named_config(config, pairing, f"ropewalk inspect {config}")) for config in configs
     ]

@@ -9,7 +9,7 @@ from ropewalk.hub.configs.model import Lengths, Model
 from ropewalk.hub.inspection import Inspection, Layer, View
 from ropewalk.theory import periods
 from ropewalk.tools.inspect.sheet import number
-from ropewalk.tools.plot.style import BLUE, GREEN, GREY, ORANGE, RED, figure, save
+from ropewalk.tools.pictures import BLUE, GREEN, GREY, ORANGE, RED, figure, save
 
 __all__ = ["draw"]
 
