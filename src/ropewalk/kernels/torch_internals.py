@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 __all__ = [
     "MASKS",
     "current_stream",
+    "has_hooks",
     "is_eager",
     "is_exporting",
     "is_masked",
@@ -37,6 +38,16 @@ MASKS: tuple[Callable[[Tensor], bool], ...] = (
     torch._is_zerotensor,  # pyright: ignore[reportPrivateImportUsage]
     torch._is_functional_tensor,  # pyright: ignore[reportPrivateImportUsage]
 )
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether more than its forward runs when this module is called.
+
+    >>> has_hooks(torch.nn.Identity())
+    False
+    """
+    before = module._forward_pre_hooks or module._backward_pre_hooks
+    return bool(before or module._forward_hooks or module._backward_hooks)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

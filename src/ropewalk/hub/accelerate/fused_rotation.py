@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ropewalk.hub.accelerate.rotation_probe import Rotation, parameters_of
 from ropewalk.kernels.precision import FLOATS
+from ropewalk.kernels.torch_internals import has_hooks
 from ropewalk.kernels.types import Layout, Norm
 from ropewalk.ops import norm_rotate, rotate
 
@@ -99,8 +100,7 @@ def _is_plain(module: Any, norms: type, x: Tensor) -> bool:
     return (
         type(module) is norms
         and "forward" not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        and not module._backward_pre_hooks
+        and not has_hooks(module)
         and type(weight) in (Tensor, torch.nn.Parameter)
         and weight.dtype == x.dtype
         and weight.device == x.device
