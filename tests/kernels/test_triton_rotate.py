@@ -8,13 +8,13 @@ from nn.module import by_module, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding, ops
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels import triton_launch as launch_triton
+from ropewalk.kernels.backend import Choice
 from ropewalk.kernels.backends import triton as triton_backend
 from ropewalk.kernels.backends.triton import TRITON
 from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.rotate import triton as rotate_triton
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.types import Layout
-from ropewalk.ops.dispatch import Choice
 from ropewalk.reference import check_rotation
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -13,11 +13,22 @@ new backend is one file like those in `backends/`, and a line in its `__init__.p
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ropewalk.errors import RopewalkError, require_choice
 
-__all__ = ["OPERATIONS", "Backend", "Operation", "OperationName", "backends", "get", "register", "registered"]
+__all__ = [
+    "OPERATIONS",
+    "Backend",
+    "Choice",
+    "Operation",
+    "OperationName",
+    "backends",
+    "candidates",
+    "get",
+    "register",
+    "registered",
+]
 
 OperationName = Literal["cos_sin", "rotate", "norm_rotate", "linear_attention"]
 OPERATIONS: tuple[OperationName, ...] = ("cos_sin", "rotate", "norm_rotate", "linear_attention")
@@ -79,6 +90,18 @@ def _present() -> str | None:
     return None
 
 
+class Choice(NamedTuple):
+    """How a call is computed: its path, the name of the backend and its operation. `ops.dispatch` chooses.
+
+    >>> Choice("kernel", "mine", Operation(run=print)).backend
+    'mine'
+    """
+
+    path: Literal["kernel", "op", "formula"]
+    backend: str
+    operation: Operation
+
+
 @dataclass(frozen=True)
 class Backend:
     """A backend: its name, its operations, why it is missing, and the devices on which it is chosen by itself.
@@ -98,6 +121,9 @@ class Backend:
 
 # By name, those to be preferred first.
 _REGISTRY: dict[str, Backend] = {}
+
+# What `candidates` found, until a backend is registered.
+_CANDIDATES: dict[tuple[str, str | None, str], tuple[Choice, ...]] = {}
 
 
 def register(backend: Backend) -> Callable[[], None]:
@@ -119,6 +145,7 @@ def register(backend: Backend) -> Callable[[], None]:
 def _replace_all(registry: dict[str, Backend]) -> None:
     _REGISTRY.clear()
     _REGISTRY.update(registry)
+    _CANDIDATES.clear()
 
 
 def backends() -> tuple[Backend, ...]:
@@ -128,6 +155,26 @@ def backends() -> tuple[Backend, ...]:
     True
     """
     return tuple(_REGISTRY.values())
+
+
+def candidates(operation: OperationName, requested: str | None, device: str) -> tuple[Choice, ...]:
+    """The kernels to try for an operation on tensors of that type of device, in order.
+
+    A backend that was requested is the only one; for cos_sin it comes before the others.
+
+    >>> [choice.backend for choice in candidates("rotate", None, "meta")]
+    ['torch']
+    """
+    key = operation, requested, device
+    known = _CANDIDATES.get(key)
+    if known is not None:
+        return known
+    named = [backend for backend in _REGISTRY.values() if backend.name == requested]
+    others = [backend for backend in _REGISTRY.values() if backend.devices is None or device in backend.devices]
+    order = named if requested is not None and operation != "cos_sin" else [*named, *others]
+    return _CANDIDATES.setdefault(
+        key, tuple(Choice("kernel", b.name, b.operations[operation]) for b in order if operation in b.operations)
+    )
 
 
 def registered(name: str) -> Backend:

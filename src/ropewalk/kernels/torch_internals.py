@@ -29,15 +29,12 @@ __all__ = [
     "why_not_plain",
 ]
 
-# A plain type does not make plain memory: the batched tensors of `is_grads_batched`, zero and functional tensors have
-# none, and in that of the imaginary part of a conjugate every sign is the opposite. The C kernel asks the first two
-# itself.
-MASKS: tuple[Callable[[Tensor], bool], ...] = (
-    is_legacy_batchedtensor,
-    Tensor.is_neg,
-    torch._is_zerotensor,  # pyright: ignore[reportPrivateImportUsage]
-    torch._is_functional_tensor,  # pyright: ignore[reportPrivateImportUsage]
-)
+_Parameter = torch.nn.Parameter
+_is_zerotensor = torch._is_zerotensor  # pyright: ignore[reportPrivateImportUsage]
+_is_functional_tensor = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
+
+# What the C kernel asks of a tensor itself. That a tensor has no memory it sees without asking.
+MASKS: tuple[Callable[[Tensor], bool], ...] = (is_legacy_batchedtensor, Tensor.is_neg)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -56,7 +53,21 @@ def is_plain(*tensors: Tensor | None) -> bool:
     >>> is_plain(torch.ones(2)), torch.func.vmap(lambda x: torch.tensor(is_plain(x)))(torch.ones(1)).item()
     (True, False)
     """
-    return is_eager() and all(tensor is None or _is_ordinary(tensor) for tensor in tensors)
+    if not is_eager():
+        return False
+    # Written out: decoding waits for this.
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        kind = type(tensor)
+        if (kind is not Tensor and kind is not _Parameter) or (
+            is_legacy_batchedtensor(tensor)
+            or tensor.is_neg()
+            or _is_zerotensor(tensor)
+            or _is_functional_tensor(tensor)
+        ):
+            return False
+    return True
 
 
 def is_eager() -> bool:
@@ -76,16 +87,19 @@ def is_eager() -> bool:
 
 def _is_ordinary(tensor: Tensor) -> bool:
     kind = type(tensor)
-    return (kind is Tensor or kind is torch.nn.Parameter) and not any(masked(tensor) for masked in MASKS)
+    return (kind is Tensor or kind is torch.nn.Parameter) and not is_masked(tensor)
 
 
 def is_masked(x: Tensor) -> bool:
     """Whether the memory of a tensor of a plain type must not be read directly.
 
+    The batched tensors of `is_grads_batched`, zero and functional tensors have none, and in that of the imaginary part
+    of a conjugate every sign is the opposite.
+
     >>> is_masked(torch.ones(1)), is_masked(torch.ones(1, dtype=torch.complex64).conj().imag)
     (False, True)
     """
-    return any(masked(x) for masked in MASKS)
+    return is_legacy_batchedtensor(x) or x.is_neg() or _is_zerotensor(x) or _is_functional_tensor(x)
 
 
 def is_transformed() -> bool:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ropewalk.kernels.angles.torch import angles_at, pair_positions
 from ropewalk.kernels.angles.torch import cos_sin as cos_sin_formula
-from ropewalk.ops.dispatch import Choice, choose, find
+from ropewalk.kernels.backend import Choice
+from ropewalk.ops.dispatch import choose, find
 
 __all__ = ["cos_sin"]
 

@@ -13,31 +13,19 @@ Only plain tensors reach a kernel, so that none reads a pointer that is not ther
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.backend import Operation, OperationName, backends, get
+from ropewalk.kernels.backend import Choice, OperationName, backends, candidates, get
 from ropewalk.kernels.backends import TORCH
 from ropewalk.kernels.torch_internals import is_exporting, is_plain, is_transformed, why_not_plain
 
-__all__ = ["Choice", "backend_reasons", "choose", "direct_rotation", "find", "require_backend"]
+__all__ = ["backend_reasons", "choose", "direct_rotation", "find", "require_backend"]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-
-
-class Choice(NamedTuple):
-    """How a call is computed: its path, the name of the backend and its operation.
-
-    >>> Choice("kernel", "torch", TORCH.operations["rotate"]).backend
-    'torch'
-    """
-
-    path: Literal["kernel", "op", "formula"]
-    backend: str
-    operation: Operation
 
 
 _FORMULA: dict[OperationName, Choice] = {
@@ -113,16 +101,9 @@ def find(
     ('torch', 'gradients of cos and sin')
     """
     first = call[0] if isinstance(call[0], Tensor) else call[0].x
-    device, reason = first.device.type, "an operation that it does not have"
-    for backend in backends():
-        forced = backend.name == requested
-        if not forced:
-            preference = requested is None or name == "cos_sin"
-            if not preference or (backend.devices is not None and device not in backend.devices):
-                continue
-        operation = backend.operations.get(name)
-        if operation is None:
-            continue
+    reason = "an operation that it does not have"
+    for choice in candidates(name, requested, first.device.type):
+        operation = choice.operation
         if table_gradient and (compiling or operation.table_gradient is None):
             reason = "gradients of cos and sin"
             continue
@@ -130,11 +111,11 @@ def find(
         if why_not is not None:
             reason = why_not
             continue
-        if not forced and not operation.worthwhile(*call, compiling):
+        if choice.backend != requested and not operation.worthwhile(*call, compiling):
             continue
         if operation.traceable or (compiling and not operation.opaque):
             return _FORMULA[name]
-        return Choice("op" if compiling else "kernel", backend.name, operation)
+        return choice._replace(path="op") if compiling else choice
     return reason
 
 

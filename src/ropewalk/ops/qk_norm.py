@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.backend import Choice
 from ropewalk.kernels.qk_norm.torch import factor, norm_backward
 from ropewalk.kernels.qk_norm.torch import norm_rotate as norm_rotate_formula
 from ropewalk.kernels.torch_internals import is_plain
 from ropewalk.kernels.types import Layout, Norm
-from ropewalk.ops.dispatch import Choice, choose, find
+from ropewalk.ops.dispatch import choose, find
 from ropewalk.ops.rotation import by_formula, rotate, rows_for
 
 __all__ = ["norm_rotate"]

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Operation
+from ropewalk.kernels.backend import Choice, Operation
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.torch_internals import is_eager, is_plain
 from ropewalk.kernels.types import Layout
-from ropewalk.ops.dispatch import Choice, choose, find
+from ropewalk.ops.dispatch import choose, find
 
 __all__ = ["by_formula", "rotate", "rotate_", "rotate_directly", "rows_for"]
 
@@ -35,8 +35,11 @@ def rotate(
     >>> rotate(torch.tensor([[1.0, 0.0]]), None, *quarter, Layout(True, 0, -2))[0].tolist()
     [[0.0, 1.0]]
     """
-    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    grad = torch.is_grad_enabled()
+    learned = grad and (cos.requires_grad or sin.requires_grad)
     choice = choose("rotate", backend, (q, k, layout), (q, k, cos, sin), table_gradient=learned)
+    if choice.path == "kernel" and not grad:
+        return choice.operation.run(q, k, cos, sin, layout, row, conjugate)
     if choice.path == "formula":
         both = (q,) if k is None else (q, k)
         return tuple(rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both)

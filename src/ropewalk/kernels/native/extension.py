@@ -40,8 +40,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     if exchange is None:
         return None, f"torch {torch.__version__} does not export DLPack's exchange API: use torch 2.11 or later"
     try:
-        # The C code sees by itself that a tensor has no memory.
-        native.use_torch(Tensor, torch.nn.Parameter, exchange, openmp_team(), MASKS[:2], torch.empty_like)
+        native.use_torch(Tensor, torch.nn.Parameter, exchange, openmp_team(), MASKS, torch.empty_like)
     except (ImportError, ValueError) as error:
         return None, f"torch {torch.__version__} exports its tensors in a way that is not known here ({error})"
     return native, None

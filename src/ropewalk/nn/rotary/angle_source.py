@@ -60,6 +60,8 @@ class AngleSource:
     ) -> None:
         self.spec, self.limits, self.seq_dim, self.backend = spec, limits, seq_dim, backend
         self._learned = learned
+        # Whether queries and keys have the same cos and sin at the same positions.
+        self.same_for_both: bool = spec.same_for_both
         # Whether a call for a plain range may go straight to the kernel, with what the cache holds.
         self.plain_ranges: bool = spec.same_for_both and not spec.varies and spec.axes is None
         # float32 frequencies are made by the operations of transformers, and on the CPU, where it makes them.
@@ -300,7 +302,7 @@ class AngleSource:
         >>> AngleSource(RopeSpec(4)).shared_tables(torch.ones(3, 4), torch.ones(3, 4), Where(offset=9)).row
         9
         """
-        self.check_tensors(q, k)
+        check_tensors(q, k, self.spec.head_dim, self.seq_dim, self.heads)
         seq = q.shape[self.seq_dim]
         plain = where.positions is None and where.cu_seqlens is None and where.angles is None
         if plain and self.plain_ranges and is_start(where.offset):

@@ -204,6 +204,10 @@ class RotaryEmbedding(nn.Module):
                 if rotated is not None:
                     return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
         where = Where(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        if k_positions is None and role is None and self._source.same_for_both:
+            cos, sin, row = self._source.shared_tables(q, k, where, self.log_scale)
+            rotated = rotate(q, k, cos, sin, self.layout, row=row, backend=self.backend)
+            return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
         results: list[Tensor] = []
         for part in self.parts(q, k, where):
             cos, sin, row = part.tables

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.ops.dispatch import Choice, direct_rotation
+from ropewalk.kernels.backend import Choice
+from ropewalk.ops.dispatch import direct_rotation
 
 __all__ = ["Block", "RangeCache"]
 

@@ -62,9 +62,12 @@ class Where(NamedTuple):
 
         >>> Where(positions=torch.arange(2)).check(None)
         """
-        first_four = {"positions": self.positions, "offset": self.offset}
-        first_four |= {"cu_seqlens": self.cu_seqlens, "angles": self.angles}
-        named = [name for name, value in first_four.items() if value is not None]
+        given = (self.positions is not None) + (self.offset is not None)
+        given += (self.cu_seqlens is not None) + (self.angles is not None)
+        if given <= 1 and self.k_positions is None:
+            return
+        names = ("positions", "offset", "cu_seqlens", "angles")
+        named = [name for name in names if getattr(self, name) is not None]
         if len(named) <= 1 and (self.k_positions is None or (k is not None and named in ([], ["positions"]))):
             return
         named += [] if self.k_positions is None else ["k_positions"]
