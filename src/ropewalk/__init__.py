@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Where each public name lives. tests/test_architecture.py holds it against the imports above.
+# The module that defines each public name. A test in tests/architecture compares it with the imports above.
 _HOME = {
     "Attention": "ropewalk.nn.attention.layer",
     "Axes": "ropewalk.spec.axes",

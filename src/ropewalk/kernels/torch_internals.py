@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 __all__ = [
     "MASKS",
     "current_stream",
+    "delay",
     "has_hooks",
     "is_eager",
     "is_exporting",
@@ -168,6 +169,15 @@ def current_stream(device: torch.device) -> int:
         return 0
     # What `torch.cuda.current_stream` asks too, without an object around it: decoding waits for this.
     return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def delay(cycles: int) -> None:
+    """Keeps the current stream of the current CUDA device busy for that many cycles, without making the host wait.
+
+    >>> if torch.cuda.is_available():
+    ...     delay(1)
+    """
+    torch.cuda._sleep(cycles)
 
 
 def openmp_team() -> int:

@@ -1,0 +1,1 @@
+"""The C extension: its source, and how it is loaded."""

@@ -1,0 +1,1 @@
+"""The rotation of q and k: one file per backend."""

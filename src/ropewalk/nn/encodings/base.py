@@ -20,7 +20,13 @@ _TOKENS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class EncodingCache(Protocol):
-    """A cache in which an encoding keeps what the next tokens need of the tokens so far, as `KVCache` has it."""
+    """A cache in which an encoding stores what the next tokens need from the tokens so far; `KVCache` is one.
+
+    >>> from ropewalk.nn.attention.cache import KVCache
+    >>> cache: EncodingCache = KVCache(1, 1, max_length=4, head_dim=2)
+    >>> cache.encoding_state is None
+    True
+    """
 
     encoding_state: Tensor | None
 

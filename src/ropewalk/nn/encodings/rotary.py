@@ -148,7 +148,12 @@ class XPosEncoding(RotaryEncoding):
 
 
 class RopeOptions(TypedDict, total=False):
-    """Options of `RotaryEmbedding` that `ropewalk.encoding` passes on for every rotary encoding."""
+    """Options of `RotaryEmbedding` that `ropewalk.encoding` passes on for every rotary encoding.
+
+    >>> options: RopeOptions = {"context_length": 8}
+    >>> rope_for_model(8, 2, **options).length
+    8
+    """
 
     context_length: int | None
     learned: bool
