@@ -7,10 +7,10 @@ PICTURES ?= build/verify
 .PHONY: help demo test test-all test-gpu check docs format clean
 
 help:
-	@echo "make demo      check every statement in the ledger and draw the pictures"
+	@echo "make demo      measure what notes and papers state about RoPE, and draw the pictures"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  all tests that need no GPU (what CI runs)"
-	@echo "make test-gpu  the tests of the Triton kernels, on a CUDA device"
+	@echo "make test-gpu  all tests marked gpu, and those of the kernels and backends, on a CUDA device"
 	@echo "make check     ruff (format, lint) and pyright"
 	@echo "make docs      the pages of docs/ as a site, in build/docs; a broken link is an error"
 
@@ -45,7 +45,9 @@ test-all: .venv/installed-dev
 	@$(BIN)/python -m pytest -n 2 -m "not gpu"
 
 test-gpu: .venv/installed-dev
-	@$(BIN)/python -m pytest tests/kernels/test_triton_*.py tests/nn/test_*_gpu.py
+	@$(BIN)/python -m pytest -m gpu
+	@# These run in Triton's interpreter where there is no CUDA device, and on the device where there is one.
+	@$(BIN)/python -m pytest -m "not gpu" tests/kernels/test_triton_*.py tests/kernels/test_backends.py
 
 check: .venv/installed-dev
 	@$(BIN)/ruff format --check .
