@@ -18,7 +18,7 @@ class Given(Frequencies):
     values: tuple[Any, ...]
     scale: float = 1.0
 
-    def evaluate(self, rotary_dim, length=None, arithmetic=None):
+    def evaluate(self, rotary_dim, length=None, arithmetic=None) -> Any:
         return np.array(self.values, dtype=np.float64)
 
     def amplitude(self, length=None, arithmetic=None):

@@ -45,6 +45,7 @@ def _ddp(rank: int, x: torch.Tensor) -> None:
 def _fsdp(rank: int, x: torch.Tensor) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
     torch.manual_seed(0)
     model = Layer()
@@ -54,13 +55,13 @@ def _fsdp(rank: int, x: torch.Tensor) -> None:
     value, gradient = _expected(x)
     assert torch.equal(y.detach(), value)
     grad = model.linear.weight.grad
-    assert grad is not None
-    assert torch.allclose(grad.full_tensor(), gradient, rtol=1e-5)  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(grad, DTensor)
+    assert torch.allclose(grad.full_tensor(), gradient, rtol=1e-5)
 
 
 def _dtensor(rank: int, x: torch.Tensor) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
     rope = RotaryEmbedding(8)
@@ -68,11 +69,11 @@ def _dtensor(rank: int, x: torch.Tensor) -> None:
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
         q = distribute_tensor(x, mesh, [placement]).requires_grad_()
         y = rope(q)
+        assert isinstance(y, DTensor)
         assert torch.allclose(y.full_tensor(), expected, atol=1e-6), placement
         y.square().sum().backward()
-        assert q.grad is not None
-        gradient = q.grad.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
-        assert torch.allclose(gradient, 2 * x, atol=1e-5), placement
+        assert isinstance(q.grad, DTensor)
+        assert torch.allclose(q.grad.full_tensor(), 2 * x, atol=1e-5), placement
 
 
 WORK = {"ddp": _ddp, "fsdp": _fsdp, "dtensor": _dtensor}

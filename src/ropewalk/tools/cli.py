@@ -17,7 +17,7 @@ from ropewalk.tools.plot.cli import plot
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="ropewalk",
     help="""Position in transformers: look at a model's RoPE, change it, draw it, time it.
 

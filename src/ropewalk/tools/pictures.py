@@ -62,7 +62,7 @@ DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3
 GREY = "#767676"
 
 # Endings, and what a file of that kind would say of the moment it was drawn: the same picture is the same bytes.
-KINDS = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+KINDS: dict[str, dict[str, None]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 # Dots per inch of a PNG.
 DPI = 200

@@ -29,7 +29,8 @@ class TorchArithmetic:
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, constants: Constants | None = None) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype: torch.dtype = dtype
+        self.device: torch.device = device
         self.made: Constants = []
         self._constants = constants or []
 

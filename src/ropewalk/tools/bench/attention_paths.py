@@ -128,14 +128,18 @@ class Truth:
 
     def __init__(self, kind: str, tensors: Sequence[Tensor], cotangent: Tensor | None) -> None:
         q = tensors[0]
-        self.shape, self.dtype, seq = q.shape, q.dtype, q.shape[2]
-        self.tokens = checked_tokens(seq, middle=False).to(q.device)
-        self.sampled = checked_tokens(seq, middle=True).to(q.device)
+        self.shape: torch.Size = q.shape
+        self.dtype: torch.dtype = q.dtype
+        seq = q.shape[2]
+        self.tokens: Tensor = checked_tokens(seq, middle=False).to(q.device)
+        self.sampled: Tensor = checked_tokens(seq, middle=True).to(q.device)
         heads = [(slice(b, b + 1), slice(h, h + 1)) for b in range(len(q)) for h in range(q.shape[1])]
         per_head = [
             self._head(kind, [x[at] for x in tensors], None if cotangent is None else cotangent[at]) for at in heads
         ]
-        self.parts = [torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*per_head, strict=True)]
+        self.parts: list[Tensor] = [
+            torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*per_head, strict=True)
+        ]
 
     def _head(self, kind: str, tensors: list[Tensor], cotangent: Tensor | None) -> list[Tensor]:
         q, k, v = (x.detach().double().requires_grad_(cotangent is not None) for x in tensors)

@@ -8,7 +8,7 @@ from ropewalk.tools.options import json_option
 
 __all__ = ["bench"]
 
-bench = typer.Typer(
+bench: typer.Typer = typer.Typer(
     help="""Time rotation and attention on this machine, against others.
 
 \b

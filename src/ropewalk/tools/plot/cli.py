@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
-plot = typer.Typer(
+plot: typer.Typer = typer.Typer(
     help="""Draw decay, frequencies, rotation, biases, sinusoids.
 
 Of configs, or of what flags say. A picture is PNG, SVG (its text is text) or PDF, by the ending of --out. --json writes
