@@ -163,7 +163,7 @@ def require_text(text: str, *, asked: str) -> None:
         raise RopewalkError(
             asked=asked,
             expected="text, with formulas between dollar signs as matplotlib reads them",
-            got=str(error).strip().splitlines()[-1],
+            got=f"{text!r}: {error.__context__ or error}",
             do=r"mend the formula, or write \$ for a dollar sign",
         ) from None
 
