@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ropewalk.hub.accelerate.acceleration import accelerate as accelerate
     from ropewalk.hub.configs.parse import load_spec as load_spec
     from ropewalk.hub.configs.pitfalls import RopeConfigWarning as RopeConfigWarning
+    from ropewalk.nn import positions as positions
     from ropewalk.nn.attention.cache import KVCache as KVCache
     from ropewalk.nn.attention.layer import Attention as Attention
     from ropewalk.nn.encodings.by_name import Encoding as Encoding
@@ -84,6 +85,7 @@ _HOME = {
     "encoding": "ropewalk.nn.encodings.by_name",
     "linear_attention": "ropewalk.nn.linear.function",
     "load_spec": "ropewalk.hub.configs.parse",
+    "positions": "ropewalk.nn",
     "qk_norm_rope": "ropewalk.nn.rotary.qk_norm",
 }
 
@@ -121,6 +123,7 @@ __all__ = [
     "encoding",
     "linear_attention",
     "load_spec",
+    "positions",
     "qk_norm_rope",
 ]
 

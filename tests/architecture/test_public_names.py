@@ -27,6 +27,11 @@ def test_type_checkers_see_the_names_that_load():
         _ = ropewalk.nothing  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_positions_is_the_module_of_helpers():
+    assert ropewalk.positions is importlib.import_module("ropewalk.nn.positions")
+    assert ropewalk.positions.__all__
+
+
 def public_names():
     modules = [importlib.import_module(name) for name in DOCUMENTED]
     modules += [

@@ -14,7 +14,7 @@ from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope, reference
 from ropewalk.kernels.angles.torch import radix_table
 from ropewalk.kernels.backend import OPERATIONS, registered
 from ropewalk.kernels.types import Layout, Side
-from ropewalk.nn.rotary.where import Where
+from ropewalk.nn.rotary.call import Where
 from ropewalk.reference.budget import BudgetError
 from ropewalk.spec.rope import PAIRINGS
 from strategies import theta, vector

@@ -180,7 +180,7 @@ def test_a_forced_backend_says_why_it_cannot(registered_tiny):
 
 def test_the_torch_backend_supports_everything():
     for operation in OPERATIONS:
-        assert next(b for b in backends() if b.name == "torch").operations[operation].supports() is None
+        assert next(b for b in backends() if b.name == "torch").operations[operation].supports is None
     x = torch.ones(3, 4, device="meta")
     assert choose("rotate", None, (x, None, Layout(True, 0, -2)), (x,)).backend == "torch"
     assert find("rotate", "native", (x, None, Layout(True, 0, -2))) == "tensors that are not on the CPU"

@@ -13,7 +13,7 @@ from nn.linear_cases import NAMES, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_launch
 from ropewalk.kernels.types import Layout, Side
-from ropewalk.nn.rotary.where import Where
+from ropewalk.nn.rotary.call import Where
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

@@ -15,7 +15,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
+
 from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.kernels.torch_internals import is_one
+from ropewalk.kernels.types import Layout
 
 __all__ = [
     "OPERATIONS",
@@ -26,20 +30,13 @@ __all__ = [
     "backends",
     "candidates",
     "get",
+    "pays_when_compiled",
     "register",
     "registered",
 ]
 
 OperationName = Literal["cos_sin", "rotate", "norm_rotate", "linear_attention"]
 OPERATIONS: tuple[OperationName, ...] = ("cos_sin", "rotate", "norm_rotate", "linear_attention")
-
-
-def _always(*call: object) -> None:
-    """Supports every call."""
-
-
-def _never_declines(*call: object) -> bool:
-    return True
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Operation:
 
     Args:
         run: Computes the operation. See the module's docstring.
-        supports: (*call) -> None, or in words what the backend cannot do.
+        supports: (*call) -> None, or in words what the backend cannot do. Without it, every call is supported.
         worthwhile: (*call, compiling) -> False where another path is faster. Not asked where the backend was forced.
         backward: The gradients in one call. For norm_rotate: (cotangents, tensors, weights, whether weights need
             gradients, cos, sin, layout, norm, row) -> (gradients, weight gradients). For linear_attention: (cotangent
@@ -69,13 +66,13 @@ class Operation:
         opaque: Whether a compiler gets a library op; otherwise it traces the formula.
         traceable: Whether `run` is the formula itself, in torch operations.
 
-    >>> Operation(run=print).supports() is None
+    >>> Operation(run=print).opaque
     True
     """
 
     run: Callable[..., Any]
-    supports: Callable[..., str | None] = _always
-    worthwhile: Callable[..., bool] = _never_declines
+    supports: Callable[..., str | None] | None = None
+    worthwhile: Callable[..., bool] | None = None
     backward: Callable[..., Any] | None = None
     table_gradient: Callable[..., Any] | None = None
     run_if_ready: Callable[..., Any] | None = None
@@ -88,6 +85,15 @@ class Operation:
 
 def _present() -> str | None:
     return None
+
+
+def pays_when_compiled(q: Tensor, k: Tensor | None, layout: Layout, compiling: bool) -> bool:
+    """`Operation.worthwhile` of rotations: for one token a library op takes longer to call than Inductor's code to run.
+
+    >>> pays_when_compiled(torch.ones(1, 4), None, Layout(True, 0, -2), compiling=False)
+    True
+    """
+    return not compiling or not is_one(q.shape[layout.seq_dim])
 
 
 class Choice(NamedTuple):
@@ -165,16 +171,21 @@ def candidates(operation: OperationName, requested: str | None, device: str) -> 
     >>> [choice.backend for choice in candidates("rotate", None, "meta")]
     ['torch']
     """
+    if torch.compiler.is_compiling():
+        # Guards on what is kept would fail as soon as more is kept.
+        return _candidates(operation, requested, device)
     key = operation, requested, device
     known = _CANDIDATES.get(key)
-    if known is not None:
-        return known
+    if known is None:
+        known = _CANDIDATES[key] = _candidates(operation, requested, device)
+    return known
+
+
+def _candidates(operation: OperationName, requested: str | None, device: str) -> tuple[Choice, ...]:
     named = [backend for backend in _REGISTRY.values() if backend.name == requested]
     others = [backend for backend in _REGISTRY.values() if backend.devices is None or device in backend.devices]
     order = named if requested is not None and operation != "cos_sin" else [*named, *others]
-    return _CANDIDATES.setdefault(
-        key, tuple(Choice("kernel", b.name, b.operations[operation]) for b in order if operation in b.operations)
-    )
+    return tuple(Choice("kernel", b.name, b.operations[operation]) for b in order if operation in b.operations)
 
 
 def registered(name: str) -> Backend:

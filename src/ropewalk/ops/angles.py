@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ropewalk.kernels.angles.torch import angles_at, pair_positions
 from ropewalk.kernels.angles.torch import cos_sin as cos_sin_formula
-from ropewalk.kernels.backend import Choice
-from ropewalk.ops.dispatch import choose, find
+from ropewalk.kernels.backend import registered
+from ropewalk.ops.dispatch import choose
 
 __all__ = ["cos_sin"]
 
@@ -36,7 +36,7 @@ def cos_sin(
     call = positions, inv_freq, radix_table, amplitude, dtype, axes
     choice = choose("cos_sin", backend, call, (positions, inv_freq, amplitude, axes))
     if choice.path == "op":
-        return torch.ops.ropewalk.cos_sin(*call, backend)
+        return torch.ops.ropewalk.cos_sin(*call, choice.backend)
     if choice.path == "formula":
         # The radix table is looked up by values, which only plain positions have.
         return cos_sin_formula(positions, inv_freq, None, amplitude, dtype, axes)
@@ -51,11 +51,9 @@ def _cos_sin_op(
     amplitude: Tensor,
     dtype: torch.dtype,
     axes: Tensor | None = None,
-    backend: str | None = None,
+    backend: str = "torch",
 ) -> tuple[Tensor, Tensor]:
-    call = positions, inv_freq, radix_table, amplitude, dtype, axes
-    found = find("cos_sin", backend, call)
-    return found.operation.run(*call) if isinstance(found, Choice) else cos_sin_formula(*call)
+    return registered(backend).operations["cos_sin"].run(positions, inv_freq, radix_table, amplitude, dtype, axes)
 
 
 @_cos_sin_op.register_fake

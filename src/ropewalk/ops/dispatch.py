@@ -107,11 +107,12 @@ def find(
         if table_gradient and (compiling or operation.table_gradient is None):
             reason = "gradients of cos and sin"
             continue
-        why_not = operation.supports(*call)
+        why_not = None if operation.supports is None else operation.supports(*call)
         if why_not is not None:
             reason = why_not
             continue
-        if choice.backend != requested and not operation.worthwhile(*call, compiling):
+        declines = operation.worthwhile is not None and not operation.worthwhile(*call, compiling)
+        if declines and choice.backend != requested:
             continue
         if operation.traceable or (compiling and not operation.opaque):
             return _FORMULA[name]

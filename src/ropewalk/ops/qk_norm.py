@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Choice
+from ropewalk.kernels.backend import registered
 from ropewalk.kernels.qk_norm.torch import factor, norm_backward
 from ropewalk.kernels.qk_norm.torch import norm_rotate as norm_rotate_formula
 from ropewalk.kernels.torch_internals import is_plain
 from ropewalk.kernels.types import Layout, Norm
-from ropewalk.ops.dispatch import choose, find
+from ropewalk.ops.dispatch import choose
 from ropewalk.ops.rotation import by_formula, rotate, rows_for
 
 __all__ = ["norm_rotate"]
@@ -47,7 +47,7 @@ def norm_rotate(
     elif choice.path == "op":
         factors = factor(q_weight, q, norm), factor(k_weight, k, norm)
         tables = rows_for(cos, row, q, layout), rows_for(sin, row, q, layout)
-        options = layout.interleaved, layout.start, layout.seq_dim, backend, norm.eps, norm.rounding
+        options = layout.interleaved, layout.start, layout.seq_dim, choice.backend, norm.eps, norm.rounding
         results = torch.ops.ropewalk.norm_rotate(both, factors, *tables, *options)
     else:
         sides = (q, q_weight), (k, k_weight)
@@ -102,14 +102,12 @@ def _norm_rotate_op(
     interleaved: bool,
     start: int,
     seq_dim: int,
-    backend: str | None,
+    backend: str,
     eps: float,
     rounding: int,
 ) -> list[Tensor]:
     layout, norm = Layout(interleaved, start, seq_dim), Norm(eps, False, rounding)
-    found = find("norm_rotate", backend, (*both, layout))
-    run = found.operation.run if isinstance(found, Choice) else norm_rotate_formula
-    return list(run(both, factors, cos, sin, layout, norm, 0))
+    return list(registered(backend).operations["norm_rotate"].run(both, factors, cos, sin, layout, norm, 0))
 
 
 @_norm_rotate_op.register_fake
@@ -142,12 +140,11 @@ def _norm_rotate_backward_op(
     interleaved: bool,
     start: int,
     seq_dim: int,
-    backend: str | None,
+    backend: str,
     eps: float,
 ) -> list[Tensor]:
     layout, norm = Layout(interleaved, start, seq_dim), Norm(eps)
-    found = find("norm_rotate", backend, (*both, layout))
-    backward = found.operation.backward if isinstance(found, Choice) else None
+    backward = registered(backend).operations["norm_rotate"].backward
     if backward is not None:
         of_both, of_factors = backward(cotangents, both, factors, True, cos, sin, layout, norm, 0)
     else:

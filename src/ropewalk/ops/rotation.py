@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Choice, Operation
+from ropewalk.kernels.backend import Choice, registered
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.torch_internals import is_eager, is_plain
 from ropewalk.kernels.types import Layout
-from ropewalk.ops.dispatch import choose, find
+from ropewalk.ops.dispatch import choose
 
 __all__ = ["by_formula", "rotate", "rotate_", "rotate_directly", "rows_for"]
 
@@ -44,7 +44,8 @@ def rotate(
         both = (q,) if k is None else (q, k)
         return tuple(rotate_traceable(x, cos, sin, layout, row, conjugate) for x in both)
     if choice.path == "op":
-        return _by_op(q, k, rows_for(cos, row, q, layout), rows_for(sin, row, q, layout), layout, conjugate, backend)
+        tables = rows_for(cos, row, q, layout), rows_for(sin, row, q, layout)
+        return _by_op(q, k, *tables, layout, conjugate, choice.backend)
     if learned:
         return _RotateLearned.apply(q, k, cos, sin, layout, choice, row, conjugate)  # pyright: ignore[reportReturnType]
     return _by_kernel(choice, q, k, cos, sin, layout, row, conjugate)
@@ -70,7 +71,7 @@ def _by_kernel(
 
 
 def _by_op(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, conjugate: bool, backend: str | None
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, conjugate: bool, backend: str
 ) -> tuple[Tensor, ...]:
     """What a compiler gets: a library op."""
     both = [q] if k is None else [q, k]
@@ -233,24 +234,12 @@ def by_formula(
 
 
 class _RotateLearned(torch.autograd.Function):
-    """The rotation with gradients for cos and sin too, by a backend that has them."""
+    """The rotation with gradients for cos and sin too, by a backend that has them. Its inputs are those of `_Rotate`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        layout: Layout,
-        choice: Choice,
-        row: int,
-        conjugate: bool,
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, cos, sin)
-        rotated = choice.operation.run(q, k, cos, sin, layout, row, conjugate)
-        ctx.options = layout, choice, row, conjugate, [y.stride() for y in rotated]
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        rotated = _Rotate.forward(ctx, *inputs)
+        ctx.save_for_backward(*inputs[:4])
         return rotated
 
     @staticmethod
@@ -284,18 +273,12 @@ def _rotate_op(
     interleaved: bool,
     start: int,
     seq_dim: int,
-    backend: str | None,
+    backend: str,
     conjugate: bool,
 ) -> list[Tensor]:
     layout = Layout(interleaved, start, seq_dim)
     q, k = (both[0], None) if len(both) == 1 else both
-    return list(_found("rotate", backend, q, k, layout).run(q, k, cos, sin, layout, 0, conjugate))
-
-
-def _found(name: Any, backend: str | None, *call: Any) -> Operation:
-    """The operation for a library op, whose tensors are plain; the compiler has asked before whether there is one."""
-    found = find(name, backend, call)
-    return found.operation if isinstance(found, Choice) else choose(name, None, call, ()).operation
+    return list(registered(backend).operations["rotate"].run(q, k, cos, sin, layout, 0, conjugate))
 
 
 @_rotate_op.register_fake

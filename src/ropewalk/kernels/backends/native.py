@@ -1,21 +1,12 @@
 """The backend "native": the C extension, for plain CPU tensors."""
 
-from torch import Tensor
-
 from ropewalk.kernels.angles import native as angles
-from ropewalk.kernels.backend import Backend, Operation
+from ropewalk.kernels.backend import Backend, Operation, pays_when_compiled
 from ropewalk.kernels.native.extension import MISSING
 from ropewalk.kernels.qk_norm import native as qk_norm
 from ropewalk.kernels.rotate import native as rotate
-from ropewalk.kernels.torch_internals import is_one
-from ropewalk.kernels.types import Layout
 
 __all__ = ["NATIVE"]
-
-
-def _worthwhile(q: Tensor, k: Tensor | None, layout: Layout, compiling: bool) -> bool:
-    """For one token the call of a library op takes longer than the rotation, and Inductor's code is faster."""
-    return not compiling or not is_one(q.shape[layout.seq_dim])
 
 
 NATIVE = Backend(
@@ -25,14 +16,14 @@ NATIVE = Backend(
         "rotate": Operation(
             run=rotate.rotate,
             supports=rotate.supports,
-            worthwhile=_worthwhile,
+            worthwhile=pays_when_compiled,
             run_if_ready=rotate.rotate_if_ready,
             in_place=True,
         ),
         "norm_rotate": Operation(
             run=qk_norm.norm_rotate,
             supports=rotate.supports,
-            worthwhile=_worthwhile,
+            worthwhile=pays_when_compiled,
             backward=qk_norm.norm_rotate_backward,
         ),
     },

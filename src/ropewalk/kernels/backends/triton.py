@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Backend, Operation
+from ropewalk.kernels.backend import Backend, Operation, pays_when_compiled
 from ropewalk.kernels.precision import FLOATS
-from ropewalk.kernels.torch_internals import is_one
 from ropewalk.kernels.triton_launch import INSTALLED, INTERPRETED
 from ropewalk.kernels.types import Layout, Side
 
@@ -50,11 +49,6 @@ def _supports_rotation(q: Tensor, k: Tensor | None, layout: Layout) -> str | Non
     if not _runs_on(q):
         return "tensors that are not on a CUDA device"
     return None if q.dtype in FLOATS else "a dtype that it does not have"
-
-
-def _worthwhile_rotation(q: Tensor, k: Tensor | None, layout: Layout, compiling: bool) -> bool:
-    """For one token the call of a library op takes longer than the rotation, and Inductor's code is faster."""
-    return not compiling or not is_one(q.shape[layout.seq_dim])
 
 
 def _supports_angles(
@@ -104,7 +98,7 @@ TRITON = Backend(
         "rotate": Operation(
             run=_late("rotate.triton", "rotate"),
             supports=_supports_rotation,
-            worthwhile=_worthwhile_rotation,
+            worthwhile=pays_when_compiled,
             run_if_ready=_late("rotate.triton", "rotate_if_ready"),
             table_gradient=_late("rotate.triton_tables", "table_gradient"),
             in_place=True,
@@ -113,7 +107,7 @@ TRITON = Backend(
         "norm_rotate": Operation(
             run=_late("qk_norm.triton", "norm_rotate"),
             supports=_supports_rotation,
-            worthwhile=_worthwhile_rotation,
+            worthwhile=pays_when_compiled,
             backward=_late("qk_norm.triton", "norm_rotate_backward"),
         ),
         "linear_attention": Operation(

@@ -1,13 +1,13 @@
 """Linear attention with RoPE, as a function of queries, keys and values."""
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
-from ropewalk.kernels.precision import working_dtype
+from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.types import FeatureMap as NamedMap
 from ropewalk.kernels.types import FeatureMapName, Layout, Side
 from ropewalk.nn.encodings.base import Encoding
@@ -16,70 +16,44 @@ from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.state import LinearState, check_length, checked_state
 from ropewalk.nn.position_checks import check_ends, check_ids, described, may_look
 from ropewalk.nn.positions import packed_positions
+from ropewalk.nn.rotary.call import Where
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.nn.rotary.where import Where
 from ropewalk.ops import require_backend
 from ropewalk.ops.linear_attention import linear_attention as run
-from ropewalk.reference.attention import require_qkv
 
-__all__ = ["linear_attention"]
+__all__ = ["LinearOptions", "linear_attention"]
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+class LinearOptions(TypedDict, total=False):
+    """The options of `linear_attention` but for return_state, for type checkers.
+
+    >>> "feature_map" in LinearOptions.__annotations__
+    True
+    """
+
+    rope: RotaryEmbedding | Encoding | None
+    positions: Tensor | None
+    k_positions: Tensor | None
+    cu_seqlens: Tensor | None
+    key_mask: Tensor | None
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap]
+    causal: bool
+    state: LinearState | None
+    length: int | Tensor | None
+    backend: str | None
 
 
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rope: RotaryEmbedding | Encoding | None = None,
-    positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
-    causal: bool = True,
-    state: LinearState | None = None,
-    return_state: Literal[False] = False,
-    length: int | Tensor | None = None,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = False, **options: Unpack[LinearOptions]
 ) -> Tensor: ...
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rope: RotaryEmbedding | Encoding | None = None,
-    positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
-    causal: bool = True,
-    state: LinearState | None = None,
-    return_state: Literal[True],
-    length: int | Tensor | None = None,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, LinearState]: ...
 @overload
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    rope: RotaryEmbedding | Encoding | None = None,
-    positions: Tensor | None = None,
-    k_positions: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
-    causal: bool = True,
-    state: LinearState | None = None,
-    return_state: bool,
-    length: int | Tensor | None = None,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[LinearOptions]
 ) -> Tensor | tuple[Tensor, LinearState]: ...
 def linear_attention(
     q: Tensor,
@@ -338,7 +312,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Raise unless q, k and v belong together."""
     asked = "linear_attention"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not (isinstance(x, Tensor) and x.dtype in _DTYPES):
+        if not (isinstance(x, Tensor) and x.dtype in FLOATS):
             raise RopewalkError(
                 asked=f"{asked}({name})",
                 expected="a tensor of float32, float64, bfloat16 or float16",
@@ -346,9 +320,14 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
                 do=f"cast {name}, [batch, heads, seq, dim]" if isinstance(x, Tensor) else f"pass {name} as a tensor",
             )
     require_flag(causal, asked=f"{asked}(causal=...)")
-    if q.dim() == k.dim() == v.dim() == 4:
-        _name_mismatch(q, k, v, causal, asked)
-    require_qkv(q, k, v, causal=causal, asked=asked)
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise RopewalkError(
+            asked=f"{asked}(q, k, v)",
+            expected="four dimensions: q [batch, heads, q_seq, dim], k and v [batch, kv_heads, k_seq, dim]",
+            got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+            do="transpose to [batch, heads, seq, dim] and check the number of heads",
+        )
+    _name_mismatch(q, k, v, causal, asked)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise RopewalkError(
             asked=f"{asked}(q, k, v)",

@@ -1,6 +1,6 @@
 """LinearAttention: a layer of linear attention, with its step for decoding."""
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,11 @@ from ropewalk.nn.position_checks import check_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
 __all__ = ["LinearAttention"]
+
+
+class _Options(TypedDict, total=False):
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
 
 
 class LinearAttention(ProjectedHeads):
@@ -83,39 +88,6 @@ class LinearAttention(ProjectedHeads):
         if maps[1] is not maps[0]:
             self.k_map: FeatureMap = maps[1]
 
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        state: LinearState | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_state: Literal[False] = False,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        state: LinearState | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_state: Literal[True],
-    ) -> tuple[Tensor, LinearState]: ...
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        state: LinearState | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        return_state: bool,
-    ) -> Tensor | tuple[Tensor, LinearState]: ...
     def forward(
         self,
         x: Tensor,
@@ -166,9 +138,8 @@ class LinearAttention(ProjectedHeads):
             positions: Tensor | None = None,
             state: LinearState | None = None,
             *,
-            key_mask: Tensor | None = None,
-            cu_seqlens: Tensor | None = None,
             return_state: Literal[False] = False,
+            **options: Unpack[_Options],
         ) -> Tensor: ...
         @overload
         def __call__(
@@ -177,22 +148,9 @@ class LinearAttention(ProjectedHeads):
             positions: Tensor | None = None,
             state: LinearState | None = None,
             *,
-            key_mask: Tensor | None = None,
-            cu_seqlens: Tensor | None = None,
             return_state: Literal[True],
+            **options: Unpack[_Options],
         ) -> tuple[Tensor, LinearState]: ...
-        @overload
-        def __call__(
-            self,
-            x: Tensor,
-            positions: Tensor | None = None,
-            state: LinearState | None = None,
-            *,
-            key_mask: Tensor | None = None,
-            cu_seqlens: Tensor | None = None,
-            return_state: bool,
-        ) -> Tensor | tuple[Tensor, LinearState]: ...
-
         def __call__(self, *arguments: object, **options: object) -> Tensor | tuple[Tensor, LinearState]: ...
 
     def extra_repr(self) -> str:

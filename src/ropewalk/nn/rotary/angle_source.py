@@ -12,10 +12,19 @@ from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import current_stream, is_plain
 from ropewalk.kernels.types import Tables
 from ropewalk.nn.positions import range_positions
-from ropewalk.nn.rotary.limits import Limits
+from ropewalk.nn.rotary.call import (
+    Angles,
+    Limits,
+    Role,
+    Where,
+    check_angles,
+    check_same_length,
+    check_tensors,
+    checked_length,
+    checked_role,
+    is_start,
+)
 from ropewalk.nn.rotary.range_cache import RangeCache
-from ropewalk.nn.rotary.tensors import check_same_length, check_tensors
-from ropewalk.nn.rotary.where import Angles, Role, Where, check_angles, checked_length, checked_role, is_start
 from ropewalk.ops import cos_sin
 from ropewalk.spec.rope import RopeSpec
 
@@ -58,8 +67,11 @@ class AngleSource:
         learned: bool = False,
         backend: str | None = None,
     ) -> None:
-        self.spec, self.limits, self.seq_dim, self.backend = spec, limits, seq_dim, backend
-        self._learned = learned
+        self.spec: RopeSpec = spec
+        self.limits: Limits = limits
+        self.seq_dim: int = seq_dim
+        self.backend: str | None = backend
+        self._learned: bool = learned
         # Whether queries and keys have the same cos and sin at the same positions.
         self.same_for_both: bool = spec.same_for_both
         # Whether a call for a plain range may go straight to the kernel, with what the cache holds.
@@ -79,8 +91,8 @@ class AngleSource:
             self.axes: Tensor | None = None
             if spec.axes is not None:
                 self.axes = torch.tensor(spec.axes.weights, dtype=torch.float64, device=home)
-            self._constants = self._make_constants(home)
-        self._table = self._make_table()
+            self._constants: list[Constants] = self._make_constants(home)
+        self._table: Tensor | None = self._make_table()
         self.ranges: RangeCache = RangeCache(backend)
 
     @property

@@ -1,7 +1,7 @@
 """RotaryEmbedding: the module that models use."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,19 @@ from ropewalk.kernels.types import Layout, Tables
 from ropewalk.nn.position_checks import check_ids as check_position_ids
 from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.angle_source import AngleSource, Part, angle_device
+from ropewalk.nn.rotary.call import (
+    Angles,
+    Limits,
+    PairOptions,
+    Role,
+    SingleOptions,
+    Where,
+    checked_length,
+    checked_offset,
+    checked_role,
+    is_start,
+)
 from ropewalk.nn.rotary.in_place import check_in_place
-from ropewalk.nn.rotary.limits import Limits
-from ropewalk.nn.rotary.where import Angles, Role, Where, checked_length, checked_offset, checked_role, is_start
 from ropewalk.ops import cos_sin, require_backend, rotate, rotate_, rotate_directly
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import Pairing, RopeSpec
@@ -118,35 +128,9 @@ class RotaryEmbedding(nn.Module):
         return self._source.heads
 
     @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: None = None,
-        *,
-        positions: Tensor | None = None,
-        k_positions: None = None,
-        offset: int | Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        angles: Angles | None = None,
-        length: int | Tensor | None = None,
-        role: Role | None = None,
-    ) -> Tensor: ...
-
+    def forward(self, q: Tensor, k: None = None, **where: Unpack[SingleOptions]) -> Tensor: ...
     @overload
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-        offset: int | Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        angles: Angles | None = None,
-        length: int | Tensor | None = None,
-        role: None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
+    def forward(self, q: Tensor, k: Tensor, **where: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
         q: Tensor,
@@ -215,40 +199,19 @@ class RotaryEmbedding(nn.Module):
             results += rotated if part.temperature is None else [self._scale_rest(rotated[0], part.temperature)]
         return results[0] if k is None else (results[0], results[1])
 
+    # nn.Module declares that a call returns Any.
     if TYPE_CHECKING:
-        # nn.Module says that a call returns Any; it returns what forward does.
-        __call__ = forward
+
+        @overload
+        def __call__(self, q: Tensor, k: None = None, **where: Unpack[SingleOptions]) -> Tensor: ...
+        @overload
+        def __call__(self, q: Tensor, k: Tensor, **where: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
+        def __call__(self, *arguments: object, **options: object) -> Tensor | tuple[Tensor, Tensor]: ...
 
     @overload
-    def rotate_(
-        self,
-        q: Tensor,
-        k: None = None,
-        *,
-        positions: Tensor | None = None,
-        k_positions: None = None,
-        offset: int | Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        angles: Angles | None = None,
-        length: int | Tensor | None = None,
-        role: Role | None = None,
-    ) -> Tensor: ...
-
+    def rotate_(self, q: Tensor, k: None = None, **where: Unpack[SingleOptions]) -> Tensor: ...
     @overload
-    def rotate_(
-        self,
-        q: Tensor,
-        k: Tensor,
-        *,
-        positions: Tensor | None = None,
-        k_positions: Tensor | None = None,
-        offset: int | Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        angles: Angles | None = None,
-        length: int | Tensor | None = None,
-        role: None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
+    def rotate_(self, q: Tensor, k: Tensor, **where: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
     def rotate_(
         self,
         q: Tensor,

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, require_positive, shown
 from ropewalk.kernels.types import Norm
+from ropewalk.nn.rotary.call import Angles, Where
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.nn.rotary.where import Angles, Where
 from ropewalk.ops import norm_rotate
 
 __all__ = ["qk_norm_rope"]

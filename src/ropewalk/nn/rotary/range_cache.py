@@ -58,7 +58,7 @@ class RangeCache:
     """
 
     def __init__(self, backend: str | None = None) -> None:
-        self._backend = backend
+        self._backend: str | None = backend
         self._blocks: tuple[Block, ...] = ()
         # The block that was used last, if all heads share it and a plain call may be rotated directly: decoding looks
         # there first.

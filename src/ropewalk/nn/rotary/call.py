@@ -1,25 +1,135 @@
-"""Where: the arguments of a call that say where its tokens are, as one value; and the checks of them."""
+"""What a call of a rotation is given, checked: its tensors, where their tokens are, and how far positions may go."""
 
-from typing import Literal, NamedTuple, TypeGuard
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, NoReturn, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, shown
-from ropewalk.kernels.precision import working_dtype
-from ropewalk.nn.position_checks import check_ends, check_ids, check_positions
+from ropewalk.kernels.precision import FLOATS, working_dtype
+from ropewalk.kernels.torch_internals import is_plain
+from ropewalk.nn.position_checks import check_ends, check_finite, check_ids, check_positions
 from ropewalk.nn.positions import packed_positions, range_positions
-from ropewalk.nn.rotary.limits import Limits
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.rope import RopeSpec
+from ropewalk.spec.xpos import XPos
 
-__all__ = ["Angles", "Role", "Where", "check_angles", "checked_length", "checked_offset", "checked_role", "is_start"]
+__all__ = [
+    "Angles",
+    "Limits",
+    "PairOptions",
+    "Role",
+    "SingleOptions",
+    "Where",
+    "check_angles",
+    "check_same_length",
+    "check_tensors",
+    "checked_length",
+    "checked_offset",
+    "checked_role",
+    "is_start",
+]
 
 # cos and sin, each [seq, pairs], [batch, seq, pairs] or [batch, heads, seq, pairs].
 Angles = tuple[Tensor, Tensor]
 
 # What a single tensor holds, for specs that treat queries and keys differently.
 Role = Literal["q", "k"]
+
+
+class _Options(TypedDict, total=False):
+    positions: Tensor | None
+    offset: int | Tensor | None
+    cu_seqlens: Tensor | None
+    angles: Angles | None
+    length: int | Tensor | None
+
+
+class SingleOptions(_Options, total=False):
+    """The options of a call with one tensor, for type checkers.
+
+    >>> "role" in SingleOptions.__annotations__
+    True
+    """
+
+    role: Role | None
+
+
+class PairOptions(_Options, total=False):
+    """The options of a call with queries and keys, for type checkers.
+
+    >>> "k_positions" in PairOptions.__annotations__
+    True
+    """
+
+    k_positions: Tensor | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The context length of a module and the xPos of its spec; `check_ids` looks at ids on a GPU too.
+
+    >>> Limits(8, None, False).check_range(0, 8)
+    """
+
+    context_length: int | None
+    xpos: XPos | None
+    check_ids: bool
+
+    def check_range(self, start: int, seq: int) -> None:
+        """Raise if one of start .. start+seq-1 is past a limit.
+
+        >>> try:
+        ...     Limits(8, None, False).check_range(7, 2)
+        ... except RopewalkError as error:
+        ...     error.got
+        'position 8'
+        """
+        if seq:
+            self._check_last(start + seq - 1)
+            self._check_first(start)
+
+    def check_values(self, positions: Tensor, asked: str) -> None:
+        """Raise if positions are not finite or past a limit, as far as the host may look at them.
+
+        >>> Limits(None, None, False).check_values(torch.arange(3), "a doctest")
+        """
+        if not self.may_look(positions):
+            return
+        check_finite(positions, asked=asked)
+        if positions.numel() and (self.context_length is not None or self.xpos is not None):
+            self._check_last(int(positions.max()))
+            self._check_first(int(positions.min()))
+
+    def may_look(self, ids: Tensor) -> bool:
+        """Whether the values of ids may be looked at: that makes a device wait, and a compiler stop.
+
+        >>> Limits(None, None, False).may_look(torch.arange(2))
+        True
+        """
+        if not is_plain(ids) or not (ids.device.type == "cpu" or self.check_ids):
+            return False
+        return not (ids.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def _check_last(self, last: int) -> None:
+        for limit in (self.context_length, None if self.xpos is None else self.xpos.length):
+            if limit is not None and last >= limit:
+                raise RopewalkError(
+                    asked=f"rope(...) with context_length={limit}",
+                    expected=f"positions below {limit}",
+                    got=f"position {last}",
+                    do="shorten the input, or raise context_length if the model is meant to go there",
+                )
+
+    def _check_first(self, first: int) -> None:
+        if self.xpos is not None and first < -self.xpos.length:
+            raise RopewalkError(
+                asked=f"rope(...) with {self.xpos}",
+                expected=f"positions from {-self.xpos.length} on",
+                got=f"position {first}",
+                do="shift the positions: scores depend on distances alone",
+            )
 
 
 class Where(NamedTuple):
@@ -237,3 +347,75 @@ def is_start(offset: object) -> TypeGuard[int | None]:
     (True, True, False)
     """
     return offset is None or (type(offset) is int and -(1 << 62) < offset < 1 << 62)
+
+
+def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads: int | None) -> None:
+    """Raise unless q and k can be rotated. One look where they are fine: decoding waits for this.
+
+    >>> check_tensors(torch.ones(3, 4), None, 4, -2, None)
+    """
+    if not _fits(q, head_dim, seq_dim, heads):
+        _raise_unfit("q", q, head_dim, seq_dim, heads)
+    if k is None:
+        return
+    if not (isinstance(k, Tensor) and k.is_floating_point()):
+        raise RopewalkError(
+            asked="rope(q, k)",
+            expected="keys, a floating-point tensor, as the second argument",
+            got=f"{k.dtype} of shape {list(k.shape)}" if isinstance(k, Tensor) else shown(k),
+            do="pass position ids by name, rope(q, positions=ids), and a start as rope(q, offset=n)"
+            if isinstance(k, Tensor | int)
+            else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
+        )
+    if not _fits(k, head_dim, seq_dim, heads):
+        _raise_unfit("k", k, head_dim, seq_dim, heads)
+    if q.dtype != k.dtype or q.device != k.device:
+        raise RopewalkError(
+            asked="rope(q, k)",
+            expected="q and k of one dtype, on one device",
+            got=f"{q.dtype} on {q.device}, {k.dtype} on {k.device}",
+            do="cast or move one of them, or rotate them in two calls",
+        )
+
+
+def check_same_length(q: Tensor, k: Tensor, seq_dim: int) -> None:
+    """Raise unless there are as many keys as queries.
+
+    >>> check_same_length(torch.ones(3, 4), torch.ones(3, 4), -2)
+    """
+    if q.shape[seq_dim] != k.shape[seq_dim]:
+        raise RopewalkError(
+            asked="rope(q, k)",
+            expected="as many keys as queries, or k_positions",
+            got=f"{q.shape[seq_dim]} queries and {k.shape[seq_dim]} keys",
+            do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
+        )
+
+
+def _fits(x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> bool:
+    if not isinstance(x, Tensor):
+        return False
+    shape = x.shape
+    fits = x.dtype in FLOATS and len(shape) >= -seq_dim and shape[-1] == head_dim
+    if heads is None or not fits:
+        return fits
+    return len(shape) in (3, 4) and shape[-3 if seq_dim == -2 else -2] == heads
+
+
+def _raise_unfit(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> NoReturn:
+    if _fits(x, head_dim, seq_dim, None):
+        raise RopewalkError(
+            asked=f"rope({name}) with frequencies of its own for each of {heads} heads",
+            expected=f"{heads} heads in a tensor of 3 or 4 dimensions, keys like queries",
+            got=f"shape {list(x.shape)} with seq_dim={seq_dim}",
+            do="frequencies per head cannot be shared by grouped keys: repeat the key heads first",
+        )
+    shape = "[..., seq, head_dim]" if seq_dim == -2 else "[..., seq, heads, head_dim]"
+    raise RopewalkError(
+        asked=f"rope({name}) with head_dim={head_dim}, seq_dim={seq_dim}",
+        expected=f"a floating-point tensor {shape} whose last dimension is {head_dim}",
+        got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
+        do="split the heads first, or make the module with the head_dim and the seq_dim of the tensor"
+        if isinstance(x, Tensor) and x.dtype in FLOATS
+        else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
+    )
