@@ -118,6 +118,12 @@ def linear(q: Tensor, k: Tensor, v: Tensor, state: rw.LinearState) -> None:
     rw.linear_attention(q, k, v, feature_map="gelu")  # error: reportArgumentType
 
 
+def ids(lengths: Tensor) -> None:
+    assert_type(rw.positions.grid_positions(4, 6), Tensor)
+    assert_type(rw.positions.positions_of_lengths(lengths, 12), Tensor)
+    rw.positions.grid_positions("4")  # error: reportArgumentType
+
+
 def oracle(x: Tensor, positions: Tensor) -> None:
     assert_type(reference.rotate(x, positions, rw.RopeSpec(64).inv_freq()), Tensor)
     reference.rotate(x, positions, rw.RopeSpec(64).inv_freq(), pairing="neox")  # error: reportArgumentType
