@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice
