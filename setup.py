@@ -9,7 +9,7 @@ SOURCES = sorted(Path("src/ropewalk/kernels/native").glob("*.[ch]"))
 
 
 def source_hash() -> str:
-    """What kernels/rotate_native.py compares, so that a stale build is noticed."""
+    """What kernels/native/extension.py compares, so that a stale build is noticed."""
     return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
 
 

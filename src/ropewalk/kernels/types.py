@@ -154,7 +154,7 @@ class Sums(NamedTuple):
     def flat(self) -> Tensor:
         """Both in one tensor, [batch * kv_heads, width * (v_dim + 1)], as kernels and library ops pass them on.
 
-            >>> Sums(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4)).flat().shape
+        >>> Sums(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4)).flat().shape
         torch.Size([2, 16])
         """
         return torch.cat([self.above.flatten(2), self.below], dim=-1).flatten(0, 1)
@@ -163,7 +163,7 @@ class Sums(NamedTuple):
     def from_flat(cls, total: Tensor, kv_heads: int, width: int, v_dim: int) -> "Sums":
         """The sums in what `flat` returns, as views.
 
-            >>> Sums.from_flat(torch.zeros(2, 16), 2, 4, 3).above.shape
+        >>> Sums.from_flat(torch.zeros(2, 16), 2, 4, 3).above.shape
         torch.Size([1, 2, 4, 3])
         """
         rows = total.unflatten(0, (-1, kv_heads))

@@ -234,7 +234,7 @@ def by_formula(
 
 
 class _RotateLearned(torch.autograd.Function):
-    """The rotation with gradients for cos and sin too, by a backend that has them. Its inputs are those of `_Rotate`."""
+    """The rotation with gradients for cos and sin too, by a backend that has them. The inputs are `_Rotate`'s."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:

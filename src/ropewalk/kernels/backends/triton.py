@@ -17,6 +17,9 @@ __all__ = ["TRITON"]
 # What the tiles of linear attention hold.
 WIDEST = 256
 
+# Kernels load neighbouring features together, from even ones on.
+_ODD_START = "interleaved pairs that start at an odd feature"
+
 
 def _late(module: str, name: str) -> Callable[..., Any]:
     """A function of a module that imports Triton: imported by the first call."""
@@ -48,6 +51,8 @@ def _runs_on(x: Tensor) -> bool:
 def _supports_rotation(q: Tensor, k: Tensor | None, layout: Layout) -> str | None:
     if not _runs_on(q):
         return "tensors that are not on a CUDA device"
+    if layout.interleaved and layout.start % 2:
+        return _ODD_START
     return None if q.dtype in FLOATS else "a dtype that it does not have"
 
 
@@ -80,7 +85,7 @@ def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout) -> str | None:
     if max(q.x.shape[-1], v.shape[-1]) > WIDEST:
         return "more than 256 features or values"
     if layout.interleaved and layout.start % 2:
-        return "interleaved pairs that start at an odd feature"
+        return _ODD_START
     if q.x.numel() == 0 or k.x.numel() == 0 or v.numel() == 0:
         return "a tensor without elements"
     return None
