@@ -97,6 +97,7 @@ def cos_sin(
 ) -> tuple[Tensor, Tensor]:
     """`angles.torch.cos_sin` by one launch, for exact frequencies with one amplitude. The radix table is not read.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> one, theta = torch.tensor(1.0).double().to(device), torch.tensor([1.0, 0.5]).double().to(device)
     >>> cos, sin = cos_sin(torch.tensor([0, 2], device=device), theta, None, one, torch.float32)

@@ -247,6 +247,7 @@ def linear_attention(
     Sums are float32 [sequences * kv_heads, width * (v_dim + 1)], as `Sums.flat` has them. `before` is what earlier
     tokens left.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, v = torch.zeros(1, 1, 2, 2, device=device), torch.tensor([[[[1.0], [3.0]]]], device=device)
     >>> side, layout = Side(x, "elu"), Layout(False, 0, -2)
@@ -295,6 +296,7 @@ def linear_attention_backward(
     `results` is what `linear_attention` returned. With dn = do / den and dden = -(do . o) / den: dq_i from S_i dn_i and
     dden_i z_i; dk_j from T_j v_j and sum dden_i q_i; dv_j = T_j^T R k_j, where T_j sums (R q_i) dn_i^T over i >= j.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, v = torch.zeros(1, 1, 2, 2, device=device), torch.tensor([[[[1.0], [3.0]]]], device=device)
     >>> side, layout = Side(x, "elu"), Layout(False, 0, -2)

@@ -39,6 +39,7 @@ def norm_rotate(
 ) -> list[Tensor]:
     """Each tensor over the root of its mean square, times its weight, turned; both in one launch where they lie alike.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[3.0, 4.0]], device=device), torch.tensor([[[0.0]], [[1.0]]], device=device)
     >>> (y,) = norm_rotate([x], [None], *tables, Layout(True, 0, -2), Norm(1e-9))  # a quarter turn
@@ -63,6 +64,7 @@ def norm_rotate_backward(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """The gradients of the tensors, and of their weights where `learns`. A rounding of the norm is passed over.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
     >>> still = torch.tensor([[1.0]], device=device), torch.tensor([[0.0]], device=device)

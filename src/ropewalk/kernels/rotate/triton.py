@@ -257,6 +257,7 @@ def rotate(
 ) -> tuple[Tensor, ...]:
     """q, and k if there is one, rotated: plain tensors of a GPU, into memory like theirs, into `out`, or in place.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device), torch.zeros(2, 1, 2, device=device)
     >>> tables[1] = 1  # a quarter turn: cos 0, sin 1
@@ -304,6 +305,7 @@ def rotate_if_ready(
 ) -> tuple[Tensor, ...] | bool | None:
     """`rotate`, if q and k are plain, on the device of cos, with head_dim features and up to `rows` tokens; else None.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> table = torch.ones(3, 2, device="cpu" if INTERPRETED else "cuda")
     >>> rotate_if_ready(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)  # it has no five features
     """

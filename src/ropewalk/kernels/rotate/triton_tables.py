@@ -85,6 +85,7 @@ def table_gradient(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of cos and sin, shaped as they are, of the rotation of one or two tensors.
 
+    >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
     >>> cos = torch.ones(1, 1, device=device)
