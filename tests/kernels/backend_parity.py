@@ -3,29 +3,22 @@
 It knows backends by name alone, so that one which is registered by a test, or comes later, passes through the same.
 """
 
-import functools
-
 import torch
 
-from kernels.triton_device import DEVICE, on_device
+from kernels.present import automatic, candidate, home
 from nn.linear_cases import drawn, exact, formula
 from nn.module import by_module
 from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope, reference
 from ropewalk.kernels.angles.torch import radix_table
 from ropewalk.kernels.backend import OPERATIONS, registered
-from ropewalk.kernels.types import Layout, Side
+from ropewalk.kernels.types import Layout, Norm, Side
 from ropewalk.nn.rotary.call import Where
 from ropewalk.reference.budget import BudgetError
-from ropewalk.spec.rope import PAIRINGS
+from ropewalk.spec.rope import PAIRINGS, Pairing
 from strategies import theta, vector
 
 # The cases of `rotation_cases` that catch a wrong rotation, and are quick in Triton's interpreter.
 KINDS = ("dim 2,", "dim 60", "24 of 64", "every other", "a head, conjugate", "as many heads", "7 tokens", "transposed")
-
-
-def home(name: str) -> torch.device:
-    """The device on which the tests run a backend."""
-    return DEVICE if name == "triton" else torch.device("cpu")
 
 
 def few(case) -> bool:
@@ -51,14 +44,42 @@ def check_cos_sin(name: str) -> None:
 
 
 def check_rotate(name: str) -> None:
-    """The rotation from positions on, forward and backward."""
-    candidate = functools.partial(by_module, backend=name)
-    candidate = on_device(by_module) if name == "triton" else candidate
-    reference.check_rotation(candidate, [torch.float32, torch.bfloat16], where=few)
+    """The rotation from positions on, forward and backward; of a range, without gradients; the gradients of tables."""
+    operation = registered(name).operations["rotate"]
+    for pairing in PAIRINGS:
+        rope, x = RotaryEmbedding(16, pairing=pairing, backend=name).to(home(name)), vector(0, 2, 3, 5, 16).float()
+        truth = reference.rotate(x.double(), torch.arange(7, 12), theta(16), pairing=pairing)
+        moved = x.to(home(name))
+        rotated = rope(moved, moved, offset=7)
+        if operation.run_if_ready is not None and automatic(name):
+            tables = rope.at(torch.arange(5, 12, device=home(name)))
+            rotated += operation.run_if_ready(moved, moved, *tables, rope.layout, 2, 5, 16)
+        for y in rotated:
+            reference.assert_within_budget(y.cpu(), truth, rotary_dim=16, pairing=pairing, farthest=12.0)
+        if operation.table_gradient is not None:
+            _check_table_gradient(name, pairing)
+    reference.check_rotation(candidate(by_module, name), [torch.float32, torch.bfloat16], where=few)
+
+
+def _check_table_gradient(name: str, pairing: Pairing) -> None:
+    x, cotangent = vector(0, 2, 3, 5, 16).float(), vector(1, 2, 3, 5, 16).float()
+    tables = [vector(seed, 5, 8).float() for seed in (2, 3)]
+    leaves = [table.to(home(name)).requires_grad_() for table in tables]
+    layout = Layout(pairing == "interleaved", 0, -2)
+    (y,) = ops.rotate(x.to(home(name)), None, *leaves, layout, backend=name)
+    mine = torch.autograd.grad(y, leaves, cotangent.to(home(name)))
+    wide = [table.double().requires_grad_() for table in tables]
+    rotated = reference.apply_rope(x.double(), *(table[None, None] for table in wide), pairing=pairing)
+    true = torch.autograd.grad(rotated, wide, cotangent.double())
+    for value, truth in zip(mine, true, strict=True):
+        # Sums over two products for each of 6 heads, of numbers near 1, in float32.
+        if float((value.cpu().double() - truth).abs().max()) > 2.0**-18 * float(truth.abs().max()):
+            raise BudgetError(f"gradients of cos and sin of {name}, {pairing}")
 
 
 def check_norm_rotate(name: str) -> None:
     """RMSNorm and rotation, forward and backward, against the formula in float64."""
+    run = registered(name).operations["norm_rotate"].run
     for pairing in PAIRINGS:
         for dtype, plus_one in ((torch.float32, False), (torch.bfloat16, True)):
             spec = RopeSpec(24, rotary_dim=16, pairing=pairing, rotary_slice="trailing")
@@ -78,6 +99,11 @@ def check_norm_rotate(name: str) -> None:
             ]
             mine = [*results, *torch.autograd.grad(results, leaves, [g.to(home(name)) for g in cotangents])]
             true = [*truths, *torch.autograd.grad(truths, wide, [g.double() for g in cotangents])]
+            # By itself too: `ops` traces the formula where a backend says that its function is the formula.
+            with torch.no_grad():
+                tables = rope.at(ids.to(home(name)), dtype=torch.float32)
+                mine += run(leaves[:2], leaves[2:], *tables, rope.layout, Norm(1e-5, plus_one), 0)
+            true += truths
             # Sums over 24 features, or over 30 rows for the weights, of numbers near 1, in float32, rounded once.
             allowed = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-18
             for value, truth in zip(mine, true, strict=True):
@@ -88,6 +114,7 @@ def check_norm_rotate(name: str) -> None:
 
 def check_linear_attention(name: str) -> None:
     """Linear attention with RoPE, forward and backward, at most twice as far from the sum as the plain formula."""
+    run = registered(name).operations["linear_attention"].run
     for pairing in PAIRINGS:
         rope = RotaryEmbedding(16, pairing=pairing)
         inputs = drawn(2, 4, 2, 37, 16, 16, torch.float32, seed=1)
@@ -98,22 +125,29 @@ def check_linear_attention(name: str) -> None:
             out = function(*leaves)
             return [out, *torch.autograd.grad(out, leaves, cotangent.to(out))]
 
-        def by_backend(q, k, v, rope=rope):
-            moved = rope.to(q.device)
-            sides = [Side(x, "elu", None, moved.shared_tables(x, None, Where())) for x in (q, k)]
-            layout = Layout(moved.layout.interleaved, 0, -2)
-            return ops.linear_attention(*sides, v, None, layout, causal=True, backend=name)[0]
+        def call_of(q, k, v, rope=rope):
+            there = rope.to(q.device)
+            sides = [Side(x, "elu", None, there.shared_tables(x, None, Where())) for x in (q, k)]
+            return *sides, v, None, Layout(there.layout.interleaved, 0, -2)
 
-        mine = with_gradients(by_backend, [x.to(home(name)) for x in inputs])
-        rope = rope.to("cpu")
+        def check(results, plain, true, pairing=pairing):
+            for value, other, truth in zip(results, plain, true, strict=True):
+                errors = [float((x.detach().cpu().double() - truth.detach()).abs().max()) for x in (value, other)]
+                if not errors[0] <= 2 * errors[1] + 1e-6:
+                    raise BudgetError(
+                        f"linear_attention of {name}, {pairing}: {errors[0]}, where the formula has {errors[1]}"
+                    )
+
         plain = with_gradients(lambda *x, rope=rope: formula(*x, rope), inputs)
         true = with_gradients(lambda *x, rope=rope: exact(*x, rope), [x.double() for x in inputs])
-        for value, other, truth in zip(mine, plain, true, strict=True):
-            errors = [float((x.detach().cpu().double() - truth.detach()).abs().max()) for x in (value, other)]
-            if not errors[0] <= 2 * errors[1] + 1e-6:
-                raise BudgetError(
-                    f"linear_attention of {name}, {pairing}: {errors[0]}, where the formula has {errors[1]}"
-                )
+        moved = [x.to(home(name)) for x in inputs]
+        # By itself too: `ops` traces the formula where a backend says that its function is the formula.
+        check([run(*call_of(*moved), causal=True)[0]], plain[:1], true[:1])
+
+        def by_ops(q, k, v, call_of=call_of):
+            return ops.linear_attention(*call_of(q, k, v), causal=True, backend=name)[0]
+
+        check(with_gradients(by_ops, moved), plain, true)
 
 
 CHECKS = {

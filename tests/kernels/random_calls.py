@@ -1,17 +1,16 @@
-"""The C kernel against the truth, over random shapes, strides, slices and dtypes: 100,000 calls in `make test-all`."""
+"""Random calls of a backend's rotation, held to the float64 truth: shapes, strides, rows, slices, dtypes, outputs."""
+
+from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from ropewalk.kernels.rotate import native as rotate_native
+from ropewalk.kernels.backend import Operation
 from ropewalk.kernels.types import Layout
+from ropewalk.reference.budget import BudgetError
 
 DTYPES = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
-CALLS = 100
 
 
 def scattered(random: np.random.Generator, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -38,7 +37,20 @@ def truth(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, start: int, interleav
     return y, size
 
 
-def one_call(random: np.random.Generator, dtype: torch.dtype) -> None:
+def unmoved(x: Tensor) -> Tensor:
+    return x
+
+
+def one_call(
+    random: np.random.Generator,
+    dtype: torch.dtype,
+    operation: Operation,
+    move: Callable[[Tensor], Tensor] = unmoved,
+) -> bool:
+    """One call of `operation.run`, a rotation, on what `move` makes of CPU tensors; raises BudgetError if it is wrong.
+
+    Returns False, and calls nothing, where the operation states that it does not support the call.
+    """
     seq_dim = int(random.choice((-2, -3)))
     seq, heads, pairs = int(random.integers(1, 6)), int(random.integers(1, 4)), int(random.integers(1, 20))
     batch = [int(random.integers(1, 3)) for _ in range(random.integers(0, 3))]
@@ -78,33 +90,27 @@ def one_call(random: np.random.Generator, dtype: torch.dtype) -> None:
             inner = 2 if seq_dim == -2 else 3
             t = t.reshape(*front, *[1] * ((len(shape) - inner - len(front)) if front else 0), *t.shape[len(front) :])
         lined.append(t)
+    tensors, tables = [move(x) for x in tensors], [move(x) for x in (cos, sin)]
     q, k = tensors[0], tensors[1] if len(tensors) > 1 else None
-    in_place = bool(random.random() < 0.3)
-    result = rotate_native.rotate(q, k, cos, sin, layout, row, conjugate, in_place)
+    if operation.supports is not None and operation.supports(q, k, layout) is not None:
+        return False
+    options, targets = {}, None
+    kind = random.choice(["new", "new", "in place", "into"])
+    if kind == "in place" and operation.in_place:
+        options, targets = {"in_place": True}, tensors
+    elif kind == "into" and operation.into:
+        targets = [move(scattered(random, list(x.shape), dtype)) for x in tensors]
+        options = {"out": targets}
+    result = operation.run(q, k, *tables, layout, row, conjugate, **options)
+    at = f"{shape}, tables {table}, {layout}, row {row}, conjugate {conjugate}, {dtype}, {kind}"
+    if targets is not None and any(y.data_ptr() != x.data_ptr() for y, x in zip(result, targets, strict=True)):
+        raise BudgetError(f"{at}: the result is not where it was asked for")
     for y, x, source in zip(result, wide, tensors, strict=True):
         expected, size = truth(x, lined[0], -lined[1] if conjugate else lined[1], start, interleaved)
         share = 2.0**-40 if dtype == torch.float64 else 2.0**-18
         allowed = DTYPES[dtype] * np.abs(expected) * (size > 0) + share * size + 2.0**-25 * (dtype == torch.float16)
-        wrong = np.abs(y.double().numpy() - expected) > allowed
-        assert not wrong.any(), (shape, table, layout, row, conjugate, dtype, source.stride())
-        assert in_place or np.array_equal(source.double().numpy(), x), "the input was changed"
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=5)
-@given(seed=st.integers(0, 2**63))
-def test_random_calls(dtype, seed):
-    random = np.random.default_rng(seed)
-    for _ in range(CALLS):
-        one_call(random, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**63))
-def test_a_hundred_thousand_calls(dtype, seed):
-    # 4 dtypes x 250 seeds x 100 calls.
-    random = np.random.default_rng(seed)
-    for _ in range(CALLS):
-        one_call(random, dtype)
+        if y.dtype != dtype or not (np.abs(y.cpu().double().numpy() - expected) <= allowed).all():
+            raise BudgetError(f"{at}: wrong numbers, {source.stride()}")
+        if targets is not tensors and not np.array_equal(source.cpu().double().numpy(), x):
+            raise BudgetError(f"{at}: the input was changed")
+    return True

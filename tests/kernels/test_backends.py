@@ -9,6 +9,7 @@ import torch
 
 import ropewalk as rw
 from kernels.backend_parity import CHECKS, check_backend
+from kernels.present import PRESENT
 from ropewalk import RopewalkError
 from ropewalk.kernels.backend import OPERATIONS, Backend, Operation, backends, register
 from ropewalk.kernels.linear.torch import linear_attention
@@ -16,8 +17,6 @@ from ropewalk.kernels.types import Layout, Sums, line_up
 from ropewalk.ops.dispatch import choose, find
 from ropewalk.reference.budget import BudgetError
 from strategies import vector
-
-PRESENT = [backend.name for backend in backends() if backend.why_missing() is None]
 
 
 @pytest.mark.parametrize("name", PRESENT)

@@ -37,8 +37,9 @@ assert angles.NATIVE is qk_norm.NATIVE is rotate.NATIVE is extension.NATIVE
 EXERCISE = """
 import numpy as np, torch
 from functools import partial
-from kernels.test_native_fuzz import DTYPES, one_call
+from kernels.random_calls import DTYPES, one_call
 from nn.module import by_module, with_heads_last
+from ropewalk.kernels.backend import registered
 from ropewalk.reference import check_rotation
 four = list(DTYPES)
 print(check_rotation(partial(by_module, backend="native"), four))
@@ -47,7 +48,7 @@ print(check_rotation(partial(with_heads_last, backend="native"), four, where=dee
 random = np.random.default_rng()
 for dtype in four:
     for _ in range(300):
-        one_call(random, dtype)
+        one_call(random, dtype, registered("native").operations["rotate"])
 from ropewalk import RotaryEmbedding, qk_norm_rope
 for dtype in four:
     for dim in (2, 6, 64, 98):

@@ -36,11 +36,16 @@ _dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _dot_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def as_it_lies(x: torch.Tensor) -> Any:
+    """x on the device, with its strides and its offset in memory, and its gradient back on the CPU."""
+    return _MoveAsItLies.apply(x)
+
+
 def on_device(candidate: Any) -> Any:
     """A candidate for the parity check whose tensors lie where the kernels run."""
 
     def moved(x: Any, positions: Any, inv_freq: Any, **options: Any) -> Any:
-        there = x if DEVICE.type == "cpu" else _MoveAsItLies.apply(x)
+        there = x if DEVICE.type == "cpu" else as_it_lies(x)
         turned = candidate(there, positions.to(DEVICE), inv_freq.to(DEVICE), backend="triton", **options)
         return turned.to("cpu")
 

@@ -1,0 +1,57 @@
+"""The registered backends that can run here, and how a test calls each of them: its device, how much it can afford."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.triton_device import DEVICE, as_it_lies, on_device
+from ropewalk.kernels.backend import Backend, backends, registered
+from ropewalk.kernels.backends import NATIVE, TORCH, TRITON
+from ropewalk.reference.parity import RotationCase
+
+# To import them is to register them.
+BUILT_IN: tuple[Backend, ...] = (NATIVE, TORCH, TRITON)
+PRESENT = [backend.name for backend in backends() if backend.why_missing() is None]
+
+# One compiles a kernel per shape on a GPU, and is interpreted without one: tests give it fewer examples.
+SLOW = {"triton"}
+
+# Of the parity list, one case of each kind; they take seconds in Triton's interpreter.
+FEW = ("dim 60", "trailing 24 of 64, conjugate True", "a head, conjugate False", "as many heads")
+
+
+def home(name: str) -> torch.device:
+    """The device on which the tests run a backend."""
+    return DEVICE if name == "triton" else torch.device("cpu")
+
+
+def automatic(name: str) -> bool:
+    """Whether the backend is chosen by itself on that device: only then is its `run_if_ready` called."""
+    devices = registered(name).devices
+    return devices is None or home(name).type in devices
+
+
+def mover(name: str) -> Callable[[Tensor], Tensor]:
+    """What brings a CPU tensor to the backend's device with its strides and its offset in memory."""
+    return (lambda x: x) if home(name).type == "cpu" else as_it_lies
+
+
+def candidate(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+    """`function` of nn/module.py, with a `backend` option, as `check_rotation` calls it."""
+    return on_device(function) if name == "triton" else functools.partial(function, backend=name)
+
+
+def affordable(name: str) -> Callable[[RotationCase], bool]:
+    """The cases of `check_rotation` for a backend: all, or a few of each kind where it is slow."""
+    return few if name in SLOW and home(name).type == "cpu" else lambda case: True
+
+
+def few(case: RotationCase) -> bool:
+    return any(kind in case.name for kind in FEW) and "1.277" not in case.name
+
+
+def examples(name: str, many: int = 100) -> int:
+    """How many examples Hypothesis draws for a backend."""
+    return 3 if name in SLOW else many
