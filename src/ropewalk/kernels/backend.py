@@ -129,8 +129,10 @@ class Backend:
 # By name, those to be preferred first.
 _REGISTRY: dict[str, Backend] = {}
 
-# What `candidates` found, until a backend is registered.
-_CANDIDATES: dict[tuple[str, str | None, str], tuple[Choice, ...]] = {}
+# What `candidates` returns on the devices that most people have. Filled when a backend is registered and not by calls:
+# a compiler would guard on a dict that grows.
+_CANDIDATES: dict[str, tuple[Choice, ...]] = {}
+_DEVICES = ("cpu", "cuda")
 
 
 def register(backend: Backend) -> Callable[[], None]:
@@ -153,6 +155,10 @@ def _replace_all(registry: dict[str, Backend]) -> None:
     _REGISTRY.clear()
     _REGISTRY.update(registry)
     _CANDIDATES.clear()
+    for operation in OPERATIONS:
+        for device in _DEVICES:
+            for requested in (None, *registry):
+                _CANDIDATES[f"{operation} {requested} {device}"] = _candidates(operation, requested, device)
 
 
 def backends() -> tuple[Backend, ...]:
@@ -172,14 +178,8 @@ def candidates(operation: OperationName, requested: str | None, device: str) -> 
     >>> [choice.backend for choice in candidates("rotate", None, "meta")]
     ['torch']
     """
-    if torch.compiler.is_compiling():
-        # Guards on what is kept would fail as soon as more is kept.
-        return _candidates(operation, requested, device)
-    key = operation, requested, device
-    known = _CANDIDATES.get(key)
-    if known is None:
-        known = _CANDIDATES[key] = _candidates(operation, requested, device)
-    return known
+    known = _CANDIDATES.get(f"{operation} {requested} {device}")
+    return _candidates(operation, requested, device) if known is None else known
 
 
 def _candidates(operation: OperationName, requested: str | None, device: str) -> tuple[Choice, ...]:
