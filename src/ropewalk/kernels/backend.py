@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice
@@ -91,6 +90,7 @@ def _present() -> str | None:
 def pays_when_compiled(q: Tensor, k: Tensor | None, layout: Layout, compiling: bool) -> bool:
     """`Operation.worthwhile` of rotations: for one token a library op takes longer to call than Inductor's code to run.
 
+    >>> import torch
     >>> pays_when_compiled(torch.ones(1, 4), None, Layout(True, 0, -2), compiling=False)
     True
     """
