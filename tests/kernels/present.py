@@ -18,8 +18,8 @@ PRESENT = [backend.name for backend in backends() if backend.why_missing() is No
 # One compiles a kernel per shape on a GPU, and is interpreted without one: tests give it fewer examples.
 SLOW = {"triton"}
 
-# Of the parity list, one case of each kind; they take seconds in Triton's interpreter.
-FEW = ("dim 60", "trailing 24 of 64, conjugate True", "a head, conjugate False", "as many heads")
+# Of the parity list, cases that take a second in Triton's interpreter; the parity suite of backends has more.
+FEW = ("dim 60", "a head, trailing 24 of 64, conjugate True, amplitude 1.0, ids a row", "as many heads")
 
 
 def home(name: str) -> torch.device:
@@ -44,14 +44,14 @@ def candidate(function: Callable[..., Tensor], name: str) -> Callable[..., Tenso
 
 
 def affordable(name: str) -> Callable[[RotationCase], bool]:
-    """The cases of `check_rotation` for a backend: all, or a few of each kind where it is slow."""
+    """The cases of `check_rotation` for a backend: all, or a few where it is interpreted."""
     return few if name in SLOW and home(name).type == "cpu" else lambda case: True
 
 
 def few(case: RotationCase) -> bool:
-    return any(kind in case.name for kind in FEW) and "1.277" not in case.name
+    return any(kind in case.name for kind in FEW)
 
 
 def examples(name: str, many: int = 100) -> int:
     """How many examples Hypothesis draws for a backend."""
-    return 3 if name in SLOW else many
+    return 2 if name in SLOW else many
