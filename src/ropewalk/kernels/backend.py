@@ -145,20 +145,27 @@ def register(backend: Backend) -> Callable[[], None]:
     >>> "mine" in [backend.name for backend in backends()]
     False
     """
-    before = dict(_REGISTRY)
-    kept = {name: other for name, other in before.items() if name != backend.name}
-    _replace_all({backend.name: backend, **kept})
-    return lambda: _replace_all(before)
+    replaced = _REGISTRY.get(backend.name)
+    others = {name: other for name, other in _REGISTRY.items() if name != backend.name}
+    _replace_all({backend.name: backend, **others})
+
+    def undo() -> None:
+        left = {name: other for name, other in _REGISTRY.items() if name != backend.name}
+        _replace_all(left if replaced is None else {backend.name: replaced, **left})
+
+    return undo
 
 
 def _replace_all(registry: dict[str, Backend]) -> None:
-    _REGISTRY.clear()
-    _REGISTRY.update(registry)
-    _CANDIDATES.clear()
-    for operation in OPERATIONS:
-        for device in _DEVICES:
-            for requested in (None, *registry):
-                _CANDIDATES[f"{operation} {requested} {device}"] = _candidates(operation, requested, device)
+    global _REGISTRY, _CANDIDATES
+    # New dicts, not changed ones: a call in another thread sees all of the old or all of the new.
+    _CANDIDATES = {
+        f"{operation} {requested} {device}": _candidates(registry, operation, requested, device)
+        for operation in OPERATIONS
+        for device in _DEVICES
+        for requested in (None, *registry)
+    }
+    _REGISTRY = registry
 
 
 def backends() -> tuple[Backend, ...]:
@@ -179,12 +186,14 @@ def candidates(operation: OperationName, requested: str | None, device: str) -> 
     ['torch']
     """
     known = _CANDIDATES.get(f"{operation} {requested} {device}")
-    return _candidates(operation, requested, device) if known is None else known
+    return _candidates(_REGISTRY, operation, requested, device) if known is None else known
 
 
-def _candidates(operation: OperationName, requested: str | None, device: str) -> tuple[Choice, ...]:
-    named = [backend for backend in _REGISTRY.values() if backend.name == requested]
-    others = [backend for backend in _REGISTRY.values() if backend.devices is None or device in backend.devices]
+def _candidates(
+    registry: dict[str, Backend], operation: OperationName, requested: str | None, device: str
+) -> tuple[Choice, ...]:
+    named = [backend for backend in registry.values() if backend.name == requested]
+    others = [backend for backend in registry.values() if backend.devices is None or device in backend.devices]
     order = named if requested is not None and operation != "cos_sin" else [*named, *others]
     return tuple(Choice("kernel", b.name, b.operations[operation]) for b in order if operation in b.operations)
 

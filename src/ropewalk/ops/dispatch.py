@@ -27,7 +27,6 @@ __all__ = ["backend_reasons", "choose", "direct_rotation", "find", "require_back
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
-
 _FORMULA: dict[OperationName, Choice] = {
     name: Choice("formula", "torch", operation) for name, operation in TORCH.operations.items()
 }
@@ -130,14 +129,8 @@ def direct_rotation(device: torch.device, requested: str | None) -> Choice | Non
     >>> direct_rotation(torch.device("cpu"), "torch") is None
     True
     """
-    for backend in backends():
-        automatic = backend.devices is None or device.type in backend.devices
-        operation = backend.operations.get("rotate")
-        if operation is not None and (backend.name == requested if requested else automatic):
-            # A forced backend may run on a device for which it is not chosen by itself: that is for `choose` to say.
-            ready = automatic and operation.run_if_ready is not None
-            return Choice("kernel", backend.name, operation) if ready else None
-    return None
+    first = next(iter(candidates("rotate", requested, device.type)), None)
+    return first if first is not None and first.operation.run_if_ready is not None else None
 
 
 def require_backend(name: str | None) -> str | None:
