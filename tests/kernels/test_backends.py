@@ -177,6 +177,21 @@ def test_a_forced_backend_says_why_it_cannot(registered_tiny):
         undo()
 
 
+def test_a_forced_backend_that_no_compiler_may_use_is_not_replaced(registered_tiny):
+    registered_tiny()
+    tiny = next(backend for backend in backends() if backend.name == "tiny")
+    eager_only = {name: replace(operation, opaque=False) for name, operation in tiny.operations.items()}
+    undo = register(replace(tiny, operations=eager_only))
+    try:
+        rope, x = rw.RotaryEmbedding(8, backend="tiny"), vector(0, 1, 2, 5, 8).float()
+        assert torch.equal(rope(x), rope(x))
+        # In one graph a compiler raises an error of its own around ours.
+        with pytest.raises(RuntimeError, match="RopewalkError"):
+            torch.compile(rope, fullgraph=True, backend="eager")(x)
+    finally:
+        undo()
+
+
 def test_the_torch_backend_supports_everything():
     for operation in OPERATIONS:
         assert next(b for b in backends() if b.name == "torch").operations[operation].supports is None

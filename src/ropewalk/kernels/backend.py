@@ -63,8 +63,8 @@ class Operation:
             tensors.
         in_place: Whether the `run` of rotate accepts in_place=True.
         into: Whether the `run` of rotate accepts out=[...], tensors to write into.
-        opaque: Whether a compiler gets a library op; otherwise it traces the formula.
-        traceable: Whether `run` is the formula itself, in torch operations.
+        opaque: Whether a compiler gets a library op that runs it. Otherwise a compiler does not use it.
+        is_formula: Whether `run` is the formula itself, which needs no autograd.Function: for "torch" alone.
 
     >>> Operation(run=print).opaque
     True
@@ -80,7 +80,7 @@ class Operation:
     in_place: bool = False
     into: bool = False
     opaque: bool = True
-    traceable: bool = False
+    is_formula: bool = False
 
 
 def _present() -> str | None:

@@ -113,8 +113,11 @@ def find(
         declines = operation.worthwhile is not None and not operation.worthwhile(*call, compiling)
         if declines and choice.backend != requested:
             continue
-        if operation.traceable or (compiling and not operation.opaque):
+        if choice.backend == "torch" and (operation.is_formula or (compiling and not operation.opaque)):
             return _FORMULA[name]
+        if compiling and not operation.opaque:
+            reason = "a compiler"
+            continue
         return choice._replace(path="op") if compiling else choice
     return reason
 

@@ -27,8 +27,8 @@ TORCH = Backend(
         # Left to itself Inductor computes the float64 cosines again for every head: an op hides them from it.
         "cos_sin": Operation(run=cos_sin),
         "rotate": Operation(run=rotate, opaque=False),
-        "norm_rotate": Operation(run=norm_rotate, traceable=True),
-        "linear_attention": Operation(run=_linear_attention, traceable=True),
+        "norm_rotate": Operation(run=norm_rotate, is_formula=True),
+        "linear_attention": Operation(run=_linear_attention, is_formula=True),
     },
     devices=None,
 )
