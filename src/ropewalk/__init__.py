@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk import hub, reference, spec, theory  # noqa: F401
     from ropewalk.errors import RopewalkError as RopewalkError
     from ropewalk.hub.accelerate.acceleration import accelerate as accelerate
     from ropewalk.hub.configs.parse import load_spec as load_spec
@@ -89,6 +90,9 @@ _HOME = {
     "qk_norm_rope": "ropewalk.nn.rotary.qk_norm",
 }
 
+# Packages with public names of their own: rw.hub.inspect_model works without an import of ropewalk.hub.
+_PACKAGES = ("hub", "reference", "spec", "theory")
+
 __all__ = [
     "NTK",
     "AcrossHeads",
@@ -128,12 +132,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:
+    # Hidden from type checkers, which would believe that every name is there.
+
+    def __getattr__(name: str) -> object:
+        if name in _PACKAGES:
+            return importlib.import_module(f"ropewalk.{name}")
+        if name not in _HOME:
+            raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,12 @@ WHOLE = {"spec", "theory", "reference", "kernels", "ops", "nn"}
 
 def test_type_checkers_see_the_names_that_load():
     guarded = next(node for node in parsed(PACKAGE / "__init__.py").body if isinstance(node, ast.If))
-    seen = {node.names[0].asname: node.module for node in ast.walk(guarded) if isinstance(node, ast.ImportFrom)}
+    imports = [node for node in ast.walk(guarded) if isinstance(node, ast.ImportFrom)]
+    packages = [alias.name for node in imports if node.module == "ropewalk" for alias in node.names]
+    assert tuple(packages) == ropewalk._PACKAGES
+    for name in packages:
+        assert getattr(ropewalk, name) is importlib.import_module(f"ropewalk.{name}")
+    seen = {node.names[0].asname: node.module for node in imports if node.module != "ropewalk"}
     assert seen == ropewalk._HOME
     assert set(seen) == set(ropewalk.__all__)
     for name in ropewalk.__all__:

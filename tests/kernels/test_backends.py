@@ -1,6 +1,8 @@
 """The registry: every backend passes the parity suite, a new one takes thirty lines, and a wrong one is rejected."""
 
 import inspect
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -165,7 +167,7 @@ def test_a_forced_backend_says_why_it_cannot(registered_tiny):
     only_rotates = Backend("rotates", {"rotate": Operation(run=print)}, why_missing=lambda: None)
     undo = register(only_rotates)
     try:
-        with pytest.raises(RopewalkError, match=r"an operation that it does not have, for torch\.float32"):
+        with pytest.raises(RopewalkError, match=r"linear_attention, which it does not have, for torch\.float32"):
             rw.linear_attention(x, x, x, backend="rotates")
     finally:
         undo()
@@ -190,6 +192,39 @@ def test_a_forced_backend_that_no_compiler_may_use_is_not_replaced(registered_ti
             torch.compile(rope, fullgraph=True, backend="eager")(x)
     finally:
         undo()
+
+
+@pytest.mark.parametrize(
+    ("backend", "message"),
+    [
+        ("mine", "a Backend"),
+        (Backend("mine", {"rotat": Operation(run=print)}), "did you mean 'rotate'"),
+        (Backend("mine", {"rotate": print}), r"wrap the function: {'rotate': Operation\(run=function\)}"),
+    ],
+)
+def test_what_cannot_be_registered(backend, message):
+    before = backends()
+    with pytest.raises(RopewalkError, match=message):
+        register(backend)
+    assert backends() == before
+
+
+def test_the_built_in_backends_are_there_before_any_other():
+    code = "from ropewalk.kernels.backend import backends; print([backend.name for backend in backends()])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "['native', 'triton', 'torch']"
+
+
+def test_undoing_twice_or_out_of_order_takes_nothing_else_away():
+    first = register(Backend("mine", {"rotate": Operation(run=print)}))
+    second = register(Backend("mine", {}))
+    first()
+    assert backends()[0].operations == {}
+    second()
+    assert "rotate" in backends()[0].operations
+    first()
+    first()
+    assert "mine" not in [backend.name for backend in backends()]
 
 
 def test_the_torch_backend_supports_everything():

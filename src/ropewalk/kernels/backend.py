@@ -7,6 +7,10 @@ What the `run` of each operation receives and returns, for plain tensors in an e
 - norm_rotate: (tensors, weights, cos, sin, layout, norm, row) -> a list of tensors
 - linear_attention: (q_side, k_side, v, flat sums or None, layout, causal, cu_seqlens) -> (out, flat sums, *saved)
 
+cos and sin are [rows, pairs], [batch, rows, pairs] or [1 or batch, heads, rows, pairs], and row `row` is the first
+token's; `types.line_up` shapes them to broadcast against q and k. `layout` says which features are rotated, and where the
+sequence is. Results are new tensors in the dtype of the inputs, in a tuple or list even if there is one.
+
 `angles/`, `rotate/`, `qk_norm/` and `linear/` have the functions of the built-in backends, `backends/` the values. A
 new backend is one file like those in `backends/`, and a line in its `__init__.py`.
 """
@@ -17,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.errors import RopewalkError, require_choice, shown
 from ropewalk.kernels.torch_internals import is_one
 from ropewalk.kernels.types import Layout
 
@@ -138,6 +142,9 @@ _DEVICES = ("cpu", "cuda")
 def register(backend: Backend) -> Callable[[], None]:
     """Adds a backend, before those that are there, or in place of one of the same name; returns what undoes it.
 
+    Raises:
+        RopewalkError: This is no Backend, or its operations are not `Operation`s under the names of `OPERATIONS`.
+
     >>> undo = register(Backend("mine", {"rotate": Operation(run=print)}))
     >>> backends()[0].name
     'mine'
@@ -145,11 +152,29 @@ def register(backend: Backend) -> Callable[[], None]:
     >>> "mine" in [backend.name for backend in backends()]
     False
     """
+    if not isinstance(backend, Backend):
+        raise RopewalkError(
+            asked="register(backend)",
+            expected="a Backend",
+            got=shown(backend),
+            do="make one: Backend(name, operations)",
+        )
+    for name, operation in backend.operations.items():
+        require_choice(name, OPERATIONS, asked=f"register(Backend({backend.name!r}, ...)): the name of an operation")
+        if not isinstance(operation, Operation):
+            raise RopewalkError(
+                asked=f"register(Backend({backend.name!r}, ...)): the operation {name!r}",
+                expected="an Operation",
+                got=shown(operation),
+                do=f"wrap the function: {{{name!r}: Operation(run=function)}}",
+            )
     replaced = _REGISTRY.get(backend.name)
     others = {name: other for name, other in _REGISTRY.items() if name != backend.name}
     _replace_all({backend.name: backend, **others})
 
     def undo() -> None:
+        if _REGISTRY.get(backend.name) is not backend:
+            return  # Another one has taken its place since.
         left = {name: other for name, other in _REGISTRY.items() if name != backend.name}
         _replace_all(left if replaced is None else {backend.name: replaced, **left})
 

@@ -100,7 +100,7 @@ def find(
     ('torch', 'gradients of cos and sin')
     """
     first = call[0] if isinstance(call[0], Tensor) else call[0].x
-    reason = "an operation that it does not have"
+    reason = None
     for choice in candidates(name, requested, first.device.type):
         operation = choice.operation
         if table_gradient and (compiling or operation.table_gradient is None):
@@ -119,7 +119,8 @@ def find(
             reason = "a compiler"
             continue
         return choice._replace(path="op") if compiling else choice
-    return reason
+    # Without a reason, a backend that was forced has no such operation, or was taken out of the registry.
+    return reason or f"{name}, which it does not have"
 
 
 def _have_plain_types(tensors: Sequence[Tensor | None]) -> bool:

@@ -388,7 +388,7 @@ def check_same_length(q: Tensor, k: Tensor, seq_dim: int) -> None:
             asked="rope(q, k)",
             expected="as many keys as queries, or k_positions",
             got=f"{q.shape[seq_dim]} queries and {k.shape[seq_dim]} keys",
-            do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else give k_positions",
+            do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else pass k_positions to rope(q, k)",
         )
 
 
