@@ -8,8 +8,8 @@ What the `run` of each operation receives and returns, for plain tensors in an e
 - linear_attention: (q_side, k_side, v, flat sums or None, layout, causal, cu_seqlens) -> (out, flat sums, *saved)
 
 cos and sin are [rows, pairs], [batch, rows, pairs] or [1 or batch, heads, rows, pairs], and row `row` is the first
-token's; `types.line_up` shapes them to broadcast against q and k. `layout` says which features are rotated, and where the
-sequence is. Results are new tensors in the dtype of the inputs, in a tuple or list even if there is one.
+token's; `types.line_up` shapes them to broadcast against q and k. `layout` says which features are rotated, and where
+the sequence is. Results are new tensors in the dtype of the inputs, in a tuple or list even if there is one.
 
 `angles/`, `rotate/`, `qk_norm/` and `linear/` have the functions of the built-in backends, `backends/` the values. A
 new backend is one file like those in `backends/`, and a line in its `__init__.py`.
