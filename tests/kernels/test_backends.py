@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 
@@ -12,11 +13,12 @@ import torch
 import ropewalk as rw
 from kernels.backend_parity import CHECKS, check_backend
 from kernels.present import PRESENT
+from kernels.triton_device import DEVICE
 from ropewalk import RopewalkError
 from ropewalk.kernels.backend import OPERATIONS, Backend, Operation, backends, register
 from ropewalk.kernels.linear.torch import linear_attention
 from ropewalk.kernels.types import Layout, Sums, line_up
-from ropewalk.ops.dispatch import choose, find
+from ropewalk.ops.dispatch import choose, direct_rotation, find
 from ropewalk.reference.budget import BudgetError
 from strategies import vector
 
@@ -225,6 +227,72 @@ def test_undoing_twice_or_out_of_order_takes_nothing_else_away():
     first()
     first()
     assert "mine" not in [backend.name for backend in backends()]
+
+
+def test_replacing_a_backend_and_undoing_it_leaves_the_order():
+    before = [backend.name for backend in backends()]
+    torch_backend = next(backend for backend in backends() if backend.name == "torch")
+    undo = register(replace(torch_backend))
+    assert backends()[0].name == "torch"
+    undo()
+    assert [backend.name for backend in backends()] == before
+
+
+def test_a_warm_module_follows_the_registry(registered_tiny):
+    rope, x = rw.RotaryEmbedding(8), vector(0, 1, 2, 5, 8).float()
+    expected = [rope(x), rope(x)][1]
+    calls = registered_tiny()
+    tiny = next(backend for backend in backends() if backend.name == "tiny")
+    undo = register(replace(tiny, devices=("cpu",)))
+    torch.testing.assert_close(rope(x), expected)
+    undo()
+    assert calls["rotate"] == 1
+    assert torch.equal(rope(x), expected)
+    assert torch.equal(rope(x), expected)
+    assert calls["rotate"] == 1
+
+
+@pytest.mark.skipif("triton" not in PRESENT, reason="asks Triton's interpreter")
+def test_a_forced_backend_is_asked_at_every_call():
+    # The second call finds its range in the cache, and must not go around what the backend supports.
+    rope, x = rw.RotaryEmbedding(8, backend="triton"), vector(0, 1, 2, 5, 8).float()
+    assert direct_rotation(x.device, "triton") is None
+    where = x.to(DEVICE)
+    rope = rope.to(DEVICE)
+    assert torch.equal(rope(where), rope(where))
+    meta = rw.RotaryEmbedding(8, backend="triton")
+    for _ in range(2):
+        with pytest.raises(RopewalkError, match="tensors that are not on a CUDA device"):
+            meta(x.to("meta"))
+
+
+def test_linear_attention_by_torch_is_torch_alone(registered_tiny):
+    calls = registered_tiny()
+    tiny = next(backend for backend in backends() if backend.name == "tiny")
+    undo = register(replace(tiny, devices=("cpu",)))
+    x, rope = vector(0, 1, 2, 5, 8).float(), rw.RotaryEmbedding(8, backend="torch")
+    try:
+        rw.linear_attention(x, x, x, rope=rope, backend="torch")
+    finally:
+        undo()
+    assert calls["rotate"] == calls["linear_attention"] == 0
+
+
+def test_threads_that_register_lose_nothing():
+    undone: list = []
+
+    def work(number):
+        undone.append(register(Backend(f"thread {number}", {})))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = {backend.name for backend in backends()}
+    for undo in undone:
+        undo()
+    assert {f"thread {number}" for number in range(16)} <= names
 
 
 def test_the_torch_backend_supports_everything():

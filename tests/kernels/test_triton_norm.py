@@ -209,7 +209,7 @@ def test_angles_that_need_more_than_the_kernel_has():
 
     assert why_not(ids, theta, one) is None
     assert why_not(ids, theta.float(), one) == "frequencies in float32, or several amplitudes"
-    assert why_not(ids.to(torch.uint32), theta, one) == "no positions, or unsigned ones"
+    assert why_not(ids.to(torch.uint32), theta, one) == "unsigned positions"
     assert why_not(ids, theta, one.float()) == "frequencies in float32, or several amplitudes"
     assert why_not(ids, theta, torch.ones(2).double().to(DEVICE)) == "frequencies in float32, or several amplitudes"
     assert why_not(ids, theta.requires_grad_(), one) == "gradients of positions, frequencies or amplitudes"

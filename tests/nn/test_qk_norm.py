@@ -193,3 +193,19 @@ def test_bad_input(arguments, said):
     with pytest.raises(RopewalkError) as error:
         qk_norm_rope(**{**good, "rope": RotaryEmbedding(8)} | arguments)
     assert said in str(error.value)
+
+
+def test_queries_and_keys_have_backwards_of_their_own():
+    q, k = (vector(i, 1, 2, 5, 8).float().requires_grad_() for i in range(2))
+    a, b = qk_norm_rope(q, k, RotaryEmbedding(8))
+    a.sum().backward()
+    assert k.grad is None
+    b.sum().backward()
+    assert k.grad is not None
+
+
+def test_batched_gradients_have_no_graph():
+    x = vector(0, 1, 2, 5, 8).float().requires_grad_()
+    y, _ = qk_norm_rope(x, x, RotaryEmbedding(8))
+    (batched,) = torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
+    assert not batched.requires_grad

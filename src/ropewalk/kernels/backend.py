@@ -9,12 +9,14 @@ What the `run` of each operation receives and returns, for plain tensors in an e
 
 cos and sin are [rows, pairs], [batch, rows, pairs] or [1 or batch, heads, rows, pairs], and row `row` is the first
 token's; `types.line_up` shapes them to broadcast against q and k. `layout` says which features are rotated, and where
-the sequence is. Results are new tensors in the dtype of the inputs, in a tuple or list even if there is one.
+the sequence is. Results are new tensors with the dtype of the inputs and the strides of `torch.empty_like`, in a tuple
+or list even if there is one.
 
 `angles/`, `rotate/`, `qk_norm/` and `linear/` have the functions of the built-in backends, `backends/` the values. A
 new backend is one file like those in `backends/`, and a line in its `__init__.py`.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -31,8 +33,10 @@ __all__ = [
     "Choice",
     "Operation",
     "OperationName",
+    "Registry",
     "backends",
     "candidates",
+    "current",
     "get",
     "pays_when_compiled",
     "register",
@@ -65,6 +69,7 @@ class Operation:
             -> checks q and k and rotates them, or returns None; with only_ask it returns True and does nothing.
         empty_saved: For linear_attention: (q, k, v, cu_seqlens) -> tensors shaped as those that `run` saves, for fake
             tensors.
+        joint: For norm_rotate: whether `backward` computes two tensors in one pass. Else each has a node of its own.
         in_place: Whether the `run` of rotate accepts in_place=True.
         into: Whether the `run` of rotate accepts out=[...], tensors to write into.
         opaque: Whether a compiler gets a library op that runs it. Otherwise a compiler does not use it.
@@ -81,6 +86,7 @@ class Operation:
     table_gradient: Callable[..., Any] | None = None
     run_if_ready: Callable[..., Any] | None = None
     empty_saved: Callable[..., Any] | None = None
+    joint: bool = False
     in_place: bool = False
     into: bool = False
     opaque: bool = True
@@ -117,8 +123,8 @@ class Choice(NamedTuple):
 class Backend:
     """A backend: its name, its operations, why it is missing, and the devices on which it is chosen by itself.
 
-    `why_missing` is called when a backend is forced, and may look at the machine. `devices` are types of
-    torch.device; None stands for every device.
+    `why_missing` is called when a backend is forced, and may look at the machine. `devices` are the types of
+    torch.device on which it is not missing, for sure; None stands for every device.
 
     >>> Backend("mine", {"rotate": Operation(run=print)}).why_missing() is None
     True
@@ -130,17 +136,31 @@ class Backend:
     devices: tuple[str, ...] | None = ()
 
 
-# By name, those to be preferred first.
-_REGISTRY: dict[str, Backend] = {}
+class Registry(NamedTuple):
+    """The backends by name, those to be preferred first, and what `candidates` returns on the most common devices.
 
-# What `candidates` returns on the devices that most people have. Filled when a backend is registered and not by calls:
-# a compiler would guard on a dict that grows.
-_CANDIDATES: dict[str, tuple[Choice, ...]] = {}
+    Replaced whole when a backend is registered, so that a call in another thread sees the old or the new. What depends
+    on it compares it by identity.
+
+    >>> Registry({}, {}).backends
+    {}
+    """
+
+    backends: dict[str, Backend]
+    # Listed here and not by calls: a compiler would guard on a dict that grows.
+    candidates: dict[str, tuple[Choice, ...]]
+
+
 _DEVICES = ("cpu", "cuda")
+_REGISTRY = Registry({}, {})
+
+# Backends in the order in which they were registered.
+_REGISTERED: list[Backend] = []
+_LOCK = threading.Lock()
 
 
 def register(backend: Backend) -> Callable[[], None]:
-    """Adds a backend, before those that are there, or in place of one of the same name; returns what undoes it.
+    """Adds a backend before those that are there, and hides one of the same name; returns what undoes it.
 
     Raises:
         RopewalkError: This is no Backend, or its operations are not `Operation`s under the names of `OPERATIONS`.
@@ -168,29 +188,42 @@ def register(backend: Backend) -> Callable[[], None]:
                 got=shown(operation),
                 do=f"wrap the function: {{{name!r}: Operation(run=function)}}",
             )
-    replaced = _REGISTRY.get(backend.name)
-    others = {name: other for name, other in _REGISTRY.items() if name != backend.name}
-    _replace_all({backend.name: backend, **others})
+    with _LOCK:
+        _REGISTERED.append(backend)
+        _replace()
 
     def undo() -> None:
-        if _REGISTRY.get(backend.name) is not backend:
-            return  # Another one has taken its place since.
-        left = {name: other for name, other in _REGISTRY.items() if name != backend.name}
-        _replace_all(left if replaced is None else {backend.name: replaced, **left})
+        with _LOCK:
+            places = [i for i, other in enumerate(_REGISTERED) if other is backend]
+            if places:
+                del _REGISTERED[places[-1]]
+                _replace()
 
     return undo
 
 
-def _replace_all(registry: dict[str, Backend]) -> None:
-    global _REGISTRY, _CANDIDATES
-    # New dicts, not changed ones: a call in another thread sees all of the old or all of the new.
-    _CANDIDATES = {
-        f"{operation} {requested} {device}": _candidates(registry, operation, requested, device)
+def _replace() -> None:
+    """Makes the registry of what is registered: of several backends of one name the last counts."""
+    global _REGISTRY
+    by_name: dict[str, Backend] = {}
+    for backend in reversed(_REGISTERED):
+        by_name.setdefault(backend.name, backend)
+    kept = {
+        f"{operation} {requested} {device}": _candidates(by_name, operation, requested, device)
         for operation in OPERATIONS
         for device in _DEVICES
-        for requested in (None, *registry)
+        for requested in (None, *by_name)
     }
-    _REGISTRY = registry
+    _REGISTRY = Registry(by_name, kept)
+
+
+def current() -> Registry:
+    """The registry as it is now; another object after every registration.
+
+    >>> current() is current()
+    True
+    """
+    return _REGISTRY
 
 
 def backends() -> tuple[Backend, ...]:
@@ -199,7 +232,7 @@ def backends() -> tuple[Backend, ...]:
     >>> all(isinstance(backend, Backend) for backend in backends())
     True
     """
-    return tuple(_REGISTRY.values())
+    return tuple(_REGISTRY.backends.values())
 
 
 def candidates(operation: OperationName, requested: str | None, device: str) -> tuple[Choice, ...]:
@@ -210,8 +243,8 @@ def candidates(operation: OperationName, requested: str | None, device: str) -> 
     >>> [choice.backend for choice in candidates("rotate", None, "meta")]
     ['torch']
     """
-    known = _CANDIDATES.get(f"{operation} {requested} {device}")
-    return _candidates(_REGISTRY, operation, requested, device) if known is None else known
+    known = _REGISTRY.candidates.get(f"{operation} {requested} {device}")
+    return _candidates(_REGISTRY.backends, operation, requested, device) if known is None else known
 
 
 def _candidates(
@@ -229,7 +262,7 @@ def registered(name: str) -> Backend:
     >>> registered("torch").name
     'torch'
     """
-    return _REGISTRY[name]
+    return _REGISTRY.backends[name]
 
 
 def get(name: str | None) -> Backend | None:
@@ -243,7 +276,7 @@ def get(name: str | None) -> Backend | None:
     """
     if name is None:
         return None
-    backend = _REGISTRY[require_choice(name, _REGISTRY, asked="backend=...")]
+    backend = _REGISTRY.backends[require_choice(name, _REGISTRY.backends, asked="backend=...")]
     reason = backend.why_missing()
     if reason is not None:
         raise RopewalkError(

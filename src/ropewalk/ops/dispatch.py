@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.backend import Choice, OperationName, backends, candidates, get
+from ropewalk.kernels.backend import Choice, OperationName, backends, candidates, get, registered
 from ropewalk.kernels.backends import TORCH
 from ropewalk.kernels.torch_internals import is_exporting, is_plain, is_transformed, why_not_plain
 
@@ -75,11 +75,15 @@ def choose(
         reason = found
     if requested is None or requested == "torch" or name == "cos_sin":
         return _FORMULA[name]
-    shown = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in tensors[:2] if x is not None]
+    got = reason or why_not_plain(*tensors) or ""
+    if not compiling:
+        # A compiler would have to fix every length to print it.
+        shown = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in tensors[:2] if x is not None]
+        got = f"{got}, for {' and '.join(shown)}"
     raise RopewalkError(
         asked=f"backend={requested!r}",
         expected="a call that it supports",
-        got=f"{reason or why_not_plain(*tensors)}, for {' and '.join(shown)}",
+        got=got,
         do="leave backend out, and each call uses the fastest path that supports it",
     )
 
@@ -134,7 +138,11 @@ def direct_rotation(device: torch.device, requested: str | None) -> Choice | Non
     True
     """
     first = next(iter(candidates("rotate", requested, device.type)), None)
-    return first if first is not None and first.operation.run_if_ready is not None else None
+    if first is None or first.operation.run_if_ready is None:
+        return None
+    # A forced backend may run on a device for which it is not chosen by itself: whether it can is for `choose` to say.
+    devices = registered(first.backend).devices
+    return first if devices is None or device.type in devices else None
 
 
 def require_backend(name: str | None) -> str | None:

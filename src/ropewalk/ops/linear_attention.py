@@ -43,7 +43,8 @@ def linear_attention(
     tensors = [q.x, k.x, v, *tables, *(before or ()), cu_seqlens]
     choice = choose("linear_attention", backend, (q, k, v, layout), tensors, table_gradient=learned)
     if choice.path == "formula":
-        return linear_attention_formula(q, k, v, before, layout, causal, cu_seqlens, _rotate_features)
+        rotate_features = _rotate_by_formula if backend == "torch" else _rotate_features
+        return linear_attention_formula(q, k, v, before, layout, causal, cu_seqlens, rotate_features)
     flat = None if before is None else before.flat()
     (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in (q, k))
     inputs = q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, flat, cu_seqlens
@@ -55,6 +56,10 @@ def linear_attention(
 
 def _rotate_features(x: Tensor, tables: Tables, layout: Layout) -> Tensor:
     return rotate(x, None, tables.cos, tables.sin, layout, row=tables.row)[0]
+
+
+def _rotate_by_formula(x: Tensor, tables: Tables, layout: Layout) -> Tensor:
+    return rotate(x, None, tables.cos, tables.sin, layout, row=tables.row, backend="torch")[0]
 
 
 def _sides(inputs: Sequence[Any], options: Sequence[Any]) -> tuple[Side, Side]:
@@ -138,7 +143,7 @@ def _formula_gradients(
     """The gradients by the formula, which has derivatives of its own."""
     *_, interleaved, start, causal = options
     q, k, v, *_, before, cu_seqlens = inputs
-    wanted = (*needs[:3], needs[7])
+    wanted, again = (*needs[:3], needs[7]), torch.is_grad_enabled()
     with torch.enable_grad():
         aliases: list[Any] = [None if x is None else x.view_as(x) for x in (q, k, v, before)]
         q, k, v, before = aliases
@@ -150,7 +155,7 @@ def _formula_gradients(
             outputs.append(after.flat())
             cotangents.append(of_total)
         leaves = [x for x, need in zip(aliases, wanted, strict=True) if need]
-        gradients = iter(torch.autograd.grad(outputs, leaves, cotangents, create_graph=True, allow_unused=True))
+        gradients = iter(torch.autograd.grad(outputs, leaves, cotangents, create_graph=again, allow_unused=True))
     return [next(gradients) if need else None for need in wanted]
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from ropewalk.kernels.backend import registered
 from ropewalk.kernels.qk_norm.torch import factor, norm_backward
 from ropewalk.kernels.qk_norm.torch import norm_rotate as norm_rotate_formula
+from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.torch_internals import is_plain
 from ropewalk.kernels.types import Layout, Norm
 from ropewalk.ops.dispatch import choose
-from ropewalk.ops.rotation import by_formula, rotate, rows_for
+from ropewalk.ops.rotation import by_formula, rows_for
 
 __all__ = ["norm_rotate"]
 
@@ -53,10 +54,10 @@ def norm_rotate(
         sides = (q, q_weight), (k, k_weight)
         needs = [grad and any(x is not None and x.requires_grad for x in side) for side in sides]
         options = cos, sin, layout, choice, norm, row
-        if all(needs):
+        if all(needs) and choice.operation.joint:
             results = _NormRotate.apply(*both, *weights, *options)
         elif any(needs):
-            # One Function for both would give the one that needs no gradient a graph.
+            # One Function for both would give the one that needs no gradient a graph, and free what the other saved.
             results = [_NormRotate.apply(*side, *options)[0] for side in sides]  # pyright: ignore[reportOptionalSubscript]
         else:
             results = choice.operation.run(both, weights, cos, sin, layout, norm, row)
@@ -148,7 +149,7 @@ def _norm_rotate_backward_op(
     if backward is not None:
         of_both, of_factors = backward(cotangents, both, factors, True, cos, sin, layout, norm, 0)
     else:
-        back = [rotate(g.to(cos.dtype), None, cos, sin, layout, conjugate=True)[0] for g in cotangents]
+        back = [rotate_traceable(g.to(cos.dtype), cos, sin, layout, conjugate=True) for g in cotangents]
         pairs = [norm_backward(g, x, w, eps) for g, x, w in zip(back, both, factors, strict=True)]
         of_both, of_factors = zip(*pairs, strict=True)
     laid_out = [_laid_out_as(x, gradient) for x, gradient in zip(both, of_both, strict=True)]

@@ -222,6 +222,7 @@ def by_formula(
     >>> by_formula(lambda a, b: [a * b], [x, x], [torch.tensor(1.0)])[0].item()  # of a alone, though b is x too
     3.0
     """
+    again = torch.is_grad_enabled()
     with torch.enable_grad():
         # An alias per argument: of a tensor that is passed twice, or made from another, each gets its own share.
         aliases = [None if x is None else x.view_as(x) for x in inputs]
@@ -229,7 +230,7 @@ def by_formula(
     present = [(y, g) for y, g in zip(results, cotangents, strict=True) if g is not None]
     wanted = [x for x in aliases if x is not None and x.requires_grad]
     outputs, seeds = zip(*present, strict=True)
-    gradients = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=True, allow_unused=True))
+    gradients = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=again, allow_unused=True))
     return [next(gradients) if x is not None and x.requires_grad else None for x in aliases]
 
 

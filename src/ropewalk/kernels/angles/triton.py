@@ -112,6 +112,8 @@ def cos_sin(
         shape = (shape[0] if len(shape) == 2 else 1, heads, seq)
     cos = torch.empty((*shape, pairs), dtype=dtype, device=device)
     sin = torch.empty_like(cos)
+    if tokens == 0:
+        return cos, sin
     positions, inv_freq = positions.contiguous(), inv_freq.contiguous()
     tensors = positions, inv_freq, amplitude, inv_freq if axes is None else axes.contiguous(), cos, sin
     addresses = tuple(x.data_ptr() & 15 for x in tensors)

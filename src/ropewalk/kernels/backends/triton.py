@@ -67,13 +67,15 @@ def _supports_angles(
     """Exact frequencies, one amplitude, no gradient."""
     if not _runs_on(positions):
         return "positions that are not on a CUDA device"
-    if torch.is_grad_enabled() and (positions.requires_grad or inv_freq.requires_grad or amplitude.requires_grad):
+    # Under a compiler the library op has the gradients.
+    learns = positions.requires_grad or inv_freq.requires_grad or amplitude.requires_grad
+    if learns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return "gradients of positions, frequencies or amplitudes"
     exact = inv_freq.dtype == amplitude.dtype == torch.float64
     if not exact or inv_freq.dim() > 2 or amplitude.dim() != 0:
         return "frequencies in float32, or several amplitudes"
-    if positions.dtype in (torch.uint16, torch.uint32, torch.uint64) or positions.numel() == 0:
-        return "no positions, or unsigned ones"
+    if positions.dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return "unsigned positions"
     return None
 
 
@@ -114,6 +116,7 @@ TRITON = Backend(
             supports=_supports_rotation,
             worthwhile=pays_when_compiled,
             backward=_late("qk_norm.triton", "norm_rotate_backward"),
+            joint=True,
         ),
         "linear_attention": Operation(
             run=_late("linear.triton", "linear_attention"),

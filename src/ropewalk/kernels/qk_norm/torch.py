@@ -33,7 +33,6 @@ def norm_rotate_traceable(
     layout: Layout,
     norm: Norm,
     row: int = 0,
-    conjugate: bool = False,
 ) -> Tensor:
     """The rotation of x / rms(x) * weight, worked in float32 (float64 for float64) and rounded once.
 
@@ -49,7 +48,7 @@ def norm_rotate_traceable(
     scaled = scaled * weight
     if norm.rounding & 2:
         scaled = scaled.to(x.dtype).to(weight.dtype)
-    return rotate_traceable(scaled, cos, sin, layout, row, conjugate).to(x.dtype)
+    return rotate_traceable(scaled, cos, sin, layout, row).to(x.dtype)
 
 
 def norm_rotate(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown
 from ropewalk.kernels.angles.torch import cos_sin_between
+from ropewalk.kernels.backend import current
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import current_stream
 from ropewalk.kernels.types import Layout, Tables
@@ -96,16 +97,42 @@ class RotaryEmbedding(nn.Module):
         spec = _spec(head_dim, base, pairing)
         self.spec: RopeSpec = spec
         self.seq_dim: Literal[-2, -3] = seq_dim
-        self.context_length: int | None = context_length
-        self.backend: str | None = require_backend(backend)
-        self.check_ids: bool = require_flag(check_ids, asked="RotaryEmbedding(check_ids=...)")
+        backend = require_backend(backend)
+        check_ids = require_flag(check_ids, asked="RotaryEmbedding(check_ids=...)")
         limits = Limits(context_length, spec.xpos, check_ids)
-        self._source = AngleSource(spec, limits, seq_dim=seq_dim, learned=learned, backend=self.backend)
+        self._source = AngleSource(spec, limits, seq_dim=seq_dim, learned=learned, backend=backend)
         with torch.inference_mode(False):
             zeros = torch.zeros(self._source.inv_freq.shape) if learned else None
             self.log_scale: nn.Parameter | None = None if zeros is None else nn.Parameter(zeros)
         start = 0 if spec.rotary_slice == "leading" else spec.head_dim - 2 * self._source.pairs
         self.layout: Layout = Layout(spec.pairing == "interleaved", start, seq_dim)
+
+    @property
+    def context_length(self) -> int | None:
+        """How many positions there may be, from 0 on; None for any number.
+
+        >>> RotaryEmbedding(4, context_length=8).context_length
+        8
+        """
+        return self._source.limits.context_length
+
+    @property
+    def check_ids(self) -> bool:
+        """Whether ids on a GPU are looked at too.
+
+        >>> RotaryEmbedding(4).check_ids
+        False
+        """
+        return self._source.limits.check_ids
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that is forced; None where each call chooses.
+
+        >>> RotaryEmbedding(4).backend is None
+        True
+        """
+        return self._source.backend
 
     @property
     def inv_freq(self) -> Tensor:
@@ -178,8 +205,9 @@ class RotaryEmbedding(nn.Module):
         ):
             # Decoding, where the host's time decides: what is in order goes straight to the kernel. A compiler must not
             # see the cache: it would hold on to what is in it.
-            block, start, stop = self._source.ranges.recent, offset or 0, self.context_length
-            if block is not None and current_stream(block.key[0]) == block.key[2]:
+            source = self._source
+            block, start, stop = source.ranges.recent, offset or 0, source.limits.context_length
+            if block is not None and block.registry is current() and current_stream(block.key[0]) == block.key[2]:
                 stop = block.stop if stop is None else min(stop, block.stop)
                 rows = start - block.start, stop - start
                 rotated = rotate_directly(
@@ -190,7 +218,7 @@ class RotaryEmbedding(nn.Module):
         where = Where(positions, k_positions, offset, cu_seqlens, angles, length, role)
         if k_positions is None and role is None and self._source.same_for_both:
             cos, sin, row = self._source.shared_tables(q, k, where, self.log_scale)
-            rotated = rotate(q, k, cos, sin, self.layout, row=row, backend=self.backend)
+            rotated = rotate(q, k, cos, sin, self.layout, row=row, backend=self._source.backend)
             return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
         results: list[Tensor] = []
         for part in self.parts(q, k, where):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Choice
+from ropewalk.kernels.backend import Choice, Registry, current
 from ropewalk.ops.dispatch import direct_rotation
 
 __all__ = ["Block", "RangeCache"]
@@ -37,6 +37,8 @@ class Block(NamedTuple):
     cos: Tensor
     sin: Tensor
     direct: Choice | None = None
+    # What `direct` was chosen from: another registry may choose otherwise.
+    registry: Registry | None = None
 
 
 class RangeCache:
@@ -86,7 +88,7 @@ class RangeCache:
         last = stop + STEP + (-stop) % STEP
         # Tensors born in inference mode could not be saved for a later backward.
         with torch.inference_mode(False):
-            block = Block(key, first, last, *make(first, last), direct_rotation(key[0], self._backend))
+            block = Block(key, first, last, *make(first, last))
         kept, rows = [block], last - first
         for old in blocks:
             rows += old.stop - old.start
@@ -98,6 +100,10 @@ class RangeCache:
         return block.cos, block.sin, start - first
 
     def _put_forward(self, block: Block) -> None:
+        registry = current()
+        if block.registry is not registry:
+            block = block._replace(direct=direct_rotation(block.key[0], self._backend), registry=registry)
+            self._blocks = tuple(block if old.cos is block.cos else old for old in self._blocks)
         self.recent = block if block.direct is not None and block.cos.dim() == 2 else None
 
     def __getstate__(self) -> dict[str, Any]:
