@@ -21,11 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
-
 from ropewalk.errors import RopewalkError, require_choice, shown
-from ropewalk.kernels.torch_internals import is_one
-from ropewalk.kernels.types import Layout
 
 __all__ = [
     "OPERATIONS",
@@ -38,7 +34,6 @@ __all__ = [
     "candidates",
     "current",
     "get",
-    "pays_when_compiled",
     "register",
     "registered",
 ]
@@ -95,16 +90,6 @@ class Operation:
 
 def _present() -> str | None:
     return None
-
-
-def pays_when_compiled(q: Tensor, k: Tensor | None, layout: Layout, compiling: bool) -> bool:
-    """`Operation.worthwhile` of rotations: for one token a library op takes longer to call than Inductor's code to run.
-
-    >>> import torch
-    >>> pays_when_compiled(torch.ones(1, 4), None, Layout(True, 0, -2), compiling=False)
-    True
-    """
-    return not compiling or not is_one(q.shape[layout.seq_dim])
 
 
 class Choice(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.backend import Choice, OperationName, backends, candidates, get, registered
 from ropewalk.kernels.backends import TORCH
-from ropewalk.kernels.torch_internals import is_exporting, is_plain, is_transformed, why_not_plain
+from ropewalk.kernels.torch_internals import is_exporting, is_one, is_plain, is_transformed, why_not_plain
 
 __all__ = ["backend_reasons", "choose", "direct_rotation", "find", "require_backend"]
 
@@ -64,6 +64,9 @@ def choose(
     """
     compiling = torch.compiler.is_compiling()
     if compiling:
+        if requested is None and name in ("rotate", "norm_rotate") and is_one(call[0].shape[call[2].seq_dim]):
+            # For one token a library op takes longer to call than Inductor's code to run.
+            return _FORMULA[name]
         reachable = not (is_exporting() or is_transformed()) and _have_plain_types(tensors)
     else:
         reachable = is_plain(*tensors)

@@ -1,7 +1,7 @@
 """The backend "native": the C extension, for plain CPU tensors."""
 
 from ropewalk.kernels.angles import native as angles
-from ropewalk.kernels.backend import Backend, Operation, pays_when_compiled
+from ropewalk.kernels.backend import Backend, Operation
 from ropewalk.kernels.native.extension import MISSING
 from ropewalk.kernels.qk_norm import native as qk_norm
 from ropewalk.kernels.rotate import native as rotate
@@ -16,14 +16,12 @@ NATIVE = Backend(
         "rotate": Operation(
             run=rotate.rotate,
             supports=rotate.supports,
-            worthwhile=pays_when_compiled,
             run_if_ready=rotate.rotate_if_ready,
             in_place=True,
         ),
         "norm_rotate": Operation(
             run=qk_norm.norm_rotate,
             supports=rotate.supports,
-            worthwhile=pays_when_compiled,
             backward=qk_norm.norm_rotate_backward,
         ),
     },

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Backend, Operation, pays_when_compiled
+from ropewalk.kernels.backend import Backend, Operation
 from ropewalk.kernels.precision import FLOATS
 from ropewalk.kernels.triton_launch import INSTALLED, INTERPRETED
 from ropewalk.kernels.types import Layout, Side
@@ -105,7 +105,6 @@ TRITON = Backend(
         "rotate": Operation(
             run=_late("rotate.triton", "rotate"),
             supports=_supports_rotation,
-            worthwhile=pays_when_compiled,
             run_if_ready=_late("rotate.triton", "rotate_if_ready"),
             table_gradient=_late("rotate.triton_tables", "table_gradient"),
             in_place=True,
@@ -114,7 +113,6 @@ TRITON = Backend(
         "norm_rotate": Operation(
             run=_late("qk_norm.triton", "norm_rotate"),
             supports=_supports_rotation,
-            worthwhile=pays_when_compiled,
             backward=_late("qk_norm.triton", "norm_rotate_backward"),
             joint=True,
         ),
