@@ -1,12 +1,13 @@
 """What only a GPU shows of the Triton kernels: large tensors, graphs, streams, compilers, and what calls allocate."""
 
-import dataclasses
+import contextlib
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, qk_norm_rope
+from ropewalk.kernels.backend import Backend, Operation, register
 from ropewalk.kernels.triton_launch import Launch
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.reference.qk_norm import qk_norm_rotate
@@ -194,6 +195,16 @@ def test_streams_have_ranges_of_their_own():
     assert len({block.key[2] for block in rope._source.ranges._blocks}) > 1
 
 
+@contextlib.contextmanager
+def elsewhere():
+    """A backend that supports nothing on a CUDA device: the C kernel may not be built here."""
+    undo = register(Backend("elsewhere", {"rotate": Operation(run=print, supports=lambda *call: "a CUDA device")}))
+    try:
+        yield
+    finally:
+        undo()
+
+
 def test_a_prompt_after_a_far_decode():
     rope = RotaryEmbedding(64).to("cuda")
     x = torch.randn(1, 4, 16, 64, device="cuda")
@@ -201,9 +212,11 @@ def test_a_prompt_after_a_far_decode():
     rope(x[:, :, :1], offset=100_000)
     assert torch.equal(rope(x), wanted)
     assert torch.equal(rope(x, offset=-5), RotaryEmbedding(64).to("cuda")(x, offset=-5))
-    forced = RotaryEmbedding(64, backend="native").to("cuda")
-    with pytest.raises(RopewalkError, match="a call that it supports"):
-        forced(x, offset=-5)
+    with elsewhere():
+        forced = RotaryEmbedding(64, backend="elsewhere").to("cuda")
+        for _ in range(2):
+            with pytest.raises(RopewalkError, match="a call that it supports\ngot:      a CUDA device"):
+                forced(x, offset=-5)
 
 
 def test_prefill_is_decode_bit_for_bit():
@@ -278,10 +291,8 @@ def test_what_lies_elsewhere_is_named():
         rope(q, angles=RotaryEmbedding(64).at(torch.arange(4)))
     with pytest.raises(RopewalkError, match="on the device of q"):
         qk_norm_rope(q, q, rope, q_weight=torch.ones(64), k_weight=torch.ones(64))
-    native = RotaryEmbedding(64).to("cuda")
-    native.layout = dataclasses.replace(native.layout, backend="native")
-    with pytest.raises(RopewalkError, match="a call that it can serve"):
-        native(q)
+    with elsewhere(), pytest.raises(RopewalkError, match="a call that it supports"):
+        RotaryEmbedding(64, backend="elsewhere").to("cuda")(q)
 
 
 def test_ids_on_the_device_are_looked_at_where_that_is_asked_for():
