@@ -9,8 +9,8 @@ from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope
 from ropewalk.kernels import triton_launch as launch_triton
 from ropewalk.kernels.angles.triton import cos_sin
 from ropewalk.kernels.backends.triton import TRITON
-from ropewalk.kernels.qk_norm import triton as qk_norm_launch
 from ropewalk.kernels.qk_norm.torch import norm_rotate_traceable as norm_rotate
+from ropewalk.kernels.qk_norm.triton_kernels import norm_rotate_kernel
 from ropewalk.kernels.types import Layout, Norm
 from ropewalk.reference import assert_within_budget
 from ropewalk.reference.qk_norm import qk_norm_rotate
@@ -44,7 +44,7 @@ def test_within_budget(name, plus_one, dtype):
     weights = [random(spec.head_dim, seed=7), random(spec.head_dim, dtype=torch.bfloat16, seed=8)]
     ids = torch.tensor([[0, 5, 7, 1 << 20, 3], [1, 2, 3, 4, 9]], device=DEVICE)
     turned = qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], plus_one=plus_one, positions=ids)
-    assert len([key for key in launch_triton.LAUNCHES if key[0] is qk_norm_launch.norm_rotate_kernel]) == 1
+    assert len([key for key in launch_triton.LAUNCHES if key[0] is norm_rotate_kernel]) == 1
     theta = torch.as_tensor(spec.inv_freq())
     for x, weight, y in zip((q, k), weights, turned, strict=True):
         how = {"pairing": spec.pairing, "rotary_slice": spec.rotary_slice}
