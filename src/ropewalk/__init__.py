@@ -12,7 +12,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ropewalk import hub, reference, spec, theory  # noqa: F401
+    from ropewalk import hub as hub
+    from ropewalk import reference as reference
+    from ropewalk import spec as spec
+    from ropewalk import theory as theory
     from ropewalk.errors import RopewalkError as RopewalkError
     from ropewalk.hub.accelerate.acceleration import accelerate as accelerate
     from ropewalk.hub.configs.parse import load_spec as load_spec
