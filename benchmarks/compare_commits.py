@@ -516,6 +516,7 @@ def work(device: str, source: str) -> None:
             else:
                 answer(worker.burst(request["inner"], request["samples"]))
         except Exception as error:
+            # One checkout may lack what a case needs, in any way: the case is reported as failed and the others go on.
             answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 

@@ -128,7 +128,7 @@ def test_the_readmes_gpu_times_are_the_measured_ones():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"from an empty cache, {record['date']}" in readme
     rows = GPU_ROW.findall(readme)
-    assert len(rows) >= 4
+    assert len(rows) >= 6
     for shape, kind, work, pairing, cells in rows:
         shape = [int(n) for n in shape.split(",")]
         one_token = kind == "one token"
