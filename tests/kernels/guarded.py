@@ -27,7 +27,9 @@ class Guarded:
 
     def __init__(self, native: Any) -> None:
         self.native, self.calls = native, 0
-        self.instructions = native.instructions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.native, name)
 
     def rotate(self, *args: Any) -> tuple[Tensor, ...]:
         self.calls += 1

@@ -1,6 +1,7 @@
 """Types as users see them, by pyright: results, rejected arguments, and that no public type is unknown."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,12 @@ EXPECTED = re.compile(r"# error: (\w+)$")
 def pyright(*arguments: str, cwd: Path) -> dict[str, Any]:
     # It exits with 1 where it reports an error, which is what some cases ask for.
     command = [sys.executable, "-m", "pyright", "--outputjson", *arguments]
-    return json.loads(subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False).stdout)
+    # --verifytypes looks for packages in the first Python of PATH, whatever --pythonpath says.
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    result = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, check=False, env=os.environ | {"PATH": path}
+    )
+    return json.loads(result.stdout)
 
 
 def expected_errors(text: str) -> dict[int, str]:
