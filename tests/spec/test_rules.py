@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ropewalk import RopeSpec, RopewalkError
+from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.spec import (
     FLOAT64,
     NTK,
@@ -439,3 +439,13 @@ def test_a_rule_in_a_class_of_its_own_is_written_to_configs_json_and_command_lin
     finally:
         Frequencies.known.clear()
         Frequencies.known.update(before)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0, 3.7, 32.0])
+@pytest.mark.parametrize(("dim", "bend"), [(64, 0.625), (128, 0.625), (96, 1.3)])
+def test_mixed_ntk_in_float32_is_vllms_to_the_last_bit(dim, bend, factor):
+    inv_freq = 1.0 / 10_000.0 ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    rate = torch.tensor(factor).log() / (dim / 2) ** bend
+    expected = inv_freq / torch.exp(rate * torch.arange(1, dim // 2 + 1).float() ** bend)
+    spec = RopeSpec(dim, NTKMixed(10_000, factor, bend), angles="float32")
+    assert torch.equal(RotaryEmbedding(spec).inv_freq, expected)

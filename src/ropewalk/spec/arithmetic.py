@@ -77,6 +77,10 @@ class Arithmetic(Protocol[ArrayT]):
         """The natural logarithm."""
         ...
 
+    def exp(self, x: ArrayT) -> ArrayT:
+        """The exponential function."""
+        ...
+
     def floor(self, x: ArrayT) -> ArrayT:
         """The next whole number below, or x itself."""
         ...
@@ -106,6 +110,9 @@ class _NumPyFloat64:
 
     def log(self, x: np.ndarray | float) -> np.ndarray:
         return np.asarray(np.log(x))
+
+    def exp(self, x: np.ndarray | float) -> np.ndarray:
+        return np.asarray(np.exp(x))
 
     def floor(self, x: np.ndarray | float) -> np.ndarray:
         return np.asarray(np.floor(x))

@@ -178,8 +178,10 @@ class NTKMixed(Frequencies):
         self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT:
         pairs = rotary_dim // 2
-        stretch = arithmetic.array([self.factor ** (((i + 1) / pairs) ** self.bend) for i in range(pairs)])
-        return 1.0 / (stretch * arithmetic.powers(self.base, rotary_dim))
+        # The order of vLLM's operations: in float32 another one differs in the last bits.
+        rate = arithmetic.log(as_array(self.factor, arithmetic)) / pairs**self.bend
+        stretch = arithmetic.exp(rate * arithmetic.array(range(1, pairs + 1)) ** self.bend)
+        return 1.0 / arithmetic.powers(self.base, rotary_dim) / stretch
 
 
 @final

@@ -60,5 +60,8 @@ class TorchArithmetic:
     def log(self, x: Tensor) -> Tensor:
         return torch.log(x)
 
+    def exp(self, x: Tensor) -> Tensor:
+        return torch.exp(x)
+
     def floor(self, x: Tensor) -> Tensor:
         return torch.floor(x)
