@@ -7,17 +7,22 @@ import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "MASKS",
+    "OWN",
     "current_stream",
     "delay",
+    "fake_mode",
     "has_hooks",
     "is_eager",
     "is_exporting",
@@ -26,9 +31,14 @@ __all__ = [
     "is_plain",
     "is_transformed",
     "openmp_team",
+    "outside_modes",
     "view_base",
     "why_not_plain",
+    "why_view_is_fixed",
 ]
+
+# What torch.zeros, torch.tensor and so on are, whatever somebody has put under these names since.
+OWN = torch._C._VariableFunctions
 
 _Parameter = torch.nn.Parameter
 _is_zerotensor = torch._is_zerotensor  # pyright: ignore[reportPrivateImportUsage]
@@ -203,3 +213,44 @@ def view_base(x: Tensor) -> Tensor:
     True
     """
     return x if x._base is None else x._base
+
+
+_FIXED_VIEWS = {
+    torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE: "one of several views that one function returned, such as "
+    "unbind, split or chunk",
+    torch._C._autograd.CreationMeta.NO_GRAD_MODE: "a view that was made under torch.no_grad",
+    torch._C._autograd.CreationMeta.INFERENCE_MODE: "a view that was made in inference mode",
+    torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION: "a view that an autograd.Function returned",
+}
+
+
+def why_view_is_fixed(x: Tensor) -> str | None:
+    """Why autograd does not let a view be written where a gradient is needed, in words; None if it does.
+
+    >>> x = torch.ones(2, 3, requires_grad=True) * 2
+    >>> why_view_is_fixed(x[0]) is None, why_view_is_fixed(x.unbind(0)[0])[:20]
+    (True, 'one of several views')
+    """
+    return _FIXED_VIEWS.get(torch._C._autograd._get_creation_meta(x)) if x._is_view() else None
+
+
+def fake_mode() -> FakeTensorMode | None:
+    """The mode that makes fake tensors of what is computed now, or None.
+
+    >>> fake_mode() is None
+    True
+    """
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return None
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode if isinstance(mode, FakeTensorMode) else None
+
+
+def outside_modes() -> AbstractContextManager[object]:
+    """A context in which no dispatch mode, such as fake tensors, sees what is computed.
+
+    >>> with FakeTensorMode(), outside_modes():
+    ...     type(torch.ones(1)).__name__
+    'Tensor'
+    """
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()

@@ -6,5 +6,5 @@ from ropewalk.ops.dispatch import require_backend as require_backend
 from ropewalk.ops.linear_attention import linear_attention as linear_attention
 from ropewalk.ops.qk_norm import norm_rotate as norm_rotate
 from ropewalk.ops.rotation import rotate as rotate
-from ropewalk.ops.rotation import rotate_ as rotate_
 from ropewalk.ops.rotation import rotate_directly as rotate_directly
+from ropewalk.ops.rotation import rotation_in_place as rotation_in_place

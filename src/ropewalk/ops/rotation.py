@@ -12,7 +12,7 @@ from ropewalk.kernels.torch_internals import is_eager, is_plain
 from ropewalk.kernels.types import Layout
 from ropewalk.ops.dispatch import choose
 
-__all__ = ["by_formula", "rotate", "rotate_", "rotate_directly", "rows_for"]
+__all__ = ["by_formula", "rotate", "rotate_directly", "rotation_in_place", "rows_for"]
 
 
 def rotate(
@@ -123,7 +123,7 @@ def rotate_directly(
     return run_if_ready(q, k, cos, sin, layout, row, rows, head_dim)  # pyright: ignore[reportOptionalCall]
 
 
-def rotate_(
+def rotation_in_place(
     q: Tensor,
     k: Tensor | None,
     cos: Tensor,
@@ -132,27 +132,37 @@ def rotate_(
     *,
     row: int = 0,
     backend: str | None = None,
-) -> bool:
-    """Rotates q and k in place, if a backend can do that to them; whether it did.
+) -> Callable[[], None]:
+    """What rotates q and k in place when it is called. Whatever can be refused is refused before it is returned.
 
     >>> x = torch.tensor([[1.0, 0.0]])
-    >>> rotated = rotate_(x, None, torch.zeros(1, 1), torch.ones(1, 1), Layout(True, 0, -2))
-    >>> x.tolist() == ([[0.0, 1.0]] if rotated else [[1.0, 0.0]])
-    True
+    >>> write = rotation_in_place(x, None, torch.zeros(1, 1), torch.ones(1, 1), Layout(True, 0, -2))
+    >>> before = x.tolist()
+    >>> write()
+    >>> before, x.tolist()
+    ([[1.0, 0.0]], [[0.0, 1.0]])
     """
     both = (q,) if k is None else (q, k)
     needs_graph = torch.is_grad_enabled() and any(x.requires_grad for x in (*both, cos, sin))
-    if needs_graph:
-        return False
-    choice = choose("rotate", backend, (q, k, layout), (q, k, cos, sin))
-    if choice.path != "kernel" or not choice.operation.in_place:
-        return False
-    choice.operation.run(q, k, cos, sin, layout, row, in_place=True)
-    for x in both:
-        # What autograd saved of x before this is no longer there: it must say so.
-        if not x.is_inference():
-            torch.autograd.graph.increment_version(x)
-    return True
+    choice = None if needs_graph else choose("rotate", backend, (q, k, layout), (q, k, cos, sin))
+    if choice is not None and choice.path == "kernel" and choice.operation.in_place:
+        run = choice.operation.run
+
+        def write() -> None:
+            run(q, k, cos, sin, layout, row, in_place=True)
+            for x in both:
+                # What autograd saved of x before this is no longer there: it must say so.
+                if not x.is_inference():
+                    torch.autograd.graph.increment_version(x)
+
+    else:
+        rotated = rotate(q, k, cos, sin, layout, row=row, backend=backend)
+
+        def write() -> None:
+            for target, source in zip(both, rotated, strict=True):
+                target.copy_(source)
+
+    return write
 
 
 class _Rotate(torch.autograd.Function):

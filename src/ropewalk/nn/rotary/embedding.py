@@ -28,7 +28,7 @@ from ropewalk.nn.rotary.call import (
     is_start,
 )
 from ropewalk.nn.rotary.in_place import check_in_place
-from ropewalk.ops import cos_sin, require_backend, rotate, rotate_, rotate_directly
+from ropewalk.ops import cos_sin, require_backend, rotate, rotate_directly, rotation_in_place
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import Pairing, RopeSpec
 
@@ -207,7 +207,12 @@ class RotaryEmbedding(nn.Module):
             # see the cache: it would hold on to what is in it.
             source = self._source
             block, start, stop = source.ranges.recent, offset or 0, source.limits.context_length
-            if block is not None and block.registry is current() and current_stream(block.key[0]) == block.key[2]:
+            if (
+                block is not None
+                and block.start <= start < block.stop
+                and block.registry is current()
+                and current_stream(block.key[0]) == block.key[2]
+            ):
                 stop = block.stop if stop is None else min(stop, block.stop)
                 rows = start - block.start, stop - start
                 rotated = rotate_directly(
@@ -259,16 +264,15 @@ class RotaryEmbedding(nn.Module):
         >>> rope.rotate_(q) is q
         True
         """
-        self._source.check_tensors(q, k)
-        check_in_place(q, k)
         where = Where(positions, k_positions, offset, cu_seqlens, angles, length, role)
-        for part in self.parts(q, k, where):
+        parts, layout, writes = self.parts(q, k, where), self.layout, []
+        check_in_place(q, k, any(part.tables.cos.requires_grad or part.tables.sin.requires_grad for part in parts))
+        # Everything that may be refused is refused here, before the first element is written.
+        for part in parts:
             cos, sin, row = part.tables
-            if not rotate_(part.q, part.k, cos, sin, self.layout, row=row, backend=self.backend):
-                rotated = rotate(part.q, part.k, cos, sin, self.layout, row=row, backend=self.backend)
-                for target, source in zip((part.q, part.k), rotated, strict=False):
-                    if target is not None:
-                        target.copy_(source)
+            writes.append(rotation_in_place(part.q, part.k, cos, sin, layout, row=row, backend=self.backend))
+        for part, write in zip(parts, writes, strict=True):
+            write()
             if part.temperature is not None:
                 part.q.copy_(self._scale_rest(part.q, part.temperature))
         return q if k is None else (q, k)
