@@ -171,7 +171,7 @@ def test_strides_that_cannot_be_decided_are_refused(monkeypatch):
     assert (memory == 1).all()
 
 
-@pytest.mark.parametrize("spec", [RopeSpec(8, xpos=XPos()), RopeSpec(8, rotary_dim=4, query_temperature=TEMPERATURE)])
+@pytest.mark.parametrize("spec", [RopeSpec(8, xpos=XPos(64)), RopeSpec(8, rotary_dim=4, query_temperature=TEMPERATURE)])
 def test_specs_that_rotate_q_and_k_apart_keep_the_promise(spec):
     q, k = torch.ones(2, 3, 8, requires_grad=True) * 1, (torch.ones(2, 2, 3, 8, requires_grad=True) * 1).unbind(0)[0]
     with pytest.raises(RopewalkError, match="unbind"):

@@ -132,7 +132,7 @@ def _meet(
 
 
 class _Addresses:
-    """Addresses in the form of NumPy's array interface, for `np.shares_memory`, which reads nothing of what is there."""
+    """Addresses by NumPy's array interface, for `np.shares_memory`, which reads nothing of what is there."""
 
     def __init__(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> None:
         self.__array_interface__: dict[str, object] = {
