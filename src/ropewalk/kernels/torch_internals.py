@@ -6,8 +6,8 @@ A kernel may be given plain tensors, in an eager call that nothing looks into; t
 import ctypes
 import os
 from collections.abc import Callable
-from pathlib import Path
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch

@@ -8,6 +8,7 @@ from torch import Tensor
 from ropewalk.kernels.angles.torch import angles_at, pair_positions
 from ropewalk.kernels.angles.torch import cos_sin as cos_sin_formula
 from ropewalk.kernels.backend import registered
+from ropewalk.kernels.constructors import empty
 from ropewalk.ops.dispatch import choose
 
 __all__ = ["cos_sin"]
@@ -60,7 +61,7 @@ def _cos_sin_op(
 def _(positions: Tensor, inv_freq: Tensor, _: Tensor | None, amplitude: Tensor, dtype: torch.dtype, *rest: Any):
     axes = rest[0] if rest else None
     shape = (angles_at(positions, inv_freq, axes) * amplitude).shape
-    return tuple(torch.empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
+    return tuple(empty(shape, dtype=dtype, device=positions.device) for _ in range(2))
 
 
 def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

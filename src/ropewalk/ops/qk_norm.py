@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.backend import registered
+from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.qk_norm.torch import factor, norm_backward
 from ropewalk.kernels.qk_norm.torch import norm_rotate as norm_rotate_formula
 from ropewalk.kernels.rotate.torch import rotate_traceable
@@ -113,7 +114,7 @@ def _norm_rotate_op(
 
 @_norm_rotate_op.register_fake
 def _(both: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in both]
+    return [empty_like(x) for x in both]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -158,11 +159,11 @@ def _norm_rotate_backward_op(
 
 def _laid_out_as(x: Tensor, gradient: Tensor) -> Tensor:
     """A gradient in memory as the fake kernel promises it to compilers: as `empty_like(x)` is."""
-    if gradient.stride() == torch.empty_like(x, device="meta").stride():
+    if gradient.stride() == empty_like(x, device="meta").stride():
         return gradient
-    return torch.empty_like(x).copy_(gradient)
+    return empty_like(x).copy_(gradient)
 
 
 @_norm_rotate_backward_op.register_fake
 def _(cotangents: Sequence[Tensor], both: Sequence[Tensor], factors: Sequence[Tensor], *options: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in (*both, *factors)]
+    return [empty_like(x) for x in (*both, *factors)]

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.constructors import arange, placed, tensor
+
 __all__ = ["Constants", "TorchArithmetic"]
 
 # Numbers that a rule brings along, and the tensor that holds them.
@@ -37,15 +39,15 @@ class TorchArithmetic:
     def powers(self, base: Any, dim: int, count: int | None = None) -> Tensor:
         # No more than are asked for: the last bit of a power differs with where in memory it stands.
         stop = dim if count is None else 2 * count
-        exponents = torch.arange(0, stop, 2, dtype=torch.int64, device=self.device).to(self.dtype) / dim
+        exponents = arange(0, stop, 2, dtype=torch.int64, device=self.device).to(self.dtype) / dim
         return base**exponents
 
     def array(self, values: Sequence[Any]) -> Tensor:
         key = tuple(values)
-        for known, tensor in self._constants:
+        for known, held in self._constants:
             if known == key:
-                return tensor.to(self.device)
-        self.made.append((key, torch.tensor(values, dtype=self.dtype, device=self.device)))
+                return placed(held, self.device)
+        self.made.append((key, tensor(values, dtype=self.dtype, device=self.device)))
         return self.made[-1][1]
 
     def join(self, first: Tensor, second: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.angles.torch import reads_table
+from ropewalk.kernels.constructors import empty
 from ropewalk.kernels.native.extension import NATIVE
 
 __all__ = ["cos_sin", "supports"]
@@ -51,7 +52,7 @@ def cos_sin(
         shape = (batch, inv_freq.shape[0], positions.shape[-1], inv_freq.shape[1])
     else:
         shape = (*positions.shape, inv_freq.shape[0])
-    cos, sin = (torch.empty(shape, dtype=torch.float32, device="cpu") for _ in range(2))
+    cos, sin = (empty(shape, dtype=torch.float32, device="cpu") for _ in range(2))
     threads = torch.get_num_threads()
     NATIVE.cos_sin(  # pyright: ignore[reportOptionalMemberAccess]
         positions, inv_freq, radix_table, amplitude, cos, sin, threads

@@ -13,6 +13,8 @@ Three ways, chosen by the arguments:
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.constructors import arange, ones_like
+
 __all__ = ["angles_at", "cos_sin", "cos_sin_between", "pair_positions", "radix_table", "reads_table"]
 
 RADIX, DIGITS = 256, 3
@@ -26,10 +28,10 @@ def radix_table(inv_freq: Tensor) -> Tensor:
     >>> radix_table(torch.tensor([1.0, 0.01], dtype=torch.float64)).shape
     torch.Size([3, 256, 2])
     """
-    values, digits = (torch.arange(n, dtype=torch.float64, device=inv_freq.device) for n in (RADIX, DIGITS))
+    values, digits = (arange(n, dtype=torch.float64, device=inv_freq.device) for n in (RADIX, DIGITS))
     values = values * RADIX ** digits[:, None]
     angles = values.view(DIGITS, RADIX, *[1] * inv_freq.dim()) * inv_freq
-    return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(ones_like(angles), angles)
 
 
 def angles_at(positions: Tensor, inv_freq: Tensor, axes: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels.constructors import empty, empty_like
 from ropewalk.kernels.triton_launch import LAUNCHES, Launch
 
 __all__ = ["cos_sin"]
@@ -110,8 +111,8 @@ def cos_sin(
     seq, tokens = shape[-1], shape.numel()
     if inv_freq.dim() == 2:
         shape = (shape[0] if len(shape) == 2 else 1, heads, seq)
-    cos = torch.empty((*shape, pairs), dtype=dtype, device=device)
-    sin = torch.empty_like(cos)
+    cos = empty((*shape, pairs), dtype=dtype, device=device)
+    sin = empty_like(cos)
     if tokens == 0:
         return cos, sin
     positions, inv_freq = positions.contiguous(), inv_freq.contiguous()

@@ -8,6 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.torch_internals import MASKS, openmp_team
 
 __all__ = ["MISSING", "MOST_DIMS", "NATIVE", "instructions"]
@@ -40,7 +41,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     if exchange is None:
         return None, f"torch {torch.__version__} does not export DLPack's exchange API: use torch 2.11 or later"
     try:
-        native.use_torch(Tensor, torch.nn.Parameter, exchange, openmp_team(), MASKS, torch.empty_like)
+        native.use_torch(Tensor, torch.nn.Parameter, exchange, openmp_team(), MASKS, empty_like)
     except (ImportError, ValueError) as error:
         return None, f"torch {torch.__version__} exports its tensors in a way that is not known here ({error})"
     return native, None

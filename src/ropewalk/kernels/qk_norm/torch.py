@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.constructors import ones
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.types import Layout, Norm
@@ -20,7 +21,7 @@ def factor(weight: Tensor | None, x: Tensor, norm: Norm) -> Tensor:
     """
     working = working_dtype(x)
     if weight is None:
-        return torch.ones(x.shape[-1], dtype=working, device=x.device)
+        return ones(x.shape[-1], dtype=working, device=x.device)
     weight = weight.to(working)
     return weight + 1 if norm.plus_one else weight
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.constructors import empty, empty_like, zeros
 from ropewalk.kernels.qk_norm.triton_kernels import norm_rotate_backward_kernel, norm_rotate_kernel
 from ropewalk.kernels.triton_launch import (
     LAUNCHES,
@@ -46,7 +47,7 @@ def norm_rotate(
     >>> [round(v, 4) for v in y[0].tolist()]
     [-1.1314, 0.8485]
     """
-    out = [torch.empty_like(x) for x in both]
+    out = [empty_like(x) for x in both]
     _run(norm_rotate_kernel, [both, out], weights, None, cos, sin, layout, norm, row)
     return out
 
@@ -72,7 +73,7 @@ def norm_rotate_backward(
     >>> [round(v, 4) for v in dx[0].tolist()]  # x dx = 0: the norm does not see a longer x
     [0.181, -0.1358]
     """
-    out = [torch.empty_like(x) for x in both]
+    out = [empty_like(x) for x in both]
     sums = _run(norm_rotate_backward_kernel, [both, cotangents, out], weights, learns, cos, sin, layout, norm, row)
     both_sums = zip(weights, sums, strict=True)
     return out, [None if w is None or part is None else part.to(w.dtype) for w, part in both_sums]
@@ -113,7 +114,7 @@ def _run(
     if learns is None:
         launch(cos.device, *tensors, cos, sin, row)
         return [None for _ in weights]
-    sums = torch.empty((sum(programs), groups[0][0].shape[-1]), dtype=cos.dtype, device=cos.device) if learns else cos
+    sums = empty((sum(programs), groups[0][0].shape[-1]), dtype=cos.dtype, device=cos.device) if learns else cos
     launch(cos.device, *tensors, sums, cos, sin, row)
     return [part.sum(0) for part in sums.split(programs)] if learns else [None for _ in weights]
 
@@ -136,9 +137,7 @@ def _apart(
 
 def _nothing(weights: Sequence[Tensor | None], learns: bool | None, cos: Tensor) -> list[Tensor | None]:
     """The sums of a tensor without elements."""
-    return [
-        None if w is None or not learns else torch.zeros(w.shape, dtype=cos.dtype, device=w.device) for w in weights
-    ]
+    return [None if w is None or not learns else zeros(w.shape, dtype=cos.dtype, device=w.device) for w in weights]
 
 
 def _two(items: Sequence[Any]) -> Sequence[Any]:

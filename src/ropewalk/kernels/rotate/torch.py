@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.constructors import empty_like, randn, zeros_like
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.types import Layout, line_up
 
@@ -38,7 +39,7 @@ def rotate(
     sin = -sin if conjugate else sin
     if layout.interleaved:
         # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
-        wide_cos, i_sin = cos.repeat_interleave(2, dim=-1), torch.complex(torch.zeros_like(sin), sin)
+        wide_cos, i_sin = cos.repeat_interleave(2, dim=-1), torch.complex(zeros_like(sin), sin)
         swap = functools.partial(_swap_neighbours, sin=sin, i_sin=i_sin)
     else:
         wide_cos = torch.cat((cos, cos), dim=-1)
@@ -48,7 +49,7 @@ def rotate(
 
 def _rotate_one(x: Tensor, wide_cos: Tensor, swap: Callable[[Tensor, Tensor], None], start: int) -> Tensor:
     stop = start + wide_cos.shape[-1]
-    y = torch.empty_like(x)
+    y = empty_like(x)
     source, target = x, y
     if stop - start < x.shape[-1]:
         y[..., :start].copy_(x[..., :start])
@@ -57,7 +58,7 @@ def _rotate_one(x: Tensor, wide_cos: Tensor, swap: Callable[[Tensor, Tensor], No
     low = x.dtype not in (torch.float32, torch.float64)
     if low:
         source = source.to(torch.float32)
-    turned = torch.empty_like(source) if low else target
+    turned = empty_like(source) if low else target
     swap(source, turned)
     if _fuses_alike(x.device.type, source.dtype):
         turned.addcmul_(source, wide_cos)
@@ -96,7 +97,7 @@ def _fuses_alike(device: str, dtype: torch.dtype) -> bool:
         # One thread takes one element there, and runs one code.
         return True
     with torch.inference_mode(False), torch.no_grad():
-        a, b, c = torch.randn(3, 257, dtype=dtype, device="cpu", generator=torch.Generator().manual_seed(0))
+        a, b, c = randn(3, 257, dtype=dtype, device="cpu", generator=torch.Generator().manual_seed(0))
         together = torch.addcmul(a, b, c)
         alone = [torch.addcmul(a[i : i + 1], b[i : i + 1], c[i : i + 1]) for i in range(len(a))]
         return torch.equal(together, torch.cat(alone))

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.precision import FLOATS
 from ropewalk.kernels.torch_internals import is_masked
 from ropewalk.kernels.triton_launch import (
@@ -269,7 +270,7 @@ def rotate(
     elif out is not None:
         yq, yk = out[0], None if k is None else out[1]
     else:
-        yq, yk = torch.empty_like(q), None if k is None else torch.empty_like(k)
+        yq, yk = empty_like(q), None if k is None else empty_like(k)
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     tensors = (q, q if k is None else k, yq, yq if yk is None else yk, cos, sin)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels.constructors import empty, zeros, zeros_like
 from ropewalk.kernels.qk_norm.triton_kernels import load_rows
 from ropewalk.kernels.triton_launch import LAUNCHES, Launch, Rows, alignment, is_wide, rows_of
 from ropewalk.kernels.types import Layout
@@ -107,7 +108,7 @@ def _of_one(x: Tensor, g: Tensor, cos: Tensor, layout: Layout, conjugate: bool) 
         return [torch.stack(parts).sum(0) for parts in zip(*slices, strict=True)]
     tables = cos.shape[1] if cos.dim() == 4 else 1
     shape = (rows.batch, tables, rows.seq, cos.shape[-1])
-    make = torch.empty if x.numel() else torch.zeros
+    make = empty if x.numel() else zeros
     out = [make(shape, dtype=cos.dtype, device=cos.device) for _ in range(2)]
     if x.numel():
         _launch(x, g, rows, given, out, layout, tables, conjugate)
@@ -120,7 +121,7 @@ def _placed(gradient: Tensor, cos: Tensor, row: int) -> Tensor:
     """The gradient among the rows of cos: those that no token had get 0."""
     if gradient.shape == cos.shape:
         return gradient
-    whole = torch.zeros_like(cos)
+    whole = zeros_like(cos)
     whole.narrow(-2, row, gradient.shape[-2]).copy_(gradient)
     return whole
 

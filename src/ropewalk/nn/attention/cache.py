@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, shown
+from ropewalk.kernels.constructors import arange, zeros
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_in
 from ropewalk.nn.position_checks import check_ids, check_index, check_positions, described, may_look
@@ -56,10 +57,10 @@ class KVCache:
         shape = self.batch, self.num_kv_heads, self.max_length
         # What is born in inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self.keys: Tensor = torch.zeros(*shape, self.head_dim, dtype=dtype, device=device)
-            self.values: Tensor = torch.zeros(*shape, self.v_dim, dtype=dtype, device=device)
-            self.lengths: Tensor = torch.zeros(self.batch, dtype=torch.int64, device=device)
-            self.positions: Tensor = torch.zeros(self.batch, self.max_length, dtype=torch.int64, device=device)
+            self.keys: Tensor = zeros(*shape, self.head_dim, dtype=dtype, device=device)
+            self.values: Tensor = zeros(*shape, self.v_dim, dtype=dtype, device=device)
+            self.lengths: Tensor = zeros(self.batch, dtype=torch.int64, device=device)
+            self.positions: Tensor = zeros(self.batch, self.max_length, dtype=torch.int64, device=device)
         self.encoding_state: Tensor | None = None
         self.filled_at_most: int = 0
         # Whether the host knows that every sequence has filled_at_most tokens.
@@ -83,8 +84,8 @@ class KVCache:
         """
         self._check_append(k, v, counts, positions)
         seq = k.shape[2]
-        steps = torch.arange(seq, device=k.device)
-        rows, slots = torch.arange(self.batch, device=k.device)[:, None], self.lengths[:, None] + steps
+        steps = arange(seq, device=k.device)
+        rows, slots = arange(self.batch, device=k.device)[:, None], self.lengths[:, None] + steps
         if counts is not None:
             # Zeros: hidden values are still multiplied, and 0 times what padding may hold could be NaN.
             padding = (steps >= counts[:, None])[:, None, :, None]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, shown
+from ropewalk.kernels.constructors import arange, zeros_like
 from ropewalk.nn.attention.cache import KVCache, check_counts, check_room
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.attention.scores import Biased, Sight, attend, documents_of
@@ -167,7 +168,7 @@ class Attention(ProjectedHeads):
         biased = None
         if self.encoding is not None and self._adds_bias:
             q_positions, k_positions = (
-                torch.arange(x.shape[2], device=x.device) if ids is None else ids
+                arange(x.shape[2], device=x.device) if ids is None else ids
                 for x, ids in ((q, q_positions), (k, k_positions))
             )
             biased = Biased(self.encoding, q_positions, k_positions)
@@ -192,7 +193,7 @@ class Attention(ProjectedHeads):
             seen = None if key_mask is None else key_mask[:, tokens]
             sight = Sight(self.causal, None, seen)
             parts.append(self._attend(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], sight, ids, ids))
-        return torch.cat([*parts, torch.zeros_like(q[:, :, ends[-1] :])], dim=2)
+        return torch.cat([*parts, zeros_like(q[:, :, ends[-1] :])], dim=2)
 
     def _with_cache(
         self,
@@ -296,7 +297,7 @@ class Attention(ProjectedHeads):
 
 def _next_slots(key_mask: Tensor, lengths: Tensor, seq: int) -> Tensor:
     """Of a mask over the slots of a cache, those that the next `seq` tokens take."""
-    slots = lengths[:, None] + torch.arange(seq, device=lengths.device)
+    slots = lengths[:, None] + arange(seq, device=lengths.device)
     return key_mask.gather(1, slots.clamp_max(key_mask.shape[1] - 1))
 
 

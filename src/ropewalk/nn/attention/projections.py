@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, require_flag
+from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import described
 
 __all__ = ["HeadSizes", "ProjectedHeads"]
@@ -120,6 +121,7 @@ class ProjectedHeads(nn.Module):
 
     def _check_tokens(self, x: Tensor) -> None:
         """Raise unless `x` is a tensor of tokens [batch, seq, dim] that the projections accept."""
+        check_strided(x, asked="attention(x)")
         if not (isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[-1] == self.dim):
             raise RopewalkError(
                 asked="attention(x)",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ropewalk.errors import RopewalkError
+from ropewalk.kernels.constructors import arange
 from ropewalk.kernels.torch_internals import is_transformed
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
 
@@ -74,7 +75,7 @@ class Sight(NamedTuple):
 
     def mask(self, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
         """`sees` for all at once, [batch or 1, queries or 1, keys]."""
-        b, i, j = (torch.arange(size, device=device) for size in (self.rows(batch), queries, keys))
+        b, i, j = (arange(size, device=device) for size in (self.rows(batch), queries, keys))
         return self.sees(b[:, None, None], i[None, :, None], j[None, None, :])
 
 
@@ -96,7 +97,7 @@ def documents_of(cu_seqlens: Tensor, total: int) -> Tensor:
     >>> documents_of(torch.tensor([0, 2, 2, 3]), 5).tolist()
     [0, 0, 2, -1, -1]
     """
-    tokens = torch.arange(total, device=cu_seqlens.device)
+    tokens = arange(total, device=cu_seqlens.device)
     ends = cu_seqlens.to(tokens.dtype)
     return torch.where(tokens < ends[-1], torch.searchsorted(ends, tokens, right=True) - 1, -1)
 

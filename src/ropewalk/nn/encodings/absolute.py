@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ropewalk.errors import RopewalkError, require_count, require_even
 from ropewalk.kernels.angles.torch import angles_at
+from ropewalk.kernels.constructors import arange
 from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens, fixed
 from ropewalk.nn.position_checks import may_look
 from ropewalk.spec.frequencies import Plain
@@ -217,7 +218,7 @@ def _past(length: int, first: int, last: int, asked: str) -> RopewalkError:
 def _waves(theta: Tensor, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
     """sin and cos, alternating, of positions times theta, shaped to broadcast: float64, or float32 on MPS."""
     if positions is None:
-        positions = torch.arange(x.shape[-2], device=x.device)
+        positions = arange(x.shape[-2], device=x.device)
     else:
         check_token_positions(positions, x, asked=asked)
     no_float64 = x.device.type == "mps"

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
+from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import check_finite, check_ids, check_positions, may_look
 
 __all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens", "fixed"]
@@ -118,6 +119,7 @@ def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = 
 
     >>> check_tokens(torch.zeros(2, 5, 8), 8, asked="a doctest")
     """
+    check_strided(x, asked=f"{asked}(x)")
     if not (isinstance(x, Tensor) and x.dtype in _TOKENS and x.dim() >= 2 and x.shape[-1] == dim):
         raise RopewalkError(
             asked=f"{asked}(x)",

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ropewalk.errors import RopewalkError, require_count, shown
+from ropewalk.kernels.constructors import zeros
 from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens
 
 __all__ = ["RecurrentEncoding"]
@@ -62,8 +63,11 @@ class RecurrentEncoding(Encoding):
         inputs = functional.linear(tokens.to(dtype), self.input_weight.to(dtype), self.input_bias.to(dtype))
         inputs = inputs.flatten(0, -3) if x.dim() > 2 else inputs.unsqueeze(0)
         recurrence = self.state_weight.to(dtype).t()
-        state = inputs.new_zeros(inputs.shape[0], self.dim) if before is None else before.reshape(-1, self.dim)
-        state, states = state.to(inputs.dtype), []
+        if before is None:
+            state = zeros(inputs.shape[0], self.dim, dtype=inputs.dtype, device=inputs.device)
+        else:
+            state = before.reshape(-1, self.dim).to(inputs.dtype)
+        states: list[Tensor] = []
         for token in inputs.unbind(1):
             state = torch.tanh(torch.addmm(token, state, recurrence))
             states.append(state)

@@ -1,0 +1,106 @@
+"""New tensors that are what was asked for: no wrapper, default or mode changes their dtype, device or values.
+
+While a model is made, libraries replace torch's constructors: DeepSpeed's `zero.Init` casts what `torch.tensor`,
+`torch.arange` and others return to the dtype of the model; accelerate's `init_empty_weights(include_buffers=True)` puts
+what `torch.zeros` and others return on meta. Frequencies in bfloat16 are wrong frequencies. So the package makes
+tensors by the names below, with their dtype and device written out, and what a module keeps by `constant`. Parameters
+are the exception: they are the user's, and follow whatever the user has set up.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ropewalk.kernels.torch_internals import OWN, fake_mode, outside_modes
+
+__all__ = [
+    "arange",
+    "constant",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "full",
+    "home",
+    "ones",
+    "ones_like",
+    "placed",
+    "randn",
+    "real_tensors",
+    "tensor",
+    "zeros",
+    "zeros_like",
+]
+
+arange = OWN.arange
+empty = OWN.empty
+empty_like = OWN.empty_like
+empty_strided = OWN.empty_strided
+full = OWN.full
+ones = OWN.ones
+ones_like = OWN.ones_like
+randn = OWN.randn
+tensor = OWN.tensor
+zeros = OWN.zeros
+zeros_like = OWN.zeros_like
+
+
+def home() -> torch.device:
+    """Where constants are made: where torch makes tensors now, if that is a real device that has float64; else the CPU.
+
+    >>> with torch.device("meta"):
+    ...     home()
+    device(type='cpu')
+    """
+    # The public name, which a wrapper may have changed: parameters go where it puts them, and constants go with them.
+    device = torch.empty(0).device
+    return torch.device("cpu") if device.type in ("meta", "mps") or fake_mode() is not None else device
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """A context in which tensors are ordinary ones: not fake, and free to be saved for a backward.
+
+    >>> with torch.inference_mode(), real_tensors():
+    ...     tensor([1.0]).is_inference()
+    False
+    """
+    with torch.inference_mode(False), outside_modes():
+        yield
+
+
+def constant(
+    values: Tensor | NDArray[np.generic] | Sequence[float] | Sequence[Sequence[float]] | float,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Numbers for a module to keep: a real tensor, in the dtype asked for, or in that of an array.
+
+    >>> torch.set_default_dtype(torch.float16)
+    >>> with torch.device("meta"):
+    ...     kept = constant([0.1, 0.2], torch.float64)
+    >>> torch.set_default_dtype(torch.float32)
+    >>> kept.tolist()
+    [0.1, 0.2]
+    """
+    device = home() if device is None else device
+    with real_tensors():
+        if isinstance(values, Tensor):
+            return values.to(device, dtype)
+        return tensor(values, dtype=dtype, device=device)
+
+
+def placed(x: Tensor, device: torch.device) -> Tensor:
+    """A constant where it is needed; a fake one of it where fake tensors are at work.
+
+    >>> placed(torch.ones(1), torch.device("meta")).device
+    device(type='meta')
+    """
+    if not torch.compiler.is_compiling():
+        mode = fake_mode()
+        if mode is not None and not mode.is_our_fake(x):
+            x = mode.from_tensor(x)
+    return x.to(device)
