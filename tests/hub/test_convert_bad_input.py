@@ -19,6 +19,7 @@ from ropewalk import RopewalkError
 from ropewalk.hub import UnprovenError, convert_checkpoint, verify_conversion
 from ropewalk.hub.convert import folders
 from ropewalk.hub.convert.checkpoint import read_shard, tensor_blocks
+from ropewalk.hub.convert.model_folder import ModelFolder
 
 INDEX = "model.safetensors.index.json"
 
@@ -53,7 +54,7 @@ def test_a_model_where_the_unfinished_output_would_stand_is_not_removed(tmp_path
     for place in (tmp_path / "out.ropewalk-partial", tmp_path / "out.ropewalk-partial" / "inner"):
         model = llama(place)
         before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
-        refused(model, "a model that is not in out.ropewalk-partial", tmp_path / "out")
+        refused(model, "a model that is not in 'out.ropewalk-partial'", tmp_path / "out")
         assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
 
 
@@ -220,7 +221,7 @@ def test_any_byte_of_a_header_may_be_wrong(tmp_path, at, value):
     data[at] = value
     path.write_bytes(data)
     try:
-        shard = read_shard(path)
+        shard = read_shard(ModelFolder(path.parent), path.name)
     except RopewalkError:
         return
     assert sum(tensor.nbytes for tensor in shard.tensors.values()) + shard.header == len(data)
@@ -244,7 +245,7 @@ def test_an_index_that_is_not_true(sharded):
         ({"weight_map": {}}, "weight_map"),
         ({"weight_map": ["a"]}, "weight_map"),
         ({"weight_map": {"a": "model-00009-of-00003.safetensors"}}, "which is not"),
-        ({"weight_map": {"a": "model-00001-of-00003.safetensors"}}, "'a' is not in model-00001"),
+        ({"weight_map": {"a": "model-00001-of-00003.safetensors"}}, "'a' is not in 'model-00001"),
     ):
         (sharded / INDEX).write_text(json.dumps(json.loads(text) | changes))
         refused(sharded, message)
@@ -327,7 +328,7 @@ def test_an_output_that_came_meanwhile_is_not_replaced(monkeypatch, tmp_path, mo
 
 def test_a_source_that_shrinks_while_it_is_read(model):
     path = model / "model.safetensors"
-    shard = read_shard(path)
+    shard = read_shard(ModelFolder(path.parent), path.name)
     os.truncate(path, shard.header + 10)
     first = next(iter(shard.tensors.values()))
     with path.open("rb") as file, pytest.raises(RopewalkError, match="cut off while it was read"):
@@ -337,8 +338,8 @@ def test_a_source_that_shrinks_while_it_is_read(model):
 def test_an_unproven_output_is_not_kept(monkeypatch, tmp_path, model):
     original = folders.write_file
 
-    def flawed(path, blocks):
-        original(path, blocks)
+    def flawed(path, blocks, mode):
+        original(path, blocks, mode)
         if path.suffix == ".safetensors":
             data = bytearray(path.read_bytes())
             data[-3] ^= 1

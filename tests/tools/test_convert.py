@@ -92,8 +92,8 @@ def test_bad_input_is_one_message_and_exit_code_2(tmp_path, monkeypatch, argumen
 def test_a_proof_that_fails_is_exit_code_1_and_leaves_nothing(tmp_path, monkeypatch, capsys, byte):
     model, out = llama(tmp_path / "model"), tmp_path / "out"
 
-    def flawed(path, blocks):
-        write_file(path, blocks)
+    def flawed(path, blocks, mode):
+        write_file(path, blocks, mode)
         if path.suffix == ".safetensors":
             data = bytearray(path.read_bytes())
             data[byte] ^= 64

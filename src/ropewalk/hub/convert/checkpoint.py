@@ -1,9 +1,7 @@
 """A folder with safetensors files, read strictly: which tensor is stored where, and its bytes, a block at a time."""
 
-import json
 import math
 import os
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,8 @@ from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, as_int, shown
 from ropewalk.hub.configs.keys import MOST_BYTES
-from ropewalk.spec.value import without_repeats
+from ropewalk.hub.convert.json_text import parse
+from ropewalk.hub.convert.model_folder import ModelFolder
 
 __all__ = [
     "INDEX",
@@ -45,8 +44,10 @@ _WEIGHTS = (
 )
 _WEIGHTS += (".h5", ".msgpack", ".onnx", ".onnx_data", ".tflite", ".npz")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-# safetensors itself reads no longer header.
-_LONGEST_HEADER = 100_000_000
+# safetensors itself reads headers of 100 MB, which parsed would fill a gigabyte; those of models have up to 2 MB.
+_LONGEST_HEADER = 16 << 20
+# Tensors in a model, characters in a name, sides of a tensor: several times what the largest models have.
+_MOST_TENSORS, _LONGEST_NAME, _MOST_SIDES = 1 << 18, 1024, 64
 # Bytes that are held at once when a tensor is copied or compared.
 BLOCK = 4 << 20
 # How many bits an element of each dtype has.
@@ -55,7 +56,7 @@ _BITS |= {"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "
 _BITS |= {"F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in a file: its dtype, its shape, and the bytes that it fills."""
 
@@ -68,9 +69,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file: how many bytes its header has, and its tensors in the order of their bytes."""
+    """A safetensors file: its bytes, how many of them its header has, its tensors in the order of their bytes."""
 
-    path: Path
+    name: str
+    nbytes: int
     header: int
     tensors: dict[str, Stored]
 
@@ -79,7 +81,7 @@ class Shard:
 class Checkpoint:
     """A model in safetensors files: its folder, its files in order, every tensor by name, whether it has an index."""
 
-    folder: Path
+    model: ModelFolder
     shards: tuple[Shard, ...]
     tensors: dict[str, Stored]
     index: bool
@@ -94,135 +96,144 @@ def is_weights(name: str) -> bool:
     return name.lower().endswith(_WEIGHTS)
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(model: ModelFolder) -> Checkpoint:
     """The checkpoint of a folder: the files that its index names, or its one file. What is not whole is an error."""
-    if not folder.is_dir():
-        got = "no such folder" if not folder.exists() else "a file"
-        raise _refused(folder, "a model folder", got, "pass the folder that holds config.json")
-    names = sorted(path.name for path in folder.iterdir())
+    folder, names = model.path, model.names()
     if any(name.startswith("adapter_") for name in names):
         do = "merge it first: peft's merge_and_unload(), then save_pretrained()"
         raise _refused(folder, "the weights of a whole model", "an adapter (LoRA), whose q and k lie in factors", do)
-    mapped = _read_index(folder / INDEX) if INDEX in names else None
+    mapped = _read_index(model, names) if INDEX in names else None
     if mapped is None and SINGLE not in names:
         raise _no_safetensors(folder, names)
-    shards = tuple(read_shard(folder / name) for name in (dict.fromkeys(mapped.values()) if mapped else [SINGLE]))
+    shards: list[Shard] = []
     tensors: dict[str, Stored] = {}
-    for shard in shards:
+    for file in dict.fromkeys(mapped.values()) if mapped else [SINGLE]:
+        shard = read_shard(model, file)
+        shards.append(shard)
         for name, tensor in shard.tensors.items():
             if name in tensors:
-                got = f"{name!r} in {tensors[name].path.name} and in {shard.path.name}"
+                got = f"{name!r} in {tensors[name].path.name!r} and in {file!r}"
                 raise _refused(folder, "each tensor in one file", got, "download the model again")
             tensors[name] = tensor
+        if len(tensors) > _MOST_TENSORS:
+            raise _refused(folder, f"at most {_MOST_TENSORS} tensors", "more", "open an issue if this is a model")
     for name, file in (mapped or {}).items():
         if name not in tensors or tensors[name].path.name != file:
-            got = f"{name!r} is not in {file}, where {INDEX} has it"
+            got = f"{name!r} is not in {file!r}, where {INDEX} has it"
             raise _refused(folder, "the tensors that the index lists", got, "download the model again")
-    return Checkpoint(folder, shards, tensors, index=mapped is not None)
+    return Checkpoint(model, tuple(shards), tensors, index=mapped is not None)
 
 
-def read_shard(path: Path) -> Shard:
+def read_shard(model: ModelFolder, name: str) -> Shard:
     """A safetensors file by its header: 8 bytes with its length, then JSON, then the tensors without gap or overlap."""
-    try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise _refused(path, "a file", "something else", "download the model again")
+    path = model.path / name
+    with model.open(name) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
-            if status.st_size < 8 or not 2 <= length <= min(_LONGEST_HEADER, status.st_size - 8):
-                raise _corrupt(path, f"{status.st_size} bytes that are said to begin with a header of {length}")
+            if size < 8 or not 2 <= length <= size - 8:
+                raise _corrupt(path, f"{size} bytes that are said to begin with a header of {length}")
+            if length > _LONGEST_HEADER:
+                got = f"{length >> 20} MiB"
+                raise _refused(path, f"a header of at most {_LONGEST_HEADER >> 20} MiB", got, "use several files")
             text = file.read(length)
-    except OSError as error:
-        raise _refused(path, "a readable file", str(error.strerror or error), "download the model again") from None
+        except OSError as error:
+            raise _refused(path, "a readable file", str(error.strerror or error), "download the model again") from None
     try:
-        entries: Any = json.loads(text.decode("utf-8"), object_pairs_hook=without_repeats)
-    except (ValueError, RecursionError) as error:
+        entries: Any = parse(text)
+    except ValueError as error:
         raise _corrupt(path, f"a header that is no JSON: {error}") from None
     if not isinstance(entries, dict):
         raise _corrupt(path, "a header that is no object")
     tensors = [
-        (name, _stored(path, name, entry, 8 + length))
-        for name, entry in cast("dict[str, Any]", entries).items()
-        if name != "__metadata__"
+        (key, _stored(path, key, entry, 8 + length))
+        for key, entry in cast("dict[str, Any]", entries).items()
+        if key != "__metadata__"
     ]
     tensors.sort(key=lambda item: (item[1].start, item[1].nbytes))
     end = 8 + length
-    for name, tensor in tensors:
+    for key, tensor in tensors:
         if tensor.start != end:
-            raise _corrupt(path, f"a gap or an overlap before {name!r}")
+            raise _corrupt(path, f"a gap or an overlap before {key!r}")
         end += tensor.nbytes
-    if end != status.st_size:
-        raise _corrupt(path, f"{status.st_size} bytes, where its header speaks of {end}")
-    return Shard(path, 8 + length, dict(tensors))
+    if end != size:
+        raise _corrupt(path, f"{size} bytes, where its header speaks of {end}")
+    return Shard(name, size, 8 + length, dict(tensors))
 
 
 def _stored(path: Path, name: str, entry: Any, offset: int) -> Stored:
     """A tensor of a header, its bytes held to its dtype and shape."""
-    if not isinstance(entry, dict) or entry.get("dtype") not in _BITS:
+    if len(name) > _LONGEST_NAME:
+        raise _corrupt(path, f"a name of {len(name)} characters: {shown(name)}")
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str) or entry["dtype"] not in _BITS:
         raise _corrupt(path, f"the entry of {name!r}: {shown(entry)}")
     sides, ends = _whole_numbers(entry.get("shape")), _whole_numbers(entry.get("data_offsets"))
-    if sides is None or ends is None or len(ends) != 2:
+    if sides is None or ends is None or len(ends) != 2 or len(sides) > _MOST_SIDES:
         raise _corrupt(path, f"the entry of {name!r}: {shown(entry)}")
     if 8 * (ends[1] - ends[0]) != _BITS[entry["dtype"]] * math.prod(sides):
-        raise _corrupt(path, f"{name!r} of shape {sides} and dtype {entry['dtype']} in the bytes {ends}")
+        raise _corrupt(path, f"{name!r} of shape {shown(sides)} and dtype {entry['dtype']} in the bytes {shown(ends)}")
     return Stored(path, entry["dtype"], tuple(sides), offset + ends[0], ends[1] - ends[0])
 
 
 def _whole_numbers(values: object) -> list[int] | None:
-    """`values` as a list of numbers of at least 0; None if they are something else."""
+    """`values` as a list of numbers from 0 to 2^63; None if they are something else."""
     numbers = [as_int(value) for value in values] if isinstance(values, list) else [None]
-    whole = [number for number in numbers if number is not None and number >= 0]
+    whole = [number for number in numbers if number is not None and 0 <= number < 1 << 63]
     return whole if len(whole) == len(numbers) else None
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(model: ModelFolder, names: list[str]) -> dict[str, str]:
     """Which file holds which tensor. A name that leads out of the folder is refused, and never opened."""
+    path = model.path / INDEX
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise _refused(path, f"at most {MOST_BYTES >> 20} MiB", "more", "download the model again")
-        data: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_repeats)
-    except (OSError, ValueError, RecursionError) as error:
+        data: Any = parse(model.read(INDEX, most=MOST_BYTES))
+    except ValueError as error:
         if isinstance(error, RopewalkError):
             raise
         raise _refused(path, "an index in JSON", f"{error}", "download the model again") from None
     mapped = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(mapped, dict) or not mapped:
         raise _refused(path, '"weight_map": an object that is not empty', shown(mapped), "download the model again")
+    present = set(names)
     for name, file in mapped.items():
         plain = isinstance(file, str) and file.endswith(".safetensors") and not set(file) & {"/", "\\", "\0", ":"}
         if not plain:
             expected = "plain names of .safetensors files in the same folder"
-            raise _refused(path, expected, f"{shown(file)} for {name!r}", "do not trust this index; download anew")
-        if not (path.parent / file).is_file():
-            raise _refused(path, "files that are there", f"{file!r} for {name!r}, which is not", "download it")
+            raise _refused(path, expected, f"{shown(file)} for {shown(name)}", "do not trust this index; download anew")
+        if file not in present:
+            raise _refused(
+                path, "files that are there", f"{shown(file)} for {shown(name)}, which is not", "download it"
+            )
     return cast("dict[str, str]", mapped)
 
 
 def tensor_blocks(file: BinaryIO, tensor: Stored) -> Iterator[bytes]:
     """The bytes of a tensor as they are."""
     file.seek(tensor.start)
-    yield from blocks_of(file, tensor, tensor.nbytes)
+    yield from blocks_of(file, tensor.path, tensor.nbytes)
 
 
 def read_rows(file: BinaryIO, tensor: Stored, start: int, count: int, rows: int) -> NDArray[np.float64]:
     """`count` of the `rows` of a tensor from row `start` on, as float64 [count, columns]."""
     row = tensor.nbytes // rows
     file.seek(tensor.start + start * row)
-    data = b"".join(blocks_of(file, tensor, count * row))
+    data = b"".join(blocks_of(file, tensor.path, count * row))
     if tensor.dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         values = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
     else:
         values = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype])
-    return values.reshape(count, -1).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        # A signalling NaN is an invalid operand; what it becomes is a NaN all the same.
+        return values.reshape(count, -1).astype(np.float64)
 
 
-def blocks_of(file: BinaryIO, tensor: Stored, left: int) -> Iterator[bytes]:
-    """The next `left` bytes of a tensor, from where the file is."""
+def blocks_of(file: BinaryIO, path: Path, left: int) -> Iterator[bytes]:
+    """The next `left` bytes of a file, from where it is; `path` is what an error calls it."""
     while left:
         block = file.read(min(BLOCK, left))
         if not block:
-            raise _corrupt(tensor.path, f"an end {left} bytes early: it was cut off while it was read")
+            raise _corrupt(path, f"an end {left} bytes early: it was cut off while it was read")
         left -= len(block)
         yield block
 
@@ -231,7 +242,7 @@ def _no_safetensors(folder: Path, names: list[str]) -> RopewalkError:
     """Why a folder without the two names is refused: what it has instead."""
     pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
-        got = f"{pickles[0]}: a pickle, which runs whatever code is written in it when it is loaded"
+        got = f"{pickles[0]!r}: a pickle, which runs whatever code is written in it when it is loaded"
         do = "save it as safetensors: from_pretrained(...).save_pretrained(...), where you trust its source"
     elif any(name.endswith(".gguf") for name in names):
         got, do = "GGUF, whose converter has permuted q and k in its own way", "start from the original checkpoint"

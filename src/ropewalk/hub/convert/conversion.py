@@ -1,16 +1,29 @@
 """Checkpoints from one pairing to the other: q and k permuted, all else as it was, written whole or not at all."""
 
 import json
+import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from ropewalk.errors import RopewalkError, require_choice
-from ropewalk.hub.configs.keys import Caller, Keys, read_config
+from ropewalk.errors import RopewalkError, require_choice, shown
+from ropewalk.hub.configs.keys import Caller, Keys
 from ropewalk.hub.configs.language import KEY, Record, has_known_family, read_record, refuse_without_rope
 from ropewalk.hub.configs.parse import Config, parse_config
-from ropewalk.hub.convert.checkpoint import INDEX, Checkpoint, Shard, read_checkpoint, tensor_blocks
-from ropewalk.hub.convert.folders import other_files, require_room, whole_folder, write_file
+from ropewalk.hub.convert.checkpoint import (
+    INDEX,
+    Checkpoint,
+    Shard,
+    blocks_of,
+    is_weights,
+    read_checkpoint,
+    tensor_blocks,
+)
+from ropewalk.hub.convert.config_file import CONFIG, converted_config, read_config_file
+from ropewalk.hub.convert.folders import require_room, whole_folder, write_file
+from ropewalk.hub.convert.model_folder import ModelFolder
 from ropewalk.hub.convert.permutation import Plan, permuted_blocks, plan_of
 from ropewalk.hub.convert.proof import Proof, prove
 from ropewalk.spec.rope import PAIRINGS, Pairing
@@ -89,8 +102,20 @@ class _Source:
 
     checkpoint: Checkpoint
     config: Config
+    text: str
     pairing: Pairing
     plan: Plan
+
+
+@dataclass(frozen=True)
+class _Others:
+    """What a model's folder has beside its shards: files to copy, their bytes, the folders that they are in with their
+    permissions, and the names of what is left out."""
+
+    files: tuple[str, ...]
+    nbytes: int
+    modes: dict[str, int]
+    left_out: tuple[str, ...]
 
 
 def convert_checkpoint(
@@ -106,11 +131,15 @@ def convert_checkpoint(
 
     Within the features that rotate, pair i of d/2 is (2i, 2i + 1) or (i, i + d/2). The rows of the q and k projections,
     their biases and the weights of their norms are put in that order, head by head; scores q·k do not see an order that
-    both share (RoFormer, 2104.09864, eq. 15). Bytes are moved and nothing is computed, so that a conversion and its
-    inverse give the same files. All else is copied as it is.
+    both share (RoFormer, 2104.09864, eq. 15). Bytes are moved and nothing is computed. All else is copied as it is; in
+    config.json two members may change, the record of the conversion and a flag of the family, and every other byte is
+    the same. So a conversion and its inverse give the same files, byte for byte. (Where config.json had a record before
+    the first of the two, that one is not written again.)
 
     Only safetensors are read, a block at a time, and quantised weights are refused. Whatever happens, `out` is there
-    whole or not at all, and the source is never written.
+    whole or not at all, and the source is never written. Links are followed inside of the model's folder and, in the
+    cache of a hub, to the blobs of the same model; a link that leads elsewhere is refused, and so are FIFOs, sockets
+    and devices. No file or folder of `out` has wider permissions than the one that it was made from.
 
     Args:
         model: A folder with config.json and safetensors.
@@ -158,13 +187,14 @@ def convert_for(
 ) -> Conversion:
     """`convert_checkpoint` for a caller, in whose words errors are written."""
     wanted = _require_pairing(to, caller, "to")
-    folder, target = Path(model), Path(out)
+    target = Path(out)
     tell = progress or _tell_nobody
-    checkpoint = read_checkpoint(folder)
-    copied, left = other_files(checkpoint)
-    weights = sum(shard.path.stat().st_size for shard in checkpoint.shards)
-    require_room(target, folder, weights + sum((folder / name).stat().st_size for name in copied))
+    checkpoint = read_checkpoint(ModelFolder(Path(model)))
+    folder = checkpoint.model.path
     source = _read_source(caller, checkpoint, from_pairing)
+    others = _others(checkpoint)
+    weights = sum(shard.nbytes for shard in checkpoint.shards)
+    require_room(target, folder, weights + others.nbytes)
     if source.pairing == wanted:
         raise RopewalkError(
             asked=f"convert {str(folder)!r} to {to!r}",
@@ -172,22 +202,23 @@ def convert_for(
             got=f"weights that are {to!r} already: nothing to do",
             do=f"use it as it is, or convert it to {next(p for p in PAIRINGS if p != to)!r}",
         )
-    config, model_code = _new_config(source, wanted)
-    if checkpoint.index:
-        copied = [INDEX, *copied]
-        left = [name for name in left if name != INDEX]
+    config, model_code = converted_config(source.text, source.config, source.pairing, wanted)
     proof = None
-    with whole_folder(target) as partial:
-        for name in copied:
-            if name != "config.json":
-                write_file(partial / name, _file_blocks(folder / name))
-        write_file(partial / "config.json", [config.encode()])
+    with whole_folder(target, others.modes) as partial:
+        for name in others.files:
+            with checkpoint.model.open(name) as file:
+                # As many bytes as it has now: a file that grows as fast as it is copied would have no end.
+                blocks = blocks_of(file, folder / name, os.fstat(file.fileno()).st_size)
+                blocks = iter([config.encode()]) if name == CONFIG else blocks
+                write_file(partial / name, blocks, _mode(file))
         done = 0
         for shard in checkpoint.shards:
-            blocks = _shard_blocks(shard, source.plan, wanted)
-            done = _write_shard(partial / shard.path.name, blocks, done, weights, tell)
+            with checkpoint.model.open(shard.name) as file:
+                blocks = _told(_shard_blocks(file, shard, source.plan, wanted), done, weights, tell)
+                write_file(partial / shard.name, blocks, _mode(file))
+            done += shard.nbytes
         if verify:
-            proof = _proven(source, partial, wanted, tell)
+            proof = _proven(source, ModelFolder(partial), wanted, tell)
             if not proof.holds:
                 raise UnprovenError(proof)
     pitfalls = dict.fromkeys(source.config.pitfalls)
@@ -202,10 +233,41 @@ def convert_for(
         tensors=len(checkpoint.tensors),
         still=source.plan.still,
         nbytes=weights,
-        left_out=tuple(left),
+        left_out=others.left_out,
         notes=tuple(text for name, text in pitfalls if name in _TOLD),
         proof=proof,
     )
+
+
+def _others(checkpoint: Checkpoint) -> _Others:
+    """What is beside the shards. Left out are other weights, folders whose name begins with a dot, links to folders."""
+    files: list[str] = []
+    left: list[str] = []
+    nbytes, modes = 0, {"": checkpoint.model.mode}
+    folders: dict[str, int] = {}
+    shards = {shard.name for shard in checkpoint.shards}
+    for entry in checkpoint.model.entries():
+        if entry.folder:
+            if entry.link or os.path.basename(entry.name).startswith("."):
+                left.append(f"{entry.name}/")
+            else:
+                folders[entry.name] = stat.S_IMODE((checkpoint.model.path / entry.name).stat().st_mode)
+        elif entry.name in shards:
+            continue
+        elif is_weights(entry.name) and not (checkpoint.index and entry.name == INDEX):
+            left.append(entry.name)
+        else:
+            with checkpoint.model.open(entry.name) as file:
+                nbytes += os.fstat(file.fileno()).st_size
+            files.append(entry.name)
+            # Folders in which nothing is copied are not made.
+            parents = [str(parent) for parent in reversed(Path(entry.name).parents) if parent != Path()]
+            modes |= {parent: folders[parent] for parent in parents}
+    return _Others(tuple(files), nbytes, modes, tuple(left))
+
+
+def _mode(file: BinaryIO) -> int:
+    return stat.S_IMODE(os.fstat(file.fileno()).st_mode)
 
 
 def _require_pairing(pairing: str, caller: Caller, name: str) -> Pairing:
@@ -248,10 +310,8 @@ def verify_conversion(model: str | Path, converted: str | Path, *, progress: Pro
     True
     """
     caller = Caller("verify_conversion")
-    before, after = (
-        read_record(Keys(read_config(Path(folder) / "config.json", caller), caller=caller))
-        for folder in (model, converted)
-    )
+    folders = ModelFolder(Path(model)), ModelFolder(Path(converted))
+    before, after = (read_record(Keys(read_config_file(folder, caller)[1], caller=caller)) for folder in folders)
     if after is not None:
         to, pairing = after.pairing, after.converted_from
     elif before is not None:
@@ -264,11 +324,11 @@ def verify_conversion(model: str | Path, converted: str | Path, *, progress: Pro
             got=f"no key {KEY!r} in either",
             do="pass the folder that was converted, then the one that ropewalk convert wrote",
         )
-    source = _read_source(caller, read_checkpoint(Path(model)), pairing)
-    return _proven(source, Path(converted), to, progress or _tell_nobody)
+    source = _read_source(caller, read_checkpoint(folders[0]), pairing)
+    return _proven(source, folders[1], to, progress or _tell_nobody)
 
 
-def _proven(source: _Source, converted: Path, to: Pairing, tell: Progress) -> Proof:
+def _proven(source: _Source, converted: ModelFolder, to: Pairing, tell: Progress) -> Proof:
     total, done = sum(tensor.nbytes for tensor in source.checkpoint.tensors.values()), 0
 
     def advance(nbytes: int) -> None:
@@ -282,7 +342,8 @@ def _proven(source: _Source, converted: Path, to: Pairing, tell: Progress) -> Pr
 def _read_source(caller: Caller, checkpoint: Checkpoint, from_pairing: str | None) -> _Source:
     """The model of a checkpoint, and what is to be permuted in it."""
     specified = None if from_pairing is None else _require_pairing(from_pairing, caller, "from_pairing")
-    config = _parse(caller, checkpoint.folder / "config.json", specified)
+    text, data = read_config_file(checkpoint.model, caller)
+    config = _parse(caller, data, specified)
     record = config.language.record
     # Kinds of layers differ in their frequencies, and never in their pairing.
     rotating = [spec for spec in config.layers.values() if spec is not None]
@@ -290,25 +351,24 @@ def _read_source(caller: Caller, checkpoint: Checkpoint, from_pairing: str | Non
     if specified is not None and specified != pairing:
         other = Record(specified, pairing, pairing if record is None else record.model_code)
         raise RopewalkError(
-            asked=f"convert {str(checkpoint.folder)!r} from {from_pairing!r}",
+            asked=f"convert {str(checkpoint.model.path)!r} from {from_pairing!r}",
             expected=f"{pairing!r}, which {'its family has' if record is None else 'its record says'}",
             got=repr(from_pairing),
             do="leave it out; if the weights were permuted by other means, write the record into config.json:"
             f' "{KEY}": {json.dumps(other.as_dict())}',
         )
-    return _Source(checkpoint, config, pairing, plan_of(checkpoint, config))
+    return _Source(checkpoint, config, text, pairing, plan_of(checkpoint, config))
 
 
-def _parse(caller: Caller, path: Path, from_pairing: Pairing | None) -> Config:
+def _parse(caller: Caller, data: dict[str, Any], from_pairing: Pairing | None) -> Config:
     """The config of a checkpoint; `from_pairing` is for a family that is not known, and is not looked at for others."""
-    data = read_config(path, caller)
     refuse_without_rope(data, caller)
     keys = Keys(data, caller=caller)
     known = read_record(keys) is not None or has_known_family(keys)
     if not known and from_pairing is None:
         half, interleaved = (caller.option("from_pairing", pairing) for pairing in ("half", "interleaved"))
         raise RopewalkError(
-            asked=caller.asked(f"a model of the family {data.get('model_type')!r}"),
+            asked=caller.asked(f"a model of the family {shown(data.get('model_type'))}"),
             expected=f"a family whose pairing is known, or the pairing: {caller.option('from_pairing')}",
             got="neither: no config says which features form a pair",
             do=f"add {half} if its code rotates two halves (rotate_half), {interleaved} otherwise",
@@ -316,42 +376,17 @@ def _parse(caller: Caller, path: Path, from_pairing: Pairing | None) -> Config:
     return parse_config(data, caller, pairing=None if known else from_pairing)
 
 
-def _new_config(source: _Source, to: Pairing) -> tuple[str, Pairing]:
-    """The text of the output's config.json, and the pairing in which the model's own code will rotate it."""
-    record, key = source.config.language.record, source.config.language.family.interleave_key
-    # Some families are told by a flag how to pair: their own code follows the weights.
-    config = source.config.with_language({} if key is None else {key: to == "interleaved"})
-    config.pop(KEY, None)
-    model_code: Pairing = to if key is not None else source.pairing if record is None else record.model_code
-    if record is None or record.converted_from != to:
-        config[KEY] = Record(to, source.pairing, model_code).as_dict()
-    return json.dumps(config, ensure_ascii=False, indent=2) + "\n", model_code
-
-
-def _shard_blocks(shard: Shard, plan: Plan, to: Pairing) -> Iterator[bytes]:
+def _shard_blocks(file: BinaryIO, shard: Shard, plan: Plan, to: Pairing) -> Iterator[bytes]:
     """The bytes of a shard as they shall be: its header as it is, then each tensor."""
-    with shard.path.open("rb") as file:
-        yield file.read(shard.header)
-        for name, tensor in shard.tensors.items():
-            part = plan.parts.get(name)
-            yield from tensor_blocks(file, tensor) if part is None else permuted_blocks(file, tensor, part, to)
+    yield file.read(shard.header)
+    for name, tensor in shard.tensors.items():
+        part = plan.parts.get(name)
+        yield from tensor_blocks(file, tensor) if part is None else permuted_blocks(file, tensor, part, to)
 
 
-def _file_blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            yield block
-
-
-def _write_shard(path: Path, blocks: Iterator[bytes], done: int, total: int, tell: Progress) -> int:
-    """Writes a shard, telling how far it is; how many bytes are done then."""
-
-    def told() -> Iterator[bytes]:
-        nonlocal done
-        for block in blocks:
-            yield block
-            done += len(block)
-            tell("writing", done, total)
-
-    write_file(path, told())
-    return done
+def _told(blocks: Iterator[bytes], done: int, total: int, tell: Progress) -> Iterator[bytes]:
+    """The blocks of a shard, with word of how many bytes are written when the next one is asked for."""
+    for block in blocks:
+        yield block
+        done += len(block)
+        tell("writing", done, total)

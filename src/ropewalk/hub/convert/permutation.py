@@ -83,11 +83,11 @@ def permuted_blocks(file: BinaryIO, tensor: Stored, part: Part, to: Pairing) -> 
     order, row, at = row_order(part.spec.turning, to), tensor.nbytes // part.heads.rows, 0
     file.seek(tensor.start)
     for start in part.starts():
-        yield from blocks_of(file, tensor, (start - at) * row)
-        run = b"".join(blocks_of(file, tensor, len(order) * row))
+        yield from blocks_of(file, tensor.path, (start - at) * row)
+        run = b"".join(blocks_of(file, tensor.path, len(order) * row))
         yield np.frombuffer(run, np.uint8).reshape(len(order), row)[order].tobytes()
         at = start + len(order)
-    yield from blocks_of(file, tensor, (part.heads.rows - at) * row)
+    yield from blocks_of(file, tensor.path, (part.heads.rows - at) * row)
 
 
 def plan_of(checkpoint: Checkpoint, config: Config) -> Plan:

@@ -9,6 +9,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ropewalk.hub.convert.checkpoint import Checkpoint, Stored, read_rows, tensor_blocks
+from ropewalk.hub.convert.model_folder import ModelFolder
 from ropewalk.hub.convert.permutation import Part, Plan, permuted_blocks
 from ropewalk.spec.rope import Pairing
 
@@ -81,10 +82,13 @@ def prove(
     Scores are computed in float64 from random inputs at random positions: the rows of q and k, their biases, an RMS
     norm with the layer's weights where it has some, the rotation of each pairing as it is defined. The bytes of tensors
     that do not turn are compared as they are, those of the others in the order that they must have.
+
+    What scores show is where each weight is, whatever its value is. So a weight that is NaN or infinite counts as a
+    finite number with the same sign and significand, and bytes decide whether it is the same NaN.
     """
     differing = [name for name in source.tensors if name not in converted.tensors]
     differing += [name for name in converted.tensors if name not in source.tensors]
-    with _Files() as files:
+    with _Files(source, converted) as files:
         for name, tensor in source.tensors.items():
             advance(tensor.nbytes)
             other = converted.tensors.get(name)
@@ -97,7 +101,7 @@ def prove(
                 differing.append(name)
         layers = tuple(
             LayerScores(layer, _difference(source, converted, parts, pairings, files))
-            for layer, parts in _by_layer(plan, converted)
+            for layer, parts in _by_layer(plan, source, converted)
         )
     return Proof(layers, len(source.tensors), tuple(differing))
 
@@ -105,13 +109,14 @@ def prove(
 class _Files(contextlib.ExitStack):
     """Files that are open as long as the proof runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *checkpoints: Checkpoint) -> None:
         super().__init__()
+        self._models: dict[Path, ModelFolder] = {checkpoint.model.path: checkpoint.model for checkpoint in checkpoints}
         self._open: dict[Path, BinaryIO] = {}
 
     def file(self, path: Path) -> BinaryIO:
         if path not in self._open:
-            self._open[path] = self.enter_context(path.open("rb"))
+            self._open[path] = self.enter_context(self._models[path.parent].open(path.name))
         return self._open[path]
 
     def blocks(self, tensor: Stored) -> Iterator[bytes]:
@@ -121,7 +126,17 @@ class _Files(contextlib.ExitStack):
         return permuted_blocks(self.file(tensor.path), tensor, part, to)
 
     def rows(self, tensor: Stored, start: int, count: int, rows: int) -> np.ndarray:
-        return read_rows(self.file(tensor.path), tensor, start, count, rows)
+        return _finite(read_rows(self.file(tensor.path), tensor, start, count, rows))
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """Numbers whose products are finite: NaN, infinity and what is beyond 2^300 with the exponent of 1 to 2.
+
+    Sign and significand stay, so that two weights which differ in them still do.
+    """
+    beyond = ~(np.abs(values) < 2.0**300)
+    bits = values.view(np.uint64) & np.uint64(0x800F_FFFF_FFFF_FFFF) | np.uint64(0x3FF0_0000_0000_0000)
+    return np.where(beyond, bits.view(np.float64), values)
 
 
 def _equal(left: Iterable[bytes], right: Iterable[bytes]) -> bool:
@@ -139,13 +154,18 @@ def _equal(left: Iterable[bytes], right: Iterable[bytes]) -> bool:
     return not rest and not next(right, b"")
 
 
-def _by_layer(plan: Plan, converted: Checkpoint) -> Iterator[tuple[str, list[Part]]]:
-    """The parts of each layer, of those that the converted checkpoint has whole."""
+def _by_layer(plan: Plan, source: Checkpoint, converted: Checkpoint) -> Iterator[tuple[str, list[Part]]]:
+    """The parts of each layer, of those that the converted checkpoint has whole and in the same form."""
+
+    def form(checkpoint: Checkpoint, name: str) -> tuple[str, tuple[int, ...]] | None:
+        tensor = checkpoint.tensors.get(name)
+        return None if tensor is None else (tensor.dtype, tensor.shape)
+
     layers: dict[str, list[Part]] = {}
     for part in plan.parts.values():
         layers.setdefault(part.layer, []).append(part)
     for layer, parts in layers.items():
-        if all(part.name in converted.tensors for part in parts):
+        if all(form(source, part.name) == form(converted, part.name) for part in parts):
             yield layer, parts
 
 
