@@ -10,12 +10,23 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.torch_internals import is_plain
+from ropewalk.nn.memory_layout import check_strided
 
-__all__ = ["check_ends", "check_finite", "check_ids", "check_index", "check_positions", "described", "may_look"]
+__all__ = [
+    "as_signed",
+    "check_ends",
+    "check_finite",
+    "check_ids",
+    "check_index",
+    "check_positions",
+    "described",
+    "may_look",
+]
 
 # Dtypes that can count: bfloat16 has no 257, float16 no 2049.
 _COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
-_COUNTING |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+_UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
+_COUNTING |= {torch.int16, torch.int32, torch.int64} | _UNSIGNED
 
 
 def may_look(ids: Tensor) -> bool:
@@ -47,10 +58,13 @@ def check_ids(
     ...     print(error.asked, "|", error.got)
     a doctest | torch.bool [1]
     """
+    check_strided(ids, asked=asked)
     if axes > 1:
         dims, shape = (2, 3), f"[{axes}, seq] or [{axes}, batch, seq]"
     counts = isinstance(ids, Tensor) and ids.dtype in _COUNTING
     if counts and ids.dim() in dims and not (whole and ids.is_floating_point()) and (axes == 1 or len(ids) == axes):
+        if ids.dtype == torch.uint64:
+            _check_uint64(ids, asked)
         return
     raise RopewalkError(
         asked=asked,
@@ -63,6 +77,27 @@ def check_ids(
         if counts
         else "pass int64; half-precision floats cannot count past 256 or 2048",
     )
+
+
+def _check_uint64(ids: Tensor, asked: str) -> None:
+    """Raise unless int64 holds every number: that of 2^63 would be negative."""
+    if may_look(ids) and not bool((ids.view(torch.int64) < 0).any()):
+        return
+    raise RopewalkError(
+        asked=asked,
+        expected="whole numbers below 2^63; int64 where their values are not looked at, on a GPU or under a compiler",
+        got=f"{ids.dtype} {list(ids.shape)}",
+        do="pass int64",
+    )
+
+
+def as_signed(ids: Tensor) -> Tensor:
+    """`ids` that `check_ids` accepted, with int64 for the unsigned dtypes for which torch has few operations.
+
+    >>> as_signed(torch.tensor([3], dtype=torch.uint16)).dtype, as_signed(torch.tensor([3.0])).dtype
+    (torch.int64, torch.float32)
+    """
+    return ids.to(torch.int64) if ids.dtype in _UNSIGNED else ids
 
 
 def check_positions(

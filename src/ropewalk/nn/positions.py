@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, as_int, require_count, shown
+from ropewalk.kernels.constructors import arange, empty, zeros
 
 __all__ = [
     "centred_positions",
@@ -38,34 +39,45 @@ def range_positions(length: int, offset: int | Tensor, device: torch.device | st
     [[0, 1, 2], [7, 8, 9]]
     """
     if isinstance(offset, Tensor) and offset.dim() == 1:
-        return torch.arange(length, device=device) + offset.to(device).unsqueeze(-1)
-    return torch.arange(length, device=device) + (offset.to(device) if isinstance(offset, Tensor) else offset)
+        return arange(length, device=device) + offset.to(device).unsqueeze(-1)
+    return arange(length, device=device) + (offset.to(device) if isinstance(offset, Tensor) else offset)
 
 
-def packed_positions(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Positions of packed sequences, which are stored end to end; each counts from 0.
+def packed_positions(cu_seqlens: Tensor, total: int, offset: int | Tensor | None = None) -> Tensor:
+    """Positions of packed sequences, which are stored end to end.
 
     Args:
         cu_seqlens: [sequences + 1], whole numbers: 0, then the end of each sequence, as in flash-attention.
-        total: The number of tokens. Those past the last end are padding, and count from 0 too.
+        total: The number of tokens. Those past the last end are padding, and count from 0.
+        offset: The position of the first token of each sequence: an int, or a tensor [sequences] with one offset per
+            sequence. None is 0.
 
     Returns:
         int64 [total], on the device of `cu_seqlens`.
 
     >>> packed_positions(torch.tensor([0, 3, 5]), 6).tolist()
     [0, 1, 2, 0, 1, 0]
+    >>> packed_positions(torch.tensor([0, 3, 5]), 6, torch.tensor([7, 20])).tolist()
+    [7, 8, 9, 20, 21, 0]
     """
-    tokens = torch.arange(total, device=cu_seqlens.device)
-    starts = torch.searchsorted(cu_seqlens.to(tokens.dtype), tokens, right=True) - 1
-    return tokens - cu_seqlens[starts].to(tokens.dtype)
+    ends = cu_seqlens.to(torch.int64).contiguous()
+    tokens = arange(total, device=ends.device)
+    owner = torch.searchsorted(ends, tokens, right=True) - 1
+    within = tokens - ends[owner]
+    if offset is None:
+        return within
+    starts = offset.to(ends.device) if isinstance(offset, Tensor) else torch.full_like(ends[:1], offset)
+    starts = torch.cat((starts.expand(len(ends) - 1), zeros(1, dtype=starts.dtype, device=starts.device)))
+    return within + starts[owner]
 
 
-def positions_of_lengths(lengths: Tensor, total: int) -> Tensor:
+def positions_of_lengths(lengths: Tensor, total: int, offset: int | Tensor | None = None) -> Tensor:
     """`packed_positions` from the lengths of the sequences instead of their ends.
 
     Args:
         lengths: [sequences], whole numbers: the number of tokens of each sequence.
-        total: The number of tokens. Those past the last sequence are padding, and count from 0 too.
+        total: The number of tokens. Those past the last sequence are padding, and count from 0.
+        offset: The position of the first token of each sequence, as in `packed_positions`.
 
     Returns:
         int64 [total], on the device of `lengths`.
@@ -74,7 +86,7 @@ def positions_of_lengths(lengths: Tensor, total: int) -> Tensor:
     [0, 1, 2, 0, 1]
     """
     ends = torch.cumsum(lengths.to(torch.int64), 0)
-    return packed_positions(torch.cat((ends.new_zeros(1), ends)), total)
+    return packed_positions(torch.cat((zeros(1, dtype=ends.dtype, device=ends.device), ends)), total, offset)
 
 
 def text_positions(
@@ -134,7 +146,7 @@ def grid_positions(*sizes: int, merge: int = 1, device: torch.device | str | Non
             got=f"{sizes}",
             do="pad the image to whole blocks, or leave merge out",
         )
-    cells = torch.stack(torch.meshgrid(*[torch.arange(size, device=device) for size in sizes], indexing="ij"))
+    cells = torch.stack(torch.meshgrid(*[arange(size, device=device) for size in sizes], indexing="ij"))
     *front, height, width = cells.shape
     blocks = cells.view(*front, height // merge, merge, width // merge, merge)
     return blocks.transpose(-3, -2).reshape(len(sizes), -1)
@@ -188,7 +200,7 @@ def mrope_positions(
     >>> positions.tolist(), delta
     ([[0, 1, 2, 2, 4], [0, 1, 2, 2, 4], [0, 1, 2, 3, 4]], 0)
     """
-    parts, count, largest = [torch.empty(3, 0, dtype=torch.int64, device=device)], 0, -1
+    parts, count, largest = [empty(3, 0, dtype=torch.int64, device=device)], 0, -1
     for run in runs:
         tokens = as_int(run)
         if tokens is not None and tokens >= 0:
@@ -199,7 +211,7 @@ def mrope_positions(
         time, height, width, step = _grid(run)
         cells = grid_positions(time, height, width, device=device)
         # Steps are rounded down after they are multiplied, as the models were trained.
-        frames = (cells[0] * step).to(torch.int64)
+        frames = (cells[0].to(torch.float32) * step).to(torch.int64)
         parts.append(torch.cat((frames[None], cells[1:])) + count)
         largest = max(largest, count + max(int((time - 1) * step), height - 1, width - 1))
         count += max(height, width)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.angles.arithmetic import Constants, TorchArithmetic
-from ropewalk.kernels.angles.torch import radix_table
+from ropewalk.kernels.constructors import full, home, ones_like, placed
 from ropewalk.kernels.precision import working_dtype
-from ropewalk.kernels.torch_internals import current_stream, is_plain
+from ropewalk.kernels.torch_internals import current_stream, fake_mode, is_plain
 from ropewalk.kernels.types import Tables
 from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.call import (
@@ -25,6 +25,7 @@ from ropewalk.nn.rotary.call import (
     is_start,
 )
 from ropewalk.nn.rotary.range_cache import RangeCache
+from ropewalk.nn.rotary.spec_numbers import dtype_of, numbers_of, table_of
 from ropewalk.ops import cos_sin
 from ropewalk.spec.rope import RopeSpec
 
@@ -71,28 +72,21 @@ class AngleSource:
         self.limits: Limits = limits
         self.seq_dim: int = seq_dim
         self.backend: str | None = backend
-        self._learned: bool = learned
         # Whether queries and keys have the same cos and sin at the same positions.
         self.same_for_both: bool = spec.same_for_both
         # Whether a call for a plain range may go straight to the kernel, with what the cache holds.
         self.plain_ranges: bool = spec.same_for_both and not spec.varies and spec.axes is None
-        # float32 frequencies are made by the operations of transformers, and on the CPU, where it makes them.
-        by_torch = TorchArithmetic(torch.float32, torch.device("cpu"))
-        frequencies = spec.inv_freq() if spec.angles == "exact" else spec.evaluate(None, by_torch)
+        # Whether positions on the CPU are looked up in a radix table.
+        exact = spec.angles == "exact" and not spec.varies and spec.axes is None
+        self._has_table: bool = exact and not learned
+        numbers = numbers_of(spec, home())
+        self.inv_freq: Tensor = numbers.inv_freq
+        self.amplitude: Tensor = numbers.amplitude
+        self.axes: Tensor | None = numbers.axes
+        self._constants: tuple[Constants, ...] = numbers.constants
         # How many heads there must be, where heads have frequencies of their own.
-        self.heads: int | None = len(frequencies) if frequencies.ndim == 2 else None
-        home = torch.get_default_device()
-        # Under a meta default the frequencies are real all the same: nobody would fill them in later.
-        home = torch.device("cpu") if home.type in ("meta", "mps") else home
-        # Outside inference mode even there: what is made in it could not be saved for a later backward.
-        with torch.inference_mode(False):
-            self.inv_freq: Tensor = torch.as_tensor(frequencies, device=home)
-            self.amplitude: Tensor = torch.tensor(spec.amplitude(), dtype=torch.float64, device=home)
-            self.axes: Tensor | None = None
-            if spec.axes is not None:
-                self.axes = torch.tensor(spec.axes.weights, dtype=torch.float64, device=home)
-            self._constants: list[Constants] = self._make_constants(home)
-        self._table: Tensor | None = self._make_table()
+        self.heads: int | None = numbers.inv_freq.shape[0] if numbers.inv_freq.dim() == 2 else None
+        self._table: Tensor | None = table_of(spec) if self._has_table else None
         self.ranges: RangeCache = RangeCache(backend)
 
     @property
@@ -100,49 +94,30 @@ class AngleSource:
         """How many pairs of features are rotated."""
         return self.inv_freq.shape[-1]
 
-    def _make_constants(self, home: torch.device) -> list[Constants]:
-        """Numbers of the rule, and of xPos and temperature, as tensors: forward must not copy them to a device."""
-        rule, *scales = (TorchArithmetic(dtype, home) for dtype in (self._dtype, torch.float64, torch.float64))
-        zero = torch.zeros(1, dtype=torch.float64, device=home)
-        if self.spec.varies:
-            length = torch.ones((), dtype=self._dtype, device=home)
-            self.spec.evaluate(length, rule)
-            self.spec.frequencies.amplitude(length, rule)
-        if self.spec.xpos is not None:
-            self.spec.xpos.log_scale(self.spec.turning, zero, scales[0])
-        if self.spec.query_temperature is not None:
-            self.spec.query_temperature.evaluate(zero, scales[1])
-        return [arithmetic.made for arithmetic in (rule, *scales)]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The dtype in which frequencies are formed."""
-        return torch.float64 if self.spec.angles == "exact" else torch.float32
-
-    def _make_table(self) -> Tensor | None:
-        exact = self.spec.angles == "exact" and not self.spec.varies and self.spec.axes is None
-        if not exact or self._learned:
-            return None
-        with torch.inference_mode(False):
-            return radix_table(torch.tensor(self.spec.inv_freq(), device="cpu"))
-
     def __getstate__(self) -> dict[str, Any]:
         # The table is large and follows from the spec.
         return self.__dict__ | {"_table": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._table = self._make_table()
+        self._table = table_of(self.spec) if self._has_table else None
+
+    def __deepcopy__(self, _: dict[int, object]) -> "AngleSource":
+        # Nobody writes to what it holds: a copy may hold the same, apart from what each call may replace.
+        copied = object.__new__(AngleSource)
+        copied.__dict__.update(self.__dict__ | {"ranges": RangeCache(self.backend)})
+        return copied
 
     def to(self, device: torch.device) -> None:
         """Moves the frequencies to a device; to one without float64 they are not moved.
 
         >>> AngleSource(RopeSpec(4)).to(torch.device("meta"))
         """
-        if device.type not in ("meta", "mps"):
+        # Fake tensors may be on a device that is not there: numbers are real, and go there with each call.
+        if device.type not in ("meta", "mps") and fake_mode() is None:
             self.inv_freq, self.amplitude = self.inv_freq.to(device), self.amplitude.to(device)
             self.axes = None if self.axes is None else self.axes.to(device)
-            self._constants = [[(key, x.to(device)) for key, x in made] for made in self._constants]
+            self._constants = tuple(tuple((key, x.to(device)) for key, x in made) for made in self._constants)
 
     def frequencies(self, log_scale: Tensor | None) -> Tensor:
         """The frequencies, scaled by exp(log_scale) where they are learned.
@@ -162,11 +137,12 @@ class AngleSource:
         ([1.0, 0.01], 1.0)
         """
         if length is None or not self.spec.varies:
-            return self.frequencies(log_scale).to(device), self.amplitude.to(device)
-        arithmetic = TorchArithmetic(self._dtype, device, self._constants[0])
+            return _scaled(placed(self.inv_freq, device), log_scale).to(device), placed(self.amplitude, device)
+        dtype = dtype_of(self.spec)
+        arithmetic = TorchArithmetic(dtype, device, self._constants[0])
         # As a tensor even if it is an int, so that one compiled graph has every length.
-        n = length.to(device) if isinstance(length, Tensor) else torch.full((), length, device=device)
-        n = n.to(self._dtype).unsqueeze(-1) if n.dim() else n.to(self._dtype)
+        n = length.to(device) if isinstance(length, Tensor) else full((), length, device=device)
+        n = n.to(dtype).unsqueeze(-1) if n.dim() else n.to(dtype)
         if n.dim() and self.heads is not None:
             raise RopewalkError(
                 asked="rope(..., length=[batch]) with frequencies of their own for each head",
@@ -174,10 +150,10 @@ class AngleSource:
                 got=f"{list(n.shape)[:1]} lengths",
                 do="pass an int, or rotate the sequences one by one",
             )
-        theta = torch.as_tensor(self.spec.evaluate(n, arithmetic), device=device)
+        theta = self.spec.evaluate(n, arithmetic)
         amplitude = self.spec.frequencies.amplitude(n, arithmetic)
         if not isinstance(amplitude, Tensor):
-            amplitude = torch.full((), amplitude, dtype=torch.float64, device=device)
+            amplitude = full((), amplitude, dtype=torch.float64, device=device)
         amplitude = amplitude.to(torch.float64)
         theta = _scaled(theta, log_scale)
         if n.dim():
@@ -215,7 +191,7 @@ class AngleSource:
         """
         rule, here = self.spec.query_temperature, angle_device(positions)
         if rule is None:
-            return torch.ones_like(here, dtype=torch.float64)
+            return ones_like(here, dtype=torch.float64)
         arithmetic = TorchArithmetic(torch.float64, here.device, self._constants[2])
         return rule.evaluate(here.to(torch.float64), arithmetic)
 
@@ -233,12 +209,21 @@ class AngleSource:
         [[1.0, 1.0]]
         """
         here = angle_device(positions)
-        table = self._table if here.device.type == "cpu" else None
+        # What is not computed from plain tensors is not looked up either.
+        table = self._table if here.device.type == "cpu" and fake_mode() is None else None
         theta, amplitude = self.rule_at(length, here.device, log_scale)
         amplitude = self.amplitude_of(amplitude, here, role)
-        axes = None if self.axes is None else self.axes.to(here.device)
+        axes = self.axes_at(here.device)
         cos, sin = cos_sin(here, theta, table, amplitude, dtype, axes, backend=self.backend)
         return (cos, sin) if here.device == positions.device else (cos.to(positions.device), sin.to(positions.device))
+
+    def axes_at(self, device: torch.device) -> Tensor | None:
+        """The weights of the axes on a device; None where tokens have one position.
+
+        >>> AngleSource(RopeSpec(4)).axes_at(torch.device("cpu")) is None
+        True
+        """
+        return None if self.axes is None else placed(self.axes, device)
 
     def range_at(
         self,
@@ -318,7 +303,8 @@ class AngleSource:
         seq = q.shape[self.seq_dim]
         plain = where.positions is None and where.cu_seqlens is None and where.angles is None
         if plain and self.plain_ranges and is_start(where.offset):
-            start = where.offset or 0
+            # Not `or`, which would give a compiler a guard on 0, and 0 a graph of its own.
+            start = 0 if where.offset is None else where.offset
             self.limits.check_range(start, seq)
             tables = self.range_at(start, seq, q, log_scale=log_scale)
         else:

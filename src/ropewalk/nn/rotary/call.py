@@ -9,7 +9,8 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, as_int, require_choice, shown
 from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.torch_internals import is_plain
-from ropewalk.nn.position_checks import check_ends, check_finite, check_ids, check_positions
+from ropewalk.nn.memory_layout import check_strided, is_strided
+from ropewalk.nn.position_checks import as_signed, check_ends, check_finite, check_ids, check_positions, may_look
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.rope import RopeSpec
@@ -136,8 +137,9 @@ class Where(NamedTuple):
     """Where the tokens of a call are, as its arguments say it; without any, at 0 .. seq-1.
 
     Built once from the arguments of a call and passed down. At most one of positions, offset, cu_seqlens and angles is
-    set; `k_positions` goes beside positions, or alone. `length` is how long the sequences are, and `role` what a single
-    tensor holds, for the specs that depend on them. `name` is the argument that positions came from.
+    set, but for cu_seqlens with an offset; `k_positions` goes beside positions, or alone. `length` is how long the
+    sequences are, and `role` what a single tensor holds, for the specs that depend on them. `name` is the argument that
+    positions came from.
 
     >>> Where(offset=7).is_fresh, Where(length=9).is_fresh
     (False, True)
@@ -178,12 +180,15 @@ class Where(NamedTuple):
             return
         names = ("positions", "offset", "cu_seqlens", "angles")
         named = [name for name in names if getattr(self, name) is not None]
+        if named == ["offset", "cu_seqlens"] and self.k_positions is None:
+            return
         if len(named) <= 1 and (self.k_positions is None or (k is not None and named in ([], ["positions"]))):
             return
         named += [] if self.k_positions is None else ["k_positions"]
         raise RopewalkError(
             asked="rope(q, ...)" if k is None else "rope(q, k, ...)",
-            expected="one of positions, offset, cu_seqlens and angles; k_positions with k, beside positions or alone",
+            expected="one of positions, offset, cu_seqlens and angles, or cu_seqlens with offset; k_positions with k, "
+            "beside positions or alone",
             got=", ".join(named),
             do="add an offset to the positions yourself; give at() the positions of its angles",
         )
@@ -198,7 +203,7 @@ class Where(NamedTuple):
         if self.positions is not None:
             asked, count = f"rope({self.name}=...)", 1 if axes is None else axes.count
             check_positions(self.positions, x, asked=asked, seq_dim=seq_dim, batched=batched, axes=count)
-            positions = self.positions
+            positions = as_signed(self.positions)
         elif axes is not None:
             raise RopewalkError(
                 asked=f"rope(...) over {axes.count} position axes",
@@ -211,9 +216,11 @@ class Where(NamedTuple):
             check_ids(ends, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
             if limits.may_look(ends):
                 check_ends(ends, seq, asked=asked)
-            positions = packed_positions(ends.to(x.device), seq)
+            start = None if self.offset is None else checked_offset(self.offset, x, len(ends) - 1, "offset")
+            positions = packed_positions(ends.to(x.device), seq, start)
         else:
-            start = 0 if self.offset is None else checked_offset(self.offset, x, batched, "offset")
+            rows = x.shape[0] if batched else None
+            start = 0 if self.offset is None else checked_offset(self.offset, x, rows, "offset")
             if not isinstance(start, Tensor):
                 return start
             positions, asked = range_positions(seq, start, x.device), "rope(offset=...)"
@@ -221,29 +228,39 @@ class Where(NamedTuple):
         return positions
 
 
-def checked_offset(offset: object, x: Tensor, batched: bool, name: str) -> int | Tensor:
-    """An int, or a tensor: of one whole number, or of one per sequence where x has a batch.
+# Sums of two such offsets and a length fit int64.
+_MOST_OFFSET = (1 << 62) - 1
 
-    >>> checked_offset(7, torch.ones(2, 3, 4), True, "offset")
+
+def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> int | Tensor:
+    """An int, or a tensor: of one whole number, or of one per sequence where x has `rows` sequences.
+
+    >>> checked_offset(7, torch.ones(2, 3, 4), 2, "offset")
     7
     """
+    check_strided(offset, asked=f"{name}=...")
     if isinstance(offset, Tensor):
         whole = not offset.is_floating_point() and not offset.is_complex() and offset.dtype != torch.bool
-        rows = offset.dim() == 1 and batched and offset.shape[0] in (1, x.shape[0])
-        if whole and (offset.dim() == 0 or rows):
-            return offset.to(torch.int64)
+        one_each = offset.dim() == 1 and rows is not None and offset.shape[0] in (1, rows)
+        if whole and (offset.dim() == 0 or one_each):
+            looked_at = may_look(offset)
+            if looked_at and all(abs(number) <= _MOST_OFFSET for number in offset.flatten().tolist()):
+                return offset.to(torch.int64)
+            if not looked_at and offset.dtype != torch.uint64:
+                return offset.to(torch.int64)
         got = f"{offset.dtype} {list(offset.shape)}"
+        got += f", the largest {max(map(abs, offset.tolist()))}" if whole and one_each and may_look(offset) else ""
     elif isinstance(offset, torch.SymInt):
         return offset  # pyright: ignore[reportReturnType]  # an int to everything but the type checker
     else:
         number = as_int(offset)
-        if number is not None and abs(number) < 1 << 62:
+        if number is not None and abs(number) <= _MOST_OFFSET:
             return number
         got = shown(offset)
     raise RopewalkError(
         asked=f"{name}=... for a tensor of shape {list(x.shape)}",
         expected="an int of less than 63 bits"
-        + (f", or whole numbers [{x.shape[0]}], one per sequence" if batched else ""),
+        + ("" if rows is None else f", or whole numbers [{rows}], one per sequence"),
         got=got,
         do="rotate with positions= for anything else",
     )
@@ -309,34 +326,74 @@ def checked_role(role: object, spec: RopeSpec) -> Role | None:
 
 
 def check_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> Angles:
-    """cos and sin as `rope.at` returns them, if they belong to x.
+    """cos and sin as `rope.at` returns them, if they belong to x; those in bfloat16 or float16 as float32.
+
+    Tables of flash-attention and Liger have the dtype of q. What they lost when they were rounded is lost.
 
     >>> x = torch.ones(3, 4)
     >>> check_angles((torch.ones(3, 2), torch.zeros(3, 2)), x, 2, -2)[0].shape
     torch.Size([3, 2])
     """
-    seq = x.shape[seq_dim]
     if isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles):
         cos, sin = angles
-        fits = cos.shape == sin.shape and cos.dtype == sin.dtype == working_dtype(x)
+        work = working_dtype(x)
+        fits = is_strided(cos) and is_strided(sin) and cos.shape == sin.shape and cos.dtype == sin.dtype
         fits = fits and cos.device == sin.device == x.device
-        fits = fits and cos.dim() in (2, 3, 4) and tuple(cos.shape[-2:]) == (seq, pairs)
-        if fits and cos.dim() == 3:
-            fits = x.dim() > -seq_dim and cos.shape[0] in (1, x.shape[0])
-        if fits and cos.dim() == 4:
-            heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
-            fits = x.dim() in (3, 4) and cos.shape[1] in (1, heads)
-            fits = fits and (cos.shape[0] == 1 or (x.dim() == 4 and cos.shape[0] == x.shape[0]))
-        if fits:
-            return cos, sin
-        got = f"cos {cos.dtype} {list(cos.shape)} on {cos.device}, sin {sin.dtype} {list(sin.shape)} on {sin.device}"
+        fits = fits and (cos.dtype == work or (cos.dtype in _HALVES and work == torch.float32))
+        if fits and _tables_fit(cos, x, pairs, seq_dim):
+            return (cos, sin) if cos.dtype == work else (cos.to(work), sin.to(work))
+    _raise_angles(angles, x, pairs, seq_dim)
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def _tables_fit(table: Tensor, x: Tensor, pairs: int, seq_dim: int) -> bool:
+    dims = table.dim()
+    if dims not in (2, 3, 4) or tuple(table.shape[-2:]) != (x.shape[seq_dim], pairs):
+        return False
+    if dims == 3:
+        return x.dim() > -seq_dim and table.shape[0] in (1, x.shape[0])
+    if dims == 4:
+        heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
+        batches = table.shape[0] == 1 or (x.dim() == 4 and table.shape[0] == x.shape[0])
+        return x.dim() in (3, 4) and table.shape[1] in (1, heads) and batches
+    return True
+
+
+def _raise_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> NoReturn:
+    """What is wrong with cos and sin, and what to do about the mistakes that come with tables of other libraries."""
+    for table in angles if isinstance(angles, tuple) else ():
+        check_strided(table, asked="rope(..., angles=...)")
+    seq = x.shape[seq_dim]
+    do = "call rope.at(positions), with dtype=torch.float64 for float64, on the device of the input"
+    if not (isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles)):
+        got = f"a list of {len(angles)}" if isinstance(angles, list) else repr(type(angles))
+        do = "pass a tuple: angles=(cos, sin)" if isinstance(angles, list) and len(angles) == 2 else do
     else:
-        got = repr(type(angles))
+        cos, sin = angles
+        got = f"cos {cos.dtype} {list(cos.shape)} on {cos.device}, sin {sin.dtype} {list(sin.shape)} on {sin.device}"
+        shape = tuple(cos.shape)
+        if cos.shape == sin.shape and cos.dim() in (2, 3, 4):
+            heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
+            advice = []
+            if shape[-2] > seq:
+                # The tables of a whole context, of which the tokens have the first rows.
+                advice.append("cos[:seq]" if cos.dim() == 2 else "cos[..., :seq, :]")
+            if shape[-1] == 2 * pairs:
+                advice.append("cos[..., :d // 2], or cos[..., ::2] where each value stands twice in a row")
+            if shape == (heads, seq, pairs):
+                advice.append(
+                    "cos[None] for tables per head, [1 or batch, heads, seq, d/2]: three dimensions are a batch"
+                )
+            if advice:
+                do = "take " + ", then ".join(advice) + "; and sin alike"
     raise RopewalkError(
         asked=f"rope(..., angles=...) for {x.dtype} of shape {list(x.shape)} on {x.device}",
-        expected=f"what rope.at(positions) returns: cos and sin [.., {seq}, {pairs}] in float32 (float64 for float64)",
+        expected=f"cos and sin [{seq}, {pairs}], [batch, {seq}, {pairs}] or [1 or batch, heads, {seq}, {pairs}], as "
+        "rope.at(positions) returns them; float32, bfloat16 or float16 (float64 for float64)",
         got=got,
-        do="call rope.at(positions), with dtype=torch.float64 for float64, on the device of the input",
+        do=do,
     )
 
 
@@ -346,7 +403,7 @@ def is_start(offset: object) -> TypeGuard[int | None]:
     >>> is_start(None), is_start(7), is_start(torch.tensor(7))
     (True, True, False)
     """
-    return offset is None or (type(offset) is int and -(1 << 62) < offset < 1 << 62)
+    return offset is None or (type(offset) is int and -_MOST_OFFSET <= offset <= _MOST_OFFSET)
 
 
 def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads: int | None) -> None:
@@ -393,7 +450,7 @@ def check_same_length(q: Tensor, k: Tensor, seq_dim: int) -> None:
 
 
 def _fits(x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> bool:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or not is_strided(x):
         return False
     shape = x.shape
     fits = x.dtype in FLOATS and len(shape) >= -seq_dim and shape[-1] == head_dim
@@ -403,6 +460,7 @@ def _fits(x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> bool:
 
 
 def _raise_unfit(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> NoReturn:
+    check_strided(x, asked=f"rope({name})")
     if _fits(x, head_dim, seq_dim, None):
         raise RopewalkError(
             asked=f"rope({name}) with frequencies of its own for each of {heads} heads",

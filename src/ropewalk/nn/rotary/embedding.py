@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown
 from ropewalk.kernels.angles.torch import cos_sin_between
 from ropewalk.kernels.backend import current
+from ropewalk.kernels.constructors import empty, ones
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import current_stream
 from ropewalk.kernels.types import Layout, Tables
+from ropewalk.nn.position_checks import as_signed
 from ropewalk.nn.position_checks import check_ids as check_position_ids
 from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.angle_source import AngleSource, Part, angle_device
@@ -102,8 +104,8 @@ class RotaryEmbedding(nn.Module):
         limits = Limits(context_length, spec.xpos, check_ids)
         self._source = AngleSource(spec, limits, seq_dim=seq_dim, learned=learned, backend=backend)
         with torch.inference_mode(False):
-            zeros = torch.zeros(self._source.inv_freq.shape) if learned else None
-            self.log_scale: nn.Parameter | None = None if zeros is None else nn.Parameter(zeros)
+            shape = self._source.inv_freq.shape
+            self.log_scale: nn.Parameter | None = nn.Parameter(torch.zeros(shape)) if learned else None
         start = 0 if spec.rotary_slice == "leading" else spec.head_dim - 2 * self._source.pairs
         self.layout: Layout = Layout(spec.pairing == "interleaved", start, seq_dim)
 
@@ -179,8 +181,11 @@ class RotaryEmbedding(nn.Module):
             positions: The positions of q, and of k without k_positions.
             k_positions: The positions of k; beside positions, or alone.
             offset: The position of the first token: an int, or a tensor [batch] with one offset per sequence.
-            cu_seqlens: The ends of packed sequences, each of which starts at position 0: [sequences + 1].
-            angles: cos and sin that `at` computed before.
+            cu_seqlens: The ends of packed sequences: [sequences + 1]. Each starts at position 0, or at its offset:
+                `offset` is then an int, or a tensor [sequences].
+            angles: cos and sin that `at` computed before, or tables of another library: [seq, pairs],
+                [batch, seq, pairs] or [1 or batch, heads, seq, pairs]. Those in bfloat16 or float16 rotate in float32,
+                and are as inexact as they are.
             length: How long the sequence is, for DynamicNTK and LongRope: an int, or a tensor [batch] with one length
                 per sequence. Needed wherever tokens do not start at 0.
             role: What a single tensor holds, "q" or "k", for xPos and query temperatures, which treat them differently.
@@ -313,6 +318,7 @@ class RotaryEmbedding(nn.Module):
                 got=f"{dtype}",
                 do="leave dtype out; the rotation rounds once, at its end",
             )
+        positions = as_signed(positions)
         self._source.limits.check_values(positions, "rope.at(positions)")
         role = checked_role(role, self.spec)
         if positions.dim() > (1 if count == 1 else 2):
@@ -379,7 +385,7 @@ class RotaryEmbedding(nn.Module):
                 do="rotate the keys afresh: rope(rope.unrotate(k, positions=old), positions=new)",
             )
         self._source.check_tensors(x, None)
-        by = checked_offset(by, x, self.batched(x), "by")
+        by = checked_offset(by, x, self._source.rows(x), "by")
         length = checked_length(length, self.spec, self._source.rows(x), None)
         # Every token moves by the same distance: a range of one position, as long as the sequence.
         positions = range_positions(1, by, x.device)
@@ -389,9 +395,9 @@ class RotaryEmbedding(nn.Module):
         here, source = angle_device(positions), self._source
         theta, _ = source.rule_at(length, here.device, self.log_scale)
         # The keys have the amplitude already; only what xPos changes from position to position is new.
-        one = torch.ones((), dtype=torch.float64, device=here.device)
+        one = ones((), dtype=torch.float64, device=here.device)
         scale = source.amplitude_of(one, here, "k") / source.amplitude_of(one, here * 0, "k")
-        axes = None if source.axes is None else source.axes.to(here.device)
+        axes = source.axes_at(here.device)
         cos, sin = cos_sin(here, theta, None, scale, working_dtype(x), axes, backend=self.backend)
         return rotate(x, None, cos.to(x.device), sin.to(x.device), self.layout, backend=self.backend)[0]
 
@@ -431,7 +437,7 @@ class RotaryEmbedding(nn.Module):
         new, new_amplitude = to._source.rule_at(new_length, here.device, to.log_scale)
         new_scale = to._source.amplitude_of(new_amplitude, here, "k")
         scale = new_scale / self._source.amplitude_of(old_amplitude, here, "k")
-        axes = None if self._source.axes is None else self._source.axes.to(here.device)
+        axes = self._source.axes_at(here.device)
         cos, sin = cos_sin_between(here, old, new, scale, working_dtype(x), axes)
         return rotate(x, None, cos.to(x.device), sin.to(x.device), self.layout, backend=self.backend)[0]
 
@@ -501,7 +507,7 @@ class RotaryEmbedding(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)
         # fn may cast, move or empty; the device that it moves to is all that concerns the frequencies.
-        self._source.to(fn(torch.empty(0, device=self._source.inv_freq.device)).device)
+        self._source.to(fn(empty(0, device=self._source.inv_freq.device)).device)
         return self
 
     def extra_repr(self) -> str:

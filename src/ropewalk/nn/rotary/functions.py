@@ -4,8 +4,11 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice, require_count, require_even, shown
+from ropewalk.kernels.constructors import arange, ones
+from ropewalk.kernels.constructors import tensor as new_tensor
 from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.types import Layout
+from ropewalk.nn.memory_layout import check_strided
 from ropewalk.ops import cos_sin, rotate
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import PAIRINGS, Pairing
@@ -42,10 +45,10 @@ def build_rotary_frequencies(
     )
     target = torch.get_default_device() if device is None else torch.device(device)
     # Angles are formed in float64, which MPS does not have.
-    home = torch.device("cpu") if target.type in ("meta", "mps") else target
-    inv_freq = torch.as_tensor(Plain(base).evaluate(dim), device=home)
-    positions = torch.arange(length, device=home)
-    one = torch.ones((), dtype=torch.float64, device=home)
+    there = torch.device("cpu") if target.type in ("meta", "mps") else target
+    inv_freq = new_tensor(Plain(base).evaluate(dim), device=there)
+    positions = arange(length, device=there)
+    one = ones((), dtype=torch.float64, device=there)
     cos, sin = cos_sin(positions, inv_freq, None, one, torch.float32)
     return cos[None, None].to(target), sin[None, None].to(target)
 
@@ -89,6 +92,7 @@ def _narrow(table: Tensor, seq: int) -> Tensor:
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        check_strided(tensor, asked=f"apply_rope({name})")
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or tensor.dtype not in FLOATS:
             raise RopewalkError(
                 asked=f"apply_rope({name})",

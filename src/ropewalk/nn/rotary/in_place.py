@@ -126,7 +126,8 @@ def _meet(
         for here, sizes, steps in ((start, shape, strides), (other_start, other_shape, other_strides))
     )
     try:
-        return bool(np.shares_memory(first, second, max_work=_MOST_WORK))
+        # NumPy's stubs know two of the values of max_work.
+        return bool(np.shares_memory(first, second, max_work=_MOST_WORK))  # pyright: ignore[reportArgumentType]
     except np.exceptions.TooHardError:
         return True
 
