@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from hub.checkpoints import CONFIG, llama
+from hub.checkpoints import CONFIG, Q, llama
 from hub.configs import load_spec
 from ropewalk.hub.convert.folders import write_file
 from ropewalk.tools.convert import convert
@@ -118,3 +119,40 @@ def test_it_needs_no_torch(tmp_path):
     command = [sys.executable, "-c", code, tmp_path / "model", tmp_path / "out"]
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path):
+    model, out = llama(tmp_path / "model"), tmp_path / "out"
+    for name in (b"esc\x1b[31m.bin", b"new\nline.bin", b"\xff.bin"):
+        (model / os.fsdecode(name)).write_bytes(b"pickle")
+    (model / os.fsdecode(b"\xfe\x1b.txt")).write_text("copied")
+    result = ropewalk(model, out, "--to", "interleaved", "--json", tmp_path / "done.json", columns=200)
+    assert result.returncode == 0, result.stderr
+    assert "Not copied: esc\\x1b[31m.bin, new\\nline.bin, \\udcff.bin." in result.stdout
+    assert "\x1b" not in result.stdout + result.stderr
+    left = json.loads((tmp_path / "done.json").read_text())["left_out"]
+    assert left == ["esc\x1b[31m.bin", "new\nline.bin", "\udcff.bin"]
+    assert (out / os.fsdecode(b"\xfe\x1b.txt")).read_text() == "copied"
+
+
+@pytest.mark.parametrize("name", [b"esc\x1b[31m", b"new\nline", b"\xff"])
+def test_a_link_that_leads_outside_is_one_message_whatever_its_name_is(tmp_path, name):
+    model, out = llama(tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "key").write_text("a private word")
+    (model / os.fsdecode(name)).symlink_to(tmp_path / "key")
+    result = ropewalk(model, out, "--to", "interleaved", columns=200)
+    assert result.returncode == 2
+    assert repr(os.fsdecode(name)) in result.stderr
+    assert f"a link to {str(tmp_path / 'key')!r}" in result.stderr
+    assert "\x1b" not in result.stderr
+    assert "private word" not in result.stderr
+    assert not out.exists()
+
+
+def test_nan_weights_are_proven(tmp_path):
+    content = np.full((32, 32), np.nan, np.float32)
+    model = llama(tmp_path / "model", **{Q: content})
+    result = ropewalk(model, tmp_path / "out", "--to", "interleaved", "--verify")
+    assert result.returncode == 0, result.stdout
+    assert "Proven" in result.stdout
+    assert "at fault" not in result.stdout

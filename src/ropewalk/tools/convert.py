@@ -54,7 +54,7 @@ def convert(
 
 def _show(console: Console, conversion: Conversion) -> None:
     def line(text: str) -> None:
-        console.print(text, markup=False)
+        console.print(_printable(text), markup=False)
 
     for note in conversion.notes:
         line(f"note: {note}")
@@ -86,9 +86,14 @@ def _show_failure(console: Console, proof: Proof) -> None:
     console.print("The proof failed, and nothing was kept: the disk, or this program, is at fault.", style="bold red")
     if wrong:
         text = f"scores differ by up to {proof.worst.difference:.1e} of |q||k|, where {TOLERANCE:.0e} is rounding: "
-        console.print(text + _some([layer.layer for layer in wrong]), markup=False)
+        console.print(_printable(text + _some([layer.layer for layer in wrong])), markup=False)
     if proof.differing:
-        console.print(f"wrong bytes in {_some(proof.differing)}", markup=False)
+        console.print(_printable(f"wrong bytes in {_some(proof.differing)}"), markup=False)
+
+
+def _printable(text: str) -> str:
+    """A line of text whose control characters are escaped: names of files and tensors are a stranger's."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _some(names: "tuple[str, ...] | list[str]") -> str:

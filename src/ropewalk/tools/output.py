@@ -3,6 +3,8 @@
 import json
 import os
 import platform
+import secrets
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -64,28 +66,49 @@ def write_json(data: object, target: str) -> None:
         # A terminal may not have the letters; JSON's escapes it always has.
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
         return
-    write_whole((json.dumps(data, ensure_ascii=False, indent=2) + "\n").encode(), target)
+    text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
+    # Names of files may have bytes that are no UTF-8; what Python replaces them by is written as JSON escapes it.
+    write_whole(text.encode("utf-8", "backslashreplace"), target)
 
 
 def write_whole(data: bytes, target: str) -> None:
-    """`data` into the file `target`, which is replaced whole, or left as it is where that fails."""
+    """`data` into the file `target`, which is replaced whole, or left as it is where that fails.
+
+    A file that is replaced keeps its permissions, and its group where this process may set it. A new file has those
+    that new files have here.
+    """
     path = Path(target)
     if path.is_symlink() or (path.exists() and not path.is_file()):
         # A link, a pipe or a device is written through: replacing it would take it away.
         path.write_bytes(data)
         return
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as part:
-        try:
-            part.write(data)
-            part.flush()
-            # A temporary file is private to its owner; what a command writes has the rights that new files have.
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(part.name, 0o666 & ~mask)
-            os.replace(part.name, path)
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    old = path.stat() if path.exists() else None
+    # The kernel applies the umask. To read it, one has to set it, for every thread of the process.
+    part = path.with_name(f".ropewalk-{secrets.token_hex(8)}")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if old is None else 0o600)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            if old is not None:
+                os.fchmod(handle, _permissions_like(old, handle))
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _permissions_like(old: os.stat_result, handle: int) -> int:
+    """The permissions of a file that is replaced, for the new one, which gets its group; without it, no group's."""
+    mode = stat.S_IMODE(old.st_mode) & 0o777
+    if os.fstat(handle).st_gid == old.st_gid:
+        return mode
+    try:
+        os.fchown(handle, -1, old.st_gid)
+    except OSError:
+        # What the old group might do, another one must not.
+        return mode & ~0o070
+    return mode
 
 
 @contextmanager

@@ -6,10 +6,11 @@ A config that is parsed and written anew has other spaces, other escapes and oth
 
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ropewalk.spec.value import without_repeats
 
 __all__ = ["parse", "with_member", "without_member"]
 
@@ -30,21 +31,12 @@ def parse(data: bytes) -> Any:
     if values > _MOST_VALUES:
         raise ValueError(f"about {values} values, where at most {_MOST_VALUES} are read")
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_without_repeats)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=without_repeats)
     except RecursionError:
         raise ValueError("values in values without end") from None
     except ValueError as error:
         # A key that is there twice is shown, and may be long.
         raise ValueError(str(error)[:200]) from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object as a dict. A key that is there twice is found in time that grows as the object does."""
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice!r} is there twice, and readers differ in which they take")
-    return fields
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,16 @@ Weights that are quantised or unknown are refused, and shapes that the config co
 so that any dtype can be permuted without being understood, and nothing is rounded.
 """
 
+import functools
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, shown
 from ropewalk.hub.configs.keys import Keys
 from ropewalk.hub.configs.layers import specs_by_number
 from ropewalk.hub.configs.parse import Config
@@ -25,15 +26,15 @@ from ropewalk.spec.rope import Pairing, RopeSpec
 __all__ = ["Part", "Plan", "permuted_blocks", "plan_of", "row_order"]
 
 # Modules that see or hear, whose attention is not the language model's; and kinds of layers that do not rotate.
-_TOWER = re.compile(r"(^|[._])(vision|visual|image|img|vit|vqmodel|audio|speech|mm|multi_modal)\w*\.")
+_TOWER = re.compile(r"(^|_)(vision|visual|image|img|vit|vqmodel|audio|speech|mm|multi_modal)")
 _NOT_ROTATED = re.compile(r"\.(linear_attn|cross_attn|mamba|mixer)\.")
 # What looks like a projection of queries or keys, wherever it stands.
 _LIKE_ATTENTION = re.compile(
     r"(^|[._])(q|k|qk|qkv|query|key|query_key_value|Wqkv|wq|wk|wqkv|q_b|kv_a|kv_a_proj_with_mqa)(_proj)?(\.linear)?\.weight$"
 )
 _QUANTISED = re.compile(
-    r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|quant_state\S*|nested_absmax|weight_scale\w*|weight_packed"
-    r"|weight_shape|weight_zero_point|input_scale|k_scale|v_scale|\w+_blocks|\w+_scales)$"
+    r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|nested_absmax|weight_scale\w*|weight_packed"
+    r"|weight_shape|weight_zero_point|input_scale|k_scale|v_scale|\w+_blocks|\w+_scales)$|\.quant_state"
 )
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -130,6 +131,16 @@ def plan_of(checkpoint: Checkpoint, config: Config) -> Plan:
     return Plan(parts, tuple(still))
 
 
+def _in_tower(name: str) -> bool:
+    """Whether a module before the last dot of a name is one that sees or hears."""
+    # One search per step, each from the last character that no name has: the time grows as the name does.
+    for step in name.split(".")[:-1]:
+        word = re.split(r"\W", step)[-1]
+        if _TOWER.search(word if word == step else f"-{word}"):
+            return True
+    return False
+
+
 def _layout(model_type: object) -> Layout:
     # A composite model whose config is flat is its language model.
     names = (str(model_type), f"{model_type}_text")
@@ -149,7 +160,7 @@ def _modules(checkpoint: Checkpoint, layout: Layout) -> Iterator[tuple[str, tupl
     prefixes: dict[str, str] = {}
     for name in checkpoint.tensors:
         match = pattern.fullmatch(name)
-        if match is None or _TOWER.search(match[1]):
+        if match is None or _in_tower(match[1]):
             continue
         if match[1] != "mtp.":
             prefixes.setdefault(match[1], name)
@@ -158,7 +169,7 @@ def _modules(checkpoint: Checkpoint, layout: Layout) -> Iterator[tuple[str, tupl
     if not modules:
         raise _unconvertible("this model", f"tensors named like {layout.attention!r}", "none")
     if len(prefixes) > 1:
-        raise _unconvertible("this model", "one language model", f"several: {', '.join(prefixes.values())}")
+        raise _unconvertible("this model", "one language model", f"several: {shown(list(prefixes.values()))}")
     yield from modules.items()
 
 
@@ -180,7 +191,7 @@ def _parts(
         stem, _, kind = leaf.rpartition(".")
         role = layout.norm(leaf)
         if stem in layout.projections and kind in ("weight", "bias"):
-            heads = layout.projections[stem](counts)
+            heads = _heads(layout.projections[stem], counts)
             roles |= {r for r, starts in (("q", heads.queries), ("k", heads.keys)) if starts}
             _require_projection(name, tensor, heads, kind, config, family, stem)
             width = heads.rows if layout.values is None and stem == "kv_a_proj_with_mqa" else counts.head_dim
@@ -196,7 +207,7 @@ def _parts(
         turning = width - spec.turning if spec.rotary_slice == "trailing" else 0
         yield Part(name, module, what, heads, width, turning, spec)
     if roles != {"q", "k"}:
-        raise _contradiction(module, "queries and keys", f"{' and '.join(sorted(leaves))}")
+        raise _contradiction(module, "queries and keys", shown(sorted(leaves)))
     if layout.values is not None and f"{layout.values}.weight" not in leaves:
         raise _unconvertible(module, "values of their own", "none: the keys are the values too, and cannot be permuted")
 
@@ -225,6 +236,12 @@ def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoin
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _heads(rows: Callable[[Counts], Heads], counts: Counts) -> Heads:
+    """The heads of a projection, which are the same in thousands of layers."""
+    return rows(counts)
+
+
 def _require_projection(
     name: str, tensor: Stored, heads: Heads, kind: str, config: Keys, family: Family, stem: str
 ) -> None:
@@ -236,7 +253,13 @@ def _require_projection(
         # A file may leave the width out; then any number of columns will do.
         wanted.append(width if width is not None or len(tensor.shape) != 2 else tensor.shape[1])
     if list(tensor.shape) != wanted:
-        raise _contradiction(name, f"the shape {wanted}, by the config", f"{list(tensor.shape)}")
+        raise _contradiction(name, f"the shape {wanted}, by the config", str(list(tensor.shape)))
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(rows: int, width: int) -> tuple[int, ...]:
+    """The rows at which heads of `width` rows begin."""
+    return tuple(range(0, rows, width))
 
 
 def _norm_heads(name: str, tensor: Stored, role: str, counts: Counts) -> Heads:
@@ -246,7 +269,7 @@ def _norm_heads(name: str, tensor: Stored, role: str, counts: Counts) -> Heads:
     if tensor.shape == (counts.head_dim,):
         starts: tuple[int, ...] = (0,)
     elif tensor.shape in ((whole,), (heads, counts.head_dim)):
-        starts = tuple(range(0, whole, counts.head_dim))
+        starts = _starts(whole, counts.head_dim)
     else:
         raise _contradiction(
             name, f"the shape [{counts.head_dim}] or [{whole}], by the config", f"{list(tensor.shape)}"
@@ -260,18 +283,18 @@ def _refuse_quantised(checkpoint: Checkpoint, *configs: dict[str, Any]) -> None:
         if config.get("quantization_config"):
             method = config["quantization_config"]
             method = method.get("quant_method") if isinstance(method, dict) else method
-            raise _quantised(f"quantization_config in the config ({method})")
+            raise _quantised(f"quantization_config in the config ({shown(method)})")
     for name in checkpoint.tensors:
         if "lora_" in name or ".adapter" in name:
             raise _unconvertible("this model", "weights of a whole model", f"{name!r}: an adapter; merge it first")
-        if _QUANTISED.search(name) and not _TOWER.search(name):
+        if _QUANTISED.search(name) and not _in_tower(name):
             raise _quantised(repr(name))
 
 
 def _refuse_strangers(checkpoint: Checkpoint, modules: Container[str]) -> None:
     """Tensors that look like queries or keys outside of the modules that are known."""
     for name in checkpoint.tensors:
-        if not _LIKE_ATTENTION.search(name) or _TOWER.search(name) or _NOT_ROTATED.search(name):
+        if not _LIKE_ATTENTION.search(name) or _in_tower(name) or _NOT_ROTATED.search(name):
             continue
         steps = name.split(".")
         if not any(".".join(steps[:end]) in modules for end in range(1, len(steps))):
@@ -302,7 +325,7 @@ def _contradiction(what: str, expected: str, got: str) -> RopewalkError:
 
 def _unconvertible(what: object, expected: str, got: str) -> RopewalkError:
     return RopewalkError(
-        asked=f"convert a checkpoint: {what}",
+        asked=f"convert a checkpoint: {what if isinstance(what, str) and what.isprintable() else shown(what)}",
         expected=expected,
         got=got,
         do="open an issue with the name of the model; a guess here would give weights that are silently wrong",
