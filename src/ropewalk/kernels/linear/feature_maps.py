@@ -41,4 +41,4 @@ def row_shift(q: Tensor, name: FeatureMapName) -> Tensor | None:
     >>> row_shift(torch.tensor([[1.0, 3.0]]), "exp").tolist()
     [[3.0]]
     """
-    return q.detach().amax(dim=-1, keepdim=True) if name == "exp" else None
+    return q.detach().amax(dim=-1, keepdim=True) if name == "exp" and q.shape[-1] else None

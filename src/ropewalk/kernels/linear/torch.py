@@ -51,13 +51,20 @@ def linear_attention(
     """
     # A meta tensor has no autocast of its own.
     with torch.autocast("cpu" if v.is_meta else v.device.type, enabled=False):
-        working = working_dtype(v)
+        working, ends, total = working_dtype(v), None, q.x.shape[2]
+        # Features of padding behind the last sequence may have no finite derivative: it has none here.
+        if cu_seqlens is not None and is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
+            ends = cu_seqlens.tolist()
+            q, k = (side._replace(x=side.x[:, :, : ends[-1]]) for side in (q, k))
+        elif cu_seqlens is not None:
+            padding = (torch.arange(total, device=v.device) >= cu_seqlens[-1])[:, None]
+            q, k = (side._replace(x=side.x.masked_fill(padding, 0.0)) for side in (q, k))
         queries, keys = _features(q, layout, working, "q", rotate), _features(k, layout, working, "k", rotate)
         values = v.to(working)
         if cu_seqlens is None:
             out, after = attend(queries, keys, values, before, causal=causal)
-        elif is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
-            out, after = _one_by_one(queries, keys, values, before, cu_seqlens.tolist(), causal=causal)
+        elif ends is not None:
+            out, after = _one_by_one(queries, keys, values, before, ends, total, causal=causal)
         else:
             out, after = attend_packed(queries, keys, values, before, cu_seqlens, causal=causal)
         return out.to(v.dtype), after
@@ -70,9 +77,9 @@ def _features(side: Side, layout: Layout, working: torch.dtype, role: str, rotat
 
 
 def _one_by_one(
-    q: Features, k: Features, values: Tensor, before: Sums | None, ends: list[int], *, causal: bool
+    q: Features, k: Features, values: Tensor, before: Sums | None, ends: list[int], total: int, *, causal: bool
 ) -> tuple[Tensor, Sums]:
-    """Packed sequences, one after the other: no sequence can reach another, whatever it holds."""
+    """Packed sequences of `total` tokens, one after the other: no sequence can reach another, whatever it holds."""
     outputs: list[Tensor] = []
     sums: list[Sums] = []
     for sequence, (start, stop) in enumerate(itertools.pairwise(ends)):
@@ -81,8 +88,8 @@ def _one_by_one(
         out, after = attend(queries, keys, values[:, :, start:stop], earlier, causal=causal)
         outputs.append(out)
         sums.append(after)
-    batch, heads, length, _ = q.plain.shape
-    outputs.append(values.new_zeros(batch, heads, length - ends[-1], values.shape[-1]))
+    batch, heads = q.plain.shape[:2]
+    outputs.append(values.new_zeros(batch, heads, total - ends[-1], values.shape[-1]))
     return torch.cat(outputs, dim=2), Sums(*(torch.cat(parts) for parts in zip(*sums, strict=True)))
 
 

@@ -14,6 +14,7 @@ from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.state import LinearState, check_length, checked_state
+from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import check_ends, check_ids, described, may_look
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.call import Where
@@ -123,6 +124,8 @@ def linear_attention(
     maps = resolve_maps(feature_map, "linear_attention")
     if cu_seqlens is not None:
         _check_packed(cu_seqlens, q, k)
+        # Not every dtype that can count can be compared or subtracted.
+        cu_seqlens = cu_seqlens.to(torch.int64)
     if key_mask is not None:
         _check_mask(key_mask, k)
     spec = None if rotation is None else rotation.spec
@@ -131,8 +134,12 @@ def linear_attention(
     if isinstance(maps[0], str) != isinstance(maps[1], str):
         # One function makes features here; those of the other side are made beside them.
         maps = _as_function(maps[0], "q"), _as_function(maps[1], "k")
-    queries, q_name = _mapped(q, maps[0], "q")
-    keys, k_name = _mapped(k, maps[1], "k")
+    padding = None
+    if cu_seqlens is not None and callable(maps[0]):
+        padding = (torch.arange(k.shape[2], device=k.device) >= cu_seqlens[-1])[:, None]
+    hidden = None if key_mask is None else ~key_mask[:, None, :, None]
+    queries, q_name = _mapped(q, maps[0], "q", padding)
+    keys, k_name = _mapped(k, maps[1], "k", padding, hidden)
     if queries.shape[-1] != keys.shape[-1]:
         raise RopewalkError(
             asked="linear_attention(feature_map=...)",
@@ -150,14 +157,13 @@ def linear_attention(
         feature_map=map_names,
         asked="linear_attention",
     )
-    if key_mask is not None:
+    if hidden is not None:
         # What each map makes 0 of, so that a hidden key adds nothing above or below the line.
-        hidden = ~key_mask[:, None, :, None]
         keys, v = keys.masked_fill(hidden, NamedMap[k_name].zero), v.masked_fill(hidden, 0.0)
     start = 0 if state is None else state.start(rows)
     places = _places(rotation, queries, keys, positions, k_positions, cu_seqlens, start, length)
     sides, layout = _sides(rotation, queries, keys, (q_name, k_name), places)
-    if rotation is not None and rotation.spec.varies and length is None:
+    if rotation is not None and rotation.spec.varies and length is None and k.shape[2]:
         length = k.shape[2]
     check_length(state, spec, length, "linear_attention")
     earlier = k.shape[2] - q.shape[2] if causal else 0
@@ -177,6 +183,9 @@ def linear_attention(
     # Over several axes a token has more than one position: tokens are counted.
     key_ids = key_ids if spec is None or spec.axes is None else None
     following = _next(start, key_ids, cu_seqlens, key_mask, k)
+    if k.shape[2] == 0:
+        # No key was rotated: the length is that of the keys before, if there are any.
+        length = None if state is None else state.length
     return out, LinearState(*after, following, spec, map_names, learned, length)
 
 
@@ -191,10 +200,16 @@ def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:
     return mapped
 
 
-def _mapped(x: Tensor, feature_map: FeatureMap, name: str) -> tuple[Tensor, FeatureMapName]:
-    """The tensor for the kernel, and the map it is to apply: a function is applied here."""
+def _mapped(x: Tensor, feature_map: FeatureMap, name: str, *unread: Tensor | None) -> tuple[Tensor, FeatureMapName]:
+    """The tensor for the kernel, and the map it is to apply: a function is applied here.
+
+    `unread` are masks of tokens that nothing reads, which a kernel leaves out by itself.
+    """
     if not callable(feature_map):
         return x, feature_map
+    for mask in unread:
+        # A function of what such tokens hold may be infinite, and 0 times its derivative no number.
+        x = x if mask is None else x.masked_fill(mask, 0.0)
     made = feature_map(x)
     if not isinstance(made, Tensor) or made.shape[:3] != x.shape[:3] or made.dim() != 4 or not made.is_floating_point():
         raise RopewalkError(
@@ -236,7 +251,7 @@ def _places(
         return Where(positions, k_positions, length=length)
     if cu_seqlens is not None:
         return Where(_packed_ids(cu_seqlens, keys, start), length=length)
-    if queries == keys:
+    if queries == keys and not (isinstance(start, Tensor) and start.is_floating_point()):
         # No offset from 0 on: a rule that varies with the length knows a whole sequence by that.
         return Where(offset=None if isinstance(start, int) and start == 0 else start, length=length)
     if queries > keys:
@@ -292,7 +307,7 @@ def _next(
     if key_ids is not None and not key_ids.is_floating_point():
         key_ids = key_ids.to(torch.int64)  # one more than the last must not wrap
     if keys == 0 or (key_ids is None and key_mask is None):
-        return start + keys if cu_seqlens is None else cu_seqlens.diff().to(torch.int64) + start
+        return start + keys if cu_seqlens is None else cu_seqlens.diff() + start
     tokens = torch.arange(keys, device=k.device)
     if cu_seqlens is None:
         seen = tokens.expand(len(k), -1) if key_mask is None else torch.where(key_mask, tokens, -1)
@@ -301,7 +316,9 @@ def _next(
         ids = ids.expand(len(k), keys)
     else:
         seen = tokens if key_mask is None else torch.where(key_mask[0], tokens, -1)
-        begins, last = cu_seqlens[:-1], seen.cummax(0).values[(cu_seqlens[1:].to(torch.int64) - 1).clamp_min(0)]
+        # The last that is seen before each token, and before none of them: an empty sequence may be the first.
+        before = torch.cat([seen.new_full((1,), -1), seen]).cummax(0).values
+        begins, last = cu_seqlens[:-1], before[cu_seqlens[1:]]
         ids = _packed_ids(cu_seqlens, keys, start) if key_ids is None else key_ids
         ids = ids.reshape(1, -1).expand(len(last), -1)
     after = ids.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1) + 1
@@ -312,6 +329,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Raise unless q, k and v belong together."""
     asked = "linear_attention"
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_strided(x, asked=f"{asked}({name})")
         if not (isinstance(x, Tensor) and x.dtype in FLOATS):
             raise RopewalkError(
                 asked=f"{asked}({name})",

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, shown
+from ropewalk.errors import RopewalkError, as_int, shown
 from ropewalk.kernels.types import Sums
-from ropewalk.nn.position_checks import check_index, may_look
+from ropewalk.nn.position_checks import check_ids, check_index, may_look
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["LinearState", "check_length", "checked_state"]
@@ -122,7 +122,7 @@ def checked_state(
         raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
     shapes, rows = (sizes, sizes[:3]), sizes[0]
     position = state.position
-    has_position = isinstance(position, int) or (
+    has_position = as_int(position) is not None or (
         isinstance(position, Tensor) and tuple(position.shape) in ((), (rows,))
     )
     if not (isinstance(state.above, Tensor) and isinstance(state.below, Tensor) and has_position):
@@ -133,6 +133,8 @@ def checked_state(
             + (f"a position of shape {list(position.shape)}" if isinstance(position, Tensor) else shown(position)),
             do=do,
         )
+    if isinstance(position, Tensor):
+        check_ids(position, asked=f"{asked}(state=...) with a position", shape=f"[] or [{rows}]", dims=(0, 1))
     if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
         raise RopewalkError(
             asked=f"{asked}(state=...)",
