@@ -101,7 +101,7 @@ def test_a_wrong_pairing_is_noticed():
     found: Any = rotation_of(type(attention_of(model)[0]).forward.__globals__["apply_rotary_pos_emb"])
     with pytest.MonkeyPatch.context() as patch:
         wrong = replace(found, pairing="interleaved")
-        patch.setattr("ropewalk.hub.accelerate.plan.rotation_of", lambda function: wrong)
+        patch.setattr("ropewalk.hub.accelerate.plan.rotation_of", lambda *given: wrong)
         with accelerate(model):
             ours = outcome(model, ids)
     for mine, theirs, right in zip(ours, own, truth, strict=True):

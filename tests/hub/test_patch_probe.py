@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ropewalk.hub.accelerate.fused_rotation import fused_rotation
 from ropewalk.hub.accelerate.norm_fusion import fused_method, norm_kind
-from ropewalk.hub.accelerate.rotation_probe import Rotation, rotation_of, table_widths
+from ropewalk.hub.accelerate.rotation_probe import Rotation, rotation_of
+from ropewalk.hub.accelerate.table_probe import table_widths
 
 
 def half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -6,14 +6,14 @@ the rotation changed. What the norms compute is found by calling them.
 
 import ast
 import copy
-import linecache
 import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ropewalk.hub.accelerate.source import Sources
+from ropewalk.hub.accelerate.straight_code import why_norm_not_straight
 from ropewalk.kernels.qk_norm.torch import factor
 from ropewalk.kernels.types import Norm
 
@@ -46,8 +46,10 @@ class NormKind(NamedTuple):
     norm: Norm
 
 
-def norm_kind(module: nn.Module) -> NormKind | str:
+def norm_kind(module: nn.Module, sources: Sources | None = None) -> NormKind | str:
     """Which RMSNorm over one head the module computes; a reason in words where it is none that ropewalk fuses.
+
+    With `sources`, its code is read before it is called: what it computes must not depend on the call.
 
     >>> norm_kind(nn.RMSNorm(8, eps=1e-5))
     NormKind(eps='eps', norm=Norm(eps=1e-05, plus_one=False, rounding=0))
@@ -61,6 +63,9 @@ def norm_kind(module: nn.Module) -> NormKind | str:
     eps = next((key for key in ("eps", "variance_epsilon") if isinstance(getattr(module, key, None), float)), None)
     if eps is None:
         return f"{name} names no epsilon"
+    reason = None if sources is None else why_norm_not_straight(module, sources)
+    if reason is not None:
+        return reason
     with torch.inference_mode(False), torch.no_grad():
         random = torch.Generator().manual_seed(0)
         probe = copy.deepcopy(module).cpu().float()
@@ -94,7 +99,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, norm: Norm) -> torch.Tensor:
     return (scaled * factor(weight, x, norm)).to(x.dtype)
 
 
-def fused_method(method: types.FunctionType, rotation_name: str) -> FusedMethod | str:
+def fused_method(method: types.FunctionType, rotation_name: str, sources: Sources | None = None) -> FusedMethod | str:
     """The method with norms and rotation in one call; a reason where its code does not show that they belong together.
 
     Both results of `self.NORM(..)`, perhaps transposed, have to be given to the rotation, in the same run of
@@ -109,56 +114,20 @@ def fused_method(method: types.FunctionType, rotation_name: str) -> FusedMethod 
     ('q_norm', 'k_norm')
     """
     own = method.__code__
-    source = "".join(linecache.getlines(own.co_filename, method.__globals__))
-    try:
-        # The whole file: how a call is compiled depends on what the file imports.
-        tree = ast.parse(source)
-        same = _is_source_of(compile(tree, own.co_filename, "exec", dont_inherit=True), own)
-    except (SyntaxError, ValueError):
-        return "its source is not there"
-    definitions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    definitions = [node for node in definitions if (node.name, node.lineno) == (own.co_name, own.co_firstlineno)]
-    if not same or len(definitions) != 1:
+    sources = sources or Sources()
+    definition = sources.definition(method)
+    if definition is None:
         return "its source is not there, or is not what runs"
     if own.co_freevars or own.co_varnames[:1] != ("self",):
         return "its method is more than a function of self"
-    definition = definitions[0]
-    found = [site for block in _blocks(definition) for site in _sites(block, rotation_name)]
-    if len(found) != 1:
+    if len(_all_sites(definition, rotation_name)) != 1:
         return "its norms are not the last that happens to q and k before the rotation"
-    call, taken = found[0]
+    changed = copy.deepcopy(definition)
+    call, taken = _all_sites(changed, rotation_name)[0]
     names = [_take_norm(statement, norm) for statement, norm in taken]
     norms = [ast.Attribute(ast.Name("self", ast.Load()), name, ast.Load()) for name in names]
     call.func, call.args = ast.Name(FUSED, ast.Load()), [*norms, *call.args]
-    ast.fix_missing_locations(tree)
-    return FusedMethod(next(_code_at(compile(tree, own.co_filename, "exec", dont_inherit=True), own)), *names)
-
-
-def _code_at(code: types.CodeType, own: types.CodeType) -> Iterator[types.CodeType]:
-    """The code inside `code` that has the name and the place of `own`."""
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            if (inner.co_name, inner.co_firstlineno) == (own.co_name, own.co_firstlineno):
-                yield inner
-            yield from _code_at(inner, own)
-
-
-def _is_source_of(code: types.CodeType, own: types.CodeType) -> bool:
-    """Whether the source gives the code that runs: a file may have changed since it was loaded."""
-    found = list(_code_at(code, own))
-    parts = ("co_code", "co_names", "co_varnames", "co_freevars")
-    return len(found) == 1 and all(
-        [*(getattr(one, part) for part in parts), _constants(one)]
-        == [*(getattr(own, part) for part in parts), _constants(own)]
-        for one in found
-    )
-
-
-def _constants(code: types.CodeType) -> list[Any]:
-    """What stands in code besides its names, with the types that make 1 and 1.0 differ; of inner functions theirs."""
-    return [
-        _constants(value) if isinstance(value, types.CodeType) else (type(value), value) for value in code.co_consts
-    ]
+    return FusedMethod(sources.recompiled(method, changed.body), *names)
 
 
 def _blocks(definition: ast.FunctionDef) -> list[list[ast.stmt]]:
@@ -168,6 +137,10 @@ def _blocks(definition: ast.FunctionDef) -> list[list[ast.stmt]]:
 
 # The statement that gives a name its norm, and the call of the norm in it.
 Normed = tuple[ast.Assign, ast.Call]
+
+
+def _all_sites(definition: ast.FunctionDef, rotation_name: str) -> list[tuple[ast.Call, list[Normed]]]:
+    return [site for block in _blocks(definition) for site in _sites(block, rotation_name)]
 
 
 def _sites(block: list[ast.stmt], rotation_name: str) -> list[tuple[ast.Call, list[Normed]]]:

@@ -14,7 +14,9 @@ from torch import nn
 
 from ropewalk.hub.accelerate.fused_rotation import fused_norm_rotation, fused_rotation
 from ropewalk.hub.accelerate.norm_fusion import FUSED, FusedMethod, NormKind, fused_method, norm_kind
-from ropewalk.hub.accelerate.rotation_probe import Rotation, Table, is_candidate, rotation_of, table_widths
+from ropewalk.hub.accelerate.rotation_probe import Rotation, Table, is_candidate, rotation_of
+from ropewalk.hub.accelerate.source import Sources
+from ropewalk.hub.accelerate.table_probe import table_widths, why_not_doubled
 
 __all__ = ["PLAIN", "Part", "bound_methods", "plain_state", "planned"]
 
@@ -60,30 +62,24 @@ def planned(model: nn.Module) -> tuple[list[tuple[nn.Module, type, Part]], list[
     """
     plans: list[tuple[nn.Module, type, Part]] = []
     left: list[Part] = []
-    kinds: dict[type, list[_Method]] = {}
-    found: dict[Any, Rotation | str] = {}
-    widths_by_maker: dict[tuple[nn.Module, Table], frozenset[int] | str] = {}
+    seen = _Seen(model)
     subclasses: dict[tuple[Any, ...], type] = {}
-    sources: dict[Any, FusedMethod | str] = {}
     for name, module in model.named_modules():
         kind = type(module)
-        if kind not in kinds:
-            kinds[kind] = _methods_of(kind, found)
-        if not kinds[kind]:
-            hidden = _hidden(kind, found)
+        methods = seen.methods_of(kind)
+        if not methods:
+            hidden = seen.hidden(kind)
             left += (
                 [Part(name, kind.__name__, f"its {hidden} calls one that rotates, of its base class")] if hidden else []
             )
             continue
-        reason = _why_not(module, kinds[kind])
-        known = [method for method in kinds[kind] if method.known()]
-        widths = _widths(model, name, known, widths_by_maker)
-        if reason is None and isinstance(widths, str):
-            reason = widths
+        reason = _why_not(module, methods)
+        known = [method for method in methods if method.known()]
+        widths = _widths(name, known, seen) if reason is None else None
         if reason is not None or isinstance(widths, str):
-            left.append(Part(name, kind.__name__, reason or ""))
+            left.append(Part(name, kind.__name__, reason or str(widths)))
             continue
-        fusions = {method.name: _fusion(module, method, sources) for method in known}
+        fusions = {method.name: _fusion(module, method, seen) for method in known}
         key = kind, widths, tuple(fusions.items())
         if key not in subclasses:
             subclasses[key] = _subclass(kind, known, widths, fusions)
@@ -92,33 +88,95 @@ def planned(model: nn.Module) -> tuple[list[tuple[nn.Module, type, Part]], list[
     return plans, left
 
 
-def _methods_of(kind: type, found: dict[Any, Rotation | str]) -> list[_Method]:
-    """The methods of a class that call functions of cos and sin."""
-    methods: list[_Method] = []
-    for name, value in {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}.items():
-        if not isinstance(value, types.FunctionType) or value.__module__ == nn.Module.__module__:
-            continue
-        function: Any = inspect.unwrap(value)
-        if not isinstance(function, types.FunctionType):
-            continue
-        own = {key: function.__globals__[key] for key in _names(function.__code__) if key in function.__globals__}
-        called = {key: item for key, item in own.items() if is_candidate(item)}
-        for item in called.values():
-            if item not in found:
-                found[item] = rotation_of(item)
-        if called:
-            rotations = {key: (item, found[item]) for key, item in called.items()}
-            methods.append(_Method(name, function, function is not value, rotations))
-    return methods
+class _Seen:
+    """What was found in one model. Its layers share classes, functions and tables: each is looked at once."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.sources = Sources()
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._rotations: dict[Any, Rotation | str] = {}
+        self._methods: dict[type, list[_Method]] = {}
+        self._hidden: dict[type, str | None] = {}
+        self._widths: dict[tuple[nn.Module, Table], frozenset[int] | str] = {}
+        self._fused: dict[tuple[Any, str], FusedMethod | str] = {}
+        self._norms: dict[tuple[Any, ...], NormKind | str] = {}
+        # The modules that make tables in each part of the model, by the name of the part.
+        self._makers: dict[str, list[nn.Module]] = {}
+        for name, module in self._modules.items():
+            if _makes_tables(module):
+                path = name.split(".") if name else []
+                for depth in range(len(path) + 1):
+                    inside = self._makers.setdefault(".".join(path[:depth]), [])
+                    inside += [] if any(module is one for one in inside) else [module]
 
-def _hidden(kind: type, found: dict[Any, Rotation | str]) -> str | None:
-    """A method of a class that stands before one of a base class which rotates, and may call it."""
-    for base in kind.__mro__[1:]:
-        for method in _methods_of(base, found):
-            if method.known() and getattr(kind, method.name, None) is not getattr(base, method.name):
-                return method.name
-    return None
+    def methods_of(self, kind: type) -> list[_Method]:
+        """The methods of a class that call functions of cos and sin."""
+        if kind not in self._methods:
+            self._methods[kind] = list(self._calling(kind))
+        return self._methods[kind]
+
+    def _calling(self, kind: type) -> Iterator[_Method]:
+        attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+        for name, value in attributes.items():
+            if not isinstance(value, types.FunctionType) or value.__module__ == nn.Module.__module__:
+                continue
+            function: Any = inspect.unwrap(value)
+            if not isinstance(function, types.FunctionType):
+                continue
+            own = {key: function.__globals__[key] for key in _names(function.__code__) if key in function.__globals__}
+            called = {key: item for key, item in own.items() if is_candidate(item)}
+            if called:
+                rotations = {key: (item, self.rotation_of(item)) for key, item in called.items()}
+                yield _Method(name, function, function is not value, rotations)
+
+    def rotation_of(self, function: Any) -> Rotation | str:
+        if function not in self._rotations:
+            self._rotations[function] = rotation_of(function, self.sources)
+        return self._rotations[function]
+
+    def hidden(self, kind: type) -> str | None:
+        """A method of a class that stands before one of a base class which rotates, and may call it."""
+        if kind not in self._hidden:
+            before = [
+                method.name
+                for base in kind.__mro__[1:]
+                for method in self.methods_of(base)
+                if method.known() and getattr(kind, method.name, None) is not getattr(base, method.name)
+            ]
+            self._hidden[kind] = before[0] if before else None
+        return self._hidden[kind]
+
+    def makers(self, name: str) -> list[nn.Module]:
+        """The modules that make cos and sin, of the smallest part of the model around a module that has any."""
+        path = name.split(".") if name else []
+        parts = (".".join(path[:depth]) for depth in range(len(path), -1, -1))
+        return next((self._makers[part] for part in parts if part in self._makers), [])
+
+    def widths_of(self, maker: nn.Module, table: Table) -> frozenset[int] | str:
+        if (maker, table) not in self._widths:
+            found = table_widths(maker, table)
+            reasons = () if isinstance(found, str) else (why_not_doubled(maker, table, n, self.sources) for n in found)
+            self._widths[maker, table] = next((reason for reason in reasons if reason), found)
+        return self._widths[maker, table]
+
+    def fused_method(self, method: types.FunctionType, name: str) -> FusedMethod | str:
+        if (method, name) not in self._fused:
+            self._fused[method, name] = fused_method(method, name, self.sources)
+        return self._fused[method, name]
+
+    def norm_kind(self, module: nn.Module) -> NormKind | str:
+        """What a norm computes; norms of one class with the same numbers, words and sizes compute the same."""
+        plain = {
+            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
+        }
+        tensors = [(key, tuple(x.shape), x.is_meta) for key, x in [*module.named_parameters(), *module.named_buffers()]]
+        key = type(module), tuple(plain.items()), tuple(tensors)
+        changed = [value for value in vars(module).values() if callable(value)]
+        if changed or list(module.children()):
+            return norm_kind(module, self.sources)
+        if key not in self._norms:
+            self._norms[key] = norm_kind(module, self.sources)
+        return self._norms[key]
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -156,37 +214,22 @@ def bound_methods(module: nn.Module, functions: list[types.FunctionType]) -> dic
     return {name: value.__name__ for name, value in held.items() if value.__func__ in functions}
 
 
-def _widths(
-    model: nn.Module, name: str, methods: list[_Method], known: dict[tuple[nn.Module, Table], frozenset[int] | str]
-) -> frozenset[int] | str | None:
+def _widths(name: str, methods: list[_Method], seen: _Seen) -> frozenset[int] | str | None:
     """The widths of the tables that reach a module; None where any will do; a reason where they cannot be known."""
     tables: set[Table] = {kind.table for method in methods for _, kind in method.known().values() if kind.reads_all}
     if not tables:
         return None
-    makers = _makers(model, name)
+    makers = seen.makers(name)
     if not makers:
         return "the module that makes its cos and sin was not found"
     widths: frozenset[int] = frozenset()
     for maker in makers:
         for table in tables:
-            if (maker, table) not in known:
-                known[maker, table] = table_widths(maker, table)
-            here = known[maker, table]
+            here = seen.widths_of(maker, table)
             if isinstance(here, str):
                 return here
             widths |= here
     return widths
-
-
-def _makers(model: nn.Module, name: str) -> list[nn.Module]:
-    """The modules that make cos and sin, of the smallest part of the model around this module that has any."""
-    path = name.split(".") if name else []
-    for depth in range(len(path), -1, -1):
-        around = model.get_submodule(".".join(path[:depth]))
-        makers = [module for module in around.modules() if _makes_tables(module)]
-        if makers:
-            return makers
-    return []
 
 
 def _makes_tables(module: nn.Module) -> bool:
@@ -197,21 +240,19 @@ def _makes_tables(module: nn.Module) -> bool:
 Fusion = tuple[FusedMethod, str, Rotation, type, NormKind]
 
 
-def _fusion(module: nn.Module, method: _Method, sources: dict[Any, FusedMethod | str]) -> Fusion | str:
-    """How QK-norm goes into the rotation of a method; a reason where it does not. `sources` are those read before."""
+def _fusion(module: nn.Module, method: _Method, seen: _Seen) -> Fusion | str:
+    """How QK-norm goes into the rotation of a method; a reason where it does not."""
     pairs = [(name, kind) for name, (_, kind) in method.known().items() if kind.both]
     if len(pairs) != 1 or len(method.rotations) != 1 or pairs[0][1].conjugate or pairs[0][1].reorders:
         return "its rotation takes no norm"
     name, rotation = pairs[0]
-    if (method.function, name) not in sources:
-        sources[method.function, name] = fused_method(method.function, name)
-    fused = sources[method.function, name]
+    fused = seen.fused_method(method.function, name)
     if isinstance(fused, str):
         return fused
     norms = [getattr(module, attribute, None) for attribute in (fused.q_norm, fused.k_norm)]
     if not all(isinstance(norm, nn.Module) for norm in norms) or type(norms[0]) is not type(norms[1]):
         return "its norms of q and k differ"
-    q_kind, k_kind = (norm_kind(norm) for norm in norms if isinstance(norm, nn.Module))
+    q_kind, k_kind = (seen.norm_kind(norm) for norm in norms if isinstance(norm, nn.Module))
     if isinstance(q_kind, str) or isinstance(k_kind, str):
         return q_kind if isinstance(q_kind, str) else str(k_kind)
     return (fused, name, rotation, type(norms[0]), q_kind) if q_kind == k_kind else "its norms of q and k differ"

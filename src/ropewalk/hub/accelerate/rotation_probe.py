@@ -1,32 +1,47 @@
 """What a model's rotation function IS: found by calling it on random numbers, not by its name.
 
-A function that takes cos and sin is called in float64 and held against every rotation that ropewalk knows. One that is
-none of them gets a reason. The module that makes cos and sin is called too: a function may read a table as if both
-features of a pair had one angle, and only the table can say that they do.
+A function that takes cos and sin is called in float64 and held against every rotation that ropewalk knows: at one size
+to find which it is, and at others, as one token and thousands, to see that it is the same there. One that is none of
+them gets a reason.
 """
 
-import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ropewalk.hub.accelerate.source import Sources
+from ropewalk.hub.accelerate.straight_code import why_not_straight
 from ropewalk.reference.rotate import apply_rope
 from ropewalk.spec.rope import PAIRINGS, Pairing
 
-__all__ = ["Rotation", "Table", "is_candidate", "parameters_of", "rotation_of", "table_widths"]
+__all__ = ["Rotation", "Table", "is_candidate", "parameters_of", "rotation_of"]
 
 Table = Literal["halves", "neighbours", "single"]
 
-# Batch, heads and length, all different: a table that lines up with another dimension does not fit. 8 features of 12
-# turn, where only a part does.
-BATCH, HEADS, SEQ, WHOLE, PART = 2, 3, 5, 8, 12
-# Some functions work in float32 whatever they are given. Another rotation is off by about 1.
-TOLERANCE = 1e-4
+
+class Sizes(NamedTuple):
+    """The sizes of one probe: 8 features of 12 turn, where only a part does."""
+
+    batch: int
+    heads: int
+    seq: int
+    whole: int
+    part: int
+
+
+# Batch, heads and length, all different: a table that lines up with another dimension does not fit.
+SIZES = Sizes(batch=2, heads=3, seq=5, whole=8, part=12)
+# A step of decoding, a batch with heads of another width, and more tokens than most models are trained with.
+OTHER_SIZES = (Sizes(1, 4, 1, 16, 20), Sizes(3, 2, 40, 20, 32), Sizes(1, 1, 4100, 4, 6))
+# Some functions work in float32 whatever they are given: two products of numbers below 8, and a sum. Another rotation
+# is off by about 1.
+TOLERANCE = 1e-5
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TABLES: tuple[Table, ...] = ("halves", "neighbours", "single")
 
 
@@ -91,8 +106,11 @@ def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Paramete
         return {}
 
 
-def rotation_of(function: Callable[..., object]) -> Rotation | str:
+def rotation_of(function: Callable[..., object], sources: Sources | None = None) -> Rotation | str:
     """Which rotation the function computes; a reason in words where it is none that ropewalk knows.
+
+    With `sources`, its code is read before it is called: what it computes must not depend on the call, and code that
+    keeps something from one call to the next is not called at all.
 
     >>> rotation_of(lambda q, k, cos, sin: (q, k))
     'it computes no rotation of pairs that ropewalk knows'
@@ -105,26 +123,44 @@ def rotation_of(function: Callable[..., object]) -> Rotation | str:
     needed = {n for n, p in names.items() if p.default is p.empty and p.kind not in free} - {*asked, "cos", "sin"}
     if needed:
         return f"it needs {', '.join(sorted(needed))} besides q, k, cos and sin"
-    with torch.inference_mode(False), torch.no_grad():
+    reason = None if sources is None else why_not_straight(function, asked, sources)
+    if reason is not None:
+        return reason
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         ways = (1, 2) if "unsqueeze_dim" in names else (None,)
         for table in TABLES:
             probes = [_Probe(function, tuple(asked), table, way, dim) for way in ways for dim in (-2, -3)]
             served = [(probe, kind) for probe in probes for kind in [probe.kind()] if kind is not None]
             kinds = {kind for _, kind in served}
             if len(kinds) == 1:
-                first, (pairing, conjugate, reorders) = served[0]
-                return Rotation(
-                    pairing=pairing,
-                    table=table,
-                    conjugate=conjugate,
-                    reorders=reorders,
-                    reads_all=first.reads_all(),
-                    part=first.part(),
-                    seq_dims=tuple((probe.way, probe.seq_dim) for probe, _ in served),
-                    both=both,
-                    keeps_dtype=first.keeps_dtype(),
-                )
+                return _rotation([probe for probe, _ in served], *kinds, both=both)
     return "it computes no rotation of pairs that ropewalk knows"
+
+
+def _rotation(served: "list[_Probe]", kind: "Kind", *, both: bool) -> Rotation | str:
+    """The rotation of this kind that the probes saw; a reason where it is another one for other sizes or dtypes."""
+    first, (pairing, conjugate, reorders) = served[0], kind
+    part, keeps_dtype = first.part(), first.keeps_dtype()
+    if keeps_dtype is None:
+        return "its results have the dtype neither of q nor of q and cos together"
+    for probe in served:
+        for sizes in OTHER_SIZES:
+            other = probe.of_sizes(sizes)
+            if not other.is_kind(kind) or other.part() != part:
+                return f"it computes another rotation for {sizes.seq} tokens than for {SIZES.seq}"
+        if not probe.of_dtype(torch.float32).is_kind(kind):
+            return "it computes another rotation in float32 than in float64"
+    return Rotation(
+        pairing=pairing,
+        table=first.table,
+        conjugate=conjugate,
+        reorders=reorders,
+        reads_all=first.reads_all(),
+        part=part,
+        seq_dims=tuple((probe.way, probe.seq_dim) for probe in served),
+        both=both,
+        keeps_dtype=keeps_dtype,
+    )
 
 
 def _widened(single: Tensor, table: Table) -> Tensor:
@@ -137,21 +173,36 @@ Kind = tuple[Pairing, bool, bool]
 
 
 class _Probe:
-    """Calls of one function with one kind of table and one memory order."""
+    """Calls of one function with one kind of table, one memory order, and inputs of one size and dtype."""
 
     def __init__(
-        self, function: Callable[..., Any], names: tuple[str, ...], table: Table, way: int | None, seq_dim: int
+        self,
+        function: Callable[..., Any],
+        names: tuple[str, ...],
+        table: Table,
+        way: int | None,
+        seq_dim: int,
+        sizes: Sizes = SIZES,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         self.function, self.names, self.way, self.seq_dim = function, names, way, seq_dim
+        self.sizes = sizes
         self.table: Table = table
         # A draw of its own: the numbers that a training run would draw next are not touched.
-        drawn = {"dtype": torch.float64, "generator": torch.Generator().manual_seed(0)}
-        self.angles = torch.rand(BATCH, SEQ, WHOLE // 2, **drawn) * 6
+        drawn = {"dtype": torch.float64, "device": "cpu", "generator": torch.Generator().manual_seed(0)}
+        batch, heads, seq, whole, part = sizes
+        angles = torch.rand(batch, seq, whole // 2, **drawn) * 6
         # A table need not be of one length: an amplitude stands in it.
-        self.cos, self.sin = 1.25 * self.angles.cos(), 1.25 * self.angles.sin()
+        self.cos, self.sin = (1.25 * angles.cos()).to(dtype), (1.25 * angles.sin()).to(dtype)
         # Keys have fewer heads than queries.
-        self.inputs = [torch.randn(BATCH, heads, SEQ, WHOLE, **drawn) for heads in (HEADS, 1)]
-        self.still = [torch.randn(BATCH, heads, SEQ, PART - WHOLE, **drawn) for heads in (HEADS, 1)]
+        self.inputs = [torch.randn(batch, n, seq, whole, **drawn).to(dtype) for n in (heads, 1)]
+        self.still = [torch.randn(batch, n, seq, part - whole, **drawn).to(dtype) for n in (heads, 1)]
+
+    def of_sizes(self, sizes: Sizes) -> "_Probe":
+        return _Probe(self.function, self.names, self.table, self.way, self.seq_dim, sizes)
+
+    def of_dtype(self, dtype: torch.dtype) -> "_Probe":
+        return _Probe(self.function, self.names, self.table, self.way, self.seq_dim, self.sizes, dtype)
 
     def _call(self, inputs: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor] | None:
         """Results with the sequence in dimension -2; None where the function does not take these, or gives others."""
@@ -182,11 +233,16 @@ class _Probe:
         found = [kind for kind in kinds if not (kind[0] == "half" and kind[2]) and self._is(kind, results)]
         return found[0] if len(found) == 1 else None
 
+    def is_kind(self, kind: Kind) -> bool:
+        """Whether the results are those of this kind of rotation."""
+        results = self._call(self.inputs, *self._tables())
+        return results is not None and self._is(kind, results)
+
     def _is(self, kind: Kind, results: list[Tensor]) -> bool:
         pairing, conjugate, reorders = kind
         sin = -self.sin if conjugate else self.sin
         for x, y in zip(self.inputs, results, strict=False):
-            wanted = apply_rope(x, self.cos[:, None], sin[:, None], pairing)
+            wanted = apply_rope(x.double(), self.cos[:, None].double(), sin[:, None].double(), pairing)
             wanted = torch.cat((wanted[..., ::2], wanted[..., 1::2]), dim=-1) if reorders else wanted
             if not torch.allclose(y.double(), wanted, rtol=0, atol=TOLERANCE):
                 return False
@@ -198,7 +254,8 @@ class _Probe:
             return self.table != "single"
         cos, sin = self._tables()
         before = self._call(self.inputs, cos, sin)
-        cos, sin = (torch.cat((x[..., : WHOLE // 2], x[..., WHOLE // 2 :] + 1), dim=-1) for x in (cos, sin))
+        pairs = self.sizes.whole // 2
+        cos, sin = (torch.cat((x[..., :pairs], x[..., pairs:] + 1), dim=-1) for x in (cos, sin))
         after = self._call(self.inputs, cos, sin)
         return before is None or after is None or not all(map(torch.equal, before, after))
 
@@ -216,56 +273,13 @@ class _Probe:
                 return part
         return None
 
-    def keeps_dtype(self) -> bool:
-        """Whether bfloat16 stays what it is beside tables in float32."""
-        cos, sin = (table.float() for table in self._tables())
-        results = self._call([x.bfloat16() for x in self.inputs], cos, sin)
-        return results is not None and all(y.dtype == torch.bfloat16 for y in results)
-
-
-def table_widths(module: nn.Module, table: Table) -> frozenset[int] | str:
-    """How wide the cos and sin are that the module makes, if both features of each pair have one angle in them.
-
-    It is asked for positions on one axis and on several, in a copy, so that nothing it remembers changes.
-
-    >>> from transformers import LlamaConfig
-    >>> from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    >>> small = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4))
-    >>> table_widths(small, "halves"), table_widths(small, "neighbours")
-    (frozenset({16}), 'LlamaRotaryEmbedding gives the features of a pair different angles')
-    """
-    name, widths = type(module).__name__, set()
-    for cos, sin in _made(module):
-        for made in (cos, sin):
-            pairs = made.shape[-1] // 2
-            first, second = (
-                (made[..., :pairs], made[..., pairs:]) if table == "halves" else (made[..., ::2], made[..., 1::2])
-            )
-            if first.shape != second.shape or not torch.equal(first, second):
-                return f"{name} gives the features of a pair different angles"
-        widths.add(cos.shape[-1])
-    return frozenset(widths) if widths else f"the cos and sin of {name} could not be looked at"
-
-
-def _made(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """The cos and sin, [1, seq, width], that the module makes of positions: one axis, then 2, 3 and 4 that differ."""
-    names = parameters_of(module.forward)
-    if len(names) < 2 or any(buffer.is_meta for buffer in module.buffers()):
-        return
-    config = getattr(module, "config", None)
-    kinds = sorted(set(getattr(config, "layer_types", None) or [])) if "layer_type" in names else []
-    with torch.inference_mode(False), torch.no_grad():
-        asked = copy.deepcopy(module).cpu()
-        # Axes that differ everywhere but at the start, as an image among words has them.
-        numbers = torch.tensor([[0, 1, 2, 5, 9], [0, 3, 1, 4, 8], [0, 2, 7, 6, 3], [0, 4, 3, 1, 6]])
-        for positions in (numbers[:1], *(numbers[:axes, None] for axes in (2, 3, 4))):
-            for kind in kinds or [None]:
-                more = {} if kind is None else {"layer_type": kind}
-                try:
-                    result = asked(torch.zeros(1, numbers.shape[-1], 4), positions, **more)
-                except Exception:
-                    # It knows no such number of axes, or no such kind of layer.
-                    continue
-                tables = isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)
-                if tables and result[0].shape == result[1].shape and tuple(result[0].shape[:2]) == (1, len(numbers[0])):
-                    yield result
+    def keeps_dtype(self) -> bool | None:
+        """Whether bfloat16 stays what it is beside tables in float32; None where dtypes go by another rule."""
+        rules = {True, False}
+        for dtype, wide in itertools.product(DTYPES, DTYPES):
+            cos, sin = (table.to(wide) for table in self._tables())
+            results = self._call([x.to(dtype) for x in self.inputs], cos, sin)
+            found = None if results is None else {y.dtype for y in results}
+            fits = {True: found == {dtype}, False: found == {torch.promote_types(dtype, wide)}}
+            rules = {rule for rule in rules if fits[rule]}
+        return next(iter(rules)) if len(rules) == 1 else None
