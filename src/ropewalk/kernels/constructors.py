@@ -20,6 +20,7 @@ from ropewalk.kernels.torch_internals import OWN, fake_mode, outside_modes
 __all__ = [
     "arange",
     "constant",
+    "default_device",
     "empty",
     "empty_like",
     "empty_strided",
@@ -48,6 +49,17 @@ zeros = OWN.zeros
 zeros_like = OWN.zeros_like
 
 
+def default_device() -> torch.device:
+    """Where torch makes tensors now: where parameters go that are made now.
+
+    >>> with torch.device("meta"):
+    ...     default_device()
+    device(type='meta')
+    """
+    # By the public name, which a wrapper may have changed. A compiler cannot trace torch.get_default_device.
+    return torch.empty(0).device
+
+
 def home() -> torch.device:
     """Where constants are made: where torch makes tensors now, if that is a real device that has float64; else the CPU.
 
@@ -55,8 +67,7 @@ def home() -> torch.device:
     ...     home()
     device(type='cpu')
     """
-    # The public name, which a wrapper may have changed: parameters go where it puts them, and constants go with them.
-    device = torch.empty(0).device
+    device = default_device()
     return torch.device("cpu") if device.type in ("meta", "mps") or fake_mode() is not None else device
 
 
@@ -77,7 +88,8 @@ def constant(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Numbers for a module to keep: a real tensor, in the dtype asked for, or in that of an array.
+    """Numbers for a module to keep: a real tensor, in the dtype asked for, or in that of the array; Python's floats are
+    float64.
 
     >>> torch.set_default_dtype(torch.float16)
     >>> with torch.device("meta"):
@@ -87,10 +99,12 @@ def constant(
     [0.1, 0.2]
     """
     device = home() if device is None else device
+    if torch.compiler.is_compiling() and not isinstance(values, Tensor):
+        return tensor(values, dtype=dtype, device=device)
     with real_tensors():
         if isinstance(values, Tensor):
             return values.to(device, dtype)
-        return tensor(values, dtype=dtype, device=device)
+        return tensor(values if dtype is not None else np.asarray(values), dtype=dtype, device=device)
 
 
 def placed(x: Tensor, device: torch.device) -> Tensor:
@@ -99,8 +113,7 @@ def placed(x: Tensor, device: torch.device) -> Tensor:
     >>> placed(torch.ones(1), torch.device("meta")).device
     device(type='meta')
     """
-    if not torch.compiler.is_compiling():
-        mode = fake_mode()
-        if mode is not None and not mode.is_our_fake(x):
-            x = mode.from_tensor(x)
+    mode = fake_mode()
+    if mode is not None and not mode.is_our_fake(x):
+        x = mode.from_tensor(x)
     return x.to(device)

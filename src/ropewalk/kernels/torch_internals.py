@@ -235,12 +235,12 @@ def why_view_is_fixed(x: Tensor) -> str | None:
 
 
 def fake_mode() -> FakeTensorMode | None:
-    """The mode that makes fake tensors of what is computed now, or None.
+    """The mode that makes fake tensors of what is computed now, or None; None to a compiler, which has its own.
 
     >>> fake_mode() is None
     True
     """
-    if torch._C._len_torch_dispatch_stack() == 0:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() == 0:
         return None
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return mode if isinstance(mode, FakeTensorMode) else None

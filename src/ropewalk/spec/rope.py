@@ -17,7 +17,17 @@ from ropewalk.spec.temperature import QueryTemperature
 from ropewalk.spec.value import construct, from_dict, to_dict, without_repeats
 from ropewalk.spec.xpos import XPos
 
-__all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "AnglePrecision", "Pairing", "RopeSpec", "RotarySlice", "Sign"]
+__all__ = [
+    "ANGLES",
+    "PAIRINGS",
+    "ROTARY_SLICES",
+    "AnglePrecision",
+    "Pairing",
+    "RopeSpec",
+    "RotarySlice",
+    "Sign",
+    "check_numbers",
+]
 
 # "interleaved" rotates features (0,1), (2,3), ...; "half" rotates (i, i + rotary_dim/2).
 Pairing = Literal["interleaved", "half"]
@@ -33,6 +43,11 @@ Sign = Literal[1, -1]
 
 # No head is near this; a number beyond it is a mistake, and its frequencies would not fit in memory.
 MOST_FEATURES = 1 << 20
+
+
+def _plain() -> Plain:
+    # Not the class itself as the factory: torch.compile cannot call a class that a dataclass holds.
+    return Plain()
 
 
 @final
@@ -56,7 +71,7 @@ class RopeSpec:
     """
 
     head_dim: int
-    frequencies: Frequencies = dataclasses.field(default_factory=Plain)
+    frequencies: Frequencies = dataclasses.field(default_factory=_plain)
     _: dataclasses.KW_ONLY
     # How many features turn; None, or head_dim, is all of them. None is kept as head_dim.
     rotary_dim: int | None = None
@@ -134,31 +149,7 @@ class RopeSpec:
                 )
         if self.axes is not None:
             self._check_axes(self.axes)
-        # Asks for the frequencies once, so that a list of the wrong length is refused here and not in a forward pass.
-        for length in (None, 1 << 40) if self.varies else (None,):
-            theta = self.inv_freq(length)
-            if theta.ndim not in (1, 2) or 2 * theta.shape[-1] != self.rotary_dim:
-                raise RopewalkError(
-                    asked=f"the frequencies of {type(self.frequencies).__name__} for rotary_dim={self.rotary_dim}",
-                    expected=f"[{self.turning // 2}], one per pair, or one such row per head",
-                    got=f"shape {list(theta.shape)}",
-                    do="let evaluate(rotary_dim, ...) return rotary_dim / 2 numbers",
-                )
-            numbers = [*theta.ravel(), self.amplitude(length), self.softmax_scale]
-            if not np.isfinite(numbers).all():
-                raise RopewalkError(
-                    asked="RopeSpec(frequencies=...)",
-                    expected="finite frequencies, amplitude and softmax scale",
-                    got=shown(self.frequencies),
-                    do="use numbers that a model could have: factors and bases far below 1e300",
-                )
-        if not self.varies and not np.array_equal(self.inv_freq(), self.inv_freq(1 << 40)):
-            raise RopewalkError(
-                asked=f"RopeSpec with {type(self.frequencies).__name__}",
-                expected="`varies = True` in a rule whose frequencies depend on the length, so that modules ask for it",
-                got="other frequencies for another length",
-                do="add to the class: varies: ClassVar[bool] = True",
-            )
+        check_numbers(self)
 
     def _check_axes(self, axes: Axes) -> None:
         if 2 * axes.pairs != self.rotary_dim:
@@ -315,6 +306,39 @@ class RopeSpec:
             if fields.get(name) is not None:
                 fields[name] = from_dict(fields[name], "rule", known, what=f"the {name}")
         return construct(RopeSpec, fields, source="JSON")
+
+
+def check_numbers(spec: RopeSpec) -> None:
+    """Raise unless the frequencies of a spec fit it, so that a list of the wrong length is refused when the spec is
+    made and not in a forward pass.
+
+    >>> check_numbers(RopeSpec(4))
+    """
+    rule = spec.frequencies
+    for length in (None, 1 << 40) if spec.varies else (None,):
+        theta = spec.inv_freq(length)
+        if theta.ndim not in (1, 2) or 2 * theta.shape[-1] != spec.rotary_dim:
+            raise RopewalkError(
+                asked=f"the frequencies of {type(rule).__name__} for rotary_dim={spec.rotary_dim}",
+                expected=f"[{spec.turning // 2}], one per pair, or one such row per head",
+                got=f"shape {list(theta.shape)}",
+                do="let evaluate(rotary_dim, ...) return rotary_dim / 2 numbers",
+            )
+        numbers = [*theta.ravel(), spec.amplitude(length), spec.softmax_scale]
+        if not np.isfinite(numbers).all():
+            raise RopewalkError(
+                asked="RopeSpec(frequencies=...)",
+                expected="finite frequencies, amplitude and softmax scale",
+                got=shown(rule),
+                do="use numbers that a model could have: factors and bases far below 1e300",
+            )
+    if not spec.varies and not np.array_equal(spec.inv_freq(), spec.inv_freq(1 << 40)):
+        raise RopewalkError(
+            asked=f"RopeSpec with {type(rule).__name__}",
+            expected="`varies = True` in a rule whose frequencies depend on the length, so that modules ask for it",
+            got="other frequencies for another length",
+            do="add to the class: varies: ClassVar[bool] = True",
+        )
 
 
 def _share(turning: int, head_dim: int) -> float:

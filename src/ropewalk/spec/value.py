@@ -1,14 +1,28 @@
 """Values as JSON holds them: the class by name, and its fields."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from typing import ClassVar, Protocol, TypeVar, cast, runtime_checkable
 
 from ropewalk.errors import RopewalkError, require_choice, shown
 
-__all__ = ["DataclassValue", "construct", "from_dict", "register", "to_dict", "without_repeats"]
+__all__ = [
+    "DataclassValue",
+    "Parts",
+    "construct",
+    "from_dict",
+    "from_parts",
+    "register",
+    "to_dict",
+    "to_parts",
+    "without_repeats",
+]
 
 T = TypeVar("T")
+
+# A class, and its fields by name: numbers, texts, tuples of them, and Parts.
+Parts = tuple[type[object], tuple[tuple[str, object], ...]]
 
 
 @runtime_checkable
@@ -34,6 +48,38 @@ def to_dict(value: DataclassValue, key: str) -> dict[str, object]:
     """
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return {key: type(value).__name__, **fields}
+
+
+def to_parts(value: DataclassValue) -> Parts:
+    """A value as its class and its fields by name; a field that is a value too in the same way.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Step:
+    ...     by: int
+    >>> to_parts(Step(2))[1]
+    (('by', 2),)
+    """
+    fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return type(value), tuple((name, to_parts(x) if dataclasses.is_dataclass(x) else x) for name, x in fields)
+
+
+def from_parts(parts: Parts, expected: type[T]) -> T:
+    """The value of which `to_parts` made parts. It was checked when it was made, and is not checked again.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Step:
+    ...     by: int
+    >>> from_parts(to_parts(Step(2)), Step)
+    Step(by=2)
+    """
+    made, fields = parts
+    value = object.__new__(made)
+    for name, x in fields:
+        is_value = isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], type)
+        object.__setattr__(value, name, from_parts(cast("Parts", x), object) if is_value else x)
+    if not isinstance(value, expected):
+        raise TypeError(f"parts of {made.__name__}, not of {expected.__name__}")
+    return value
 
 
 def register(made: type[T], known: dict[str, type[T]]) -> None:
@@ -112,6 +158,6 @@ def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        twice = next(key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1)
-        raise ValueError(f"the key {twice!r} stands twice, and readers differ in which they take")
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice[:200]!r} stands twice, and readers differ in which they take")
     return fields

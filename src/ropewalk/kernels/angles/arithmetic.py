@@ -11,7 +11,7 @@ from ropewalk.kernels.constructors import arange, placed, tensor
 __all__ = ["Constants", "TorchArithmetic"]
 
 # Numbers that a rule brings along, and the tensor that holds them.
-Constants = list[tuple[tuple[Any, ...], Tensor]]
+Constants = Sequence[tuple[tuple[Any, ...], Tensor]]
 
 
 class TorchArithmetic:
@@ -33,8 +33,8 @@ class TorchArithmetic:
     def __init__(self, dtype: torch.dtype, device: torch.device, constants: Constants | None = None) -> None:
         self.dtype: torch.dtype = dtype
         self.device: torch.device = device
-        self.made: Constants = []
-        self._constants = constants or []
+        self.made: list[tuple[tuple[Any, ...], Tensor]] = []
+        self._constants = constants or ()
 
     def powers(self, base: Any, dim: int, count: int | None = None) -> Tensor:
         # No more than are asked for: the last bit of a power differs with where in memory it stands.

@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from ropewalk.errors import RopewalkError, require_count, require_even
 from ropewalk.kernels.angles.torch import angles_at
-from ropewalk.kernels.constructors import arange
-from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens, fixed
+from ropewalk.kernels.constructors import arange, constant, placed
+from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens
 from ropewalk.nn.position_checks import may_look
+from ropewalk.nn.rotary.spec_numbers import plain_frequencies
 from ropewalk.spec.frequencies import Plain
 
 __all__ = ["ConcatenatedEncoding", "LearnedEncoding", "MultiplicativeEncoding", "SinusoidalEncoding"]
@@ -112,7 +113,7 @@ class SinusoidalEncoding(Encoding):
         super().__init__()
         self.dim: int = _even(dim, "SinusoidalEncoding(dim)")
         self.base: float = Plain(base).base
-        self._theta: Tensor = fixed(Plain(base).evaluate(self.dim))
+        self._theta: Tensor = plain_frequencies(self.base, self.dim)
 
     def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         check_tokens(x, self.dim, asked="SinusoidalEncoding.embed")
@@ -154,7 +155,8 @@ class ConcatenatedEncoding(Encoding):
         self.width: int = (_even if length is None else _width)(width, f"{asked}(width=...)")
         rule = Plain() if base is None else Plain(base)
         # Without sines there are no frequencies to hold, and no others to be mistaken for them.
-        self._theta: Tensor = fixed([] if self._length is not None else rule.evaluate(self.width))
+        has_waves = self._length is None
+        self._theta: Tensor = plain_frequencies(rule.base, self.width) if has_waves else constant([], torch.float64)
         self.base: float | None = None if self._length is not None else rule.base
         table = None if self._length is None else nn.Parameter(torch.empty(self._length, self.width))
         self.weight: nn.Parameter | None = table
@@ -223,7 +225,7 @@ def _waves(theta: Tensor, x: Tensor, positions: Tensor | None, asked: str) -> Te
         check_token_positions(positions, x, asked=asked)
     no_float64 = x.device.type == "mps"
     ids = positions.cpu() if no_float64 else positions
-    angles = angles_at(ids, theta.to(ids.device))
+    angles = angles_at(ids, placed(theta, ids.device))
     waves = torch.stack((torch.sin(angles), torch.cos(angles)), dim=-1).flatten(-2)
     return _lined_up(waves.to(torch.float32).to(x.device) if no_float64 else waves, x)
 

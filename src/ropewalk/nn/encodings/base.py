@@ -1,18 +1,18 @@
 """Encoding: the three hooks by which position enters a model, and what an encoding says of itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
+from ropewalk.kernels.constructors import empty
+from ropewalk.kernels.torch_internals import fake_mode
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import check_finite, check_ids, check_positions, may_look
 
-__all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens", "fixed"]
+__all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens"]
 
 # score_mod of FlexAttention: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -43,7 +43,8 @@ class Encoding(nn.Module):
         name: The name by which `ropewalk.encoding` makes it.
         relative: Whether attention is unchanged when all positions shift by a constant.
         linear: Whether linear attention supports it: whether it acts on each token alone.
-        held: Names of attributes made by `fixed`. They follow the device and nothing else that is done to a module.
+        held: Names of tensors made by `kernels.constructors.constant`. They follow the device and nothing else that is
+            done to a module.
         flex_options: `kernel_options` for FlexAttention beside `score_mod`; None for the defaults.
 
     >>> Encoding().bias(None, None) is None
@@ -93,25 +94,16 @@ class Encoding(nn.Module):
         for name in self.held:
             tensor = getattr(self, name)
             # fn may cast, move or empty; where it moves to is all that concerns these.
-            device = fn(torch.empty(0, device=tensor.device)).device
-            # There is no float64 on MPS: what is float64 is used on the CPU then.
-            if device.type != "meta" and not (device.type == "mps" and tensor.dtype == torch.float64):
+            device = fn(empty(0, device=tensor.device)).device
+            # There is no float64 on MPS: what is float64 is used on the CPU then. Fake tensors may be on a device that
+            # does not exist.
+            if (
+                device.type != "meta"
+                and fake_mode() is None
+                and not (device.type == "mps" and tensor.dtype == torch.float64)
+            ):
                 setattr(self, name, tensor.to(device))
         return self
-
-
-def fixed(values: Tensor | NDArray[np.float64] | Sequence[float]) -> Tensor:
-    """A tensor for an attribute that `Encoding.held` names: on a real device under a meta default device, usable in a
-    later backward when made in inference mode.
-
-    >>> with torch.device("meta"):
-    ...     fixed([1, 2]).tolist()
-    [1, 2]
-    """
-    home = torch.get_default_device()
-    home = torch.device("cpu") if home.type in ("meta", "mps") else home
-    with torch.inference_mode(False):
-        return torch.as_tensor(values, device=home)
 
 
 def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = None) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, require_flag
-from ropewalk.nn.encodings.base import Encoding, ScoreMod, fixed
+from ropewalk.kernels.constructors import constant, empty, placed
+from ropewalk.nn.encodings.base import Encoding, ScoreMod
 from ropewalk.nn.position_checks import check_finite, check_ids, may_look
-from ropewalk.reference import alibi_slopes, t5_bucket
+from ropewalk.theory import alibi_slopes, t5_buckets
 
 __all__ = ["AlibiBias", "T5Bias"]
 
@@ -59,10 +60,11 @@ class T5Bias(Encoding):
                 got=f"{max_distance}",
                 do="T5 has 128; every distance from there on shares the last bucket",
             )
-        distances = torch.arange(-self.max_distance, self.max_distance + 1, device="cpu")
-        buckets = t5_bucket(distances, causal=causal, num_buckets=num_buckets, max_distance=self.max_distance)
+        distances = range(-self.max_distance, self.max_distance + 1)
         # The bucket of key - query, from -max_distance to max_distance.
-        self._buckets: Tensor = fixed(buckets)
+        self._buckets: Tensor = constant(
+            t5_buckets(distances, causal=causal, num_buckets=num_buckets, max_distance=self.max_distance)
+        )
         self.num_buckets: int = int(num_buckets)
         self.weight: nn.Parameter = nn.Parameter(torch.empty(self.num_buckets, self.num_heads))
         self.reset_parameters()
@@ -78,7 +80,7 @@ class T5Bias(Encoding):
     def bias(self, q_positions: Tensor | None, k_positions: Tensor | None) -> Tensor:
         q, k = _pair(q_positions, k_positions, "T5Bias.bias", whole=True, parameter=self.weight)
         distance = (k.unsqueeze(-2) - q.unsqueeze(-1)).clamp(-self.max_distance, self.max_distance)
-        bucket = self._buckets.to(q.device)[distance + self.max_distance]
+        bucket = placed(self._buckets, q.device)[distance + self.max_distance]
         *batch, queries, keys = bucket.shape
         # A copy of the numbers per query: gradients are summed per query, and then over the queries. Into one copy
         # a GPU adds them one after the other, most of them to the last bucket: 45 times as long for 4096 tokens.
@@ -88,7 +90,7 @@ class T5Bias(Encoding):
     def score_mod(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
         q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
         q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
-        weight, buckets = self.weight, self._buckets.to(q.device)
+        weight, buckets = self.weight, placed(self._buckets, q.device)
 
         def add(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, k_idx: Tensor) -> Tensor:
             distance = (k_at(b, k_idx) - q_at(b, q_idx)).clamp(-farthest, farthest) + farthest
@@ -103,7 +105,7 @@ class T5Bias(Encoding):
         q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
         # By distance, not by bucket: one lookup per score. And copies of it, which the queries take in turns,
         # where there are gradients: into one place a GPU adds them one after the other.
-        numbers = self.weight[self._buckets.to(q.device)].t()
+        numbers = self.weight[placed(self._buckets, q.device)].t()
         learns = torch.is_grad_enabled() and self.weight.requires_grad
         copies = min(COPIES, MOST_NUMBERS // numbers.shape[1]) if learns else 1
         numbers = numbers.unsqueeze(1).expand(-1, copies, -1).contiguous()
@@ -140,10 +142,7 @@ class AlibiBias(Encoding):
     def __init__(self, num_heads: int) -> None:
         super().__init__()
         self.num_heads: int = _heads(num_heads, "AlibiBias")
-        # On the CPU even if tensors are to be made elsewhere: on meta they would hold no numbers.
-        with torch.device("cpu"):
-            slopes = alibi_slopes(self.num_heads)
-        self._slopes: Tensor = fixed(slopes)
+        self._slopes: Tensor = constant(_slopes(self.num_heads), torch.float64)
         self._dtype: torch.dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
     def bias(self, q_positions: Tensor | None, k_positions: Tensor | None) -> Tensor:
@@ -163,16 +162,21 @@ class AlibiBias(Encoding):
 
     def _falling(self, device: torch.device) -> Tensor:
         """-slope_h, [heads], in the dtype of the bias; cast before it is moved, for devices without float64."""
-        return -self._slopes.to(self._dtype).to(device)
+        return -placed(self._slopes, self._slopes.device).to(self._dtype).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AlibiBias":
         super()._apply(fn, recurse)
-        cast = fn(torch.empty(0, dtype=self._dtype, device="cpu")).dtype
+        cast = fn(empty(0, dtype=self._dtype, device="cpu")).dtype
         self._dtype = torch.float64 if cast == torch.float64 else torch.float32
         return self
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}"
+
+
+@torch.compiler.assume_constant_result
+def _slopes(num_heads: int) -> tuple[float, ...]:
+    return tuple(alibi_slopes(num_heads).tolist())
 
 
 def _heads(num_heads: object, name: str) -> int:

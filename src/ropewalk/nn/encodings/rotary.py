@@ -7,6 +7,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, require_count, shown
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.nn.rotary.spec_numbers import amplitude_of
 from ropewalk.spec.frequencies import AcrossHeads
 from ropewalk.spec.rope import Pairing, RopeSpec
 
@@ -286,9 +287,9 @@ def check_encoding(
             got=f"{rope}",
             do="make it for the heads of this layer",
         )
-    heads_shape = () if rope is None else rope.spec.inv_freq().shape[:-1]
-    per_head = len(heads_shape) == 1
-    made_for = heads_shape[0] if per_head else getattr(encoding, "num_heads", num_heads)
+    of_rope = None if rope is None else rope.heads
+    per_head = of_rope is not None
+    made_for = of_rope if per_head else getattr(encoding, "num_heads", num_heads)
     if made_for != num_heads or (per_head and num_kv_heads != num_heads):
         raise RopewalkError(
             asked=f"{layer}(num_heads={num_heads}, num_kv_heads={num_kv_heads}, encoding=...)",
@@ -340,7 +341,7 @@ def _check_factors(rope: RotaryEmbedding, asked: str) -> None:
     """Raise if cos and sin have a factor: in softmax it scales the scores, here it would multiply the output."""
     spec = rope.spec
     lengths = (None, 1 << 30) if spec.varies else (None,)
-    if spec.query_temperature is None and all(spec.amplitude(length) == 1 for length in lengths):
+    if spec.query_temperature is None and all(amplitude_of(spec, length) == 1 for length in lengths):
         return
     raise RopewalkError(
         asked=asked,

@@ -86,7 +86,8 @@ class AngleSource:
         self._constants: tuple[Constants, ...] = numbers.constants
         # How many heads there must be, where heads have frequencies of their own.
         self.heads: int | None = numbers.inv_freq.shape[0] if numbers.inv_freq.dim() == 2 else None
-        self._table: Tensor | None = table_of(spec) if self._has_table else None
+        # A compiler forms the angles; what it makes a module of gets a table when the module is called without it.
+        self._table: Tensor | None = table_of(spec) if self._has_table and not torch.compiler.is_compiling() else None
         self.ranges: RangeCache = RangeCache(backend)
 
     @property
@@ -113,7 +114,7 @@ class AngleSource:
 
         >>> AngleSource(RopeSpec(4)).to(torch.device("meta"))
         """
-        # Fake tensors may be on a device that is not there: numbers are real, and go there with each call.
+        # Fake tensors may be on a device that does not exist. The numbers are real, and are moved by each call.
         if device.type not in ("meta", "mps") and fake_mode() is None:
             self.inv_freq, self.amplitude = self.inv_freq.to(device), self.amplitude.to(device)
             self.axes = None if self.axes is None else self.axes.to(device)
@@ -209,8 +210,9 @@ class AngleSource:
         [[1.0, 1.0]]
         """
         here = angle_device(positions)
-        # What is not computed from plain tensors is not looked up either.
         table = self._table if here.device.type == "cpu" and fake_mode() is None else None
+        if table is None and self._has_table and is_plain(here) and here.device.type == "cpu":
+            table = self._table = table_of(self.spec)
         theta, amplitude = self.rule_at(length, here.device, log_scale)
         amplitude = self.amplitude_of(amplitude, here, role)
         axes = self.axes_at(here.device)

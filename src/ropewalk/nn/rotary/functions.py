@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice, require_count, require_even, shown
-from ropewalk.kernels.constructors import arange, ones
-from ropewalk.kernels.constructors import tensor as new_tensor
+from ropewalk.kernels.constructors import arange, default_device, ones, placed
 from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.types import Layout
 from ropewalk.nn.memory_layout import check_strided
+from ropewalk.nn.rotary.spec_numbers import plain_frequencies
 from ropewalk.ops import cos_sin, rotate
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import PAIRINGS, Pairing
@@ -43,10 +43,10 @@ def build_rotary_frequencies(
     length = require_count(
         max_seq_len, asked="build_rotary_frequencies(max_seq_len)", do="pass how many positions", at_least=0
     )
-    target = torch.get_default_device() if device is None else torch.device(device)
+    target = default_device() if device is None else torch.device(device)
     # Angles are formed in float64, which MPS does not have.
     there = torch.device("cpu") if target.type in ("meta", "mps") else target
-    inv_freq = new_tensor(Plain(base).evaluate(dim), device=there)
+    inv_freq = placed(plain_frequencies(Plain(base).base, dim), there)
     positions = arange(length, device=there)
     one = ones((), dtype=torch.float64, device=there)
     cos, sin = cos_sin(positions, inv_freq, None, one, torch.float32)
