@@ -334,7 +334,7 @@ def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypat
         ({"device": "gpu"}, "'cpu' or 'cuda'"),
         ({"json_file": "nowhere/figures.json"}, "make the folder first"),
         ({"plot": "figures.txt"}, "use one of .png, .svg, .pdf"),
-        ({"plot": "-"}, "a file name that ends in a kind of picture"),
+        ({"plot": "-"}, "a file name with the suffix of a picture format"),
         ({"from_file": "nothing.json"}, "No such file"),
         ({"from_file": "text.json"}, "JSONDecodeError"),
         ({"from_file": "other.json"}, "KeyError: 'growth'"),

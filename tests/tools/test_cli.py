@@ -1,4 +1,4 @@
-"""The command line as a person or a script uses it: in a process of its own."""
+"""The command line, run in a subprocess as a person or a script runs it."""
 
 import json
 import os
@@ -27,12 +27,12 @@ def ropewalk(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedPr
     )
 
 
-def test_verify_measures_everything_and_writes_table_json_and_pictures(tmp_path):
-    result = ropewalk("verify", "--json", str(tmp_path / "ledger.json"), "--plots", str(tmp_path / "pictures"))
+def test_verify_measures_every_claim_and_writes_table_json_and_pictures(tmp_path):
+    result = ropewalk("verify", "--json", str(tmp_path / "claims.json"), "--plots", str(tmp_path / "pictures"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert max(len(line) for line in result.stdout.splitlines() if not line.startswith("picture: ")) <= 80
     assert "Every measurement agrees with its recorded verdict." in result.stdout
-    entries = json.loads((tmp_path / "ledger.json").read_text(encoding="utf-8"))
+    entries = json.loads((tmp_path / "claims.json").read_text(encoding="utf-8"))
     assert len(entries) > 100
     assert all(set(entry) >= KEYS for entry in entries)
     assert not any(entry["contradicted"] for entry in entries)
@@ -46,7 +46,7 @@ def test_verify_measures_everything_and_writes_table_json_and_pictures(tmp_path)
         assert str(path) in result.stdout
 
 
-def test_json_on_standard_output_is_all_that_is_there():
+def test_json_on_standard_output_is_the_only_output():
     result = ropewalk("verify", "--only", "DECAY.S0", "--only", "decay.s2", "--json", "-", encoding="ascii")
     assert result.returncode == 0
     assert [entry["id"] for entry in json.loads(result.stdout)] == ["decay.s0", "decay.s2", "decay.s20"]
@@ -62,7 +62,7 @@ def test_a_contradicted_verdict_is_exit_code_1(monkeypatch, capsys):
     assert verify() == 1
     out = capsys.readouterr().out
     assert "WRONG" in out
-    assert "1 contradict the ledger: broken.sum" in out
+    assert "1 of the measurements contradict the recorded verdict: broken.sum" in out
 
 
 def test_links_and_pipes_are_written_through(tmp_path: Path):
@@ -84,8 +84,8 @@ def test_version():
     ("arguments", "message"),
     [
         (["verify", "--only", "no-such-thing"], "try a subject: absolute, alibi"),
-        (["verify", "--json", "/proc/nowhere/ledger.json"], "a folder that is there"),
-        (["verify", "--json", "/proc/ledger.json"], "a folder that can be written"),
+        (["verify", "--json", "/proc/nowhere/claims.json"], "a folder that is there"),
+        (["verify", "--json", "/proc/claims.json"], "a folder that can be written"),
         (["verify", "--plots", "/proc/nowhere"], "a folder that can be written"),
         (["verify", "--json", "."], "a file name"),
     ],
@@ -98,15 +98,15 @@ def test_bad_input_is_one_message_and_exit_code_2(arguments, message):
     assert all(part in result.stderr for part in ("asked:", "expected:", "got:", "do this:"))
 
 
-def test_a_file_that_is_there_is_replaced_whole(tmp_path: Path):
-    target = tmp_path / "ledger.json"
+def test_an_existing_file_is_replaced_completely(tmp_path: Path):
+    target = tmp_path / "claims.json"
     target.write_text("old")
     assert verify(json_file=str(target), only=["decay.s0"]) == 0
     assert [entry["id"] for entry in json.loads(target.read_text(encoding="utf-8"))] == ["decay.s0"]
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["claims.json"]
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path):
+def test_without_matplotlib_the_error_names_the_extra(tmp_path):
     code = (
         "import sys; sys.modules['matplotlib'] = None;"
         "from ropewalk.tools.cli import main; sys.argv[1:] = ['verify', '--plots', sys.argv[1]]; main()"
@@ -117,9 +117,9 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
 
 
 def with_verify(body: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """`ropewalk [options] verify`, of which only `body` is done."""
+    """Runs `ropewalk [options] verify` with its implementation replaced by `body`."""
     code = (
-        f"import os, signal, sys, warnings\nfrom ropewalk.tools import verify\ndef run(**given):\n    {body}\n"
+        f"import os, signal, sys, warnings\nfrom ropewalk.tools import verify\ndef run(**options):\n    {body}\n"
         "verify.verify = run\nfrom ropewalk.tools.cli import main\nmain()"
     )
     command = [sys.executable, "-c", code, *options, "verify"]
@@ -135,7 +135,7 @@ def with_verify(body: str, *options: str) -> subprocess.CompletedProcess[str]:
         ("open('/no/such/file')", 2, "ropewalk: [Errno 2] No such file or directory: '/no/such/file'"),
         ("raise OSError(28, 'No space left on device', 'a.json')", 2, "No space left on device: 'a.json'"),
         ("[].pop()", 70, "ropewalk: IndexError: pop from empty list\nThis is a bug in ropewalk. Put --debug before"),
-        # What a shell runs in the background ignores the signal: here it is heard, wherever the tests run.
+        # A process that a shell starts in the background ignores SIGINT, so the default handler is set first.
         (
             "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
             130,
@@ -160,7 +160,7 @@ def test_a_warning_is_one_line_on_standard_error():
 
 
 @pytest.mark.parametrize("arguments", [["inspect", CONFIG], ["plot", "bias", "--json", "-"], ["--help"]])
-def test_a_reader_that_goes_away_is_no_error(arguments):
+def test_a_closed_pipe_is_no_error(arguments):
     command = [sys.executable, "-m", "ropewalk", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -180,7 +180,7 @@ def test_bad_usage_is_exit_code_2_with_nothing_on_standard_output(arguments):
     assert "Traceback" not in result.stderr
 
 
-def test_letters_that_a_terminal_lacks_are_no_error():
+def test_characters_that_a_terminal_cannot_encode_are_no_error():
     result = ropewalk("inspect", CONFIG, encoding="ascii")
     assert result.returncode == 0
     assert "?" in result.stdout

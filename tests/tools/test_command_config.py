@@ -90,7 +90,7 @@ def test_lengths_may_be_typed_short(run):
     for wrong in ("128kb", "1.5k", "long", ""):
         code, out, err = run("extend", llama, "--to", wrong)
         assert (code, out) == (2, "")
-        assert f"{wrong!r} is no whole number of positions; type one such as 131072, 128k or 1M" in err
+        assert f"{wrong!r} is not an integer number of positions; use for example 131072, 128k or 1M" in err
 
 
 def test_layers_that_share_a_rotation_and_not_a_window(run):

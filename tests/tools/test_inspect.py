@@ -311,7 +311,7 @@ def test_bad_input_is_one_message_and_exit_code_2(case, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"plot": "picture.bmp"}, "a kind of picture"),
+        ({"plot": "picture.bmp"}, "the suffix of a picture format"),
         ({"plot": "/proc/nowhere/picture.png"}, "a folder that is there"),
         ({"json_file": "/proc/nowhere/ropes.json"}, "a folder that is there"),
         ({"pairing": "neox"}, "'interleaved' or 'half'"),

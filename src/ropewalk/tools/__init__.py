@@ -1,1 +1,1 @@
-"""The command line: one file or one folder per command, each of which also works as a function."""
+"""The command line: one file or folder per command. Every command can also be called as a Python function."""

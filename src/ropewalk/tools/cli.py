@@ -1,4 +1,4 @@
-"""`ropewalk`: the commands and their options. What a command does is imported when it is called."""
+"""The `ropewalk` command line: commands and options. The code of a command is imported when the command is called."""
 
 import io
 import os
@@ -19,23 +19,23 @@ __all__ = ["app", "main"]
 
 app: typer.Typer = typer.Typer(
     name="ropewalk",
-    help="""Position in transformers: look at a model's RoPE, change it, draw it, time it.
+    help="""Position in transformers: inspect, extend, convert, plot and time a model's RoPE.
 
-Results go to standard output, everything else to standard error. Exits with 0 if all is fine, 1 if a
-check failed, 2 for bad usage or input.
+Results are written to standard output, everything else to standard error. Exit codes: 0 for success, 1 if a check
+failed, 2 for bad usage or input.
 """,
     no_args_is_help=True,
-    # Plain text that is wrapped to the width there is: the same on paper, in a log and without colour.
+    # Plain text, wrapped to the width of the terminal: the same in a log and without colours.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-# What the options before the command have said.
-_shown = {"traceback": False}
+# Values of the options that precede the command.
+_settings = {"traceback": False}
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         from ropewalk import __version__
 
         typer.echo(f"ropewalk {__version__}")
@@ -50,20 +50,20 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 # Options of inspect.
 Configs = Annotated[
-    list[str], typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model. Several: compared.")
+    list[str], typer.Argument(metavar="CONFIG", help="A config.json or a model folder. Several configs are compared.")
 ]
-PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Draw the wavelength of every pair.")]
+PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Plot the wavelength of every pair.")]
 PairsJson = Annotated[str | None, json_option("every pair as JSON")]
 
 # Options of extend.
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json, or the folder of a model.")]
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="A config.json or a model folder.")]
 ToLength = Annotated[
     int,
     typer.Option(
         "--to",
         metavar="LENGTH",
         parser=length_option,
-        help="How many positions the model is to read: 131072, or 128k.",
+        help="The number of positions to extend to: 131072 or 128k.",
     ),
 ]
 Rule = Annotated[
@@ -71,17 +71,17 @@ Rule = Annotated[
     typer.Option(
         "--rule",
         metavar="RULE",
-        help="One rule, pair by pair: pi, ntk, dynamic, yarn, yarn-paper, llama3, base-bound or base-law.",
+        help="Show only this rule, pair by pair: pi, ntk, dynamic, yarn, yarn-paper, llama3, base-bound or base-law.",
     ),
 ]
 WriteConfig = Annotated[
     str | None,
-    typer.Option("--write", metavar="OUT.json", help="Write the config of the rule; - for standard output."),
+    typer.Option("--write", metavar="OUT.json", help="Write the config for the rule; - for standard output."),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace OUT.json if it is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT.json if it exists.")]
 Stack = Annotated[
     str | None,
-    typer.Option("--for", metavar="vllm|llama.cpp", help="Show the flags of this stack, and no config keys."),
+    typer.Option("--for", metavar="vllm|llama.cpp", help="Print the flags of this engine, not config keys."),
 ]
 Trained = Annotated[
     int | None,
@@ -89,32 +89,32 @@ Trained = Annotated[
         "--trained",
         metavar="N",
         parser=length_option,
-        help="Positions in training, where the config does not say it.",
+        help="The trained length, if the config does not contain it.",
     ),
 ]
 EverythingJson = Annotated[str | None, json_option("everything as JSON")]
 
 # Options of convert.
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A folder with config.json and safetensors.")]
-OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not be there yet.")]
-ToPairing = Annotated[str, typer.Option("--to", metavar="interleaved|half", help="The pairing that OUT is to have.")]
+OutFolder = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")]
+ToPairing = Annotated[str, typer.Option("--to", metavar="interleaved|half", help="The pairing of OUT.")]
 FromPairing = Annotated[
     str | None,
-    typer.Option("--from", metavar="interleaved|half", help="The pairing of MODEL_DIR, where its family is new."),
+    typer.Option("--from", metavar="interleaved|half", help="The pairing of MODEL_DIR, if its family is unknown."),
 ]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Prove OUT before it gets its name: attention scores, and every byte.")
+    bool, typer.Option("--verify", help="Check attention scores and every byte before OUT gets its name.")
 ]
-ConversionJson = Annotated[str | None, json_option("what was done as JSON")]
+ConversionJson = Annotated[str | None, json_option("a report as JSON")]
 
 # Options of verify.
-LedgerJson = Annotated[str | None, json_option("the ledger as JSON")]
+ClaimsJson = Annotated[str | None, json_option("the checked claims as JSON")]
 PicturesFolder = Annotated[
-    Path | None, typer.Option("--plots", metavar="DIR", help="Write pictures (PNG) into this folder.")
+    Path | None, typer.Option("--plots", metavar="DIR", help="Write pictures (PNG) to this folder.")
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="TEXT", help="Measure the statements whose id has TEXT in it. May be repeated."),
+    typer.Option("--only", metavar="TEXT", help="Measure only claims whose id contains TEXT. May be repeated."),
 ]
 
 
@@ -123,7 +123,7 @@ def _options(
     version: Version = False,
     debug: Debug = False,
 ) -> None:
-    _shown["traceback"] = debug
+    _settings["traceback"] = debug
 
 
 @app.command()
@@ -133,10 +133,10 @@ def inspect(
     json: PairsJson = None,
     pairing: NewFamilyPairing = None,
 ) -> None:
-    """Show what a config says of a model's RoPE.
+    """Show the RoPE that a config describes.
 
-    Rule, pairing, frequencies, lengths, pitfalls. Needs no weights. Several configs stand side by side, and rows that
-    differ are marked.
+    Prints the rule, the pairing, frequencies, lengths and pitfalls. Needs no weights. Several configs are printed side
+    by side, and rows that differ are marked.
 
     \b
     Examples:
@@ -163,8 +163,8 @@ def extend(
 ) -> None:
     """Compare the rules that extend a context; write a config.
 
-    What each rule does to the frequencies, how far theory says that it carries, what papers measured of it, and the
-    keys to paste. Needs no weights.
+    For each rule, prints its effect on the frequencies, its limits according to theory, published measurements, and the
+    config keys to paste. Needs no weights.
 
     \b
     Examples:
@@ -199,8 +199,8 @@ def convert(
 ) -> None:
     """Permute q and k of a checkpoint from one pairing to the other.
 
-    Streams safetensors, whatever their size. OUT is there whole or not at all, and MODEL_DIR is never written. Needs
-    neither torch nor transformers. Exits with 1 if --verify finds a fault.
+    Streams safetensors files of any size. OUT is written completely or not at all. MODEL_DIR is never modified. Needs
+    neither torch nor transformers. Exits with 1 if --verify finds an error.
 
     \b
     Examples:
@@ -214,19 +214,19 @@ def convert(
 
 @app.command()
 def verify(
-    json: LedgerJson = None,
+    json: ClaimsJson = None,
     plots: PicturesFolder = None,
     only: Only = None,
 ) -> None:
-    """Measure what notes and papers say of position encodings.
+    """Measure what notes and papers claim about position encodings.
 
-    Every statement in the ledger is computed anew and shown with its figure. Exits with 1 if a measurement contradicts
-    a recorded verdict.
+    Every claim is computed again and printed with the measured value. Exits with 1 if a measurement contradicts a
+    recorded verdict.
 
     \b
     Examples:
       ropewalk verify --only decay
-      ropewalk verify --json ledger.json --plots pictures
+      ropewalk verify --json claims.json --plots pictures
     """
     from ropewalk.tools.verify import verify as run
 
@@ -238,47 +238,50 @@ app.add_typer(bench, name="bench", invoke_without_command=True)
 
 
 def main() -> None:
-    """Runs the command line: 0 fine, 1 a check failed, 2 bad usage or input, 70 a bug, 130 Ctrl-C, 141 a closed pipe.
+    """Run the command line.
 
-    A user's mistake is printed as what it says, without a traceback, which --debug shows.
+    Exit codes: 0 for success, 1 if a check failed, 2 for bad usage or input, 70 for a bug in ropewalk, 130 for Ctrl-C,
+    141 if the reader of the output closed the pipe. Errors are printed without a traceback unless --debug is set.
     """
     from ropewalk.errors import RopewalkError
 
-    _show_plainly()
+    _configure_output()
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
     except SystemExit as stop:
-        # typer and rich turn these two into exits of their own.
+        # typer and rich convert these two exceptions to SystemExit.
         causes = [type(cause) for cause in _causes(stop)]
         code = 130 if KeyboardInterrupt in causes else 141 if BrokenPipeError in causes else stop.code
         raise SystemExit(code) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except BrokenPipeError:
-        # Whoever read the output has seen enough. What is still in the buffer goes nowhere, without a word.
+        # The reader closed the pipe. Discard the rest of the buffer silently.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
     except RopewalkError as error:
-        _tell(error, f"{error}")
+        _print_error(error, f"{error}")
         raise SystemExit(2) from None
     except OSError as error:
-        _tell(error, f"ropewalk: {error}")
+        _print_error(error, f"ropewalk: {error}")
         raise SystemExit(2) from None
     except Exception as error:
-        # Nothing above was a user's mistake, so it is ours: told as that, with an exit code of its own.
-        bug = "This is a bug in ropewalk. Put --debug before the command to see where it is, and report it with that."
-        _tell(error, f"ropewalk: {type(error).__name__}: {error}\n{bug}")
+        # Not a usage error, so it is a bug: reported as such, with a separate exit code.
+        bug = (
+            "This is a bug in ropewalk. Put --debug before the command to get a traceback, and report the bug with it."
+        )
+        _print_error(error, f"ropewalk: {type(error).__name__}: {error}\n{bug}")
         raise SystemExit(70) from None
 
 
-def _show_plainly() -> None:
-    """A letter that a terminal does not have becomes a question mark, and a warning is one line that says it."""
+def _configure_output() -> None:
+    """Print characters that the terminal cannot encode as question marks, and warnings as one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    warnings.formatwarning = lambda message, category, *where, **more: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, category, *location, **more: f"warning: {message}\n"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -288,7 +291,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         cause = cause.__cause__ or cause.__context__
 
 
-def _tell(error: Exception, text: str) -> None:
-    if _shown["traceback"]:
+def _print_error(error: Exception, text: str) -> None:
+    if _settings["traceback"]:
         traceback.print_exception(error)
     typer.echo(text, err=True)

@@ -1,9 +1,9 @@
-"""One look for every picture: sizes, colours that the colour-blind can tell apart, and how a picture is written.
+"""The common style of all pictures: sizes, colours that are safe for colour-blind readers, and saving to a file.
 
-with figure(7.1, 3.6) as drawn:
-    axes = drawn.subplots()
+with figure(7.1, 3.6) as canvas:
+    axes = canvas.subplots()
     axes.plot(...)
-save(drawn, "picture.svg")
+save(canvas, "picture.svg")
 """
 
 import io
@@ -29,7 +29,7 @@ except ImportError:
     raise RopewalkError(
         asked="pictures",
         expected="matplotlib, which the extra `plots` installs",
-        got="no matplotlib",
+        got="matplotlib is not installed",
         do="pip install 'ropewalk[plots]'",
     ) from None
 
@@ -54,14 +54,14 @@ __all__ = [
     "shown_length",
 ]
 
-# Okabe and Ito's colours without the yellow, which white paper swallows.
+# The colours of Okabe and Ito without yellow, which is hard to see on white.
 BLUE, RED, GREEN, PURPLE, ORANGE, SKY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
-# A curve is known by its dashes too: prints are grey.
+# Curves also differ in their dashes, for prints in grey.
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (3, 1)))
 GREY = "#767676"
 
-# Endings, and what a file of that kind would say of the moment it was drawn: the same picture is the same bytes.
+# File suffixes, and the metadata to leave out, so that the same picture has the same bytes.
 KINDS: dict[str, dict[str, None]] = {".png": {}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 # Dots per inch of a PNG.
@@ -105,7 +105,7 @@ _LOOK: dict[Any, Any] = {
     "legend.labelspacing": 0.35,
     "figure.titlesize": _TEXT + 1.5,
     "savefig.facecolor": "white",
-    # Text stays text: it can be searched, and a paper's own font can take its place.
+    # Text is stored as text: it can be searched, and the font can be replaced.
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "svg.hashsalt": "ropewalk",
@@ -114,23 +114,31 @@ _LOOK: dict[Any, Any] = {
 
 @contextmanager
 def figure(width: float = 7.1, height: float = 3.6) -> Iterator[Figure]:
-    """A figure of that many inches; what is drawn inside the `with` has the look. 7.1 is two columns of a paper."""
+    """A new figure in the common style, which applies inside the `with` block.
+
+    Args:
+        width: The width in inches. 7.1 is two columns of a paper.
+        height: The height in inches.
+
+    Yields:
+        The empty figure.
+    """
     with rc_context(_LOOK):
         yield Figure(figsize=(width, height), layout="constrained")
 
 
 def lengths_axis(axes: Axes, low: int, high: int) -> None:
-    """Powers of two as lengths are written, 64, 1k, 32k, on a logarithmic axis of positions from `low` to `high`."""
+    """Make the x axis logarithmic from `low` to `high` positions, with labels at powers of two: 64, 1k, 32k."""
     axes.set(xscale="log", xlim=(low, high))
     powers = [2**n for n in range(21) if low <= 2**n <= high]
-    # Every other or every third where all of them would touch.
+    # Skip labels where they would overlap.
     powers = powers[:: max(1, -(-len(powers) // 7))]
     axes.set_xticks(powers, [shown_length(power) for power in powers])
     axes.minorticks_off()
 
 
 def shown_length(length: float) -> str:
-    """A length as people write it: 4096 is 4k.
+    """Format a length: 4096 is shown as 4k.
 
     >>> shown_length(512), shown_length(4096), shown_length(1536)
     ('512', '4k', '1.5k')
@@ -139,16 +147,24 @@ def shown_length(length: float) -> str:
 
 
 def shades(count: int) -> NDArray[np.float64]:
-    """Colours of things that have an order, from dark to light; white paper would swallow the lightest."""
+    """`count` RGBA colours from dark to light, [count, 4], without the lightest, which is hard to see on white."""
     return colormaps["viridis"](np.linspace(0.0, 0.88, count))
 
 
 def require_picture(target: str, *, asked: str) -> None:
-    """Raises for a name whose ending is no kind of picture, and for a place where no file can be written."""
+    """Check that `target` has a supported suffix and can be written.
+
+    Args:
+        target: The path of the picture.
+        asked: The request, for the error message.
+
+    Raises:
+        RopewalkError: If the suffix is not supported, or the file cannot be written.
+    """
     if Path(target).suffix.lower() not in KINDS:
         raise RopewalkError(
             asked=asked,
-            expected="a file name that ends in a kind of picture",
+            expected="a file name with the suffix of a picture format",
             got=repr(target),
             do=f"use one of {', '.join(KINDS)}",
         )
@@ -156,22 +172,28 @@ def require_picture(target: str, *, asked: str) -> None:
 
 
 def require_text(text: str, *, asked: str) -> None:
-    """Raises for a text whose $formula$ matplotlib cannot read."""
+    """Raise `RopewalkError` if matplotlib cannot parse a $formula$ in `text`."""
     try:
         MathTextParser("path").parse(text)
     except ValueError as error:
         raise RopewalkError(
             asked=asked,
-            expected="text, with formulas between dollar signs as matplotlib reads them",
+            expected="text, with formulas between dollar signs that matplotlib can parse",
             got=f"{text!r}: {error.__context__ or error}",
-            do=r"mend the formula, or write \$ for a dollar sign",
+            do=r"fix the formula, or write \$ for a dollar sign",
         ) from None
 
 
-def save(drawn: Figure, target: str, dpi: int = DPI) -> None:
-    """Writes the figure into `target`, whole or not at all, in the format of its ending. `dpi` is a PNG's."""
-    kind = Path(target).suffix.lower()
+def save(canvas: Figure, target: str, dpi: int = DPI) -> None:
+    """Write the figure to `target`, completely or not at all, in the format of its suffix.
+
+    Args:
+        canvas: The figure.
+        target: The path of the picture.
+        dpi: Dots per inch. Only used for PNG.
+    """
+    suffix = Path(target).suffix.lower()
     buffer = io.BytesIO()
     with rc_context(_LOOK):
-        drawn.savefig(buffer, format=kind.removeprefix("."), metadata=KINDS[kind], dpi=dpi)
+        canvas.savefig(buffer, format=suffix.removeprefix("."), metadata=KINDS[suffix], dpi=dpi)
     write_whole(buffer.getvalue(), target)
