@@ -1,4 +1,4 @@
-"""What a rule does to each pair: the bands of published models, counted by hand from their own definitions."""
+"""How a rule changes each pair: bands of published models, computed by hand from the definitions of their rules."""
 
 import dataclasses
 import itertools
@@ -17,17 +17,16 @@ from strategies import bases, even_dims
 
 
 def bands_of(spec: RopeSpec, length: int | None = None) -> list[tuple[str, int, int]]:
-    found = bands(spec.inv_freq(length), plain_inv_freq(spec))
-    return [(band.kind, band.first, band.last) for band in found]
+    return [(band.kind, band.first, band.last) for band in bands(spec.inv_freq(length), plain_inv_freq(spec))]
 
 
 @pytest.mark.parametrize(
     ("rule", "expected"),
     [
         (Plain(1e4), [("unchanged", 0, 63)]),
-        # Kept where a turn takes less than 8192 / 4 positions: 64 ln(2048/2pi) / ln 5e5 = 28.2; divided at 8192: 35.0.
+        # Unchanged if the period is below 8192 / 4: 64 ln(2048/2pi) / ln 5e5 = 28.2; interpolated above 8192: 35.0.
         (Llama3(5e5, 8, 8192), [("unchanged", 0, 28), ("between", 29, 34), ("interpolated", 35, 63)]),
-        # The ramp of the published code for Llama 2 lies between the indices 20 and 46, both without effect.
+        # For Llama 2 the ramp of the published code is between the indices 20 and 46, both exclusive.
         (Yarn(1e4, 16, 4096), [("unchanged", 0, 20), ("between", 21, 45), ("interpolated", 46, 63)]),
         (PositionInterpolation(1e4, 4), [("interpolated", 0, 63)]),
         (PositionInterpolation(1e4, 1), [("unchanged", 0, 63)]),
@@ -41,23 +40,23 @@ def test_bands(rule, expected):
     assert bands_of(RopeSpec(128, rule)) == expected
 
 
-def test_bands_follow_the_length_where_the_rule_does():
+def test_bands_depend_on_the_length_if_the_rule_does():
     spec = RopeSpec(8, LongRope(1e4, [1, 1, 1, 1], [1, 0.5, 2, 4], trained_length=64))
     assert bands_of(spec) == [("unchanged", 0, 3)]
     assert bands_of(spec, 65) == [("unchanged", 0, 0), ("faster", 1, 1), ("between", 2, 2), ("interpolated", 3, 3)]
 
 
-def test_the_sign_is_no_kind():
+def test_the_sign_does_not_change_the_kind():
     spec = RopeSpec(128, Llama3(5e5, 8, 8192))
     assert bands_of(dataclasses.replace(spec, sign=-1)) == bands_of(spec)
 
 
-def test_axes_have_the_frequencies_of_their_pairs():
+def test_bands_with_axes():
     spec = RopeSpec(128, Yarn(1e4, 16, 4096), axes=rw.Axes.interleaved([24, 20, 20]))
     assert bands_of(spec) == bands_of(RopeSpec(128, Yarn(1e4, 16, 4096)))
-    tower = RopeSpec(64, PositionInterpolation(1e4, 2), axes=rw.Axes.repeated(2, 64))
-    assert plain_inv_freq(tower).tolist() == [*Plain(1e4).evaluate(32)] * 2
-    assert bands_of(tower) == [("interpolated", 0, 31)]
+    vision = RopeSpec(64, PositionInterpolation(1e4, 2), axes=rw.Axes.repeated(2, 64))
+    assert plain_inv_freq(vision).tolist() == [*Plain(1e4).evaluate(32)] * 2
+    assert bands_of(vision) == [("interpolated", 0, 31)]
 
 
 @given(even_dims, bases, st.lists(st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0]), min_size=1, max_size=64))
@@ -65,10 +64,10 @@ def test_bands_are_the_runs_of_kinds(dim, base, ratios):
     plain = Plain(base).evaluate(dim)
     scaled = plain * np.resize(ratios, plain.size)
     kinds = classify(scaled, plain)
-    found = bands(scaled, plain)
-    assert [band.kind for band in found for _ in range(band.first, band.last + 1)] == kinds
-    assert all(a.kind != b.kind and a.last + 1 == b.first for a, b in itertools.pairwise(found))
-    assert (found[0].first, found[-1].last) == (0, plain.size - 1)
+    runs = bands(scaled, plain)
+    assert [band.kind for band in runs for _ in range(band.first, band.last + 1)] == kinds
+    assert all(a.kind != b.kind and a.last + 1 == b.first for a, b in itertools.pairwise(runs))
+    assert (runs[0].first, runs[-1].last) == (0, plain.size - 1)
     assert set(kinds) <= set(KINDS)
     for ratio, kind in zip(np.resize(ratios, plain.size), kinds, strict=True):
         assert (kind == "unchanged") == (ratio == 1)
@@ -77,16 +76,16 @@ def test_bands_are_the_runs_of_kinds(dim, base, ratios):
 
 
 @given(even_dims, bases, st.integers(1, 1 << 20))
-def test_turns_are_the_length_over_the_period(dim, base, length):
+def test_rotations_are_the_length_over_the_period(dim, base, length):
     theta = Plain(base).evaluate(dim)
     np.testing.assert_allclose(turns(-theta, length) * periods(theta), length, rtol=1e-12)
 
 
-def test_turns_of_llama():
-    # 8192 positions at one radian each are 1303.8 turns; LLaMA 3's slowest pair turns once in 2.56 million positions.
-    found = turns(Plain(5e5).evaluate(128), 8192)
-    assert round(found[0], 1) == 1303.8
-    assert round(found[-1], 4) == 0.0032
+def test_rotations_of_llama():
+    # 8192 positions at 1 radian each are 1303.8 rotations; the slowest pair of LLaMA 3 has a period of 2.56 million.
+    rotations = turns(Plain(5e5).evaluate(128), 8192)
+    assert round(rotations[0], 1) == 1303.8
+    assert round(rotations[-1], 4) == 0.0032
     assert turns([0.0], 8).tolist() == [0.0]
 
 
@@ -102,10 +101,10 @@ def test_band_is_a_value():
     ("call", "message"),
     [
         (lambda: turns([1.0], 0), "a finite number above 0"),
-        (lambda: turns([math.nan], 8), "one finite number a pair"),
+        (lambda: turns([math.nan], 8), "one finite number per pair"),
         (lambda: classify([1.0], [1.0, 0.1]), "got:      1 and 2"),
-        (lambda: classify([1.0], [0.0]), "of which one is 0"),
-        (lambda: bands([], []), "one finite number a pair"),
+        (lambda: classify([1.0], [0.0]), "with a 0 in `plain`"),
+        (lambda: bands([], []), "one finite number per pair"),
         (lambda: plain_inv_freq(RopeSpec(4, rw.Explicit([1.0, 0.5]))), "a rule with a base"),
         (lambda: plain_inv_freq(RopeSpec(4, rw.AcrossHeads(1e4, 2))), "one set of frequencies for all heads"),
     ],

@@ -1,4 +1,4 @@
-"""Periods, the critical dimension and bounds on the base: the papers' figures, and a scan that misses no island."""
+"""Periods, the critical dimension and bounds on the base: figures of the papers, and a complete scan of bases."""
 
 import math
 
@@ -39,10 +39,10 @@ def test_critical_dimension(dim, base, length, expected):
 
 
 @given(even_dims, bases, st.integers(7, 1 << 20))
-def test_critical_dimension_counts_the_features_that_finished_a_turn(dim, base, length):
-    turned = periods(Plain(base).evaluate(dim)) <= length
-    # The formula rounds up: it counts the pairs before the first that did not finish a turn.
-    assert abs(critical_dimension(dim, base, length) - 2 * int(turned.sum())) in (0, 2)
+def test_critical_dimension_counts_the_features_that_complete_a_rotation(dim, base, length):
+    complete = periods(Plain(base).evaluate(dim)) <= length
+    # The formula rounds up: it counts the pairs before the first that does not complete a rotation.
+    assert abs(critical_dimension(dim, base, length) - 2 * int(complete.sum())) in (0, 2)
 
 
 def test_liu_bounds():
@@ -72,23 +72,23 @@ def test_first_negative_distance_stops_at_its_limit():
 
 
 @given(st.integers(1, 40), st.floats(-6, 0), st.integers(1, 5000), st.integers(0, 2**32 - 1))
-def test_the_first_negative_distance_is_the_definitions(pairs, lowest, limit, seed):
+def test_first_negative_distance_equals_its_definition(pairs, lowest, limit, seed):
     theta = 10 ** np.random.default_rng(seed).uniform(lowest, 0, pairs)
     below = np.flatnonzero(score_sum(np.arange(limit), theta) < 0)
     assert first_negative_distance(theta, limit) == (below[0] if below.size else None)
 
 
-def test_a_sum_of_nearly_0_is_decided_by_its_cosines():
-    # cos(m pi / 2) is 0 at every odd m, but for the rounding of pi / 2; 1 and -1 at even m.
+def test_a_sum_near_0_is_computed_from_its_cosines():
+    # cos(m pi / 2) is 0 at every odd m, up to the rounding of pi / 2. At even m it is 1 or -1.
     theta = [np.pi / 2]
     expected = int(np.flatnonzero(score_sum(np.arange(64), theta) < 0)[0])
     assert first_negative_distance(theta, 64) == expected
-    # A search far ahead holds no list of all distances.
+    # A search with a large limit does not store all distances.
     assert first_negative_distance(theta, 1 << 50) == expected
 
 
 @pytest.mark.parametrize(
-    ("length", "tried", "islands"),
+    ("length", "tried", "intervals"),
     [
         (1024, range(4200, 4400), [(4294, 4330)]),
         (2048, range(11_500, 11_700), [(11_588, 11_649)]),
@@ -98,31 +98,31 @@ def test_a_sum_of_nearly_0_is_decided_by_its_cosines():
         (1024, [], []),
     ],
 )
-def test_islands(length, tried, islands):
-    assert admissible_bases(tried, 128, length) == islands
-    assert lowest_admissible_base(tried, 128, length) == (islands[0][0] if islands else None)
+def test_intervals(length, tried, intervals):
+    assert admissible_bases(tried, 128, length) == intervals
+    assert lowest_admissible_base(tried, 128, length) == (intervals[0][0] if intervals else None)
 
 
-def test_long_lengths_are_scanned_whole():
-    # The lowest base that keeps the sum up to 2^20 for heads of 128 is near 6.5e7 (Su, kexue.fm 10122).
+def test_long_lengths_are_scanned_completely():
+    # For head_dim 128 the lowest base with sums >= 0 up to 2^20 is near 6.5e7 (Su, kexue.fm 10122).
     assert lowest_admissible_base([6.4e7, 6.545e7, 6.6e7], 128, 1 << 20) == 6.545e7
     assert first_negative_distance(Plain(6.545e7).evaluate(128), (1 << 20) + 1) is None
     assert first_negative_distance(Plain(6.4e7).evaluate(128), (1 << 20) + 1) is not None
 
 
-def test_the_smallest_base_is_found_in_any_order():
+def test_the_smallest_base_is_returned_for_any_order():
     assert lowest_admissible_base([29_000, 26_960], 128, 4096) == 26_960
 
 
 @given(st.integers(1, 8).map(lambda p: 2 * p), st.integers(1, 200), st.lists(st.floats(2, 1e5), max_size=12))
-def test_the_scan_is_the_definition(dim, length, tried):
+def test_the_scan_equals_the_definition(dim, length, tried):
     expected = [b for b in tried if (score_sum(np.arange(length + 1), Plain(b).evaluate(dim)) >= 0).all()]
-    islands = admissible_bases(tried, dim, length)
-    covered = [b for b in tried if any(first <= b <= last for first, last in islands)]
-    # With unsorted bases an island runs over list neighbours, so only its ends are compared.
+    intervals = admissible_bases(tried, dim, length)
+    covered = [b for b in tried if any(first <= b <= last for first, last in intervals)]
+    # With unsorted bases an interval covers neighbours in the list, so only its first base is compared.
     if tried == sorted(tried):
         assert covered == expected
-    assert [first for first, _ in islands[:1]] == expected[:1]
+    assert [first for first, _ in intervals[:1]] == expected[:1]
 
 
 @pytest.mark.usefixtures("as_a_user")
@@ -139,7 +139,7 @@ def test_the_scan_is_the_definition(dim, length, tried):
         (lambda: first_negative_distance([1.0], 0), "at least 1"),
         (lambda: admissible_bases([0.5], 8, 10), "a base above 1"),
         (lambda: admissible_bases([10], 8, 0), "at least 1"),
-        (lambda: periods([math.inf]), "one finite number a pair"),
+        (lambda: periods([math.inf]), "one finite number per pair"),
     ],
 )
 def test_bad_input(call, message):

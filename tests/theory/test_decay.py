@@ -1,4 +1,4 @@
-"""Score sums and bounds: figures of the papers, identities, and bounds that hold."""
+"""Score sums and bounds: figures of the papers, identities, and bounds on random input."""
 
 import numpy as np
 import pytest
@@ -60,19 +60,19 @@ def test_many_distances_give_many_sums():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: score_sum(1, [1.0, np.nan]), "one finite number a pair"),
+        (lambda: score_sum(1, [1.0, np.nan]), "one finite number per pair"),
         (lambda: score_sum(1, np.ones((2, 3))), r"got:      shape \(2, 3\)"),
-        (lambda: score_sum(1, []), "one finite number a pair"),
+        (lambda: score_sum(1, []), "one finite number per pair"),
         (lambda: score_sum(np.inf, [1.0]), "finite distances"),
         (lambda: decay_curve([np.nan], [1.0]), "finite distances"),
         (lambda: abel_bound(np.ones(3, complex), 1, [1.0]), "1 products h_i"),
         (lambda: abel_transform(np.ones((), complex), 1, [1.0]), "1 products h_i"),
         (
             lambda: band_means(np.ones(4), [0, 5]),
-            r"rising edges from 0 to its length\ngot:      a curve of shape \(4,\)",
+            r"increasing edges from 0 to its length\ngot:      a curve of shape \(4,\)",
         ),
-        (lambda: band_means(np.ones(4), [2, 2]), "rising edges"),
-        (lambda: band_means(np.ones(4), [1]), "rising edges"),
+        (lambda: band_means(np.ones(4), [2, 2]), "increasing edges"),
+        (lambda: band_means(np.ones(4), [1]), "increasing edges"),
     ],
 )
 def test_bad_input(call, message):

@@ -1,4 +1,4 @@
-"""What is TRUE of a rotary encoding: sums, bounds and lengths, in NumPy float64."""
+"""Mathematical properties of rotary encodings: sums, bounds and lengths, in NumPy float64."""
 
 from ropewalk.theory.bands import KINDS as KINDS
 from ropewalk.theory.bands import Band as Band

@@ -1,4 +1,4 @@
-"""Turns what a caller of the theory gives into checked float64 arrays."""
+"""Convert the arguments of the theory functions to checked float64 arrays."""
 
 from collections.abc import Sequence
 
@@ -8,34 +8,34 @@ from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, shown
 
-# One frequency a pair, as a spec's `inv_freq()` gives them or written out as a list.
+# One frequency per pair, as `RopeSpec.inv_freq()` returns them or as a list.
 InvFreq = NDArray[np.float64] | Sequence[float]
-# One distance m - n, or many.
+# One distance m - n, or an array of distances.
 Distances = NDArray[np.generic] | Sequence[float] | float
 
 
 def frequencies_of(inv_freq: InvFreq, *, asked: str) -> Float64[np.ndarray, "pairs"]:
-    """`inv_freq` as one finite float64 a pair."""
+    """Return `inv_freq` as a finite float64 array [pairs]."""
     array = _array(inv_freq, asked)
     if array.ndim != 1 or array.size == 0 or not np.isfinite(array).all():
         raise RopewalkError(
             asked=asked,
-            expected="inv_freq: one finite number a pair, in one dimension",
+            expected="inv_freq: one finite number per pair, in one dimension",
             got=f"shape {array.shape}{'' if np.isfinite(array).all() else ' with NaN or infinity'}",
-            do="pass RopeSpec(...).inv_freq(), or one row of it where heads differ",
+            do="pass RopeSpec(...).inv_freq(), or one row of it if the heads have different frequencies",
         )
     return array
 
 
 def distances_of(distance: Distances, *, asked: str) -> Float64[np.ndarray, "*any"]:
-    """`distance` as finite float64."""
+    """Return `distance` as a finite float64 array."""
     array = _array(distance, asked)
     if not np.isfinite(array).all():
         raise RopewalkError(
             asked=asked,
             expected="finite distances",
             got="NaN or infinity",
-            do="pass how many positions lie between query and key",
+            do="pass the number of positions between query and key",
         )
     return array
 

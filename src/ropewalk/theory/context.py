@@ -1,4 +1,4 @@
-"""Which lengths a set of frequencies can serve: periods, the critical dimension, bounds on the base."""
+"""Context lengths that a set of frequencies supports: periods, the critical dimension, bounds on the base."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,18 +22,27 @@ __all__ = [
     "periods",
 ]
 
-# Distances are tried in rows of this length; a row costs a product of matrices, and no cosine of its own.
+# Distances are evaluated in rows of this length. A row is computed by matrix products, without new cosines.
 _ROW = 512
-# How many rows are formed at once: 2^17 sums are 1 MiB.
+# Number of rows computed at once: 2^17 sums are 1 MiB.
 _ROWS = 256
-# How many bases are looked over at once, and at how many distances.
-_BASES, _GLANCES = 64, (32, 512)
-# Sums this near to 0 are formed once more, cosine by cosine: far above what products round.
-_NEAR = 1e-6
+# Number of bases screened at once, and the number of distances in each screening pass.
+_BASES, _SCREENING = 64, (32, 512)
+# Sums closer to 0 than this are computed again from their cosines. It is far above the rounding of the products.
+_NEAR_ZERO = 1e-6
 
 
 def periods(inv_freq: InvFreq) -> Float64[np.ndarray, "pairs"]:
-    """T_i = 2 pi / |theta_i|: after how many positions pair i has turned once. Infinite for a pair that never turns.
+    """Period of each pair, in positions: T_i = 2 pi / |theta_i|. Infinite for a frequency of 0.
+
+    Args:
+        inv_freq: Frequencies [pairs].
+
+    Returns:
+        Number of positions per full rotation [pairs].
+
+    Raises:
+        RopewalkError: If a frequency is not finite.
 
     >>> (periods([1.0, 0.0]) / (2 * math.pi)).tolist()
     [1.0, inf]
@@ -43,9 +52,21 @@ def periods(inv_freq: InvFreq) -> Float64[np.ndarray, "pairs"]:
 
 
 def critical_dimension(rotary_dim: int, base: float, trained_length: int) -> int:
-    """How many features saw a whole turn in training: 2 ceil(d/2 log_base(T/2pi)) (Liu et al., 2310.05209, eq. 13).
+    """Number of features that complete a full rotation in training: 2 ceil(d/2 log_base(T/2pi)).
 
-    Differs from the paper: capped to 0 .. rotary_dim; the formula as printed passes d for T > 2 pi base.
+    Liu et al., 2310.05209, eq. 13. Differs from the paper: the result is limited to 0 .. rotary_dim. The printed
+    formula exceeds d if T > 2 pi base.
+
+    Args:
+        rotary_dim: Number of rotated features d.
+        base: Base of the frequencies, above 1.
+        trained_length: Number of positions T in training, at least 7.
+
+    Returns:
+        Number of features.
+
+    Raises:
+        RopewalkError: If an argument is out of its range.
 
     >>> critical_dimension(128, 10_000, 4096)  # LLaMA-2
     92
@@ -57,10 +78,21 @@ def critical_dimension(rotary_dim: int, base: float, trained_length: int) -> int
 
 
 def critical_base(trained_length: int, tuned_length: int, base: float = 10_000.0) -> float:
-    """beta_0 = base^(log_{T_train/2pi} (T_tune/2pi)) (Liu et al., 2310.05209, eq. 16a).
+    """Critical base of fine-tuning: beta_0 = base^(log_{T_train/2pi} (T_tune/2pi)) (Liu et al., 2310.05209, eq. 16a).
 
-    A model trained at `trained_length` and tuned at `tuned_length` extrapolates past the tuned length only with a
-    base above this.
+    A model trained at `trained_length` and fine-tuned at `tuned_length` extrapolates beyond the tuned length only with
+    a base above this.
+
+    Args:
+        trained_length: Number of positions in training, at least 7.
+        tuned_length: Number of positions in fine-tuning, at least 7.
+        base: Base in training, above 1.
+
+    Returns:
+        The critical base.
+
+    Raises:
+        RopewalkError: If an argument is out of its range.
 
     >>> round(critical_base(4096, 16384))
     71738
@@ -70,7 +102,18 @@ def critical_base(trained_length: int, tuned_length: int, base: float = 10_000.0
 
 
 def extrapolation_limit(base: float, rotary_dim: int, critical_dim: int) -> float:
-    """T_extra = 2 pi base^(d_extra/d) (Liu et al., 2310.05209, eq. 16b): where a larger base stops to help.
+    """Longest context that a larger base supports: T_extra = 2 pi base^(d_extra/d) (Liu et al., 2310.05209, eq. 16b).
+
+    Args:
+        base: Base in fine-tuning, above 1.
+        rotary_dim: Number of rotated features d.
+        critical_dim: Critical dimension d_extra of the trained model; see `critical_dimension`.
+
+    Returns:
+        Number of positions.
+
+    Raises:
+        RopewalkError: If an argument is out of its range.
 
     >>> round(extrapolation_limit(1_000_000, rotary_dim=128, critical_dim=92))
     129027
@@ -87,31 +130,54 @@ def extrapolation_limit(base: float, rotary_dim: int, critical_dim: int) -> floa
 
 
 def first_negative_distance(inv_freq: InvFreq, limit: int) -> int | None:
-    """The smallest whole m < limit with sum_i cos(m theta_i) < 0, or None (Men et al., 2405.14591, eq. 10).
+    """Smallest integer m < limit with sum_i cos(m theta_i) < 0, or None (Men et al., 2405.14591, eq. 10).
 
-    Below it a similar key still leads a random one. It is not monotone in the base.
+    At smaller distances a similar key has a higher mean score than a random key. The result is not monotone in the
+    base.
+
+    Args:
+        inv_freq: Frequencies [pairs].
+        limit: End of the search, exclusive.
+
+    Returns:
+        The distance, or None if no sum below `limit` is negative.
+
+    Raises:
+        RopewalkError: If a frequency is not finite or `limit` is not a positive integer.
 
     >>> from ropewalk.spec import Plain
     >>> first_negative_distance(Plain(10_000).evaluate(128), limit=4096)  # LLaMA-2 has trained_length 4096
     1707
     """
     frequencies = frequencies_of(inv_freq, asked="first_negative_distance")
-    limit = require_count(limit, asked="first_negative_distance(limit)", do="pass how far to look")
+    limit = require_count(limit, asked="first_negative_distance(limit)", do="pass the end of the search")
     starts, row, rows = range(0, limit, _ROW), _row(frequencies), 1
     while starts:
-        found = _first_negative(frequencies, np.array(starts[:rows]), row, limit)
-        if found is not None:
-            return found
-        # What fails mostly fails early; what does not is looked at in larger pieces.
+        distance = _first_negative(frequencies, np.array(starts[:rows]), row, limit)
+        if distance is not None:
+            return distance
+        # Most negative sums are at small distances, so the number of rows per step starts small and doubles.
         starts, rows = starts[rows:], min(2 * rows, _ROWS)
     return None
 
 
 def admissible_bases(bases: Iterable[float], rotary_dim: int, length: int) -> list[tuple[float, float]]:
-    """The islands of `bases` for which sum_i cos(m theta_i) >= 0 at every whole m <= length, as (first, last).
+    """Intervals of `bases` for which sum_i cos(m theta_i) >= 0 at every integer m <= length.
 
-    Men et al. (2405.14591, eq. 11) ask for the smallest such base. Admissible bases are islands, not a ray: every
-    base in `bases` is tried, in order, and neighbours that pass make an island. Bisection would jump over them.
+    Men et al. (2405.14591, eq. 11) define the smallest such base. A base above an admissible base need not be
+    admissible, so bisection would miss intervals. This function tests every base, in the given order. Neighbours in
+    `bases` that pass form one interval.
+
+    Args:
+        bases: Bases to test, above 1.
+        rotary_dim: Number of rotated features.
+        length: Context length.
+
+    Returns:
+        The intervals as (first, last).
+
+    Raises:
+        RopewalkError: If an argument is out of its range.
 
     >>> admissible_bases(range(4280, 4341), rotary_dim=128, length=1024)
     [(4294.0, 4330.0)]
@@ -126,42 +192,56 @@ def admissible_bases(bases: Iterable[float], rotary_dim: int, length: int) -> li
 
 
 def lowest_admissible_base(bases: Iterable[float], rotary_dim: int, length: int) -> float | None:
-    """The smallest of `bases` that is admissible, or None.
+    """Smallest admissible base in `bases`, or None; see `admissible_bases`.
 
-    It is the smallest of those tried, and no more than that: an island narrower than the step is missed.
+    Only the given bases are tested. A narrower interval between two of them is missed.
+
+    Args:
+        bases: Bases to test, in any order, above 1.
+        rotary_dim: Number of rotated features.
+        length: Context length.
+
+    Returns:
+        The base, or None if none of them is admissible.
+
+    Raises:
+        RopewalkError: If an argument is out of its range.
 
     >>> lowest_admissible_base(range(4280, 4341), rotary_dim=128, length=1024)
     4294.0
     """
-    tried = sorted({_base_above_one(base, "lowest_admissible_base") for base in bases})
-    return next((base for base, passed in _admissible(tried, rotary_dim, length) if passed), None)
+    rising = sorted({_base_above_one(base, "lowest_admissible_base") for base in bases})
+    return next((base for base, passed in _admissible(rising, rotary_dim, length) if passed), None)
 
 
 def _admissible(bases: Sequence[float], rotary_dim: int, length: int) -> Iterator[tuple[float, bool]]:
-    """Each base, and whether sum_i cos(m theta_i) >= 0 at every whole m <= length."""
+    """Yield each base, and whether sum_i cos(m theta_i) >= 0 at every integer m <= length."""
     dim = require_even(rotary_dim, asked="admissible_bases(rotary_dim)", do="pass the rotary_dim of a head")
     length = require_count(length, asked="admissible_bases(length)", do="pass the context length")
-    for some in (bases[start : start + _BASES] for start in range(0, len(bases), _BASES)):
-        frequencies = np.array([Plain(base).evaluate(dim) for base in some])
-        alive = np.ones(len(some), dtype=bool)
-        # A base that fails does so mostly over a stretch of distances: few of them find it out.
-        for count in _GLANCES:
+    # Wide heads take as much memory as those of 128 features.
+    most = max(1, min(_BASES, 64 * _BASES // (dim // 2)))
+    for chunk in (bases[start : start + most] for start in range(0, len(bases), most)):
+        frequencies = np.array([Plain(base).evaluate(dim) for base in chunk])
+        candidate = np.ones(len(chunk), dtype=bool)
+        # Negative sums mostly cover a range of distances, so a few distances reject most bases.
+        for count in _SCREENING:
             step = -(-length // count)
-            sums = _turned(frequencies[alive], step, length // step + 1).real.sum(axis=-1)
-            alive[alive] = (sums >= -_NEAR).all(axis=0)
-        for base, theta, looks_right in zip(some, frequencies, alive.tolist(), strict=True):
-            yield base, looks_right and _never_negative(theta, length)
+            sums = _phases(frequencies[candidate], step, length // step + 1).real.sum(axis=-1)
+            candidate[candidate] = (sums >= -_NEAR_ZERO).all(axis=0)
+        for base, theta, possible in zip(chunk, frequencies, candidate.tolist(), strict=True):
+            yield base, possible and _never_negative(theta, length)
 
 
 def _never_negative(frequencies: Float64[np.ndarray, "pairs"], length: int) -> bool:
-    """Whether sum_i cos(m theta_i) >= 0 at every whole m <= length."""
-    every, row = range(0, length + 1, _ROW), _row(frequencies)
+    """Whether sum_i cos(m theta_i) >= 0 at every integer m <= length."""
+    remaining, row = range(0, length + 1, _ROW), _row(frequencies)
     slow = frequencies[frequencies * 8 * _ROW < 1]
-    while every:
-        starts, every, rows = np.array(every[: 64 * _ROWS]), every[64 * _ROWS :], 4
-        # Rows in which the slow pairs leave little come first: what fails, fails there.
-        left = np.cos(starts[::8, None] * slow).sum(axis=-1).repeat(8)[: starts.size]
-        starts = starts[left.argsort(kind="stable")]
+    while remaining:
+        starts, remaining, rows = np.array(remaining[: 64 * _ROWS]), remaining[64 * _ROWS :], 4
+        # The slow pairs are nearly constant within a row. Negative sums are in rows where their share is small, so
+        # these rows are tested first.
+        slow_sums = np.cos(starts[::8, None] * slow).sum(axis=-1).repeat(8)[: starts.size]
+        starts = starts[slow_sums.argsort(kind="stable")]
         while starts.size:
             if _first_negative(frequencies, starts[:rows], row, length + 1) is not None:
                 return False
@@ -177,18 +257,19 @@ def _first_negative(
 ) -> int | None:
     """The first m < limit with sum_i cos(m theta_i) < 0 in the rows of distances that begin at `starts`, or None.
 
-    With m = a + b, cos(m theta) = cos(a theta) cos(b theta) - sin(a theta) sin(b theta): for the begin a of a row and
-    the b in it, whose cosines and sines are `row`, the sums are one product of matrices.
+    Let m = a + b, where a is the start of a row and b the offset in it. By
+    cos(m theta) = cos(a theta) cos(b theta) - sin(a theta) sin(b theta) the sums of all rows are one matrix product
+    with `row`, which contains the cosines and sines of b theta.
     """
     angles = starts[:, None] * frequencies
-    # By einsum, whose loops are its own: threads of a BLAS cost more than products this small take.
+    # einsum does not call BLAS here: starting BLAS threads costs more than products of this size.
     sums = np.einsum("ap,bp->ab", np.hstack((np.cos(angles), -np.sin(angles))), row).ravel()
     distances = (starts[:, None] + np.arange(len(row))).ravel()
     if distances.max() >= limit:
         sums, distances = sums[distances < limit], distances[distances < limit]
-    below = sums < -_NEAR
+    below = sums < -_NEAR_ZERO
     first = int(below.argmax()) if below.any() else len(sums)
-    doubtful = np.flatnonzero(sums[:first] <= _NEAR)
+    doubtful = np.flatnonzero(sums[:first] <= _NEAR_ZERO)
     doubtful = doubtful[score_sum(distances[doubtful], frequencies) < 0]
     first = int(doubtful[0]) if doubtful.size else first
     return None if first == len(sums) else int(distances[first])
@@ -196,16 +277,16 @@ def _first_negative(
 
 def _row(frequencies: Float64[np.ndarray, "pairs"]) -> Float64[np.ndarray, "row twice"]:
     """cos(b theta) and sin(b theta) of every pair, for b = 0 .. _ROW-1."""
-    turned = _turned(frequencies, 1, _ROW)
-    return np.hstack((turned.real, turned.imag))
+    phases = _phases(frequencies, 1, _ROW)
+    return np.hstack((phases.real, phases.imag))
 
 
-def _turned(frequencies: Float64[np.ndarray, "*any pairs"], step: int, count: int) -> NDArray[np.complex128]:
-    """exp(i k step theta) for k = 0 .. count-1, [count, *any, pairs]: each half from the one before, by one product."""
-    turned: NDArray[np.complex128] = np.ones((1, *frequencies.shape), dtype=np.complex128)
-    while len(turned) < count:
-        turned = np.concatenate((turned, turned * np.exp(1j * step * len(turned) * frequencies)))
-    return turned[:count]
+def _phases(frequencies: Float64[np.ndarray, "*any pairs"], step: int, count: int) -> NDArray[np.complex128]:
+    """exp(i k step theta) for k = 0 .. count-1, [count, *any, pairs]. Each product doubles the number of k."""
+    phases: NDArray[np.complex128] = np.ones((1, *frequencies.shape), dtype=np.complex128)
+    while len(phases) < count:
+        phases = np.concatenate((phases, phases * np.exp(1j * step * len(phases) * frequencies)))
+    return phases[:count]
 
 
 def _base_above_one(base: float, asked: str) -> float:
@@ -213,7 +294,7 @@ def _base_above_one(base: float, asked: str) -> float:
     if value <= 1:
         raise RopewalkError(
             asked=f"{asked}(base)",
-            expected="a base above 1, so that frequencies fall",
+            expected="a base above 1, so that frequencies decrease",
             got=repr(base),
             do="pass the base of the frequencies, for example 10_000",
         )
@@ -221,5 +302,5 @@ def _base_above_one(base: float, asked: str) -> float:
 
 
 def _length(length: int) -> int:
-    value = require_count(length, asked="a context length", do="pass how many positions there are", at_least=7)
+    value = require_count(length, asked="a context length", do="pass the number of positions", at_least=7)
     return value

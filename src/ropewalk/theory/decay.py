@@ -1,4 +1,4 @@
-"""How scores depend on distance: the sum of cosines, the Abel bound, and RoFormer's long-term decay curve."""
+"""Scores as a function of distance: the sum of cosines, the Abel bound, and RoFormer's long-term decay curve."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,15 +12,25 @@ from ropewalk.theory.arguments import Distances, InvFreq, distances_of, frequenc
 
 __all__ = ["BAND_EDGES", "abel_bound", "abel_transform", "band_means", "decay_curve", "partial_sums", "score_sum"]
 
-# The bands in which decay is compared: octaves, from one that holds the steep beginning.
+# Edges of the bands in which decay is compared. The first band contains the steep start; the others are octaves.
 BAND_EDGES = (1, 32, 64, 128, 256, 512, 1024, 2048)
 
 
 def score_sum(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*any"]:
-    """S(D) = sum_j cos(D theta_j): the score of a query and a key whose pairs are all parallel and of norm 1.
+    """Sum of cosines S(D) = sum_j cos(D theta_j).
 
-    An array of the shape of `distance`. It is also B_m of Men et al. (2405.14591, theorem 1): the lead that a similar
-    key has over a random one.
+    It is the score of a query and a key whose pairs are all parallel and of norm 1. It is also B_m of Men et al.
+    (2405.14591, theorem 1): the mean difference between the scores of a similar key and a random key.
+
+    Args:
+        distance: Distances D = m - n, of any shape.
+        inv_freq: Frequencies [pairs].
+
+    Returns:
+        Sums, in the shape of `distance`.
+
+    Raises:
+        RopewalkError: If a distance or a frequency is not finite.
 
     >>> score_sum([0, 2, 20, 50], [1.0, 0.3, 0.05]).round(3).tolist()
     [3.0, 1.404, 1.909, -0.596]
@@ -30,7 +40,17 @@ def score_sum(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*a
 
 
 def partial_sums(distance: Distances, inv_freq: InvFreq) -> Complex128[np.ndarray, "*any pairs"]:
-    """S_1 .. S_{d/2} with S_j(D) = sum_{i<j} exp(i D theta_i) (RoFormer, 2104.09864, section 3.4.3).
+    """Partial sums S_1 .. S_{d/2}, S_j(D) = sum_{i<j} exp(i D theta_i) (RoFormer, 2104.09864, section 3.4.3).
+
+    Args:
+        distance: Distances D = m - n, of any shape.
+        inv_freq: Frequencies [pairs].
+
+    Returns:
+        Partial sums [*distance.shape, pairs].
+
+    Raises:
+        RopewalkError: If a distance or a frequency is not finite.
 
     >>> partial_sums(0, [1.0, 0.3, 0.05]).real.tolist()
     [1.0, 2.0, 3.0]
@@ -40,9 +60,19 @@ def partial_sums(distance: Distances, inv_freq: InvFreq) -> Complex128[np.ndarra
 
 
 def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*any"]:
-    """The mean of |S_1| .. |S_{d/2}|: what RoFormer's figure 2 plots against the distance.
+    """Mean of |S_1| .. |S_{d/2}|, which RoFormer's figure 2 plots against the distance.
 
-    It falls on average and not step by step: compare `band_means`, never neighbours.
+    The curve decreases on average, but not at every step. Compare `band_means`, not neighbouring distances.
+
+    Args:
+        distance: Distances D = m - n, of any shape.
+        inv_freq: Frequencies [pairs].
+
+    Returns:
+        Means, in the shape of `distance`.
+
+    Raises:
+        RopewalkError: If a distance or a frequency is not finite.
 
     >>> float(decay_curve(0, [1.0] * 64))  # (1 + 2 + ... + 64) / 64
     32.5
@@ -51,17 +81,27 @@ def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "
 
 
 def band_means(curve: NDArray[np.float64] | Sequence[float], edges: Sequence[int]) -> Float64[np.ndarray, "bands"]:
-    """The mean of curve[a:b] for each band [a, b) between neighbouring `edges`.
+    """Mean of curve[a:b] for each band [a, b) between neighbouring `edges`.
+
+    Args:
+        curve: Values at distances 0, 1, 2, ... [distances].
+        edges: Two or more increasing indices from 0 to len(curve).
+
+    Returns:
+        One mean per band [len(edges) - 1].
+
+    Raises:
+        RopewalkError: If `curve` is not one-dimensional or `edges` do not fit it.
 
     >>> band_means(np.array([8.0, 4.0, 2.0, 0.0]), [0, 2, 4]).tolist()
     [6.0, 1.0]
     """
     curve = np.asarray(curve, dtype=np.float64)
-    rising = all(a < b for a, b in itertools.pairwise(edges))
-    if curve.ndim != 1 or len(edges) < 2 or not rising or edges[0] < 0 or edges[-1] > len(curve):
+    increasing = all(a < b for a, b in itertools.pairwise(edges))
+    if curve.ndim != 1 or len(edges) < 2 or not increasing or edges[0] < 0 or edges[-1] > len(curve):
         raise RopewalkError(
             asked="band_means(curve, edges)",
-            expected="a curve in one dimension, and two or more rising edges from 0 to its length",
+            expected="a one-dimensional curve, and two or more increasing edges from 0 to its length",
             got=f"a curve of shape {curve.shape}, edges {list(edges)}",
             do="compute a longer curve, or lower the edges",
         )
@@ -69,10 +109,20 @@ def band_means(curve: NDArray[np.float64] | Sequence[float], edges: Sequence[int
 
 
 def abel_transform(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq) -> complex:
-    """sum_i h_i exp(i D theta_i), summed by parts: -sum_i S_{i+1} (h_{i+1} - h_i) with h_{d/2} = 0.
+    """Summation by parts of sum_i h_i exp(i D theta_i): -sum_i S_{i+1} (h_{i+1} - h_i) with h_{d/2} = 0.
 
-    RoFormer, eq. 36. `products` are the h_i = q_i conj(k_i) of the pairs seen as complex numbers; the real part of
-    the sum is the attention score.
+    RoFormer, eq. 36. The real part of the sum is the attention score.
+
+    Args:
+        products: h_i = q_i conj(k_i), where the pairs are complex numbers [pairs].
+        distance: One distance D = m - n.
+        inv_freq: Frequencies [pairs].
+
+    Returns:
+        The sum.
+
+    Raises:
+        RopewalkError: If the shapes do not match, or if a number is not finite.
 
     >>> abel_transform(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1]).real  # 2 + 1
     3.0
@@ -82,7 +132,18 @@ def abel_transform(products: NDArray[np.complex128], distance: float, inv_freq: 
 
 
 def abel_bound(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq) -> float:
-    """max_i |h_{i+1} - h_i| * sum_i |S_{i+1}|, which no score exceeds (RoFormer, eq. 37).
+    """Upper bound of the absolute score: max_i |h_{i+1} - h_i| * sum_i |S_{i+1}| (RoFormer, eq. 37).
+
+    Args:
+        products: h_i = q_i conj(k_i), where the pairs are complex numbers [pairs].
+        distance: One distance D = m - n.
+        inv_freq: Frequencies [pairs].
+
+    Returns:
+        The bound.
+
+    Raises:
+        RopewalkError: If the shapes do not match, or if a number is not finite.
 
     >>> abel_bound(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1])  # 1 * (1 + 2)
     3.0
@@ -96,7 +157,7 @@ def _steps(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq)
     if np.shape(products) != (pairs,) or np.shape(distance) != ():
         raise RopewalkError(
             asked="the Abel transform",
-            expected=f"{pairs} products h_i, one a frequency, and one distance",
+            expected=f"{pairs} products h_i, one per frequency, and one distance",
             got=f"products of shape {np.shape(products)}, distance of shape {np.shape(distance)}",
             do="pass q_i * conj(k_i) for each pair i",
         )
