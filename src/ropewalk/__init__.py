@@ -1,7 +1,7 @@
 """ropewalk: position in transformers.
 
-Names load on first use (PEP 562), so that `import ropewalk` costs milliseconds and imports no torch;
-type checkers read the imports below and see every name.
+Names are loaded on first use (PEP 562), so `import ropewalk` takes milliseconds and does not import torch.
+Type checkers read the imports below.
 
 >>> import ropewalk as rw
 >>> rw.RopeSpec(head_dim=4).inv_freq().tolist()
@@ -93,7 +93,7 @@ _HOME = {
     "qk_norm_rope": "ropewalk.nn.rotary.qk_norm",
 }
 
-# Packages with public names of their own: rw.hub.inspect_model works without an import of ropewalk.hub.
+# Packages with their own public names: rw.hub.inspect_model works without importing ropewalk.hub.
 _PACKAGES = ("hub", "reference", "spec", "theory")
 
 __all__ = [
@@ -136,7 +136,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-    # Hidden from type checkers, which would believe that every name is there.
+    # Hidden from type checkers: with a module-level __getattr__ they would accept any name.
 
     def __getattr__(name: str) -> object:
         if name in _PACKAGES:

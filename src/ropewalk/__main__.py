@@ -1,4 +1,4 @@
-"""`python -m ropewalk`: the command line, for machines where its script is not on the path."""
+"""`python -m ropewalk`: the command line, if the `ropewalk` script is not on PATH."""
 
 from ropewalk.tools.cli import main
 

@@ -1,6 +1,6 @@
-"""The one exception that ropewalk raises for a user's mistake, and the checks that raise it.
+"""The exception that ropewalk raises for invalid input, and the checks that raise it.
 
-Every message has four parts: what was asked, what was expected, what came, and what to do.
+Every message has four parts: what was asked, what was expected, what was received, and what to do.
 """
 
 import difflib
@@ -15,9 +15,15 @@ Choice = TypeVar("Choice", bound=str)
 
 
 class RopewalkError(ValueError):
-    """Input that ropewalk cannot serve: what was asked, what was expected, what came, what to do.
+    """Invalid or unsupported input.
 
-    It is a `ValueError`, so code that catches those keeps working.
+    It is a subclass of `ValueError`, so `except ValueError` catches it.
+
+    Attributes:
+        asked: The call or argument that was rejected.
+        expected: What it accepts.
+        got: What it received.
+        do: How to fix the call.
 
     >>> import ropewalk as rw
     >>> try:
@@ -38,11 +44,11 @@ class RopewalkError(ValueError):
 
     def __init__(self, *, asked: str, expected: str, got: str, do: str) -> None:
         self.asked, self.expected, self.got, self.do = asked, expected, got, do
-        # Not by super().__init__, which torch.compile cannot trace: it would hide the error behind its own.
+        # Not super().__init__(): torch.compile cannot trace it, and would raise its own error instead of this one.
         self.args = (f"asked:    {asked}\nexpected: {expected}\ngot:      {got}\ndo this:  {do}",)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Keyword-only arguments are not what BaseException pickles, and worker processes do send errors home.
+        # BaseException cannot pickle keyword-only arguments. Worker processes pickle errors.
         return _rebuild, (self.asked, self.expected, self.got, self.do)
 
 
@@ -51,7 +57,7 @@ def _rebuild(asked: str, expected: str, got: str, do: str) -> RopewalkError:
 
 
 def shown(value: object) -> str:
-    """`value` as an error shows it: its repr, cut short, and its type unless the repr tells it.
+    """Format `value` for an error: its repr, shortened, with its type if the repr does not show it.
 
     >>> shown(7), shown(7.0), shown("x" * 99)[-4:]
     ('7', '7.0 (float)', 'x...')
@@ -62,7 +68,7 @@ def shown(value: object) -> str:
 
 
 def require_choice(value: object, choices: Iterable[Choice], *, asked: str) -> Choice:
-    """The one of `choices` that equals `value`; otherwise an error that names the nearest."""
+    """Return the element of `choices` that equals `value`, or raise an error that suggests the closest one."""
     known = tuple(choices)
     if isinstance(value, str) and value in known:
         return known[known.index(value)]
@@ -72,7 +78,7 @@ def require_choice(value: object, choices: Iterable[Choice], *, asked: str) -> C
 
 
 def require_even(value: object, *, asked: str, do: str) -> int:
-    """`value` as an int, if it is an even integer of at least 2."""
+    """Return `value` as an int. Raise if it is not an even integer of at least 2."""
     number = as_int(value)
     if number is None or number < 2 or number % 2:
         raise RopewalkError(asked=asked, expected="an even integer of at least 2", got=shown(value), do=do)
@@ -80,7 +86,7 @@ def require_even(value: object, *, asked: str, do: str) -> int:
 
 
 def require_count(value: object, *, asked: str, do: str, at_least: int = 1) -> int:
-    """`value` as an int, if it is an integer of at least `at_least`."""
+    """Return `value` as an int. Raise if it is not an integer of at least `at_least`."""
     number = as_int(value)
     if number is None or number < at_least:
         expected = f"an integer of at least {at_least}"
@@ -89,7 +95,7 @@ def require_count(value: object, *, asked: str, do: str, at_least: int = 1) -> i
 
 
 def require_positive(value: object, *, asked: str, do: str) -> float:
-    """`value` as a float, if it is a finite number above 0."""
+    """Return `value` as a float. Raise if it is not a finite number above 0."""
     number = as_float(value)
     if number is None or number <= 0.0:
         raise RopewalkError(asked=asked, expected="a finite number above 0", got=shown(value), do=do)
@@ -97,19 +103,19 @@ def require_positive(value: object, *, asked: str, do: str) -> float:
 
 
 def require_flag(value: object, *, asked: str) -> bool:
-    """`value`, if it is True or False: the string "no" is neither."""
+    """Return `value`. Raise if it is not a bool."""
     if not isinstance(value, bool):
         raise RopewalkError(asked=asked, expected="True or False", got=shown(value), do="pass a bool")
     return value
 
 
 def as_int(value: object) -> int | None:
-    """`value` as an int, or None if it is no integer. A bool is no number here, whatever Python says."""
+    """Return `value` as an int, or None if it is not an integer. A bool does not count as an integer."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
 def as_float(value: object) -> float | None:
-    """`value` as a finite float, or None."""
+    """Return `value` as a float, or None if it is not a finite number. A bool does not count as a number."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None
     try:
