@@ -249,6 +249,7 @@ PITFALL_CASES = [
     ("amplitude-differs", {"rope_scaling": YARN | {"mscale": 0.7}}),
     ("dynamic-batch", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}),
     ("factor-differs", {"rope_scaling": YARN | {"factor": 4.0}}),
+    ("factor-not-stated", {"model_type": None, "dim": 64, "n_heads": 4, "rope_theta": 5e5, "use_scaled_rope": True}),
     ("head-dim-null", {"head_dim": None, "rope_scaling": YARN}),
     ("int-for-float", {"rope_scaling": {"type": "linear", "factor": 4}}),
     ("int-for-float", {"rope_scaling": YARN | {"attention_factor": 1}}),

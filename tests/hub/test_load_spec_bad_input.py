@@ -88,14 +88,14 @@ def test_files_that_are_no_configs_are_refused(tmp_path):
     refused("a folder without config.json or params.json", name="")
     refused("not JSON", b"{")
     refused("not JSON", b"")
-    refused("UnicodeDecodeError", b"\xff\xfe")
+    refused("not UTF-8", b"\xff\xfe")
     refused("stands twice", b'{"model_type": "llama", "model_type": "gptj"}')
     refused("a JSON object", b"[1, 2]")
     refused("not JSON", b"[" * 100_000)
     refused("at most 32 levels", b'{"a":' * 200 + b"1" + b"}" * 200)
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(100 << 20)
-    refused("100 MiB; a config has at most 16")
+    refused("100 MiB; the limit is 16 MiB")
     for nothing in (None, 7, [], b"config.json", object()):
         with pytest.raises(RopewalkError, match="the path of a config"):
             load_spec(nothing)
@@ -126,7 +126,16 @@ def test_a_pairing_must_agree_with_a_flag_too():
     ("params", "message"),
     [
         ({"dim": 64, "n_heads": 4}, "'rope_theta'"),
-        ({"dim": 64, "n_heads": 4, "rope_theta": 5e5, "use_scaled_rope": True}, "Meta's use_scaled_rope"),
+        ({"dim": 64, "n_heads": 4, "use_scaled_rope": True}, "only Llama 1 and 2"),
+        ({"dim": 64, "n_heads": 4, "multiple_of": 8, "vocab_size": 128256}, "only Llama 1 and 2"),
+        ({"dim": 64, "n_heads": 4, "rope_theta": 5e5, "use_scaled_rope": "yes"}, "true or false"),
+        ({"dim": 64, "n_heads": 4, "rope_theta": 5e5, "use_scaled_rope": 1}, "true or false"),
+        ({"dim": 64, "n_heads": 4, "rope_theta": "5e5", "use_scaled_rope": True}, "'rope_theta'\nexpected: a number"),
+        ({"dim": 64, "n_heads": 4, "multiple_of": 8, "rope_theta": 5e5, "nope_layer_interval": 4}, "Llama 1 to 3"),
+        (
+            {"dim": 64, "n_heads": 4, "use_scaled_rope": True, "rope_theta": 5e5, "rope_scaling_factor": 16},
+            "Llama 1 to",
+        ),
         ({"dim": 64, "n_heads": 4, "rope_theta": 1e4, "qk_rope_head_dim": 64}, "load its config.json"),
     ],
 )

@@ -16,8 +16,11 @@ from ropewalk.theory import Band, bands, critical_dimension, first_negative_dist
 
 __all__ = ["Inspection", "Layer", "View", "inspect_model", "inspection_of", "kind_of"]
 
-# How far the score sum is looked at, and how many terms that may have: a third of a second.
+# How far the score sum is looked at, and how many terms that may have: a third of a second. A model may have many kinds
+# of layers, which share twice that.
 FARTHEST, TERMS = 1 << 20, 1 << 27
+# Frequencies of all kinds of layers together: each is a row of figures.
+MOST_PAIRS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -136,26 +139,45 @@ def inspection_of(model: Model) -> Inspection:
             got=f"{model.model_type}, of which no layer does",
             do="nothing: there is no RoPE to look at",
         )
-    return Inspection(model, tuple(_layer(name, spec, model.lengths) for name, spec in model.layers))
+    lengths = model.lengths
+    at = {name: [] if spec is None else _lengths_to_view(spec, lengths) for name, spec in model.layers}
+    pairs = sum(len(at[name]) * spec.turning // 2 for name, spec in model.layers if spec is not None)
+    if pairs > MOST_PAIRS:
+        raise RopewalkError(
+            asked=model.config.caller.asked("the figures of a model"),
+            expected=f"at most {MOST_PAIRS} frequencies in all kinds of layers",
+            got=f"{pairs}",
+            do="look at the kinds one by one: load_spec(...) gives a spec for each",
+        )
+    terms = min(TERMS, 2 * TERMS // sum(map(len, at.values())))
+    return Inspection(model, tuple(_layer(name, spec, lengths, at[name], terms) for name, spec in model.layers))
 
 
-def _layer(name: str, spec: RopeSpec | None, lengths: Lengths) -> Layer:
-    if spec is None:
-        return Layer(name, None, "no rotation", None, None, ())
+def _reach(spec: RopeSpec) -> int | None:
     rule = spec.frequencies
     factor, trained = getattr(rule, "factor", None), getattr(rule, "trained_length", None)
-    reach = None if factor is None or trained is None or factor == 1 else round(factor * trained)
-    at: list[int | None] = [None]
-    if spec.varies and trained is not None:
-        longer = [length for length in (lengths.configured, reach, 2 * trained) if length and length > trained]
-        at = [trained, longer[0]]
-    views = tuple(_view(spec, length) for length in at)
-    return Layer(name, spec, kind_of(spec), _critical(spec, lengths.trained), reach, views)
+    return None if factor is None or trained is None or factor == 1 else round(factor * trained)
 
 
-def _view(spec: RopeSpec, length: int | None) -> View:
+def _lengths_to_view(spec: RopeSpec, lengths: Lengths) -> list[int | None]:
+    """Two lengths where frequencies follow the length, else None alone."""
+    trained = getattr(spec.frequencies, "trained_length", None)
+    if not spec.varies or trained is None:
+        return [None]
+    longer = [length for length in (lengths.configured, _reach(spec), 2 * trained) if length and length > trained]
+    return [trained, longer[0]]
+
+
+def _layer(name: str, spec: RopeSpec | None, lengths: Lengths, at: list[int | None], terms: int) -> Layer:
+    if spec is None:
+        return Layer(name, None, "no rotation", None, None, ())
+    views = tuple(_view(spec, length, terms) for length in at)
+    return Layer(name, spec, kind_of(spec), _critical(spec, lengths.trained), _reach(spec), views)
+
+
+def _view(spec: RopeSpec, length: int | None, terms: int) -> View:
     inv_freq, plain = spec.inv_freq(length), plain_inv_freq(spec)
-    looked_to = max(1, min(FARTHEST, TERMS // inv_freq.size))
+    looked_to = max(1, min(FARTHEST, terms // inv_freq.size))
     return View(
         length=length,
         inv_freq=tuple(inv_freq.tolist()),

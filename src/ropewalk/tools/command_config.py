@@ -1,13 +1,13 @@
 """Configs as commands take them: paths only. GGUF files, adapters and hub ids get errors of their own."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ropewalk.errors import RopewalkError
-from ropewalk.hub.configs.keys import NAMES, Caller
+from ropewalk.hub.configs.keys import NAMES, Caller, Keys, read_config
 from ropewalk.hub.configs.model import Model, model_for
+from ropewalk.hub.files import open_regular
 
 __all__ = ["CommandLine", "read_named_config", "refuse_other_files"]
 
@@ -92,19 +92,16 @@ def refuse_other_files(config: str, asked: str) -> None:
 
 
 def _is_gguf(path: Path) -> bool:
-    if not path.is_file():
-        return False
     try:
-        with path.open("rb") as file:
+        with open_regular(path, asked="read the first bytes", expected="a file", do="name another") as file:
             return path.suffix == ".gguf" or file.read(4) == b"GGUF"
-    except OSError:
+    except (OSError, RopewalkError):
         return False
 
 
 def _base_of(path: Path) -> str:
     """The model that an adapter is for, where its config says it."""
     try:
-        name = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return Keys(read_config(path)).text("base_model_name_or_path") or ""
+    except RopewalkError:
         return ""
-    return name if isinstance(name, str) else ""

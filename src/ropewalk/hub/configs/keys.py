@@ -1,19 +1,31 @@
 """A config as plain data, checked key by key. Errors are written in the words of whoever asked for the config."""
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
-from ropewalk.errors import RopewalkError, as_float, shown
+from ropewalk.errors import RopewalkError, as_float, as_int, shown
+from ropewalk.hub.configs.limits import (
+    DEEPEST,
+    LIMITS,
+    MOST_BITS,
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_KEYS,
+    MOST_LENGTH,
+    MOST_LETTERS,
+    MOST_VALUES,
+)
 from ropewalk.hub.configs.pitfalls import PITFALLS
+from ropewalk.hub.files import read_text
 from ropewalk.spec.value import without_repeats
 
-__all__ = ["Caller", "ConfigError", "ConfigSource", "HasToDict", "Keys", "read_config"]
+__all__ = ["MOST_BYTES", "NAMES", "Caller", "ConfigError", "ConfigSource", "HasToDict", "Keys", "read_config"]
 
-# The largest config on model hubs is far below this; what is larger is no config.
-MOST_BYTES = 16 << 20
 # Files that a folder may hold a config in, in the order in which they are looked for.
 NAMES = ("config.json", "params.json")
 
@@ -71,6 +83,8 @@ class Caller:
 
 
 _LOAD_SPEC = Caller("load_spec")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_EXPECTED = "a readable config.json or params.json, or a folder with one"
 
 
 class ConfigError(RopewalkError):
@@ -96,7 +110,7 @@ def read_config(config: object, caller: Caller = _LOAD_SPEC) -> dict[str, Any]:
             got=shown(config),
             do='pass for example "models/llama/config.json"',
         )
-    copied = _copied(data, 0, "config", caller)
+    copied = _copied(data, 0, "config", caller, [MOST_VALUES])
     if not isinstance(copied, dict):
         raise RopewalkError(
             asked=caller.asked_for(config),
@@ -108,44 +122,75 @@ def read_config(config: object, caller: Caller = _LOAD_SPEC) -> dict[str, Any]:
 
 
 def _read_file(path: Path, caller: Caller) -> Any:
-    try:
-        if path.is_dir():
-            files = [path / name for name in NAMES if (path / name).is_file()]
-            if not files:
-                raise _unreadable(caller, path, f"a folder without {' or '.join(NAMES)}")
-            path = files[0]
-        size = path.stat().st_size
-        if size > MOST_BYTES:
-            raise _unreadable(caller, path, f"{size >> 20} MiB; a config has at most {MOST_BYTES >> 20}")
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        if isinstance(error, RopewalkError):
-            raise
-        raise _unreadable(caller, path, f"{type(error).__name__}: {error}") from None
+    path = _in_folder(path, caller)
+    expected, do = _EXPECTED, caller.pass_path
+    text = read_text(path, most=MOST_BYTES, asked=caller.asked_for(str(path)), expected=expected, do=do)
+    # Each value follows a comma or a bracket: more values than these there cannot be, and none is made to know it.
+    values = 1 + sum(map(text.count, ",[{"))
+    if values > MOST_VALUES:
+        raise _unreadable(caller, path, f"about {values} values; the limit is {MOST_VALUES}")
     try:
         return json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
         raise _unreadable(caller, path, f"not JSON: {error}") from None
 
 
-def _copied(value: Any, depth: int, name: str, caller: Caller) -> Any:
-    """A deep copy with plain strings as keys, that refuses what no config is nested like."""
-    if depth > 32:
-        raise Keys({}, caller=caller).error(name, "at most 32 levels", "more", caller.pass_config)
+def _in_folder(path: Path, caller: Caller) -> Path:
+    """The config of a folder, and a path that is no folder as it is."""
+    try:
+        if not path.is_dir():
+            return path
+        # Not is_file: what has the name and is no file is an error that says so.
+        files = [path / name for name in NAMES if os.path.lexists(path / name)]
+    except (OSError, ValueError) as error:
+        raise _unreadable(caller, path, f"{type(error).__name__}: {error}") from None
+    if not files:
+        raise _unreadable(caller, path, f"a folder without {' or '.join(NAMES)}")
+    return files[0]
+
+
+def _copied(value: Any, depth: int, name: str, caller: Caller, left: list[int]) -> Any:
+    """A deep copy with plain strings as keys, that refuses what no config has.
+
+    `left` is how many values may still come: dicts can contain themselves, or one list a thousand times.
+    """
+    refused = Keys({}, caller=caller).error
+    left[0] -= 1
+    if left[0] < 0:
+        raise refused(name, f"at most {MOST_VALUES} values in a config", "more", caller.pass_config)
+    if depth > DEEPEST:
+        raise refused(name, f"at most {DEEPEST} levels", "more", caller.pass_config)
     if isinstance(value, dict):
-        return {str(key): _copied(entry, depth + 1, str(key), caller) for key, entry in value.items()}
+        names = [(_copied_key(key, name, caller), entry) for key, entry in value.items()]
+        return {key: _copied(entry, depth + 1, key, caller, left) for key, entry in names}
     if isinstance(value, list | tuple):
-        return [_copied(entry, depth + 1, name, caller) for entry in value]
+        return [_copied(entry, depth + 1, name, caller, left) for entry in value]
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise refused(name, "a number that a float can hold", f"one of {value.bit_length()} bits", caller.pass_config)
+    if isinstance(value, str) and not _is_text(value):
+        raise refused(name, "text", "half of a surrogate pair, which is no letter", caller.pass_config)
     return value
 
 
+def _copied_key(key: object, name: str, caller: Caller) -> str:
+    """A key as a string. Config objects have labels by number; other keys no JSON has."""
+    refused = Keys({}, caller=caller).error
+    number = as_int(key)
+    if not isinstance(key, str) and (number is None or number.bit_length() > MOST_BITS):
+        raise refused(name, "keys that are strings", f"a key of type {type(key).__name__}", caller.pass_config)
+    text = str(key)
+    if len(text) > MOST_LETTERS or not _is_text(text):
+        raise refused(name, f"keys of at most {MOST_LETTERS} letters", f"{text[:40]!r}...", caller.pass_config)
+    return text
+
+
+def _is_text(text: str) -> bool:
+    """Whether a string can be written: JSON can contain halves of surrogate pairs."""
+    return text.isascii() or _SURROGATE.search(text) is None
+
+
 def _unreadable(caller: Caller, path: Path, reason: str) -> RopewalkError:
-    return RopewalkError(
-        asked=caller.asked_for(str(path)),
-        expected="a readable config.json or params.json, or a folder with one",
-        got=reason,
-        do=caller.pass_path,
-    )
+    return RopewalkError(asked=caller.asked_for(str(path)), expected=_EXPECTED, got=reason, do=caller.pass_path)
 
 
 class Keys:
@@ -188,7 +233,8 @@ class Keys:
 
     def error(self, key: str, expected: str, got: str, do: str) -> ConfigError:
         """The error of a key, which is named in full."""
-        return ConfigError(asked=self.caller.asked(f"the key {key!r}"), expected=expected, got=got, do=do)
+        name = repr(key) if len(key) <= 200 else f"{key[:200]!r}..."
+        return ConfigError(asked=self.caller.asked(f"the key {name}"), expected=expected, got=got, do=do)
 
     def name(self, key: str) -> str:
         """The key in full, as an error names it."""
@@ -224,20 +270,43 @@ class Keys:
         return number
 
     def whole(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
-        """A whole number; 4096.0 is one."""
-        value = self.raw(key)
+        """A whole number, up to the limit of its key; 4096.0 is one."""
+        value, most = self.raw(key), LIMITS.get(key, MOST_LENGTH)
         if value is None and default is not None:
             return default
         number = self.number(key, at_least=at_least)
-        if number != int(number) or number > 2**53:
+        if number > most:
+            raise self._above(key, most)
+        if number != int(number):
             raise self.error(self.name(key), "a whole number", self._shown(key), f"set {key} to a whole number")
         return int(number)
+
+    def check_limits(self) -> None:
+        """Raises for more keys than a model has, and for a number that is above the limit of its key.
+
+        Whatever reads the config later need not look again.
+        """
+        if len(self.data) > MOST_KEYS:
+            name = self._place or "config"
+            raise self.error(name, f"at most {MOST_KEYS} keys", f"{len(self.data)}", self.caller.pass_config)
+        for key, most in LIMITS.items():
+            value = self.data.get(key)
+            # A bool is no number, and below every limit. NaN is not below.
+            if isinstance(value, int | float) and not value <= most:
+                raise self._above(key, most)
+
+    def _above(self, key: str, most: int) -> ConfigError:
+        do = f"set {key} as the model was trained"
+        return self.error(self.name(key), f"a number of at most {most}", self._shown(key), do)
 
     def numbers(self, key: str) -> list[float]:
         """A list of finite numbers."""
         values = self.raw(key)
         if not isinstance(values, list) or not values:
             raise self.error(self.name(key), "a list of numbers", self._shown(key), f"copy {key} from the model")
+        if len(values) > MOST_COUNT:
+            expected, got = f"a list of at most {MOST_COUNT} numbers", f"{len(values)} entries"
+            raise self.error(self.name(key), expected, got, f"copy {key} from the model")
         parts = self.of({str(i): value for i, value in enumerate(values)}, self.name(key))
         return [parts.number(str(i)) for i in range(len(values))]
 
@@ -260,12 +329,19 @@ class Keys:
         return cast("dict[str, Any]", value)
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """A string."""
+        """A string that is a name: it can be printed, and is not long."""
         value = self.raw(key)
         if value is None:
             return default
         if not isinstance(value, str):
             raise self.error(self.name(key), "a string", self._shown(key), f"make {key} a string")
+        return self.as_name(value, key)
+
+    def as_name(self, value: str, key: str) -> str:
+        """A string under this key, if it can be printed and has at most as many letters as a name may have."""
+        if len(value) > MOST_LETTERS or not value.isprintable():
+            expected = f"a name: at most {MOST_LETTERS} letters that can be printed"
+            raise self.error(self.name(key), expected, self._shown(key), f"set {key} as the model was trained")
         return value
 
     def _shown(self, key: str) -> str:

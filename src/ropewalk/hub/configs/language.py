@@ -11,6 +11,7 @@ from typing import Any
 
 from ropewalk.errors import RopewalkError, require_choice, shown
 from ropewalk.hub.configs.keys import Caller, Keys
+from ropewalk.hub.configs.params import from_params, is_params
 from ropewalk.hub.families.family import BASE_KEYS, Family
 from ropewalk.hub.families.table import DRAWN_BY, FAMILIES, WITHOUT_ROPE
 from ropewalk.spec.rope import PAIRINGS, Pairing
@@ -107,8 +108,9 @@ class _Part:
 
 def _locate(keys: Keys) -> _Part:
     name = keys.text("model_type")
-    if name is None and keys.has("n_heads") and keys.has("dim"):
-        return _Part(_from_params(keys), (), "mistral params.json")
+    if name is None and is_params(keys):
+        data, family = from_params(keys)
+        return _Part(data, (), family)
     part = next((part for part in _PARTS if isinstance(keys.data.get(part), dict)), None)
     rotates = any(keys.has(key) for key in ("rope_parameters", "rope_scaling", "rope_theta"))
     if part is not None and not (rotates and keys.has("hidden_size")):
@@ -204,34 +206,3 @@ def _asks_for_rope(data: Mapping[str, Any]) -> bool:
     asked = isinstance(inner, dict) and bool(inner.get("rope"))
     kinds = (data.get("position_embedding_type"), data.get("position_embeddings_type"))
     return asked or any(kind in ("rope", "rotary") for kind in kinds) or any(data.get(key) for key in _ROPE_KEYS)
-
-
-def _from_params(keys: Keys) -> dict[str, Any]:
-    """Mistral's params.json, with its yarn under the names of transformers."""
-    for key, what in (("use_scaled_rope", "Meta's"), ("qk_rope_head_dim", "latent attention's")):
-        if keys.raw(key):
-            raise keys.error(
-                key, "Mistral's params.json of a model with plain heads", f"{what} {key}", "load its config.json"
-            )
-    keys.number("rope_theta")
-    yarn, growing = keys.under("yarn"), keys.under("llama_4_scaling")
-    if not keys.has("yarn"):
-        if keys.has("llama_4_scaling"):
-            raise keys.error("llama_4_scaling", "yarn beside it", "no yarn", "add the yarn of the model")
-        return keys.data
-    factor = yarn.number("factor", at_least=1)
-    parameters: dict[str, Any] = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": yarn.whole("original_max_position_embeddings", at_least=2),
-        "beta_fast": yarn.number("beta", 32.0),
-        "beta_slow": yarn.number("alpha", 1.0),
-    }
-    if not yarn.flag("apply_scale", True):
-        parameters["attention_factor"] = 1.0
-    if keys.has("llama_4_scaling"):
-        length = growing.whole("original_max_position_embeddings", at_least=2)
-        if length != parameters["original_max_position_embeddings"]:
-            raise keys.error(growing.name("original_max_position_embeddings"), "that of yarn", f"{length}", "set one")
-        parameters["llama_4_scaling_beta"] = growing.number("beta", at_least=0)
-    return {**keys.data, "rope_parameters": parameters}

@@ -5,6 +5,7 @@ from typing import Any
 
 from ropewalk.errors import as_int, shown
 from ropewalk.hub.configs.keys import Keys
+from ropewalk.hub.configs.limits import MOST_COUNT, MOST_KINDS
 from ropewalk.hub.families.family import BASE_KEYS, Family, LayerPattern, Sharing
 from ropewalk.spec.rope import RopeSpec
 
@@ -21,6 +22,14 @@ def parameters_by_layer(whole: Keys, family: Family) -> Layers:
 
     The key is "" where all layers are alike.
     """
+    layers = _by_layer(whole, family)
+    if len(layers) > MOST_KINDS:
+        kinds, do = f"at most {MOST_KINDS} kinds of layers", whole.caller.pass_config
+        raise whole.error("layer_types", kinds, f"{len(layers)} that rotate in ways of their own", do)
+    return layers
+
+
+def _by_layer(whole: Keys, family: Family) -> Layers:
     parameters, types = _parameters(whole), _layer_types(whole)
     names = types | set(family.labels) | {"full_attention", "sliding_attention", "chunked_attention"}
     nested = {key: value for key, value in parameters.items() if key in names}
@@ -28,7 +37,7 @@ def parameters_by_layer(whole: Keys, family: Family) -> Layers:
     if strange:
         raise whole.error(
             f"rope_parameters.{strange[0]}",
-            f"a layer type of this model: {', '.join(sorted(types)) or 'it has none'}",
+            f"a layer type of this model: {', '.join(sorted(types)[:8]) or 'it has none'}",
             "an object under another name",
             "rename it, or add the type to layer_types",
         )
@@ -64,12 +73,22 @@ def parameters_by_layer(whole: Keys, family: Family) -> Layers:
 
 
 def _layer_types(whole: Keys) -> set[str]:
-    types = whole.raw("layer_types")
-    if types is None:
-        return set()
-    if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
+    types = _listed_values(whole, "layer_types")
+    if not all(isinstance(name, str) for name in types):
         raise whole.error("layer_types", "a list of strings", shown(types), "name the type of each layer")
-    return set(types)
+    return {whole.as_name(name, "layer_types") for name in types}
+
+
+def _listed_values(whole: Keys, key: str) -> list[Any]:
+    """A list with an entry per layer, of whatever type; an empty one where there is none."""
+    values = whole.raw(key)
+    if values is None:
+        return []
+    if not isinstance(values, list) or len(values) > MOST_COUNT:
+        got = f"{len(values)} entries" if isinstance(values, list) else shown(values)
+        expected = f"a list of {'strings' if key == 'layer_types' else '0 and 1'}, at most {MOST_COUNT}"
+        raise whole.error(key, expected, got, "write one entry for each layer")
+    return values
 
 
 def _parameters(whole: Keys) -> dict[str, Any]:
@@ -147,8 +166,8 @@ def _sliding(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, 
 
 def _listed(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
     """no_rope_layers has a 1 for each layer that rotates, whatever its name says; or every n-th does not."""
-    listed = whole.raw("no_rope_layers")
-    if listed is not None and (not isinstance(listed, list) or any(flag not in (0, 1) for flag in listed)):
+    listed = _listed_values(whole, "no_rope_layers")
+    if any(flag not in (0, 1) for flag in listed):
         raise whole.error("no_rope_layers", "a list of 0 and 1", shown(listed), "1 is a layer that rotates")
     flags = set(listed or (1, 0))
     return {name: part for flag, name, part in ((1, "rope", shared), (0, "no_rope", None)) if flag in flags}
@@ -222,7 +241,8 @@ def window_of(part: Mapping[str, Any]) -> int | None:
     >>> window_of({"sliding_window": 4096}), window_of({"sliding_window": 4096, "use_sliding_window": False})
     (4096, None)
     """
-    return as_int(part.get("sliding_window")) if part.get("use_sliding_window", True) else None
+    window = as_int(part.get("sliding_window")) if part.get("use_sliding_window", True) else None
+    return window if window is not None and window > 0 else None
 
 
 def layer_kinds(part: Mapping[str, Any], family: Family) -> list[str] | None:

@@ -11,6 +11,7 @@ from ropewalk.errors import require_choice, shown
 from ropewalk.hub.configs.keys import Caller, ConfigSource, Keys, read_config
 from ropewalk.hub.configs.language import LanguageModel, language_model, refuse_without_rope
 from ropewalk.hub.configs.layers import parameters_by_layer
+from ropewalk.hub.configs.limits import MOST_HEAD, MOST_SECTIONS
 from ropewalk.hub.configs.pitfalls import emit
 from ropewalk.hub.configs.rope_types import Around, rule_of, type_of
 from ropewalk.hub.families.family import Family
@@ -83,8 +84,8 @@ def load_spec(
     layer type), with vLLM's extra ones. Of a composite model it is the language model.
 
     Args:
-        config: The path of a config.json, of Mistral's params.json or of a folder with one, a dict, or a config object
-            of transformers.
+        config: The path of a config.json, of Mistral's or Meta's params.json or of a folder with one, a dict, or a
+            config object of transformers.
         pairing: Which features form a pair. No config says it: it follows from model_type. A family that is not known
             needs it; beside a known one it must agree.
         policy: Whose reading of YaRN's amplitude holds; by default that of the family in transformers.
@@ -137,6 +138,7 @@ def parse_config(
     require_choice(angles, ANGLES, asked=caller.asked_with("angles", angles))
     options = _Options(pairing, policy, angles, filled=not isinstance(config, str | Path | Mapping))
     whole = Keys(language.data, caller=caller, pitfalls=pitfalls)
+    whole.check_limits()
     layers = {
         name: None if parameters is None else _spec(whole, language, name, parameters, nested=nested, options=options)
         for name, (parameters, nested) in parameters_by_layer(whole, language.family).items()
@@ -269,6 +271,9 @@ def _derived_head_dim(whole: Keys, family: Family) -> int:
             "nothing; files leave out what is the default of a class in transformers",
             f"set head_dim, or {missing}, or {whole.caller.pass_whole_config}",
         )
+    if width // heads > MOST_HEAD:
+        expected, do = f"a head_dim of at most {MOST_HEAD}", "set both as the model was trained"
+        raise whole.error(family.width[0], expected, f"{width} features in {heads} heads", do)
     return width // heads
 
 
@@ -335,7 +340,7 @@ def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axe
     """Which position turns which pair, where tokens have several."""
     key = "xdrope_section" if parameters.has("xdrope_section") else "mrope_section"
     if parameters.text("rope_type") == "openpangu":
-        return Axes.rarest_first([int(size) for size in parameters.numbers(key)])
+        return Axes.rarest_first(_sections(parameters, key, rotary_dim))
     if family.axes is None:
         if parameters.has(key):
             raise whole.error(
@@ -347,19 +352,29 @@ def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axe
         return None
     if not isinstance(family.axes, str):
         return family.axes(rotary_dim)
-    numbers = parameters.numbers(key) if parameters.has(key) else family.sections
-    if numbers is None:
+    if not parameters.has(key) and family.sections is None:
         return None
-    sections, pairs = [int(size) for size in numbers], rotary_dim // 2
     dealt = family.axes == "interleaved" or parameters.flag("mrope_interleaved", False)
-    # Sections that are dealt out need not fill the pairs: what is left belongs to the first axis.
-    if sections != list(numbers) or min(sections) < 0 or (not dealt and sum(sections) != pairs) or not any(sections):
-        raise whole.error(
+    sections = _sections(parameters, key, rotary_dim, family.sections, fill=not dealt)
+    if dealt:
+        return Axes.interleaved(sections, rotary_dim // 2)
+    return Axes.ernie(sections) if family.axes == "ernie" else Axes.chunked(sections)
+
+
+def _sections(
+    parameters: Keys, key: str, rotary_dim: int, usual: tuple[int, ...] | None = None, *, fill: bool = True
+) -> list[int]:
+    """How many pairs each axis has; `usual` where the config has no sections. Those that are dealt out need not `fill`
+    the pairs: the first axis has the rest."""
+    pairs = rotary_dim // 2
+    numbers = list(usual) if usual is not None and not parameters.has(key) else parameters.numbers(key)
+    sections = [int(size) for size in numbers]
+    whole = sections == numbers and all(0 <= size <= MOST_HEAD for size in sections) and any(sections)
+    if not whole or len(sections) > MOST_SECTIONS or (fill and sum(sections) != pairs):
+        raise parameters.error(
             parameters.name(key),
-            f"whole numbers that sum to {pairs}, half of the features that turn",
-            shown(list(numbers)),
+            f"at most {MOST_SECTIONS} whole numbers that sum to {pairs}, half of the features that turn",
+            shown(numbers),
             "copy the sections from the model",
         )
-    if dealt:
-        return Axes.interleaved(sections, pairs)
-    return Axes.ernie(sections) if family.axes == "ernie" else Axes.chunked(sections)
+    return sections

@@ -21,6 +21,10 @@ _PITFALLS = {
         "factor is not max_position_embeddings / original_max_position_embeddings",
         "set the factor that the model was tuned with; nothing, if it is the one in the config",
     ),
+    "factor-not-stated": (
+        "Meta's params.json says that the frequencies are scaled, and not by how much",
+        "compare with the config.json of the model; Llama 3.2 1B and 3B have a factor of 32 there",
+    ),
     "head-dim-null": (
         "head_dim is null, which some rope types of transformers cannot read",
         "write the number, or remove the key",

@@ -67,7 +67,7 @@ def forms_of(config: Config, start: Start, spec: RopeSpec, length: int) -> list[
         raise RopewalkError(
             asked=asked,
             expected="a config.json with a model_type",
-            got="Mistral's params.json, which has keys for YaRN alone",
+            got="a params.json, which has keys for one rule at most",
             do="use the config.json of the model",
         )
     if model_type in FIXED:

@@ -25,6 +25,8 @@ RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 
 # Bases are tried from FIRST times the length on, each a STEP larger than the last, up to HIGHEST.
 FIRST, STEP, HIGHEST = 1.5, 1.004, 1e15
+# Features of a head up to which bases are tried: twice as many take twice as long, and no model has more.
+WIDEST = 512
 _CALLER = Caller("extensions")
 
 
@@ -316,6 +318,8 @@ def _base_bound(start: Start, length: int, factor: float) -> Extension:
     moving = 2 * int(np.count_nonzero(start.spec.inv_freq()))
     if start.spec.head_dim - moving >= moving:
         return Extension("base-bound", does, None, "with the features that stand still the sum is never negative")
+    if start.dim > WIDEST:
+        return Extension("base-bound", does, None, f"bases are tried for heads of at most {WIDEST} features")
     if first_negative_distance(Plain(start.base).evaluate(start.dim), length + 1) is None:
         return Extension("base-bound", does, None, f"the base {start.base:g} already keeps the sum non-negative")
     low = max(start.base, FIRST * length)

@@ -101,6 +101,7 @@ FAMILIES: dict[str, Family] = {
     "moonshine_streaming": replace(_INTERLEAVED, share=0.8),
     "llama4_text": replace(_INTERLEAVED, base=5e5, layers="listed", temperature="without rotation"),
     "mistral params.json": replace(_INTERLEAVED, temperature="everywhere"),
+    "meta params.json": _INTERLEAVED,
     # Layers of their own kind.
     **_each(replace(_INTERLEAVED, layers="sliding"), "cohere2 cohere2_moe"),
     **_each(_SLIDING, "afmoe exaone4 exaone_moe flint kolibri1 beam"),

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from ropewalk.errors import RopewalkError
+from ropewalk.hub.files import read_text
 
 __all__ = ["FIT_FROM", "exponent", "growth", "read_record", "shown_case", "shown_growth"]
 
 # Where the fit starts: below, what a call costs anyway hides what a token costs.
 FIT_FROM = {"cpu": 1024, "cuda": 16_384}
+# Records that the command writes have some tens of kilobytes.
+MOST_BYTES = 16 << 20
 
 
 def exponent(lengths: Sequence[int], times: Sequence[float]) -> float | None:
@@ -86,20 +89,17 @@ def shown_growth(record: dict[str, Any]) -> str:
 
 def read_record(name: str, asked: str) -> dict[str, Any]:
     """A record that the command wrote earlier."""
+    expected, do = "a record that `ropewalk bench attention --json FILE` wrote", "name the file that --json wrote"
+    text = read_text(Path(name), most=MOST_BYTES, asked=asked, expected=expected, do=do)
     try:
-        record = json.loads(Path(name).read_text(encoding="utf-8"))
+        record = json.loads(text)
         # What is drawn and shown is looked at here, so that another file is refused and not half drawn.
         for case in record["cases"]:
             shown_case(case)
         shown_growth(record)
         if not any(case["sweep"] for case in record["cases"]):
             raise ValueError("no case of a sweep over N")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise RopewalkError(
-            asked=asked,
-            expected="a record that `ropewalk bench attention --json FILE` wrote",
-            got=f"{name}: {said}",
-            do="name the file that --json wrote",
-        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        got = f"{name}: {type(error).__name__}: {error}"
+        raise RopewalkError(asked=asked, expected=expected, got=got, do=do) from None
     return record

@@ -1,0 +1,125 @@
+"""Counts, sizes and lists that no model has: an error at once, whatever the family, and nothing is made of them."""
+
+import math
+import resource
+import time
+from typing import Any
+
+import pytest
+
+from hub.configs import LLAMA, LONG, YARN, load_spec
+from ropewalk import RopewalkError
+from ropewalk.hub import extend_model, inspect_model, read_model
+from ropewalk.hub.configs import layers
+from ropewalk.hub.configs.limits import LIMITS, MOST_COUNT, MOST_KINDS, MOST_LENGTH
+from ropewalk.hub.extend import effects
+from ropewalk.hub.families.family import LayerPattern
+from ropewalk.hub.families.table import FAMILIES
+
+HUGE = (10**9, 10**30, 10**300, 1e9, 1e30, math.inf, math.nan)
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, "num_hidden_layers": 4}
+
+
+def refused(config: dict[str, Any], message: str, **options: Any) -> RopewalkError:
+    """The error of a config, by every function that reads one; none of them uses memory to speak of."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for read in (load_spec, read_model, inspect_model, lambda config, **more: extend_model(config, 16384, **more)):
+        with pytest.raises(RopewalkError, match=message) as caught:
+            read(config, **options)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 << 10
+    return caught.value
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_a_huge_number_is_an_error_in_every_family(key):
+    started = time.process_time()
+    for name in [*FAMILIES, "brandnew"]:
+        for huge in HUGE[:2] if name != "llama" else HUGE:
+            with pytest.raises(RopewalkError) as caught:
+                read_model({"model_type": name, **SMALL, key: huge}, pairing="half" if name == "brandnew" else None)
+            assert f"the key {key!r}" in caught.value.asked, name
+            assert f"at most {LIMITS[key]}" in caught.value.expected
+    # Some milliseconds each, however busy the machine is: lists of that length would take minutes.
+    assert time.process_time() - started < 60
+
+
+@pytest.mark.parametrize("key", LIMITS)
+def test_a_huge_number_is_an_error_by_every_function(key):
+    for huge in HUGE:
+        refused(LLAMA | {key: huge}, f"'{key}'\nexpected: a number of at most {LIMITS[key]}")
+        refused({"model_type": "gemma3", "text_config": LLAMA | {"model_type": "gemma3_text", key: huge}}, "at most")
+
+
+def test_every_count_that_is_read_has_a_limit():
+    for family in FAMILIES.values():
+        keys = {*family.head_dim, *family.width, *family.heads, *family.longest}
+        keys |= {key for key, _ in family.head_dims.values()}
+        if isinstance(family.windows, LayerPattern) and family.windows.key is not None:
+            keys.add(family.windows.key)
+        assert keys <= set(LIMITS)
+    assert set(layers._COUNTS) <= set(LIMITS)
+    assert set(effects._HEADS) <= set(LIMITS)
+
+
+@pytest.mark.parametrize("key", ["original_max_position_embeddings", "max_position_embeddings", "rotary_dim"])
+@pytest.mark.parametrize("huge", HUGE[:3])
+def test_the_same_inside_of_the_rope_parameters(key, huge):
+    refused(LLAMA | {"rope_parameters": YARN | {key: huge}}, f"rope_parameters.{key}'")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"hidden_size": 1 << 24, "num_attention_heads": 1}, "a head_dim of at most 4096"),
+        ({"model_type": "clvp_encoder", "hidden_size": 1 << 24, "num_attention_heads": 1}, "a head_dim of at most"),
+        ({"layer_types": ["a"] * (MOST_COUNT + 1)}, f"{MOST_COUNT + 1} entries"),
+        ({"model_type": "smollm3", "no_rope_layers": [1] * (MOST_COUNT + 1)}, f"{MOST_COUNT + 1} entries"),
+        ({"model_type": "granite_swa", "layer_rope_theta": [1e4] * (MOST_COUNT + 1)}, f"{MOST_COUNT + 1} entries"),
+        ({"model_type": "granite_swa", "layer_rope_theta": [float(n) for n in range(1, 99)]}, "kinds of layers"),
+        ({"rope_scaling": LONG | {"long_factor": [1.0] * (MOST_COUNT + 1)}}, f"{MOST_COUNT + 1} entries"),
+        ({"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [10**9, 1, 1]}}, "mrope_section"),
+        ({"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [10**30, 1, 1]}}, "mrope_section"),
+        ({"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [1] * 10_000}}, "mrope_section"),
+        ({"rope_parameters": {"rope_type": "openpangu", "mrope_section": [10**9, 1]}}, "mrope_section"),
+        ({"rope_parameters": {"rope_type": "openpangu", "mrope_section": [-1, 65]}}, "mrope_section"),
+        ({f"key_{number}": number for number in range(5000)}, "at most 4096 keys"),
+        ({"num_key_value_heads": 10**30}, "num_key_value_heads"),
+    ],
+)
+def test_sizes_and_lists_that_no_model_has(config, message):
+    refused(LLAMA | config, message)
+
+
+def test_more_kinds_of_layers_than_a_model_has():
+    def nested(count: int, head_dim: int) -> dict[str, Any]:
+        names = [f"kind_{number}" for number in range(count)]
+        parameters = {name: {"rope_theta": 1e4 + number} for number, name in enumerate(names)}
+        return LLAMA | {"head_dim": head_dim, "layer_types": names, "rope_parameters": parameters}
+
+    refused(nested(MOST_KINDS + 1, 64), f"at most {MOST_KINDS} kinds of layers")
+    assert len(load_spec(nested(MOST_KINDS, 64))) == MOST_KINDS
+    with pytest.raises(RopewalkError, match="at most 65536 frequencies"):
+        inspect_model(nested(MOST_KINDS, 2064))
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 16])
+def test_kinds_of_layers_share_the_time_in_which_score_sums_are_looked_at(kinds):
+    names = [f"kind_{number}" for number in range(kinds)]
+    parameters = {name: {"rope_theta": 1e15 + number} for number, name in enumerate(names)}
+    model = LLAMA | {"head_dim": 256, "layer_types": names, "rope_parameters": parameters}
+    looked = {view.looked_to for layer in inspect_model(model).layers for view in layer.views}
+    assert looked == {min(1 << 20, 2 * (1 << 27) // max(2, kinds) // 128)}
+
+
+def test_the_largest_models_are_far_below():
+    largest = {"num_hidden_layers": 1000, "num_attention_heads": 512, "hidden_size": 65536, "head_dim": 1024}
+    model = read_model(LLAMA | largest | {"max_position_embeddings": 100_000_000})
+    assert model.lengths.trained == 100_000_000
+    assert model.kinds is not None
+    assert len(model.kinds) == 1000
+    assert read_model(LLAMA | {"max_position_embeddings": MOST_LENGTH}).lengths.trained == MOST_LENGTH
+
+
+@pytest.mark.parametrize("window", [0, -1, -(10**30)])
+def test_a_window_of_nothing_is_none(window):
+    assert read_model(LLAMA | {"model_type": "mistral", "sliding_window": window}).window is None
