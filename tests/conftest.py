@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.utils.deterministic as deterministic
 
-hypothesis.settings.register_profile("ropewalk", deadline=None, print_blob=True)
+# Nothing that measures time: on a busy machine every example is slow.
+hypothesis.settings.register_profile(
+    "ropewalk", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("ropewalk")
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which has to be known before Triton is loaded.

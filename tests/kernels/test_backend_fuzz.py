@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.present import PRESENT, SLOW, mover
@@ -26,7 +26,7 @@ def run_calls(name: str, dtype: torch.dtype, operation: Operation, seed: int) ->
 
 
 def check_with_random_calls(name: str, dtype: torch.dtype, examples: int) -> None:
-    @settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples)
     @given(seed=st.integers(0, 2**63))
     def check(seed):
         run_calls(name, dtype, registered(name).operations["rotate"], seed)

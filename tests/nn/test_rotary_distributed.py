@@ -1,7 +1,6 @@
 """Under torch.distributed: DDP, FSDP2 and DTensor leave the rotation as it is. Two gloo ranks on the CPU."""
 
-import os
-import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,9 +78,9 @@ def _dtensor(rank: int, x: torch.Tensor) -> None:
 WORK = {"ddp": _ddp, "fsdp": _fsdp, "dtensor": _dtensor}
 
 
-def _run(rank: int, name: str, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _run(rank: int, name: str, meeting: Path) -> None:
+    # By a file: a port that was free a moment ago may be taken by now.
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     WORK[name](rank, vector(0, 2, 4, 6, 8).float())
     dist.destroy_process_group()
@@ -89,8 +88,5 @@ def _run(rank: int, name: str, port: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WORK)
-def test_two_ranks(name):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn(_run, args=(name, port), nprocs=2)
+def test_two_ranks(name, tmp_path):
+    spawn(_run, args=(name, tmp_path / "meeting"), nprocs=2)
