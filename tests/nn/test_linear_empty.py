@@ -159,3 +159,32 @@ def test_a_state_counts_in_what_can_count(position):
     _, state = rw.linear_attention(*inputs, rope=ROPE, return_state=True)
     with pytest.raises(rw.RopewalkError, match="position"):
         rw.linear_attention(*inputs, rope=ROPE, state=replace(state, position=position))
+
+
+def test_a_layer_goes_on_from_empty_and_hidden_sequences():
+    layer = rw.LinearAttention(16, 2, encoding=ROPE, dtype=torch.float64)
+    x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ends, mask = torch.tensor([0, 0, 2, 4, 4]), torch.tensor([[True, True, False, False, True]])
+    _, state = layer(x, cu_seqlens=ends, key_mask=mask, return_state=True)
+    assert next_positions(state) == [0, 2, 0, 0]
+    token = torch.randn(4, 1, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y, after = layer.step(token, state)
+    assert next_positions(after) == [1, 3, 1, 1]
+    for row, before in enumerate((x[:, :0], x[:, :2], x[:, :0], x[:, :0])):
+        whole = layer(torch.cat([before, token[row : row + 1]], dim=1))
+        torch.testing.assert_close(y[row], whole[0, -1:], rtol=0, atol=1e-10)
+
+
+def test_a_graph_has_the_same_positions():
+    def f(q, k, v, ends, mask):
+        options = {"cu_seqlens": ends, "key_mask": mask, "return_state": True}
+        out, state = rw.linear_attention(q, k, v, rope=ROPE, **options)
+        return out, state.above, state.below, state.position
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    inputs = drawn(1, 2, 1, 6, 8, 3)
+    for ends in ([0, 0, 4], [0, 0, 0], [0, 4, 4]):
+        for mask in ([[True] * 6], [[False] * 6], [[True, False] * 3]):
+            arguments = *inputs, torch.tensor(ends), torch.tensor(mask)
+            for ours, eager in zip(compiled(*arguments), f(*arguments), strict=True):
+                torch.testing.assert_close(ours, eager)
