@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.kernels.torch_internals import OWN, fake_mode, outside_modes
+from ropewalk.kernels.torch_internals import OWN, OWN_METHODS, fake_mode, outside_modes
 
 __all__ = [
     "arange",
@@ -23,9 +23,13 @@ __all__ = [
     "default_device",
     "empty",
     "empty_like",
-    "empty_strided",
     "full",
+    "full_like",
     "home",
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_zeros",
     "ones",
     "ones_like",
     "placed",
@@ -39,7 +43,6 @@ __all__ = [
 arange = OWN.arange
 empty = OWN.empty
 empty_like = OWN.empty_like
-empty_strided = OWN.empty_strided
 full = OWN.full
 ones = OWN.ones
 ones_like = OWN.ones_like
@@ -47,6 +50,13 @@ randn = OWN.randn
 tensor = OWN.tensor
 zeros = OWN.zeros
 zeros_like = OWN.zeros_like
+full_like = OWN.full_like
+
+# Like another tensor in dtype, device and kind, which may be batched or distributed.
+new_empty = OWN_METHODS.new_empty
+new_empty_strided = OWN_METHODS.new_empty_strided
+new_full = OWN_METHODS.new_full
+new_zeros = OWN_METHODS.new_zeros
 
 
 def default_device() -> torch.device:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 __all__ = [
     "MASKS",
     "OWN",
+    "OWN_METHODS",
     "current_stream",
     "delay",
     "fake_mode",
@@ -39,6 +40,8 @@ __all__ = [
 
 # What torch.zeros, torch.tensor and so on are, whatever somebody has put under these names since.
 OWN = torch._C._VariableFunctions
+# And what Tensor.new_zeros and so on are.
+OWN_METHODS = torch._C.TensorBase
 
 _Parameter = torch.nn.Parameter
 _is_zerotensor = torch._is_zerotensor  # pyright: ignore[reportPrivateImportUsage]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, as_int, require_count, shown
-from ropewalk.kernels.constructors import arange, empty, zeros
+from ropewalk.kernels.constructors import arange, empty, full_like, new_zeros
 
 __all__ = [
     "centred_positions",
@@ -66,8 +66,8 @@ def packed_positions(cu_seqlens: Tensor, total: int, offset: int | Tensor | None
     within = tokens - ends[owner]
     if offset is None:
         return within
-    starts = offset.to(ends.device) if isinstance(offset, Tensor) else torch.full_like(ends[:1], offset)
-    starts = torch.cat((starts.expand(len(ends) - 1), zeros(1, dtype=starts.dtype, device=starts.device)))
+    starts = offset.to(ends.device) if isinstance(offset, Tensor) else full_like(ends[:1], offset)
+    starts = torch.cat((starts.expand(len(ends) - 1), new_zeros(starts, 1)))
     return within + starts[owner]
 
 
@@ -86,7 +86,7 @@ def positions_of_lengths(lengths: Tensor, total: int, offset: int | Tensor | Non
     [0, 1, 2, 0, 1]
     """
     ends = torch.cumsum(lengths.to(torch.int64), 0)
-    return packed_positions(torch.cat((zeros(1, dtype=ends.dtype, device=ends.device), ends)), total, offset)
+    return packed_positions(torch.cat((new_zeros(ends, 1), ends)), total, offset)
 
 
 def text_positions(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.backend import Operation, registered
+from ropewalk.kernels.constructors import empty_like, new_empty, zeros_like
 from ropewalk.kernels.linear.torch import linear_attention as linear_attention_formula
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import is_plain
@@ -107,8 +108,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     saved = _operation(backend).empty_saved
     return [
-        v.new_empty((*q.shape[:3], v.shape[-1])),
-        v.new_empty((sequences * k.shape[1], q.shape[-1] * (v.shape[-1] + 1)), dtype=working_dtype(v)),
+        new_empty(v, (*q.shape[:3], v.shape[-1])),
+        new_empty(v, (sequences * k.shape[1], q.shape[-1] * (v.shape[-1] + 1)), dtype=working_dtype(v)),
         *(() if saved is None else saved(q, k, v, cu_seqlens)),
     ]
 
@@ -122,7 +123,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
     inputs, results = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
     of_out, of_total, *_ = cotangents
-    of_out = torch.zeros_like(results[0]) if of_out is None else of_out
+    of_out = zeros_like(results[0]) if of_out is None else of_out
     needs = ctx.needs_input_grad
     *options, backend = ctx.options
     again = torch.is_grad_enabled() or (not is_plain(of_out) and not torch.compiler.is_compiling())
@@ -191,6 +192,6 @@ def _linear_attention_backward_op(
 
 @_linear_attention_backward_op.register_fake
 def _(of_out: Tensor, of_total: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dq, dk = (torch.empty_like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
+    dq, dk = (empty_like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
     (_, total, *_) = rest[6]
-    return dq, dk, v.new_empty(v.shape), torch.empty_like(total)
+    return dq, dk, new_empty(v, v.shape), empty_like(total)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.backend import Choice, registered
+from ropewalk.kernels.constructors import empty_like, new_empty_strided
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.torch_internals import is_eager, is_plain
 from ropewalk.kernels.types import Layout
@@ -215,7 +216,7 @@ def _rotated_back(
         # Batched cotangents, for one: whatever backend was forced, these have the formula alone.
         rotated = rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate)
     elif choice.operation.into and not torch.is_grad_enabled():
-        out = [g.new_empty_strided(g.shape, stride) for g, stride in present]
+        out = [new_empty_strided(g, g.shape, stride) for g, stride in present]
         rotated = choice.operation.run(q, k, cos, sin, layout, row, not conjugate, out=out)
     else:
         rotated = _by_kernel(choice, q, k, cos, sin, layout, row, not conjugate)
@@ -294,7 +295,7 @@ def _rotate_op(
 
 @_rotate_op.register_fake
 def _(both: Sequence[Tensor], cos: Tensor, sin: Tensor, *options: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in both]
+    return [empty_like(x) for x in both]
 
 
 def _save_rotation(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

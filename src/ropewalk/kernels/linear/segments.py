@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.constructors import arange, new_zeros
+
 __all__ = ["OPERANDS", "Plan", "count_segments", "segment_length"]
 
 # As what operands of products lie in memory: float16 has too little range for sums.
@@ -57,8 +59,8 @@ class Plan(NamedTuple):
         sequences = len(ends) - 1
         count = count_segments(length, sequences, segment)
         pieces = (ends.diff() + segment - 1) // segment
-        starts = torch.cat([pieces.new_zeros(1), pieces.cumsum(0)])
-        each = torch.arange(count, device=ends.device)
+        starts = torch.cat([new_zeros(pieces, 1), pieces.cumsum(0)])
+        each = arange(count, device=ends.device)
         owner = (torch.searchsorted(starts, each, right=True) - 1).clamp_max(sequences - 1)
         begin = ends[owner] + (each - starts[owner]) * segment
         # What is past the last segment ends where it begins.

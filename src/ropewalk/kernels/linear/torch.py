@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ropewalk.kernels.constructors import arange, new_zeros, zeros_like
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
 from ropewalk.kernels.linear.segments import Plan
 from ropewalk.kernels.precision import working_dtype
@@ -57,7 +58,7 @@ def linear_attention(
             ends = cu_seqlens.tolist()
             q, k = (side._replace(x=side.x[:, :, : ends[-1]]) for side in (q, k))
         elif cu_seqlens is not None:
-            padding = (torch.arange(total, device=v.device) >= cu_seqlens[-1])[:, None]
+            padding = (arange(total, device=v.device) >= cu_seqlens[-1])[:, None]
             q, k = (side._replace(x=side.x.masked_fill(padding, 0.0)) for side in (q, k))
         queries, keys = _features(q, layout, working, "q", rotate), _features(k, layout, working, "k", rotate)
         values = v.to(working)
@@ -89,7 +90,7 @@ def _one_by_one(
         outputs.append(out)
         sums.append(after)
     batch, heads = q.plain.shape[:2]
-    outputs.append(values.new_zeros(batch, heads, total - ends[-1], values.shape[-1]))
+    outputs.append(new_zeros(values, batch, heads, total - ends[-1], values.shape[-1]))
     return torch.cat(outputs, dim=2), Sums(*(torch.cat(parts) for parts in zip(*sums, strict=True)))
 
 
@@ -124,7 +125,7 @@ def attend(
     if torch.compiler.is_compiling() or missing:
         # Rows of zeros are keys that add nothing, and queries whose output is cut off again; a graph has every length.
         # Not by `pad`: of no rows it has other strides than a graph for every length was told.
-        padded = [torch.cat([x, x.new_zeros(*x.shape[:2], missing, x.shape[-1])], dim=2) for x in padded]
+        padded = [torch.cat([x, new_zeros(x, *x.shape[:2], missing, x.shape[-1])], dim=2) for x in padded]
     q_plain, q_turned = (
         x.view(batch, kv_heads, group, count, size, width).transpose(2, 3).flatten(3, 4) for x in padded[:2]
     )
@@ -162,7 +163,7 @@ def _lower_triangle(fresh: Tensor) -> Tensor:
 
 def _nothing(k: Tensor, v: Tensor) -> Sums:
     batch, kv_heads, _, width = k.shape
-    return Sums(v.new_zeros(batch, kv_heads, width, v.shape[-1]), v.new_zeros(batch, kv_heads, width))
+    return Sums(new_zeros(v, batch, kv_heads, width, v.shape[-1]), new_zeros(v, batch, kv_heads, width))
 
 
 def attend_packed(
@@ -184,7 +185,7 @@ def attend_packed(
     plan = Plan.of(k.plain, cu_seqlens, chunk)
     count, begins = plan.number, cast(Tensor, plan.begins)
     bounds, owner = begins[: 2 * count].view(count, 2), begins[2 * count :]
-    slots = bounds[:, :1] + torch.arange(chunk, device=v.device)
+    slots = bounds[:, :1] + arange(chunk, device=v.device)
     # A row of zeros behind the last token stands for what a chunk does not have.
     slots = torch.where(slots < bounds[:, 1:], slots, length).flatten()
 
@@ -194,23 +195,23 @@ def attend_packed(
     k_plain, k_turned, values = cut(k.plain), cut(k.rotated), cut(v)
     q_plain, q_turned = (cut(x).unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(2, 3) for x in q)
     own = (k_turned.transpose(-1, -2) @ values).flatten(2), k_plain.sum(dim=-2)
-    start = [v.new_zeros(sequences, *shape) for shape in ((kv_heads, width, v_dim), (kv_heads, width))]
+    start = [new_zeros(v, sequences, *shape) for shape in ((kv_heads, width, v_dim), (kv_heads, width))]
     first = [x.flatten(2).transpose(0, 1) for x in (start if before is None else before)]
-    members = (owner == torch.arange(sequences, device=v.device)[:, None]).to(v.dtype)
+    members = (owner == arange(sequences, device=v.device)[:, None]).to(v.dtype)
     after = [x + members @ mine for x, mine in zip(first, own, strict=True)]
     if causal:
-        number = torch.arange(count, device=v.device)
+        number = arange(count, device=v.device)
         reads = ((owner[:, None] == owner) & (number[:, None] > number)).to(v.dtype)
         earlier = [x[:, owner] + reads @ mine for x, mine in zip(first, own, strict=True)]
         scores = (q_turned @ k_turned.transpose(-1, -2)).unflatten(-2, (group, chunk)).tril().flatten(-3, -2)
         near, seen = scores @ values, k_plain.cumsum(dim=-2)
     else:
-        earlier, near, seen = [x[:, owner] for x in after], 0.0, torch.zeros_like(k_plain)
+        earlier, near, seen = [x[:, owner] for x in after], 0.0, zeros_like(k_plain)
     numerator = q_turned @ earlier[0].unflatten(-1, (width, v_dim)) + near
     below = (seen + earlier[1].unsqueeze(-2)).unsqueeze(2)
     denominator = (q_plain.unflatten(2, (group, chunk)) * below).sum(dim=-1).flatten(2, 3).unsqueeze(-1)
     out = divide(numerator, denominator).unflatten(2, (group, chunk)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-    laid = v.new_zeros(kv_heads * group, length + 1, v_dim).index_copy(1, slots, out)
+    laid = new_zeros(v, kv_heads * group, length + 1, v_dim).index_copy(1, slots, out)
     shapes = (width, v_dim), (width,)
     left = Sums(*(x.transpose(0, 1).unflatten(-1, shape) for x, shape in zip(after, shapes, strict=True)))
     return laid[None, :, :length], left

@@ -11,6 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels.constructors import empty, empty_like, new_empty, zeros
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear.feature_maps import row_shift
 from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
@@ -68,7 +69,7 @@ class _Call:
         same = causal or cu_seqlens is not None
         self.query_plan = self.key_plan if same else Plan.of(q.x, cu_seqlens, segment)
         # Tokens behind the last packed sequence belong to none, and nobody writes to them.
-        self.make = torch.empty if cu_seqlens is None else torch.zeros
+        self.make = empty if cu_seqlens is None else zeros
         pairs = 0 if q.tables is None else q.tables[0].shape[-1]
         (self.kind, self.precision), self.memory = _KINDS[v.dtype], OPERANDS[v.dtype]
         # Where nothing turns, neighbours are paired, which are read without gaps.
@@ -81,9 +82,9 @@ class _Call:
         batch, heads, length, width = side.x.shape
         device, places = side.x.device, width + width % 2
         low = self.low(plan)
-        out = torch.empty((batch, heads, length, places), dtype=self.memory, device=device)
+        out = empty((batch, heads, length, places), dtype=self.memory, device=device)
         blocks = plan.number * (plan.segment // low)
-        below = torch.empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
+        below = empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
         scale, weight = (below, below) if given is None else given
         together = 1 if given is not None else _heads_together(side, blocks)
         turn_rows[(batch * heads // together * blocks,)](
@@ -103,14 +104,14 @@ class _Call:
         """Running sums of the segments, and the sums of all; from behind where `reverse`."""
         owners, block = self.batch * self.kv_heads, self.tile.sums
         made = {"dtype": torch.float32, "device": v.device}
-        after = torch.empty((plan.sequences * self.kv_heads, self.size), **made)
-        running = torch.empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
-        plain = torch.empty((owners, plan.number, self.width), **made)
+        after = empty((plan.sequences * self.kv_heads, self.size), **made)
+        running = empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
+        plain = empty((owners, plan.number, self.width), **made)
         into, walker = Totals(running, plain, after), self.walker(plan)
         if walker is not None:
             self.walk(walker, turned, plan, v, before, into, reverse=reverse)
             return into
-        sums = torch.empty((owners, plan.number, self.size), **made)
+        sums = empty((owners, plan.number, self.size), **made)
         lane_blocks, column_blocks = self.blocks_of(block)
         sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
             turned=turned.features, v=v, low=turned.low, begins=_or(plan.begins, v), sums=sums, **_strides("v", v),
@@ -187,7 +188,7 @@ class _Call:
         """Features of the queries, turned, and their denominators."""
         q, plan = self.q, self.query_plan
         batch, heads, length, width = q.x.shape
-        turned = torch.empty((batch, heads, length, width + width % 2), dtype=self.memory, device=q.x.device)
+        turned = empty((batch, heads, length, width + width % 2), dtype=self.memory, device=q.x.device)
         below = self.make((batch, heads, length), dtype=torch.float32, device=q.x.device)
         blocks = plan.number * (plan.segment // self.low(plan))
         read_below[(batch * heads * blocks,)](
@@ -218,7 +219,7 @@ class _Call:
     ) -> Tensor:  # fmt: skip
         """The gradient of the rows of `mine`, which lies in memory as they do."""
         block = self.tile.features._replace(rows=min(self.tile.features.rows, plan.segment))
-        out = torch.empty_like(mine.x)
+        out = empty_like(mine.x)
         if plan.begins is not None:
             out.zero_()
         scale, weight = rows
@@ -274,9 +275,9 @@ def empty_saved(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> t
     width, v_dim, owners = q.shape[-1], v.shape[-1], len(v) * k.shape[1]
     count = count_segments(k.shape[2], sequences, linear_segments.segment_length(width, v_dim))
     return (
-        v.new_empty(q.shape[:3], dtype=torch.float32),
-        v.new_empty((owners, count, width * v_dim), dtype=OPERANDS[v.dtype]),
-        v.new_empty((owners, count, width), dtype=torch.float32),
+        new_empty(v, q.shape[:3], dtype=torch.float32),
+        new_empty(v, (owners, count, width * v_dim), dtype=OPERANDS[v.dtype]),
+        new_empty(v, (owners, count, width), dtype=torch.float32),
     )
 
 
@@ -309,7 +310,7 @@ def linear_attention_backward(
     out, total, below, running, plain = results
     sums = Totals(running, plain, total)
     call = _Call(q, k, v, layout, causal, cu_seqlens)
-    scale, weight = torch.empty_like(below), torch.empty_like(below)
+    scale, weight = empty_like(below), empty_like(below)
     rows = below.numel()
     divide_rows[(-(-rows // 16),)](
         out=out, cotangent=cotangent, below=below, scale=scale, weight=weight, **_strides("o", out),
@@ -336,7 +337,7 @@ def _prepared(side: Side, role: str) -> Side:
     if shift is None and side.map == "exp":
         largest = row_shift(side.x, side.map) if role == "q" else None
         shift = (
-            torch.zeros(side.x.shape[:3], dtype=torch.float32, device=side.x.device)
+            zeros(side.x.shape[:3], dtype=torch.float32, device=side.x.device)
             if largest is None
             else largest.squeeze(-1).float().contiguous()
         )

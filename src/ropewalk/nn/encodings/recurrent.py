@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ropewalk.errors import RopewalkError, require_count, shown
-from ropewalk.kernels.constructors import zeros
+from ropewalk.kernels.constructors import new_zeros
 from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens
 
 __all__ = ["RecurrentEncoding"]
@@ -64,7 +64,7 @@ class RecurrentEncoding(Encoding):
         inputs = inputs.flatten(0, -3) if x.dim() > 2 else inputs.unsqueeze(0)
         recurrence = self.state_weight.to(dtype).t()
         if before is None:
-            state = zeros(inputs.shape[0], self.dim, dtype=inputs.dtype, device=inputs.device)
+            state = new_zeros(inputs, inputs.shape[0], self.dim)
         else:
             state = before.reshape(-1, self.dim).to(inputs.dtype)
         states: list[Tensor] = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, shown
+from ropewalk.kernels.constructors import randn
 from ropewalk.kernels.types import FeatureMapName
 
 __all__ = ["FavorFeatures", "FeatureMap", "map_name", "resolve_maps"]
@@ -52,26 +53,29 @@ class FavorFeatures(nn.Module):
 
     def _drawn(self, device: torch.device | str | None) -> Tensor:
         """The rows w_i, float32, drawn on the CPU, so that a seed means the same features everywhere."""
+        # What is drawn in inference mode could not be saved for a later backward.
+        with torch.inference_mode(False):
+            return self._rows().to(device=device, dtype=torch.float32)
+
+    def _rows(self) -> Tensor:
         random, dim = torch.Generator(device="cpu").manual_seed(self.seed), self.head_dim
         blocks: list[Tensor] = []
         for start in range(0, self.num_features, dim):
-            rows, others = (
-                torch.randn(dim, dim, generator=random, dtype=torch.float64, device="cpu") for _ in range(2)
-            )
+            rows, others = (randn(dim, dim, generator=random, dtype=torch.float64, device="cpu") for _ in range(2))
             orthogonal, upper = torch.linalg.qr(rows)
             # With these signs all rotations are equally likely.
             orthogonal = orthogonal * upper.diagonal().sign()
             blocks.append((orthogonal.T * others.norm(dim=1)[:, None])[: self.num_features - start])
-        return torch.cat(blocks).to(device=device, dtype=torch.float32)
+        return torch.cat(blocks)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FavorFeatures":
-        # A cast of the model leaves the draw as it is, and memory that comes up empty is drawn anew.
+        # fn may cast or empty; where it moves the draw to is all that concerns the draw. What has no numbers on meta is
+        # drawn anew.
         before = self.projection
         super()._apply(fn, recurse)
-        if before.is_meta and not self.projection.is_meta:
-            self.projection = self._drawn(self.projection.device)
-        elif self.projection.dtype != torch.float32:
-            self.projection = before.to(self.projection.device)
+        device = self.projection.device
+        if device.type != "meta":
+            self.projection = self._drawn(device) if before.is_meta else before.to(device)
         return self
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.kernels.constructors import arange, new_full
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
 from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.types import FeatureMap as NamedMap
@@ -136,7 +137,7 @@ def linear_attention(
         maps = _as_function(maps[0], "q"), _as_function(maps[1], "k")
     padding = None
     if cu_seqlens is not None and callable(maps[0]):
-        padding = (torch.arange(k.shape[2], device=k.device) >= cu_seqlens[-1])[:, None]
+        padding = (arange(k.shape[2], device=k.device) >= cu_seqlens[-1])[:, None]
     hidden = None if key_mask is None else ~key_mask[:, None, :, None]
     queries, q_name = _mapped(q, maps[0], "q", padding)
     keys, k_name = _mapped(k, maps[1], "k", padding, hidden)
@@ -261,7 +262,7 @@ def _places(
             got=f"{queries} queries, {keys} keys and no positions",
             do="pass positions= for the queries and k_positions= for the keys",
         )
-    ids = torch.arange(keys, device=q.device)
+    ids = arange(keys, device=q.device)
     ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
     return Where(ids[..., keys - queries :], ids, length=length)
 
@@ -269,7 +270,7 @@ def _places(
 def _packed_ids(cu_seqlens: Tensor, keys: int, start: int | Tensor) -> Tensor:
     """The positions of packed tokens, each sequence from its start on."""
     if isinstance(start, Tensor):
-        owner = torch.searchsorted(cu_seqlens, torch.arange(keys, device=cu_seqlens.device), right=True) - 1
+        owner = torch.searchsorted(cu_seqlens, arange(keys, device=cu_seqlens.device), right=True) - 1
         start = start[owner.clamp_max(len(start) - 1)]
     return packed_positions(cu_seqlens, keys) + start
 
@@ -308,7 +309,7 @@ def _next(
         key_ids = key_ids.to(torch.int64)  # one more than the last must not wrap
     if keys == 0 or (key_ids is None and key_mask is None):
         return start + keys if cu_seqlens is None else cu_seqlens.diff() + start
-    tokens = torch.arange(keys, device=k.device)
+    tokens = arange(keys, device=k.device)
     if cu_seqlens is None:
         seen = tokens.expand(len(k), -1) if key_mask is None else torch.where(key_mask, tokens, -1)
         begins, last = 0, seen.amax(-1)
@@ -317,7 +318,7 @@ def _next(
     else:
         seen = tokens if key_mask is None else torch.where(key_mask[0], tokens, -1)
         # The last that is seen before each token, and before none of them: an empty sequence may be the first.
-        before = torch.cat([seen.new_full((1,), -1), seen]).cummax(0).values
+        before = torch.cat([new_full(seen, (1,), -1), seen]).cummax(0).values
         begins, last = cu_seqlens[:-1], before[cu_seqlens[1:]]
         ids = _packed_ids(cu_seqlens, keys, start) if key_ids is None else key_ids
         ids = ids.reshape(1, -1).expand(len(last), -1)
