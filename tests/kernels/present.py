@@ -19,7 +19,7 @@ PRESENT = [backend.name for backend in backends() if backend.why_missing() is No
 SLOW = {"triton"}
 
 # Of the parity list, cases that take a second in Triton's interpreter; the parity suite of backends has more.
-FEW = ("dim 60", "a head, trailing 24 of 64, conjugate True, amplitude 1.0, ids a row", "as many heads")
+FEW = ("dim 60", "per head, trailing 24 of 64, conjugate True, amplitude 1.0, ids per row", "as many heads")
 
 
 def home(name: str) -> torch.device:

@@ -48,7 +48,7 @@ def few(case):
         "dim 60",
         "24 of 64",
         "every other",
-        "a head, conjugate",
+        "per head, conjugate",
         "as many heads",
         "7 tokens",
         "transposed",

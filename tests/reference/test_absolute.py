@@ -1,4 +1,4 @@
-"""Absolute encodings: formulas, batches of positions, both placements, and what is refused."""
+"""Absolute encodings: formulas, batches of positions, both placements, and errors."""
 
 import math
 
@@ -23,7 +23,7 @@ ZERO = torch.zeros(4, dtype=torch.float64)
 
 
 def encoders(seed: int):
-    """Every absolute encoding as a function of (x, positions), for 4 features and 32 positions."""
+    """All absolute encodings as functions of (x, positions), for 4 features and 32 positions."""
     table, (a, b) = vector(seed + 1, 32, 4), vector(seed + 2, 2, 4, 4)
     return {
         "learned": lambda x, m: learned(x, m, table),
@@ -36,7 +36,7 @@ def encoders(seed: int):
 
 
 @given(seeds, st.sampled_from(sorted(encoders(0))))
-def test_ids_of_a_batch_belong_to_the_batch(seed, name):
+def test_positions_per_sequence(seed, name):
     encode = encoders(seed)[name]
     x = vector(seed, 2, 5, 4)
     ids = torch.stack([torch.randperm(32, generator=torch.Generator().manual_seed(seed + i))[:5] for i in range(2)])
@@ -70,14 +70,14 @@ def test_sinusoid(position, pairs, base):
         assert row[2 * i : 2 * i + 2] == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-9)
 
 
-def test_multiplication_starts_at_one():
+def test_multiplication_by_one_changes_nothing():
     x = vector(0, 5, 4)
     assert torch.equal(multiplicative(x, torch.arange(5), torch.ones(5, 4, dtype=torch.float64)), x)
 
 
 @given(seeds, st.permutations(range(6)))
-def test_the_rnn_reads_in_the_order_of_positions(seed, order):
-    # Tokens that are permuted together with their positions are the same sequence.
+def test_the_rnn_processes_tokens_in_the_order_of_positions(seed, order):
+    # Permuting tokens together with their positions does not change the sequence.
     a, b = vector(seed, 2, 4, 4)
     x, ids = vector(seed + 1, 6, 4), torch.arange(6)
     plain = recurrent(x, ids, a, b, ZERO)
@@ -85,7 +85,7 @@ def test_the_rnn_reads_in_the_order_of_positions(seed, order):
     assert torch.equal(recurrent(x, 10 * ids - 3, a, b, ZERO), plain)
 
 
-def test_the_rnn_is_torchs():
+def test_the_rnn_equals_torch_nn_rnn():
     network = torch.nn.RNN(4, 4, dtype=torch.float64, batch_first=True)
     x = vector(3, 2, 7, 4)
     with torch.no_grad():
@@ -109,7 +109,7 @@ def test_the_result_is_the_float64_result_rounded_once(name, dtype):
     [
         (lambda: learned(torch.ones(1, 2), torch.tensor([3]), torch.ones(3, 2)), "positions from 0 to 2"),
         (lambda: learned(torch.ones(1, 2), torch.tensor([-1]), torch.ones(3, 2)), "positions from 0 to 2"),
-        (lambda: learned(torch.ones(1, 2), torch.tensor([0.5]), torch.ones(3, 2)), "whole positions"),
+        (lambda: learned(torch.ones(1, 2), torch.tensor([0.5]), torch.ones(3, 2)), "integer positions"),
         (lambda: multiplicative(torch.ones(1, 2), torch.tensor([0]), torch.ones(3, 4)), r"a table \[rows, 2\]"),
         (lambda: learned(torch.ones(2, 2), torch.tensor([0]), torch.ones(3, 2)), r"shape \[2\]"),
         (lambda: learned(torch.ones(2, 3, 2), torch.zeros(3, 3).long(), torch.ones(3, 2)), r"\[3\] or \[2, 3\]"),
@@ -117,7 +117,7 @@ def test_the_result_is_the_float64_result_rounded_once(name, dtype):
         (lambda: sinusoidal(torch.ones(1, 3), torch.tensor([0])), "even integer"),
         (lambda: sinusoidal(torch.ones(1, 2).int(), torch.tensor([0])), "floating-point"),
         (lambda: sinusoidal(torch.ones(2), torch.tensor([0])), "2 or more dimensions"),
-        (lambda: sinusoidal(torch.ones(1, 2), torch.tensor([True])), "whole numbers, float32 or float64"),
+        (lambda: sinusoidal(torch.ones(1, 2), torch.tensor([True])), "integers, float32 or float64"),
         (
             lambda: concatenated(torch.ones(1, 2), torch.tensor([0]), torch.ones(1, 1), torch.ones(2, 2)),
             r"a matrix \[dim, 3\]",

@@ -1,4 +1,4 @@
-"""Softmax attention: torch's own as a second opinion, grouped heads, the causal edge, the three hooks."""
+"""Softmax attention: comparison with torch, grouped heads, the causal mask, the three hooks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from strategies import seeds, theta, vector
 
 
 @given(seeds, st.booleans(), st.sampled_from([(4, 4), (4, 2), (4, 1)]), st.booleans(), st.integers(1, 9))
-def test_it_is_torchs(seed, causal, heads, biased, seq):
+def test_it_equals_torchs_attention(seed, causal, heads, biased, seq):
     q, k, v = (vector(seed + i, 2, h, seq, 6) for i, h in enumerate((heads[0], heads[1], heads[1])))
     bias = vector(seed + 3, 4, seq, seq) if biased else None
     mask = torch.zeros(seq, seq, dtype=torch.float64)
@@ -24,19 +24,19 @@ def test_it_is_torchs(seed, causal, heads, biased, seq):
 
 
 @given(seeds, st.integers(1, 8))
-def test_causal_queries_are_the_last_of_the_sequence(seed, last):
+def test_causal_queries_are_the_last_tokens(seed, last):
     q, k, v = vector(seed, 3, 1, 2, 8, 4)
     whole = softmax_attention(q, k, v, causal=True)
     assert torch.allclose(softmax_attention(q[:, :, -last:], k, v, causal=True), whole[:, :, -last:], atol=1e-14)
 
 
-def test_the_scale_can_be_given():
+def test_scale():
     q, k, v = vector(0, 3, 1, 1, 4, 16)
     assert torch.allclose(softmax_attention(q, k, v, scale=0.25), softmax_attention(q, k, v), atol=1e-14)
     assert not torch.allclose(softmax_attention(q, k, v, scale=1.0), softmax_attention(q, k, v))
 
 
-def test_the_hooks_are_called_where_they_belong():
+def test_the_hooks_are_applied_in_order():
     x, weights = vector(1, 2, 5, 8), Projections(*vector(2, 4, 8, 8))
     ids = torch.tensor([3, 1, 4, 1, 5])
     y = multi_head_attention(
@@ -76,7 +76,7 @@ def test_grouped_heads_share_their_keys():
         (((1, 2, 3, 4), (1, 0, 3, 4), (1, 0, 3, 4)), False),
     ],
 )
-def test_shapes_that_do_not_belong_together_are_refused(shapes, causal):
+def test_shapes_that_do_not_match_raise(shapes, causal):
     with pytest.raises(RopewalkError, match=r"heads a multiple of kv_heads"):
         softmax_attention(*(torch.ones(shape) for shape in shapes), causal=causal)
 
@@ -108,9 +108,9 @@ def test_the_result_is_the_float64_result_rounded_once(dtype):
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_heads_that_do_not_divide_are_refused():
+def test_heads_that_do_not_divide_raise():
     weights = Projections(*[torch.eye(8)] * 4)
-    with pytest.raises(RopewalkError, match="rows divide into the heads"):
+    with pytest.raises(RopewalkError, match="number of rows is a multiple of the heads"):
         multi_head_attention(torch.ones(1, 2, 8), weights, num_heads=3)
     with pytest.raises(RopewalkError, match=r"expected: Projections\(query, key, value, output\)"):
         multi_head_attention(torch.ones(1, 2, 8), tuple(weights), num_heads=2)

@@ -1,4 +1,4 @@
-"""T5's buckets and ALiBi: the papers' figures, the definition in exact arithmetic, and what is refused."""
+"""T5's buckets and ALiBi: figures of the papers, the definition in exact arithmetic, and errors."""
 
 import math
 
@@ -12,7 +12,7 @@ from ropewalk import RopewalkError
 from ropewalk.reference import alibi_bias, alibi_slopes, t5_bias, t5_bucket
 
 
-def test_the_figures_of_the_paper():
+def test_figures_of_the_paper():
     distance = torch.tensor([16, 17, 18, 19, 20, 21, 24, 27, 31, 32, 40, 48, 64, 80, 96, 112, 113, 127, 128, 10**6])
     expected = [16, 16, 16, 17, 17, 18, 19, 20, 21, 21, 23, 24, 26, 28, 29, 30, 31, 31, 31, 31]
     assert t5_bucket(-distance, causal=True).tolist() == expected
@@ -22,17 +22,17 @@ def test_the_figures_of_the_paper():
 
 
 @given(st.integers(0, 5000), st.integers(2, 40), st.integers(0, 1000), st.booleans())
-def test_buckets_are_the_definition_in_exact_arithmetic(n, half, further, causal):
+def test_buckets_equal_the_definition_in_exact_arithmetic(n, half, further, causal):
     total = 2 * half if causal else 4 * half
     count, exact, far = 2 * half, half, half + 1 + further
-    found = int(t5_bucket(torch.tensor([-n]), causal=causal, num_buckets=total, max_distance=far))
+    bucket = int(t5_bucket(torch.tensor([-n]), causal=causal, num_buckets=total, max_distance=far))
     if n < exact:
-        assert found == n
+        assert bucket == n
         return
     with mpmath.workdps(60):
         step = mpmath.log(mpmath.mpf(n) / exact) / mpmath.log(mpmath.mpf(far) / exact) * (count - exact)
-        # Where the logarithm is a whole number it may come out an ulp of 60 digits below.
-        assert found == min(exact + int(mpmath.floor(step + mpmath.mpf(10) ** -50)), count - 1)
+        # If the logarithm is an integer, its 60-digit value can be one ulp below it.
+        assert bucket == min(exact + int(mpmath.floor(step + mpmath.mpf(10) ** -50)), count - 1)
 
 
 @given(st.booleans(), st.integers(-300, 300))
@@ -71,14 +71,17 @@ def test_alibi():
     [
         (lambda: t5_bucket(torch.tensor([1]), causal=True, num_buckets=3), "at least 4"),
         (lambda: t5_bucket(torch.tensor([1]), causal=True, max_distance=16), "at least 17"),
-        (lambda: t5_bucket(torch.tensor([1.5]), causal=True), "whole distances"),
+        (lambda: t5_bucket(torch.tensor([1.5]), causal=True), "integer distances"),
         (lambda: t5_bucket(torch.tensor([1]), causal="no"), "True or False"),
         (lambda: t5_bias(torch.arange(2), torch.arange(2), torch.ones(32), causal=True), "2 or more dimensions"),
         (lambda: alibi_bias(8, 8, 4), "a torch.Tensor"),
         (lambda: alibi_slopes(0), "at least 1"),
         (lambda: alibi_slopes(math.nan), "at least 1"),
-        (lambda: alibi_bias(torch.ones(2, 2), torch.ones(2), 4), "two lists of positions"),
-        (lambda: t5_bias(torch.arange(2), torch.tensor(1), torch.ones(32, 1), causal=True), "two lists of positions"),
+        (lambda: alibi_bias(torch.ones(2, 2), torch.ones(2), 4), "two one-dimensional tensors of positions"),
+        (
+            lambda: t5_bias(torch.arange(2), torch.tensor(1), torch.ones(32, 1), causal=True),
+            "two one-dimensional tensors of positions",
+        ),
     ],
 )
 def test_bad_input(call, message):

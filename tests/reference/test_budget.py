@@ -1,4 +1,4 @@
-"""The error budget: it accepts one rounding, and rejects what its docstring says that it rejects."""
+"""The error budget: it accepts one rounding, and rejects the errors that its docstring names."""
 
 import math
 
@@ -15,14 +15,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 @given(seeds, pairings, st.sampled_from(DTYPES), st.floats(1e-9, 1e3))
-def test_the_truth_rounded_once_is_within_budget(seed, pairing, dtype, scale):
-    truth = vector(seed, 5, 16) * scale
-    assert assert_within_budget(truth.to(dtype), truth, rotary_dim=16, pairing=pairing) <= 1
+def test_the_reference_rounded_once_is_within_budget(seed, pairing, dtype, scale):
+    reference = vector(seed, 5, 16) * scale
+    assert assert_within_budget(reference.to(dtype), reference, rotary_dim=16, pairing=pairing) <= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("angle", "passes"), [(1e-6, True), (1e-5, False)])
-def test_a_constant_error_of_the_angle_is_found(dtype, angle, passes):
+def test_a_constant_error_of_the_angle_is_detected(dtype, angle, passes):
     x = vector(0, 1000, 16)
     truth = rotate(x, torch.arange(1000), theta(16))
     off = rotate(truth, torch.full((1000,), angle, dtype=torch.float64), torch.ones(8, dtype=torch.float64)).to(dtype)
@@ -35,7 +35,7 @@ def test_a_constant_error_of_the_angle_is_found(dtype, angle, passes):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_wrong_element_among_many_is_found_and_named(bad, dtype):
+def test_the_index_of_one_wrong_element_is_reported(bad, dtype):
     truth = torch.ones(100, 64, dtype=torch.float64)
     fast = truth.to(dtype, copy=True)
     fast[73, 5] = bad
@@ -44,14 +44,14 @@ def test_one_wrong_element_among_many_is_found_and_named(bad, dtype):
 
 
 @pytest.mark.parametrize("rotary_slice", ["leading", "trailing"])
-def test_features_that_do_not_turn_have_no_budget(rotary_slice):
+def test_features_that_are_not_rotated_have_no_budget(rotary_slice):
     truth = vector(0, 3, 8)
     allowed = rotation_budget(truth, torch.float32, rotary_dim=4, rotary_slice=rotary_slice)
-    still = slice(4, 8) if rotary_slice == "leading" else slice(0, 4)
-    assert (allowed[:, still] == 0).all()
+    rest = slice(4, 8) if rotary_slice == "leading" else slice(0, 4)
+    assert (allowed[:, rest] == 0).all()
     assert (allowed > 0).sum() == 12
     fast = truth.clone()
-    fast[1, still.start] += 1e-15
+    fast[1, rest.start] += 1e-15
     with pytest.raises(BudgetError, match="element"):
         assert_within_budget(fast, truth, rotary_dim=4, rotary_slice=rotary_slice)
 
@@ -61,7 +61,7 @@ def test_features_that_do_not_turn_have_no_budget(rotary_slice):
     [(torch.float32, 2.0**-150), (torch.bfloat16, 2.0**-134), (torch.float16, 2.0**-25), (torch.float64, 0.0)],
 )
 def test_at_zero_only_half_the_smallest_number_is_allowed(dtype, half_the_smallest):
-    # In float64 half of the smallest number is itself no number.
+    # In float64 half of the smallest number rounds to 0.
     allowed = rotation_budget(torch.zeros(1, 2, dtype=torch.float64), dtype, rotary_dim=2)
     assert allowed.tolist() == [[half_the_smallest] * 2]
 
@@ -85,11 +85,11 @@ def test_an_empty_tensor_is_within_budget():
 def test_bad_input():
     with pytest.raises(RopewalkError, match="the reference in float64"):
         assert_within_budget(torch.ones(2, 4), torch.ones(2, 4), rotary_dim=4)
-    with pytest.raises(RopewalkError, match="two tensors of one shape"):
+    with pytest.raises(RopewalkError, match="two tensors of the same shape"):
         assert_within_budget(torch.ones(2, 4), torch.ones(3, 4, dtype=torch.float64), rotary_dim=4)
 
 
-def test_a_check_of_some_cases_or_of_none():
+def test_check_rotation_with_selected_cases():
     def only_half(x, positions, inv_freq, *, pairing, **options):
         assert pairing == "half"
         return rotate(x, positions, inv_freq, pairing=pairing, **options)

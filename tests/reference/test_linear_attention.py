@@ -1,4 +1,4 @@
-"""Linear attention: its two forms agree, the feature map is positive, and eq. 19 is what is computed."""
+"""Linear attention: its two forms agree, the feature map is positive, and the result is eq. 19 of RoFormer."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def square(x: torch.Tensor) -> torch.Tensor:
     st.integers(0, 12),
     st.integers(0, MAX_POSITION),
 )
-def test_the_sum_and_the_recurrence_are_one_function(seed, causal, rotated, pairing, heads, seq, far):
+def test_the_sum_equals_the_recurrence(seed, causal, rotated, pairing, heads, seq, far):
     q = vector(seed, 2, heads[0], seq, 8)
     k, v = vector(seed + 1, 2, 2, heads[1], seq, 8)
     options: dict = {"causal": causal, "q_map": square}
@@ -32,7 +32,7 @@ def test_the_sum_and_the_recurrence_are_one_function(seed, causal, rotated, pair
         options |= {"inv_freq": theta(8), "positions": ids, "pairing": pairing}
     by_sum = linear_attention_by_sum(q, k, v, **options)
     by_state = linear_attention_by_recurrence(q, k, v, **options)
-    # Both divide sums of the same terms; the scale is the sum of the sizes of those terms over the denominator.
+    # Both divide sums of the same terms. The scale is the sum of the norms of these terms, over the denominator.
     share = heads[0] // heads[1]
     phi_q, phi_k = square(q), elu_plus_one(k).repeat_interleave(share, 1)
     mask = torch.ones(seq, seq).tril() if causal else torch.ones(seq, seq)
@@ -51,15 +51,15 @@ def test_eq_19_term_by_term(seed, causal):
         numerator, denominator = torch.zeros(4, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for n in range(m + 1 if causal else 5):
             phi_q, phi_k = elu_plus_one(q[0, 0, m]), elu_plus_one(k[0, 0, n])
-            turned_q = rotate(phi_q[None], ids[m : m + 1], theta(4))[0]
-            turned_k = rotate(phi_k[None], ids[n : n + 1], theta(4))[0]
-            numerator += (turned_q @ turned_k) * v[0, 0, n]
+            rotated_q = rotate(phi_q[None], ids[m : m + 1], theta(4))[0]
+            rotated_k = rotate(phi_k[None], ids[n : n + 1], theta(4))[0]
+            numerator += (rotated_q @ rotated_k) * v[0, 0, n]
             denominator += phi_q @ phi_k
         assert torch.allclose(y[0, 0, m], numerator / denominator, atol=1e-13)
 
 
 @given(seeds, st.integers(1, 6))
-def test_queries_are_the_last_of_the_sequence(seed, last):
+def test_queries_are_the_last_tokens(seed, last):
     q, k, v = vector(seed, 3, 1, 2, 6, 4)
     for form in (linear_attention_by_sum, linear_attention_by_recurrence):
         whole = form(q, k, v, inv_freq=theta(4), causal=True)
@@ -67,7 +67,7 @@ def test_queries_are_the_last_of_the_sequence(seed, last):
         assert torch.allclose(part, whole[:, :, -last:], atol=1e-13)
 
 
-def test_queries_may_stand_anywhere():
+def test_queries_can_have_any_positions():
     q, k, v = vector(0, 1, 1, 7, 4), *vector(1, 2, 1, 1, 3, 4)
     ids = torch.tensor([5, 0, 5, 9, 9, 2, 1])
     by_sum, by_state = (
@@ -90,7 +90,7 @@ def test_the_result_is_the_float64_result_rounded_once(form, dtype):
     ("dtype", "lowest"),
     [(torch.float64, -745.0), (torch.float32, -103.0), (torch.bfloat16, -92.0), (torch.float16, -17.0)],
 )
-def test_elu_plus_one_is_positive_where_its_docstring_says_and_is_elu_plus_one(dtype, lowest):
+def test_elu_plus_one_is_positive_on_the_documented_range(dtype, lowest):
     x = torch.linspace(lowest, 80, 4001, dtype=torch.float64)
     assert (elu_plus_one(x.to(dtype)) > 0).all()
     assert torch.allclose(elu_plus_one(x), torch.nn.functional.elu(x) + 1, atol=1e-15)
@@ -100,8 +100,8 @@ def test_default_query_positions_are_the_last_of_each_row():
     q, (k, v) = vector(0, 2, 1, 2, 4), vector(1, 2, 2, 1, 5, 4)
     ids = torch.randint(0, 1000, (2, 5), generator=torch.Generator().manual_seed(0))
     for form in (linear_attention_by_sum, linear_attention_by_recurrence):
-        told = form(q, k, v, inv_freq=theta(4), positions=ids, q_positions=ids[:, 3:])
-        assert torch.equal(form(q, k, v, inv_freq=theta(4), positions=ids), told)
+        explicit = form(q, k, v, inv_freq=theta(4), positions=ids, q_positions=ids[:, 3:])
+        assert torch.equal(form(q, k, v, inv_freq=theta(4), positions=ids), explicit)
 
 
 def test_gradients():
@@ -120,7 +120,7 @@ def test_gradients():
 @pytest.mark.parametrize("form", [linear_attention_by_sum, linear_attention_by_recurrence])
 def test_bad_input(form):
     q, k = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 4)
-    with pytest.raises(RopewalkError, match="q_positions where there are more queries than keys"):
+    with pytest.raises(RopewalkError, match="q_positions if there are more queries than keys"):
         form(q, k, k, inv_freq=theta(4))
     with pytest.raises(RopewalkError, match="positions only together with inv_freq"):
         form(k, k, k, positions=torch.arange(3))

@@ -1,4 +1,4 @@
-"""What no rotation can do is refused by all three forms, before any work, with the four parts of an error."""
+"""All three forms of the rotation raise errors in four parts for invalid arguments."""
 
 import math
 
@@ -48,8 +48,8 @@ IDS = torch.arange(5)
         ({"positions": torch.zeros(3, 5)}, r"shape \[5\] or \[2, 5\]"),
         ({"positions": torch.zeros(2, 3, 5)}, r"shape \[5\] or \[2, 5\]"),
         ({"positions": torch.tensor(3)}, r"shape \[5\] or \[2, 5\]"),
-        ({"positions": torch.ones(5, dtype=torch.bool)}, "whole numbers, float32 or float64"),
-        ({"positions": torch.arange(5).bfloat16()}, "whole numbers, float32 or float64"),
+        ({"positions": torch.ones(5, dtype=torch.bool)}, "integers, float32 or float64"),
+        ({"positions": torch.arange(5).bfloat16()}, "integers, float32 or float64"),
         ({"positions": [0, 1, 2, 3, 4]}, "a torch.Tensor"),
         ({"x": np.ones((5, 8))}, "a torch.Tensor"),
         ({"inv_freq": theta(8).bfloat16()}, "inv_freq in float64 or float32"),
@@ -59,7 +59,7 @@ IDS = torch.arange(5)
         ({"positions": torch.zeros(1, 5), "x": torch.ones(5, 8)}, r"of shape \[5\], for x"),
     ],
 )
-def test_refused(form, change, message):
+def test_bad_input(form, change, message):
     arguments = {"x": X, "positions": IDS, "inv_freq": theta(8)} | change
     with pytest.raises(RopewalkError, match=message):
         form(**arguments)

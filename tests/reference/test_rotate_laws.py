@@ -19,7 +19,7 @@ def pair_norms(x: torch.Tensor, pairing: str) -> torch.Tensor:
 
 
 def assert_pairs_close(actual: torch.Tensor, expected: torch.Tensor, pairing: str, relative: float) -> None:
-    """Each pair within `relative` of its own norm: small pairs are not hidden behind large ones."""
+    """Each pair has its own bound, `relative` times its norm, so that large pairs do not hide errors of small ones."""
     error = pair_norms(actual - expected, pairing)
     assert (error <= relative * pair_norms(expected, pairing)).all(), float(error.max())
 
@@ -38,7 +38,7 @@ def test_rotations_compose_by_adding_positions(form, seed, dim, base, pairing, m
 
 
 @given(forms, seeds, even_dims, bases, pairings, positions)
-def test_norms_are_kept(form, seed, dim, base, pairing, m):
+def test_norms_are_preserved(form, seed, dim, base, pairing, m):
     x = vector(seed, 1, dim)
     before = pair_norms(x, pairing)
     after = pair_norms(form(x, at(m), theta(dim, base), pairing=pairing), pairing)
@@ -46,7 +46,7 @@ def test_norms_are_kept(form, seed, dim, base, pairing, m):
 
 
 @given(forms, seeds, even_dims, bases, pairings, positions, positions, positions)
-def test_scores_depend_on_the_distance_alone(form, seed, dim, base, pairing, m, n, shift):
+def test_scores_depend_only_on_the_distance(form, seed, dim, base, pairing, m, n, shift):
     q, k = vector(seed, 2, 1, dim)
     inv_freq = theta(dim, base)
 
@@ -58,10 +58,10 @@ def test_scores_depend_on_the_distance_alone(form, seed, dim, base, pairing, m, 
 
 
 @given(forms, seeds, even_dims, bases, pairings, positions)
-def test_the_conjugate_undoes_the_rotation(form, seed, dim, base, pairing, m):
+def test_the_conjugate_inverts_the_rotation(form, seed, dim, base, pairing, m):
     x, inv_freq = vector(seed, 1, dim), theta(dim, base)
-    turned = form(x, at(m), inv_freq, pairing=pairing)
-    assert_pairs_close(form(turned, at(m), inv_freq, pairing=pairing, conjugate=True), x, pairing, tolerance(m))
+    rotated = form(x, at(m), inv_freq, pairing=pairing)
+    assert_pairs_close(form(rotated, at(m), inv_freq, pairing=pairing, conjugate=True), x, pairing, tolerance(m))
 
 
 @given(forms, seeds, even_dims, bases, positions)
@@ -71,20 +71,20 @@ def test_half_is_interleaved_with_features_permuted(form, seed, dim, base, m):
     permutation = [feature for pair in zip(first, second, strict=True) for feature in pair]
     x, inv_freq = vector(seed, 1, dim), theta(dim, base)
     interleaved = form(x[..., permutation], at(m), inv_freq, pairing="interleaved")
-    # The matrix form sums a row of products in another order once features move; the others do not.
+    # Permuting features changes the order in which the matrix form sums its products. The other forms are exact.
     allowed = tolerance() if form is rotate_matrix else 0.0
     half = form(x, at(m), inv_freq, pairing="half")[..., permutation]
     assert_pairs_close(half, interleaved, "interleaved", allowed)
 
 
 @given(seeds, even_dims, bases, pairings, positions, st.booleans(), st.floats(0.5, 2.0))
-def test_the_three_forms_are_one_function(seed, dim, base, pairing, m, conjugate, amplitude):
+def test_the_three_forms_agree(seed, dim, base, pairing, m, conjugate, amplitude):
     x = vector(seed, 2, 3, 2, dim)
     ids = torch.tensor([[m, m + 1], [0, -m]])
     options = {"pairing": pairing, "conjugate": conjugate, "amplitude": amplitude}
-    truth = rotate(x, ids, theta(dim, base), **options)
+    expected = rotate(x, ids, theta(dim, base), **options)
     for form in (rotate_complex, rotate_matrix):
-        assert_pairs_close(form(x, ids, theta(dim, base), **options), truth, pairing, tolerance())
+        assert_pairs_close(form(x, ids, theta(dim, base), **options), expected, pairing, tolerance())
 
 
 @given(seeds, even_dims, pairings, positions, st.floats(0.1, 10.0))
@@ -104,20 +104,20 @@ def test_amplitude_multiplies(seed, dim, pairing, m, amplitude):
     st.booleans(),
     st.floats(0.5, 2.0),
 )
-def test_features_outside_the_slice_pass_through(form, seed, pairs, turning, m, rotary_slice, conjugate, amplitude):
-    dim, rotary_dim = 2 * pairs, 2 * min(turning, pairs - 1)
+def test_features_outside_the_slice_are_copied(form, seed, pairs, rotated_pairs, m, rotary_slice, conjugate, amplitude):
+    dim, rotary_dim = 2 * pairs, 2 * min(rotated_pairs, pairs - 1)
     x = vector(seed, 1, dim)
     options = {"conjugate": conjugate, "amplitude": amplitude}
     y = form(x, at(m), theta(rotary_dim), rotary_slice=rotary_slice, **options)
-    turned = slice(0, rotary_dim) if rotary_slice == "leading" else slice(dim - rotary_dim, dim)
-    alone = form(x[..., turned], at(m), theta(rotary_dim), **options)
+    rotated = slice(0, rotary_dim) if rotary_slice == "leading" else slice(dim - rotary_dim, dim)
+    alone = form(x[..., rotated], at(m), theta(rotary_dim), **options)
     expected = x.clone()
-    expected[..., turned] = alone
+    expected[..., rotated] = alone
     assert torch.equal(y, expected)
 
 
 @given(seeds, pairings)
-def test_ids_of_a_batch_belong_to_the_batch_even_with_as_many_heads(seed, pairing):
+def test_positions_per_sequence_with_as_many_heads_as_sequences(seed, pairing):
     x = vector(seed, 3, 3, 4, 8)
     ids = torch.randint(0, 1000, (3, 4), generator=torch.Generator().manual_seed(seed))
     together = rotate(x, ids, theta(8), pairing=pairing)
@@ -126,7 +126,7 @@ def test_ids_of_a_batch_belong_to_the_batch_even_with_as_many_heads(seed, pairin
 
 
 @given(forms, seeds, pairings)
-def test_each_head_may_have_its_own_frequencies(form, seed, pairing):
+def test_frequencies_per_head(form, seed, pairing):
     x, rows = vector(seed, 2, 3, 4, 8), vector(seed + 1, 3, 4)
     ids = torch.randint(0, 1000, (2, 4), generator=torch.Generator().manual_seed(seed))
     together = form(x, ids, rows, pairing=pairing)
@@ -135,20 +135,20 @@ def test_each_head_may_have_its_own_frequencies(form, seed, pairing):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_sign_is_the_textbooks(form):
-    # The unit vector along the first feature turns towards the second: counter-clockwise.
-    quarter = torch.tensor([torch.pi / 2], dtype=torch.float64)
+def test_the_rotation_is_counter_clockwise(form):
+    # The unit vector of the first feature is rotated towards that of the second.
+    right_angle = torch.tensor([torch.pi / 2], dtype=torch.float64)
     x = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
-    assert torch.allclose(form(x, at(1), quarter), torch.tensor([[0.0, 1.0]], dtype=torch.float64), atol=1e-15)
+    assert torch.allclose(form(x, at(1), right_angle), torch.tensor([[0.0, 1.0]], dtype=torch.float64), atol=1e-15)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients(form):
     x = vector(0, 2, 3, 4, 6).requires_grad_()
     inv_freq = theta(4).requires_grad_()
-    where = vector(1, 2, 4).requires_grad_()
-    assert torch.autograd.gradcheck(lambda *a: form(*a, pairing="half", amplitude=1.5), (x, where, inv_freq))
-    assert torch.autograd.gradgradcheck(lambda x: form(x, where.detach(), inv_freq.detach()), (x,))
+    ids = vector(1, 2, 4).requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: form(*a, pairing="half", amplitude=1.5), (x, ids, inv_freq))
+    assert torch.autograd.gradgradcheck(lambda x: form(x, ids.detach(), inv_freq.detach()), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

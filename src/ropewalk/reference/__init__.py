@@ -1,4 +1,4 @@
-"""What each encoding must COMPUTE: plain torch, slow and obvious, one equation a block, worked in float64."""
+"""Reference implementation of every encoding: plain torch, one equation per block, computed in float64."""
 
 from ropewalk.reference.absolute import concatenated as concatenated
 from ropewalk.reference.absolute import learned as learned

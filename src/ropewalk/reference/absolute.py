@@ -1,7 +1,7 @@
-"""Absolute encodings: a token is changed by where it stands, before any attention, as a function of (x, positions).
+"""Absolute encodings: functions of (x, positions) that change tokens before attention.
 
-x is [..., seq, dim], positions [seq] or [batch, seq]. `project` puts any of them before or after a projection. All
-of them work in float64 and round once to the dtype of x.
+x is [..., seq, dim], positions are [seq] or [batch, seq]. `project` applies an encoding before or after a projection.
+All functions compute in float64 and round once to the dtype of x.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,18 @@ Encode = Callable[[Tensor, Tensor], Tensor]
 
 
 def learned(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
-    """x_m + p_m, with p_m row m of a trained table. A position past the table has no row, and is an error.
+    """Learned encoding x_m + p_m, where p_m is row m of a trained table.
+
+    Args:
+        x: Tokens [..., seq, dim].
+        positions: Integer positions [seq] or [batch, seq], from 0 to rows - 1.
+        table: Trained table [rows, dim].
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If shapes or dtypes do not match, or if a position has no row in the table.
 
     >>> learned(torch.zeros(1, 2), torch.tensor([1]), torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
     [[3.0, 4.0]]
@@ -40,7 +51,20 @@ def learned(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
 
 
 def multiplicative(x: X, positions: Ids, table: Float[Tensor, "rows dim"]) -> X:
-    """x_m * p_m, feature by feature, with p_m row m of a trained table that starts at 1.
+    """Multiplicative encoding x_m * p_m, element by element, where p_m is row m of a trained table.
+
+    The table is initialised to 1.
+
+    Args:
+        x: Tokens [..., seq, dim].
+        positions: Integer positions [seq] or [batch, seq], from 0 to rows - 1.
+        table: Trained table [rows, dim].
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If shapes or dtypes do not match, or if a position has no row in the table.
 
     >>> multiplicative(torch.tensor([[5.0, 6.0]]), torch.tensor([0]), torch.tensor([[2.0, 1.0]])).tolist()
     [[10.0, 6.0]]
@@ -54,7 +78,19 @@ def concatenated(
     table: Float[Tensor, "rows width"],
     projection: Float[Tensor, "dim dim_plus_width"] | None = None,
 ) -> Float[Tensor, "*any seq out"]:
-    """[x_m ; p_m], x and position side by side; `projection`, if given, takes that back to dim features.
+    """Concatenated encoding [x_m ; p_m], where p_m is row m of a trained table.
+
+    Args:
+        x: Tokens [..., seq, dim].
+        positions: Integer positions [seq] or [batch, seq], from 0 to rows - 1.
+        table: Trained table [rows, width].
+        projection: Matrix [dim, dim + width] that maps the result back to dim features, or None.
+
+    Returns:
+        Tensor [..., seq, dim + width], or [..., seq, dim] with a projection, in the dtype of x.
+
+    Raises:
+        RopewalkError: If shapes or dtypes do not match, or if a position has no row in the table.
 
     >>> concatenated(torch.tensor([[5.0, 6.0]]), torch.tensor([0]), torch.tensor([[7.0]])).tolist()
     [[5.0, 6.0, 7.0]]
@@ -63,12 +99,23 @@ def concatenated(
     joined = torch.cat((x.double(), rows.expand(*x.shape[:-1], -1)), dim=-1)
     if projection is None:
         return joined.to(x.dtype)
-    columns = "its columns are the features of x and then those of the table"
+    columns = "pass a matrix whose columns are the features of x, then those of the table"
     return _projected(joined, projection, asked="concatenated(projection=...)", rows="dim", do=columns).to(x.dtype)
 
 
 def sinusoidal_table(positions: Shaped[Tensor, "*ids"], dim: int, base: float = 10_000.0) -> Float[Tensor, "*ids dim"]:
-    """p_{m,2i} = sin(m base^(-2i/d)), p_{m,2i+1} = cos(m base^(-2i/d)), in float64 (Vaswani et al., 1706.03762, 3.5).
+    """p_{m,2i} = sin(m base^(-2i/d)), p_{m,2i+1} = cos(m base^(-2i/d)) (Vaswani et al., 1706.03762, section 3.5).
+
+    Args:
+        positions: Positions m, of any shape.
+        dim: Number of features d, even.
+        base: Base of the frequencies.
+
+    Returns:
+        float64 table [*positions.shape, dim].
+
+    Raises:
+        RopewalkError: If `dim` is odd or a position is not finite.
 
     >>> sinusoidal_table(torch.tensor([0, 1]), dim=2).round(decimals=4).tolist()
     [[0.0, 1.0], [0.8415, 0.5403]]
@@ -82,14 +129,25 @@ def sinusoidal_table(positions: Shaped[Tensor, "*ids"], dim: int, base: float = 
 
 
 def sinusoidal(x: X, positions: Shaped[Tensor, "*ids"], base: float = 10_000.0) -> X:
-    """x_m + p_m, with p_m of `sinusoidal_table`. Defined at every position.
+    """Sinusoidal encoding x_m + p_m, where p_m is a row of `sinusoidal_table`. Defined at every position.
+
+    Args:
+        x: Tokens [..., seq, dim], with an even dim.
+        positions: Positions [seq] or [batch, seq].
+        base: Base of the frequencies.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If shapes or dtypes do not match, or if a position is not finite.
 
     >>> sinusoidal(torch.zeros(1, 2), torch.tensor([0])).tolist()
     [[0.0, 1.0]]
     """
     require_float(x, asked="sinusoidal(x)", at_least_dims=2)
-    lined_up = checked_positions(positions, tuple(x.shape), asked="sinusoidal")
-    return (x.double() + sinusoidal_table(lined_up, x.shape[-1], base)).to(x.dtype)
+    aligned = checked_positions(positions, tuple(x.shape), asked="sinusoidal")
+    return (x.double() + sinusoidal_table(aligned, x.shape[-1], base)).to(x.dtype)
 
 
 def recurrent(
@@ -99,11 +157,24 @@ def recurrent(
     state_weight: Float[Tensor, "dim dim"],
     bias: Float[Tensor, "dim"],
 ) -> X:
-    """h_m = tanh(A x_m + B h_{m-1} + b) with h before the first token 0: an Elman network that reads in order.
+    """Elman network h_m = tanh(A x_m + B h_{m-1} + b), with an initial state of 0.
 
-    Only the order of `positions` matters, not their size: tokens are read from the lowest position to the highest,
-    one after the other, and each h_m is given back where its token stood. The network stands before the transformer,
-    so unlike the other encodings it has no placement after a projection.
+    The network processes tokens from the lowest position to the highest. Only the order of `positions` matters, not
+    their values. Each h_m is returned at the index of its token. The network runs before the transformer, so unlike
+    the other encodings it cannot be applied after a projection.
+
+    Args:
+        x: Tokens [..., seq, dim].
+        positions: Positions [seq] or [batch, seq].
+        input_weight: A [dim, dim].
+        state_weight: B [dim, dim].
+        bias: b [dim].
+
+    Returns:
+        The states h, in the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If shapes or dtypes do not match, or if a position is not finite.
 
     >>> one = torch.ones(1, 1)
     >>> h = recurrent(torch.tensor([[1.0], [0.0]]), torch.tensor([0, 1]), one, one, torch.zeros(1))
@@ -111,17 +182,17 @@ def recurrent(
     [0.7616, 0.642]
     """
     require_float(x, asked="recurrent(x)", at_least_dims=2)
-    lined_up = checked_positions(positions, tuple(x.shape), asked="recurrent")
+    aligned = checked_positions(positions, tuple(x.shape), asked="recurrent")
     dim = x.shape[-1]
     if input_weight.shape != (dim, dim) or state_weight.shape != (dim, dim) or bias.shape != (dim,):
         raise RopewalkError(
             asked="recurrent(x, positions, input_weight, state_weight, bias)",
             expected=f"two matrices [{dim}, {dim}] and a bias [{dim}], for x of {dim} features",
             got=f"{list(input_weight.shape)}, {list(state_weight.shape)}, {list(bias.shape)}",
-            do="the network keeps the width of x",
+            do="pass weights with as many rows and columns as x has features",
         )
     a, b, c = input_weight.double(), state_weight.double(), bias.double()
-    order = lined_up.argsort(dim=-1, stable=True).expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape)
+    order = aligned.argsort(dim=-1, stable=True).expand(x.shape[:-1]).unsqueeze(-1).expand(x.shape)
     in_order = x.double().gather(-2, order)
     state = in_order.new_zeros((*x.shape[:-2], dim))
     states: list[Tensor] = []
@@ -140,10 +211,23 @@ def project(
     encode: Encode,
     placement: str = "input",
 ) -> Float[Tensor, "*any seq out"]:
-    """A projection with an encoding before it, W encode(x), or after it, encode(W x).
+    """Projection with an encoding before it, W encode(x), or after it, encode(W x).
 
-    For an added p these are W(x+p), which Vaswani et al. have, and Wx+p, which papers often write. They differ by
-    W p - p.
+    For an additive encoding p these are W(x+p), as in Vaswani et al., and Wx+p, as in many later papers. They differ
+    by W p - p.
+
+    Args:
+        x: Tokens [..., seq, dim].
+        positions: Positions [seq] or [batch, seq].
+        weight: W [out, dim].
+        encode: A function of (x, positions).
+        placement: "input" encodes before the projection, "projection" after it.
+
+    Returns:
+        Tensor [..., seq, out] in the dtype of x.
+
+    Raises:
+        RopewalkError: If `placement` is unknown or `weight` does not fit x.
 
     >>> shift = lambda x, positions: x + positions[:, None]
     >>> double = 2 * torch.eye(1)
@@ -152,7 +236,7 @@ def project(
     [8.0, 5.0]
     """
     require_choice(placement, ("input", "projection"), asked="project(placement=...)")
-    errors = {"asked": "project(weight=...)", "rows": "out", "do": "its columns are the features that it takes"}
+    errors = {"asked": "project(weight=...)", "rows": "out", "do": "pass a matrix with one column per input feature"}
     if placement == "input":
         return _projected(encode(x.double(), positions), weight, **errors).to(x.dtype)
     return encode(_projected(x.double(), weight, **errors), positions).to(x.dtype)
@@ -170,7 +254,7 @@ def _projected(x: Tensor, weight: Tensor, *, asked: str, rows: str, do: str) -> 
 
 
 def _rows(x: Tensor, positions: Tensor, table: Tensor, name: str, *, any_width: bool = False) -> Tensor:
-    """The rows of `table` at `positions` in float64, lined up with x."""
+    """Rows of `table` at `positions` in float64, shaped to broadcast against x."""
     require_float(x, asked=f"{name}(x)", at_least_dims=2)
     require_tensor(positions, asked=f"{name}(positions)")
     require_tensor(table, asked=f"{name}(table)")
@@ -178,16 +262,16 @@ def _rows(x: Tensor, positions: Tensor, table: Tensor, name: str, *, any_width: 
     if positions.is_floating_point() or table.dim() != 2 or (table.shape[1] != width and not any_width):
         raise RopewalkError(
             asked=f"{name}(x, positions, table)",
-            expected=f"whole positions and a table [rows, {'width' if any_width else width}]",
+            expected=f"integer positions and a table [rows, {'width' if any_width else width}]",
             got=f"positions {positions.dtype}, table {list(table.shape)}",
-            do="a table has a row for whole positions only; it is as wide as what it meets",
+            do="pass integer positions, and a table of this shape",
         )
-    lined_up = checked_positions(positions, tuple(x.shape), asked=name).long()
-    if lined_up.numel() and not 0 <= int(lined_up.min()) <= int(lined_up.max()) < len(table):
+    indices = checked_positions(positions, tuple(x.shape), asked=name).long()
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < len(table):
         raise RopewalkError(
             asked=f"{name}(x, positions, table)",
             expected=f"positions from 0 to {len(table) - 1}, the rows of the table",
-            got=f"positions from {int(lined_up.min())} to {int(lined_up.max())}",
-            do="a trained table is not defined past its length: train a longer one, or use an encoding by formula",
+            got=f"positions from {int(indices.min())} to {int(indices.max())}",
+            do="train a longer table, or use an encoding that is defined at every position, such as sinusoidal",
         )
-    return table[lined_up].double()
+    return table[indices].double()

@@ -1,4 +1,4 @@
-"""Checks what a caller of the reference gives, and lines positions and frequencies up with x."""
+"""Check the arguments of the reference functions, and shape positions and frequencies to broadcast against x."""
 
 import numpy as np
 import torch
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
 
-# Floats that cannot count: bfloat16 has no 257, float16 no 2049. As frequencies they are worse.
+# Dtypes too coarse for positions and frequencies: bfloat16 cannot represent 257, float16 cannot represent 2049.
 _COARSE = (torch.float16, torch.bfloat16)
 
 
 def require_tensor(value: object, *, asked: str) -> None:
-    """Refuses what is no tensor, by name rather than by a missing attribute."""
+    """Raise if `value` is not a tensor."""
     if not isinstance(value, Tensor):
         raise RopewalkError(
             asked=asked, expected="a torch.Tensor", got=shown(value), do="wrap it: torch.as_tensor(value)"
@@ -20,19 +20,19 @@ def require_tensor(value: object, *, asked: str) -> None:
 
 
 def require_finite(positions: Tensor, *, asked: str) -> None:
-    """Refuses positions that are no numbers."""
+    """Raise if a position is NaN or infinite."""
     require_tensor(positions, asked=asked)
     if not torch.isfinite(positions).all():
         raise RopewalkError(
             asked=asked,
             expected="finite positions",
             got="NaN or infinity",
-            do="look at what made them: a mean over an empty mask gives NaN",
+            do="check how they were computed; a mean over an empty mask is NaN, for example",
         )
 
 
 def require_float(x: Tensor, *, asked: str, at_least_dims: int) -> None:
-    """Refuses an `x` that is not real floating point, or has too few dimensions."""
+    """Raise if `x` is not a real floating-point tensor or has too few dimensions."""
     require_tensor(x, asked=asked)
     if not x.is_floating_point() or x.dim() < at_least_dims:
         raise RopewalkError(
@@ -45,11 +45,11 @@ def require_float(x: Tensor, *, asked: str, at_least_dims: int) -> None:
 
 def checked_positions(
     positions: Shaped[Tensor, "*ids"], shape: tuple[int, ...], *, asked: str
-) -> Float[Tensor, "*lined_up"]:
-    """`positions` as float64, lined up with an x of `shape` = [..., seq, dim]: [seq], or [batch, 1.., seq].
+) -> Float[Tensor, "*aligned"]:
+    """Return `positions` in float64, shaped for an x of `shape` = [..., seq, dim]: [seq], or [batch, 1.., seq].
 
-    Ids [batch, seq] belong to the first dimension of x. Broadcasting from the right, as torch does by itself, would
-    take them for ids of each head wherever there are as many heads as batches.
+    In positions [batch, seq], batch is the first dimension of x. Torch's own broadcasting starts from the right. It
+    would align batch with heads if their numbers are equal.
     """
     require_tensor(positions, asked=f"{asked}(positions)")
     seq = shape[-2]
@@ -59,11 +59,11 @@ def checked_positions(
     if not countable or not fits or positions.shape[-1] != seq:
         raise RopewalkError(
             asked=asked,
-            expected=f"positions: whole numbers, float32 or float64, of shape [{seq}]"
+            expected=f"positions: integers, float32 or float64, of shape [{seq}]"
             + (f" or [{batches[-1]}, {seq}]" if batches else "")
             + f", for x of shape {list(shape)}",
             got=f"{positions.dtype} of shape {list(positions.shape)}",
-            do="give one position a token, torch.arange(seq) for a plain sequence",
+            do="pass one position per token, such as torch.arange(seq)",
         )
     require_finite(positions, asked=asked)
     exact = positions.to(torch.float64)
@@ -78,12 +78,12 @@ def angles_for(
     inv_freq: Float[Tensor, "*heads pairs"] | Float[np.ndarray, "*heads pairs"],
     *,
     asked: str,
-) -> Float[Tensor, "*lined_up pairs"]:
-    """The angles m * theta_i in float64, shaped to broadcast against the pairs of `x`."""
+) -> Float[Tensor, "*aligned pairs"]:
+    """Return the angles m * theta_i in float64, shaped to broadcast against the pairs of `x`."""
     frequencies = _frequencies(inv_freq, asked)
     shape = tuple(x.shape)
-    lined_up = checked_positions(positions, shape, asked=asked)
-    # One row of frequencies a head lines up with the dimension before the sequence: [.., heads, seq, dim].
+    aligned = checked_positions(positions, shape, asked=asked)
+    # With one row of frequencies per head, heads is the dimension before the sequence: [.., heads, seq, dim].
     per_head = frequencies.dim() == 2
     needed = 4 if per_head and positions.dim() == 2 else 3 if per_head else 2
     if frequencies.dim() not in (1, 2) or len(shape) < needed or (per_head and len(frequencies) != shape[-3]):
@@ -91,31 +91,31 @@ def angles_for(
             asked=asked,
             expected="inv_freq of shape [pairs], or [heads, pairs] for x of shape [batch, heads, seq, dim]",
             got=f"inv_freq {list(frequencies.shape)}, positions {list(positions.shape)}, x {list(shape)}",
-            do="check the number of heads, and that x has its heads before its sequence",
+            do="check the number of heads, and that heads come before seq in x",
         )
     if not 1 <= frequencies.shape[-1] <= shape[-1] // 2:
         raise RopewalkError(
             asked=asked,
             expected=f"between 1 and {shape[-1] // 2} frequencies, for {shape[-1]} features",
             got=f"{frequencies.shape[-1]}",
-            do="rotary_dim may not pass the last dimension of x; check head_dim",
+            do="check head_dim; rotary_dim must not exceed the last dimension of x",
         )
     frequencies = frequencies.unsqueeze(-2) if per_head else frequencies
-    return lined_up.to(x.device).unsqueeze(-1) * frequencies.to(x.device)
+    return aligned.to(x.device).unsqueeze(-1) * frequencies.to(x.device)
 
 
 def _frequencies(inv_freq: object, asked: str) -> Tensor:
-    """`inv_freq` as float64, on its own device: a default device must not swallow a NumPy array."""
-    given = torch.as_tensor(inv_freq, device="cpu") if isinstance(inv_freq, np.ndarray) else inv_freq
-    if not isinstance(given, Tensor) or given.dtype not in (torch.float32, torch.float64):
+    """Return `inv_freq` in float64. A NumPy array stays on the CPU, whatever the default device is."""
+    tensor = torch.as_tensor(inv_freq, device="cpu") if isinstance(inv_freq, np.ndarray) else inv_freq
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.float32, torch.float64):
         raise RopewalkError(
             asked=asked,
             expected="inv_freq in float64 or float32, as an array or a tensor",
-            got=f"{given.dtype}" if isinstance(given, Tensor) else shown(given),
-            do="pass RopeSpec(...).inv_freq(); frequencies that were rounded to half precision cannot be mended",
+            got=f"{tensor.dtype}" if isinstance(tensor, Tensor) else shown(tensor),
+            do="pass RopeSpec(...).inv_freq(); frequencies rounded to half precision cannot be recovered",
         )
-    if not torch.isfinite(given).all():
+    if not torch.isfinite(tensor).all():
         raise RopewalkError(
             asked=asked, expected="finite inv_freq", got="NaN or infinity", do="pass RopeSpec(...).inv_freq()"
         )
-    return given.to(torch.float64)
+    return tensor.to(torch.float64)

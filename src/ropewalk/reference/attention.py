@@ -1,4 +1,4 @@
-"""Softmax attention, and the three hooks by which an encoding enters it: embed, rotate, bias."""
+"""Softmax attention, with three hooks for encodings: embed, rotate, bias."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,12 +26,26 @@ def softmax_attention(
     bias: Float[Tensor, "*#any q_seq k_seq"] | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "batch heads q_seq v_dim"]:
-    """softmax(q k^T scale + bias) v (Vaswani et al., 1706.03762, eq. 1); scale is 1/sqrt(dim) unless given.
+    """Attention softmax(q k^T scale + bias) v (Vaswani et al., 1706.03762, eq. 1).
 
-    Worked in float64 and rounded once to the dtype of q. Several query heads may share a key head. Causal queries are
-    the last of the sequence: query i of Q sees the keys up to K - Q + i.
+    Computed in float64 and rounded once to the dtype of q. Several query heads can share a key head. With `causal`,
+    queries are the last tokens of the sequence: query i of Q attends to the keys up to K - Q + i.
 
-    >>> q = k = torch.zeros(1, 1, 2, 4)  # equal scores: the mean of the values that a query may see
+    Args:
+        q: Queries [batch, heads, q_seq, dim].
+        k: Keys [batch, kv_heads, k_seq, dim]; heads is a multiple of kv_heads.
+        v: Values [batch, kv_heads, k_seq, v_dim].
+        causal: Whether later keys are masked.
+        bias: Added to the scores: [q_seq, k_seq], [heads, q_seq, k_seq] or [batch, heads, q_seq, k_seq].
+        scale: Factor on the scores. Default: 1/sqrt(dim).
+
+    Returns:
+        Tensor [batch, heads, q_seq, v_dim] in the dtype of q.
+
+    Raises:
+        RopewalkError: If shapes or dtypes do not match.
+
+    >>> q = k = torch.zeros(1, 1, 2, 4)  # equal scores: the mean of the visible values
     >>> softmax_attention(q, k, torch.tensor([[[[1.0], [3.0]]]]), causal=True).flatten().tolist()
     [1.0, 2.0]
     """
@@ -48,6 +62,12 @@ def softmax_attention(
 
 class Projections(NamedTuple):
     """The four matrices of an attention layer.
+
+    Attributes:
+        query: [heads * head_dim, dim].
+        key: [kv_heads * head_dim, dim].
+        value: [kv_heads * v_dim, dim].
+        output: [dim, heads * v_dim].
 
     >>> Projections(*[torch.eye(4)] * 4).query.shape
     torch.Size([4, 4])
@@ -71,16 +91,29 @@ def multi_head_attention(
     rotate: Rotate | None = None,
     bias: Bias | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
-    """A layer of self-attention with any encoding.
+    """Self-attention layer with any encoding. Values are never rotated.
 
-    embed(x, positions) changes the tokens before anything else; rotate(q, k, positions) changes queries and keys
-    [batch, heads, seq, head_dim] after their projection; bias(positions, positions) is added to the scores. Values
-    are never rotated.
+    Args:
+        x: Tokens [batch, seq, dim].
+        weights: The four projections.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key heads. Default: num_heads.
+        positions: Positions [seq] or [batch, seq]. Default: 0 .. seq-1.
+        causal: Whether later tokens are masked.
+        embed: embed(x, positions) returns changed tokens. It runs before the projections.
+        rotate: rotate(q, k, positions) returns changed queries and keys [batch, heads, seq, head_dim].
+        bias: bias(positions, positions) is added to the scores.
+
+    Returns:
+        Tensor [batch, seq, dim] in the dtype of x.
+
+    Raises:
+        RopewalkError: If shapes or dtypes do not match.
 
     >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
     >>> eye = Projections(*[torch.eye(2)] * 4)
     >>> y = multi_head_attention(x, eye, num_heads=1, bias=lambda q, k: torch.full((2, 2), -9e9).tril(-1))
-    >>> y[0, 1].tolist()  # the second token may not see the first
+    >>> y[0, 1].tolist()  # the first token is masked for the second
     [0.0, 1.0]
     """
     asked = "multi_head_attention"
@@ -88,14 +121,14 @@ def multi_head_attention(
     kv_heads = require_count(
         heads if num_kv_heads is None else num_kv_heads,
         asked=f"{asked}(num_kv_heads=...)",
-        do="pass how many key heads there are, or leave it out",
+        do="pass the number of key heads, or omit it",
     )
     if not isinstance(weights, Projections):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RopewalkError(
             asked=f"{asked}(weights)",
             expected="Projections(query, key, value, output)",
             got=shown(weights),
-            do="from ropewalk.reference import Projections",
+            do="pass a ropewalk.reference.Projections",
         )
     require_float(x, asked=f"{asked}(x)", at_least_dims=3)
     rows = [weight.shape[0] for weight in weights[:3]]
@@ -103,9 +136,9 @@ def multi_head_attention(
     if rows != [heads * width, kv_heads * width, kv_heads * (rows[2] // kv_heads)] or x.dim() != 3:
         raise RopewalkError(
             asked=f"{asked}(num_heads={heads}, num_kv_heads={kv_heads})",
-            expected="x [batch, seq, dim], and projections whose rows divide into the heads",
+            expected="x [batch, seq, dim], and projections whose number of rows is a multiple of the heads",
             got=f"x {list(x.shape)}; {rows[0]} rows for queries, {rows[1]} for keys, {rows[2]} for values",
-            do="rows are heads times head_dim",
+            do="pass projections with heads * head_dim rows",
         )
     positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
     checked_positions(positions, tuple(x.shape), asked=asked)
@@ -126,7 +159,14 @@ def _split_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def group_heads(x: Float[Tensor, "batch kv_heads seq dim"], heads: int) -> Float[Tensor, "batch heads seq dim"]:
-    """Each key head as often as query heads share it: heads 0,0,1,1 for four query heads over two key heads.
+    """Repeat each key head for the query heads that share it: heads 0,0,1,1 for four query heads and two key heads.
+
+    Args:
+        x: Keys or values [batch, kv_heads, seq, dim].
+        heads: Number of query heads, a multiple of kv_heads.
+
+    Returns:
+        Tensor [batch, heads, seq, dim].
 
     >>> group_heads(torch.tensor([7.0, 8.0]).view(1, 2, 1, 1), 4).flatten().tolist()
     [7.0, 7.0, 8.0, 8.0]
@@ -135,12 +175,12 @@ def group_heads(x: Float[Tensor, "batch kv_heads seq dim"], heads: int) -> Float
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """True where a query may see a key; the queries are the last of the sequence."""
+    """Mask [queries, keys], True where a query attends to a key. The queries are the last tokens of the sequence."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def require_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
-    """Refuses a bias that is no number, or one a head, for every query and key.
+    """Raise if `bias` does not broadcast to the scores [batch, heads, q_seq, k_seq].
 
     >>> require_bias(None, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
     """
@@ -157,7 +197,7 @@ def require_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
 
 
 def require_qkv(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, asked: str) -> None:
-    """Refuses q, k, v whose shapes do not belong together.
+    """Raise if the shapes of q, k and v do not match.
 
     >>> require_qkv(*[torch.zeros(1, 2, 3, 4)] * 3, causal=True, asked="a doctest")
     """
@@ -170,7 +210,7 @@ def require_qkv(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, asked: str) ->
         raise RopewalkError(
             asked=f"{asked}(q, k, v)",
             expected="q [batch, heads, q_seq, dim], k [batch, kv_heads, k_seq, dim], v [batch, kv_heads, k_seq, any]; "
-            "heads a multiple of kv_heads; where causal, no more queries than keys",
+            "heads a multiple of kv_heads; if causal, no more queries than keys",
             got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
             do="transpose to [batch, heads, seq, dim] and check the number of heads",
         )

@@ -1,4 +1,4 @@
-"""Relative encodings that add a number to each attention score: T5's buckets and ALiBi."""
+"""Relative encodings that add a bias to each attention score: T5 and ALiBi."""
 
 import torch
 from jaxtyping import Float, Float64, Int, Shaped
@@ -13,13 +13,25 @@ __all__ = ["alibi_bias", "alibi_slopes", "t5_bias", "t5_bucket"]
 def t5_bucket(
     relative: Int[Tensor, "*any"], *, causal: bool, num_buckets: int = 32, max_distance: int = 128
 ) -> Int[Tensor, "*any"]:
-    """The bucket of each `relative` = key position - query position (T5, 1910.10683, section 2.1).
+    """Bucket of each `relative` = key position - query position (T5, 1910.10683, section 2.1).
 
-    With E buckets a direction, half of them hold one distance n each, and n >= E/2 goes to
-    E/2 + floor(log(n / (E/2)) / log(max_distance / (E/2)) * E/2), at most E-1. Causal attention has E = num_buckets
-    and puts every future key into bucket 0; otherwise E = num_buckets/2 and future keys take the upper half.
+    There are E buckets per direction. Distances n < E/2 have one bucket each. A distance n >= E/2 is in bucket
+    E/2 + floor(log(n / (E/2)) / log(max_distance / (E/2)) * E/2), at most E-1. Causal attention has E = num_buckets,
+    and every future key is in bucket 0. Otherwise E = num_buckets/2, and future keys use the upper half.
 
-    Differs from T5's code: that takes a float32 logarithm; here the edges are found in whole numbers.
+    Differs from T5's code, which computes the logarithm in float32. This function computes the edges in integers.
+
+    Args:
+        relative: Integers of any shape.
+        causal: Whether attention is causal.
+        num_buckets: Number of buckets, at least 4.
+        max_distance: Distance from which all keys share the last bucket.
+
+    Returns:
+        Buckets, in the shape of `relative`.
+
+    Raises:
+        RopewalkError: If `relative` is not an integer tensor or another argument is out of its range.
 
     >>> t5_bucket(-torch.tensor([0, 1, 15, 16, 32, 64, 500]), causal=True).tolist()
     [0, 1, 15, 16, 21, 26, 31]
@@ -29,15 +41,15 @@ def t5_bucket(
     require_flag(causal, asked=f"{asked}(causal=...)")
     if relative.is_floating_point():
         raise RopewalkError(
-            asked=f"{asked}(relative)", expected="whole distances", got=f"{relative.dtype}", do="round them first"
+            asked=f"{asked}(relative)", expected="integer distances", got=f"{relative.dtype}", do="round them first"
         )
-    total = require_count(num_buckets, asked=f"{asked}(num_buckets=...)", do="T5 has 32", at_least=4)
+    total = require_count(num_buckets, asked=f"{asked}(num_buckets=...)", do="T5 uses 32", at_least=4)
     count = total if causal else total // 2
     exact = count // 2
     far = require_count(
         max_distance,
         asked=f"{asked}(max_distance=...)",
-        do="T5 has 128; it must pass the one-distance buckets",
+        do="T5 uses 128; it must exceed the distances that have their own bucket",
         at_least=exact + 1,
     )
     distance = (-relative).clamp_min(0) if causal else relative.abs()
@@ -65,9 +77,22 @@ def t5_bias(
     causal: bool,
     max_distance: int = 128,
 ) -> Float[Tensor, "heads q k"]:
-    """One learned number a bucket and head, added to the score of each query and key (T5, 1910.10683).
+    """T5's bias: one learned number per bucket and head, added to the score of each query and key (1910.10683).
 
-    >>> weight = torch.arange(32.0)[:, None]  # bucket b gives b
+    Args:
+        q_positions: Integer positions [q].
+        k_positions: Integer positions [k].
+        weight: Learned numbers [buckets, heads].
+        causal: Whether attention is causal.
+        max_distance: Distance from which all keys share the last bucket.
+
+    Returns:
+        Bias [heads, q, k] in the dtype of `weight`.
+
+    Raises:
+        RopewalkError: If a shape, a dtype or `max_distance` is invalid.
+
+    >>> weight = torch.arange(32.0)[:, None]  # the weight of bucket b is b
     >>> t5_bias(torch.tensor([2]), torch.arange(3), weight, causal=True).tolist()
     [[[2.0, 1.0, 0.0]]]
     """
@@ -82,9 +107,18 @@ def t5_bias(
 
 
 def alibi_slopes(num_heads: int) -> Float64[Tensor, "heads"]:
-    """2^(-8h/n) for heads h = 1 .. n, where n is a power of 2 (ALiBi, 2108.12409, section 3).
+    """Slopes 2^(-8h/n) for heads h = 1 .. n, if n is a power of 2 (ALiBi, 2108.12409, section 3).
 
-    For any other n: the slopes of the power of 2 below it, then every other slope of the one above.
+    For any other n: the slopes of the next smaller power of 2, followed by every other slope of the next larger one.
+
+    Args:
+        num_heads: Number of heads n.
+
+    Returns:
+        One float64 slope per head [heads].
+
+    Raises:
+        RopewalkError: If `num_heads` is not a positive integer.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]
@@ -99,9 +133,20 @@ def alibi_slopes(num_heads: int) -> Float64[Tensor, "heads"]:
 def alibi_bias(
     q_positions: Shaped[Tensor, "q"], k_positions: Shaped[Tensor, "k"], num_heads: int
 ) -> Float64[Tensor, "heads q k"]:
-    """-slope_h |m - n|, added to the score of query m and key n (ALiBi, 2108.12409, section 3).
+    """ALiBi's bias -slope_h |m - n|, added to the score of query m and key n (2108.12409, section 3).
 
-    Differs from the paper: |m - n| also gives future keys a distance, for attention that is not causal.
+    Differs from the paper: |m - n| is also defined for future keys, so that attention need not be causal.
+
+    Args:
+        q_positions: Positions m [q].
+        k_positions: Positions n [k].
+        num_heads: Number of heads.
+
+    Returns:
+        float64 bias [heads, q, k].
+
+    Raises:
+        RopewalkError: If positions are not finite or not one-dimensional.
 
     >>> alibi_bias(torch.tensor([2]), torch.arange(3), num_heads=1).tolist()
     [[[-0.0078125, -0.00390625, -0.0]]]
@@ -117,10 +162,10 @@ def _relative(q_positions: Tensor, k_positions: Tensor, asked: str) -> Tensor:
     if q_positions.dim() != 1 or k_positions.dim() != 1:
         raise RopewalkError(
             asked=f"{asked}(q_positions, k_positions)",
-            expected="two lists of positions, [q] and [k]",
+            expected="two one-dimensional tensors of positions, [q] and [k]",
             got=f"{list(q_positions.shape)} and {list(k_positions.shape)}",
-            do="call it once a sequence where positions differ between sequences",
+            do="call it once per sequence if positions differ between sequences",
         )
-    # In 64 bits: unsigned ids would wrap where a key stands before its query.
+    # In int64: unsigned positions would overflow if a key is before its query.
     q, k = (ids if ids.is_floating_point() else ids.to(torch.int64) for ids in (q_positions, k_positions))
     return k[None, :] - q[:, None]

@@ -1,6 +1,6 @@
-"""Which two features form a pair, and which features rotate at all: index pictures as code.
+"""Which features are rotated, and which two features form a pair.
 
-features      0   1   2   3   4   5          rotary_dim = 4, leading: features 4 and 5 stay as they are
+features      0   1   2   3   4   5          rotary_dim = 4, leading: features 4 and 5 are not rotated
 interleaved  (a0  b0)(a1  b1) .   .
 half         (a0  a1  b0  b1) .   .
 """
@@ -16,7 +16,14 @@ __all__ = ["join_pairs", "join_slice", "pair_indices", "split_pairs", "split_sli
 
 
 def pair_indices(rotary_dim: int, pairing: Pairing) -> tuple[list[int], list[int]]:
-    """The feature numbers of the first and of the second member of each pair.
+    """Feature indices of the first and of the second member of each pair.
+
+    Args:
+        rotary_dim: Number of rotated features.
+        pairing: "interleaved" or "half".
+
+    Returns:
+        Two lists of rotary_dim / 2 indices.
 
     >>> pair_indices(6, "interleaved"), pair_indices(6, "half")
     (([0, 2, 4], [1, 3, 5]), ([0, 1, 2], [3, 4, 5]))
@@ -30,7 +37,14 @@ def pair_indices(rotary_dim: int, pairing: Pairing) -> tuple[list[int], list[int
 def split_pairs(
     x: Float[Tensor, "*any dim"], pairing: Pairing
 ) -> tuple[Float[Tensor, "*any pairs"], Float[Tensor, "*any pairs"]]:
-    """The first and the second members of all pairs of `x`.
+    """Split `x` into the first and the second members of its pairs.
+
+    Args:
+        x: Features [..., dim], with an even dim.
+        pairing: "interleaved" or "half".
+
+    Returns:
+        Two tensors [..., dim / 2].
 
     >>> a, b = split_pairs(torch.tensor([0.0, 1.0, 2.0, 3.0]), "half")
     >>> a.tolist(), b.tolist()
@@ -43,7 +57,15 @@ def split_pairs(
 def join_pairs(
     first: Float[Tensor, "*any pairs"], second: Float[Tensor, "*any pairs"], pairing: Pairing
 ) -> Float[Tensor, "*any dim"]:
-    """The inverse of `split_pairs`.
+    """Inverse of `split_pairs`.
+
+    Args:
+        first: First members [..., pairs].
+        second: Second members [..., pairs].
+        pairing: "interleaved" or "half".
+
+    Returns:
+        Features [..., 2 * pairs].
 
     >>> join_pairs(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 3.0]), "interleaved").tolist()
     [0.0, 1.0, 2.0, 3.0]
@@ -56,7 +78,15 @@ def join_pairs(
 def split_slice(
     x: Float[Tensor, "*any dim"], rotary_dim: int, rotary_slice: RotarySlice
 ) -> tuple[Float[Tensor, "*any rotary"], Float[Tensor, "*any rest"]]:
-    """The features that rotate, and the rest.
+    """Split `x` into the rotated features and the rest.
+
+    Args:
+        x: Features [..., dim].
+        rotary_dim: Number of rotated features.
+        rotary_slice: "leading" or "trailing".
+
+    Returns:
+        Two tensors, [..., rotary_dim] and [..., dim - rotary_dim].
 
     >>> rotated, rest = split_slice(torch.arange(4.0), 2, "trailing")
     >>> rotated.tolist(), rest.tolist()
@@ -72,7 +102,15 @@ def split_slice(
 def join_slice(
     rotated: Float[Tensor, "*any rotary"], rest: Float[Tensor, "*any rest"], rotary_slice: RotarySlice
 ) -> Float[Tensor, "*any dim"]:
-    """The inverse of `split_slice`.
+    """Inverse of `split_slice`.
+
+    Args:
+        rotated: Rotated features [..., rotary_dim].
+        rest: The other features [..., dim - rotary_dim].
+        rotary_slice: "leading" or "trailing".
+
+    Returns:
+        Features [..., dim].
 
     >>> join_slice(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0]), "trailing").tolist()
     [0.0, 1.0, 2.0, 3.0]

@@ -1,6 +1,6 @@
-"""The check that every fast rotation must pass: the cases, the reference, the budget, and the gradient.
+"""The check that every fast rotation must pass: values and gradients against the reference, within the budget.
 
-It starts from positions, so that a candidate's own cos and sin are under test too.
+The cases start from positions, so the check includes the cos and sin that a candidate computes.
 """
 
 import itertools
@@ -19,13 +19,13 @@ from ropewalk.spec.rope import PAIRINGS, Pairing, RotarySlice
 
 __all__ = ["RotationCase", "check_rotation", "rotation_cases"]
 
-# A candidate has the signature of reference.rotate.
+# A function with the signature of reference.rotate.
 Candidate = Callable[..., Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class RotationCase(NamedTuple):
-    """One call of a rotation: its input and every argument.
+    """The arguments of one call of a rotation.
 
     >>> RotationCase("tiny", torch.ones(1, 2), torch.zeros(1), torch.ones(1)).pairing
     'interleaved'
@@ -41,7 +41,7 @@ class RotationCase(NamedTuple):
     rotary_slice: RotarySlice = "leading"
 
     def call(self, function: Candidate, x: Tensor) -> Tensor:
-        """`function` on `x` with the arguments of this case."""
+        """Call `function` on `x` with the other arguments of this case."""
         return function(
             x,
             self.positions,
@@ -54,7 +54,14 @@ class RotationCase(NamedTuple):
 
 
 def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
-    """The cases in which rotations go wrong: odd lengths and widths, partial rotation, views, far and odd positions.
+    """Yield test cases: unusual lengths and widths, partial rotation, views, large, negative and fractional positions.
+
+    Args:
+        dtype: Dtype of x.
+        seed: Seed of the random numbers.
+
+    Yields:
+        Cases with distinct names.
 
     >>> cases = list(rotation_cases(torch.float32))
     >>> len({case.name for case in cases}) == len(cases) > 30
@@ -93,7 +100,7 @@ def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
             yield base._replace(name=f"{pairing}, positions {name}", positions=positions)
         yield base._replace(name=f"{pairing}, base 5e5", inv_freq=theta(64, 500_000.0), positions=scattered(7))
         yield base._replace(name=f"{pairing}, clockwise", inv_freq=-theta(64))
-        # As many heads as batches: ids that line up with the wrong dimension go unnoticed by shape alone.
+        # As many heads as batches: shapes do not show whether positions broadcast along the wrong dimension.
         yield base._replace(name=f"{pairing}, as many heads as batches", x=x(3, 3, 7, 64), positions=scattered(3, 7))
         yield base._replace(name=f"{pairing}, one head", x=x(2, 1, 7, 64), positions=scattered(2, 7))
         yield base._replace(name=f"{pairing}, transposed view", x=x(2, 7, 3, 64).transpose(1, 2))
@@ -103,18 +110,18 @@ def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
         yield base._replace(name=f"{pairing}, [batch, seq, dim]", x=x(2, 7, 64), positions=scattered(2, 7))
         yield base._replace(name=f"{pairing}, five dimensions", x=x(2, 2, 3, 7, 64), positions=scattered(2, 7))
         yield base._replace(name=f"{pairing}, no token", x=x(2, 3, 0, 64), positions=torch.arange(0))
-        # What is right alone may be wrong together.
-        for conjugate, amplitude, ids in itertools.product((False, True), (1.0, 1.2772588722), ("shared", "a row")):
+        # Options that work alone can fail in combination.
+        for conjugate, amplitude, ids in itertools.product((False, True), (1.0, 1.2772588722), ("shared", "per row")):
             for which, frequencies, rotary_slice in (
                 ("whole", theta(64), "leading"),
                 ("leading 24 of 64", theta(24), "leading"),
                 ("trailing 24 of 64", theta(24), "trailing"),
-                ("frequencies a head", per_head, "leading"),
-                ("frequencies a head, trailing 24 of 64", per_head[:, :12], "trailing"),
+                ("frequencies per head", per_head, "leading"),
+                ("frequencies per head, trailing 24 of 64", per_head[:, :12], "trailing"),
             ):
                 yield base._replace(
                     name=f"{pairing}, {which}, conjugate {conjugate}, amplitude {amplitude}, ids {ids}",
-                    positions=scattered(2, 7) if ids == "a row" else scattered(7),
+                    positions=scattered(2, 7) if ids == "per row" else scattered(7),
                     inv_freq=frequencies,
                     conjugate=conjugate,
                     amplitude=amplitude,
@@ -129,11 +136,22 @@ def check_rotation(
     *,
     where: Callable[[RotationCase], bool] = lambda case: True,
 ) -> float:
-    """Holds `candidate`, a function with the signature of `reference.rotate`, to the budget in every case.
+    """Check a fast rotation against the reference in every case; see `rotation_cases`.
 
-    Checks the values, dtype and shape of the result, that x is unchanged, and the gradient for a random cotangent.
-    `where` picks the cases, for a candidate that serves only some: lambda case: case.pairing == "half".
-    Raises `BudgetError` with the case; returns the largest error / budget.
+    It checks the values, dtype and shape of the result, that x is unchanged, and the gradient for a random cotangent.
+
+    Args:
+        candidate: A function with the signature of `reference.rotate`.
+        dtypes: Dtypes of x.
+        seed: Seed of the random numbers.
+        where: Selects cases, if `candidate` supports only some: `lambda case: case.pairing == "half"`.
+
+    Returns:
+        The largest error divided by its budget.
+
+    Raises:
+        BudgetError: If a result is wrong. The message names the case.
+        RopewalkError: If no case is selected.
 
     >>> check_rotation(rotate, [torch.float32]) <= 1
     True
@@ -144,31 +162,31 @@ def check_rotation(
             asked="check_rotation(candidate, dtypes, where=...)",
             expected="at least one dtype and one case",
             got="none",
-            do="a check of nothing would pass: name a dtype, and let `where` keep a case",
+            do="pass a dtype, and a `where` that selects at least one case",
         )
     return max(ratios)
 
 
 def _check(candidate: Candidate, case: RotationCase) -> float:
-    at = f"{case.name}, {case.x.dtype}"
-    # x keeps the strides of the case: detach shares them, and a clone would make a view contiguous.
+    name = f"{case.name}, {case.x.dtype}"
+    # detach keeps the strides of the case. A clone would make a view contiguous.
     x = case.x.detach().requires_grad_()
     before = case.x.clone()
     result = case.call(candidate, x)
     if result.dtype != x.dtype or result.shape != x.shape:
-        raise BudgetError(f"{at}: {result.dtype} {list(result.shape)} from {x.dtype} {list(x.shape)}")
+        raise BudgetError(f"{name}: the result is {result.dtype} {list(result.shape)}, x is {x.dtype} {list(x.shape)}")
     if not torch.equal(case.x, before):
-        raise BudgetError(f"{at}: the input was changed")
+        raise BudgetError(f"{name}: the input was changed")
     truth = case.call(rotate, before.double())
     random = torch.Generator().manual_seed(1)
     cotangent = torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.dtype)
     (gradient,) = torch.autograd.grad(result, x, cotangent)
-    # The transpose of a rotation is the rotation the other way, so the reference gives the gradient too.
+    # The transpose of a rotation is the opposite rotation, so the reference also computes the gradient.
     transposed = case._replace(conjugate=not case.conjugate)
     true_gradient = transposed.call(rotate, cotangent.double())
     farthest = _largest(case.positions) * _largest(case.inv_freq)
     worst = 0.0
-    for what, fast, reference in (("value", result.detach(), truth), ("gradient", gradient, true_gradient)):
+    for quantity, fast, reference in (("value", result.detach(), truth), ("gradient", gradient, true_gradient)):
         try:
             ratio = assert_within_budget(
                 fast,
@@ -179,7 +197,7 @@ def _check(candidate: Candidate, case: RotationCase) -> float:
                 farthest=farthest,
             )
         except BudgetError as error:
-            raise BudgetError(f"{at}: {what}: {error}") from None
+            raise BudgetError(f"{name}: {quantity}: {error}") from None
         worst = max(worst, ratio)
     return worst
 

@@ -1,4 +1,4 @@
-"""RMSNorm of queries and keys before their rotation, as Qwen 3, Gemma 3 and others have it."""
+"""RMSNorm of queries and keys before their rotation, as in Qwen 3, Gemma 3 and other models."""
 
 import torch
 from jaxtyping import Float, Shaped
@@ -18,21 +18,32 @@ def rms_norm(
     eps: float = 1e-6,
     plus_one: bool = False,
 ) -> Float[Tensor, "*any dim"]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float64, rounded once to the dtype of x.
+    """RMSNorm over the last dimension: x / sqrt(mean(x^2) + eps) * weight (Zhang & Sennrich, 1910.07467, eq. 4).
 
-    Zhang & Sennrich, 1910.07467, eq. 4. `plus_one` multiplies by 1 + weight, as Gemma stores its weights. Without a
-    weight it is 1.
+    Computed in float64 and rounded once to the dtype of x.
 
-    >>> [round(v, 4) for v in rms_norm(torch.tensor([3.0, 4.0])).tolist()]  # their mean square is 12.5
+    Args:
+        x: Features [..., dim].
+        weight: Factor per feature [dim]. Default: 1.
+        eps: Added to the mean square.
+        plus_one: Multiply by 1 + weight, as Gemma does.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If `eps` is not positive, or if `plus_one` is set without a weight.
+
+    >>> [round(v, 4) for v in rms_norm(torch.tensor([3.0, 4.0])).tolist()]  # the mean square is 12.5
     [0.8485, 1.1314]
     """
-    require_positive(eps, asked="rms_norm(eps=...)", do="pass the eps of the model, 1e-6 in most")
+    require_positive(eps, asked="rms_norm(eps=...)", do="pass the eps of the model, often 1e-6")
     if weight is None and plus_one:
         raise RopewalkError(
             asked="rms_norm(weight=None, plus_one=True)",
-            expected="a weight to add one to",
-            got="none",
-            do="leave plus_one out, or give a weight",
+            expected="a weight, to which 1 is added",
+            got="None",
+            do="omit plus_one, or pass a weight",
         )
     wide = x.double()
     scaled = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -54,7 +65,27 @@ def qk_norm_rotate(
     amplitude: float = 1.0,
     rotary_slice: RotarySlice = "leading",
 ) -> Float[Tensor, "*any seq dim"]:
-    """The rotation of the norm, without a rounding between them. The norm is over all features, those that turn or not.
+    """RMSNorm followed by the rotation, with one rounding at the end.
+
+    The norm includes all features, also those that are not rotated.
+
+    Args:
+        x: Queries or keys [..., seq, dim].
+        weight: Factor per feature of the norm [dim], or None for 1.
+        positions: Positions [seq] or [batch, seq].
+        inv_freq: Frequencies [pairs] or [heads, pairs].
+        eps: Added to the mean square.
+        plus_one: Multiply by 1 + weight, as Gemma does.
+        pairing: Pairing of the rotated features.
+        conjugate: Rotate in the opposite direction.
+        amplitude: Factor on the rotated features.
+        rotary_slice: Which features are rotated, if not all.
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If an argument is invalid; see `rms_norm` and `rotate`.
 
     >>> x, theta = torch.tensor([[3.0, 4.0]]), torch.tensor([torch.pi / 2])
     >>> [round(v, 4) for v in qk_norm_rotate(x, None, torch.ones(1), theta)[0].tolist()]  # (a, b) to (-b, a)

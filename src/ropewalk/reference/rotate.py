@@ -1,7 +1,7 @@
-"""The rotation three ways, and the two functions that the notes this library grew from ask for.
+"""The rotation in three forms, and the functions `build_rotary_frequencies` and `apply_rope`.
 
-The three ways compute the same function from positions, in float64, and round once to the dtype of x. They are the
-truth that every fast path is held to.
+The three forms compute the same function of positions, in float64, and round once to the dtype of x. Every fast path
+is tested against them.
 """
 
 from collections.abc import Callable
@@ -34,17 +34,28 @@ def rotate(
     amplitude: float = 1.0,
     rotary_slice: RotarySlice = "leading",
 ) -> X:
-    """Rotates pair i of the token at position m by the angle m * theta_i, element by element.
+    """Rotate pair i of the token at position m by the angle m * theta_i, element by element.
 
     (a, b) -> (a cos - b sin, a sin + b cos), times `amplitude` (RoFormer, 2104.09864, eq. 34).
-    `conjugate` rotates the other way: with it the map is the transpose of the map without it, which is the backward.
 
-    Shapes: x [..., seq, dim]; positions [seq], or [batch, seq] for x [batch, ..., seq, dim], whole or not, negative
-    allowed; inv_freq [pairs], or [heads, pairs] for x [..., heads, seq, dim]. With fewer than dim/2 pairs the
-    `rotary_slice` specifies which features rotate; the rest pass through bit for bit.
+    Args:
+        x: Queries or keys [..., seq, dim].
+        positions: Positions [seq], or [batch, seq] for x [batch, ..., seq, dim]. They can be negative or fractional.
+        inv_freq: Frequencies [pairs], or [heads, pairs] for x [..., heads, seq, dim].
+        pairing: "interleaved" pairs (0, 1), (2, 3), ...; "half" pairs (i, i + rotary_dim/2).
+        conjugate: Rotate in the opposite direction. This is the transpose of the rotation, and so its backward.
+        amplitude: Factor on the rotated features.
+        rotary_slice: Which features are rotated if there are fewer than dim/2 pairs: "leading" or "trailing". The
+            other features are copied exactly.
 
-    >>> quarter_turn = torch.tensor([torch.pi / 2], dtype=torch.float64)
-    >>> rotate(torch.tensor([[1.0, 0.0]]), torch.tensor([1]), quarter_turn).round(decimals=6).tolist()
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If a shape, a dtype or an option is invalid, or if a number is not finite.
+
+    >>> right_angle = torch.tensor([torch.pi / 2], dtype=torch.float64)
+    >>> rotate(torch.tensor([[1.0, 0.0]]), torch.tensor([1]), right_angle).round(decimals=6).tolist()
     [[0.0, 1.0]]
     """
     return _rotate(_by_element, "rotate", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
@@ -62,8 +73,10 @@ def rotate_complex(
 ) -> X:
     """`rotate` as a product of complex numbers: (a + ib) * amplitude * exp(i m theta) (RoFormer, eq. 12).
 
-    >>> half_turn = torch.tensor([torch.pi], dtype=torch.float64)
-    >>> rotate_complex(torch.tensor([[1.0, 2.0]]), torch.tensor([1]), half_turn).round(decimals=6).tolist()
+    Arguments, result and errors are those of `rotate`.
+
+    >>> straight_angle = torch.tensor([torch.pi], dtype=torch.float64)
+    >>> rotate_complex(torch.tensor([[1.0, 2.0]]), torch.tensor([1]), straight_angle).round(decimals=6).tolist()
     [[-1.0, -2.0]]
     """
     return _rotate(_by_complex, "rotate_complex", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
@@ -79,12 +92,13 @@ def rotate_matrix(
     amplitude: float = 1.0,
     rotary_slice: RotarySlice = "leading",
 ) -> X:
-    """`rotate` as the whole matrix R_m with 2x2 blocks on its diagonal, times x (RoFormer, eq. 15).
+    """`rotate` as the product of x and the matrix R_m, which has 2x2 blocks on its diagonal (RoFormer, eq. 15).
 
-    It holds dim^2 numbers per position, nearly all 0; that is the point of the other two.
+    The matrix has dim^2 elements per position, nearly all 0. The other two forms avoid it. Arguments, result and
+    errors are those of `rotate`.
 
-    >>> full_turn = torch.tensor([2 * torch.pi], dtype=torch.float64)
-    >>> rotate_matrix(torch.tensor([[3.0, 4.0]]), torch.tensor([5]), full_turn).round(decimals=6).tolist()
+    >>> full_angle = torch.tensor([2 * torch.pi], dtype=torch.float64)
+    >>> rotate_matrix(torch.tensor([[3.0, 4.0]]), torch.tensor([5]), full_angle).round(decimals=6).tolist()
     [[3.0, 4.0]]
     """
     return _rotate(_by_matrix, "rotate_matrix", x, positions, inv_freq, pairing, conjugate, amplitude, rotary_slice)
@@ -135,7 +149,7 @@ def _rotate(
             asked=f"{asked}(amplitude=...)",
             expected="a finite number",
             got=shown(amplitude),
-            do="pass RopeSpec(...).amplitude(), or leave it out",
+            do="pass RopeSpec(...).amplitude(), or omit it",
         )
     angles = angles_for(x, positions, inv_freq, asked=asked)
     rotated, rest = split_slice(x, 2 * angles.shape[-1], rotary_slice)
@@ -146,9 +160,22 @@ def _rotate(
 def build_rotary_frequencies(
     dim_head: int, max_seq_len: int, base: float = 10_000.0, device: torch.device | str | None = None
 ) -> tuple[Float[Tensor, "1 1 seq pairs"], Float[Tensor, "1 1 seq pairs"]]:
-    """cos and sin of m * base^(-2i/dim_head) for positions m = 0 .. max_seq_len-1, as float32 [1, 1, seq, pairs].
+    """Tables of cos and sin of m * base^(-2i/dim_head) for positions m = 0 .. max_seq_len-1.
 
-    Angles are formed in float64 and rounded once. A float32 angle would be off by 8e-3 at position 131072.
+    Angles are computed in float64, and cos and sin are rounded once. With float32 angles the error would be 8e-3 at
+    position 131072.
+
+    Args:
+        dim_head: Number of rotated features, even.
+        max_seq_len: Number of positions.
+        base: Base of the frequencies.
+        device: Device of the tables. Default: torch's default device.
+
+    Returns:
+        cos and sin, float32 [1, 1, max_seq_len, dim_head / 2].
+
+    Raises:
+        RopewalkError: If `dim_head`, `max_seq_len` or `base` is out of its range.
 
     >>> cos, sin = build_rotary_frequencies(dim_head=4, max_seq_len=3)
     >>> cos.shape, round(cos[0, 0, 2, 0].item(), 4)  # cos 2
@@ -156,7 +183,7 @@ def build_rotary_frequencies(
     """
     dim = require_even(dim_head, asked="build_rotary_frequencies(dim_head)", do="pass an even dim_head")
     length = require_count(
-        max_seq_len, asked="build_rotary_frequencies(max_seq_len)", do="pass how many positions", at_least=0
+        max_seq_len, asked="build_rotary_frequencies(max_seq_len)", do="pass the number of positions", at_least=0
     )
     inv_freq = torch.as_tensor(Plain(base).evaluate(dim), device="cpu")
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), inv_freq)[None, None]
@@ -170,10 +197,21 @@ def apply_rope(
     sin: Float[Tensor, "#batch #heads rows pairs"],
     pairing: Pairing = "interleaved",
 ) -> Float[Tensor, "batch heads seq dim"]:
-    """Rotates x by the first `seq` rows of cos and sin, in float64, and rounds once to the dtype of x.
+    """Rotate x by the first `seq` rows of cos and sin, in float64, and round once to the dtype of x.
 
-    (a, b) -> (a cos - b sin, a sin + b cos) for each pair (RoFormer, 2104.09864, eq. 34). Rows past the length of x
-    are not used, so one table serves every shorter sequence.
+    (a, b) -> (a cos - b sin, a sin + b cos) for each pair (RoFormer, 2104.09864, eq. 34).
+
+    Args:
+        x: Queries or keys [batch, heads, seq, dim].
+        cos: Table [1 or batch, 1 or heads, rows, dim / 2] with rows >= seq. Rows from seq on are ignored.
+        sin: Table of the same shape.
+        pairing: "interleaved" or "half".
+
+    Returns:
+        Tensor of the shape and dtype of x.
+
+    Raises:
+        RopewalkError: If shapes, dtypes or devices do not match.
 
     >>> cos, sin = build_rotary_frequencies(dim_head=2, max_seq_len=8)
     >>> x = torch.tensor([1.0, 0.0]).expand(1, 1, 3, 2)
@@ -187,18 +225,18 @@ def apply_rope(
         if table.dtype not in (torch.float32, torch.float64) or table.device != x.device:
             raise RopewalkError(
                 asked=f"apply_rope({name})",
-                expected=f"float32 or float64 on {x.device}, where x is",
+                expected=f"float32 or float64 on {x.device}, the device of x",
                 got=f"{table.dtype} on {table.device}",
-                do="build the tables anew: one that was cast with a model has lost its angles",
+                do="rebuild the tables; casting them with a model rounds cos and sin",
             )
     fits = x.dim() == cos.dim() == 4 and cos.shape == sin.shape
     fits = fits and all(cos.shape[i] in (1, x.shape[i]) for i in (0, 1))
     if not fits or cos.shape[2] < x.shape[2] or 2 * cos.shape[3] != x.shape[3]:
         raise RopewalkError(
             asked="apply_rope(x, cos, sin)",
-            expected="x [batch, heads, seq, dim]; cos and sin alike, [1 or batch, 1 or heads, seq or more, dim/2]",
+            expected="x [batch, heads, seq, dim]; cos and sin both [1 or batch, 1 or heads, rows >= seq, dim/2]",
             got=f"x {list(x.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}",
-            do="build_rotary_frequencies(dim, seq) makes cos and sin that fit",
+            do="compute cos and sin with build_rotary_frequencies(dim, seq)",
         )
     seq = x.shape[2]
     cos, sin = cos[..., :seq, :].double(), sin[..., :seq, :].double()

@@ -89,10 +89,10 @@ def t5_buckets(
     >>> t5_buckets([0, -1, -16, -32, -500, 3], causal=True).tolist()
     [0, 1, 16, 21, 31, 0]
     """
-    relative = np.asarray(relative)
-    if not np.issubdtype(relative.dtype, np.integer):
+    offsets = np.asarray(relative)
+    if not np.issubdtype(offsets.dtype, np.integer):
         raise RopewalkError(
-            asked="t5_buckets(relative)", expected="integer distances", got=f"{relative.dtype}", do="round them first"
+            asked="t5_buckets(relative)", expected="integer distances", got=f"{offsets.dtype}", do="round them first"
         )
     require_flag(causal, asked="t5_buckets(causal=...)")
     total = require_count(num_buckets, asked="t5_buckets(num_buckets=...)", do="T5 uses 32", at_least=4)
@@ -103,6 +103,6 @@ def t5_buckets(
     # First distance of each bucket with several distances: the least n with n^wide >= far^step exact^(wide - step).
     targets = [far**step * exact ** (wide - step) for step in range(1, wide)]
     edges = [*range(1, exact + 1), *(bisect_left(range(far + 1), target, key=lambda n: n**wide) for target in targets)]
-    distance = np.maximum(-relative, 0) if causal else np.abs(relative)
+    distance = np.maximum(-offsets, 0) if causal else np.abs(offsets)
     bucket = np.searchsorted(edges, distance, side="right")
-    return bucket if causal else bucket + count * (relative > 0)
+    return bucket if causal else bucket + count * (offsets > 0)
