@@ -1,4 +1,4 @@
-"""Rules that extend a context: the right frequencies, what theory says of them, configs that say them, flags."""
+"""Rules that extend a context: their frequencies, their limits in theory, their config keys and flags."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from hub.configs import load_spec
 from ropewalk import RopeSpec, RopewalkError
 from ropewalk.hub import read_model
 from ropewalk.hub.extend.config_forms import extended_config, forms_of
-from ropewalk.hub.extend.effects import cache_bytes, effect_of, trained_turns
+from ropewalk.hub.extend.effects import cache_bytes, effect_of, trained_rotations
 from ropewalk.hub.extend.measured import MEASURED, measured
 from ropewalk.hub.extend.rules import RULES, Extension, Start, extensions, start_of
 from ropewalk.hub.extend.stacks import flags_for
@@ -74,10 +74,10 @@ def test_a_dynamic_base_is_that_of_ntk_at_the_length():
 def test_the_base_of_the_bound_keeps_the_sum_and_is_near_the_lowest_known(length, lowest):
     base = made(LLAMA_2, length)["base-bound"].base
     assert base is not None
-    # The lowest that a scan in single steps finds; ours are 0.4 % apart, and may miss an island.
+    # The lowest base of a scan over all integers. Ours are 0.4 % apart and may miss an isolated one.
     assert lowest <= base <= 1.05 * lowest
     assert first_negative_distance(Plain(base).evaluate(128), length + 1) is None
-    assert "lowest of" in made(LLAMA_2, length)["base-bound"].notes[0]
+    assert "bases were tried" in made(LLAMA_2, length)["base-bound"].notes[0]
 
 
 def test_the_effect_of_yarn_on_llama_2():
@@ -88,8 +88,8 @@ def test_the_effect_of_yarn_on_llama_2():
     assert counts == (21, 25, 18)
     assert effect.amplitude == pytest.approx(1.2772589)
     assert effect.divided == pytest.approx(16)
-    # The slowest pair turns as far as in training: 4096 / (2 pi 10000^(126/128)) times.
-    assert effect.slowest == pytest.approx(trained_turns(LLAMA_2))
+    # The slowest pair rotates as far as in training: 4096 / (2 pi 10000^(126/128)) times.
+    assert effect.slowest == pytest.approx(trained_rotations(LLAMA_2))
     assert effect.slowest == pytest.approx(0.0752801, abs=1e-7)
     assert effect.seen == pytest.approx(65_536)
     assert effect.limit is None
@@ -102,7 +102,7 @@ def test_the_effect_of_a_new_base():
     effect = effect_of(LLAMA_2, ntk.spec, 16_384, ntk.base)
     assert (effect.counts["unchanged"], effect.counts["between"], effect.counts["interpolated"]) == (1, 62, 1)
     assert effect.limit == pytest.approx(2 * math.pi * 40_889.942 ** (92 / 128), rel=1e-6)
-    # Pair 46 is the first that never finished a turn; it is divided by 4^(46/63), and by less than those after it.
+    # Pair 46 is the first that completed no rotation. It is divided by 4^(46/63), less than the pairs after it.
     assert effect.seen == pytest.approx(4096 * 4 ** (46 / 63), rel=1e-9)
     assert effect.negative == first_negative_distance(ntk.spec.inv_freq(), 16_385)
 
@@ -121,33 +121,33 @@ def test_rules_that_interpolate_keep_slow_pairs_within_the_angles_of_training(di
         assert seen is None or seen >= length * (1 - 1e-9)
 
 
-def test_a_scaled_model_starts_from_before_it_was_scaled():
+def test_a_scaled_model_starts_from_its_values_before_scaling():
     start = started(CONFIGS / "llama-3.1-8b.json")
     assert (start.base, start.trained, start.configured, start.reach) == (500_000, 8192, 131_072, 131_072)
     assert frequencies(start, 262_144, "llama3") == Llama3(500_000, 16, 8192)
     assert frequencies(start, 262_144, "pi") == PositionInterpolation(500_000, 32)
     assert "own rule" in made(start, 262_144)["llama3"].notes[-1]
     assert "replaces the model's own Llama3" in made(start, 262_144)["yarn"].notes[-1]
-    # gpt-oss: the ends of its ramp are not rounded, and stay so.
+    # gpt-oss does not round the ends of its ramp. This is kept.
     oss = started(CONFIGS / "gpt-oss-20b.json")
     assert frequencies(oss, 135_168, "yarn") == Yarn(150_000, 33, 4096, truncate=False)
 
 
-def test_a_config_that_keeps_the_old_length_reaches_farther_than_it_says():
+def test_a_config_that_keeps_the_old_length_supports_a_longer_one():
     start = started(CONFIGS / "qwen2.5-7b-instruct-yarn.json")
     assert (start.configured, start.reach) == (32_768, 131_072)
     with pytest.raises(RopewalkError, match="more than the 131072"):
         extensions(start, 131_072)
 
 
-def test_layers_with_a_window_and_layers_without_rotation_are_left():
+def test_layers_with_a_window_and_layers_without_rotation_are_not_changed():
     assert started(CONFIGS / "gemma-3-4b.json", 32_768).layer == "full_attention"
     left = dict(started(CONFIGS / "gemma-3-4b.json", 32_768).left)
-    assert left == {"sliding_attention": "sees a window of the context only"}
+    assert left == {"sliding_attention": "attends to a window only"}
     assert dict(started(CONFIGS / "smollm3-3b.json").left) == {"no_rope": "does not rotate"}
 
 
-def test_rules_that_cannot_apply_say_why():
+def test_rules_that_do_not_apply_give_the_reason():
     refused = {one.rule: one.why_not for one in extensions(LLAMA_2, 8192) if not one.applies}
     assert refused == {"longrope": "its divisors come from a search that runs the model (2402.13753)"}
     partial = Start("", RopeSpec(128, rotary_dim=32), 10_000.0, 2048, 2048)
@@ -168,10 +168,10 @@ def test_rules_that_cannot_apply_say_why():
     ("config", "message"),
     [
         (CONFIGS / "vicuna-7b-v1.5-16k.json", "trained='LENGTH'"),
-        (CONFIGS / "llama-4-scout.json", "its rotation need not change"),
+        (CONFIGS / "llama-4-scout.json", "its rotation does not need a change"),
         (
             {"model_type": "granite_swa", "head_dim": 8, "layer_rope_theta": [1e4, 1e5], "max_position_embeddings": 64},
-            "one kind of layer",
+            "one type of layer",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_models_that_cannot_be_extended(config, message):
         started(config)
 
 
-def test_frequencies_without_a_base_are_refused():
+def test_frequencies_without_a_base_are_rejected():
     model = read_model(CONFIG)
     explicit = RopeSpec(4, Explicit([1.0, 0.5]))
     with pytest.raises(RopewalkError, match="a base above 1"):
@@ -188,12 +188,12 @@ def test_frequencies_without_a_base_are_refused():
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096])
-def test_a_length_that_the_model_has_is_refused(length):
+def test_a_length_that_the_model_already_supports_is_rejected(length):
     with pytest.raises(RopewalkError, match="more than the 4096"):
         extensions(LLAMA_2, length)
 
 
-def test_everything_else_in_a_config_is_kept_in_order():
+def test_all_other_keys_of_a_config_and_their_order_are_kept():
     data = {"vocab_size": 8, **CONFIG, "rope_theta": 10_000.0, "zeta": {"a": [1, None]}, "alpha": "ö"}
     spec = made(LLAMA_2, 16_384)["yarn"].spec
     assert spec is not None
@@ -209,7 +209,7 @@ def test_everything_else_in_a_config_is_kept_in_order():
     assert data["max_position_embeddings"] == 4096
 
 
-def test_the_part_of_a_language_model_is_found():
+def test_the_config_of_the_language_model_is_found():
     inner = {"model_type": "gemma3_text", "head_dim": 8}
     for data, place in (
         ({"a": 1, "text_config": inner}, ("text_config",)),
@@ -221,7 +221,7 @@ def test_the_part_of_a_language_model_is_found():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
-def test_every_form_is_read_back_as_what_was_meant(path):
+def test_every_form_is_parsed_as_the_intended_rotation(path):
     model = read_model(path)
     try:
         start = start_of(model, model.lengths.trained or 2048)
@@ -258,8 +258,8 @@ def flags(stack: str, start: Start, length: int, rule: str, data: dict[str, Any]
     return flags_for(stack, start, one, length, form=form, place=config.language.place, model_type=kind)
 
 
-def overrides(given: str) -> tuple[dict[str, Any], int]:
-    name, text, other, most = shlex.split(given)
+def overrides(flags: str) -> tuple[dict[str, Any], int]:
+    name, text, other, most = shlex.split(flags)
     assert (name, other) == ("--hf-overrides", "--max-model-len")
     return json.loads(text), int(most)
 
@@ -278,17 +278,17 @@ def test_the_flags_of_vllm():
     assert "search" in flags("vllm", LLAMA_2, 16_384, "longrope").notes[0]
 
 
-def test_the_flags_of_vllm_for_a_composite_model_stand_in_its_text_config():
+def test_the_flags_of_vllm_for_a_composite_model_set_its_text_config():
     data = json.loads((CONFIGS / "gemma-3-4b.json").read_text())
     start = started(CONFIGS / "gemma-3-4b.json", 32_768)
     keys = overrides(flags("vllm", start, 262_144, "yarn", data).flags)[0]["text_config"]
     assert keys["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": 10_000.0}
     assert keys["rope_parameters"]["full_attention"]["rope_type"] == "yarn"
-    # vLLM takes the length of Gemma 3 as it is.
+    # vLLM uses the length of Gemma 3 unchanged.
     assert keys["max_position_embeddings"] == 262_144
 
 
-def test_vllm_is_told_of_another_amplitude():
+def test_the_flags_of_vllm_contain_another_amplitude():
     data = CONFIG | {
         "rope_scaling": {
             "rope_type": "yarn",
@@ -331,7 +331,7 @@ def test_the_bytes_of_keys_and_values():
     assert cache_bytes(mixed | {"layer_types": ["full_attention", "mamba"]}, Family(), 128, 100) is None
 
 
-def test_what_was_measured_names_rules_models_and_places():
+def test_measurements_name_their_rules_models_and_sources():
     for one in MEASURED:
         assert set(one.rules) <= RULES.keys()
         assert any(word in one.source for word in ("table", "section", "README", "kexue.fm"))

@@ -1,4 +1,4 @@
-"""Extensions of models that are scaled already: factors, amplitudes and softmax scales, and configs that load."""
+"""Extensions of models that are already scaled: factors, amplitudes, softmax scales, and configs that load."""
 
 import json
 import math
@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 from ropewalk import RopewalkError
 from ropewalk.hub import Model, read_model
 from ropewalk.hub.extend.config_forms import extended_config, forms_of
-from ropewalk.hub.extend.effects import effect_of, trained_turns
+from ropewalk.hub.extend.effects import effect_of, trained_rotations
 from ropewalk.hub.extend.rules import Extension, Start, extensions, start_of
 from ropewalk.hub.extend.stacks import flags_for
 
@@ -35,7 +35,7 @@ def made(name: str, length: int, rule: str) -> Extension:
         ("llama-3.1-8b", 131_080, 8 * 131_080 / 131_072),
     ],
 )
-def test_a_models_own_rule_grows_from_the_factor_that_it_has(name, length, factor):
+def test_the_factor_of_the_models_own_rule_is_multiplied(name, length, factor):
     spec = made(name, length, "llama3").spec
     assert spec is not None
     assert getattr(spec.frequencies, "factor", None) == pytest.approx(factor, rel=1e-12)
@@ -45,38 +45,38 @@ def test_a_models_own_rule_grows_from_the_factor_that_it_has(name, length, facto
     assert getattr(other.frequencies, "factor", None) == length / 8192
 
 
-def test_a_trained_length_that_is_given_is_no_longer_multiplied():
+def test_a_specified_trained_length_is_not_multiplied_by_the_factor():
     start = started("llama-3.1-8b", 131_072)[1]
     assert start.reach == 131_072
     with pytest.raises(RopewalkError, match="more than the 131072"):
         extensions(start, 131_072)
 
 
-def test_an_amplitude_that_is_written_out_follows_the_factor():
+def test_an_explicit_amplitude_is_recomputed_for_the_new_factor():
     spec = made("olmo-3-7b", 131_072, "yarn").spec
     assert spec is not None
     assert spec.amplitude() == pytest.approx(0.1 * math.log(16) + 1, rel=1e-12)
 
 
-def test_a_softmax_scale_that_changes_is_told():
+def test_a_changed_softmax_scale_is_reported():
     own = made("deepseek-v3", 327_680, "yarn")
     notes = " ".join(made("deepseek-v3", 327_680, "ntk").notes)
-    assert "the softmax scale is multiplied by 1, where the model has 1.87385" in notes
+    assert "the softmax scale is multiplied by 1 instead of 1.87385" in notes
     assert any("2.06" in note for note in own.notes)
 
 
 def test_vllm_has_one_rule_for_latent_attention():
     model, start = started("deepseek-v3")
-    for rule, there in (("pi", False), ("llama3", False), ("yarn", True)):
+    for rule, supported in (("pi", False), ("llama3", False), ("yarn", True)):
         extension = extensions(start, 327_680, rule)[0]
         assert extension.spec is not None
         form = forms_of(model.config, start, extension.spec, 327_680)[0]
-        found = flags_for("vllm", start, extension, 327_680, form=form, model_type="deepseek_v3")
-        assert (found.flags is not None) == there
+        result = flags_for("vllm", start, extension, 327_680, form=form, model_type="deepseek_v3")
+        assert (result.flags is not None) == supported
 
 
 @pytest.mark.parametrize("rule", ["yarn", "dynamic", "llama3"])
-def test_a_class_that_leaves_the_width_of_a_head_out_is_told_it(rule, tmp_path):
+def test_head_dim_is_written_for_classes_without_a_default(rule, tmp_path):
     model, start = started("mixtral-8x7b")
     assert "head_dim" not in model.config.data
     extension = extensions(start, 131_072, rule)[0]
@@ -87,17 +87,17 @@ def test_a_class_that_leaves_the_width_of_a_head_out_is_told_it(rule, tmp_path):
         assert len(MixtralRotaryEmbedding(config).inv_freq) == 64
 
 
-def test_pairs_that_stand_still_take_no_part():
+def test_pairs_that_are_not_rotated_are_ignored():
     parameters = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     data = {"model_type": "llama", "head_dim": 512, "max_position_embeddings": 131_072, "rope_parameters": parameters}
     start = start_of(read_model(data))
     assert not start.scaled
-    # The slowest of 64 pairs turns by 1e6^(-126/512) a position.
-    assert trained_turns(start) == pytest.approx(131_072 * 1e6 ** (-126 / 512) / (2 * math.pi), rel=1e-12)
-    found = {one.rule: one for one in extensions(start, 262_144)}
-    assert found["base-bound"].spec is None
-    ntk = found["ntk"].spec
+    # The slowest of 64 pairs rotates by 1e6^(-126/512) per position.
+    assert trained_rotations(start) == pytest.approx(131_072 * 1e6 ** (-126 / 512) / (2 * math.pi), rel=1e-12)
+    by_rule = {extension.rule: extension for extension in extensions(start, 262_144)}
+    assert by_rule["base-bound"].spec is None
+    ntk = by_rule["ntk"].spec
     assert ntk is not None
-    effect = effect_of(start, ntk, 262_144, found["ntk"].base)
+    effect = effect_of(start, ntk, 262_144, by_rule["ntk"].base)
     assert effect.counts["still"] == 192
-    assert effect.divided == pytest.approx((found["ntk"].base or 0) ** (126 / 512) / 1e6 ** (126 / 512), rel=1e-9)
+    assert effect.divided == pytest.approx((by_rule["ntk"].base or 0) ** (126 / 512) / 1e6 ** (126 / 512), rel=1e-9)

@@ -1,4 +1,4 @@
-"""`ropewalk extend` as a person uses it: what is shown, what is written, and that transformers loads just that."""
+"""`ropewalk extend`: its output, the config that it writes, and that transformers loads exactly this config."""
 
 import json
 import os
@@ -83,7 +83,7 @@ PHI: dict[str, Any] = {
     "rope_theta": 10000.0,
     "pad_token_id": 0,
 }
-# A config, its rotation in transformers, the layer that is extended, and the rules that can be written.
+# A config, its rotation in transformers, the type of layer that is extended, and the rules that can be written.
 BASES = ["ntk", "base-bound", "base-law"]
 ALL = ["pi", "dynamic", "yarn", "llama3", *BASES]
 FAMILIES = [
@@ -161,13 +161,13 @@ def test_transformers_loads_what_is_written_and_has_the_table_that_was_printed(
     spec = dict(read_model(str(out)).layers)[layer]
     assert spec is not None
     if rule == "dynamic":
-        # transformers computes it from the length that it meets.
+        # transformers computes it from the sequence length.
         theirs = ROPE_INIT_FUNCTIONS["dynamic"](loaded, seq_len=length)[0]
     else:
         theirs = getattr(rotation(loaded), f"{layer}_inv_freq" if layer else "inv_freq")
-        # The module of the config that was written has transformers' very bits ...
+        # The module of the written config has the same bits as transformers ...
         assert torch.equal(RotaryEmbedding(spec).inv_freq, theirs)
-    # ... and what was printed is they, as far as the roundings of float32 let it be.
+    # ... and the printed frequencies agree within the rounding of float32.
     assert len(printed) == theirs.numel()
     np.testing.assert_allclose(np.float32(printed), theirs.numpy(), rtol=8 * 2.0**-24, atol=0)
     assert loaded.max_position_embeddings == (length if rule != "dynamic" else config["max_position_embeddings"])
@@ -180,30 +180,30 @@ def test_local_layers_stay_as_they_were(tmp_path, capsys):
     before, after = (Gemma3RotaryEmbedding(AutoConfig.from_pretrained(folder)) for folder in (tmp_path, out))
     assert torch.equal(before.sliding_attention_inv_freq, after.sliding_attention_inv_freq)
     assert not torch.equal(before.full_attention_inv_freq, after.full_attention_inv_freq)
-    assert "Left as they are: layers of sliding_attention" in capsys.readouterr().out
+    assert "Not changed: layers of type sliding_attention" in capsys.readouterr().out
 
 
-def test_every_rule_stands_side_by_side_within_80_columns(llama):
+def test_all_rules_are_printed_side_by_side_within_80_columns(llama):
     result = ropewalk("extend", llama, "--to", "131072")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    # Keys to paste are one line each, however long.
+    # Keys to paste are one line each, of any length.
     assert max(len(line) for line in lines if not line.startswith('"max_position')) <= 80
     for rule in ("pi", "ntk", "dynamic", "yarn", "yarn-paper", "llama3", "base-bound", "base-law"):
         assert any(line.startswith(f"{rule} ") for line in lines), rule
         assert any(line.startswith(f"{rule}:") for line in lines), rule
     text = " ".join(result.stdout.split())
-    for said in (
+    for phrase in (
         "4,096 → 131,072 positions, 32 ×",
-        "0.07528 times in it",
+        "completes 0.07528 rotations in training",
         "perplexity 16.10, 112.13 [Chen et al., 2306.15595, table 3]",
         "perplexity 2.37; 99.4 % found [Peng et al., 2309.00071, section 4.3]",
         "longrope its divisors come from a search",
-        "no figure here is of this model",
-        "take 64 GiB in bfloat16",
-        "transformers cannot load it; it wants a rule that transformers has a rope_type for",
+        "no figure above was measured on this model",
+        "need 64 GiB in bfloat16",
+        "transformers cannot load it; it requires a rule that transformers has a rope_type for",
     ):
-        assert said in text, said
+        assert phrase in text, phrase
     # Su's scan has 4.9e6 for 131072 and heads of 128 (kexue.fm 10122).
     assert "base-bound: base 4869745.71" in text
     assert "…" not in result.stdout
@@ -225,11 +225,11 @@ def test_flags_are_one_line_to_paste(llama):
     assert line.endswith("--max-model-len 16384")
     cpp = ropewalk("extend", llama, "--to", "16384", "--for", "llama.cpp").stdout
     assert "--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 4096 -c 16384\n" in cpp
-    assert "cannot do it" in cpp
+    assert "not supported" in cpp
     assert "rope_parameters" not in cpp
 
 
-def test_json_has_everything_and_standard_output_nothing_else(llama):
+def test_json_contains_everything_and_standard_output_only_json(llama):
     result = ropewalk("extend", llama, "--to", "16384", "--json", "-")
     data = json.loads(result.stdout)
     assert (data["trained_length"], data["factor"], data["base"]) == (4096, 4.0, 10_000.0)
@@ -242,14 +242,14 @@ def test_json_has_everything_and_standard_output_nothing_else(llama):
     assert "pi: divides all positions by 4" in result.stderr
 
 
-def test_a_scaled_model_says_where_it_starts(capsys):
+def test_a_scaled_model_shows_its_starting_point(capsys):
     assert extend(str(CONFIGS / "llama-3.1-8b.json"), 262_144, rule="llama3") == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "already scaled, by Llama3, for 131,072 positions" in out
+    assert "already scaled by Llama3 to 131,072 positions" in out
     assert "8,192 → 262,144 positions, 32 ×" in out
 
 
-def test_a_window_of_all_layers_is_told(tmp_path, capsys):
+def test_a_window_of_all_layers_is_reported(tmp_path, capsys):
     config = saved(tmp_path, LLAMA | {"model_type": "mistral", "sliding_window": 1024})
     extend(config, 16_384, rule="pi")
     assert "Every layer has a window of 1,024" in capsys.readouterr().out
@@ -258,23 +258,27 @@ def test_a_window_of_all_layers_is_told(tmp_path, capsys):
     assert "has a window" not in capsys.readouterr().out
 
 
-def test_a_trained_length_can_be_given(capsys):
+def test_the_trained_length_can_be_specified(capsys):
     vicuna = str(CONFIGS / "vicuna-7b-v1.5-16k.json")
     assert extend(vicuna, 32_768, rule="pi", trained=4096) == 0
-    assert "Trained at 4,096 (given)" in capsys.readouterr().out
-    with pytest.raises(RopewalkError, match="more than the 16384 that the model reads by its config"):
+    assert "Trained length 4,096 (from --trained)" in capsys.readouterr().out
+    with pytest.raises(
+        RopewalkError, match="more than the 16384 positions that the model supports according to its config"
+    ):
         extend(vicuna, 16_384, rule="pi", trained=4096)
 
 
-def test_a_trained_length_against_the_config_is_told(llama, capsys):
+def test_a_trained_length_that_contradicts_the_config_is_reported(llama, capsys):
     assert extend(llama, 131_072, rule="pi", trained=65_536) == 0
-    assert "Trained at 65,536 (given; the config says 4,096)" in capsys.readouterr().out
-    with pytest.raises(RopewalkError, match="more than the 65536 that the model reads by the trained length"):
+    assert "Trained length 65,536 (from --trained; 4,096 in the config)" in capsys.readouterr().out
+    with pytest.raises(
+        RopewalkError, match="more than the 65536 positions that the model supports according to the specified"
+    ):
         extend(llama, 32_768, trained=65_536)
 
 
 @pytest.mark.parametrize("more", [(), ("--json", "-"), ("--write", "out.json")])
-def test_a_rule_that_does_not_apply_says_why(llama, run, more, tmp_path, monkeypatch):
+def test_a_rule_that_does_not_apply_gives_the_reason(llama, run, more, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, err = run("extend", llama, "--to", "16384", "--rule", "longrope", *more)
     assert (code, out) == (2, "")
@@ -288,7 +292,7 @@ def test_what_cannot_be_loaded_is_not_written(llama, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
-def test_a_file_that_is_there_is_kept_unless_forced(llama, tmp_path, capsys):
+def test_an_existing_file_is_kept_without_force(llama, tmp_path, capsys):
     out = tmp_path / "out.json"
     out.write_text("mine")
     with pytest.raises(RopewalkError, match="add --force"):
@@ -300,7 +304,7 @@ def test_a_file_that_is_there_is_kept_unless_forced(llama, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "out.json"]
 
 
-def test_a_full_disk_leaves_nothing(llama, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_no_file(llama, tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -310,7 +314,7 @@ def test_a_full_disk_leaves_nothing(llama, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
-def test_the_config_on_standard_output_is_all_that_is_there(llama):
+def test_the_config_on_standard_output_is_the_only_output(llama):
     result = ropewalk("extend", llama, "--to", "16384", "--rule", "yarn", "--write", "-")
     assert json.loads(result.stdout)["rope_scaling"]["rope_type"] == "yarn"
     assert "yarn: keeps pairs" in result.stderr
@@ -331,7 +335,7 @@ def test_the_config_on_standard_output_is_all_that_is_there(llama):
         (["--to", "16384", "--rule", "pi", "--write", "/proc/nowhere/out.json"], "a folder that is there"),
         (["--to", "16384", "--rule", "pi", "--write", "/proc/out.json"], "a folder that can be written"),
         (["--to", "16384", "--json", "/proc/nowhere/out.json"], "a folder that is there"),
-        (["--to", "16384", "--rule", "pi", "--write", "-", "--json", "-"], "two places"),
+        (["--to", "16384", "--rule", "pi", "--write", "-", "--json", "-"], "two different outputs"),
         (["--to", "16384", "--pairing", "interleaved"], "leave --pairing out"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Rules that extend the context of a model: specs, effects, config keys and flags."""
+"""Rules that extend the context of a model: their specs, their effects, config keys and command line flags."""

@@ -1,4 +1,4 @@
-"""The config of an extended model: the keys that change, in the forms of transformers 5 and 4, and the whole of it."""
+"""The config of an extended model: the keys that change, for transformers 5 and 4, and the complete config."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from ropewalk.spec.rope import RopeSpec
 __all__ = ["FIXED", "Form", "extended_config", "forms_of"]
 
 _LAYER_BASES = ("rope_local_base_freq", "global_rope_theta", "local_rope_theta")
-# What stands among the rope parameters and is no part of a rule.
-_BESIDES = (
+# Keys among the rope parameters that do not belong to a frequency rule.
+_NOT_OF_RULE = (
     "partial_rotary_factor",
     "mrope_section",
     "mrope_interleaved",
@@ -24,23 +24,26 @@ _BESIDES = (
     "llama_4_scaling_beta",
     "rope_dim",
 )
-# Families whose classes in transformers 5 leave head_dim null where a config has none, which their scaled rope types
-# cannot read.
+# Families whose config classes in transformers 5 set head_dim to None by default, which their scaled rope types do not
+# support.
 _NEED_HEAD_DIM = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "minimax", "ministral", "mixtral")
-# Families whose classes in transformers refuse every other type.
+# Families whose config classes in transformers reject every rope type except default and longrope.
 _ONLY_DEFAULT = ("phi3", "phi4_multimodal")
-# Families whose code in transformers reads no rope parameters, whatever a config says.
+# Families whose code in transformers does not read rope parameters from the config.
 FIXED = {
-    **dict.fromkeys(("clvp_encoder", "codegen", "gptj", "roformer"), "has its base of 10000 written in"),
-    **dict.fromkeys(("seamless_m4t", "wav2vec2-bert", "wav2vec2-conformer"), "reads rotary_embedding_base alone"),
+    **dict.fromkeys(("clvp_encoder", "codegen", "gptj", "roformer"), "has a hard-coded base of 10000"),
+    **dict.fromkeys(("seamless_m4t", "wav2vec2-bert", "wav2vec2-conformer"), "only reads rotary_embedding_base"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Keys that extend a model: what to `set` in the config of its language model, and which keys to `drop` there.
+    """Config keys that extend a model.
 
-    `name` is the version of transformers whose keys they are.
+    Attributes:
+        name: The version of transformers that reads these keys.
+        set: The keys to set in the config of the language model.
+        drop: The keys to remove there.
     """
 
     name: Literal["transformers 5", "transformers 4"]
@@ -49,9 +52,21 @@ class Form:
 
 
 def forms_of(config: Config, start: Start, spec: RopeSpec, length: int) -> list[Form]:
-    """The forms in which a config can say `spec` for `start.layer` and leave all other layers as they are.
+    """The config keys that set `spec` for the layers of `start` and do not change any other layer.
 
-    Each was read back, and gives the same rotation. transformers 5 comes first. An error where there is none.
+    Every form is parsed again and compared with `spec`.
+
+    Args:
+        config: The config of the model.
+        start: The starting point of the extension.
+        spec: The new rotation.
+        length: The number of positions to extend to.
+
+    Returns:
+        The forms, transformers 5 first.
+
+    Raises:
+        RopewalkError: If transformers cannot load `spec` for this model.
 
     >>> from ropewalk.hub.configs.keys import Caller
     >>> from ropewalk.spec.stretched import PositionInterpolation
@@ -73,18 +88,18 @@ def forms_of(config: Config, start: Start, spec: RopeSpec, length: int) -> list[
     if model_type in FIXED:
         raise RopewalkError(
             asked=asked,
-            expected=f"code that reads rope parameters; that of {model_type} {FIXED[model_type]}",
-            got="keys that would change nothing",
-            do="change the model's code, or use a model whose family reads them",
+            expected=f"model code that reads rope parameters; the code of {model_type} {FIXED[model_type]}",
+            got="keys without effect",
+            do="change the model code, or use a model of a family that reads them",
         )
     written = spec.to_config("transformers")
     keys: dict[str, Any] = dict(written["rope_parameters"])
     if str(model_type).removesuffix("_text") in _ONLY_DEFAULT and keys["rope_type"] != "default":
         raise RopewalkError(
             asked=asked,
-            expected=f"a rope_type that transformers takes for {model_type}: default or longrope",
+            expected=f"a rope_type that transformers accepts for {model_type}: default or longrope",
             got=repr(keys["rope_type"]),
-            do="use ntk, base-bound or base-law, which change the base alone",
+            do="use ntk, base-bound or base-law, which change only the base",
         )
     longest = next((key for key in family.longest if key in part), family.longest[0])
     lengths = {longest: written.get("max_position_embeddings", length)}
@@ -94,14 +109,14 @@ def forms_of(config: Config, start: Start, spec: RopeSpec, length: int) -> list[
     forms = [
         form
         for form in _candidates(part, start.layer, expected, keys, lengths)
-        if _says(config, form, expected, length)
+        if _is_read_as(config, form, expected, length)
     ]
     if not forms:
         raise RopewalkError(
             asked=asked,
-            expected="keys that change the layers that see everything and leave the others",
-            got=f"a {model_type} config, in which no form says that",
-            do="keep the spec as JSON: RopeSpec.to_json",
+            expected="keys that change the layers with full attention and no others",
+            got=f"a {model_type} config, which has no such keys",
+            do="store the spec as JSON: RopeSpec.to_json",
         )
     return forms
 
@@ -115,15 +130,15 @@ def _candidates(
 ) -> Iterator[Form]:
     old: dict[str, Any] = part.get("rope_parameters") or part.get("rope_scaling") or {}
     inner: dict[str, Any] = old[layer] if isinstance(old.get(layer), dict) else old
-    # What belongs to the model and not to the rule stays where it was, and is not said twice.
-    kept = {key: inner[key] for key in _BESIDES if key in inner}
-    keys = {key: value for key, value in keys.items() if key not in _BESIDES} | kept
-    gone = tuple(key for key in (*BASE_KEYS, *_LAYER_BASES, "rope_scaling") if key in part)
+    # Keys that do not belong to the rule stay where they are and are not written a second time.
+    kept = {key: inner[key] for key in _NOT_OF_RULE if key in inner}
+    keys = {key: value for key, value in keys.items() if key not in _NOT_OF_RULE} | kept
+    dropped = tuple(key for key in (*BASE_KEYS, *_LAYER_BASES, "rope_scaling") if key in part)
     if layer == "" or layer == "rope":
-        yield Form("transformers 5", lengths | {"rope_parameters": keys}, gone)
+        yield Form("transformers 5", lengths | {"rope_parameters": keys}, dropped)
     else:
         nested = {name: keys if name == layer else _unchanged(old, name, other) for name, other in expected.items()}
-        yield Form("transformers 5", lengths | {"rope_parameters": nested}, gone)
+        yield Form("transformers 5", lengths | {"rope_parameters": nested}, dropped)
     base = next((key for key in (*BASE_KEYS, "global_rope_theta") if key in part), "rope_theta")
     scaling = {key: value for key, value in keys.items() if key != "rope_theta"}
     plain = scaling == {"rope_type": "default"}
@@ -136,11 +151,11 @@ def _unchanged(old: dict[str, Any], name: str, spec: RopeSpec | None) -> Any:
     if name in old or spec is None:
         return old.get(name)
     keys = spec.to_config("transformers")["rope_parameters"]
-    return {key: value for key, value in keys.items() if key not in _BESIDES}
+    return {key: value for key, value in keys.items() if key not in _NOT_OF_RULE}
 
 
 def extended_config(config: Config, form: Form) -> dict[str, Any]:
-    """The whole config with the keys of `form`, and everything else as it was, in its order.
+    """The complete config with the keys of `form`. All other keys and their order are unchanged.
 
     >>> from ropewalk.hub.configs.keys import Caller
     >>> config = parse_config({"model_type": "llama", "rope_theta": 10000.0, "head_dim": 8}, Caller("doctest"))
@@ -150,8 +165,8 @@ def extended_config(config: Config, form: Form) -> dict[str, Any]:
     return config.with_language(form.set, form.drop)
 
 
-def _says(config: Config, form: Form, expected: dict[str, RopeSpec | None], length: int) -> bool:
-    """Whether the config with this form is read as the rotations that are meant."""
+def _is_read_as(config: Config, form: Form, expected: dict[str, RopeSpec | None], length: int) -> bool:
+    """Whether the config with the keys of `form` is parsed as the expected rotations."""
     try:
         layers = parse_config(extended_config(config, form), config.caller, pairing=config.pairing).layers
     except RopewalkError:
@@ -165,5 +180,5 @@ def _same(one: RopeSpec | None, other: RopeSpec | None, length: int) -> bool:
     numbers = [
         [*spec.inv_freq(length), *spec.inv_freq(), spec.amplitude(length), spec.softmax_scale] for spec in (one, other)
     ]
-    rest = [dataclasses.replace(spec, frequencies=other.frequencies) for spec in (one, other)]
-    return rest[0] == rest[1] and np.allclose(*numbers, rtol=1e-13, atol=0)
+    without_rule = [dataclasses.replace(spec, frequencies=other.frequencies) for spec in (one, other)]
+    return without_rule[0] == without_rule[1] and np.allclose(*numbers, rtol=1e-13, atol=0)

@@ -1,4 +1,4 @@
-"""What an extension does to the frequencies of a model, how far theory says that it carries, and what it costs."""
+"""The effect of an extension on the frequencies of a model, its limits according to theory, and its memory cost."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,23 +15,30 @@ from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory.bands import KINDS, Kind, classify, turns
 from ropewalk.theory.context import critical_dimension, extrapolation_limit, first_negative_distance
 
-__all__ = ["Effect", "cache_bytes", "cache_is_bound", "effect_of", "trained_turns"]
+__all__ = ["Effect", "cache_bytes", "cache_is_bound", "effect_of", "trained_rotations"]
 
 _HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_attention_heads", "n_head", "n_heads")
-# Layers that keep a state of one size, however long the sequence is.
+# Layers whose state has a constant size, independent of the sequence length.
 _STATE = ("linear_attention", "conv")
 
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What became of the pairs, against the plain frequencies of training, at the length that was asked for.
+    """The pairs at the new length, compared with the plain frequencies of training.
 
-    `inv_freq` are the frequencies of the spec, `plain` those of training, without a sign. `counts` are the pairs of
-    each kind and `divided` is what the slowest frequency is divided by. `slowest` is how often the slowest pair turns
-    within the length. `negative` is the first distance with a negative score sum, None if there is none up to the
-    length, by the features that turn. `seen` is the length up to which no pair that never finished a turn in training
-    passes the angles it saw there, None if all finished one. `limit` is the scaling law's, for rules that change the
-    base alone.
+    Attributes:
+        inv_freq: The frequencies of the spec.
+        plain: The frequencies of training, without sign.
+        counts: The number of pairs of each kind.
+        divided: What the slowest frequency is divided by.
+        slowest: The number of full rotations of the slowest pair within the length.
+        amplitude: The factor on cos and sin.
+        softmax_scale: The factor on the softmax scale.
+        negative: The first distance at which the score sum of the rotated features is negative. None if there is none
+            up to the length.
+        seen: The length up to which every pair that completed no rotation in training stays within the angles seen
+            there. None if all pairs completed a rotation.
+        limit: The limit of the scaling law, for rules that change only the base.
     """
 
     inv_freq: tuple[float, ...]
@@ -47,7 +54,16 @@ class Effect:
 
 
 def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = None) -> Effect:
-    """The effect of the spec that an extension gives; `base` is its new base, where it changes that alone.
+    """The effect of an extension.
+
+    Args:
+        start: The starting point of the extension.
+        spec: The new rotation.
+        length: The number of positions to extend to.
+        base: The new base, if the extension changes only the base.
+
+    Returns:
+        The effect at `length`.
 
     >>> from ropewalk.hub.extend.rules import extensions
     >>> start = Start("", RopeSpec(128), 10_000.0, 4096, 4096)
@@ -56,12 +72,12 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
     (64, 4.0, 16384.0)
     """
     plain = _plain(start)
-    now = np.abs(spec.inv_freq(length))
-    moving = now > 0
-    # What never turned is still, and has no ratio.
-    kinds = classify(now, np.where(plain > 0, plain, 1.0))
-    unfinished = moving & (turns(plain, start.trained) < 1)
-    seen = start.trained * (plain[unfinished] / now[unfinished]).min() if unfinished.any() else None
+    new = np.abs(spec.inv_freq(length))
+    rotated = new > 0
+    # Pairs that are not rotated have no ratio of frequencies.
+    kinds = classify(new, np.where(plain > 0, plain, 1.0))
+    incomplete = rotated & (turns(plain, start.trained) < 1)
+    seen = start.trained * (plain[incomplete] / new[incomplete]).min() if incomplete.any() else None
     limit = None
     if base is not None and start.trained >= 7:
         limit = extrapolation_limit(base, start.dim, critical_dimension(start.dim, start.base, start.trained))
@@ -69,20 +85,20 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
         inv_freq=tuple(spec.inv_freq(length).tolist()),
         plain=tuple(plain.tolist()),
         counts={kind: kinds.count(kind) for kind in KINDS},
-        divided=float((plain[moving] / now[moving]).max()),
-        slowest=float(turns(now[moving], length).min()),
+        divided=float((plain[rotated] / new[rotated]).max()),
+        slowest=float(turns(new[rotated], length).min()),
         amplitude=spec.amplitude(length),
         softmax_scale=spec.softmax_scale,
-        negative=first_negative_distance(now, length + 1),
+        negative=first_negative_distance(new, length + 1),
         seen=None if seen is None else float(seen),
         limit=limit,
     )
 
 
-def trained_turns(start: Start) -> float:
-    """How often the slowest pair turned in training.
+def trained_rotations(start: Start) -> float:
+    """The number of full rotations of the slowest pair within the trained length.
 
-    >>> round(trained_turns(Start("", RopeSpec(128), 10_000.0, 4096, 4096)), 4)
+    >>> round(trained_rotations(Start("", RopeSpec(128), 10_000.0, 4096, 4096)), 4)
     0.0753
     """
     plain = _plain(start)
@@ -91,17 +107,27 @@ def trained_turns(start: Start) -> float:
 
 def _plain(start: Start) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
     current = start.rule
-    # Pairs that stand still by p-RoPE did so in training.
+    # The pairs that p-RoPE does not rotate were not rotated in training either.
     rule = dataclasses.replace(current, factor=1.0) if isinstance(current, Proportional) else Plain(start.base)
     return np.abs(dataclasses.replace(start.spec, frequencies=rule).inv_freq())
 
 
 def cache_bytes(part: Mapping[str, Any], family: Family, head_dim: int, length: int, itemsize: int = 2) -> int | None:
-    """Bytes that keys and values take for one sequence of `length` tokens, at `itemsize` bytes per number.
+    """The size of the keys and values of one sequence, in bytes.
 
-    Layers with a window keep no more than it, and linear attention keeps no keys. Latent attention keeps
-    kv_lora_rank + qk_rope_head_dim numbers per token and layer. Where it is not known which layers are which, all count
-    as if they saw everything: `cache_is_bound` tells. None where the config does not say enough.
+    Layers with a window store no more tokens than the window, and linear attention stores none. Latent attention stores
+    kv_lora_rank + qk_rope_head_dim numbers per token and layer. If the layer types are unknown, every layer counts as
+    full attention, and `cache_is_bound` returns True.
+
+    Args:
+        part: The config of the language model.
+        family: Its model family.
+        head_dim: The number of features per head.
+        length: The number of tokens.
+        itemsize: The number of bytes per element.
+
+    Returns:
+        The number of bytes. None if the config does not contain enough information.
 
     >>> config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
     >>> cache_bytes(config, Family(), 128, 8192) == 2 * 32 * 8 * 128 * 8192 * 2  # keys and values
@@ -109,28 +135,28 @@ def cache_bytes(part: Mapping[str, Any], family: Family, head_dim: int, length: 
     """
     layers, heads = layer_count(part), next((n for key in _HEADS if (n := as_int(part.get(key)))), None)
     if part.get("multi_query") and not part.get("new_decoder_architecture"):
-        heads = 1  # as Falcon's first models have it, whatever else is said
-    rank, rotating = (as_int(part.get(key)) for key in ("kv_lora_rank", "qk_rope_head_dim"))
-    # The keys of an indexer come on top, and no key says how they are kept.
+        heads = 1  # the first Falcon models, whatever the other keys contain
+    rank, rotary_dim = (as_int(part.get(key)) for key in ("kv_lora_rank", "qk_rope_head_dim"))
+    # An indexer stores keys of its own, and the config does not contain their dtype.
     if layers is None or as_int(part.get("index_head_dim")) is not None:
         return None
     kinds, types = layer_kinds(part, family), part.get("layer_types")
-    if rank is not None and rotating is not None:
-        keeping = layers if kinds is None else sum(kind not in _STATE for kind in kinds)
-        return keeping * (rank + rotating) * length * itemsize
+    if rank is not None and rotary_dim is not None:
+        caching_layers = layers if kinds is None else sum(kind not in _STATE for kind in kinds)
+        return caching_layers * (rank + rotary_dim) * length * itemsize
     if heads is None or (types is not None and kinds is None):
         return None
     kinds = kinds or ["full_attention"] * layers
     if any(kind not in ("full_attention", "sliding_attention", *_STATE) for kind in kinds):
         return None
     window = window_of(part)
-    short = length if window is None else min(length, window)
-    tokens = sum(short if kind == "sliding_attention" else length for kind in kinds if kind not in _STATE)
+    windowed_length = length if window is None else min(length, window)
+    tokens = sum(windowed_length if kind == "sliding_attention" else length for kind in kinds if kind not in _STATE)
     return 2 * heads * head_dim * tokens * itemsize
 
 
 def cache_is_bound(part: Mapping[str, Any], family: Family) -> bool:
-    """Whether `cache_bytes` is only the most that it can be: some layers may have a window that is not known.
+    """Whether `cache_bytes` is an upper bound, because some layers may have a window that the config does not define.
 
     >>> cache_is_bound({"num_hidden_layers": 32}, Family())
     False

@@ -1,4 +1,4 @@
-"""Every rule that extends a model's context, worked out for a length: what `ropewalk extend` shows and writes."""
+"""All rules that extend the context of a model, computed for one length: the content of `ropewalk extend`."""
 
 from dataclasses import asdict, dataclass
 
@@ -6,7 +6,7 @@ from ropewalk.errors import RopewalkError, require_count
 from ropewalk.hub.configs.keys import Caller, ConfigSource
 from ropewalk.hub.configs.model import Model, model_for
 from ropewalk.hub.extend.config_forms import FIXED, Form, extended_config, forms_of
-from ropewalk.hub.extend.effects import Effect, cache_bytes, cache_is_bound, effect_of, trained_turns
+from ropewalk.hub.extend.effects import Effect, cache_bytes, cache_is_bound, effect_of, trained_rotations
 from ropewalk.hub.extend.measured import measured
 from ropewalk.hub.extend.rules import Extension, RuleName, Start, extensions, require_rule, start_of
 from ropewalk.hub.extend.stacks import STACKS, Flags, Stack, flags_for
@@ -14,15 +14,20 @@ from ropewalk.spec.rope import Pairing
 
 __all__ = ["LONGEST", "ModelExtension", "Offer", "check_request", "extend_model", "extension_of"]
 
-# Positions beyond it are told apart by no model's float32 ids.
+# Beyond this, float32 cannot represent every position.
 LONGEST = 1 << 24
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A rule for this model: its spec and effect, the keys of a config that say it, the flags of other stacks.
+    """One rule for one model.
 
-    `effect` is None where the rule does not apply; `no_keys` says why transformers cannot load it.
+    Attributes:
+        extension: The rule and its spec.
+        effect: The effect on the frequencies. None if the rule does not apply.
+        forms: The config keys of the rule, per version of transformers.
+        no_keys: Why transformers cannot load the rule. None if it can.
+        flags: The command line flags of other inference engines.
     """
 
     extension: Extension
@@ -34,12 +39,18 @@ class Offer:
 
 @dataclass(frozen=True)
 class ModelExtension:
-    """A model, a length, and what each rule makes of the one for the other.
+    """All rules for one model and one length.
 
-    `start` is where extensions begin: layers, base and trained length. `turns` is how often the slowest pair rotates
-    within that. `window` is one that layers of the extended kind have and `windowed` says how many of how many have it,
-    None where that is not known. `cache` is the bytes of keys and values of one sequence in bfloat16, and
-    `cache_is_bound` says that it is only the most that these can be. `offers` has the rules, in order.
+    Attributes:
+        model: The model.
+        start: The starting point: the layers to extend, their base and trained length.
+        length: The number of positions to extend to.
+        turns: The number of full rotations of the slowest pair within the trained length.
+        window: The sliding window of layers of the extended type, if there is one.
+        windowed: The number of layers with the window and the number of all layers. None if unknown.
+        cache: The bytes of the keys and values of one sequence in bfloat16. None if unknown.
+        cache_is_bound: Whether `cache` is an upper bound.
+        offers: The rules, in display order.
 
     >>> extended = extend_model({"model_type": "llama", "head_dim": 64, "max_position_embeddings": 2048}, 4096)
     >>> [offer.extension.rule for offer in extended.offers if offer.extension.applies][:3]
@@ -57,7 +68,16 @@ class ModelExtension:
     offers: tuple[Offer, ...]
 
     def config(self, rule: RuleName) -> dict[str, object]:
-        """The whole config of the model under a rule, in the form that the model's config already has.
+        """The complete config of the extended model, with keys of the same transformers version as the original.
+
+        Args:
+            rule: The rule.
+
+        Returns:
+            The config as a dict.
+
+        Raises:
+            RopewalkError: If transformers cannot load the rule for this model.
 
         >>> config = {"model_type": "llama", "head_dim": 64, "max_position_embeddings": 2048, "vocab_size": 9}
         >>> extend_model(config, 4096, rule="pi").config("pi")["rope_scaling"]
@@ -69,17 +89,17 @@ class ModelExtension:
             raise RopewalkError(
                 asked=caller.asked(f"a config with the rule {rule}"),
                 expected="a rule that transformers loads for this model",
-                got=f"{rule}: {'it was not worked out' if offer is None else offer.no_keys}",
+                got=f"{rule}: {'this rule was not computed' if offer is None else offer.no_keys}",
                 do="use a model whose code reads its config"
                 if self.model.config.language.data.get("model_type") in FIXED
-                else f"{caller.leave_out('rule')}, to see keys for every rule that can be loaded",
+                else f"{caller.leave_out('rule')} to see the keys of every rule that transformers can load",
             )
         old = [form for form in offer.forms if form.name == "transformers 4"]
         has_old_keys = not self.model.config.language.data.get("rope_parameters")
         return extended_config(self.model.config, old[0] if old and has_old_keys else offer.forms[0])
 
     def as_json(self) -> dict[str, object]:
-        """All of it, as JSON stores it."""
+        """Everything as a dict that can be written as JSON."""
         start = self.start
         return {
             "model": self.model.name,
@@ -111,21 +131,22 @@ def extend_model(
     trained: int | None = None,
     pairing: Pairing | None = None,
 ) -> ModelExtension:
-    """What each rule that extends a context makes of a model: what `ropewalk extend` shows.
+    """Apply the rules that extend the context of a model: the content of `ropewalk extend`.
 
     Args:
-        config: A path, a dict or a config object, as `load_spec` accepts them.
-        to: How many positions the model is to read.
-        rule: The one rule to work out; all of them by default.
-        trained: How many positions the model was trained on, where its config does not say it or says it wrong.
-        pairing: Which features form a pair, for a family that is not known.
+        config: A path, a dict or a config object, as for `load_spec`.
+        to: The number of positions to extend to.
+        rule: The only rule to apply. Default: all rules.
+        trained: The trained length, if the config lacks it or is wrong.
+        pairing: The pairing, if the model family is unknown.
 
     Returns:
-        For each rule its spec, its effect on the frequencies, the keys of a config that say it, and the flags of vLLM
-        and llama.cpp. `config(rule)` of it is the whole new config.
+        For each rule its spec, its effect on the frequencies, its config keys, and the flags of vLLM and llama.cpp.
+        The method `config(rule)` returns the complete new config.
 
     Raises:
-        RopewalkError: What `load_spec` raises, a length that the model already reads, or a `rule` that does not apply.
+        RopewalkError: If `load_spec` would raise, if the model already supports `to` positions, or if `rule` does not
+            apply.
 
     >>> config = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
     >>> (offer,) = extend_model(config, 16384, rule="yarn").offers
@@ -138,16 +159,16 @@ def extend_model(
 
 
 def check_request(caller: Caller, to: int, rule: str | None, trained: int | None) -> RuleName | None:
-    """The rule that was named. Raises for names and lengths by which no model is extended, before a config is read."""
+    """Check the arguments before a config is read. Returns `rule`; raises `RopewalkError` for bad names and lengths."""
     chosen = None if rule is None else require_rule(rule, caller)
     asked = caller.asked(f"an extension to {to} positions")
-    require_count(to, asked=asked, do="name how many positions the model is to read", at_least=2)
+    require_count(to, asked=asked, do="specify the number of positions to extend to", at_least=2)
     if trained is not None:
         asked_trained = caller.asked_with("trained", trained)
-        require_count(trained, asked=asked_trained, do="name the trained length", at_least=2)
+        require_count(trained, asked=asked_trained, do="specify the trained length", at_least=2)
     if to > LONGEST:
         raise RopewalkError(
-            asked=asked, expected=f"at most {LONGEST} positions", got=f"{to}", do="name a length that a model can read"
+            asked=asked, expected=f"at most {LONGEST} positions", got=f"{to}", do="specify a smaller length"
         )
     return chosen
 
@@ -155,10 +176,10 @@ def check_request(caller: Caller, to: int, rule: str | None, trained: int | None
 def extension_of(
     model: Model, length: int, *, rule: RuleName | None = None, trained: int | None = None
 ) -> ModelExtension:
-    """Every rule, or the one named, for a model that was read; one that is named and does not apply is an error."""
+    """Apply every rule, or only `rule`, to a model. Raises `RopewalkError` if `rule` does not apply."""
     caller, language = model.config.caller, model.config.language
     start = start_of(model, trained)
-    offers = tuple(_offer(model, start, one, length) for one in extensions(start, length, rule, caller))
+    offers = tuple(_offer(model, start, extension, length) for extension in extensions(start, length, rule, caller))
     if rule is not None and not offers[0].extension.applies:
         raise RopewalkError(
             asked=caller.asked_with("rule", rule),
@@ -166,17 +187,17 @@ def extension_of(
             got=f"{rule}: {offers[0].extension.why_not}",
             do=f"{caller.leave_out('rule')} to see the rules that do",
         )
-    # Where layers with a window are a kind of their own, they are left as they are.
+    # If layers with a window are a separate type, they are not extended.
     window = None if start.left else model.window
     windowed = None if model.kinds is None else (model.kinds.count("sliding_attention"), len(model.kinds))
-    matters = window is not None and window < length and (windowed is None or windowed[0] > 0)
+    limits = window is not None and window < length and (windowed is None or windowed[0] > 0)
     return ModelExtension(
         model=model,
         start=start,
         length=length,
-        turns=trained_turns(start),
-        window=window if matters else None,
-        windowed=windowed if matters else None,
+        turns=trained_rotations(start),
+        window=window if limits else None,
+        windowed=windowed if limits else None,
         cache=cache_bytes(language.data, language.family, start.spec.head_dim, length),
         cache_is_bound=cache_is_bound(language.data, language.family),
         offers=offers,
@@ -191,11 +212,12 @@ def _offer(model: Model, start: Start, extension: Extension, length: int) -> Off
         try:
             forms = tuple(forms_of(model.config, start, extension.spec, length))
         except RopewalkError as error:
-            no_keys = f"transformers cannot load it; it wants {error.expected}"
-    new = next((form for form in forms if form.name == "transformers 5"), None)
-    place, kind = model.config.language.place, f"{model.model_type}"
+            no_keys = f"transformers cannot load it; it requires {error.expected}"
+    newest = next((form for form in forms if form.name == "transformers 5"), None)
+    place, model_type = model.config.language.place, f"{model.model_type}"
     flags: dict[Stack, Flags] = {
-        stack: flags_for(stack, start, extension, length, form=new, place=place, model_type=kind) for stack in STACKS
+        stack: flags_for(stack, start, extension, length, form=newest, place=place, model_type=model_type)
+        for stack in STACKS
     }
     return Offer(extension, effect, forms, no_keys, flags)
 
@@ -211,7 +233,7 @@ def _offer_json(offer: Offer) -> dict[str, object]:
         "new_base": extension.base,
         "notes": list(extension.notes),
         "effect": None if offer.effect is None else asdict(offer.effect),
-        "measured": [asdict(one) for tuned in (False, True) for one in measured(extension.rule, tuned=tuned)],
+        "measured": [asdict(figure) for tuned in (False, True) for figure in measured(extension.rule, tuned=tuned)],
         "config": {form.name: {"set": form.set, "drop": list(form.drop)} for form in offer.forms},
         "no_config": offer.no_keys,
         "flags": {stack: asdict(flags) for stack, flags in offer.flags.items()},

@@ -1,4 +1,4 @@
-"""What papers measured of the rules that extend a context: on which model, at which length, and where it is written."""
+"""Published measurements of the rules that extend a context, with the model, the length and the source."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,14 @@ __all__ = ["MEASURED", "Measured", "measured"]
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure of a paper for some of our rules; `tuned` says whether the model was trained on with the rule before.
+    """A published measurement.
+
+    Attributes:
+        rules: The rules that it is about.
+        tuned: Whether the model was fine-tuned with the rule.
+        model: The model, its training and the test.
+        found: The result.
+        source: The publication.
 
     >>> Measured(("pi",), False, "LLaMA-7B, 2048 to 8192", "perplexity 16.10", "2306.15595, table 3").tuned
     False
@@ -45,7 +52,7 @@ MEASURED = (
         ("ntk",),
         False,
         "Llama 2 13B, trained at 4096; loss at 4096, 8192 and 16384",
-        "1.6081, 1.5417, 1.5163; without any rule 1.4967 at 4096 and 8.8615 at 8192",
+        "1.6081, 1.5417, 1.5163; without a rule 1.4967 at 4096 and 8.8615 at 8192",
         _SU,
     ),
     Measured(
@@ -99,17 +106,17 @@ MEASURED = (
     Measured(
         ("base-bound",),
         True,
-        "heads of 128, base 10000 to 5000000, which keeps the sum; Long-eval at 15k and 30k",
-        "accuracy 0.33, 0.27; frequencies that break the sum 97 times by 15k: 0.40, 0.00",
+        "head_dim 128, base 10000 to 5000000, which keeps the score sum non-negative; Long-eval at 15k and 30k",
+        "accuracy 0.33, 0.27; with frequencies whose sum is negative 97 times up to 15k: 0.40, 0.00",
         "Men et al., 2405.14591, table 4",
     ),
 )
 
 
 def measured(rule: str, *, tuned: bool) -> list[Measured]:
-    """What was measured of a rule, on models trained on with it or as they are.
+    """The published measurements of `rule`, either with fine-tuning or without.
 
-    >>> [one.found for one in measured("dynamic", tuned=False)]
+    >>> [figure.found for figure in measured("dynamic", tuned=False)]
     ['perplexity 10.21, 23.29']
     """
-    return [one for one in MEASURED if rule in one.rules and one.tuned is tuned]
+    return [figure for figure in MEASURED if rule in figure.rules and figure.tuned is tuned]

@@ -1,4 +1,4 @@
-"""Rules that extend a model's context: which of them apply to it, and the rotation that each gives."""
+"""Rules that extend the context of a model: which of them apply, and the rotation that results from each."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,10 +20,10 @@ __all__ = ["RULES", "RULE_NAMES", "Extension", "RuleName", "Start", "extensions"
 RuleName: TypeAlias = Literal[
     "pi", "ntk", "dynamic", "yarn", "yarn-paper", "llama3", "base-bound", "base-law", "longrope"
 ]
-# Every rule, in the order in which they are shown.
+# Every rule, in display order.
 RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 
-# Bases are tried from FIRST times the length on, each a STEP larger than the last, up to HIGHEST.
+# `base-bound` tries bases from FIRST * length to HIGHEST, each STEP times the previous one.
 FIRST, STEP, HIGHEST = 1.5, 1.004, 1e15
 # Features of a head up to which bases are tried: twice as many take twice as long, and no model has more.
 WIDEST = 512
@@ -32,11 +32,16 @@ _CALLER = Caller("extensions")
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where an extension begins: the one kind of layer that sees the whole context, as it was trained.
+    """The starting point of an extension: the one type of layer that attends to the whole context, as it was trained.
 
-    `layer` is its name, "" where all are alike, and `spec` its rotation as the config has it; `base` and `trained` are
-    those before any scaling. `left` says of every other kind of layer why it stays as it is. `trained_by_caller` says
-    that the caller specified the trained length, against the config or where that has none.
+    Attributes:
+        layer: The layer type. "" if all layers are of the same type.
+        spec: The rotation of these layers according to the config.
+        base: The base before any scaling.
+        trained: The trained length before any scaling.
+        configured: The length that the config allows, if it contains one.
+        left: Every other layer type, with the reason why it is not changed.
+        trained_by_caller: Whether the caller specified a trained length that the config lacks or contradicts.
     """
 
     layer: str
@@ -49,19 +54,19 @@ class Start:
 
     @property
     def rule(self) -> Frequencies:
-        """The rule that the model has by its config."""
+        """The frequency rule of the config."""
         return self.spec.frequencies
 
     @property
     def dim(self) -> int:
-        """How many features the exponents of the frequencies are spread over."""
+        """The number of features in the denominator of the frequency exponents."""
         return self.spec.turning if self.spec.axes is None else self.spec.axes.dim
 
     @property
     def reach(self) -> int:
-        """How many positions the model reads by its config: what that allows, or the trained length times the factor.
+        """The number of positions that the config supports: its maximum, or the trained length times the factor.
 
-        Some configs keep the length before scaling under max_position_embeddings, as Qwen 2.5's with YaRN do.
+        Some configs store the length before scaling as max_position_embeddings, for example Qwen 2.5 with YaRN.
 
         >>> Start("", RopeSpec(8, Yarn(1e4, 4, 64)), 1e4, 64, 64).reach, Start("", RopeSpec(8), 1e4, 64, 64).reach
         (256, 64)
@@ -70,16 +75,16 @@ class Start:
         if self.configured is not None and self.configured > self.trained:
             return self.configured
         if getattr(rule, "trained_length", self.trained) != self.trained:
-            # The factor is of another length than the one that was given.
+            # The factor refers to another trained length than the one that the caller specified.
             return self.trained
         factor = None if rule.varies and not isinstance(rule, LongRope) else getattr(rule, "factor", None)
         return int(self.trained * (factor or 1))
 
     def factor_of(self, rule: type[Frequencies], length: int) -> float:
-        """The factor of a rule for `length`: over the trained length, or, of the model's own rule, over what it reads.
+        """The factor of `rule` for `length`.
 
-        Llama 3.2 has a factor of 32 for 16 times its trained length: a little more than it reads is a little more than
-        that factor.
+        It is relative to the trained length. If `rule` is the model's own rule, its factor is multiplied by
+        length / reach: Llama 3.2 has a factor of 32 for only 16 times its trained length.
 
         >>> Start("", RopeSpec(8, Llama3(5e5, 32, 64)), 5e5, 64, 1024).factor_of(Llama3, 2048)
         64.0
@@ -91,14 +96,22 @@ class Start:
 
     @property
     def scaled(self) -> bool:
-        """Whether the config already has a rule, which every extension replaces."""
+        """Whether the config already scales the frequencies. Every extension replaces that rule."""
         rule = self.rule
         return rule.factor != 1 if isinstance(rule, Proportional) else not isinstance(rule, Plain)
 
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """What a rule makes of a model: a spec, or why there is none. `base` is the new base of rules that change it alone.
+    """The result of one rule for one model.
+
+    Attributes:
+        rule: The name of the rule.
+        does: What the rule does, in one phrase.
+        spec: The new rotation. None if the rule does not apply.
+        why_not: Why the rule does not apply.
+        base: The new base, for rules that change only the base.
+        notes: What the user should know about the rule.
 
     >>> Extension("pi", "positions are divided by 4", None, "why not").applies
     False
@@ -113,15 +126,25 @@ class Extension:
 
     @property
     def applies(self) -> bool:
-        """Whether there is a spec."""
+        """Whether the rule applies to the model."""
         return self.spec is not None
 
 
 def start_of(model: Model, trained: int | None = None) -> Start:
-    """The layers of `model` that an extension is for, and the base and length that they were trained with.
+    """The layers of `model` that are extended, with the base and the length that they were trained with.
 
-    Layers with a window see no more than it, whatever the context, and keep their rotation. `trained` is for configs
-    that do not say it, or say it wrong.
+    Layers with a sliding window attend to no more than the window and keep their rotation.
+
+    Args:
+        model: The model.
+        trained: The trained length, if the config lacks it or is wrong.
+
+    Returns:
+        The starting point of every extension.
+
+    Raises:
+        RopewalkError: If not exactly one type of layer can be extended, if its frequencies do not come from a base, or
+            if the trained length is unknown.
 
     >>> from ropewalk.hub.configs.model import read_model
     >>> config = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096}
@@ -131,26 +154,26 @@ def start_of(model: Model, trained: int | None = None) -> Start:
     caller = model.config.caller
     asked = caller.asked(f"an extension of {model.name}")
     left: dict[str, str] = {}
-    turning: dict[str, RopeSpec] = {}
+    extended: dict[str, RopeSpec] = {}
     for name, spec in model.layers:
         if spec is None:
             left[name] = "does not rotate"
         elif _has_window(name, model):
-            left[name] = "sees a window of the context only"
+            left[name] = "attends to a window only"
         else:
-            turning[name] = spec
-    if len(turning) != 1:
+            extended[name] = spec
+    if len(extended) != 1:
         raise RopewalkError(
             asked=asked,
-            expected="one kind of layer that rotates and sees the whole context",
+            expected="one type of layer that rotates and attends to the whole context",
             got=", ".join(f"{name or 'its layers'}: {why}" for name, why in left.items())
-            if not turning
-            else f"{len(turning)}: {', '.join(turning)}",
-            do="its rotation need not change; raise max_position_embeddings, and measure"
-            if not turning
+            if not extended
+            else f"{len(extended)}: {', '.join(extended)}",
+            do="its rotation does not need a change; increase max_position_embeddings, and measure"
+            if not extended
             else "extend each by hand: RopeSpec(..., frequencies=Yarn(...))",
         )
-    ((layer, spec),) = turning.items()
+    ((layer, spec),) = extended.items()
     base = getattr(spec.frequencies, "base", None)
     if base is None or not base > 1:
         raise RopewalkError(
@@ -163,8 +186,8 @@ def start_of(model: Model, trained: int | None = None) -> Start:
     if length is None:
         raise RopewalkError(
             asked=asked,
-            expected="the length that it was trained at before its context was extended",
-            got=f"a config that does not say it; max_position_embeddings is {model.lengths.configured}",
+            expected="the length at which the model was trained before its context was extended",
+            got=f"a config that does not contain it; max_position_embeddings is {model.lengths.configured}",
             do=f"pass {caller.option('trained', 'LENGTH')}",
         )
     by_caller = trained is not None and trained != model.lengths.trained
@@ -173,15 +196,25 @@ def start_of(model: Model, trained: int | None = None) -> Start:
 
 def _has_window(name: str, model: Model) -> bool:
     part = model.config.language.data
-    # Llama 4 rotates in layers that see a chunk, whether or not its config says how long that is.
+    # The layers of Llama 4 that rotate attend to a chunk, even if the config does not contain its length.
     chunked = "attention_chunk_size" in part or str(part.get("model_type")).startswith("llama4")
     return "sliding" in name or "chunked" in name or (name == "rope" and chunked)
 
 
 def extensions(start: Start, length: int, rule: RuleName | None = None, caller: Caller = _CALLER) -> list[Extension]:
-    """Every rule, or the one named, with the spec that it gives for `length` positions or why it gives none.
+    """Apply every rule, or only `rule`.
 
-    Errors are written in the words of `caller`.
+    Args:
+        start: The starting point, from `start_of`.
+        length: The number of positions to extend to.
+        rule: The only rule to apply. Default: all rules.
+        caller: How error messages refer to the call.
+
+    Returns:
+        One extension per rule, with its spec or the reason why it does not apply.
+
+    Raises:
+        RopewalkError: If the model already supports `length`, or `rule` is unknown.
 
     >>> start = Start("", RopeSpec(128, pairing="half"), 10_000.0, 4096, 4096)
     >>> pi = extensions(start, 16384)[0]
@@ -189,24 +222,21 @@ def extensions(start: Start, length: int, rule: RuleName | None = None, caller: 
     ('pi', PositionInterpolation(base=10000.0, factor=4.0))
     """
     if length <= start.reach:
-        by = (
-            "the trained length that was given"
-            if start.trained_by_caller and start.reach == start.trained
-            else "its config"
-        )
+        by_caller = start.trained_by_caller and start.reach == start.trained
+        source = "the specified trained length" if by_caller else "its config"
         raise RopewalkError(
             asked=caller.asked(f"an extension to {length} positions"),
-            expected=f"more than the {start.reach} that the model reads by {by}",
+            expected=f"more than the {start.reach} positions that the model supports according to {source}",
             got=f"{length}",
-            do="nothing need be extended for that; name a larger length",
+            do="use the model as it is, or specify a larger length",
         )
     makers = RULES.values() if rule is None else [RULES[require_rule(rule, caller)]]
-    made = [make(start, length, length / start.trained) for make in makers]
-    return [dataclasses.replace(one, notes=(*one.notes, *_notes(start, one))) for one in made]
+    results = [make(start, length, length / start.trained) for make in makers]
+    return [dataclasses.replace(result, notes=(*result.notes, *_notes(start, result))) for result in results]
 
 
 def require_rule(rule: str, caller: Caller) -> RuleName:
-    """`rule`, if it is the name of one.
+    """Return `rule` if it is the name of a rule, otherwise raise `RopewalkError`.
 
     >>> require_rule("yarn", Caller("extend_model"))
     'yarn'
@@ -215,26 +245,26 @@ def require_rule(rule: str, caller: Caller) -> RuleName:
     return next(name for name in RULE_NAMES if name == rule)
 
 
-def _notes(start: Start, made: Extension) -> list[str]:
-    if made.spec is None or not start.scaled:
+def _notes(start: Start, extension: Extension) -> list[str]:
+    if extension.spec is None or not start.scaled:
         return []
-    before, after = start.spec.softmax_scale, made.spec.softmax_scale
-    scores = [f"the softmax scale is multiplied by {after:.6g}, where the model has {before:.6g}"]
-    return [*_kept(start.rule, made), *(scores if before != after else [])]
+    before, after = start.spec.softmax_scale, extension.spec.softmax_scale
+    scores = [f"the softmax scale is multiplied by {after:.6g} instead of {before:.6g}"]
+    return [*_replaced_rule(start.rule, extension), *(scores if before != after else [])]
 
 
-def _kept(current: Frequencies, made: Extension) -> list[str]:
-    """What becomes of the model's own rule."""
-    if made.spec is None:
+def _replaced_rule(current: Frequencies, extension: Extension) -> list[str]:
+    """A note on how the extension changes the model's own rule."""
+    if extension.spec is None:
         return []
-    if isinstance(current, DynamicNTK) and made.rule == "dynamic":
+    if isinstance(current, DynamicNTK) and extension.rule == "dynamic":
         return ["the model's own rule: nothing changes"]
-    if type(current) is type(made.spec.frequencies):
-        return ["the model's own rule, with another factor: the smallest change"]
+    if type(current) is type(extension.spec.frequencies):
+        return ["the model's own rule with another factor: the smallest change"]
     return [f"replaces the model's own {type(current).__name__}, with which its weights were tuned"]
 
 
-def _made(start: Start, rule: RuleName, does: str, frequencies: Frequencies, **more: Any) -> Extension:
+def _applied(start: Start, rule: RuleName, does: str, frequencies: Frequencies, **more: Any) -> Extension:
     return Extension(rule, does, dataclasses.replace(start.spec, frequencies=frequencies), **more)
 
 
@@ -243,59 +273,60 @@ def _rebased(start: Start, base: float) -> Frequencies:
     return dataclasses.replace(current, base=base) if isinstance(current, Proportional) else Plain(base)
 
 
-def _only_plain(start: Start, rule: RuleName, does: str) -> Extension | None:
-    """The refusal of rules that no stack has for heads of which a part stands still (p-RoPE)."""
+def _not_for_p_rope(start: Start, rule: RuleName, does: str) -> Extension | None:
+    """The result of rules that no engine implements for p-RoPE, where some pairs are not rotated."""
     if isinstance(start.rule, Proportional):
-        return Extension(rule, does, None, "no stack has it for p-RoPE, of which some pairs stand still")
+        return Extension(rule, does, None, "no engine implements it for p-RoPE, where some pairs are not rotated")
     return None
 
 
 def _pi(start: Start, length: int, factor: float) -> Extension:
-    does = f"divides all positions by {factor:g}: every pair turns as far as in training"
+    does = f"divides all positions by {factor:g}: the largest angle of every pair stays that of training"
     current = start.rule
     if isinstance(current, Proportional):
-        return _made(start, "pi", does, dataclasses.replace(current, factor=factor))
-    return _made(start, "pi", does, PositionInterpolation(start.base, factor))
+        return _applied(start, "pi", does, dataclasses.replace(current, factor=factor))
+    return _applied(start, "pi", does, PositionInterpolation(start.base, factor))
 
 
 def _ntk(start: Start, length: int, factor: float) -> Extension:
     if start.dim < 4:
-        return Extension("ntk", "a new base", None, "two features have no slowest pair apart from the fastest")
+        return Extension(
+            "ntk", "a new base", None, "two features are a single pair, which is both the fastest and the slowest"
+        )
     base = start.base * factor ** (start.dim / (start.dim - 2))
-    does = f"base {base:.9g}: the fastest pair stays, the slowest is divided by {factor:g}"
-    return _made(start, "ntk", does, _rebased(start, base), base=base)
+    does = f"base {base:.9g}: keeps the fastest frequency, divides the slowest by {factor:g}"
+    return _applied(start, "ntk", does, _rebased(start, base), base=base)
 
 
 def _dynamic(start: Start, length: int, factor: float) -> Extension:
-    does = "ntk for the length that a sequence has: none up to the trained one"
-    refused = _only_plain(start, "dynamic", does)
-    if refused or start.dim < 4:
-        return refused or Extension("dynamic", does, None, "two features have no slowest pair")
+    does = "ntk for the current sequence length: no change up to the trained length"
+    refusal = _not_for_p_rope(start, "dynamic", does)
+    if refusal or start.dim < 4:
+        return refusal or Extension("dynamic", does, None, "two features are a single pair")
     current = start.rule
-    # With factor 1 the base is that of ntk at every length; transformers' larger factors overshoot it.
+    # With factor 1 the base equals that of ntk at every length. With a larger factor it is larger than needed.
     inner = current.factor if isinstance(current, DynamicNTK) else 1.0
     rule = DynamicNTK(start.base, inner, start.trained)
     base = start.base * (inner * factor - (inner - 1)) ** (start.dim / (start.dim - 2))
-    notes = ("the base follows the longest sequence of a batch, and keys cached under another are off",)
-    return _made(start, "dynamic", does, rule, base=base, notes=notes)
+    notes = ("the base depends on the longest sequence in the batch; keys cached with another base are wrong",)
+    return _applied(start, "dynamic", does, rule, base=base, notes=notes)
 
 
 def _yarn(start: Start, length: int, factor: float, ramp: Ramp = "index") -> Extension:
     name: RuleName = "yarn" if ramp == "index" else "yarn-paper"
     current, factor = start.rule, start.factor_of(Yarn, length)
     rule = current if isinstance(current, Yarn) else Yarn(start.base)
-    # An amplitude that is written out for one factor is not that of another.
-    usual = Yarn(rule.base, rule.factor, rule.trained_length).amplitude()
-    written = rule.attention_factor
-    kept = None if written is None or abs(written / usual - 1) < 1e-6 else written
+    # An explicit attention_factor that equals the formula is recomputed for the new factor.
+    default, explicit = Yarn(rule.base, rule.factor, rule.trained_length).amplitude(), rule.attention_factor
+    kept = None if explicit is None or abs(explicit / default - 1) < 1e-6 else explicit
     rule = dataclasses.replace(rule, factor=factor, trained_length=start.trained, ramp=ramp, attention_factor=kept)
-    over = "the index" if ramp == "index" else "turns (2309.00071, eq. 18)"
+    variable = "the pair index" if ramp == "index" else "the number of rotations (2309.00071, eq. 18)"
     does = (
-        f"keeps pairs of {rule.beta_fast:g} turns and more in training, divides those of less than"
-        f" {rule.beta_slow:g} by {factor:g}, with a ramp over {over}; sharpens scores"
+        f"keeps pairs with at least {rule.beta_fast:g} full rotations in training, divides those with fewer than"
+        f" {rule.beta_slow:g} by {factor:g}, with a ramp over {variable} between; increases scores"
     )
-    notes = () if ramp == "index" else ("no stack loads this ramp: models and code have the other",)
-    return _only_plain(start, name, does) or _made(start, name, does, rule, notes=notes)
+    notes = () if ramp == "index" else ("no engine loads this ramp: all use the one over the pair index",)
+    return _not_for_p_rope(start, name, does) or _applied(start, name, does, rule, notes=notes)
 
 
 def _yarn_paper(start: Start, length: int, factor: float) -> Extension:
@@ -307,17 +338,17 @@ def _llama3(start: Start, length: int, factor: float) -> Extension:
     rule = current if isinstance(current, Llama3) else Llama3(start.base)
     rule = dataclasses.replace(rule, factor=factor, trained_length=start.trained)
     does = (
-        f"keeps pairs of {rule.high_freq_factor:g} turns and more in training, divides those of less than"
+        f"keeps pairs with at least {rule.high_freq_factor:g} full rotations in training, divides those with fewer than"
         f" {rule.low_freq_factor:g} by {factor:g}, with a ramp between"
     )
-    return _only_plain(start, "llama3", does) or _made(start, "llama3", does, rule)
+    return _not_for_p_rope(start, "llama3", does) or _applied(start, "llama3", does, rule)
 
 
 def _base_bound(start: Start, length: int, factor: float) -> Extension:
-    does = "a base whose score sum stays non-negative"
-    moving = 2 * int(np.count_nonzero(start.spec.inv_freq()))
-    if start.spec.head_dim - moving >= moving:
-        return Extension("base-bound", does, None, "with the features that stand still the sum is never negative")
+    does = "a base that keeps the score sum non-negative"
+    rotated = 2 * int(np.count_nonzero(start.spec.inv_freq()))
+    if start.spec.head_dim - rotated >= rotated:
+        return Extension("base-bound", does, None, "with the features that are not rotated the sum is never negative")
     if start.dim > WIDEST:
         return Extension("base-bound", does, None, f"bases are tried for heads of at most {WIDEST} features")
     if first_negative_distance(Plain(start.base).evaluate(start.dim), length + 1) is None:
@@ -326,30 +357,30 @@ def _base_bound(start: Start, length: int, factor: float) -> Extension:
     tried = low * STEP ** np.arange(int(np.log(HIGHEST / low) / np.log(STEP)))
     base = lowest_admissible_base(tried.tolist(), start.dim, length)
     if base is None:
-        return Extension("base-bound", does, None, f"no base tried from {low:.4g} to {HIGHEST:g} keeps the sum")
-    does = f"base {base:.9g}: the lowest tried that keeps the score sum non-negative up to {length}"
+        return Extension("base-bound", does, None, f"no base tried up to {HIGHEST:g} keeps the sum non-negative")
+    does = f"base {base:.9g}: the lowest of those tried that keeps the score sum non-negative up to {length}"
     count = int((tried <= base).sum())
     notes = (
-        f"the lowest of {count} bases tried, from {low:.4g} on in steps of {100 * (STEP - 1):.1f} %: lower ones may lie"
-        " between; made for training, not for use without",
+        f"{count} bases were tried, from {low:.4g} in steps of {100 * (STEP - 1):.1f} %: a lower base between two steps"
+        " is possible; meant for training, not for use without it",
     )
-    return _made(start, "base-bound", does, _rebased(start, base), base=base, notes=notes)
+    return _applied(start, "base-bound", does, _rebased(start, base), base=base, notes=notes)
 
 
 def _base_law(start: Start, length: int, factor: float) -> Extension:
     does = "the critical base of the scaling law"
     if start.trained < 7:
-        return Extension("base-law", does, None, "the trained length is below 7: no pair finished a turn")
+        return Extension("base-law", does, None, "the trained length is below 7: no pair completed a rotation")
     if critical_dimension(start.dim, start.base, start.trained) == start.dim:
-        return Extension("base-law", does, None, "every pair finished a turn in training: the law sets no limit")
+        return Extension("base-law", does, None, "every pair completed a rotation in training: the law sets no limit")
     base = critical_base(start.trained, length, start.base)
-    does = f"base {base:.9g}: above it a model tuned at {length} reads past that"
-    notes = ("made for a model that is tuned with it, not for use without",)
-    return _made(start, "base-law", does, _rebased(start, base), base=base, notes=notes)
+    does = f"base {base:.9g}: with a larger one, a model tuned at {length} extrapolates beyond it"
+    notes = ("meant for a model that is tuned with it, not for use without tuning",)
+    return _applied(start, "base-law", does, _rebased(start, base), base=base, notes=notes)
 
 
 def _longrope(start: Start, length: int, factor: float) -> Extension:
-    does = "a divisor for each pair"
+    does = "one divisor per pair"
     return Extension("longrope", does, None, "its divisors come from a search that runs the model (2402.13753)")
 
 

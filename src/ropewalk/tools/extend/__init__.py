@@ -1,1 +1,1 @@
-"""`ropewalk extend`: what it shows and writes."""
+"""`ropewalk extend`: the command and its output."""

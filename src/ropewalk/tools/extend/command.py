@@ -1,4 +1,4 @@
-"""`ropewalk extend`: every rule that extends a model's context, side by side; one of them as a config."""
+"""`ropewalk extend`: compares the rules that extend the context of a model, and writes the config for one of them."""
 
 import os
 from pathlib import Path
@@ -28,24 +28,40 @@ def extend(
     pairing: str | None = None,
     json_file: str | None = None,
 ) -> int:
-    """Shows what each rule, or the one named, makes of a model at `to` positions, and writes its config; 0.
+    """Print the effect of every rule, or only `rule`, on a model at `to` positions, and write its config.
 
-    Bad names and places are refused before anything is read. The config is written whole or not at all.
+    Args:
+        config: The path of a config.json or of a model folder.
+        to: The number of positions to extend to.
+        rule: The only rule to apply. Default: all rules.
+        write: Write the config for `rule` to this file, completely or not at all; "-" for standard output.
+        force: Overwrite `write` if it exists.
+        stack: Print the flags of this engine instead of config keys.
+        trained: The trained length, if the config lacks it or is wrong.
+        pairing: The pairing, if the model family is unknown.
+        json_file: Write everything to this file as JSON; "-" for standard output.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        RopewalkError: If an argument is invalid or an output cannot be written, which is checked before the config is
+            read, or if the model cannot be extended.
     """
     asked = f"ropewalk extend {config} --to {to}"
-    chosen, other = _check(asked, to, rule, write, force, stack, trained, json_file)
+    checked_rule, engine = _check(asked, to, rule, write, force, stack, trained, json_file)
     console = Console(stderr="-" in (json_file, write), highlight=False, markup=False)
     with Console(stderr=True, highlight=False, markup=False).status("trying bases"):
-        extended = extension_of(read_named_config(config, pairing, asked), to, rule=chosen, trained=trained)
-    if write is not None and chosen is not None:
-        write_json(extended.config(chosen), write)
+        extended = extension_of(read_named_config(config, pairing, asked), to, rule=checked_rule, trained=trained)
+    if write is not None and checked_rule is not None:
+        write_json(extended.config(checked_rule), write)
     if json_file is not None:
         write_json(extended.as_json(), json_file)
     with trimmed(console):
-        if chosen is None:
-            side_by_side(console, extended, other)
+        if checked_rule is None:
+            side_by_side(console, extended, engine)
         else:
-            one_rule(console, extended, other)
+            one_rule(console, extended, engine)
     if write not in (None, "-"):
         console.print(f"\nconfig: {write}", soft_wrap=True)
     return 0
@@ -61,37 +77,43 @@ def _check(
     trained: int | None,
     json_file: str | None,
 ) -> tuple[RuleName | None, Stack | None]:
-    """The rule and the stack that were named, if all options make sense and all places can be written."""
-    chosen = check_request(CommandLine(asked), to, rule, trained)
+    """The rule and the engine, if all options are valid and all outputs can be written."""
+    checked_rule = check_request(CommandLine(asked), to, rule, trained)
     if stack is not None:
         require_choice(stack, STACKS, asked=f"{asked} --for {stack}")
-    other: Stack | None = next((name for name in STACKS if name == stack), None)
+    engine: Stack | None = next((name for name in STACKS if name == stack), None)
     if json_file is not None:
         require_writable_file(json_file, asked=f"{asked} --json {json_file}")
     if write is None:
         if force:
             raise RopewalkError(
-                asked=f"{asked} --force", expected="--write beside it", got="no --write", do="add --write OUT.json"
+                asked=f"{asked} --force", expected="also --write", got="no --write", do="add --write OUT.json"
             )
-        return chosen, other
+        return checked_rule, engine
     asked = f"{asked} --write {write}"
     if rule is None:
         raise RopewalkError(
             asked=asked,
-            expected="the one rule that the config is to have",
+            expected="the rule for the config",
             got="no --rule",
             do=f"add --rule and one of {', '.join(RULE_NAMES)}",
         )
     require_writable_file(write, asked=asked)
     if json_file is not None and (write == json_file or _same_file(write, json_file)):
         raise RopewalkError(
-            asked=f"{asked} --json {json_file}", expected="two places", got="one for both", do="name another file"
+            asked=f"{asked} --json {json_file}",
+            expected="two different outputs",
+            got="the same output twice",
+            do="specify another file",
         )
     if write != "-" and os.path.lexists(write) and not force:
         raise RopewalkError(
-            asked=asked, expected="a file that is not there yet", got="one that is", do="name another, or add --force"
+            asked=asked,
+            expected="a file that does not exist",
+            got="an existing file",
+            do="specify another file, or add --force",
         )
-    return chosen, other
+    return checked_rule, engine
 
 
 def _same_file(one: str, other: str) -> bool:

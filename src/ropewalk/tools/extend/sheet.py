@@ -1,4 +1,4 @@
-"""What `ropewalk extend` shows: the rules side by side, or one of them pair by pair."""
+"""The output of `ropewalk extend`: all rules side by side, or one rule pair by pair."""
 
 import json
 
@@ -18,13 +18,13 @@ from ropewalk.tools.inspect.sheet import KIND_STYLES, number
 __all__ = ["one_rule", "side_by_side"]
 
 _COLUMNS = (
-    *("\nrule", "pairs\nkept", "\nbetw.", "\ndiv.", "\nby", "turns,\nslow", "ampl."),
+    *("\nrule", "pairs\nkept", "\npartly", "\nfully", "\nby", "rota-\ntions", "ampl."),
     *("sum < 0\nfrom", "seen\nup to", "law\nup to"),
 )
 
 
 def side_by_side(console: Console, extended: ModelExtension, stack: Stack | None) -> None:
-    """Every rule: figures in one table, then what was measured of each and the keys or flags that say it."""
+    """Print all rules: a table of figures, then per rule the published measurements and its config keys or flags."""
     _head(console, extended)
     console.print()
     console.print(_table([offer for offer in extended.offers if offer.effect is not None]))
@@ -33,16 +33,16 @@ def side_by_side(console: Console, extended: ModelExtension, stack: Stack | None
     for offer in extended.offers:
         if offer.effect is not None:
             _section(console, extended, offer, stack)
-    refused = [offer for offer in extended.offers if offer.effect is None]
-    if refused:
+    not_applicable = [offer for offer in extended.offers if offer.effect is None]
+    if not_applicable:
         console.print(Text("\nrules that do not apply", style="bold"))
-        for offer in refused:
+        for offer in not_applicable:
             _row(console, offer.extension.rule, f"{offer.extension.why_not}")
-    _unknown(console, extended)
+    _limitations(console, extended)
 
 
 def one_rule(console: Console, extended: ModelExtension, stack: Stack | None) -> None:
-    """The only rule of `extended`: its figures, every pair, what was measured, and the keys or flags that say it."""
+    """Print the only rule of `extended`: its figures, every pair, published measurements, and config keys or flags."""
     (offer,) = extended.offers
     _head(console, extended)
     console.print()
@@ -53,7 +53,7 @@ def one_rule(console: Console, extended: ModelExtension, stack: Stack | None) ->
     if offer.effect is not None:
         console.print(_pairs(extended, offer.effect))
     _section(console, extended, offer, stack)
-    _unknown(console, extended)
+    _limitations(console, extended)
 
 
 def _head(console: Console, extended: ModelExtension) -> None:
@@ -61,42 +61,42 @@ def _head(console: Console, extended: ModelExtension) -> None:
     factor = extended.length / start.trained
     title = f"{model.name}: {number(start.trained)} → {number(extended.length)} positions, {factor:.4g} ×"
     console.print(Text(title, style="bold"))
-    known = model.lengths.trained
-    source = "by the config"
+    in_config = model.lengths.trained
+    source = "from the config"
     if start.trained_by_caller:
-        source = "given" if known is None else f"given; the config says {number(known)}"
+        source = "from --trained" + ("" if in_config is None else f"; {number(in_config)} in the config")
     console.print(
-        f"Trained at {number(start.trained)} ({source}) with base {number(start.base)}; the slowest of"
-        f" {len(start.spec.inv_freq())} pairs turns {number(extended.turns)} times in it."
+        f"Trained length {number(start.trained)} ({source}), base {number(start.base)}. The slowest of"
+        f" {len(start.spec.inv_freq())} pairs completes {number(extended.turns)} rotations in training."
     )
     if start.scaled:
         rule = type(start.rule).__name__
         console.print(
-            f"The model is already scaled, by {rule}, for {number(start.reach)} positions. Every rule here starts from"
-            " the length and base before that, and takes its place."
+            f"The model is already scaled by {rule} to {number(start.reach)} positions. Every rule below replaces it"
+            " and starts from the length and base before scaling."
         )
     if start.layer:
-        console.print(f"Extended: layers of {start.layer}.")
+        console.print(f"Extended: layers of type {start.layer}.")
     for name, why in start.left:
-        console.print(f"Left as they are: layers of {name}, which {_does(why)}.")
+        console.print(f"Not changed: layers of type {name}, which {_plural(why)}.")
     if extended.window is not None:
         console.print(_windows(extended.window, extended.windowed), style="yellow")
 
 
 def _windows(window: int, windowed: tuple[int, int] | None) -> str:
     if windowed is None:
-        return f"Some layers may have a window of {number(window)}: no rule makes those see farther at a step."
-    some, layers = windowed
-    if some == layers:
-        return f"Every layer has a window of {number(window)}: no rule makes one see farther at a step."
+        return f"Some layers may have a window of {number(window)}. No rule extends that window."
+    with_window, layers = windowed
+    if with_window == layers:
+        return f"Every layer has a window of {number(window)}. No rule extends that window."
     return (
-        f"{some} of {layers} layers have a window of {number(window)}, and no rule makes those see farther at a step;"
-        f" {layers - some} see everything. All have one rotation, and a rule changes it for all."
+        f"{with_window} of {layers} layers have a window of {number(window)}. No rule extends that window. The other"
+        f" {layers - with_window} attend to the whole context. All layers share one rotation, so a rule changes all."
     )
 
 
-def _does(why: str) -> str:
-    return {"does not rotate": "do not rotate", "sees a window of the context only": "see only a window"}.get(why, why)
+def _plural(why: str) -> str:
+    return {"does not rotate": "do not rotate", "attends to a window only": "attend to a window only"}.get(why, why)
 
 
 def _table(offers: list[Offer]) -> Table:
@@ -125,7 +125,7 @@ def _cells(effect: Effect) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """A number in at most seven letters: 1048576 is 1.05M."""
+    """Format a number in at most seven characters: 1048576 is shown as 1.049M."""
     if value < 1000:
         return f"{value:.3g}"
     return f"{value:.0f}" if value < 1e6 else f"{value / 1e6:.4g}M" if value < 1e10 else f"{value:.2g}"
@@ -133,12 +133,13 @@ def _short(value: float) -> str:
 
 def _legend(console: Console, extended: ModelExtension) -> None:
     lines = {
-        "pairs": "how many keep their frequency, how many are divided by this, and how many lie between",
-        "turns": f"of the slowest pair within {number(extended.length)}; {extended.turns:.2g} in training",
-        "ampl.": "amplitude: what cos and sin are multiplied by; scores by its square",
-        "sum < 0": "the first distance at which a similar key no longer leads a random one, by the features"
-        " that turn (2405.14591); – is none",
-        "seen": "the length to which pairs that never finished a turn stay within the angles of training",
+        "pairs": "kept: unchanged frequencies; fully: divided by the factor in the column “by”; partly: by less",
+        "rotations": f"full rotations of the slowest pair within {number(extended.length)}; {extended.turns:.2g} in"
+        " training",
+        "ampl.": "amplitude: the factor on cos and sin; scores are multiplied by its square",
+        "sum < 0": "the first distance at which the rotated features no longer score a similar key above a random one"
+        " (2405.14591); – if there is none",
+        "seen": "the length up to which pairs that completed no rotation in training stay within the angles seen there",
         "law": "the limit of the scaling law for a new base, after tuning (2310.05209, eq. 16b)",
     }
     for name, text in lines.items():
@@ -147,19 +148,19 @@ def _legend(console: Console, extended: ModelExtension) -> None:
 
 def _pairs(extended: ModelExtension, effect: Effect) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    counted, plain = (extended.start.trained, extended.length), effect.plain
-    headings = ("pair", "inv_freq", "divided by", *(f"turns in\n{number(n)}" for n in counted), "")
+    lengths, plain = (extended.start.trained, extended.length), effect.plain
+    headings = ("pair", "inv_freq", "divided by", *(f"rotations in\n{number(length)}" for length in lengths), "")
     for name in headings:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    now = [abs(value) for value in effect.inv_freq]
-    for i, kind in enumerate(classify(now, plain)):
+    new = [abs(value) for value in effect.inv_freq]
+    for i, kind in enumerate(classify(new, plain)):
         table.add_row(
             f"{i}",
             f"{effect.inv_freq[i]:.8g}",
-            f"{plain[i] / now[i]:.4g}" if now[i] else "",
+            f"{plain[i] / new[i]:.4g}" if new[i] else "",
             *(
                 number(float(turns([value], length)[0]))
-                for value, length in zip((plain[i], now[i]), counted, strict=True)
+                for value, length in zip((plain[i], new[i]), lengths, strict=True)
             ),
             Text(kind, style=KIND_STYLES[kind]),
         )
@@ -171,16 +172,16 @@ def _section(console: Console, extended: ModelExtension, offer: Offer, stack: St
     console.print(Text.assemble("\n", (extension.rule, "bold"), f": {extension.does}"))
     for note in extension.notes:
         _row(console, "note", note)
-    for label, tuned in (("as it is", False), ("tuned", True)):
+    for label, tuned in (("not tuned", False), ("tuned", True)):
         figures = measured(extension.rule, tuned=tuned)
-        for one in figures:
-            _row(console, label, f"{one.model}: {one.found} [{one.source}]")
+        for figure in figures:
+            _row(console, label, f"{figure.model}: {figure.found} [{figure.source}]")
         if not figures:
-            _row(console, label, "no figure known")
+            _row(console, label, "no published figure")
     if stack is not None:
         flags = offer.flags[stack]
         if flags.flags is None:
-            _row(console, stack, "cannot do it")
+            _row(console, stack, "not supported")
         else:
             console.print(f"  {stack}:")
             console.print(f"{flags.flags}", soft_wrap=True, markup=False)
@@ -206,20 +207,20 @@ def _row(console: Console, name: str, text: str, style: str = "") -> None:
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _unknown(console: Console, extended: ModelExtension) -> None:
-    console.print(Text("\nwhat this cannot know", style="bold"))
+def _limitations(console: Console, extended: ModelExtension) -> None:
+    console.print(Text("\nlimitations", style="bold"))
     lines = [
-        "How good answers are at the new length: no figure here is of this model. Measure it, on retrieval and not on"
-        " perplexity alone.",
-        "Whether training will follow. Without it, figures marked `tuned` do not hold.",
-        "Whether short texts suffer: a static rule changes them too.",
+        "The quality at the new length is unknown: no figure above was measured on this model. Measure retrieval, not"
+        " only perplexity.",
+        "Figures marked `tuned` apply only if the model is tuned with the rule.",
+        "A static rule also changes the results on short texts.",
     ]
     cache = extended.cache
     if cache is None:
-        lines.append("How much memory keys and values take: the config does not say enough.")
+        lines.append("The memory for keys and values is unknown: the config does not contain enough information.")
     else:
         lines.append(
-            f"Whether memory lasts: keys and values of one sequence of {number(extended.length)} take"
+            f"Keys and values of one sequence of {number(extended.length)} tokens need"
             f" {'at most ' if extended.cache_is_bound else ''}{cache / 2**30:.3g} GiB in bfloat16."
         )
     for line in lines:
