@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 # What DeepSpeed's zero.Init replaces (deepspeed/runtime/zero/partition_parameters.py), beside torch.Tensor.__new__.
 DEEPSPEED = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
@@ -114,4 +115,5 @@ SURROUNDINGS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]]
     "default device meta": lambda: default_device("meta"),
     "with torch.device meta": lambda: torch.device("meta"),
     "inference mode": torch.inference_mode,
+    "fake tensors": FakeTensorMode,
 }

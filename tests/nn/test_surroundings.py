@@ -190,27 +190,28 @@ CASES: dict[str, Case] = {
 }
 
 
-def settled(made: Any, name: str) -> Any:
+def settled(made: Any) -> Any:
     """What was made, with parameters in float32 on the CPU and numbers of their own: those are the user's."""
     if isinstance(made, nn.Module):
         if any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers())):
             made = made.to_empty(device="cpu")
-        made = made.float()
         numbers = {
             key: drawn(*parameter.shape, seed=100 + seed) * (0.1 if key == "log_scale" else 0.2)
             for seed, (key, parameter) in enumerate(made.named_parameters())
         }
-        # In place of what is there: what was made in inference mode could not be written to.
+        # In place of what is there: what was made in inference mode could not be written to, nor could fake tensors.
         made.load_state_dict(numbers, strict=False, assign=True)
+        made = made.float()
     return made
 
 
-def results(name: str, around: contextlib.AbstractContextManager[object], phase: str) -> list[Any]:
-    case, nothing = CASES[name], contextlib.nullcontext()
-    with around if phase == "made" else nothing:
+def results(name: str, around: Callable[[], contextlib.AbstractContextManager[object]], phase: str) -> list[Any]:
+    """What a case computes if things are as `around` has them while it is made, while it is used, or in both."""
+    case, usual = CASES[name], contextlib.nullcontext
+    with around() if phase in ("made", "both") else usual():
         made = case.make()
-    made = settled(made, name)
-    with around if phase == "used" else nothing:
+    made = settled(made)
+    with around() if phase in ("used", "both") else usual():
         return case.use(made)
 
 
@@ -225,7 +226,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def truth(one_thread: None) -> dict[str, list[Any]]:
-    return {name: results(name, contextlib.nullcontext(), "made") for name in CASES}
+    return {name: results(name, contextlib.nullcontext, "made") for name in CASES}
 
 
 def same(one: Any, other: Any) -> bool:
@@ -240,13 +241,16 @@ SAMPLE = (
     "every constructor casts to bfloat16",
     "default dtype float16",
     "default device meta",
+    "fake tensors",
 )
 PHASES = [
-    pytest.param(name, phase, marks=[] if name in SAMPLE else pytest.mark.slow, id=f"{name}, {phase}")
+    pytest.param(
+        name, phase, marks=[] if name in SAMPLE and phase != "both" else pytest.mark.slow, id=f"{name}, {phase}"
+    )
     for name in SURROUNDINGS
-    for phase in ("made", "used")
-    # There are no gradients in inference mode.
-    if (name, phase) != ("inference mode", "used")
+    for phase in ("made", "used", "both")
+    # There are no gradients in inference mode, and no numbers in fake tensors.
+    if phase == "made" or name not in ("inference mode", "fake tensors")
 ]
 
 
@@ -255,7 +259,7 @@ def test_no_bit_depends_on_the_surroundings(name, phase, truth):
     differ = []
     for case in CASES:
         try:
-            found = results(case, SURROUNDINGS[name](), phase)
+            found = results(case, SURROUNDINGS[name], phase)
         except Exception as error:
             differ.append(f"{case}: {type(error).__name__}: {str(error)[:200]}")
             continue

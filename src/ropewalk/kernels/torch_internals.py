@@ -5,14 +5,15 @@ A kernel may be given plain tensors, in an eager call that nothing looks into; t
 
 import ctypes
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
@@ -249,11 +250,17 @@ def fake_mode() -> FakeTensorMode | None:
     return mode if isinstance(mode, FakeTensorMode) else None
 
 
-def outside_modes() -> AbstractContextManager[object]:
-    """A context in which no dispatch mode, such as fake tensors, sees what is computed.
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """A context in which no dispatch mode, such as fake tensors, and no transform of torch.func sees what is computed.
 
     >>> with FakeTensorMode(), outside_modes():
     ...     type(torch.ones(1)).__name__
     'Tensor'
     """
-    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() > 0 else nullcontext()
+    modes, transforms = torch._C._len_torch_dispatch_stack() > 0, torch._C._are_functorch_transforms_active()
+    with (
+        _disable_current_modes() if modes else nullcontext(),
+        temporarily_clear_interpreter_stack() if transforms else nullcontext(),
+    ):
+        yield

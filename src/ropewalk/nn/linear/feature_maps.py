@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, shown
-from ropewalk.kernels.constructors import randn
+from ropewalk.kernels.constructors import placed, randn, real_tensors
+from ropewalk.kernels.torch_internals import fake_mode
 from ropewalk.kernels.types import FeatureMapName
 
 __all__ = ["FavorFeatures", "FeatureMap", "map_name", "resolve_maps"]
@@ -53,8 +54,9 @@ class FavorFeatures(nn.Module):
 
     def _drawn(self, device: torch.device | str | None) -> Tensor:
         """The rows w_i, float32, drawn on the CPU, so that a seed means the same features everywhere."""
-        # What is drawn in inference mode could not be saved for a later backward.
-        with torch.inference_mode(False):
+        # Fake tensors may be on a device that does not exist.
+        device = device if fake_mode() is None else None
+        with real_tensors():
             return self._rows().to(device=device, dtype=torch.float32)
 
     def _rows(self) -> Tensor:
@@ -90,7 +92,7 @@ class FavorFeatures(nn.Module):
         working = torch.float64 if x.dtype == torch.float64 else torch.float32
         with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):
             y = x.to(working) * self.head_dim**-0.25
-            exponent = y @ self.projection.to(working).T - y.square().sum(dim=-1, keepdim=True) / 2
+            exponent = y @ placed(self.projection, x.device).to(working).T - y.square().sum(dim=-1, keepdim=True) / 2
             return torch.exp(exponent) * self.num_features**-0.5
 
     def extra_repr(self) -> str:
