@@ -100,14 +100,11 @@ def why_not_doubled(module: nn.Module, table: Table, width: int, sources: Source
     >>> why_not_doubled(small, "neighbours", 16, Sources())
     'the code of LlamaRotaryEmbedding does not show that the features of a pair have one angle'
     """
-    tensors = [value for value in [*module.buffers(), *vars(module).values()] if isinstance(value, Tensor)]
-    wide = any(value.dim() > 0 and value.shape[-1] == width for value in tensors)
     forward = inspect.getattr_static(type(module), "forward", None)
     # Packages that replace forward in an instance keep the method, and call it.
     kept = [value for value in vars(module).values() if getattr(value, "__func__", None) is forward]
     called = type(module).__call__ is nn.Module.__call__ and ("forward" not in vars(module) or kept)
-    # A tensor as wide as the table may stand where a number is expected, and differ within a pair.
-    if not wide and called and _Tables(module, table, sources).returned(forward) == [True, True]:
+    if called and _Tables(module, table, width, sources).returned(forward) == [True, True]:
         return None
     return f"the code of {type(module).__name__} does not show that the features of a pair have one angle"
 
@@ -115,9 +112,13 @@ def why_not_doubled(module: nn.Module, table: Table, width: int, sources: Source
 class _Tables:
     """Follows the tables through the code of a module: which names hold one that is doubled, which hold numbers."""
 
-    def __init__(self, module: nn.Module, table: Table, sources: Sources) -> None:
+    def __init__(self, module: nn.Module, table: Table, width: int, sources: Sources) -> None:
         self.module, self.table, self.sources = module, table, sources
         self.depth = 0
+        # A tensor as wide as the table may stand where a number is expected, and differ within a pair.
+        attributes = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
+        attributes += [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+        self.wide = {name for name, value in attributes if value.dim() > 0 and value.shape[-1] == width}
 
     def returned(self, function: object) -> list[bool]:
         """Of each item of what a function returns, whether it is doubled by each return."""
@@ -234,14 +235,19 @@ class _Tables:
                 return True
             case ast.Name(id=name):
                 return name in names.numbers
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == names.owner:
+                return name not in self.wide
             case ast.Attribute(value=value):
-                return (isinstance(value, ast.Name) and value.id == names.owner) or self._number(value, names)
+                return self._number(value, names)
             case ast.Subscript(value=value):
                 return self._number(value, names)
             case ast.IfExp(body=one, orelse=two):
                 return self._number(one, names) and self._number(two, names)
-            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=owner), *_]):
-                return owner == names.owner
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=owner), called]):
+                # Part of the name may come from the call, as f"{layer_type}_attention_scaling" has it.
+                parts = [node.value for node in ast.walk(called) if isinstance(node, ast.Constant)]
+                maybe = [name for name in self.wide if all(str(part) in name for part in parts)]
+                return owner == names.owner and not maybe
             case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args):
                 known = _is_known(getattr(getattr(self.module, name, None), "__module__", None))
                 return owner == names.owner and known and all(self._number(arg, names) for arg in args)
