@@ -264,6 +264,9 @@ def test_a_member_is_changed_and_nothing_else(outer, inner, style, key, value):
         assert repr(parse(changed.encode())) == repr(expected)
         if key not in part:
             assert without_member(changed, place, key) == text
+        if key.isascii():
+            bytewise = with_member(text.encode().decode("latin-1"), place, key, value)
+            assert bytewise.encode("latin-1") == changed.encode()
         gone = {name: entry for name, entry in part.items() if name != key}
         expected = {**whole, "part": gone} if place else gone
         assert repr(parse(without_member(text, place, key).encode())) == repr(expected)

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ropewalk.errors import RopewalkError, as_int, shown
+from ropewalk.errors import RopewalkError, shown
 from ropewalk.hub.configs.keys import MOST_BYTES
 from ropewalk.hub.convert.json_text import parse
 from ropewalk.hub.convert.model_folder import ModelFolder
@@ -48,6 +48,8 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _LONGEST_HEADER = 16 << 20
 # Tensors in a model, characters in a name, sides of a tensor: several times what the largest models have.
 _MOST_TENSORS, _LONGEST_NAME, _MOST_SIDES = 1 << 18, 1024, 64
+# Sides and offsets are below this, so that products of them are computed at once.
+_TOO_LARGE = 1 << 63
 # Bytes that are held at once when a tensor is copied or compared.
 BLOCK = 4 << 20
 # How many bits an element of each dtype has.
@@ -176,10 +178,12 @@ def _stored(path: Path, name: str, entry: Any, offset: int) -> Stored:
 
 
 def _whole_numbers(values: object) -> list[int] | None:
-    """`values` as a list of numbers from 0 to 2^63; None if they are something else."""
-    numbers = [as_int(value) for value in values] if isinstance(values, list) else [None]
-    whole = [number for number in numbers if number is not None and 0 <= number < 1 << 63]
-    return whole if len(whole) == len(numbers) else None
+    """`values` as a list of numbers from 0 to 2^63 - 1; None if they are something else."""
+    if not isinstance(values, list):
+        return None
+    # JSON has plain ints alone, and a bool is not one of them.
+    whole = [value for value in values if type(value) is int and 0 <= value < _TOO_LARGE]
+    return whole if len(whole) == len(values) else None
 
 
 def _read_index(model: ModelFolder, names: list[str]) -> dict[str, str]:

@@ -18,10 +18,10 @@ _FLAG_BEFORE, _ABSENT = "flag_before", "absent"
 
 
 def read_config_file(model: ModelFolder, caller: Caller) -> tuple[str, dict[str, Any]]:
-    """The text of a model's config.json, and what it says."""
+    """The text of a model's config.json, a character per byte (Latin-1), and what it says."""
     data = model.read(CONFIG, most=MOST_BYTES)
     try:
-        return data.decode("utf-8"), read_config(_object(parse(data)), caller)
+        return data.decode("latin-1"), read_config(_object(parse(data)), caller)
     except ValueError as error:
         if isinstance(error, RopewalkError):
             raise

@@ -98,7 +98,8 @@ class UnprovenError(Exception):
 
 @dataclass(frozen=True)
 class _Source:
-    """A model that was read and planned, with nothing written yet: its config, and the pairing of its weights."""
+    """A model that was read and planned, with nothing written yet: its config, with its text, a character per byte, and
+    the pairing of its weights."""
 
     checkpoint: Checkpoint
     config: Config
@@ -209,7 +210,7 @@ def convert_for(
             with checkpoint.model.open(name) as file:
                 # As many bytes as it has now: a file that grows as fast as it is copied would have no end.
                 blocks = blocks_of(file, folder / name, os.fstat(file.fileno()).st_size)
-                blocks = iter([config.encode()]) if name == CONFIG else blocks
+                blocks = iter([config.encode("latin-1")]) if name == CONFIG else blocks
                 write_file(partial / name, blocks, _mode(file))
         done = 0
         for shard in checkpoint.shards:
