@@ -56,7 +56,8 @@ def linear_attention(
         # Features of padding behind the last sequence may have no finite derivative: it has none here.
         if cu_seqlens is not None and is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
             ends = cu_seqlens.tolist()
-            q, k = (side._replace(x=side.x[:, :, : ends[-1]]) for side in (q, k))
+            if ends[-1] < total:
+                q, k = (side._replace(x=side.x[:, :, : ends[-1]]) for side in (q, k))
         elif cu_seqlens is not None:
             padding = (arange(total, device=v.device) >= cu_seqlens[-1])[:, None]
             q, k = (side._replace(x=side.x.masked_fill(padding, 0.0)) for side in (q, k))
