@@ -413,7 +413,7 @@ def main() -> int:
             failed += len(failures)
             for line in failures:
                 _say(line)
-            if done % 40 == 0:
+            if done % 8 == 0:
                 _say(f"{tally['cases']} cases, {failed} failures")
     counts = ", ".join(f"{name} {number}" for name, number in sorted(tally.items()))
     _say(f"{counts}; failures {failed}")
