@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ropewalk.errors import RopewalkError, require_count, require_flag
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import described
+from ropewalk.nn.scripting import refuse_scripting
 
 __all__ = ["HeadSizes", "ProjectedHeads"]
 
@@ -89,6 +90,8 @@ class ProjectedHeads(nn.Module):
         self.k_proj: nn.Linear = nn.Linear(self.dim, kv_width, bias=qkv_bias, device=device, dtype=dtype)
         self.v_proj: nn.Linear = nn.Linear(self.dim, kv_width, bias=qkv_bias, device=device, dtype=dtype)
         self.o_proj: nn.Linear = nn.Linear(q_width, self.dim, bias=out_bias, device=device, dtype=dtype)
+
+    __prepare_scriptable__ = refuse_scripting
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [batch, seq, dim] as q, k and v, [batch, heads, seq, head_dim].

@@ -11,6 +11,7 @@ from ropewalk.kernels.constructors import empty
 from ropewalk.kernels.torch_internals import fake_mode
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import check_finite, check_ids, check_positions, may_look
+from ropewalk.nn.scripting import refuse_scripting
 
 __all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens"]
 
@@ -88,6 +89,8 @@ class Encoding(nn.Module):
     def score_mod_once(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod | None:
         """`score_mod` for one call: it may hold what was made of parameters in place of the parameters."""
         return self.score_mod(q_positions, k_positions)
+
+    __prepare_scriptable__ = refuse_scripting
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Encoding":
         super()._apply(fn, recurse)

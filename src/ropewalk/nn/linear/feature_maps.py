@@ -10,6 +10,7 @@ from ropewalk.errors import RopewalkError, as_int, require_choice, require_count
 from ropewalk.kernels.constructors import placed, randn, real_tensors
 from ropewalk.kernels.torch_internals import fake_mode
 from ropewalk.kernels.types import FeatureMapName
+from ropewalk.nn.scripting import refuse_scripting
 
 __all__ = ["FavorFeatures", "FeatureMap", "map_name", "resolve_maps"]
 
@@ -94,6 +95,8 @@ class FavorFeatures(nn.Module):
             y = x.to(working) * self.head_dim**-0.25
             exponent = y @ placed(self.projection, x.device).to(working).T - y.square().sum(dim=-1, keepdim=True) / 2
             return torch.exp(exponent) * self.num_features**-0.5
+
+    __prepare_scriptable__ = refuse_scripting
 
     def extra_repr(self) -> str:
         """The sizes and the seed."""

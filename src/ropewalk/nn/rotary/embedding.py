@@ -30,6 +30,7 @@ from ropewalk.nn.rotary.call import (
     is_start,
 )
 from ropewalk.nn.rotary.in_place import check_in_place
+from ropewalk.nn.scripting import refuse_scripting
 from ropewalk.ops import cos_sin, require_backend, rotate, rotate_directly, rotation_in_place
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import Pairing, RopeSpec
@@ -509,6 +510,8 @@ class RotaryEmbedding(nn.Module):
         # fn may cast, move or empty; the device that it moves to is all that concerns the frequencies.
         self._source.to(fn(empty(0, device=self._source.inv_freq.device)).device)
         return self
+
+    __prepare_scriptable__ = refuse_scripting
 
     def extra_repr(self) -> str:
         """The spec in a line: the pairing and the base, which most often are wrong, come first."""
