@@ -6,6 +6,7 @@ its scaling; Meta's states that there is one, and the numbers are in Meta's code
 
 from typing import Any
 
+from ropewalk.errors import as_int
 from ropewalk.hub.configs.keys import Keys
 
 __all__ = ["META", "MISTRAL", "from_params", "is_params"]
@@ -69,7 +70,7 @@ def _from_meta(keys: Keys) -> dict[str, Any]:
     data = {**keys.data, "rope_theta": keys.number("rope_theta", 10_000.0)}
     if not scaled:
         return data
-    if (keys.whole("dim"), keys.raw("n_layers")) not in _WITH_FACTOR_8:
+    if (keys.whole("dim"), as_int(keys.raw("n_layers"))) not in _WITH_FACTOR_8:
         keys.warn(
             "factor-not-stated",
             f"use_scaled_rope states no factor: here {_FACTOR:g}, as in Meta's code; the config.json of Llama 3.2 1B"
