@@ -1,4 +1,4 @@
-"""The help texts are true: what they show can be run, fits the screen, and is what docs/commands.md says."""
+"""The help texts: their examples run, they fit the screen, and docs/commands.md has the same options."""
 
 import json
 import re
@@ -19,17 +19,17 @@ from ropewalk.tools.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "commands.md"
-# What takes longer than a test may, or needs a GPU: its options are read, and nothing is run.
+# Commands that take too long for a test or need a GPU: only their options are parsed.
 LONG = ("bench cpu", "bench gpu", "bench attention --quick", "verify --json")
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Every command and group by its words."""
+    """Every command and group, by the words of its name."""
     command = command or get_command(app)
-    found = {path: command}
+    by_path = {path: command}
     for name, inner in getattr(command, "commands", {}).items():
-        found |= commands(inner, (*path, name))
-    return found
+        by_path |= commands(inner, (*path, name))
+    return by_path
 
 
 COMMANDS = commands()
@@ -42,7 +42,7 @@ def shown(path: tuple[str, ...], columns: int = 80) -> str:
 
 
 def page_examples() -> list[str]:
-    """The commands that docs/commands.md shows."""
+    """The examples in docs/commands.md."""
     blocks = re.findall(r"```sh\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     return [line.removeprefix("ropewalk ") for block in blocks for line in block.splitlines()]
 
@@ -59,7 +59,7 @@ EXAMPLES = list(dict.fromkeys([*(line for path in COMMANDS for line in examples(
 
 @pytest.fixture
 def workplace(tmp_path, monkeypatch):
-    """The files that the examples name."""
+    """A folder with the files that the examples use."""
     configs = ROOT / "tests" / "data" / "configs"
     shutil.copy(configs / "qwen3-8b.json", tmp_path / "config.json")
     shutil.copy(ROOT / "benchmarks" / "attention_cpu.json", tmp_path / "figures.json")
@@ -67,7 +67,7 @@ def workplace(tmp_path, monkeypatch):
     for name, model_type in (("llama", "llama"), ("qwen", "qwen2"), ("mine", "brand-new")):
         folder = tmp_path / "models" / name
         folder.mkdir(parents=True)
-        # A family that nobody knows needs --pairing, which `convert` calls --from.
+        # An unknown family requires --pairing, which is --from in `convert`.
         config = keys | {"model_type": model_type, "max_position_embeddings": 64}
         (folder / "config.json").write_text(json.dumps(config))
         weights = {f"model.layers.0.self_attn.{q}_proj.weight": np.eye(8, dtype=np.float32) for q in "qkvo"}
@@ -77,7 +77,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_command_has_an_example_of_its_own(path):
+def test_every_command_has_an_example(path):
     assert all(line.split()[: len(path)] == list(path) for line in examples(path))
     assert examples(path) or not path
 
@@ -99,13 +99,13 @@ def test_the_examples_run(line, workplace):
     written = [word for word in words if Path(word).suffix in (".png", ".svg", ".json")]
     assert all((workplace / word).is_file() for word in written)
     if line.startswith("plot") and line in page_examples():
-        kept = (PAGE.parent / "pictures" / written[-1]).read_bytes()
-        # Width and height stand in the header of a PNG; how letters are drawn may differ between machines.
-        assert kept[:24] == (workplace / written[-1]).read_bytes()[:24]
-        assert len(kept) < 100_000
+        committed = (PAGE.parent / "pictures" / written[-1]).read_bytes()
+        # The header of a PNG contains width and height. The rendering of text may differ between machines.
+        assert committed[:24] == (workplace / written[-1]).read_bytes()[:24]
+        assert len(committed) < 100_000
 
 
-def test_the_first_screen_has_one_line_a_command():
+def test_the_first_screen_has_one_line_per_command():
     text = shown(())
     listed = text.split("Commands:\n")[1].splitlines()
     assert [line.split()[0] for line in listed] == ["inspect", "extend", "convert", "verify", "plot", "bench"]
@@ -133,7 +133,7 @@ def test_the_page_of_commands_names_every_command_and_option(path):
     assert " ".join(path) in page
 
 
-def test_the_page_of_commands_names_no_option_that_is_not_there():
+def test_the_page_of_commands_names_no_unknown_option():
     page = PAGE.read_text(encoding="utf-8")
     known = {option for command in COMMANDS.values() for parameter in command.params for option in parameter.opts}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page)) <= known | {"--help"}

@@ -1,4 +1,4 @@
-"""`ropewalk plot`: the numbers are right, the pictures show them, and a file is written whole or not at all."""
+"""`ropewalk plot`: the numbers are correct, the pictures show them, and files are written completely or not at all."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from ropewalk.tools.plot.curves import Curve, Flags, decay_of, octaves
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 LLAMA2, LLAMA31, GEMMA3 = (str(CONFIGS / f"{name}.json") for name in ("llama-2-7b", "llama-3.1-8b", "gemma-3-4b"))
-# What a model of an unknown family says.
+# The config of a model of an unknown family.
 NEW_FAMILY = {"model_type": "brand-new", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 10000.0}
 
 
@@ -35,10 +35,10 @@ def target(tmp_path):
 @pytest.fixture
 def drawn(monkeypatch):
     """The figures that are saved."""
-    found: list[Figure] = []
+    saved: list[Figure] = []
     save = pictures.save
-    monkeypatch.setattr(pictures, "save", lambda figure, *where: (found.append(figure), save(figure, *where)))
-    return found
+    monkeypatch.setattr(pictures, "save", lambda figure, *more: (saved.append(figure), save(figure, *more)))
+    return saved
 
 
 def numbers(target: Target) -> Any:
@@ -57,7 +57,7 @@ def config(folder: Path, **keys: Any) -> str:
     return str(path)
 
 
-def test_decay_has_the_sums_and_the_means_of_every_whole_distance(target, drawn):
+def test_decay_has_the_sums_and_the_means_over_all_integer_distances(target, drawn):
     assert plot_decay([LLAMA2], target, Flags()) == 0
     (curve,) = numbers(target)
     assert (curve["name"], curve["trained_length"]) == ("llama-2-7b", 4096)
@@ -70,20 +70,20 @@ def test_decay_has_the_sums_and_the_means_of_every_whole_distance(target, drawn)
     assert curve["score_means"][-1] == pytest.approx(score_sum(np.arange(2048, 4096), theta).mean())
     (figure,) = drawn
     assert all(axes.get_xscale() == "log" and axes.get_xlim() == (1, 4096) for axes in figure.axes)
-    assert legend(figure) == ["single distances", "mean of a band"]
+    assert legend(figure) == ["single distances", "mean over a band"]
     for axes, key in zip(figure.axes, ("bound", "score"), strict=True):
         assert axes.lines[0].get_ydata().tolist() == curve[key][1:]
         assert axes.patches[0].get_data().values.tolist() == curve[f"{key}_means"]
 
 
-def test_a_long_decay_is_thinned_out_and_its_means_are_not():
+def test_a_long_decay_is_sampled_and_its_means_are_not():
     curve = Curve("", RopeSpec(128))
     far = decay_of(curve, 20_000)
     assert len(far.distance) < 4200
     assert far.distance[-1] == 19_999
     assert far.score.tolist() == score_sum(far.distance, curve.inv_freq()).tolist()
-    everything = score_sum(np.arange(20_000), curve.inv_freq())
-    assert far.score_means[-1] == pytest.approx(everything[16_384:].mean(), rel=1e-12)
+    all_scores = score_sum(np.arange(20_000), curve.inv_freq())
+    assert far.score_means[-1] == pytest.approx(all_scores[16_384:].mean(), rel=1e-12)
 
 
 def test_several_configs_share_one_picture_with_a_legend(target, drawn):
@@ -94,30 +94,30 @@ def test_several_configs_share_one_picture_with_a_legend(target, drawn):
     assert numbers(target)[0]["edges"] == [1, 32, 64, 100]
 
 
-def test_kinds_of_layers_that_differ_are_curves_of_their_own(target, drawn):
+def test_layer_types_with_different_rotations_are_separate_curves(target, drawn):
     assert plot_frequencies([GEMMA3], target, Flags()) == 0
-    local, everywhere = numbers(target)
-    assert [local["name"], everywhere["name"]] == ["gemma-3-4b, sliding_attention", "gemma-3-4b, full_attention"]
+    local, full = numbers(target)
+    assert [local["name"], full["name"]] == ["gemma-3-4b, sliding_attention", "gemma-3-4b, full_attention"]
     # Local layers have base 10,000; the others 1,000,000 and positions divided by 8.
     assert local["period"][0] == pytest.approx(2 * math.pi)
-    assert everywhere["period"][0] == pytest.approx(16 * math.pi)
-    assert everywhere["period"][-1] / local["period"][-1] == pytest.approx(8 * 100 ** (1 - 2 / 256))
+    assert full["period"][0] == pytest.approx(16 * math.pi)
+    assert full["period"][-1] / local["period"][-1] == pytest.approx(8 * 100 ** (1 - 2 / 256))
 
 
-def test_frequencies_count_the_pairs_that_turn_within_the_trained_length(target, drawn):
+def test_frequencies_count_the_pairs_that_complete_a_rotation_within_the_trained_length(target, drawn):
     flags = Flags(bases=(10_000, 500_000), trained=4096)
     assert plot_frequencies([], target, flags, length=8192) == 0
     # Llama 2's critical dimension is 92: 46 pairs.
     assert legend(drawn[0]) == [
-        "base 10,000: 46 of 64 pairs turn once in 4,096",
-        "base 500,000: 32 of 64 pairs turn once in 4,096",
+        "base 10,000: 46 of 64 pairs complete a rotation in 4,096",
+        "base 500,000: 32 of 64 pairs complete a rotation in 4,096",
     ]
     texts = [text.get_text() for text in drawn[0].axes[0].texts]
     assert texts == ["trained length 4,096", "length 8,192"]
     assert drawn[0].axes[0].get_yscale() == "log"
 
 
-def test_rules_by_flags_are_those_of_the_spec(target, drawn):
+def test_rules_from_options_are_those_of_the_spec(target, drawn):
     flags = Flags(dim=64, rules=("plain", "yarn"), factor=4, trained=2048)
     assert plot_frequencies([], target, flags) == 0
     plain, yarn = numbers(target)
@@ -126,16 +126,16 @@ def test_rules_by_flags_are_those_of_the_spec(target, drawn):
     assert yarn["inv_freq"] == Yarn(10_000, 4, 2048).evaluate(64).tolist()
 
 
-def test_a_rule_that_varies_is_taken_at_the_length(target, drawn):
+def test_a_rule_that_depends_on_the_length_is_evaluated_at_it(target, drawn):
     flags = Flags(rules=("dynamic",), factor=2, trained=2048)
-    found = []
+    slowest = []
     for length in (2048, 8192):
         plot_frequencies([], target, flags, length=length)
-        found.append(numbers(target)[0]["inv_freq"][-1])
-    assert found[1] < found[0]
+        slowest.append(numbers(target)[0]["inv_freq"][-1])
+    assert slowest[1] < slowest[0]
 
 
-def test_a_pair_that_never_turns_has_no_period(target, drawn, tmp_path):
+def test_a_pair_that_is_not_rotated_has_no_period(target, drawn, tmp_path):
     path = config(
         tmp_path,
         model_type="gemma4_text",
@@ -150,7 +150,7 @@ def test_a_pair_that_never_turns_has_no_period(target, drawn, tmp_path):
 
 
 @pytest.mark.parametrize(("pairing", "features"), [("half", [[0, 64], [3, 67]]), ("interleaved", [[0, 1], [6, 7]])])
-def test_rotation_shows_which_features_are_a_pair_and_how_far_they_turn(target, drawn, pairing, features):
+def test_rotation_shows_the_features_of_a_pair_and_their_rotations(target, drawn, pairing, features):
     flags = Flags(trained=1000)
     assert plot_rotation([], target, flags, length=4000, pairing=pairing, pairs=(0, 3)) == 0
     pairs = numbers(target)[0]["pairs"]
@@ -158,7 +158,7 @@ def test_rotation_shows_which_features_are_a_pair_and_how_far_they_turn(target, 
     assert pairs[0]["turns"] == pytest.approx(4000 / (2 * math.pi))
     assert pairs[0]["turns_in_training"] == pytest.approx(1000 / (2 * math.pi))
     (figure,) = drawn
-    assert figure.axes[0].get_title() == f"pair 0: ({features[0][0]}, {features[0][1]})\n637 turns"
+    assert figure.axes[0].get_title() == f"pair 0: ({features[0][0]}, {features[0][1]})\n637 rotations"
     seen, unseen = figure.axes[1].collections
     theta = 10_000 ** (-6 / 128)
     for dots, low, high in ((seen, 0, 1000), (unseen, 1000, 4000)):
@@ -166,10 +166,10 @@ def test_rotation_shows_which_features_are_a_pair_and_how_far_they_turn(target, 
         assert low <= position.min() <= position.max() < high
         assert len(position) > 100
         assert angle == pytest.approx(position * theta)
-    assert legend(figure) == ["within the trained length", "past it"]
+    assert legend(figure) == ["within the trained length", "beyond it"]
 
 
-def test_rotation_draws_a_row_a_config_and_six_pairs_from_the_first_to_the_last(target, drawn):
+def test_rotation_draws_one_row_per_config_and_six_pairs_from_the_first_to_the_last(target, drawn):
     assert plot_rotation([LLAMA31, GEMMA3], target, Flags(), length=64) == 0
     rows = numbers(target)
     assert [[pair["pair"] for pair in row["pairs"]] for row in rows] == [
@@ -182,10 +182,10 @@ def test_rotation_draws_a_row_a_config_and_six_pairs_from_the_first_to_the_last(
 
 def test_bias_has_alibis_slopes_and_t5s_buckets(target, drawn):
     assert plot_bias(None, target, num_heads=4, length=200) == 0
-    found = numbers(target)
-    assert found["alibi"]["slopes"] == [0.25, 0.0625, 0.015625, 0.00390625]
-    assert found["alibi"]["bias"][0][10] == -2.5
-    decoder, encoder = found["t5"]["bucket"].values()
+    written = numbers(target)
+    assert written["alibi"]["slopes"] == [0.25, 0.0625, 0.015625, 0.00390625]
+    assert written["alibi"]["bias"][0][10] == -2.5
+    decoder, encoder = written["t5"]["bucket"].values()
     assert [decoder[n] for n in (0, 15, 16, 64, 199)] == [0, 15, 16, 26, 31]
     assert [encoder[n] for n in (0, 7, 16, 199)] == [0, 7, 10, 15]
     alibi, t5 = drawn[0].axes
@@ -203,15 +203,15 @@ def test_bias_has_alibis_slopes_and_t5s_buckets(target, drawn):
         ({"model_type": "t5", "relative_attention_num_buckets": 16, "num_heads": 8}, {"distance", "t5"}),
     ],
 )
-def test_bias_of_a_config_is_the_one_that_the_model_has(target, drawn, tmp_path, keys, parts):
+def test_bias_of_a_config_is_that_of_the_model(target, drawn, tmp_path, keys, parts):
     assert plot_bias(config(tmp_path, **keys), target) == 0
-    found = numbers(target)
-    assert set(found) == parts
+    written = numbers(target)
+    assert set(written) == parts
     assert len(drawn[0].axes) == 1
     if "alibi" in parts:
-        assert found["alibi"]["slopes"][-1] == 2.0**-8
+        assert written["alibi"]["slopes"][-1] == 2.0**-8
     else:
-        assert (found["t5"]["num_buckets"], found["t5"]["max_distance"]) == (16, 128)
+        assert (written["t5"]["num_buckets"], written["t5"]["max_distance"]) == (16, 128)
 
 
 def test_sinusoidal_is_the_table(target, drawn):
@@ -224,7 +224,7 @@ def test_sinusoidal_is_the_table(target, drawn):
 def test_the_pictures_of_verify_are_drawn_by_the_same_functions():
     assert octaves(BAND_EDGES[-1]) == list(BAND_EDGES)
     labels = legend(figures.FIGURES["wavelengths"]())
-    assert labels[0] == "base 10,000: 46 of 64 pairs turn once in 4,096"
+    assert labels[0] == "base 10,000: 46 of 64 pairs complete a rotation in 4,096"
     assert [axes.get_title() for axes in figures.FIGURES["rotation"]().axes][1:] == ["m − n = 2:  q·k = 0.209"] * 2
 
 
@@ -240,7 +240,7 @@ def test_text_in_svg_is_text_and_the_same_command_gives_the_same_bytes(tmp_path)
     assert "feature: sine at 2i, cosine at 2i + 1" in text
 
 
-def test_dots_an_inch(tmp_path):
+def test_dots_per_inch(tmp_path):
     widths = {}
     for dpi in (None, 100):
         path = tmp_path / f"{dpi}.png"
@@ -250,11 +250,11 @@ def test_dots_an_inch(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["savefig", "replace"])
-def test_what_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken):
+def test_a_failure_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, broken):
     path = tmp_path / "picture.svg"
     path.write_text("old")
 
-    def full(*given: object, **more: object) -> None:
+    def full(*arguments: object, **keywords: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Figure if broken == "savefig" else os, broken, full)
@@ -270,14 +270,14 @@ def test_a_model_without_rotation_and_one_of_a_new_family(target, drawn, tmp_pat
     with pytest.raises(RopewalkError, match="pairing"):
         plot_decay([unknown], target, Flags())
     assert plot_decay([unknown], target, Flags(), pairing="half", length=64) == 0
-    # Two folders of one name are told apart by their paths.
+    # Two folders with the same name are shown with their paths.
     (tmp_path / "b" / "a").mkdir(parents=True)
     other = config(tmp_path / "b" / "a", **NEW_FAMILY)
     assert plot_decay([unknown, other], target, Flags(), pairing="half", length=64) == 0
     assert [curve["name"] for curve in numbers(target)] == [unknown, other]
 
 
-def test_names_are_shown_letter_by_letter(target, drawn, tmp_path):
+def test_special_characters_in_names_are_escaped(target, drawn, tmp_path):
     for name in ("_a$x_{$", "b$"):
         (tmp_path / name).mkdir()
         config(tmp_path / name, model_type="llama", head_dim=4, max_position_embeddings=64)
@@ -294,7 +294,7 @@ def test_notes_of_a_config_go_to_standard_error(target, drawn, capsys):
     assert "do not rotate" in err
 
 
-# Runs commands, one a line, in one process where a package is missing.
+# Runs one command per line in one process in which a package is missing.
 WITHOUT = """
 import sys
 from ropewalk.tools.cli import main

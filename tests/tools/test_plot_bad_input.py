@@ -1,4 +1,4 @@
-"""`ropewalk plot` refuses what it cannot do, before any work, and says why."""
+"""`ropewalk plot` rejects invalid input before any work, with the reason."""
 
 import json
 import math
@@ -21,14 +21,14 @@ from ropewalk.tools.plot.command import (
 LLAMA2 = str(Path(__file__).parent.parent / "data" / "configs" / "llama-2-7b.json")
 
 
-def refused(call: Any) -> str:
+def error_of(call: Any) -> str:
     with pytest.raises(RopewalkError) as caught:
         call()
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("where", "message"),
+    ("outputs", "message"),
     [
         (Target(), "got:      neither"),
         (Target("picture"), "use one of .png, .svg, .pdf"),
@@ -39,23 +39,23 @@ def refused(call: Any) -> str:
         (Target("nowhere/picture.png"), "make the folder first"),
         (Target("/proc/picture.png"), "a folder that can be written"),
         (Target("a.png", "nowhere/a.json"), "make the folder first"),
-        (Target("a.svg", dpi=100), "other kinds of pictures have no dots"),
+        (Target("a.svg", dpi=100), "the other formats have no resolution"),
         (Target("a.png", dpi=100_000), "20 to 1200"),
         (Target("a.png", title=r"$\frac{1$"), r"write \$ for a dollar sign"),
-        (Target(json_file="a.json", dpi=100), "other kinds of pictures have no dots"),
+        (Target(json_file="a.json", dpi=100), "the other formats have no resolution"),
     ],
 )
-def test_targets_are_refused_before_any_work(where, message, tmp_path, monkeypatch):
+def test_invalid_targets_are_rejected_before_any_work(outputs, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("folder.png").mkdir()
     commands = (
-        lambda: plot_decay(["no-such-config"], where, Flags()),
-        lambda: plot_frequencies(["no-such-config"], where, Flags()),
-        lambda: plot_rotation(["no-such-config"], where, Flags()),
-        lambda: plot_bias("no-such-config", where),
-        lambda: plot_sinusoidal(where, dim=3),
+        lambda: plot_decay(["no-such-config"], outputs, Flags()),
+        lambda: plot_frequencies(["no-such-config"], outputs, Flags()),
+        lambda: plot_rotation(["no-such-config"], outputs, Flags()),
+        lambda: plot_bias("no-such-config", outputs),
+        lambda: plot_sinusoidal(outputs, dim=3),
     )
-    assert all(message in refused(command) for command in commands)
+    assert all(message in error_of(command) for command in commands)
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder.png"]
 
 
@@ -63,7 +63,7 @@ def test_targets_are_refused_before_any_work(where, message, tmp_path, monkeypat
     ("call", "message"),
     [
         (lambda to: plot_decay(["nowhere"], to, Flags()), "No such file"),
-        (lambda to: plot_decay([LLAMA2], to, Flags(dim=64)), "a config says these itself"),
+        (lambda to: plot_decay([LLAMA2], to, Flags(dim=64)), "a config defines these itself"),
         (lambda to: plot_decay([LLAMA2], to, Flags(), length=2), "at least 3"),
         (lambda to: plot_decay([LLAMA2], to, Flags(), length=1 << 40), "at most 1048576"),
         (lambda to: plot_decay([LLAMA2], to, Flags(), pairing="both"), "'interleaved' or 'half'"),
@@ -76,8 +76,8 @@ def test_targets_are_refused_before_any_work(where, message, tmp_path, monkeypat
         (lambda to: plot_decay([], to, Flags(factor=4)), "--rule plain, which has none"),
         (lambda to: plot_decay([], to, Flags(bases=tuple(range(2, 9)))), "at most 6 rotations"),
         (lambda to: plot_frequencies([], to, Flags(), length=0), "at least 1"),
-        (lambda to: plot_rotation([], to, Flags(), pairs=(64,)), "a pair from 0 to 63"),
-        (lambda to: plot_rotation([], to, Flags(), pairs=(-1,)), "a pair from 0 to 63"),
+        (lambda to: plot_rotation([], to, Flags(), pairs=(64,)), "from 0 to 63"),
+        (lambda to: plot_rotation([], to, Flags(), pairs=(-1,)), "from 0 to 63"),
         (lambda to: plot_rotation([], to, Flags(), pairs=range(7)), "at most 6 pairs"),
         (lambda to: plot_rotation([], to, Flags(bases=(2, 3, 4, 5, 6))), "at most 4 rotations"),
         (lambda to: plot_bias(LLAMA2, to), "model_type 'llama' with neither"),
@@ -95,15 +95,15 @@ def test_targets_are_refused_before_any_work(where, message, tmp_path, monkeypat
     ],
 )
 @pytest.mark.usefixtures("as_a_user")
-def test_bad_input_is_refused_and_nothing_is_written(call, message, tmp_path):
+def test_bad_input_is_rejected_and_nothing_is_written(call, message, tmp_path):
     target = Target(str(tmp_path / "picture.png"), str(tmp_path / "numbers.json"))
-    assert message in refused(lambda: call(target))
+    assert message in error_of(lambda: call(target))
     assert not list(tmp_path.iterdir())
 
 
-def test_of_several_configs_the_wrong_one_is_named(tmp_path):
+def test_the_error_names_the_invalid_config(tmp_path):
     wrong = tmp_path / "config.json"
     wrong.write_text(json.dumps({"model_type": "llama", "head_dim": 7}))
-    assert f"ropewalk plot decay {wrong}: " in refused(
+    assert f"ropewalk plot decay {wrong}: " in error_of(
         lambda: plot_decay([LLAMA2, str(wrong)], Target(json_file="-"), Flags())
     )

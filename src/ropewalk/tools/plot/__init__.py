@@ -1,1 +1,1 @@
-"""`ropewalk plot`: pictures of decay, frequencies, rotation, biases and sinusoids, and their numbers."""
+"""`ropewalk plot`: pictures of decay, frequencies, rotation, biases and sinusoids, and their numbers as JSON."""

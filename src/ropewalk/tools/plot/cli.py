@@ -1,4 +1,4 @@
-"""`ropewalk plot` and its options. What a command does is imported when it is called."""
+"""`ropewalk plot` and its options. The code of a command is imported when the command is called."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 __all__ = ["plot"]
 
 plot: typer.Typer = typer.Typer(
-    help="""Draw decay, frequencies, rotation, biases, sinusoids.
+    help="""Plot decay, frequencies, rotation, biases and sinusoids.
 
-Of configs, or of what flags say. A picture is PNG, SVG (its text is text) or PDF, by the ending of --out. --json writes
-the numbers instead, or too. No weights and no torch are needed.
+The input is one or more configs, or options that describe a rotation. The suffix of --out selects PNG, SVG (with
+searchable text) or PDF. --json writes the numbers, with or without a picture. Needs neither weights nor torch.
 
 \b
 Examples:
@@ -27,14 +27,14 @@ Examples:
     rich_markup_mode=None,
 )
 
-Out = Annotated[str | None, typer.Option("--out", metavar="FILE.png|.svg|.pdf", help="Where the picture goes.")]
-Json = Annotated[str | None, json_option("the numbers")]
-Title = Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Another heading; '' for none.")]
-Dpi = Annotated[int | None, typer.Option("--dpi", metavar="N", help="Dots an inch of a PNG.  [default: 200]")]
+Out = Annotated[str | None, typer.Option("--out", metavar="FILE.png|.svg|.pdf", help="Write the picture to this file.")]
+Json = Annotated[str | None, json_option("the numbers as JSON")]
+Title = Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Replace the title; '' for no title.")]
+Dpi = Annotated[int | None, typer.Option("--dpi", metavar="N", help="Dots per inch of a PNG.  [default: 200]")]
 Configs = Annotated[
-    list[str] | None, typer.Argument(metavar="CONFIG", help="Paths of a config.json, or folders of models.")
+    list[str] | None, typer.Argument(metavar="CONFIG", help="Paths of config.json files or model folders.")
 ]
-Dim = Annotated[int | None, typer.Option("--dim", metavar="N", help="Features of a head that turn.  [default: 128]")]
+Dim = Annotated[int | None, typer.Option("--dim", metavar="N", help="Rotated features per head.  [default: 128]")]
 Base = Annotated[
     list[float] | None,
     typer.Option("--base", metavar="BASE", help="Base of the frequencies. May be repeated.  [default: 10000]"),
@@ -48,46 +48,50 @@ Rule = Annotated[
     ),
 ]
 Factor = Annotated[
-    float | None, typer.Option("--factor", metavar="X", help="By how much a rule extends the trained length.")
+    float | None, typer.Option("--factor", metavar="X", help="The factor by which a rule extends the trained length.")
 ]
 Trained = Annotated[
-    int | None, typer.Option("--trained-length", metavar="N", help="Positions in training; some rules need it.")
+    int | None, typer.Option("--trained-length", metavar="N", help="The trained length; some rules require it.")
 ]
 UnknownPairing = Annotated[
     str | None,
-    typer.Option("--pairing", metavar="half|interleaved", help="For a config of a family that is not known."),
+    typer.Option("--pairing", metavar="half|interleaved", help="The pairing, if the model family is unknown."),
 ]
-# --length has another default, and another meaning, per command.
+# The meaning and the default of --length depend on the command.
 DecayLength = Annotated[
     int | None,
-    typer.Option("--length", metavar="N", help="Distances below N.  [default: the trained length, to 131072]"),
+    typer.Option("--length", metavar="N", help="Distances below N.  [default: the trained length, at most 131072]"),
 ]
 MarkedLength = Annotated[
     int | None,
-    typer.Option("--length", metavar="N", help="Mark this length; rules that vary with it are taken there."),
+    typer.Option("--length", metavar="N", help="Mark this length, and evaluate rules that depend on the length at it."),
 ]
 RotationLength = Annotated[
     int | None,
     typer.Option("--length", metavar="N", help="Positions below N.  [default: the configured length, or 4096]"),
 ]
 BiasLength = Annotated[int | None, typer.Option("--length", metavar="N", help="Distances below N.  [default: 256]")]
-TableLength = Annotated[int, typer.Option("--length", metavar="N", help="Positions.")]
+TableLength = Annotated[int, typer.Option("--length", metavar="N", help="The number of positions.")]
 Pairs = Annotated[
     list[int] | None,
-    typer.Option("--pair", metavar="I", help="Draw this pair. May be repeated.  [default: six of all]"),
+    typer.Option("--pair", metavar="I", help="Draw this pair. May be repeated.  [default: six pairs]"),
 ]
 DrawnPairing = Annotated[
-    str | None, typer.Option("--pairing", metavar="half|interleaved", help="Which features are a pair.")
+    str | None, typer.Option("--pairing", metavar="half|interleaved", help="Which features form a pair.")
 ]
 BiasConfig = Annotated[
-    str | None, typer.Argument(metavar="CONFIG", help="A config with ALiBi or T5's buckets. Without it, both.")
+    str | None,
+    typer.Argument(metavar="CONFIG", help="A config with ALiBi or T5's buckets. Without it, both are plotted."),
 ]
-NumHeads = Annotated[int | None, typer.Option("--num-heads", metavar="N", help="Heads of ALiBi.  [default: 8]")]
-Buckets = Annotated[int | None, typer.Option("--buckets", metavar="N", help="Buckets of T5.  [default: 32]")]
+NumHeads = Annotated[
+    int | None, typer.Option("--num-heads", metavar="N", help="The number of ALiBi heads.  [default: 8]")
+]
+Buckets = Annotated[int | None, typer.Option("--buckets", metavar="N", help="The number of T5 buckets.  [default: 32]")]
 MaxDistance = Annotated[
-    int | None, typer.Option("--max-distance", metavar="N", help="From where T5's last bucket.  [default: 128]")
+    int | None,
+    typer.Option("--max-distance", metavar="N", help="T5's last bucket has all distances from N on.  [default: 128]"),
 ]
-TableDim = Annotated[int, typer.Option("--dim", metavar="N", help="Features.")]
+TableDim = Annotated[int, typer.Option("--dim", metavar="N", help="The number of features.")]
 TableBase = Annotated[float, typer.Option("--base", metavar="BASE", help="Base of the frequencies.")]
 
 
@@ -120,10 +124,10 @@ def decay(
     trained: Trained = None,
     pairing: UnknownPairing = None,
 ) -> None:
-    """Scores against the distance, with means of bands.
+    """Plot scores against the distance, with means over bands.
 
-    On the left the mean of |S_j|, which RoFormer's figure 2 shows as a bound; on the right the score of vectors whose
-    pairs are parallel. Rules that vary with the length are taken at --length.
+    Left: the mean of |S_j|, the bound in RoFormer's figure 2. Right: the score of vectors whose pairs are parallel.
+    Rules that depend on the length are evaluated at --length.
 
     \b
     Examples:
@@ -151,10 +155,10 @@ def frequencies(
     trained: Trained = None,
     pairing: UnknownPairing = None,
 ) -> None:
-    """The period of every pair, against the trained length.
+    """Plot the period of every pair and the trained length.
 
-    A pair whose period is longer than that does not finish a turn within it, by the frequencies that are drawn: where a
-    rule scales them, those of before finished more.
+    A pair whose period exceeds the trained length completes no full rotation within it. The plot shows the scaled
+    frequencies of a rule. Before scaling, more pairs complete a rotation.
 
     \b
     Examples:
@@ -184,14 +188,14 @@ def rotation(
     factor: Factor = None,
     trained: Trained = None,
 ) -> None:
-    """Pairs as points that turn with the position.
+    """Plot pairs as points that rotate with the position.
 
-    Positions grow from the middle outwards; those past the trained length have another colour: where they stand at
-    angles that no trained position has, the model never saw the like.
+    The distance from the centre is the position. Positions beyond the trained length have another colour. If no point
+    within the trained length has the same angle, the model never saw this angle in training.
 
     \b
     Examples:
-      ropewalk plot rotation --trained-length 2048 --length 8192 --out turns.png
+      ropewalk plot rotation --trained-length 2048 --length 8192 --out spiral.png
       ropewalk plot rotation config.json --pair 0 --pair 40 --out rotation.svg
     """
     from ropewalk.tools.plot.command import plot_rotation
@@ -213,10 +217,10 @@ def bias(
     max_distance: MaxDistance = None,
     length: BiasLength = None,
 ) -> None:
-    """ALiBi's bias of every head, and T5's buckets.
+    """Plot ALiBi's bias per head, and T5's buckets.
 
-    T5 learns a number for each bucket and head; which distances share one is fixed, and is what is drawn. A decoder has
-    all buckets for the keys before a query, an encoder half of them for each side.
+    T5 learns one number per bucket and head. The plot shows which distances share a bucket, which is fixed. A decoder
+    uses all buckets for the keys before the query, an encoder half of them per direction.
 
     \b
     Examples:
@@ -238,7 +242,7 @@ def sinusoidal(
     base: TableBase = 10_000.0,
     length: TableLength = 128,
 ) -> None:
-    """The sinusoidal table as an image.
+    """Plot the sinusoidal table as an image.
 
     \b
     Examples:

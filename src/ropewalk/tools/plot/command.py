@@ -1,6 +1,6 @@
-"""`ropewalk plot`: pictures of configs, or of rotations that flags say, for papers and slides; their numbers as JSON.
+"""`ropewalk plot`: pictures of configs, or of rotations that options describe, and their numbers as JSON.
 
-None of them needs torch, and the numbers alone need no matplotlib.
+Nothing here needs torch. The numbers do not need matplotlib.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Flags", "Target", "plot_bias", "plot_decay", "plot_frequencies", "plot_rotation", "plot_sinusoidal"]
 
-# A length that nobody gave is the longest trained one, but no longer than this: seconds, not minutes.
-USUAL_LONGEST = 1 << 17
-# Distances farther than this are not drawn: their cosines would take minutes.
+# The limit of the default length, the longest trained one: plotting takes seconds, not minutes.
+DEFAULT_LONGEST = 1 << 17
+# The longest distance: more cosines would take minutes.
 LONGEST = 1 << 20
-# What a person can tell apart in one picture.
+# The number of rows and columns that remain readable in one picture.
 MOST_ROWS, PANELS = 4, 6
 MOST_HEADS = 1024
-# Cells of the sinusoidal table.
+# The maximum number of elements of the sinusoidal table.
 MOST_CELLS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a picture and its numbers go; its heading and its dots an inch, if not the usual ones."""
+    """The outputs of a plot.
+
+    Attributes:
+        out: The path of the picture.
+        json_file: The path of the numbers as JSON; "-" for standard output.
+        title: The title of the picture. None for the default title.
+        dpi: Dots per inch of a PNG. None for the default.
+    """
 
     out: str | None = None
     json_file: str | None = None
@@ -45,13 +52,13 @@ class Target:
     dpi: int | None = None
 
     def check(self, asked: str) -> None:
-        """Refuses what cannot be written before any work is done; a missing matplotlib too."""
+        """Raise `RopewalkError` if an output cannot be written or matplotlib is missing, before any work is done."""
         if self.out is None and self.json_file is None:
             raise RopewalkError(
                 asked=asked,
                 expected="--out FILE.png or --out FILE.svg for a picture, or --json FILE for the numbers",
                 got="neither",
-                do="say where the picture goes: --out picture.svg",
+                do="add the file name of the picture: --out picture.svg",
             )
         if self.json_file is not None:
             require_writable_file(self.json_file, asked=f"{asked} --json {self.json_file}")
@@ -63,18 +70,18 @@ class Target:
         if self.dpi is not None and (Path(self.out or "").suffix.lower() != ".png" or not 20 <= self.dpi <= 1200):
             raise RopewalkError(
                 asked=f"{asked} --dpi {self.dpi}",
-                expected="20 to 1200 dots an inch, of an --out that ends in .png",
+                expected="20 to 1200 dots per inch, with an --out that ends in .png",
                 got=f"{self.dpi} for {self.out}",
-                do="leave --dpi out: other kinds of pictures have no dots",
+                do="leave --dpi out: the other formats have no resolution",
             )
 
-    def heading(self, usual: str) -> str:
-        """The heading that was asked for, else the usual one."""
-        return usual if self.title is None else self.title
+    def heading(self, default: str) -> str:
+        """The requested title, or `default`."""
+        return default if self.title is None else self.title
 
     def write(self, numbers: Any, draw: Callable[[], "Figure"]) -> int:
-        """Draws, writes, says what was written, and returns 0."""
-        # With the JSON on standard output, all that is for people goes to the other stream.
+        """Write the picture and the numbers, print their paths, and return the exit code 0."""
+        # If JSON is written to standard output, everything else goes to standard error.
         console = Console(stderr=self.json_file == "-", highlight=False, markup=False)
         if self.out is not None:
             from ropewalk.tools.pictures import DPI, save
@@ -82,14 +89,14 @@ class Target:
             save(draw(), self.out, self.dpi or DPI)
         if self.json_file is not None:
             write_json(as_lists(numbers), self.json_file)
-        for what, where in (("picture", self.out), ("numbers", self.json_file)):
-            if where not in (None, "-"):
-                console.print(f"{what}: {where}", markup=False, soft_wrap=True)
+        for content, path in (("picture", self.out), ("numbers", self.json_file)):
+            if path not in (None, "-"):
+                console.print(f"{content}: {path}", markup=False, soft_wrap=True)
         return 0
 
 
 def _figures() -> Any:
-    """The drawing, which needs matplotlib."""
+    """The module with the drawing functions, which needs matplotlib."""
     from ropewalk.tools.plot import figures
 
     return figures
@@ -98,30 +105,48 @@ def _figures() -> Any:
 def plot_decay(
     configs: Sequence[str], target: Target, flags: Flags, length: int | None = None, pairing: str | None = None
 ) -> int:
-    """RoFormer's bound and the score of parallel vectors over the distance, with the means of bands."""
+    """Plot RoFormer's bound and the score of parallel vectors over the distance, with means over bands.
+
+    Args:
+        configs: Paths of configs or model folders. Empty if `flags` describes the rotation.
+        target: The outputs.
+        flags: A rotation without a config.
+        length: Distances below this are plotted. Default: the longest trained length, at most 131072.
+        pairing: The pairing, if the model family is unknown.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        RopewalkError: If an argument is invalid, a config cannot be read or an output cannot be written.
+    """
     asked = "ropewalk plot decay"
     target.check(asked)
     length = _length(length, asked, at_least=3)
     curves = rotations(configs, flags, pairing, asked)
     if length is None:
-        length = min(max((curve.trained for curve in curves if curve.trained), default=4096), USUAL_LONGEST)
+        length = min(max((curve.trained for curve in curves if curve.trained), default=4096), DEFAULT_LONGEST)
     with Console(stderr=True).status("summing cosines"):
-        found = [(curve, decay_of(curve, length)) for curve in curves]
-    numbers = [_named(curve) | asdict(one) for curve, one in found]
-    heading = target.heading("Long-term decay" + _alone(curves))
-    return target.write(numbers, lambda: _figures().decay(found, heading))
+        decays = [(curve, decay_of(curve, length)) for curve in curves]
+    numbers = [_named(curve) | asdict(decay) for curve, decay in decays]
+    heading = target.heading("Long-term decay" + _single_name(curves))
+    return target.write(numbers, lambda: _figures().decay(decays, heading))
 
 
 def plot_frequencies(
     configs: Sequence[str], target: Target, flags: Flags, length: int | None = None, pairing: str | None = None
 ) -> int:
-    """The period of every pair, and which pairs finish a turn within the trained length."""
+    """Plot the period of every pair, and which pairs complete a full rotation within the trained length.
+
+    `length` is marked, and rules that depend on the length are evaluated at it. For the other arguments, the result and
+    the errors see `plot_decay`.
+    """
     asked = "ropewalk plot frequencies"
     target.check(asked)
     length = _length(length, asked)
     curves = rotations(configs, flags, pairing, asked)
     numbers = [_named(curve) | _frequencies(curve, length) for curve in curves]
-    heading = target.heading("Positions that a pair needs for one turn" + _alone(curves))
+    heading = target.heading("Positions per full rotation of a pair" + _single_name(curves))
     return target.write(numbers, lambda: _figures().frequencies(curves, length, heading))
 
 
@@ -138,41 +163,45 @@ def plot_rotation(
     pairing: str | None = None,
     pairs: Sequence[int] = (),
 ) -> int:
-    """Pairs as points that turn with the position; places that training never saw in another colour."""
+    """Plot pairs as points that rotate with the position. Positions beyond the trained length have another colour.
+
+    `length` is the number of positions, and `pairs` are the pairs to draw, by default six from the fastest to the
+    slowest. For the other arguments, the result and the errors see `plot_decay`.
+    """
     asked = "ropewalk plot rotation"
     target.check(asked)
     length = _length(length, asked, at_least=2)
     curves = rotations(configs, flags, pairing, asked, most=MOST_ROWS, paired=True)
     if length is None:
-        known = [curve.configured or curve.trained for curve in curves]
-        length = max((each for each in known if each), default=4096)
+        lengths = [curve.configured or curve.trained for curve in curves]
+        length = max((each for each in lengths if each), default=4096)
     for curve in curves:
         for pair in pairs:
             if not 0 <= pair < curve.spec.turning // 2:
                 raise RopewalkError(
                     asked=f"{asked} --pair {pair}",
-                    expected=f"a pair from 0 to {curve.spec.turning // 2 - 1}, those of {curve.name}",
+                    expected=f"a pair of {curve.name}: from 0 to {curve.spec.turning // 2 - 1}",
                     got=f"{pair}",
-                    do="0 is the fastest, the last the slowest",
+                    do="use 0 for the fastest pair, the largest index for the slowest",
                 )
     if len(pairs) > PANELS:
         raise RopewalkError(
             asked=f"{asked} --pair ...",
             expected=f"at most {PANELS} pairs in a picture",
             got=f"{len(pairs)}",
-            do="draw several pictures",
+            do="draw more than one picture",
         )
-    chosen = [list(pairs) or _spread(curve.spec.turning // 2) for curve in curves]
+    drawn_pairs = [list(pairs) or _spread(curve.spec.turning // 2) for curve in curves]
     numbers = [
-        _named(curve) | {"length": length, "pairs": [_pair(curve, pair, length) for pair in own]}
-        for curve, own in zip(curves, chosen, strict=True)
+        _named(curve) | {"length": length, "pairs": [_pair(curve, pair, length) for pair in pairs_of_curve]}
+        for curve, pairs_of_curve in zip(curves, drawn_pairs, strict=True)
     ]
-    heading = target.heading(f"Pairs over {length:,} positions, which grow outwards" + _alone(curves))
-    return target.write(numbers, lambda: _figures().rotation(curves, chosen, length, heading))
+    heading = target.heading(f"Pairs at {length:,} positions, which increase outwards" + _single_name(curves))
+    return target.write(numbers, lambda: _figures().rotation(curves, drawn_pairs, length, heading))
 
 
 def _spread(pairs: int) -> list[int]:
-    """As many pairs as there is room for, from the fastest to the slowest in even steps."""
+    """At most `PANELS` pairs, evenly spaced from the fastest to the slowest."""
     return np.unique(np.linspace(0, pairs - 1, PANELS).round().astype(int)).tolist()
 
 
@@ -191,7 +220,22 @@ def plot_bias(
     max_distance: int | None = None,
     length: int | None = None,
 ) -> int:
-    """ALiBi's bias of every head and T5's buckets over the distance; of a config, the one that the model has."""
+    """Plot ALiBi's bias per head and T5's buckets over the distance.
+
+    Args:
+        config: The path of a config. Only the bias of this model is plotted. None for both.
+        target: The outputs.
+        num_heads: The number of ALiBi heads. Default: 8.
+        buckets: The number of T5 buckets. Default: 32.
+        max_distance: The distance from which on T5 uses the last bucket. Default: 128.
+        length: Distances below this are plotted. Default: 256.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        RopewalkError: If an argument is invalid, the config has neither bias, or an output cannot be written.
+    """
     asked = "ropewalk plot bias"
     target.check(asked)
     length = _length(length, asked, at_least=2) or 256
@@ -200,35 +244,35 @@ def plot_bias(
         if (num_heads, buckets, max_distance) != (None, None, None):
             raise either(asked, "--num-heads, --buckets and --max-distance")
         alibi, t5, num_heads, buckets, max_distance = _bias_of(config, asked)
-    for option, given, most in (
+    for option, value, most in (
         ("--num-heads", num_heads, MOST_HEADS),
         ("--buckets", buckets, MOST_HEADS),
         ("--max-distance", max_distance, LONGEST),
     ):
-        if given is not None and given > most:
+        if value is not None and value > most:
             raise RopewalkError(
-                asked=f"{asked} {option} {given}",
+                asked=f"{asked} {option} {value}",
                 expected=f"at most {most}",
-                got=f"{given}",
-                do=f"lower {option}: no model has so many",
+                got=f"{value}",
+                do=f"reduce {option}: no model has such a large value",
             )
     slopes = alibi_slopes(8 if num_heads is None else num_heads) if alibi else None
-    how = {
+    t5_options = {
         "num_buckets": 32 if buckets is None else buckets,
         "max_distance": 128 if max_distance is None else max_distance,
     }
     distance, steps = np.arange(length), {}
     if t5:
         for name, causal in (("decoder", True), ("encoder", False)):
-            steps[name] = t5_buckets(-distance, causal=causal, **how)
-    found = {} if slopes is None else {"alibi": {"slopes": slopes, "bias": -slopes[:, None] * distance}}
-    found |= {"t5": how | {"bucket": steps}} if t5 else {}
-    heading = target.heading("What is added to a score" if config is None else as_text(Path(config).stem))
-    return target.write({"distance": distance} | found, lambda: _figures().bias(distance, slopes, steps, heading))
+            steps[name] = t5_buckets(-distance, causal=causal, **t5_options)
+    numbers = {} if slopes is None else {"alibi": {"slopes": slopes, "bias": -slopes[:, None] * distance}}
+    numbers |= {"t5": t5_options | {"bucket": steps}} if t5 else {}
+    heading = target.heading("Position biases" if config is None else as_text(Path(config).stem))
+    return target.write({"distance": distance} | numbers, lambda: _figures().bias(distance, slopes, steps, heading))
 
 
 def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | None, int | None]:
-    """Whether the model has ALiBi, whether T5's buckets; its heads, buckets and farthest distance."""
+    """Whether the model has ALiBi, whether it has T5's buckets; its heads, buckets and maximum distance."""
     refuse_other_files(config, f"{asked} {config}")
     keys = Keys(read_config(config))
     name, buckets = keys.text("model_type"), "relative_attention_num_buckets"
@@ -242,7 +286,7 @@ def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | Non
                 asked=f"{asked} {config}",
                 expected="the slopes of ALiBi's paper: alibi_bias_max 8",
                 got=f"{inner.raw('alibi_bias_max')}",
-                do="no other slopes are drawn",
+                do="use a config with these slopes: no others are supported",
             )
         heads = next((key for key in ("n_head", "n_heads", "num_attention_heads") if keys.has(key)), "n_head")
         return True, False, keys.whole(heads), None, None
@@ -250,21 +294,34 @@ def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | Non
         asked=f"{asked} {config}",
         expected="the config of a model with ALiBi (bloom, mpt, falcon with alibi) or T5's buckets",
         got=f"model_type {name!r} with neither",
-        do="leave the config out and give --num-heads; `ropewalk plot decay` draws a RoPE",
+        do="leave the config out and add --num-heads; `ropewalk plot decay` plots a RoPE",
     )
 
 
 def plot_sinusoidal(target: Target, dim: int = 64, base: float = 10_000.0, length: int = 128) -> int:
-    """The sinusoidal table of Vaswani et al. as an image."""
+    """Plot the sinusoidal table of Vaswani et al. as an image.
+
+    Args:
+        target: The outputs.
+        dim: The number of features.
+        base: The base of the frequencies.
+        length: The number of positions.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        RopewalkError: If an argument is invalid or an output cannot be written.
+    """
     asked = "ropewalk plot sinusoidal"
     target.check(asked)
-    require_count(length, asked=f"{asked} --length", do="give how many positions the table has", at_least=2)
+    require_count(length, asked=f"{asked} --length", do="specify the number of positions of the table", at_least=2)
     if length * dim > MOST_CELLS:
         raise RopewalkError(
             asked=f"{asked} --dim {dim} --length {length}",
             expected=f"a table of at most {MOST_CELLS} numbers",
             got=f"{length * dim}",
-            do="lower --dim or --length: a picture has fewer dots than that",
+            do="reduce --dim or --length: a picture has fewer pixels",
         )
     table = sinusoidal_table(np.arange(length), dim, base)
     heading = target.heading(f"Sinusoidal encoding, d = {dim}, base {base:,.12g}")
@@ -275,21 +332,21 @@ def _named(curve: Curve) -> dict[str, Any]:
     return {"name": curve.name, "trained_length": curve.trained, "configured_length": curve.configured}
 
 
-def _alone(curves: Sequence[Curve]) -> str:
-    """What a heading says of a picture with a single rotation, whose name no legend shows."""
+def _single_name(curves: Sequence[Curve]) -> str:
+    """The name of a single rotation for the title, because its picture has no legend."""
     if len(curves) > 1:
         return ""
-    # "d = 128" stays in one line.
+    # No line break inside "d = 128".
     return f": {as_text(curves[0].name)}, d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{curves[0].spec.turning}"
 
 
 def _length(length: int | None, asked: str, at_least: int = 1) -> int | None:
     if length is None:
         return None
-    do = "give how many positions to look at"
+    do = "specify the number of positions to plot"
     length = require_count(length, asked=f"{asked} --length", do=do, at_least=at_least)
     if length > LONGEST:
         raise RopewalkError(
-            asked=f"{asked} --length {length}", expected=f"at most {LONGEST}", got=f"{length}", do="lower --length"
+            asked=f"{asked} --length {length}", expected=f"at most {LONGEST}", got=f"{length}", do="reduce --length"
         )
     return length

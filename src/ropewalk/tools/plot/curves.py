@@ -1,4 +1,4 @@
-"""What `ropewalk plot` draws, as numbers: rotations of configs or of flags under their names, and their curves."""
+"""The numbers behind `ropewalk plot`: rotations of configs or options, with their names and curves."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,23 +18,23 @@ from ropewalk.tools.command_config import read_named_config
 
 __all__ = ["RULES", "Curve", "Decay", "Flags", "as_lists", "as_text", "decay_of", "either", "octaves", "rotations"]
 
-# Rules that a base, a factor and a trained length specify, by their names in a command line.
+# Rules that are defined by a base, a factor and a trained length, by their names on the command line.
 RULES: dict[str, type[Frequencies]] = {
     rule.option: rule for rule in Frequencies.known.values() if rule.option is not None
 }
-# What a person can tell apart in one picture.
+# The number of curves that remain readable in one picture.
 MOST_CURVES = 6
-# The first band holds the steep beginning; each further one is an octave.
+# The first band contains the steep start. Every other band is an octave.
 _FIRST_EDGE = 32
-# Angles are held for this many distances at a time.
+# The number of distances whose angles are in memory at the same time.
 _BLOCK = 4096
-# How many distances are drawn one by one: more are not told apart on paper.
+# The maximum number of distances that are drawn: more are not distinguishable on paper.
 _DRAWN = 4096
 
 
 @dataclass(frozen=True)
 class Flags:
-    """A rotation without a config: what --dim, --base, --rule, --factor and --trained-length specify."""
+    """Rotations without a config: the values of --dim, --base, --rule, --factor and --trained-length."""
 
     dim: int | None = None
     bases: tuple[float, ...] = ()
@@ -45,7 +45,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Curve:
-    """A rotation under the name that a legend shows, with the lengths that are known of it."""
+    """A rotation, its name in a legend, and its trained and configured lengths, if known."""
 
     name: str
     spec: RopeSpec
@@ -53,12 +53,12 @@ class Curve:
     configured: int | None = None
 
     def inv_freq(self, length: int | None = None) -> NDArray[np.float64]:
-        """|theta_i| of a text, whose tokens have the same position on every axis."""
+        """The magnitudes of the frequencies, [pairs], for text, where a token has the same position on every axis."""
         theta = self.spec.inv_freq(length)
         return np.abs(theta if self.spec.axes is None else self.spec.axes.matrix(theta).sum(axis=0))
 
     def features(self, pair: int) -> tuple[int, int]:
-        """Which two features of a head are pair i.
+        """The indices of the two features of a head that form a pair.
 
         >>> Curve("", RopeSpec(8, rotary_dim=4, pairing="half", rotary_slice="trailing")).features(1)
         (5, 7)
@@ -71,7 +71,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Decay:
-    """The bound of RoFormer's figure 2 and the score of parallel vectors, at distances and as means of bands."""
+    """The bound of RoFormer's figure 2 and the score of parallel vectors, per distance and as means over bands."""
 
     distance: NDArray[np.int64]
     bound: NDArray[np.float64]
@@ -82,7 +82,7 @@ class Decay:
 
 
 def as_text(name: str) -> str:
-    """A name as a picture shows it, letter by letter: a $ begins no formula, and a _ in front hides nothing.
+    """Escape a name for matplotlib: $ starts no formula, and a leading _ does not hide the name from a legend.
 
     >>> as_text("_a$b")
     './_a\\\\$b'
@@ -91,29 +91,41 @@ def as_text(name: str) -> str:
 
 
 def either(asked: str, flags: str) -> RopewalkError:
-    """The error of a command that got a config and what the config says."""
+    """The error for a config together with options that the config defines."""
     return RopewalkError(
         asked=asked,
         expected=f"a config, or {flags} instead of one",
         got="both",
-        do="leave out one of them: a config says these itself",
+        do="leave out one of them: a config defines these itself",
     )
 
 
 def rotations(
     configs: Sequence[str], flags: Flags, pairing: str | None, asked: str, most: int = MOST_CURVES, paired: bool = False
 ) -> list[Curve]:
-    """The rotations of configs or flags, under names that differ. Notes go to standard error.
+    """The rotations of configs or options, with distinct names. Notes are printed to standard error.
 
-    Without a config the pairing matters only to a picture that shows features: `paired`.
+    Args:
+        configs: Paths of configs or model folders.
+        flags: Rotations without a config.
+        pairing: The pairing, if the model family is unknown, or without a config if `paired`.
+        asked: The request, for error messages.
+        most: The maximum number of rotations in one picture.
+        paired: Whether the picture depends on the pairing.
+
+    Returns:
+        One curve per rotation.
+
+    Raises:
+        RopewalkError: If the arguments contradict each other, a config cannot be read, or there are too many rotations.
     """
     configs = list(dict.fromkeys(configs))
     if pairing is not None and not configs and not paired:
         raise RopewalkError(
             asked=f"{asked} --pairing {pairing}",
-            expected="a config of a family that is not known, whose pairing it says",
+            expected="a config of an unknown model family, to which --pairing applies",
             got="no config",
-            do="leave --pairing out: this picture is the same for both",
+            do="leave --pairing out: this picture is the same for both pairings",
         )
     if configs and flags != Flags():
         raise either(asked, "--dim, --base, --rule, --factor and --trained-length")
@@ -129,14 +141,14 @@ def rotations(
             asked=asked,
             expected=f"at most {most} rotations in one picture",
             got=f"{len(curves)}: {', '.join(curve.name for curve in curves)}",
-            do="draw several pictures",
+            do="draw more than one picture",
         )
     return curves
 
 
 def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = False) -> list[Curve]:
-    """The kinds of layers of a model that differ in their rotation."""
-    # The error names the config: there may be several.
+    """The distinct rotations of the layers of a model."""
+    # The error message contains the config, because there may be more than one.
     model = read_named_config(config, pairing, f"{asked} {config}")
     name = str(Path(config)) if whole_path else model.name
     kinds: dict[RopeSpec, list[str]] = {}
@@ -148,7 +160,7 @@ def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = 
             asked=f"{asked} {config}",
             expected="a model that rotates queries and keys",
             got=f"{model.name}, which does not",
-            do="`ropewalk plot bias` draws ALiBi and T5's buckets",
+            do="use `ropewalk plot bias` for ALiBi and T5's buckets",
         )
     if not whole_path:
         notes = Console(stderr=True, highlight=False, markup=False)
@@ -162,29 +174,29 @@ def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = 
 
 
 def _of_flags(flags: Flags, pairing: str | None, asked: str) -> list[Curve]:
-    """A curve for every base and rule, named by what differs. A factor or length that a rule needs must be given."""
+    """One curve per base and rule, named by what differs. Raises if a rule lacks its factor or trained length."""
     bases, rules = dict.fromkeys(flags.bases or (10_000.0,)), dict.fromkeys(flags.rules or ("plain",))
     options = (("factor", "--factor", flags.factor, 4), ("trained_length", "--trained-length", flags.trained, 4096))
     drawn_pairing = require_choice(pairing or PAIRINGS[0], PAIRINGS, asked=f"{asked} --pairing")
-    made: list[Curve] = []
+    curves: list[Curve] = []
     for base, name in itertools.product(bases, rules):
         kind = RULES[require_choice(name, RULES, asked=f"{asked} --rule")]
-        takes = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
+        parameters = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
         arguments: dict[str, Any] = {"base": base}
-        for field, option, value, usual in options:
-            if field in takes and value is None:
+        for field, option, value, example in options:
+            if field in parameters and value is None:
                 raise RopewalkError(
                     asked=f"{asked} --rule {name}",
-                    expected=f"{option} beside it",
+                    expected=f"also {option}",
                     got=f"no {option}",
-                    do=f"add {option}, for example {option} {usual}",
+                    do=f"add {option}, for example {option} {example}",
                 )
-            arguments |= {field: value} if field in takes else {}
-        shown = [f"base {base:,.12g}"] if len(bases) > 1 or len(rules) == 1 else []
+            arguments |= {field: value} if field in parameters else {}
+        name_parts = [f"base {base:,.12g}"] if len(bases) > 1 or len(rules) == 1 else []
         if len(rules) > 1 or name != "plain":
-            shown.append(f"{name} ×{flags.factor:g}" if "factor" in takes else name)
+            name_parts.append(f"{name} ×{flags.factor:g}" if "factor" in parameters else name)
         spec = RopeSpec(128 if flags.dim is None else flags.dim, kind(**arguments), pairing=drawn_pairing)
-        made.append(Curve(", ".join(shown), spec, flags.trained))
+        curves.append(Curve(", ".join(name_parts), spec, flags.trained))
     if flags.factor is not None and set(rules) == {"plain"}:
         raise RopewalkError(
             asked=f"{asked} --factor {flags.factor:g}",
@@ -192,11 +204,11 @@ def _of_flags(flags: Flags, pairing: str | None, asked: str) -> list[Curve]:
             got="--rule plain, which has none",
             do="add --rule yarn, or leave --factor out",
         )
-    return made
+    return curves
 
 
 def octaves(length: int) -> list[int]:
-    """The edges of the bands up to `length`: 1, 32, 64, 128 and so on, and `length` itself.
+    """The edges of the bands up to `length`: 1, 32, 64, 128, ..., and `length` itself.
 
     >>> octaves(100), octaves(32), octaves(20)
     ([1, 32, 64, 100], [1, 32], [1, 20])
@@ -209,10 +221,10 @@ def octaves(length: int) -> list[int]:
 
 
 def decay_of(curve: Curve, length: int) -> Decay:
-    """The decay of distances 0 .. length - 1 in a text of `length` tokens. Means are of every whole distance."""
+    """The decay at distances 0 to length - 1 in a text of `length` tokens. Means are over all integer distances."""
     theta = curve.inv_freq(length)
     bound, score = (
-        np.concatenate([f(np.arange(at, min(at + _BLOCK, length)), theta) for at in range(0, length, _BLOCK)])
+        np.concatenate([f(np.arange(start, min(start + _BLOCK, length)), theta) for start in range(0, length, _BLOCK)])
         for f in (decay_curve, score_sum)
     )
     edges = octaves(length)
@@ -222,7 +234,7 @@ def decay_of(curve: Curve, length: int) -> Decay:
 
 
 def as_lists(value: Any) -> Any:
-    """Arrays within dicts and lists as lists, for JSON; what is infinite, the period of a pair that stands, as None."""
+    """Convert arrays in nested dicts and lists to lists for JSON. Infinite values, such as a period, become None."""
     if isinstance(value, dict):
         return {key: as_lists(entry) for key, entry in value.items()}
     if isinstance(value, np.ndarray | list | tuple):

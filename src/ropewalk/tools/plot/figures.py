@@ -1,4 +1,7 @@
-"""The pictures of `ropewalk plot` and `ropewalk verify`: decay, periods, rotation, biases, the sinusoidal table."""
+"""The pictures of `ropewalk plot` and `ropewalk verify`: decay, periods, rotation, biases, the sinusoidal table.
+
+The arguments `title` are the titles of the pictures. Every function returns the figure.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,28 +31,32 @@ from ropewalk.tools.plot.curves import Curve, Decay, as_text, decay_of
 
 __all__ = ["bias", "decay", "draw_all", "frequencies", "relative", "rotation", "sinusoidal"]
 
-# Positions that are drawn of a pair, and heads that a legend has room for.
+# The number of positions that are drawn per pair, and of heads in a legend.
 _POINTS, _MOST_NAMED = 900, 12
 
 
 def decay(curves: Sequence[tuple[Curve, Decay]], title: str) -> Figure:
-    """RoFormer's figure 2 with the means of its bands, beside the score of parallel vectors."""
+    """RoFormer's figure 2 with means over bands, next to the score of parallel vectors."""
     with figure(7.1, 3.4) as drawn:
         panels = (
             ("bound", "bound: mean of $|S_j|$ (RoFormer, figure 2)", "mean of $|S_j|$"),
             ("score", r"score of parallel vectors: $\Sigma_i\,\cos(\Delta\,\theta_i)$", "score"),
         )
         for axes, (name, heading, label) in zip(drawn.subplots(1, 2), panels, strict=True):
-            for number, (curve, found) in enumerate(curves):
-                alone = len(curves) == 1
-                colour, distance = COLOURS[number], found.distance[1:]
-                look = {"color": BLUE if alone else colour, "linewidth": 0.6, "alpha": 0.6 if alone else 0.25}
+            for number, (curve, decayed) in enumerate(curves):
+                single = len(curves) == 1
+                colour, distance = COLOURS[number], decayed.distance[1:]
+                style = {"color": BLUE if single else colour, "linewidth": 0.6, "alpha": 0.6 if single else 0.25}
                 axes.plot(
-                    distance, getattr(found, name)[1:], label="single distances" if alone else None, zorder=2, **look
+                    distance,
+                    getattr(decayed, name)[1:],
+                    label="single distances" if single else None,
+                    zorder=2,
+                    **style,
                 )
-                means = getattr(found, f"{name}_means")
-                look = {"color": RED if alone else colour, "linewidth": 1.8, "baseline": None, "zorder": 3 + number}
-                axes.stairs(means, found.edges, label="mean of a band" if alone else as_text(curve.name), **look)
+                means = getattr(decayed, f"{name}_means")
+                style = {"color": RED if single else colour, "linewidth": 1.8, "baseline": None, "zorder": 3 + number}
+                axes.stairs(means, decayed.edges, label="mean over a band" if single else as_text(curve.name), **style)
             axes.set(title=heading, xlabel="distance Δ, in positions", ylabel=label)
             lengths_axis(axes, 1, curves[0][1].edges[-1])
         drawn.axes[0].set_ylim(bottom=0)
@@ -64,24 +71,24 @@ def decay(curves: Sequence[tuple[Curve, Decay]], title: str) -> Figure:
 
 
 def frequencies(curves: Sequence[Curve], length: int | None, title: str) -> Figure:
-    """The period of every pair, against the lengths that models were trained at, and one that is asked about."""
+    """The period of every pair, with lines at the trained lengths of the models and at `length`."""
     with figure(7.1, 3.8) as drawn:
         axes = drawn.subplots()
         marked: dict[int, str] = {}
         for number, curve in enumerate(curves):
-            turn = periods(curve.inv_freq(length))
+            period = periods(curve.inv_freq(length))
             label, trained = as_text(curve.name), curve.trained
             if trained is not None:
-                label += f": {int((turn <= trained).sum())} of {len(turn)} pairs turn once in {trained:,}"
-                # Before scaling more pairs did: those are what `ropewalk inspect` counts as the critical dimension.
+                label += f": {int((period <= trained).sum())} of {len(period)} pairs complete a rotation in {trained:,}"
+                # Before scaling it was more pairs. `ropewalk inspect` counts those as the critical dimension.
                 kinds = set(classify(curve.spec.inv_freq(length), plain_inv_freq(curve.spec)))
                 label += "" if kinds <= {"unchanged", "still"} else ", as scaled"
                 marked.setdefault(trained, COLOURS[number])
-            axes.plot(np.arange(len(turn)), turn, label=label, color=COLOURS[number], linestyle=DASHES[number])
-        for at, colour in marked.items():
-            _across(axes, at, f"trained length {at:,}", colour if len(marked) > 1 else "black", "--")
+            axes.plot(np.arange(len(period)), period, label=label, color=COLOURS[number], linestyle=DASHES[number])
+        for trained, colour in marked.items():
+            _horizontal_line(axes, trained, f"trained length {trained:,}", colour if len(marked) > 1 else "black", "--")
         if length is not None and length not in marked:
-            _across(axes, length, f"length {length:,}", "black", ":")
+            _horizontal_line(axes, length, f"length {length:,}", "black", ":")
         axes.set(yscale="log", xlabel="pair i", ylabel="period 2π/θ, in positions")
         axes.set_title(title, wrap=True)
         axes.margins(x=0.01)
@@ -89,43 +96,43 @@ def frequencies(curves: Sequence[Curve], length: int | None, title: str) -> Figu
     return drawn
 
 
-def _across(axes: Any, at: float, text: str, colour: str, dashes: Any) -> None:
-    axes.axhline(at, color=colour, linestyle=dashes, linewidth=0.8)
-    where = {"xytext": (2, 2), "textcoords": "offset points", "xycoords": ("axes fraction", "data")}
-    axes.annotate(text, (0, at), color=colour, fontsize="small", **where)
+def _horizontal_line(axes: Any, y: float, text: str, colour: str, dashes: Any) -> None:
+    axes.axhline(y, color=colour, linestyle=dashes, linewidth=0.8)
+    placement = {"xytext": (2, 2), "textcoords": "offset points", "xycoords": ("axes fraction", "data")}
+    axes.annotate(text, (0, y), color=colour, fontsize="small", **placement)
 
 
 def rotation(curves: Sequence[Curve], pairs: Sequence[Sequence[int]], length: int, title: str) -> Figure:
-    """Pairs of each curve as points that turn with the position, which is their distance from the middle."""
+    """Pairs of each curve as points in polar coordinates. The angle is that of the pair, the radius is the position."""
     columns = max(map(len, pairs))
     width = min(7.1, max(4.6, 1.2 * columns))
-    # At random: even steps would beat with the turns, and show arms that are not there.
+    # Random positions: with even steps, aliasing would show spiral arms that do not exist.
     positions = np.sort(np.random.default_rng(0).choice(length, min(length, _POINTS), replace=False))
     with figure(width, 0.6 + (width / columns + 0.4) * len(curves)) as drawn:
         grid = drawn.subplots(len(curves), columns, squeeze=False, subplot_kw={"projection": "polar"})
-        seen: dict[str, Any] = {}
-        for row, curve, chosen in zip(grid, curves, pairs, strict=True):
+        handles: dict[str, Any] = {}
+        for row, curve, drawn_pairs in zip(grid, curves, pairs, strict=True):
             theta, trained = curve.inv_freq(length), curve.trained or length
             parts = (
                 ("within the trained length", BLUE, positions < trained),
-                ("past it", RED, positions >= trained),
+                ("beyond it", RED, positions >= trained),
             )
-            for axes in row[len(chosen) :]:
+            for axes in row[len(drawn_pairs) :]:
                 axes.set_axis_off()
-            for axes, pair in zip(row, chosen, strict=False):
+            for axes, pair in zip(row, drawn_pairs, strict=False):
                 for name, colour, part in parts:
-                    where = positions[part]
-                    if where.size:
-                        seen[name] = axes.scatter(where * theta[pair], where, s=1.6, color=colour, linewidths=0)
+                    radius = positions[part]
+                    if radius.size:
+                        handles[name] = axes.scatter(radius * theta[pair], radius, s=1.6, color=colour, linewidths=0)
                 axes.set(ylim=(0, length), xticks=[], yticks=[])
                 first, second = curve.features(pair)
-                turns = length * theta[pair] / (2 * np.pi)
-                shown = f"{turns:,.0f}" if turns >= 100 else f"{turns:.3g}"
-                axes.set_title(f"pair {pair}: ({first}, {second})\n{shown} turns", fontsize=6.5, loc="center")
+                rotations = length * theta[pair] / (2 * np.pi)
+                count = f"{rotations:,.0f}" if rotations >= 100 else f"{rotations:.3g}"
+                axes.set_title(f"pair {pair}: ({first}, {second})\n{count} rotations", fontsize=6.5, loc="center")
             if len(curves) > 1:
                 row[0].set_ylabel(as_text(curve.name).replace(", ", "\n"), fontsize=6.5, labelpad=10)
-        if len(seen) > 1:
-            drawn.legend(seen.values(), seen.keys(), loc="outside lower center", ncols=3, markerscale=3)
+        if len(handles) > 1:
+            drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, markerscale=3)
         drawn.suptitle(title, wrap=True)
     return drawn
 
@@ -136,7 +143,7 @@ def bias(
     buckets: dict[str, NDArray[np.int64]],
     title: str,
 ) -> Figure:
-    """ALiBi's bias of each head, and T5's buckets, against the distance. Either may be left out."""
+    """ALiBi's bias per head, [heads] slopes, and T5's buckets, against the distance. Either may be left out."""
     panels = (slopes is not None) + bool(buckets)
     with figure(7.1 if panels == 2 else 4.6, 3.4) as drawn:
         grid = iter(np.atleast_1d(drawn.subplots(1, panels)))
@@ -146,14 +153,14 @@ def bias(
             for head, (slope, colour) in enumerate(zip(slopes, shades(len(slopes)), strict=True), 1):
                 name = f"{head}: slope $2^{{{np.log2(slope):.4g}}}$"
                 axes.plot(distance[1:], slope * distance[1:], color=colour, label=name if head in named else None)
-            axes.set(title="ALiBi: slope × Δ is taken from the score", ylabel="slope × Δ", yscale="log")
+            axes.set(title="ALiBi: slope × Δ is subtracted from the score", ylabel="slope × Δ", yscale="log")
             axes.legend(title="head", loc="center left", bbox_to_anchor=(1, 0.5), fontsize=6.5, handlelength=1.5)
         if buckets:
             axes = next(grid)
-            for number, (name, found) in enumerate(buckets.items()):
-                look = {"color": COLOURS[number], "linestyle": DASHES[number], "where": "post"}
-                axes.step(distance[1:], found[1:], label=name, **look)
-            axes.set(title="T5: the bucket of a distance", ylabel="bucket: a learned number a head")
+            for number, (name, bucket) in enumerate(buckets.items()):
+                style = {"color": COLOURS[number], "linestyle": DASHES[number], "where": "post"}
+                axes.step(distance[1:], bucket[1:], label=name, **style)
+            axes.set(title="T5: the bucket of a distance", ylabel="bucket (one learned bias per head)")
             axes.legend(loc="upper left")
         for axes in drawn.axes:
             axes.set_xlabel("distance Δ, in positions")
@@ -163,11 +170,11 @@ def bias(
 
 
 def sinusoidal(table: NDArray[np.float64], title: str) -> Figure:
-    """The sinusoidal table as an image."""
+    """The sinusoidal table, [positions, features], as an image."""
     with figure(7.1, 3.8) as drawn:
         axes = drawn.subplots()
-        look = {"aspect": "auto", "cmap": "RdBu", "vmin": -1, "vmax": 1, "interpolation": "nearest"}
-        image = axes.imshow(table, **look)
+        style = {"aspect": "auto", "cmap": "RdBu", "vmin": -1, "vmax": 1, "interpolation": "nearest"}
+        image = axes.imshow(table, **style)
         axes.set(xlabel="feature: sine at 2i, cosine at 2i + 1", ylabel="position")
         axes.set_title(title, wrap=True)
         axes.grid(False)
@@ -175,22 +182,22 @@ def sinusoidal(table: NDArray[np.float64], title: str) -> Figure:
     return drawn
 
 
-def relative(theta: float, places: Sequence[tuple[int, int]]) -> Figure:
-    """A query and a key in the plane at places of the same distance: both turn, the angle between them stays."""
+def relative(theta: float, positions: Sequence[tuple[int, int]]) -> Figure:
+    """A query and a key in the plane, rotated by their positions m and n. The angle between them depends on m - n."""
     with figure(7.1, 2.8) as drawn:
         query, key = 0.6 * np.exp(0.4j), 0.5 * np.exp(1.9j)
-        for axes, (m, n) in zip(drawn.subplots(1, len(places)), places, strict=True):
-            turned = query * np.exp(1j * m * theta), key * np.exp(1j * n * theta)
-            for vector, colour, name in zip(turned, (BLUE, RED), (f"q at {m}", f"k at {n}"), strict=True):
+        for axes, (m, n) in zip(drawn.subplots(1, len(positions)), positions, strict=True):
+            rotated = query * np.exp(1j * m * theta), key * np.exp(1j * n * theta)
+            for vector, colour, name in zip(rotated, (BLUE, RED), (f"q at {m}", f"k at {n}"), strict=True):
                 arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 0, "shrinkB": 0}
                 axes.annotate("", (vector.real, vector.imag), (0, 0), arrowprops=arrow)
                 axes.annotate(name, (1.3 * vector.real, 1.3 * vector.imag), color=colour, ha="center", va="center")
             axes.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.6, clip_on=False))
-            score = (turned[0] * turned[1].conjugate()).real
+            score = (rotated[0] * rotated[1].conjugate()).real
             axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), aspect="equal", xticks=[], yticks=[])
             axes.set_title(f"m − n = {m - n}:  q·k = {score:.3f}", loc="center")
             axes.set_frame_on(False)
-        drawn.suptitle(f"Both vectors turn by θ a position; the score knows m − n alone (θ = {theta:g})")
+        drawn.suptitle(f"Both vectors rotate by θ per position; the score depends only on m − n (θ = {theta:g})")
     return drawn
 
 
@@ -198,26 +205,27 @@ def _bases(*bases: float, trained: int | None = None) -> list[Curve]:
     return [Curve(f"base {base:,.12g}", RopeSpec(128, Plain(base)), trained) for base in bases]
 
 
-# The pictures of `ropewalk verify`, by the names of their files.
+# The pictures of `ropewalk verify`, by file name.
 FIGURES: dict[str, Callable[[], Figure]] = {
     "decay": lambda: decay(
         [(curve, decay_of(curve, BAND_EDGES[-1])) for curve in _bases(10_000)],
-        "Long-term decay, d = 128: bands fall, single steps rise and fall",
+        "Long-term decay, d = 128: means over bands fall, single distances oscillate",
     ),
     "wavelengths": lambda: frequencies(
         _bases(10_000, 500_000, 10_000_000, trained=4096),
         None,
-        "How many positions a pair needs for one turn, d = 128",
+        "Positions per full rotation of a pair, d = 128",
     ),
     "rotation": lambda: relative(0.35, ((0, 0), (3, 1), (10, 8))),
     "sinusoid": lambda: sinusoidal(
-        sinusoidal_table(np.arange(128), 64), "Sinusoidal encoding, d = 64: fast on the left, slow on the right"
+        sinusoidal_table(np.arange(128), 64),
+        "Sinusoidal encoding, d = 64: high frequencies on the left, low on the right",
     ),
 }
 
 
 def draw_all(folder: Path) -> Iterator[Path]:
-    """Draws every picture of `ropewalk verify` into `folder` as a PNG, and yields the paths as they are written."""
+    """Draw every picture of `ropewalk verify` to `folder` as a PNG, and yield each path after it is written."""
     for name, draw in FIGURES.items():
         path = folder / f"{name}.png"
         save(draw(), str(path))
