@@ -3,8 +3,6 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -48,33 +46,6 @@ def test_the_umask_is_never_set(tmp_path, monkeypatch):
     write_whole(b"data", str(tmp_path / "file"))
     write_whole(b"more", str(tmp_path / "file"))
     write_json({}, str(tmp_path / "file.json"))
-
-
-def test_files_of_other_threads_have_their_permissions(tmp_path):
-    """A process of its own, whose umask nothing else of the suite sees."""
-    code = """
-import os, sys, threading
-from pathlib import Path
-from ropewalk.tools.output import write_whole
-os.umask(0o077)
-folder, stop, wide = Path(sys.argv[1]), threading.Event(), []
-def create():
-    number = 0
-    while not stop.is_set():
-        number += 1
-        os.close(os.open(folder / f"other{number}", os.O_CREAT | os.O_WRONLY, 0o666))
-        if (folder / f"other{number}").stat().st_mode & 0o077:
-            wide.append(number)
-        (folder / f"other{number}").unlink()
-thread = threading.Thread(target=create)
-thread.start()
-for number in range(2000):
-    write_whole(b"data", str(folder / "file"))
-stop.set()
-thread.join()
-sys.exit(len(wide) > 0)
-"""
-    assert subprocess.run([sys.executable, "-c", code, tmp_path], check=False).returncode == 0
 
 
 def test_threads_that_write_one_file_leave_one_of_their_texts(tmp_path):
