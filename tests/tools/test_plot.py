@@ -109,8 +109,8 @@ def test_frequencies_count_the_pairs_that_complete_a_rotation_within_the_trained
     assert plot_frequencies([], target, flags, length=8192) == 0
     # Llama 2's critical dimension is 92: 46 pairs.
     assert legend(drawn[0]) == [
-        "base 10,000: 46 of 64 pairs complete a rotation in 4,096",
-        "base 500,000: 32 of 64 pairs complete a rotation in 4,096",
+        "base 10,000: 46 of 64 periods within 4,096",
+        "base 500,000: 32 of 64 periods within 4,096",
     ]
     texts = [text.get_text() for text in drawn[0].axes[0].texts]
     assert texts == ["trained length 4,096", "length 8,192"]
@@ -224,7 +224,7 @@ def test_sinusoidal_is_the_table(target, drawn):
 def test_the_pictures_of_verify_are_drawn_by_the_same_functions():
     assert octaves(BAND_EDGES[-1]) == list(BAND_EDGES)
     labels = legend(figures.FIGURES["wavelengths"]())
-    assert labels[0] == "base 10,000: 46 of 64 pairs complete a rotation in 4,096"
+    assert labels[0] == "base 10,000: 46 of 64 periods within 4,096"
     assert [axes.get_title() for axes in figures.FIGURES["rotation"]().axes][1:] == ["m − n = 2:  q·k = 0.209"] * 2
 
 

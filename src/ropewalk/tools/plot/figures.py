@@ -79,7 +79,7 @@ def frequencies(curves: Sequence[Curve], length: int | None, title: str) -> Figu
             period = periods(curve.inv_freq(length))
             label, trained = as_text(curve.name), curve.trained
             if trained is not None:
-                label += f": {int((period <= trained).sum())} of {len(period)} pairs complete a rotation in {trained:,}"
+                label += f": {int((period <= trained).sum())} of {len(period)} periods within {trained:,}"
                 # Before scaling it was more pairs. `ropewalk inspect` counts those as the critical dimension.
                 kinds = set(classify(curve.spec.inv_freq(length), plain_inv_freq(curve.spec)))
                 label += "" if kinds <= {"unchanged", "still"} else ", as scaled"
