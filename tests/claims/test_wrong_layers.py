@@ -1,4 +1,4 @@
-"""Layers that are wrong in one way each: the entries that measure them say so."""
+"""Each test breaks a layer in one way. The claims that measure the layer must detect it."""
 
 import importlib
 import re
@@ -22,28 +22,28 @@ def contradicted(*names: str) -> set[str]:
     chosen = [claim for chapter in CHAPTERS for claim in chapter.claims if claim.id in names]
     assert len(chosen) == len(names)
     entries = list(run(chosen))
-    # What raises is contradicted too, and would pass for a layer that is wrong.
+    # A measurement that raises also counts as contradicted, and would hide that nothing was measured.
     assert not [entry.finding.measured for entry in entries if re.match(r"\w+Error: ", entry.finding.measured)]
     return {entry.claim.id for entry in entries if entry.contradicted}
 
 
 def linear_ops(monkeypatch, change):
-    """Puts `change(attend, q, k, v, before, causal)` in the place of the sums of linear attention."""
+    """Replace the sums of linear attention by `change(attend, q, k, v, before, causal)`."""
     ops = importlib.import_module("ropewalk.kernels.linear.torch")
-    right = ops.attend
-    monkeypatch.setattr(ops, "attend", lambda q, k, v, before, *, causal: change(right, q, k, v, before, causal))
+    original = ops.attend
+    monkeypatch.setattr(ops, "attend", lambda q, k, v, before, *, causal: change(original, q, k, v, before, causal))
 
 
-def test_linear_attention_with_a_turned_denominator_is_noticed(monkeypatch):
-    def turned(attend, q, k, v, before, causal):
+def test_linear_attention_with_a_rotated_denominator_is_detected(monkeypatch):
+    def rotated(attend, q, k, v, before, causal):
         return attend(Features(q.rotated, q.rotated), Features(k.rotated, k.rotated), v, before, causal=causal)
 
-    linear_ops(monkeypatch, turned)
+    linear_ops(monkeypatch, rotated)
     ids = ("linear.rotation-factors", "linear.denominator", "linear.denominator-random", "linear.weights")
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_that_does_not_turn_is_noticed(monkeypatch):
+def test_linear_attention_without_rotation_is_detected(monkeypatch):
     def plain(attend, q, k, v, before, causal):
         return attend(Features(q.plain, q.plain), Features(k.plain, k.plain), v, before, causal=causal)
 
@@ -52,19 +52,19 @@ def test_linear_attention_that_does_not_turn_is_noticed(monkeypatch):
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_that_forgets_its_state_is_noticed(monkeypatch):
+def test_linear_attention_that_forgets_its_state_is_detected(monkeypatch):
     linear_ops(monkeypatch, lambda attend, q, k, v, before, causal: attend(q, k, v, None, causal=causal))
     ids = ("linear.state", "linear.rotation-factors", "linear.encodings")
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_that_sees_the_future_is_noticed(monkeypatch):
+def test_linear_attention_without_a_causal_mask_is_detected(monkeypatch):
     linear_ops(monkeypatch, lambda attend, q, k, v, before, causal: attend(q, k, v, before, causal=False))
     ids = ("linear.state", "linear.lookup", "linear.weights", "order.indistinguishable")
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_off_by_a_thousandth_is_noticed(monkeypatch):
+def test_linear_attention_off_by_a_thousandth_is_detected(monkeypatch):
     def off(attend, q, k, v, before, causal):
         out, after = attend(q, k, v, before, causal=causal)
         return 1.001 * out, after
@@ -74,7 +74,7 @@ def test_linear_attention_off_by_a_thousandth_is_noticed(monkeypatch):
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_that_is_quadratic_is_noticed(monkeypatch):
+def test_linear_attention_that_is_quadratic_is_detected(monkeypatch):
     def with_all_scores(attend, q, k, v, before, causal):
         _ = q.plain @ k.plain.mT
         return attend(q, k, v, before, causal=causal)
@@ -84,7 +84,7 @@ def test_linear_attention_that_is_quadratic_is_noticed(monkeypatch):
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_in_one_chunk_is_noticed(monkeypatch):
+def test_linear_attention_in_one_chunk_is_detected(monkeypatch):
     def in_one(attend, q, k, v, before, causal):
         return attend(q, k, v, before, causal=causal, chunk=1 << 20)
 
@@ -92,7 +92,7 @@ def test_linear_attention_in_one_chunk_is_noticed(monkeypatch):
     assert contradicted("linear.cost", "linear.relative") == {"linear.cost", "linear.relative"}
 
 
-def test_a_state_that_grows_is_noticed(monkeypatch):
+def test_a_state_that_grows_is_detected(monkeypatch):
     step = LinearAttention.step
 
     def growing(self, x, state=None):
@@ -103,84 +103,84 @@ def test_a_state_that_grows_is_noticed(monkeypatch):
     assert contradicted("linear.lookup") == {"linear.lookup"}
 
 
-def test_features_that_cancel_are_noticed(monkeypatch):
+def test_features_that_cancel_are_detected(monkeypatch):
     ops = importlib.import_module("ropewalk.kernels.linear.torch")
     monkeypatch.setattr(ops, "map_features", lambda x, name, shift: torch.nn.functional.elu(x) + 1)
     assert contradicted("linear.elu") == {"linear.elu"}
 
 
-def test_a_quotient_that_is_not_a_number_is_noticed(monkeypatch):
+def test_a_quotient_that_is_not_a_number_is_detected(monkeypatch):
     kernels = importlib.import_module("ropewalk.kernels.linear.torch")
     monkeypatch.setattr(kernels, "divide", torch.div)
     assert contradicted("linear.nonnegative") == {"linear.nonnegative"}
 
 
-def test_random_features_that_do_not_estimate_softmax_are_noticed(monkeypatch):
+def test_random_features_that_do_not_estimate_softmax_are_detected(monkeypatch):
     monkeypatch.setattr(FavorFeatures, "forward", lambda self, x: torch.relu(x @ self.projection.to(x.dtype).T))
     assert contradicted("linear.kernel") == {"linear.kernel"}
 
 
-def test_a_layer_that_takes_any_bias_is_noticed(monkeypatch):
-    taken = "ropewalk.nn.linear.layer.rope_for_linear"
-    monkeypatch.setattr(taken, lambda encoding, asked: getattr(encoding, "rope", None))
+def test_a_layer_that_accepts_any_bias_is_detected(monkeypatch):
+    target = "ropewalk.nn.linear.layer.rope_for_linear"
+    monkeypatch.setattr(target, lambda encoding, asked: getattr(encoding, "rope", None))
     assert contradicted("linear.encodings") == {"linear.encodings"}
 
 
-def test_a_bias_that_is_the_same_everywhere_is_noticed(monkeypatch):
-    right = T5Bias.bias
-    monkeypatch.setattr(T5Bias, "bias", lambda self, q, k: 0 * right(self, q, k))
+def test_a_bias_that_is_the_same_everywhere_is_detected(monkeypatch):
+    original = T5Bias.bias
+    monkeypatch.setattr(T5Bias, "bias", lambda self, q, k: 0 * original(self, q, k))
     ids = ("linear.bias-factor", "linear.bias-quadratic", "linear.bias-alibi", "attention.reverse")
     assert contradicted(*ids) == set(ids)
 
 
-def test_a_bias_that_grows_with_the_position_is_noticed(monkeypatch):
-    right = AlibiBias.bias
-    monkeypatch.setattr(AlibiBias, "bias", lambda self, q, k: right(self, q, k) * (1 + q.unsqueeze(-1) / 10))
+def test_a_bias_that_grows_with_the_position_is_detected(monkeypatch):
+    original = AlibiBias.bias
+    monkeypatch.setattr(AlibiBias, "bias", lambda self, q, k: original(self, q, k) * (1 + q.unsqueeze(-1) / 10))
     assert contradicted("attention.shift", "linear.bias-alibi") == {"attention.shift", "linear.bias-alibi"}
 
 
-def test_a_bias_on_the_past_alone_is_noticed(monkeypatch):
-    right = AlibiBias.bias
-    monkeypatch.setattr(AlibiBias, "bias", lambda self, q, k: right(self, q, k) * (k <= q.unsqueeze(-1)))
+def test_a_bias_only_on_earlier_keys_is_detected(monkeypatch):
+    original = AlibiBias.bias
+    monkeypatch.setattr(AlibiBias, "bias", lambda self, q, k: original(self, q, k) * (k <= q.unsqueeze(-1)))
     assert contradicted("attention.reverse") == {"attention.reverse"}
 
 
-def test_keys_that_do_not_turn_are_noticed(monkeypatch):
-    right = RotaryEncoding.rotate
-    monkeypatch.setattr(RotaryEncoding, "rotate", lambda self, q, k, ids: (right(self, q, k, ids)[0], k))
+def test_keys_that_are_not_rotated_are_detected(monkeypatch):
+    original = RotaryEncoding.rotate
+    monkeypatch.setattr(RotaryEncoding, "rotate", lambda self, q, k, ids: (original(self, q, k, ids)[0], k))
     ids = ("attention.shift", "order.rope-tells", "heads.own-frequencies")
     assert contradicted(*ids) == set(ids)
 
 
-def test_tokens_that_do_not_know_their_position_are_noticed(monkeypatch):
+def test_a_missing_sinusoidal_embedding_is_detected(monkeypatch):
     monkeypatch.setattr(SinusoidalEncoding, "embed", lambda self, x, ids: x)
     ids = ("attention.shift", "attention.reverse", "linear.relative")
     assert contradicted(*ids) == set(ids)
 
 
-def test_a_network_that_reads_no_order_is_noticed(monkeypatch):
+def test_a_network_without_recurrence_is_detected(monkeypatch):
     monkeypatch.setattr(RecurrentEncoding, "embed", lambda self, x, ids: torch.tanh(x))
     assert contradicted("absolute.recurrent", "attention.reverse") == {"absolute.recurrent", "attention.reverse"}
 
 
-def test_one_rotation_for_all_heads_is_noticed(monkeypatch):
+def test_one_rotation_for_all_heads_is_detected(monkeypatch):
     monkeypatch.setitem(ENCODINGS, "rope-across-heads", ENCODINGS["rope"])
     assert contradicted("heads.own-frequencies") == {"heads.own-frequencies"}
 
 
-def test_attention_that_sees_the_future_is_noticed(monkeypatch):
+def test_attention_without_a_causal_mask_is_detected(monkeypatch):
     attention = importlib.import_module("ropewalk.nn.attention.layer")
-    right = attention.attend
+    original = attention.attend
 
-    def seeing(q, k, v, sight, **options):
-        return right(q, k, v, sight._replace(causal=False), **options)
+    def unmasked(q, k, v, sight, **options):
+        return original(q, k, v, sight._replace(causal=False), **options)
 
-    monkeypatch.setattr(attention, "attend", seeing)
+    monkeypatch.setattr(attention, "attend", unmasked)
     ids = ("order.indistinguishable", "attention.reverse", "heads.own-frequencies")
     assert contradicted(*ids) == set(ids)
 
 
-def test_attention_without_its_softmax_is_noticed(monkeypatch):
+def test_attention_without_its_softmax_is_detected(monkeypatch):
     scores = importlib.import_module("ropewalk.nn.attention.scores")
     monkeypatch.setattr(scores, "_sdpa", lambda q, k, v, mask, causal, scale, dropout: q @ k.mT * scale @ v)
     ids = ("linear.softmax-blocks", "linear.bias-factor", "order.rope-tells", "heads.own-frequencies")

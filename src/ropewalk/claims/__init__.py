@@ -1,11 +1,11 @@
-"""What others SAY of position encodings: the ledger, one entry a statement, measured at every run."""
+"""Checked claims: statements of notes and papers about position encodings, each measured at every run."""
 
-from ropewalk.claims.ledger import Chapter as Chapter
-from ropewalk.claims.ledger import Claim as Claim
-from ropewalk.claims.ledger import Entry as Entry
-from ropewalk.claims.ledger import Finding as Finding
-from ropewalk.claims.ledger import Verdict as Verdict
-from ropewalk.claims.ledger import run as run
+from ropewalk.claims.claim import Chapter as Chapter
+from ropewalk.claims.claim import Claim as Claim
+from ropewalk.claims.claim import Entry as Entry
+from ropewalk.claims.claim import Finding as Finding
+from ropewalk.claims.claim import Verdict as Verdict
+from ropewalk.claims.claim import run as run
 from ropewalk.claims.papers import context, extension, precision
 from ropewalk.claims.seeds import (
     absolute,
@@ -23,7 +23,7 @@ from ropewalk.claims.seeds import (
 
 __all__ = ["CHAPTERS", "Chapter", "Claim", "Entry", "Finding", "Verdict", "run"]
 
-# The order in which a reader should meet them.
+# In reading order.
 CHAPTERS: tuple[Chapter, ...] = tuple(
     module.chapter
     for module in (

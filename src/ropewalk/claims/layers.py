@@ -1,4 +1,4 @@
-"""The library's own layers with seeded weights, on which statements about attention are measured; what they cost."""
+"""Layers of this library with seeded weights, for claims about attention, and a count of their operations."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -28,9 +28,9 @@ __all__ = [
     "layer",
     "one_head",
     "operations",
+    "order_effect",
     "outputs",
     "token_by_token",
-    "told",
 ]
 
 Layer = TypeVar("Layer", bound=Attention | LinearAttention)
@@ -47,33 +47,33 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def _encoded(name: str) -> Encoding:
-    """The encoding of that name in float64, with parameters drawn at size 1: T5's start at 0, and would add nothing."""
-    # The names come from a table, so that no overload of `encoding` is the one.
+def _encoding(name: str) -> Encoding:
+    """The encoding called `name` in float64, with standard normal parameters. T5's initial parameters are all 0."""
+    # `name` is not a literal, so no overload of `encoding` matches.
     build = cast("Callable[..., Encoding]", encoding)
-    made = build(name, dim=WIDTH, num_heads=HEADS, **OPTIONS.get(name, {})).double().requires_grad_(False)
-    for number, parameter in enumerate(made.parameters()):
+    module = build(name, dim=WIDTH, num_heads=HEADS, **OPTIONS.get(name, {})).double().requires_grad_(False)
+    for number, parameter in enumerate(module.parameters()):
         parameter.copy_(normal(*parameter.shape, seed=20 + number))
-    return made
+    return module
 
 
 def layer(kind: type[Layer], name: str | None, *, causal: bool = True) -> Layer:
-    """An `Attention` or a `LinearAttention` in float64 with WEIGHTS, and with the encoding of that name."""
-    made = kind(WIDTH, HEADS, encoding=None if name is None else _encoded(name), causal=causal).double()
-    for projection, weight in zip((made.q_proj, made.k_proj, made.v_proj, made.o_proj), WEIGHTS, strict=True):
+    """An `Attention` or a `LinearAttention` in float64 with WEIGHTS and the encoding called `name`."""
+    module = kind(WIDTH, HEADS, encoding=None if name is None else _encoding(name), causal=causal).double()
+    for projection, weight in zip((module.q_proj, module.k_proj, module.v_proj, module.o_proj), WEIGHTS, strict=True):
         projection.requires_grad_(False).weight.copy_(weight)
-    return made
+    return module
 
 
-def outputs(of: Attention | LinearAttention, tokens: Tensor, start: int = 0) -> Tensor:
-    """What the layer makes of tokens [1, seq, WIDTH] that stand at start, start + 1, ..., embedded where it embeds."""
+def outputs(module: Attention | LinearAttention, tokens: Tensor, start: int = 0) -> Tensor:
+    """Output of the layer, with its embedding, for tokens [1, seq, WIDTH] at positions start, start + 1, ..."""
     ids = torch.arange(tokens.shape[1]) + start
-    return of(tokens if of.encoding is None else of.encoding.embed(tokens, ids), ids)
+    return module(tokens if module.encoding is None else module.encoding.embed(tokens, ids), ids)
 
 
-def told(of: Attention | LinearAttention, tokens: Tensor, order: list[int]) -> float:
-    """How far what a layer makes of tokens in another order is from what it makes of them, put into that order."""
-    return float((outputs(of, tokens[:, order]) - outputs(of, tokens)[:, order]).abs().max())
+def order_effect(module: Attention | LinearAttention, tokens: Tensor, order: list[int]) -> float:
+    """Largest difference between the output for reordered tokens and the reordered output. 0 if order has no effect."""
+    return float((outputs(module, tokens[:, order]) - outputs(module, tokens)[:, order]).abs().max())
 
 
 def one_head(
@@ -86,7 +86,7 @@ def one_head(
     feature_map: FeatureMap = "elu",
     causal: bool = True,
 ) -> Tensor:
-    """`linear_attention` of one head, [seq, dim]. With v = 1, the identity, what comes out are the weights."""
+    """`linear_attention` of one head, [seq, dim]. If v is the identity matrix, the output is the attention weights."""
     heads = (x[None, None] for x in (q, k, v))
     return linear_attention(*heads, rope=rope, positions=positions, feature_map=feature_map, causal=causal)[0, 0]
 
@@ -94,7 +94,7 @@ def one_head(
 def token_by_token(
     q: Tensor, k: Tensor, v: Tensor, *, rope: RotaryEmbedding | None = None
 ) -> tuple[Tensor, LinearState]:
-    """`linear_attention` with one token per call, each behind the state that the last one left."""
+    """`linear_attention` with one token per call. Each call continues from the state of the previous one."""
     step, state = linear_attention(*(x[:, :, :1] for x in (q, k, v)), rope=rope, return_state=True)
     steps = [step]
     for n in range(1, q.shape[2]):
@@ -105,9 +105,9 @@ def token_by_token(
 
 
 def operations(work: Callable[[], object]) -> int:
-    """The products and sums inside the matrix products of `work`, counted by torch.
+    """Number of multiplications and additions in the matrix products of `work`, counted by torch.
 
-    Softmax attention goes by its formula: torch counts no operations of the fused kernels of a CPU.
+    Softmax attention runs as matrix products, because torch does not count the operations of fused CPU kernels.
     """
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()

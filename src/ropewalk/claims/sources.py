@@ -1,4 +1,4 @@
-"""Where statements stand: the five notes by file name, and the papers by number."""
+"""Sources of the claims: five notes by file name, and papers by arXiv number."""
 
 RUSSIAN_1 = "000_ffb594141d56b26c.txt"
 RUSSIAN_2 = "001_8182b44e57dbda52.txt"

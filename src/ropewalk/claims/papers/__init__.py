@@ -1,1 +1,1 @@
-"""Statements of papers on RoPE that take seconds to check, a chapter a subject."""
+"""Statements of papers on RoPE that can be checked in seconds, one chapter per subject."""

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.sources import LIU, LLAMA_2, MEN
 from ropewalk.spec import Plain
 from ropewalk.theory import (
@@ -28,32 +28,32 @@ def _first_negative(dim: int, base: float) -> int | None:
 
 @chapter.claim(
     "men.theorem",
-    "A similar key leads a random one by 2σ² Σ cos(mθ_i) on average.",
+    "On average the score of a similar key exceeds that of a random key by 2σ² Σ cos(mθ_i).",
     MEN,
     method="100000 draws, d = 128, mean 0.7, σ = 1.3, at m = 0, 100, 1707",
     expected="64, 30.54, −0.50, within 4 standard errors",
 )
 def _() -> Finding:
     rng, f, sigma = np.random.default_rng(0), Plain().evaluate(128), 1.3
-    within, shown = True, []
+    within, figures = True, []
     for m in (0, 100, 1707):
         z = [rng.normal(0.7, sigma, (100_000, 64)) + 1j * rng.normal(0.7, sigma, (100_000, 64)) for _ in range(2)]
-        turned = z[0] * np.exp(1j * m * f)
-        # k* = q plus noise of mean 0, whose share of the mean is 0: the similar key is taken as q itself.
-        lead = ((turned * z[0].conj()).real - (turned * z[1].conj()).real).sum(-1) / (2 * sigma**2)
+        rotated = z[0] * np.exp(1j * m * f)
+        # The paper's similar key is q plus noise of mean 0. The noise does not change the mean, so q itself is used.
+        lead = ((rotated * z[0].conj()).real - (rotated * z[1].conj()).real).sum(-1) / (2 * sigma**2)
         truth, error = float(score_sum(m, f)), float(lead.std() / math.sqrt(len(lead)))
         within &= abs(float(lead.mean()) - truth) < 4 * error
-        shown.append(f"{lead.mean():.2f} ({truth:.2f})")
-    return Finding(", ".join(shown), stated=within)
+        figures.append(f"{lead.mean():.2f} ({truth:.2f})")
+    return Finding(", ".join(figures), stated=within)
 
 
 @chapter.claim(
     "men.llama2",
-    "A base of 10000 serves a context of 4096.",
+    "A base of 10000 supports a context of 4096.",
     LLAMA_2,
     method="the first m with Σ cos(mθ_i) < 0, d = 128",
     expected="1707",
-    fails="by the criterion of Men et al. (2405.14591) it ends at 1706",
+    fails="by the criterion of Men et al. (2405.14591) it supports a context of 1706",
 )
 def _() -> Finding:
     first = _first_negative(128, 10_000)
@@ -62,11 +62,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "men.larger-base",
-    "A larger base serves a longer context.",
+    "A larger base supports a longer context.",
     MEN,
     method="the first negative m for bases 10 to 10^6, d = 32 and d = 128",
-    expected="rises over decades, but not always: 236 at 2000 and 228 at 5000 for d = 32",
-    only_if="bases are decades apart: the length is not monotone in the base",
+    expected="increases from decade to decade, but not from base to base: 236 at 2000 and 228 at 5000 for d = 32",
+    only_if="the bases are a decade apart; the length is not monotone in the base",
 )
 def _() -> Finding:
     bases = (10, 50, 100, 500, 1e3, 2e3, 5e3, 1e4, 5e4, 1e5, 5e5, 1e6)
@@ -86,23 +86,23 @@ def _() -> Finding:
     "men.islands",
     "Every base above the smallest admissible one is admissible.",
     MEN,
-    method="every whole base from 26900 to 29100 tried for a context of 4096, d = 128",
-    expected="[26953, 26973] and [28629, 29079], with a gap between",
-    fails="admissible bases are islands, so a bisection finds nonsense: every base must be tried",
+    method="test every integer base from 26900 to 29100 for a context of 4096, d = 128",
+    expected="[26953, 26973] and [28629, 29079], with a gap between them",
+    fails="admissible bases form separate intervals, so bisection can fail: every base must be tested",
 )
 def _() -> Finding:
-    islands = admissible_bases(range(26_900, 29_101), rotary_dim=128, length=4096)
-    shown = ", ".join(f"[{a:.0f}, {b:.0f}]" for a, b in islands)
-    return Finding(shown, stated=len(islands) == 1, amended=islands == [(26_953, 26_973), (28_629, 29_079)])
+    intervals = admissible_bases(range(26_900, 29_101), rotary_dim=128, length=4096)
+    shown = ", ".join(f"[{a:.0f}, {b:.0f}]" for a, b in intervals)
+    return Finding(shown, stated=len(intervals) == 1, amended=intervals == [(26_953, 26_973), (28_629, 29_079)])
 
 
 @chapter.claim(
     "men.table-2",
     "The smallest base for a context of 2048 is 1.6e4.",
     MEN,
-    method="every whole base from 11500 to 11700 tried, d = 128",
-    expected="11588 is admissible already",
-    fails="1.2e4: a finer search finds a lower island, [11588, 11649]",
+    method="test every integer base from 11500 to 11700, d = 128",
+    expected="11588 is admissible",
+    fails="1.2e4: a finer search finds a lower interval, [11588, 11649]",
 )
 def _() -> Finding:
     lowest = lowest_admissible_base(range(11_500, 11_701), rotary_dim=128, length=2048)
@@ -113,9 +113,9 @@ def _() -> Finding:
     "men.table-4",
     "Table 4 counts the m with Σ cos(mθ_i) ≥ 0.",
     MEN,
-    method="the sums of its second method (base 10000, trained 4k, factor 8) for m < 15·1024 and < 30·1024",
-    expected="97 below 0 among the first 15360, as the table prints, and 2554 among 30720",
-    fails="it counts those below 0",
+    method="sums of the table's second method (base 10000, trained length 4k, factor 8) for m < 15·1024 and < 30·1024",
+    expected="97 of the first 15360 are below 0, as printed in the table, and 2554 of 30720",
+    fails="it counts the m with Σ cos(mθ_i) < 0",
 )
 def _() -> Finding:
     i = np.arange(64)
@@ -152,31 +152,31 @@ def _() -> Finding:
     expected="82, 92, 100, 70",
 )
 def _() -> Finding:
-    found = [critical_dimension(128, 10_000, t) for t in (2048, 4096, 8192)] + [critical_dimension(128, 5e5, 8192)]
-    return Finding(", ".join(map(str, found)), stated=found == [82, 92, 100, 70])
+    dims = [critical_dimension(128, 10_000, t) for t in (2048, 4096, 8192)] + [critical_dimension(128, 5e5, 8192)]
+    return Finding(", ".join(map(str, dims)), stated=dims == [82, 92, 100, 70])
 
 
 @chapter.claim(
     "liu.critical-cap",
-    "That formula gives a number of features.",
+    "The result of that formula is a number of features, at most d.",
     LIU,
     method="T = 65536, base 10000, d = 128, as printed and as computed here",
     expected="130 of 128 as printed",
-    only_if="T < 2π·base; beyond it the printed formula passes d, and must be capped",
+    only_if="T < 2π·base; for larger T the printed formula exceeds d and must be limited",
 )
 def _() -> Finding:
     printed = 2 * math.ceil(64 * math.log(65_536 / (2 * math.pi), 10_000))
     ours = critical_dimension(128, 10_000, 65_536)
-    return Finding(f"{printed} as printed, {ours} capped", stated=printed <= 128, amended=ours == 128)
+    return Finding(f"{printed} as printed, {ours} limited", stated=printed <= 128, amended=ours == 128)
 
 
 @chapter.claim(
     "liu.extrapolation",
-    "β_0 for 4096 → 16384 is 71738, and base 10^6 reaches T_extra = 129027.",
+    "β_0 for 4096 → 16384 is 71738, and T_extra for base 10^6 is 129027.",
     LIU,
     method="eq. 16a and 16b",
     expected="71738 and 129027",
 )
 def _() -> Finding:
-    found = round(critical_base(4096, 16_384)), round(extrapolation_limit(1e6, 128, 92))
-    return Finding(f"{found[0]} and {found[1]}", stated=found == (71_738, 129_027))
+    base, length = round(critical_base(4096, 16_384)), round(extrapolation_limit(1e6, 128, 92))
+    return Finding(f"{base} and {length}", stated=(base, length) == (71_738, 129_027))

@@ -1,10 +1,10 @@
-"""Papers on longer contexts: Position Interpolation, YaRN, xPos, and slopes misprinted."""
+"""Papers on longer contexts: Position Interpolation, YaRN, xPos, and ALiBi."""
 
 import math
 
 import numpy as np
 
-from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.sources import FOLKLORE, NOPE, PI, ROFORMER, XPOS, YARN
 from ropewalk.reference import alibi_slopes
 from ropewalk.spec import Plain, Yarn
@@ -20,7 +20,7 @@ THETA = Plain(BASE).evaluate(DIM)
 
 @chapter.claim(
     "pi.bound",
-    "Between two whole positions the score is within max|h| · d/(32 ln c) of the straight line.",
+    "Between integer positions the score differs from linear interpolation by at most max|h| · d/(32 ln c).",
     PI,
     method="the worst h at the midpoint of (0, 1): Σ(1 − cos(θ_j/2)), d = 128, c = 10000",
     expected="0.493876, above the printed 0.434294",
@@ -28,11 +28,11 @@ THETA = Plain(BASE).evaluate(DIM)
 )
 def _() -> Finding:
     worst = float((1 - np.cos(THETA / 2)).sum())
-    # The worst case is reached: h_j = 1 for all j makes the score Σcos, whose chord from −1/2 to 1/2 lies lowest at 0.
+    # With h_j = 1 for all j the score is Σcos. Its distance from the chord between −1/2 and 1/2 is largest at 0.
     reached = float(score_sum(0.0, THETA) - (score_sum(-0.5, THETA) + score_sum(0.5, THETA)) / 2)
     printed, corrected = DIM / (32 * math.log(BASE)), float((THETA**2).sum() / 8)
     return Finding(
-        f"{worst:.6f} reached; printed {printed:.6f}; corrected {corrected:.6f} = d/{DIM / corrected:.1f}",
+        f"worst case {worst:.6f}; printed {printed:.6f}; corrected {corrected:.6f} = d/{DIM / corrected:.1f}",
         stated=worst <= printed,
         amended=worst <= corrected and abs(worst - reached) < 1e-12,
     )
@@ -40,11 +40,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "pi.bound-random",
-    "Trying a bound on random vectors shows whether it holds (the one above, as printed).",
+    "A test on random vectors shows whether a bound holds (here the bound above, as printed).",
     FOLKLORE,
     method="200 draws of complex normal h, scaled to max|h| = 1: the largest error / printed bound",
     expected="below 1 in every draw",
-    fails="no random draw comes near; only the worst case shows it",
+    fails="no random draw violates the printed bound; only the worst case does",
 )
 def _() -> Finding:
     rng = np.random.default_rng(0)
@@ -63,17 +63,17 @@ def _() -> Finding:
     YARN,
     method="both ramps for d = 128, base 10000, trained length 4096, factor 16: the largest relative difference",
     expected="67 % at pair 38; equal outside the ramp",
-    fails="the paper's ramp is linear in length/period, the code's in the index: up to 67 % apart",
+    fails="the paper's ramp is linear in length/period, the code's in the index: they differ by up to 67 %",
 )
 def _() -> Finding:
     paper, code = (Yarn(BASE, 16, 4096, ramp=ramp).evaluate(DIM) for ramp in ("ratio", "index"))
     gap = np.abs(paper - code) / np.maximum(paper, code)
-    at = int(gap.argmax())
+    pair = int(gap.argmax())
     same = bool((gap[:20] < 1e-12).all() and (gap[46:] < 1e-12).all())
     return Finding(
-        f"{gap[at]:.0%} at pair {at}; pair 30: {paper[30]:.6f} and {code[30]:.6f}",
+        f"{gap[pair]:.0%} at pair {pair}; pair 30: {paper[30]:.6f} and {code[30]:.6f}",
         stated=bool(gap.max() < 1e-12),
-        amended=same and at == 38 and abs(gap[at] - 0.67) < 0.01,
+        amended=same and pair == 38 and abs(gap[pair] - 0.67) < 0.01,
     )
 
 
@@ -92,24 +92,26 @@ def _() -> Finding:
 
 @chapter.claim(
     "xpos.algorithm",
-    "xPos scales the vector at position n by ζ^n, as its algorithm 1 has it.",
+    "xPos scales the vector at position n by ζ^n (its algorithm 1).",
     XPOS,
     method="ζ_0 = γ/(1+γ) with γ = 0.4: the first n at which ζ_0^n is 0 in float64",
     expected="0.2857^n is 0 from about n = 595",
-    only_if="exponents are bounded: published code takes n/512, centred; ζ^n itself underflows",
+    only_if="exponents are bounded; the published code uses n/512, centred. ζ^n itself underflows",
 )
 def _() -> Finding:
     zeta = 0.4 / 1.4
-    gone = next(n for n in range(10_000) if zeta**n == 0)
+    underflow = next(n for n in range(10_000) if zeta**n == 0)
     bounded = zeta ** (4096 / 512)
-    return Finding(f"0 from n = {gone}; ζ^(4096/512) = {bounded:.1e}", stated=gone > 2048, amended=bounded > 0)
+    return Finding(
+        f"0 from n = {underflow}; ζ^(4096/512) = {bounded:.1e}", stated=underflow > 2048, amended=bounded > 0
+    )
 
 
 @chapter.claim(
     "alibi.slopes",
     "ALiBi's slopes are powers of 2^(−2^(−log2(heads + 3))).",
     NOPE,
-    method="that number and the slopes of ALiBi for 8 heads",
+    method="that number against the slopes of ALiBi for 8 heads",
     expected="0.939 against 0.5, 0.25, …",
     fails="2^(−8k/n) for head k of n",
 )
@@ -124,9 +126,9 @@ def _() -> Finding:
 
 @chapter.claim(
     "roformer.wobert",
-    "RoFormer is 1.5 points above WoBERT on CAIL2019-SCM (69.79 and 68.10).",
+    "On CAIL2019-SCM RoFormer is 1.5 points better than WoBERT (69.79 and 68.10).",
     ROFORMER,
-    method="subtraction of the printed accuracies",
+    method="difference of the printed accuracies",
     expected="1.69; 1.50 is RoFormer at length 1024 over RoFormer at 512 (68.29)",
     fails="1.69 points",
 )

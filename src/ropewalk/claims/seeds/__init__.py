@@ -1,1 +1,1 @@
-"""Statements of the five notes that this library grew from, a chapter a subject. Sources are their file names."""
+"""Statements of five notes on RoPE, one chapter per subject. Sources are file names."""

@@ -1,4 +1,4 @@
-"""Absolute encodings: their formulas, where they are defined, and what becomes of them behind a projection."""
+"""Absolute encodings: formulas, positions at which they are defined, and the effect of a projection."""
 
 import itertools
 import math
@@ -6,9 +6,9 @@ import math
 import torch
 from torch import Tensor
 
-from ropewalk.claims.layers import WIDTH, layer, told
-from ropewalk.claims.ledger import Chapter, Finding
-from ropewalk.claims.samples import EXACT, drift, largest, normal, theta, turn
+from ropewalk.claims.claim import Chapter, Finding
+from ropewalk.claims.layers import WIDTH, layer, order_effect
+from ropewalk.claims.samples import EXACT, drift, largest, normal, rotate_to, theta
 from ropewalk.claims.sources import CHINESE_1, CHINESE_2, KOREAN, RUSSIAN_1, RUSSIAN_2
 from ropewalk.errors import RopewalkError
 from ropewalk.nn.attention.layer import Attention
@@ -17,7 +17,7 @@ from ropewalk.theory import periods
 
 __all__ = ["chapter"]
 
-chapter: Chapter = Chapter("Absolute encodings: formulas and reach")
+chapter: Chapter = Chapter("Absolute encodings: formulas and supported lengths")
 
 DIM = 8
 X = normal(1, 5, DIM)
@@ -27,7 +27,7 @@ WEIGHT = normal(DIM, DIM, seed=2) / DIM**0.5
 
 
 def _sinusoid(position: int, dim: int) -> Tensor:
-    """The formula one number at a time, by the standard library."""
+    """The formula, one number at a time, with the math module."""
     row = [f(position / 10_000 ** (2 * t / dim)) for t in range(dim // 2) for f in (math.sin, math.cos)]
     return torch.tensor(row, dtype=torch.float64)
 
@@ -37,8 +37,8 @@ def _sinusoid(position: int, dim: int) -> Tensor:
     "An absolute encoding is W x_i + p_i.",
     RUSSIAN_1,
     method="|W(x+p) − (Wx+p)| for random W, and for W = 1",
-    expected="differs by Wp − p, which is 0 for W = 1 only",
-    only_if="p is added after the projection; transformers add it before, which gives W(x+p) = Wx + Wp",
+    expected="a difference of Wp − p, which is 0 only for W = 1",
+    only_if="p is added after the projection; transformers add it before: W(x+p) = Wx + Wp",
 )
 def _() -> Finding:
     def gap(weight: Tensor) -> Tensor:
@@ -48,28 +48,28 @@ def _() -> Finding:
         )
         return before - after
 
-    apart = largest(gap(WEIGHT))
-    explained = largest(gap(WEIGHT) - (TABLE @ WEIGHT.T - TABLE))
-    same = largest(gap(torch.eye(DIM, dtype=torch.float64)))
+    difference = largest(gap(WEIGHT))
+    error = largest(gap(WEIGHT) - (TABLE @ WEIGHT.T - TABLE))
+    identity = largest(gap(torch.eye(DIM, dtype=torch.float64)))
     return Finding(
-        f"apart by {apart:.3g}; Wp − p explains it to {explained:.1e}; W = 1: {same:.1e}",
-        stated=apart < EXACT,
-        amended=explained < EXACT and same < EXACT,
+        f"difference {difference:.3g}, equal to Wp − p within {error:.1e}; W = 1: {identity:.1e}",
+        stated=difference < EXACT,
+        amended=error < EXACT and identity < EXACT,
     )
 
 
 @chapter.claim(
     "absolute.learned",
-    "A learned encoding is a trained matrix with a row a position, 512 × 768 for instance, added to x.",
+    "A learned encoding is a trained matrix with one row per position, for instance 512 × 768, added to x.",
     CHINESE_2,
-    method="learned(x, positions, table) against x plus the rows, picked one by one",
+    method="learned(x, positions, table) against x plus each row",
     expected="equal; 512 × 768 has 393216 parameters",
 )
 def _() -> Finding:
     table = normal(512, 768, seed=3)
     x = normal(1, 3, 768)
-    picked = torch.stack([x[0, 0] + table[511], x[0, 1] + table[0], x[0, 2] + table[77]])
-    error = largest(absolute.learned(x, torch.tensor([511, 0, 77]), table)[0] - picked)
+    expected = torch.stack([x[0, 0] + table[511], x[0, 1] + table[0], x[0, 2] + table[77]])
+    error = largest(absolute.learned(x, torch.tensor([511, 0, 77]), table)[0] - expected)
     return Finding(f"error {error:g}; {table.numel()} parameters", stated=error == 0 and table.numel() == 393_216)
 
 
@@ -77,8 +77,8 @@ def _() -> Finding:
     "absolute.learned-reach",
     "A learned encoding cannot be extended to longer sequences than it was trained on.",
     f"{RUSSIAN_2}, {CHINESE_2}",
-    method="positions 510 to 513 of a table of 512 rows, each by itself",
-    expected="511 is the last that has a row",
+    method="positions 510 to 513 of a table of 512 rows, one at a time",
+    expected="511 is the last position with a row",
 )
 def _() -> Finding:
     x, table, accepted = normal(1, 1, 4), normal(512, 4), []
@@ -88,14 +88,14 @@ def _() -> Finding:
         except RopewalkError:
             continue
         accepted.append(position)
-    return Finding(f"accepted: {accepted}; the others are refused", stated=accepted == [510, 511])
+    return Finding(f"accepted: {accepted}; the others are rejected", stated=accepted == [510, 511])
 
 
 @chapter.claim(
     "absolute.sinusoid",
     "The sinusoidal encoding has sin(k/10000^(2i/d)) at 2i and cos(k/10000^(2i/d)) at 2i+1.",
     f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_2}",
-    method="the table against the formula, number by number",
+    method="the table against the formula, element by element",
     expected="equal",
 )
 def _() -> Finding:
@@ -110,10 +110,10 @@ def _() -> Finding:
 
 @chapter.claim(
     "absolute.sinusoid-product",
-    "The product of two sinusoidal vectors tells their distance: p_t · p_s = Σ cos ω(t − s).",
+    "The product of two sinusoidal vectors depends on their distance: p_t · p_s = Σ cos ω(t − s).",
     RUSSIAN_2,
-    method="p_t · p_s for t, s < 64 against Σ cos ω(t−s), and its drift when both move",
-    expected="equal; no drift",
+    method="p_t · p_s for t, s < 64 against Σ cos ω(t−s)",
+    expected="equal",
 )
 def _() -> Finding:
     table = absolute.sinusoidal_table(torch.arange(64), 32)
@@ -124,41 +124,41 @@ def _() -> Finding:
 
 @chapter.claim(
     "absolute.sinusoid-nearer",
-    "The product of two sinusoidal vectors is higher the nearer they are.",
+    "The closer two sinusoidal vectors are, the larger is their product.",
     RUSSIAN_2,
-    method="Σ cos ω D for D = 0..255, d = 512: where it is largest, and how often a step away raises it",
-    expected="largest at 0; rises at many steps",
-    only_if="it is compared with distance 0, or over bands: 0 is the highest, but not every step falls",
+    method="Σ cos ω D for D = 0..255, d = 512: the D of the maximum, and the number of steps at which it increases",
+    expected="maximum at 0; increases at many steps",
+    only_if="it is compared with distance 0, or over bands; the maximum is at 0, but not every step decreases",
 )
 def _() -> Finding:
     product = torch.cos(torch.arange(256)[:, None] * theta(512)).sum(-1)
     rises = int((product.diff() > 0).sum())
     bands = [float(band.mean()) for band in product.split(64)]
-    falls = all(a > b for a, b in itertools.pairwise(bands))
+    decreasing = all(a > b for a, b in itertools.pairwise(bands))
     return Finding(
-        f"{rises} of 255 steps rise; band means {', '.join(f'{b:.0f}' for b in bands)}",
+        f"{rises} of 255 steps increase; band means {', '.join(f'{b:.0f}' for b in bands)}",
         stated=rises == 0,
-        amended=falls and int(product.argmax()) == 0,
+        amended=decreasing and int(product.argmax()) == 0,
     )
 
 
 @chapter.claim(
     "absolute.sinusoid-behind-w",
-    "Sinusoidal vectors give attention the distance of two tokens.",
+    "With sinusoidal vectors attention depends on the distance of two tokens.",
     RUSSIAN_2,
-    method="drift of (W_q p_t) · (W_k p_s) when t and s move together, with and without W",
+    method="drift of (W_q p_t) · (W_k p_s) if t and s shift together, with and without W",
     expected="no drift without W; drift with it",
-    only_if="nothing stands between: W_q and W_k do, and p_tᵀW_qᵀW_k p_s depends on t and s apart",
+    only_if="there is no projection; with W_q and W_k, p_tᵀW_qᵀW_k p_s depends on t and s, not only on t − s",
 )
 def _() -> Finding:
     weights = normal(2, 32, 32, seed=4) / 32**0.5
 
     def score(w_q: Tensor, w_k: Tensor) -> float:
-        def at(t: int, s: int) -> Tensor:
+        def product(t: int, s: int) -> Tensor:
             p_t, p_s = absolute.sinusoidal_table(torch.tensor([t, s]), 32)
             return (w_q @ p_t) @ (w_k @ p_s)
 
-        return drift(at)
+        return drift(product)
 
     eye = torch.eye(32, dtype=torch.float64)
     plain, projected = score(eye, eye), score(weights[0], weights[1])
@@ -171,8 +171,8 @@ def _() -> Finding:
     "absolute.four-terms",
     "With added positions the score is (q_m + p_m)ᵀ(k_n + p_n).",
     CHINESE_1,
-    method="the score against q·k + q·p + p·k + p·p, and the drift of each term when m and n move",
-    expected="equal; q·k does not move, the other three do",
+    method="the score against q·k + q·p + p·k + p·p, and the drift of each term if m and n shift",
+    expected="equal; no drift of q·k, drift of the other three",
 )
 def _() -> Finding:
     q, k = normal(2, 32, seed=5)
@@ -186,21 +186,21 @@ def _() -> Finding:
 
 @chapter.claim(
     "absolute.relative-is-absolute",
-    "Relative encoding writes the absolute position of a token into the token.",
+    "Relative encoding adds the absolute position of a token to the token.",
     RUSSIAN_1,
-    method="drift of the score when both positions move: p added to tokens, and ALiBi's bias on the distance",
+    method="drift of the score if both positions shift: p added to tokens, and ALiBi's bias on the distance",
     expected="the first drifts, the second does not",
-    fails="that is absolute encoding; a relative one depends on the distance alone",
+    fails="that is absolute encoding; a relative encoding depends only on the distance",
 )
 def _() -> Finding:
     q, k = normal(2, 32, seed=5)
     p = absolute.sinusoidal_table(torch.arange(1100), 32)
-    written = drift(lambda m, n: (q + p[m]) @ (k + p[n]))
+    added = drift(lambda m, n: (q + p[m]) @ (k + p[n]))
     relative = drift(lambda m, n: q @ k + alibi_bias(torch.tensor([m]), torch.tensor([n]), 1).sum())
     return Finding(
-        f"drift {written:.3g} with p in the token, {relative:.1e} relative",
-        stated=written < EXACT,
-        amended=written > 0.1 and relative < EXACT,
+        f"drift {added:.3g} with p in the token, {relative:.1e} with ALiBi",
+        stated=added < EXACT,
+        amended=added > 0.1 and relative < EXACT,
     )
 
 
@@ -210,7 +210,7 @@ def _() -> Finding:
     CHINESE_2,
     method="full attention over tokens and over RNN states, for two orders of the same tokens; Attention without and "
     "with the recurrent encoding",
-    expected="same up to order without the RNN, different with it",
+    expected="equal up to order without the RNN, different with it",
 )
 def _() -> Finding:
     a, b = normal(2, DIM, DIM, seed=7) / DIM**0.5
@@ -223,21 +223,23 @@ def _() -> Finding:
         return attend(absolute.recurrent(x, IDS, a, b, torch.zeros(DIM, dtype=torch.float64)))
 
     without = largest(attend(X[:, swap]) - attend(X)[swap])
-    behind = largest(with_rnn(X[:, swap]) - with_rnn(X)[swap])
+    with_states = largest(with_rnn(X[:, swap]) - with_rnn(X)[swap])
     tokens = normal(1, 5, WIDTH)
-    plain, read = (told(layer(Attention, name, causal=False), tokens, swap) for name in ("none", "recurrent"))
+    plain, recurrent = (
+        order_effect(layer(Attention, name, causal=False), tokens, swap) for name in ("none", "recurrent")
+    )
     return Finding(
-        f"orders differ by {without:.1e} without, {behind:.3g} with the RNN; in Attention {plain:.1e} and {read:.3g}",
-        stated=max(without, plain) < EXACT and min(behind, read) > 1e-3,
+        f"difference {without:.1e} without, {with_states:.3g} with the RNN; Attention {plain:.1e} and {recurrent:.3g}",
+        stated=max(without, plain) < EXACT and min(with_states, recurrent) > 1e-3,
     )
 
 
 @chapter.claim(
     "absolute.recurrent-reach",
-    "An RNN extends past the trained length to some degree.",
+    "An RNN can be extended beyond the trained length to some degree.",
     CHINESE_2,
-    method="4096 tokens through a network of 8 units: the first 512 states against a run of 512, and the spread after",
-    expected="the same; defined at every length, and still moving",
+    method="4096 tokens in a network of 8 units: the first 512 states against a run of 512; spread of the others",
+    expected="equal; the other states are defined and not constant",
 )
 def _() -> Finding:
     a, b = normal(2, DIM, DIM, seed=7) / DIM**0.5
@@ -248,7 +250,7 @@ def _() -> Finding:
 
 
 def _depth(tensor: Tensor) -> int:
-    """How many operations must follow one another to make it: the longest path through the autograd graph."""
+    """Number of sequential operations that compute `tensor`: the longest path in its autograd graph."""
     depths: dict[object, int] = {}
     stack = [tensor.grad_fn]
     while stack:
@@ -266,7 +268,7 @@ def _depth(tensor: Tensor) -> int:
     "absolute.recurrent-depth",
     "An RNN before the transformer costs parallelism.",
     CHINESE_2,
-    method="operations that must follow one another, for 32 and for 64 tokens: RNN, and sinusoid",
+    method="number of sequential operations for 32 and for 64 tokens: RNN, and sinusoid",
     expected="grows with the length for the RNN, constant for the sinusoid",
 )
 def _() -> Finding:
@@ -284,9 +286,9 @@ def _() -> Finding:
 
 @chapter.claim(
     "absolute.multiplied",
-    "Positions may be multiplied rather than added: x_k ⊗ p_k.",
+    "Positions can be multiplied instead of added: x_k ⊗ p_k.",
     CHINESE_2,
-    method="the formula element by element; p = 1; and the drift of the score when both positions move",
+    method="the formula element by element; p = 1; drift of the score if both positions shift",
     expected="p = 1 changes nothing; the score is not relative",
 )
 def _() -> Finding:
@@ -302,34 +304,36 @@ def _() -> Finding:
 
 @chapter.claim(
     "absolute.concatenated",
-    "Positions may be put beside x rather than added to it.",
+    "Positions can be concatenated to x instead of added.",
     CHINESE_2,
     method="W[x; p] against W_x x + W_p p, and the score of [x; p] without a projection",
-    expected="equal: beside and then projected is added, with a matrix of its own; q·k + p·p without one",
+    expected="equal: concatenation and projection is an addition with a separate matrix; q·k + p·p without projection",
 )
 def _() -> Finding:
     projection = normal(DIM, DIM + 3, seed=9)
     p = normal(5, 3, seed=10)
     joined = absolute.concatenated(X, IDS, p, projection)
     error = largest(joined - (X @ projection[:, :DIM].T + p @ projection[:, DIM:].T))
-    side = absolute.concatenated(X, IDS, p)[0]
-    score = largest(side @ side.T - (X[0] @ X[0].T + p @ p.T))
+    unprojected = absolute.concatenated(X, IDS, p)[0]
+    score = largest(unprojected @ unprojected.T - (X[0] @ X[0].T + p @ p.T))
     return Finding(f"errors {error:.1e} and {score:.1e}", stated=max(error, score) < EXACT)
 
 
 @chapter.claim(
     "absolute.sinusoid-reach",
-    "The sinusoidal encoding can be extended past the trained length.",
+    "The sinusoidal encoding can be extended beyond the trained length.",
     CHINESE_2,
-    method="d = 768, trained to 512: is it defined at 8191, and how many pairs show angles never seen",
-    expected="defined everywhere; every pair with a period above 512 shows new angles",
-    only_if="'defined' is meant: pairs that never finished a turn in training meet values they have never seen",
+    method="d = 768, trained to 512: whether it is defined at 8191, and the number of pairs with unseen angles",
+    expected="defined everywhere; every pair with a period above 512 has unseen angles",
+    only_if="it means 'is defined'; pairs that do not complete a rotation in training get unseen values",
 )
 def _() -> Finding:
     defined = bool(absolute.sinusoidal_table(torch.tensor([8191]), 768).isfinite().all())
     unseen = int((periods(theta(768).numpy()) > 512).sum())
     return Finding(
-        f"defined: {defined}; {unseen} of 384 pairs unseen", stated=unseen == 0, amended=defined and unseen > 0
+        f"defined: {defined}; {unseen} of 384 pairs with unseen angles",
+        stated=unseen == 0,
+        amended=defined and unseen > 0,
     )
 
 
@@ -337,13 +341,15 @@ def _() -> Finding:
     "absolute.rope-reach",
     "RoPE generalises well to other lengths, because sine and cosine are periodic.",
     KOREAN,
-    method="d = 128, base 10000, trained to 4096: pairs whose period passes 4096",
-    expected="defined everywhere; 18 of 64 pairs (36 features) show angles never seen",
-    only_if="'defined' is meant: the slow pairs never finish their period in training, so it does not help them",
+    method="d = 128, base 10000, trained to 4096: the number of pairs with a period above 4096",
+    expected="defined everywhere; 18 of 64 pairs (36 features) have unseen angles",
+    only_if="it means 'is defined'; slow pairs do not complete a period in training, so periodicity does not help",
 )
 def _() -> Finding:
     unseen = int((periods(theta(128).numpy()) > 4096).sum())
-    defined = bool(turn(normal(128), 1 << 20).isfinite().all())
+    defined = bool(rotate_to(normal(128), 1 << 20).isfinite().all())
     return Finding(
-        f"defined: {defined}; {unseen} of 64 pairs unseen", stated=unseen == 0, amended=defined and unseen == 18
+        f"defined: {defined}; {unseen} of 64 pairs with unseen angles",
+        stated=unseen == 0,
+        amended=defined and unseen == 18,
     )

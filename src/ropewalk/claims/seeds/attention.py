@@ -1,9 +1,9 @@
-"""Layers of attention with each encoding: what moves with all positions, what tells an order, what stays linear."""
+"""Attention layers with each encoding: shifted positions, reversed tokens, and linear attention."""
 
 import torch
 
-from ropewalk.claims.layers import NAMES, WIDTH, layer, operations, outputs, told
-from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.claim import Chapter, Finding
+from ropewalk.claims.layers import NAMES, WIDTH, layer, operations, order_effect, outputs
 from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1, KOREAN, RUSSIAN_2
 from ropewalk.errors import RopewalkError
@@ -13,18 +13,18 @@ from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
 __all__ = ["chapter"]
 
-chapter: Chapter = Chapter("Layers: every encoding inside attention")
+chapter: Chapter = Chapter("Layers: every encoding in attention")
 
 TOKENS = normal(1, 12, WIDTH)
-# Encodings that write m into a token; the others see distances, or the order of the tokens alone.
+# Encodings that add the position to the token. The others depend only on distances, or on the order of the tokens.
 ABSOLUTE = ["learned", "sinusoidal", "multiplicative", "concatenated"]
 BIASES = ["t5", "alibi"]
 
 
-def _moved(of: Attention | LinearAttention) -> float:
-    """How much outputs move when all positions move by 1, 7 and 40."""
-    still = outputs(of, TOKENS)
-    return max(largest(outputs(of, TOKENS, start=by) - still) for by in (1, 7, 40))
+def _shift_effect(module: Attention | LinearAttention) -> float:
+    """Largest change of the outputs if all positions are shifted by 1, 7 and 40."""
+    unshifted = outputs(module, TOKENS)
+    return max(largest(outputs(module, TOKENS, start=shift) - unshifted) for shift in (1, 7, 40))
 
 
 def _adds_to_scores(name: str) -> bool:
@@ -38,45 +38,46 @@ def _listed(figures: dict[str, float], names: list[str]) -> str:
 
 @chapter.claim(
     "attention.shift",
-    "With RoPE attention does not change while m − n stays the same; with an absolute p_m in the token it does.",
+    "With RoPE attention depends only on m − n; with an absolute p_m in the token it does not.",
     f"{CHINESE_1}, {KOREAN}, {RUSSIAN_2}",
-    method="outputs of Attention with each of the 11 encodings, float64, when all positions move by 1, 7 and 40",
-    expected="learned, sinusoidal, multiplicative and concatenated move; none, recurrent, t5, alibi, rope, "
+    method="change of the outputs of Attention, float64, if all positions shift by 1, 7 and 40; 11 encodings",
+    expected="learned, sinusoidal, multiplicative and concatenated change; none, recurrent, t5, alibi, rope, "
     "rope-across-heads and xpos do not",
 )
 def _() -> Finding:
     layers = {name: layer(Attention, name) for name in NAMES}
-    moved = {name: _moved(of) for name, of in layers.items()}
-    moving = [name for name in NAMES if moved[name] > EXACT]
-    still = max(moved[name] for name in NAMES if name not in ABSOLUTE)
-    says = [name for name, of in layers.items() if of.encoding is not None and not of.encoding.relative]
+    effects = {name: _shift_effect(module) for name, module in layers.items()}
+    changed = [name for name in NAMES if effects[name] > EXACT]
+    others = max(effects[name] for name in NAMES if name not in ABSOLUTE)
+    encodings = {name: module.encoding for name, module in layers.items()}
+    declared = [name for name, encoding in encodings.items() if encoding is not None and not encoding.relative]
     return Finding(
-        f"{_listed(moved, ABSOLUTE)}; the other {len(NAMES) - len(ABSOLUTE)}: {still:.1e} at most",
-        stated=moving == says == ABSOLUTE and min(moved[name] for name in ABSOLUTE) > 0.1 and still < EXACT,
+        f"{_listed(effects, ABSOLUTE)}; the other {len(NAMES) - len(ABSOLUTE)}: {others:.1e} at most",
+        stated=changed == declared == ABSOLUTE and min(effects[name] for name in ABSOLUTE) > 0.1 and others < EXACT,
     )
 
 
 @chapter.claim(
     "attention.reverse",
-    "With positions a transformer tells 'I love you' from 'you love I', the same words in reverse.",
+    "With positions a transformer distinguishes 'I love you' from 'you love I', the same words in reverse.",
     CHINESE_1,
-    method="outputs of Attention without a mask for three tokens in reverse, against outputs reversed, with each of "
-    "the 11 encodings; for the one that fails, two neighbours swapped, and a causal mask",
-    expected="equal without an encoding, and with ALiBi, whose −s|m−n| is the same on both sides; told by the others",
-    only_if="something tells before from after: ALiBi does not, unless the mask is causal",
+    method="outputs of Attention without a mask for three reversed tokens, against reversed outputs, for each of "
+    "11 encodings; for ALiBi also with two neighbours swapped, and with a causal mask",
+    expected="equal without an encoding, and with ALiBi, whose −s|m−n| is symmetric; different for the others",
+    only_if="the encoding or the mask distinguishes before from after; ALiBi without a causal mask does not",
 )
 def _() -> Finding:
     tokens, reverse = TOKENS[:, :3], [2, 1, 0]
-    apart = {name: told(layer(Attention, name, causal=False), tokens, reverse) for name in NAMES}
-    deaf = [name for name in NAMES if apart[name] < EXACT]
-    swapped = told(layer(Attention, "alibi", causal=False), tokens, [1, 0, 2])
-    masked = told(layer(Attention, "alibi"), tokens, reverse)
-    others = min(apart[name] for name in NAMES if name not in ("none", "alibi"))
+    effects = {name: order_effect(layer(Attention, name, causal=False), tokens, reverse) for name in NAMES}
+    unaffected = [name for name in NAMES if effects[name] < EXACT]
+    swapped = order_effect(layer(Attention, "alibi", causal=False), tokens, [1, 0, 2])
+    masked = order_effect(layer(Attention, "alibi"), tokens, reverse)
+    others = min(effects[name] for name in NAMES if name not in ("none", "alibi"))
     return Finding(
-        f"none {apart['none']:.1e}, alibi {apart['alibi']:.1e}; the others {others:.2g} and more; alibi with "
+        f"none {effects['none']:.1e}, alibi {effects['alibi']:.1e}; the others {others:.2g} or more; alibi with "
         f"neighbours swapped {swapped:.2g}, causal {masked:.2g}",
-        stated=deaf == ["none"],
-        amended=deaf == ["none", "alibi"] and min(others, swapped, masked) > 1e-3,
+        stated=unaffected == ["none"],
+        amended=unaffected == ["none", "alibi"] and min(others, swapped, masked) > 1e-3,
     )
 
 
@@ -84,54 +85,55 @@ def _() -> Finding:
     "linear.encodings",
     "The bias that T5 adds to scores cannot be used in linear attention; RoPE can.",
     CHINESE_1,
-    method="LinearAttention made with each of the 11 encodings; of those it takes, 12 tokens at once and one at a "
-    "time, each step behind the state of the last; which encodings add a bias B_ij to scores",
-    expected="t5 refused, since exp(B_ij) stands inside the sum over keys, and alibi too, whose decay no kernel has; "
-    "equal for the other 9",
+    method="construct LinearAttention with each of 11 encodings; if it is accepted, compare 12 tokens at once with "
+    "one token per step; list the encodings that add a bias B_ij to scores",
+    expected="t5 is rejected, since exp(B_ij) is inside the sum over keys, and alibi too, since no kernel has its "
+    "decay; equal for the other 9",
 )
 def _() -> Finding:
     biased = [name for name in NAMES if _adds_to_scores(name)]
-    refused, apart = [], 0.0
+    rejected, difference = [], 0.0
     for name in NAMES:
         try:
-            of = layer(LinearAttention, name)
+            module = layer(LinearAttention, name)
         except RopewalkError:
-            refused.append(name)
+            rejected.append(name)
             continue
-        tokens = TOKENS if of.encoding is None else of.encoding.embed(TOKENS, torch.arange(12))
+        tokens = TOKENS if module.encoding is None else module.encoding.embed(TOKENS, torch.arange(12))
         state, steps = None, []
         for token in tokens.split(1, dim=1):
-            step, state = of.step(token, state)
+            step, state = module.step(token, state)
             steps.append(step)
-        apart = max(apart, largest(torch.cat(steps, dim=1) - of(tokens)))
+        difference = max(difference, largest(torch.cat(steps, dim=1) - module(tokens)))
     return Finding(
-        f"refused: {', '.join(refused)}; the other {len(NAMES) - len(refused)} differ by {apart:.1e}",
-        stated=refused == biased == BIASES and apart < EXACT,
+        f"rejected: {', '.join(rejected)}; the other {len(NAMES) - len(rejected)} differ by {difference:.1e}",
+        stated=rejected == biased == BIASES and difference < EXACT,
     )
 
 
 @chapter.claim(
     "linear.relative",
-    "RoPE does both at once: attention knows relative positions, and stays linear.",
+    "With RoPE attention has relative positions and still has linear cost.",
     CHINESE_1,
-    method="LinearAttention with each encoding that it takes: how outputs move with all positions; RoPE's without a "
-    "mask for tokens in reverse; operations of a layer with RoPE at 1024 and 2048 tokens, and of Attention",
-    expected="the four absolute ones move, the others do not; told; twice as many, against more",
+    method="LinearAttention with each supported encoding: change of the outputs if all positions shift; with RoPE and "
+    "no mask, reversed tokens; operations with RoPE at 1024 and 2048 tokens, against Attention",
+    expected="only the four absolute ones change; reversed tokens give other outputs; 2 times the operations, more "
+    "for Attention",
 )
 def _() -> Finding:
-    taken = [name for name in NAMES if name not in BIASES]
-    moved = {name: _moved(layer(LinearAttention, name)) for name in taken}
-    moving = [name for name in taken if moved[name] > EXACT]
-    reverse = told(layer(LinearAttention, "rope", causal=False), TOKENS, list(range(11, -1, -1)))
+    supported = [name for name in NAMES if name not in BIASES]
+    effects = {name: _shift_effect(layer(LinearAttention, name)) for name in supported}
+    changed = [name for name in supported if effects[name] > EXACT]
+    reverse = order_effect(layer(LinearAttention, "rope", causal=False), TOKENS, list(range(11, -1, -1)))
 
     def growth(kind: type[Attention] | type[LinearAttention]) -> float:
-        of = kind(64, 1, encoding=RotaryEmbedding(64), device="meta")
-        short, long = (operations(lambda n=n: of(torch.empty(1, n, 64, device="meta"))) for n in (1024, 2048))
+        module = kind(64, 1, encoding=RotaryEmbedding(64), device="meta")
+        short, long = (operations(lambda n=n: module(torch.empty(1, n, 64, device="meta"))) for n in (1024, 2048))
         return long / short
 
     linear, softmax = growth(LinearAttention), growth(Attention)
     return Finding(
-        f"rope moves by {moved['rope']:.1e}, {_listed(moved, ABSOLUTE)}; reverse told by {reverse:.2g}; "
-        f"doubling N: {linear:g}×, softmax {softmax:.2f}×",
-        stated=moving == ABSOLUTE and reverse > 1e-3 and linear == 2 and softmax > 3,
+        f"shift: rope {effects['rope']:.1e}, {_listed(effects, ABSOLUTE)}; reversed tokens: {reverse:.2g}; "
+        f"operations for twice the tokens: {linear:g}×, softmax {softmax:.2f}×",
+        stated=changed == ABSOLUTE and reverse > 1e-3 and linear == 2 and softmax > 3,
     )

@@ -1,9 +1,9 @@
-"""What the notes' code does, and what they say that it does. Each way is written here anew from its description."""
+"""The code in the notes against its description. It is written here from the description, not copied."""
 
 import torch
 from torch import Tensor
 
-from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.samples import EXACT, cos_error, largest, normal, theta
 from ropewalk.claims.sources import CHINESE_1, KOREAN
 from ropewalk.reference import apply_rope, build_rotary_frequencies, rotate
@@ -14,14 +14,14 @@ chapter: Chapter = Chapter("Code: tables, shapes and precision")
 
 
 def _float32_table(rows: int, dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin the way both notes make them: positions times frequencies, both of them made in float32."""
+    """cos and sin as both notes compute them: positions times frequencies, both in float32."""
     frequencies = 1.0 / 10_000.0 ** (torch.arange(0, dim, 2).float() / dim)
     angles = torch.outer(torch.arange(rows).float(), frequencies)
     return angles.cos(), angles.sin()
 
 
 def _even_and_odd(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Even and odd features turned and stacked again, in whatever dtype the product has."""
+    """Rotate even and odd features and interleave the results. The dtype is that of the product."""
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -45,7 +45,7 @@ def _() -> Finding:
     "x'_{2i} = x_{2i} cos − x_{2i+1} sin, x'_{2i+1} = x_{2i} sin + x_{2i+1} cos is the matrix R(m, θ) times x.",
     KOREAN,
     method="apply_rope against the rotation from positions, float64 x [2, 3, 50, 64]",
-    expected="equal to the rounding of float32 tables",
+    expected="equal, up to the rounding of the float32 tables",
 )
 def _() -> Finding:
     x = normal(2, 3, 50, 64)
@@ -57,8 +57,8 @@ def _() -> Finding:
     "code.subscript",
     "The second feature of a pair is x_{xi+1}.",
     KOREAN,
-    method="the formula with 2i+1 in its place, against the block matrix",
-    expected="equal with 2i+1; 'xi+1' is no index",
+    method="the formula with 2i+1 instead, against the block matrix",
+    expected="equal with 2i+1; 'xi+1' is not an index",
     fails="x_{2i+1}",
 )
 def _() -> Finding:
@@ -70,9 +70,9 @@ def _() -> Finding:
 
 @chapter.claim(
     "code.interleave-comment",
-    "The tables have shape [seq, dim_head], cosines and then sines.",
+    "The tables have shape [seq, dim_head], first cosines, then sines.",
     KOREAN,
-    method="the shape of what the described steps make for dim_head = 64",
+    method="the shapes that the described steps produce for dim_head = 64",
     expected="two tables [seq, 32]",
     fails="cos and sin are two tables [seq, dim_head/2]; nothing is interleaved",
 )
@@ -91,7 +91,7 @@ def _() -> Finding:
     KOREAN,
     method="the shape of a range of positions, and of its outer product with the frequencies",
     expected="[seq_len]",
-    fails="[seq_len]: the product over s and d makes [seq_len, d/2] of the two",
+    fails="[seq_len]; its outer product with the frequencies is [seq_len, d/2]",
 )
 def _() -> Finding:
     ids, table = torch.arange(10), _float32_table(10, 64)[0]
@@ -106,7 +106,7 @@ def _() -> Finding:
     "code.halves-comment",
     "x is split into its two halves.",
     KOREAN,
-    method="even and odd features turned, against rotations with both pairings",
+    method="rotated even and odd features, against rotations with both pairings",
     expected="equal to pairs (2i, 2i+1), not to pairs (i, i+d/2)",
     fails="x is split into even and odd features",
 )
@@ -116,7 +116,7 @@ def _() -> Finding:
     y = _even_and_odd(x, angles.cos(), angles.sin())
     half, neighbours = (largest(y - rotate(x, ids, theta(8), pairing=p)) for p in ("half", "interleaved"))
     return Finding(
-        f"off by {half:.3g} from halves, {neighbours:.1e} from neighbours",
+        f"error {half:.3g} against halves, {neighbours:.1e} against neighbours",
         stated=half < EXACT,
         amended=neighbours < EXACT,
     )
@@ -126,9 +126,9 @@ def _() -> Finding:
     "code.dtype",
     "Applying the rotation returns x, rotated.",
     f"{KOREAN}, {CHINESE_1}",
-    method="dtype of bfloat16 and of float32 x after float32 tables, as described, and after apply_rope",
-    expected="float32 for both as described; the dtype of x from apply_rope",
-    only_if="x is float32: bfloat16 goes in and float32 comes out, at twice the memory",
+    method="dtype of the result for bfloat16 and float32 x with float32 tables, as described, and with apply_rope",
+    expected="float32 for both as described; the dtype of x with apply_rope",
+    only_if="x is float32; for bfloat16 the result is float32, with twice the memory",
 )
 def _() -> Finding:
     x = normal(1, 1, 4, 8).bfloat16()
@@ -144,34 +144,34 @@ def _() -> Finding:
 
 @chapter.claim(
     "code.longer-table",
-    "max_seq_len is the longest sequence that a table serves.",
+    "max_seq_len is the longest sequence that a table supports.",
     KOREAN,
-    method="a table of 8 rows on a sequence of 5, as described, and by apply_rope",
-    expected="a crash as described; the first 5 rows here",
-    only_if="the table is cut to the sequence first: as described, every shorter sequence crashes",
+    method="a table of 8 rows with a sequence of 5, as described, and with apply_rope",
+    expected="an error as described; apply_rope uses the first 5 rows",
+    only_if="the table is sliced to the sequence first; as described, every shorter sequence raises an error",
 )
 def _() -> Finding:
     x = normal(1, 1, 5, 8)
     try:
         _even_and_odd(x, *(table[None, None] for table in _float32_table(8, 8)))
-        crashed = False
+        raised = False
     except RuntimeError:
-        crashed = True
+        raised = True
     error = largest(apply_rope(x, *build_rotary_frequencies(8, 8)) - rotate(x, torch.arange(5), theta(8)))
     return Finding(
-        f"as described {'a crash' if crashed else 'no crash'}; here error {error:.1e}",
-        stated=not crashed,
+        f"as described: {'an error' if raised else 'no error'}; apply_rope: off by {error:.1e}",
+        stated=not raised,
         amended=error < 1e-6,
     )
 
 
 @chapter.claim(
     "code.ids",
-    "pos_ids [..., seq] pick the rows of the table for x [..., seq, d].",
+    "pos_ids [..., seq] select the rows of the table for x [..., seq, d].",
     CHINESE_1,
-    method="ids [B, S] and x [B, H, S, D] with B = H = 3, broadcast as described; each batch on its own; B = 2",
-    expected="wrong in silence for B = H, an error for B ≠ H",
-    only_if="x has as many dimensions as the ids, and one more: with heads, ids of a batch line up with heads",
+    method="ids [B, S] and x [B, H, S, D], broadcast as described, with B = H = 3 and with B = 2; x without heads",
+    expected="wrong without an error for B = H, an error for B ≠ H",
+    only_if="x has exactly one dimension more than the ids; with heads, the batch of the ids is aligned with the heads",
 )
 def _() -> Finding:
     cos, sin = _float32_table(1000, 8)
@@ -184,13 +184,13 @@ def _() -> Finding:
     flat = largest(_even_and_odd(x[:, 0], cos[ids], sin[ids]) - truth[:, 0])
     try:
         _even_and_odd(x[:2], cos[ids[:2]], sin[ids[:2]])
-        crashed = False
+        raised = False
     except RuntimeError:
-        crashed = True
+        raised = True
     return Finding(
-        f"off by {wrong:.3g} for B = H, crash for B = 2: {crashed}; without heads off by {flat:.1e}",
+        f"off by {wrong:.3g} for B = H; error for B = 2: {raised}; without heads off by {flat:.1e}",
         stated=wrong < 1e-3,
-        amended=flat < 1e-3 and heads_as_batches < 1e-3 and crashed,
+        amended=flat < 1e-3 and heads_as_batches < 1e-3 and raised,
     )
 
 
@@ -198,7 +198,7 @@ def _() -> Finding:
     "code.extra-repr",
     "The module prints its context_length and dim/2.",
     CHINESE_1,
-    method="shape[0] and shape[1] of cos and sin stacked, for context 512 and dim 64",
+    method="shape[0] and shape[1] of stacked cos and sin, for context 512 and dim 64",
     expected="it prints 2 and 512",
     fails="the stacked table is [2, context_length, dim/2]: shape[1] is the context, shape[2] is dim/2",
 )
@@ -213,11 +213,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "code.buffer",
-    "Kept as a buffer that is not saved, the table stays what it was.",
+    "A table in a non-persistent buffer does not change.",
     CHINESE_1,
-    method="the largest error of cos after a module that holds it as such a buffer is moved, and is cast to bfloat16",
+    method="largest error of cos in such a buffer after the module is moved, and after it is cast to bfloat16",
     expected="0 after a move, 2^-9 after a cast",
-    only_if="the model is never cast: .to(bfloat16) rounds a buffer, persistent or not",
+    only_if="the model is never cast; .to(bfloat16) rounds buffers, persistent or not",
 )
 def _() -> Finding:
     module = torch.nn.Module()
@@ -225,46 +225,48 @@ def _() -> Finding:
     module.register_buffer("table", table.clone(), persistent=False)
     moved = largest(module.to("cpu").get_buffer("table") - table) + len(module.state_dict())
     cast = largest(module.to(torch.bfloat16).get_buffer("table").float() - table)
-    return Finding(f"error {moved:g} moved, {cast:.1e} cast", stated=cast == 0, amended=moved == 0 and cast < 2**-8)
+    return Finding(
+        f"error {moved:g} after a move, {cast:.1e} after a cast", stated=cast == 0, amended=moved == 0 and cast < 2**-8
+    )
 
 
 @chapter.claim(
     "code.negative-id",
-    "An id outside 0 … context_length − 1 is noticed.",
+    "An id outside 0 … context_length − 1 raises an error.",
     CHINESE_1,
     method="rows 512 and −1 of a table of 512 rows",
     expected="an error for 512; the last row, without an error, for −1",
-    only_if="the id is too large: −1 is served, by the row of position 511",
+    only_if="the id is too large; −1 returns the row of position 511",
 )
 def _() -> Finding:
     cos, _ = _float32_table(512, 64)
 
-    def noticed(row: int) -> bool:
+    def raises(row: int) -> bool:
         try:
             cos[torch.tensor([row])]
         except IndexError:
             return True
         return False
 
-    above, below = noticed(512), noticed(-1)
-    served = torch.equal(cos[torch.tensor([-1])], cos[511:])
-    return Finding(f"512 noticed: {above}, −1 noticed: {below}", stated=above and below, amended=above and served)
+    above, below = raises(512), raises(-1)
+    last_row = torch.equal(cos[torch.tensor([-1])], cos[511:])
+    return Finding(f"error for 512: {above}, for −1: {below}", stated=above and below, amended=above and last_row)
 
 
 @chapter.claim(
     "code.float32-angles",
-    "freqs = positions × frequencies, and its cosine, give cos(mθ).",
+    "The cosine of freqs = positions × frequencies is cos(mθ).",
     f"{KOREAN}, {CHINESE_1}",
-    method="largest error of float32 tables, d = 128, among the last 4096 of 4096 and of 131072 positions",
-    expected="2e-4 and 8e-3; from float64 angles 3e-8",
-    only_if="positions are small: a float32 angle of 131071 is off by up to 8e-3; formed in float64 it is exact",
+    method="largest error of float32 tables, d = 128, in the last 4096 of 4096 and of 131072 positions",
+    expected="2e-4 and 8e-3; 3e-8 with float64 angles",
+    only_if="positions are small; with float32 angles the error is up to 8e-3 at 131071, with float64 angles 3e-8",
 )
 def _() -> Finding:
     near, far = (cos_error(rows - 4096, rows, torch.float32) for rows in (4096, 131_072))
     exact = torch.cos(torch.outer(torch.arange(4096).double(), theta(128)))
     ours = largest(build_rotary_frequencies(128, 4096)[0][0, 0].double() - exact)
     return Finding(
-        f"{near:.1e} to 4096, {far:.1e} to 131072; from float64 {ours:.1e}",
+        f"{near:.1e} up to 4096, {far:.1e} up to 131072; float64 angles {ours:.1e}",
         stated=far < 1e-6,
         amended=near < 5e-4 and far > 1e-3 and ours <= 2**-24,
     )
@@ -274,14 +276,14 @@ def _() -> Finding:
     "code.base-frequency",
     "base is the base frequency, usually 10000.",
     KOREAN,
-    method="highest and lowest frequency of base 10000, d = 64, in radians a position",
+    method="highest and lowest frequency for base 10000, d = 64, in radians per position",
     expected="1 and 1.3e-4: no frequency is 10000",
-    fails="base is the number whose powers the frequencies are; the highest of them is 1, whatever the base",
+    fails="the frequencies are powers of the base; the highest frequency is 1 for every base",
 )
 def _() -> Finding:
-    found, other = theta(64), theta(64, 500_000.0)
+    frequencies, other = theta(64), theta(64, 500_000.0)
     return Finding(
-        f"{found[0]:g} and {found[-1]:.1e}",
-        stated=bool((found == 10_000).any()),
-        amended=float(found[0]) == float(other[0]) == 1.0 and float(found[-1]) < 1.4e-4,
+        f"{frequencies[0]:g} and {frequencies[-1]:.1e}",
+        stated=bool((frequencies == 10_000).any()),
+        amended=float(frequencies[0]) == float(other[0]) == 1.0 and float(frequencies[-1]) < 1.4e-4,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.samples import EXACT, normal
 from ropewalk.claims.sources import CHINESE_1, CHINESE_2, RUSSIAN_1
 from ropewalk.reference import rotate
@@ -30,13 +30,13 @@ def _f(q: complex, m: int) -> complex:
     return complex(a, b)
 
 
-def _remembered() -> Callable[[complex, int], complex]:
-    """f for one measurement, which asks for the same vectors again and again; the next one rotates anew."""
+def _cached_f() -> Callable[[complex, int], complex]:
+    """f with a cache, for one measurement that uses the same vectors many times. Each measurement has its own cache."""
     return functools.cache(_f)
 
 
-def _turn_difference(a: float, b: float) -> float:
-    """|a − b| for angles, which are the same 2π apart."""
+def _angle_difference(a: float, b: float) -> float:
+    """|a − b| for two angles, modulo 2π."""
     return abs(cmath.phase(cmath.exp(1j * (a - b))))
 
 
@@ -46,10 +46,10 @@ def _worst(error: Callable[[complex, complex, int, int], float]) -> float:
 
 @chapter.claim(
     "derivation.initial",
-    "f(q, 0) = q: at position 0 a vector is itself.",
+    "f(q, 0) = q: at position 0 a vector is unchanged.",
     CHINESE_2,
     method="the rotation of six vectors to position 0",
-    expected="unchanged, bit for bit",
+    expected="unchanged, bit by bit",
 )
 def _() -> Finding:
     error = max(abs(_f(q, 0) - q) for q in QUERIES)
@@ -62,13 +62,13 @@ def _() -> Finding:
     CHINESE_2,
     method="q·k of 2-vectors against Re[q k*] of the same vectors as complex numbers",
     expected="equal for every complex q and k",
-    fails="the identity holds for any two plane vectors read as complex numbers; only the vectors' entries are real",
+    fails="the identity holds for any two plane vectors as complex numbers; only their components are real",
 )
 def _() -> Finding:
     error = max(abs((q.real * k.real + q.imag * k.imag) - (q * k.conjugate()).real) for q, k in PAIRS)
     imaginary = min(abs(q.imag) for q in QUERIES)
     return Finding(
-        f"error {error:.1e}, with imaginary parts of {imaginary:.2g} and more",
+        f"error {error:.1e}, with imaginary parts of at least {imaginary:.2g}",
         stated=error > EXACT,
         amended=error < EXACT and imaginary > 0,
     )
@@ -76,11 +76,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "derivation.one-g",
-    "Re[f(q,m) f*(k,n)] = g(q,k,m−n) may be solved as f(q,m) f*(k,n) = g(q,k,m−n), with the same g.",
+    "Re[f(q,m) f*(k,n)] = g(q,k,m−n) can be solved as f(q,m) f*(k,n) = g(q,k,m−n), with the same g.",
     CHINESE_2,
-    method="f(q,m) = q for even m and q* for odd m, which has f(q,0) = q: drift of the real and of the complex product",
-    expected="none for the real one, some for the complex one: a solution is lost; the rotation solves both",
-    fails="two functions share a letter: the first is the real part of the second, whose equation asks for more",
+    method="f(q,m) = q for even m and q* for odd m, so that f(q,0) = q: drift of the real and of the complex product",
+    expected="only the complex product drifts, so this solution is lost; the rotation solves both equations",
+    fails="the two g differ: the first is the real part of the second, and the second equation is stricter",
 )
 def _() -> Finding:
     def mirror(q: complex, m: int) -> complex:
@@ -92,11 +92,11 @@ def _() -> Finding:
 
         return _worst(lambda *at: abs(moved(*at).real)), _worst(lambda *at: abs(moved(*at)))
 
-    mirrored, turned = drifts(mirror), drifts(_remembered())
+    mirrored, rotated = drifts(mirror), drifts(_cached_f())
     return Finding(
-        f"mirror: drift {mirrored[0]:.1e} real, {mirrored[1]:.2g} complex; rotation: {turned[1]:.1e}",
+        f"mirror: drift {mirrored[0]:.1e} real, {mirrored[1]:.2g} complex; rotation: {rotated[1]:.1e}",
         stated=mirrored[1] < EXACT,
-        amended=mirrored[0] < EXACT and max(turned) < EXACT,
+        amended=mirrored[0] < EXACT and max(rotated) < EXACT,
     )
 
 
@@ -108,7 +108,7 @@ def _() -> Finding:
     expected="equal",
 )
 def _() -> Finding:
-    f = _remembered()
+    f = _cached_f()
     error = _worst(lambda q, k, m, n: abs(abs(f(q, m)) * abs(f(k, n)) - abs(q) * abs(k)))
     return Finding(f"largest error {error:.1e}", stated=error < EXACT)
 
@@ -121,11 +121,11 @@ def _() -> Finding:
     expected="Θ(q) − Θ(k) + (m−n)θ",
 )
 def _() -> Finding:
-    f = _remembered()
+    f = _cached_f()
 
     def error(q: complex, k: complex, m: int, n: int) -> float:
-        found = cmath.phase(f(q, m)) - cmath.phase(f(k, n))
-        return _turn_difference(found, cmath.phase(q) - cmath.phase(k) + (m - n) * THETA)
+        difference = cmath.phase(f(q, m)) - cmath.phase(f(k, n))
+        return _angle_difference(difference, cmath.phase(q) - cmath.phase(k) + (m - n) * THETA)
 
     worst = _worst(error)
     return Finding(f"largest error {worst:.1e}", stated=worst < EXACT)
@@ -142,7 +142,7 @@ def _() -> Finding:
     def phi(q: complex, m: int) -> float:
         return cmath.phase(_f(q, m)) - cmath.phase(q)
 
-    spread = max(_turn_difference(phi(q, m), phi(QUERIES[0], m)) for q in QUERIES for m in range(-3, 9))
+    spread = max(_angle_difference(phi(q, m), phi(QUERIES[0], m)) for q in QUERIES for m in range(-3, 9))
     return Finding(f"spread {spread:.1e}", stated=spread < EXACT)
 
 
@@ -151,7 +151,7 @@ def _() -> Finding:
     "φ(m) − φ(m−1) = Θ_g(q,k,1) + Θ(k) − Θ(q), whose right side does not depend on m.",
     CHINESE_2,
     method="both sides for six pairs of vectors at 11 positions, Θ_g being the angle of f(q,m) f*(k,m−1), modulo 2π",
-    expected="equal, and θ on both sides",
+    expected="both sides are θ",
 )
 def _() -> Finding:
     def right(q: complex, k: complex, m: int) -> float:
@@ -161,9 +161,9 @@ def _() -> Finding:
         return cmath.phase(_f(1 + 0j, m)) - cmath.phase(_f(1 + 0j, m - 1))
 
     ids = range(-2, 9)
-    error = max(_turn_difference(left(m), right(q, k, m)) for q, k in PAIRS for m in ids)
-    spread = max(_turn_difference(right(q, k, m), THETA) for q, k in PAIRS for m in ids)
-    return Finding(f"apart by {error:.1e}; off θ by {spread:.1e}", stated=max(error, spread) < EXACT)
+    error = max(_angle_difference(left(m), right(q, k, m)) for q, k in PAIRS for m in ids)
+    spread = max(_angle_difference(right(q, k, m), THETA) for q, k in PAIRS for m in ids)
+    return Finding(f"difference {error:.1e}; from θ {spread:.1e}", stated=max(error, spread) < EXACT)
 
 
 @chapter.claim(
@@ -171,10 +171,10 @@ def _() -> Finding:
     "So φ is an arithmetic sequence, and φ(m) = mθ.",
     CHINESE_2,
     method="φ(m) against mθ at 12 positions, modulo 2π",
-    expected="equal; φ(0) = 0, which the initial condition gives",
+    expected="equal; φ(0) = 0 by the initial condition",
 )
 def _() -> Finding:
-    line = max(_turn_difference(cmath.phase(_f(1 + 0j, m)), m * THETA) for m in range(-3, 9))
+    line = max(_angle_difference(cmath.phase(_f(1 + 0j, m)), m * THETA) for m in range(-3, 9))
     return Finding(f"off by {line:.1e}", stated=line < EXACT)
 
 
@@ -195,12 +195,12 @@ def _() -> Finding:
     "derivation.unique",
     "The radius does not depend on m: R_f(q,m) = |q|, R_f(k,m) = |k|.",
     CHINESE_2,
-    method="|q|ζ^m and |k|ζ^(−n), ζ = 0.98: does the product depend on m−n alone; the same with one f for both",
-    expected="another solution with two functions; none with one, since m = n and q = k give R_f(q,m)² = |q|²",
-    only_if="one f serves q and k; with f_q and f_k apart it is a choice, and the other one is xPos",
+    method="radii |q|ζ^m and |k|ζ^(−n), ζ = 0.98: drift of the product; the same with one f for q and k",
+    expected="no drift with two functions, so they are another solution; drift with one, where R_f(q,m)² = |q|²",
+    only_if="q and k use the same f; with different f_q and f_k there are other solutions, such as xPos",
 )
 def _() -> Finding:
-    zeta, f = 0.98, _remembered()
+    zeta, f = 0.98, _cached_f()
 
     def two(q: complex, k: complex, m: int, n: int) -> complex:
         return zeta**m * f(q, m) * (zeta**-n * f(k, n)).conjugate()
@@ -212,7 +212,7 @@ def _() -> Finding:
     shared = _worst(lambda q, k, m, n: abs(one(q, k, m, n) - one(q, k, m + 4, n + 4)))
     differs = max(abs(abs(zeta**5 * f(q, 5)) - abs(q)) for q in QUERIES)
     return Finding(
-        f"drift {apart:.1e} with two functions, {shared:.2g} with one; radius moved by {differs:.2g}",
+        f"drift {apart:.1e} with two functions, {shared:.2g} with one; radius changed by {differs:.2g}",
         stated=apart > EXACT,
         amended=apart < EXACT and shared > 0.01 and differs > 0.01,
     )
@@ -224,10 +224,10 @@ def _() -> Finding:
     RUSSIAN_1,
     method="the score of rotated vectors against both signs of the exponent",
     expected="n−m",
-    fails="the exponent is n−m (the note prints 'm n n'): the key's conjugate carries the minus",
+    fails="the exponent is n−m (the note prints 'm n n'): the conjugate of the key has the minus sign",
 )
 def _() -> Finding:
-    f = _remembered()
+    f = _cached_f()
 
     def score(q: complex, k: complex, m: int, n: int) -> float:
         return (f(q, n) * f(k, m).conjugate()).real
@@ -245,16 +245,16 @@ def _() -> Finding:
     "That score is g(x_n, x_n, m−n): a function of the query's token and the distance.",
     RUSSIAN_1,
     method="the score for one query and six keys at one distance",
-    expected="it changes with the key's token",
+    expected="it changes with the token of the key",
     fails="g(x_n, x_m, m−n): it depends on both tokens",
 )
 def _() -> Finding:
     scores = [(_f(QUERIES[0], 2) * _f(k, 5).conjugate()).real for k in KEYS]
-    moved = [(_f(QUERIES[0], 9) * _f(k, 12).conjugate()).real for k in KEYS]
+    shifted = [(_f(QUERIES[0], 9) * _f(k, 12).conjugate()).real for k in KEYS]
     spread = max(scores) - min(scores)
-    still = max(abs(a - b) for a, b in zip(scores, moved, strict=True))
+    moved = max(abs(a - b) for a, b in zip(scores, shifted, strict=True))
     return Finding(
-        f"spread {spread:.3g} over keys; drift {still:.1e}", stated=spread < EXACT, amended=still < EXACT < spread
+        f"spread {spread:.3g} over keys; drift {moved:.1e}", stated=spread < EXACT, amended=moved < EXACT < spread
     )
 
 
@@ -263,17 +263,17 @@ def _() -> Finding:
     "In the complex form, (W_q x_q)(W_k x_k)* is the score without positions.",
     CHINESE_1,
     method="its imaginary part; its real part against q·k",
-    expected="its real part is the score; its imaginary part is not 0, and turns into score at other distances",
-    fails="its real part is; the imaginary part is needed as soon as m ≠ n",
+    expected="its real part is the score; its imaginary part is not 0, and contributes to the score at other distances",
+    fails="its real part is the score; the imaginary part contributes if m ≠ n",
 )
 def _() -> Finding:
     products = [(q * k.conjugate(), q.real * k.real + q.imag * k.imag) for q, k in PAIRS]
     imaginary = max(abs(z.imag) for z, _ in products)
     real = max(abs(z.real - dot) for z, dot in products)
-    quarter = cmath.exp(1j * math.pi / 2)
-    swapped = max(abs((z * quarter).real + z.imag) for z, _ in products)
+    right_angle = cmath.exp(1j * math.pi / 2)
+    swapped = max(abs((z * right_angle).real + z.imag) for z, _ in products)
     return Finding(
-        f"imaginary part {imaginary:.3g}; real part off by {real:.1e}; a quarter turn shows the imaginary part",
+        f"imaginary part {imaginary:.3g}; real part off by {real:.1e}; rotation by π/2: minus the imaginary part",
         stated=imaginary < EXACT,
         amended=real < EXACT and swapped < EXACT,
     )

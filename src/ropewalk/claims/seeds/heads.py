@@ -1,10 +1,10 @@
-"""Heads: one rotation over the model or one a head, and which features of a head saw a whole turn."""
+"""Heads: one rotation of d_model or one per head, and the features that complete a rotation in training."""
 
 import torch
 from torch import Tensor
 
+from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import WIDTH, layer, outputs
-from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, drift, largest, normal, theta
 from ropewalk.claims.sources import LIU, RUSSIAN_1
 from ropewalk.nn.attention.layer import Attention
@@ -14,7 +14,7 @@ from ropewalk.theory import critical_dimension, periods
 
 __all__ = ["chapter"]
 
-chapter: Chapter = Chapter("Heads: where the rotation is made")
+chapter: Chapter = Chapter("Heads: rotation of the model or of each head")
 
 HEADS, DIM = 8, 64
 SPEC = RopeSpec(DIM, AcrossHeads(10_000, num_heads=HEADS))
@@ -27,11 +27,11 @@ def _split(x: Tensor) -> Tensor:
 
 @chapter.claim(
     "heads.own-frequencies",
-    "Rotating all of d_model before the heads are split gives each head a rotation of its own.",
+    "Rotating all of d_model before the split into heads gives each head its own rotation.",
     RUSSIAN_1,
     method="512 features rotated and then split into 8 heads, against heads rotated with AcrossHeads frequencies; "
     "Attention with rope-across-heads against attention over projections that were rotated before the split",
-    expected="equal; no frequency in two heads",
+    expected="equal; no frequency occurs in two heads",
 )
 def _() -> Finding:
     x, ids = normal(6, HEADS * DIM), torch.arange(6) * 100
@@ -55,11 +55,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "heads.range",
-    "That is the simple way to bring RoPE into multi-head attention.",
+    "That is the simple way to use RoPE in multi-head attention.",
     RUSSIAN_1,
-    method="fastest period of each head, 8 heads of 64: rotation over d_model, and per head as models do it",
-    expected="over d_model head 0 has 6.3 … 19 and head 7 starts at 19869; per head every head has 6.3 … 47117",
-    only_if="heads may differ: the last head barely turns within 4096 tokens, where models give all heads the range",
+    method="shortest period of each head, 8 heads of 64: rotation of d_model, and rotation per head as in models",
+    expected="d_model: head 0 has 6.3 … 19 and head 7 starts at 19869; per head: every head has 6.3 … 47117",
+    only_if="heads may differ; the last head hardly rotates within 4096 tokens. Models give every head all periods",
 )
 def _() -> Finding:
     whole = [periods(row) for row in SPEC.inv_freq()]
@@ -77,14 +77,14 @@ def _() -> Finding:
     "heads.relative",
     "Rotating all of d_model keeps the scores of each head relative.",
     RUSSIAN_1,
-    method="drift of each head's score, 512 features rotated and split into 8 heads, in both pairings",
-    expected="none for pairs (0,1), (2,3), …; drift for pairs (i, i+256), which lie in two heads",
-    only_if="pairs are neighbours; half-split pairs straddle the heads, and their scores are not relative",
+    method="drift of the score of each head, 512 features rotated and split into 8 heads, in both pairings",
+    expected="none for pairs (0,1), (2,3), …; drift for pairs (i, i+256), which are in different heads",
+    only_if="pairs are neighbours; half-split pairs cross heads, and their scores are not relative",
 )
 def _() -> Finding:
     q, k = normal(2, 1, HEADS * DIM, seed=1)
 
-    def moved(pairing: Pairing) -> float:
+    def score_drift(pairing: Pairing) -> float:
         def scores(m: int, n: int) -> Tensor:
             rotated_q, rotated_k = (
                 _split(rotate(x, torch.tensor([position]), theta(HEADS * DIM), pairing=pairing))
@@ -94,7 +94,7 @@ def _() -> Finding:
 
         return drift(scores)
 
-    interleaved, half = moved("interleaved"), moved("half")
+    interleaved, half = score_drift("interleaved"), score_drift("half")
     return Finding(
         f"drift {interleaved:.1e} (neighbours), {half:.3g} (half)",
         stated=max(interleaved, half) < EXACT,
@@ -106,8 +106,8 @@ def _() -> Finding:
     "heads.critical-dimension",
     "LLaMA-2 (d = 128, base 10000, trained to 4096) has a critical dimension of 92.",
     f"{RUSSIAN_1}, {LIU}",
-    method="2⌈d/2 · log_base(4096/2π)⌉, and features whose period fits into 4096",
-    expected="92 both ways; 36 features never saw a whole turn",
+    method="2⌈d/2 · log_base(4096/2π)⌉, and the number of features with a period of at most 4096",
+    expected="92 both ways; 36 features do not complete a rotation",
 )
 def _() -> Finding:
     formula = critical_dimension(128, 10_000, 4096)
@@ -117,10 +117,10 @@ def _() -> Finding:
 
 @chapter.claim(
     "heads.unseen-angles",
-    "The features past the critical dimension meet angles they never saw.",
+    "Beyond the trained length, the features after the critical dimension get unseen angles.",
     LIU,
-    method="angles of each pair at 4096 … 8191: how far the farthest is, around the circle, from one seen before",
-    expected="by 0.1 and more in the last 36 features only",
+    method="angles of each pair at 4096 … 8191: largest distance on the circle to the nearest angle at 0 … 4095",
+    expected="above 0.1 only in the last 36 features",
 )
 def _() -> Finding:
     circle = 2 * torch.pi
@@ -128,7 +128,7 @@ def _() -> Finding:
     unseen = []
     for pair, frequency in enumerate(theta(128)):
         seen = torch.sort(torch.remainder(before * frequency, circle)).values
-        # The neighbours of an angle on the circle: the last seen angle also stands before the first.
+        # Angles are on a circle: the last seen angle is also a neighbour of the first.
         seen = torch.cat((seen[-1:] - circle, seen, seen[:1] + circle))
         angles = torch.remainder(after * frequency, circle)
         above = torch.searchsorted(seen, angles).clamp(1, len(seen) - 1)

@@ -1,10 +1,10 @@
-"""Linear attention: the sums S and z, who reads them, and how large they are."""
+"""Linear attention: the state S and z, its use, and its size."""
 
 import torch
 from torch import Tensor
 
+from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import HEADS, WIDTH, layer, operations, token_by_token
-from ropewalk.claims.ledger import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1
 from ropewalk.nn.attention.cache import KVCache
@@ -16,13 +16,13 @@ from ropewalk.reference import elu_plus_one, linear_attention_by_recurrence, lin
 
 __all__ = ["chapter"]
 
-chapter: Chapter = Chapter("Linear attention: its state")
+chapter: Chapter = Chapter("Linear attention: the state")
 
 DIM = 16
 
 
 def _both_signs(x: Tensor) -> Tensor:
-    """A map to twice as many features."""
+    """A feature map to twice the number of features."""
     return torch.cat((x.relu(), (-x).relu()), dim=-1)
 
 
@@ -30,16 +30,16 @@ def _both_signs(x: Tensor) -> Tensor:
     "linear.state",
     "o_i = φ(q_i) S / φ(q_i) z with S = Σ φ(k_j)ᵀv_j and z = Σ φ(k_j)ᵀ gives the double sum.",
     CHINESE_1,
-    method="the double sum and the recurrence for 3 heads, 40 tokens, causal and not; linear_attention at once and, "
-    "with its state, one token at a time; that state against S and z",
+    method="the double sum against the recurrence for 3 heads, 40 tokens, causal and not; linear_attention with all "
+    "tokens at once and, with its state, one token per call; that state against S and z",
     expected="equal",
 )
 def _() -> Finding:
     q, k, v = normal(3, 1, 3, 40, DIM)
     truth = [linear_attention_by_sum(q, k, v, causal=causal) for causal in (False, True)]
     error, ours = (
-        max(largest(way(q, k, v, causal=causal) - truth[causal]) for causal in (False, True))
-        for way in (linear_attention_by_recurrence, linear_attention)
+        max(largest(form(q, k, v, causal=causal) - truth[causal]) for causal in (False, True))
+        for form in (linear_attention_by_recurrence, linear_attention)
     )
     stepped, state = token_by_token(q, k, v)
     by_token, phi = largest(stepped - truth[True]), elu_plus_one(k)
@@ -52,12 +52,12 @@ def _() -> Finding:
 
 @chapter.claim(
     "linear.lookup",
-    "No query has to go to the L keys again: each reads the same S and z, summed once from K and V.",
+    "No query needs the L keys again: each uses the same S and z, summed once from K and V.",
     CHINESE_1,
-    method="the state of linear_attention after 256 tokens, read by all queries, against its outputs, full and causal; "
-    "operations and kept numbers of one more token after 100 and after 1000, against Attention with a KVCache, d = 16",
-    expected="equal when full, far off when causal; equal operations and numbers, which grow with L under softmax",
-    only_if="nothing is masked; causal queries each read sums of their own, a state that moves on and does not grow",
+    method="outputs from the final state of linear_attention after 256 tokens, against its outputs, full and causal; "
+    "operations and stored numbers for one more token after 100 and 1000, against Attention with a KVCache, d = 16",
+    expected="equal if full, different if causal; constant operations and numbers, which grow with L for softmax",
+    only_if="nothing is masked; each causal query uses its own sums, in a state of constant size",
 )
 def _() -> Finding:
     q, k, v = normal(3, 1, 1, 256, DIM)
@@ -69,19 +69,19 @@ def _() -> Finding:
     linear, softmax, token = layer(LinearAttention, "rope"), layer(Attention, "rope"), normal(1, 1, WIDTH)
 
     def next_token(length: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Operations and kept numbers after so many tokens: of linear attention, and of softmax."""
+        """Operations and stored numbers for one token after `length` tokens: linear attention, then softmax."""
         tokens, cache = normal(1, length, WIDTH), KVCache(1, HEADS, 1001, WIDTH // HEADS, dtype=torch.float64)
         with torch.inference_mode():
             softmax(tokens, cache=cache)
-            (_, left), kept = linear.step(tokens), 2 * WIDTH * cache.filled_at_most
-            costs = operations(lambda: linear.step(token, left)), operations(lambda: softmax(token, cache=cache))
-        return (costs[0], left.above.numel() + left.below.numel()), (costs[1], kept)
+            (_, state), cached = linear.step(tokens), 2 * WIDTH * cache.filled_at_most
+            costs = operations(lambda: linear.step(token, state)), operations(lambda: softmax(token, cache=cache))
+        return (costs[0], state.above.numel() + state.below.numel()), (costs[1], cached)
 
     (near, near_softmax), (far, far_softmax) = next_token(100), next_token(1000)
     return Finding(
-        f"off by {full:.1e} full, {causal:.2g} causal; a token after 100 and 1000: {near[0]} and {far[0]} operations "
-        f"on {near[1]} and {far[1]} numbers, softmax {near_softmax[0]} and {far_softmax[0]} on {near_softmax[1]} and "
-        f"{far_softmax[1]}",
+        f"difference {full:.1e} full, {causal:.2g} causal; a token after 100 and 1000: {near[0]} and {far[0]} "
+        f"operations on {near[1]} and {far[1]} numbers, softmax {near_softmax[0]} and {far_softmax[0]} on "
+        f"{near_softmax[1]} and {far_softmax[1]}",
         stated=max(full, causal) < EXACT,
         amended=full < EXACT < causal
         and without_queries
@@ -94,10 +94,10 @@ def _() -> Finding:
     "linear.state-size",
     "The state S is a d×d matrix.",
     CHINESE_1,
-    method="S of linear_attention for φ(x) = (relu(x), relu(−x)), which maps d = 16 features to D = 32, and for "
-    "elu + 1; operations counted by torch",
-    expected="32×16, twice the operations",
-    only_if="φ keeps the number of features; in general S is D×d, and the cost O(L D d)",
+    method="shape of S in linear_attention for φ(x) = (relu(x), relu(−x)), which maps d = 16 features to D = 32, and "
+    "for elu + 1; operations counted by torch",
+    expected="32×16 with twice the operations; 16×16 for elu + 1",
+    only_if="φ does not change the number of features; in general S is D×d and the cost is O(L D d)",
 )
 def _() -> Finding:
     q, k, v = normal(3, 1, 1, 256, DIM)
@@ -109,7 +109,7 @@ def _() -> Finding:
 
     (wide, wide_cost), (same, same_cost) = counted(_both_signs), counted("elu")
     return Finding(
-        f"{wide[0]}×{wide[1]} at {wide_cost / same_cost:g}× the cost; {same[0]}×{same[1]} for elu + 1",
+        f"{wide[0]}×{wide[1]} with {wide_cost / same_cost:g}× the operations; {same[0]}×{same[1]} for elu + 1",
         stated=wide == (DIM, DIM),
         amended=wide == (2 * DIM, DIM) and same == (DIM, DIM) and wide_cost == 2 * same_cost,
     )

@@ -1,10 +1,10 @@
-"""Why a transformer needs positions at all."""
+"""Why a transformer needs positions."""
 
 import torch
 from torch import Tensor
 
-from ropewalk.claims.layers import HEADS, WEIGHTS, WIDTH, layer, outputs, told
-from ropewalk.claims.ledger import Chapter, Finding
+from ropewalk.claims.claim import Chapter, Finding
+from ropewalk.claims.layers import HEADS, WEIGHTS, WIDTH, layer, order_effect, outputs
 from ropewalk.claims.samples import EXACT, largest, normal
 from ropewalk.claims.sources import CHINESE_1, CHINESE_2
 from ropewalk.nn.attention.layer import Attention
@@ -13,7 +13,7 @@ from ropewalk.reference import multi_head_attention, rotate
 
 __all__ = ["chapter"]
 
-chapter: Chapter = Chapter("Order: what attention knows without positions")
+chapter: Chapter = Chapter("Order: attention without positions")
 
 TOKENS = normal(1, 3, WIDTH)
 SWAP = [2, 1, 0]
@@ -29,9 +29,9 @@ def _scores(tokens: Tensor) -> Tensor:
 
 @chapter.claim(
     "order.same-query",
-    "A token's query is the same numbers wherever the token stands; only its row moves.",
+    "The query of a token has the same values at every position; only its row changes.",
     CHINESE_1,
-    method="queries of [A, B, C] and of [C, B, A], compared bit for bit",
+    method="queries of [A, B, C] and of [C, B, A], compared bit by bit",
     expected="difference 0",
 )
 def _() -> Finding:
@@ -46,8 +46,8 @@ def _() -> Finding:
     "The order of the input does not change QKᵀ.",
     CHINESE_1,
     method="QKᵀ of three tokens and of the same tokens permuted by P",
-    expected="P QKᵀ Pᵀ, which is another matrix",
-    fails="QKᵀ becomes P QKᵀ Pᵀ: the same numbers in other places",
+    expected="P QKᵀ Pᵀ, which is a different matrix",
+    fails="QKᵀ becomes P QKᵀ Pᵀ: the same numbers, permuted",
 )
 def _() -> Finding:
     before, after = _scores(TOKENS), _scores(TOKENS[:, SWAP])
@@ -61,19 +61,19 @@ def _() -> Finding:
 
 @chapter.claim(
     "order.indistinguishable",
-    "Without positions a transformer cannot tell a sentence from the same words in another order.",
+    "Without positions a transformer cannot distinguish a sentence from the same words in another order.",
     CHINESE_1,
     method="outputs of full and of causal attention for permuted tokens, against permuted outputs; the same for "
     "Attention and LinearAttention without an encoding",
     expected="equal for full attention, not for causal",
-    only_if="there is no causal mask; a causal layer tells them apart without any encoding",
+    only_if="there is no causal mask; outputs of a causal layer depend on the order without any encoding",
 )
 def _() -> Finding:
     full, causal = (
         largest(_outputs(masked, TOKENS[:, SWAP]) - _outputs(masked, TOKENS)[SWAP]) for masked in (False, True)
     )
     softmax, softmax_causal, linear, linear_causal = (
-        told(layer(kind, None, causal=masked), TOKENS, SWAP)
+        order_effect(layer(kind, None, causal=masked), TOKENS, SWAP)
         for kind in (Attention, LinearAttention)
         for masked in (False, True)
     )
@@ -87,11 +87,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "order.captures",
-    "The attention module captures the positions of its input, that is, it cannot tell them apart.",
+    "The attention module captures the positions of its input, that is, it cannot distinguish them.",
     CHINESE_2,
     method="outputs for permuted tokens against permuted outputs",
-    expected="equal: nothing of the positions is captured",
-    fails="a negation is missing: attention does NOT capture positions, and so cannot tell them apart",
+    expected="equal: positions are not captured",
+    fails="a negation is missing: attention does NOT capture positions, so it cannot distinguish them",
 )
 def _() -> Finding:
     difference = largest(_outputs(False, TOKENS[:, SWAP]) - _outputs(False, TOKENS)[SWAP])
@@ -104,7 +104,7 @@ def _() -> Finding:
     CHINESE_1,
     method="outputs of full attention with RoPE for permuted tokens, against permuted outputs; Attention with rope "
     "against the formula",
-    expected="they differ; equal",
+    expected="permuted tokens give other outputs; the layer equals the formula",
 )
 def _() -> Finding:
     inv_freq = torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64)
@@ -117,8 +117,8 @@ def _() -> Finding:
     difference = largest(by_formula(TOKENS[:, SWAP]) - by_formula(TOKENS)[SWAP])
     ours = layer(Attention, "rope", causal=False)
     error = largest(outputs(ours, TOKENS)[0] - by_formula(TOKENS))
-    in_layer = told(ours, TOKENS, SWAP)
+    in_layer = order_effect(ours, TOKENS, SWAP)
     return Finding(
-        f"difference {difference:.3g}, in Attention {in_layer:.3g}, which is off the formula by {error:.1e}",
+        f"difference {difference:.3g}, in Attention {in_layer:.3g}; Attention against the formula {error:.1e}",
         stated=min(difference, in_layer) > 1e-3 and error < EXACT,
     )

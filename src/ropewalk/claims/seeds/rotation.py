@@ -1,4 +1,4 @@
-"""The rotation in d dimensions: what it keeps, how it composes, its three forms, its frequencies, its cost."""
+"""The rotation in d dimensions: invariants, composition, its three forms, frequencies, and cost."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ropewalk.claims.ledger import Chapter, Finding
-from ropewalk.claims.samples import EXACT, drift, largest, normal, theta, turn
+from ropewalk.claims.claim import Chapter, Finding
+from ropewalk.claims.samples import EXACT, drift, largest, normal, rotate_to, theta
 from ropewalk.claims.sources import CHINESE_1, CHINESE_2, KOREAN, RUSSIAN_1, RUSSIAN_2
 from ropewalk.errors import RopewalkError
 from ropewalk.reference import rotate, rotate_complex, rotate_matrix, softmax_attention
@@ -25,7 +25,7 @@ MATRICES = normal(2, DIM, DIM, seed=1) / DIM**0.5
 
 
 def _elements(*inputs: object, out_shape: Sequence[int], **options: object) -> int:
-    """The products, sums or differences of single numbers in one operation, for the counter of torch."""
+    """Number of scalar operations of an elementwise op, for torch's operation counter."""
     return math.prod(out_shape)
 
 
@@ -34,31 +34,33 @@ ELEMENTWISE = dict.fromkeys((torch.ops.aten.mul, torch.ops.aten.add, torch.ops.a
 
 def _matrix(position: float, dim: int = DIM, inv_freq: Tensor | None = None) -> Tensor:
     """R_m, column by column: the rotation of each unit vector."""
-    return turn(torch.eye(dim, dtype=torch.float64), position, theta(dim) if inv_freq is None else inv_freq).T
+    return rotate_to(torch.eye(dim, dtype=torch.float64), position, theta(dim) if inv_freq is None else inv_freq).T
 
 
 @chapter.claim(
     "rotation.relative-2d",
-    "In two dimensions the product of a rotated query and a rotated key depends on m − n alone.",
+    "In two dimensions the product of a rotated query and a rotated key depends only on m − n.",
     f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {CHINESE_2}",
-    method="drift of the score when both positions move by up to 1000",
+    method="drift of the score if both positions shift by up to 1000",
     expected="none",
 )
 def _() -> Finding:
-    moved = drift(lambda m, n: turn(Q[:2], m) @ turn(K[:2], n))
+    moved = drift(lambda m, n: rotate_to(Q[:2], m) @ rotate_to(K[:2], n))
     return Finding(f"drift {moved:.1e}", stated=moved < EXACT)
 
 
 @chapter.claim(
     "rotation.relative",
-    "In d dimensions too: (R_m q)ᵀ(R_n k) = qᵀ R_{n−m} k.",
+    "The same holds in d dimensions: (R_m q)ᵀ(R_n k) = qᵀ R_{n−m} k.",
     f"{CHINESE_1}, {CHINESE_2}, {KOREAN}",
     method="drift of the score for d = 64, and the score against qᵀ R_{n−m} k",
-    expected="none, and equal",
+    expected="no drift; equal",
 )
 def _() -> Finding:
-    moved = drift(lambda m, n: turn(Q, m) @ turn(K, n))
-    error = max(largest(turn(Q, m) @ turn(K, n) - Q @ _matrix(n - m) @ K) for m, n in ((3, 1), (17, 40), (0, 999)))
+    moved = drift(lambda m, n: rotate_to(Q, m) @ rotate_to(K, n))
+    error = max(
+        largest(rotate_to(Q, m) @ rotate_to(K, n) - Q @ _matrix(n - m) @ K) for m, n in ((3, 1), (17, 40), (0, 999))
+    )
     return Finding(f"drift {moved:.1e}, error {error:.1e}", stated=max(moved, error) < EXACT)
 
 
@@ -67,67 +69,67 @@ def _() -> Finding:
     "The rotation is applied to the embedding x_m of a token.",
     KOREAN,
     method="drift of the score for q = W_q R_m x, rotated before the projection, and for q = R_m W_q x",
-    expected="drift before, none after",
-    only_if="x_m stands for the projected query or key: rotating before W loses the relative property",
+    expected="drift if rotated before W, none after",
+    only_if="x_m is the projected query or key; a rotation before W loses the relative property",
 )
 def _() -> Finding:
     w_q, w_k = MATRICES
-    before = drift(lambda m, n: (w_q @ turn(Q, m)) @ (w_k @ turn(K, n)))
-    after = drift(lambda m, n: turn(w_q @ Q, m) @ turn(w_k @ K, n))
+    before = drift(lambda m, n: (w_q @ rotate_to(Q, m)) @ (w_k @ rotate_to(K, n)))
+    after = drift(lambda m, n: rotate_to(w_q @ Q, m) @ rotate_to(w_k @ K, n))
     return Finding(f"drift {before:.3g} before W, {after:.1e} after", stated=before < EXACT, amended=after < EXACT)
 
 
 @chapter.claim(
     "rotation.q-and-v",
-    "The product of the projections q and v should depend on the relative position alone.",
+    "The product of the projections q and v should depend only on the relative position.",
     RUSSIAN_1,
-    method="drift of ⟨R_m q, R_n k⟩, and of ⟨R_m q, v_n⟩ with v as attention has it, not rotated",
-    expected="none for q·k; q·v drifts, and attention never forms it",
-    fails="the product of q and k: v is averaged, never multiplied with q",
+    method="drift of ⟨R_m q, R_n k⟩, and of ⟨R_m q, v_n⟩ with v not rotated, as in attention",
+    expected="none for q·k; q·v drifts, and attention never computes it",
+    fails="it should say q and k; v is averaged, never multiplied by q",
 )
 def _() -> Finding:
     v = normal(DIM, seed=2)
-    q_v, q_k = drift(lambda m, n: turn(Q, m) @ v), drift(lambda m, n: turn(Q, m) @ turn(K, n))
+    q_v, q_k = drift(lambda m, n: rotate_to(Q, m) @ v), drift(lambda m, n: rotate_to(Q, m) @ rotate_to(K, n))
     return Finding(f"drift of q·v {q_v:.3g}, of q·k {q_k:.1e}", stated=q_v < EXACT, amended=q_k < EXACT)
 
 
 @chapter.claim(
     "rotation.values-need-none",
-    "Position is used in q and k, which are multiplied to weigh the values.",
+    "Positions are used in q and k, whose product weights the values.",
     RUSSIAN_1,
-    method="attention with q and k rotated, moved by 100 positions; the same with v rotated as well",
-    expected="outputs do not move; with v rotated they do",
+    method="change of the output of attention with rotated q and k if positions shift by 100; also with rotated v",
+    expected="no change; with rotated v the output changes",
 )
 def _() -> Finding:
     q, k, v = normal(3, 1, 2, 6, DIM, seed=3)
 
     def outputs(start: int, values: bool) -> Tensor:
         ids = torch.arange(6) + start
-        turned = [rotate(x, ids, theta(DIM)) for x in (q, k, v)]
-        return softmax_attention(turned[0], turned[1], turned[2] if values else v)
+        rotated = [rotate(x, ids, theta(DIM)) for x in (q, k, v)]
+        return softmax_attention(rotated[0], rotated[1], rotated[2] if values else v)
 
-    still, moved = (largest(outputs(100, values) - outputs(0, values)) for values in (False, True))
-    return Finding(f"moved by {still:.1e}; with v rotated by {moved:.3g}", stated=still < EXACT and moved > 0.1)
+    plain, with_v = (largest(outputs(100, values) - outputs(0, values)) for values in (False, True))
+    return Finding(f"change {plain:.1e}; with rotated v {with_v:.3g}", stated=plain < EXACT and with_v > 0.1)
 
 
 @chapter.claim(
     "rotation.needs-m",
-    "The rotated projection is R_Θ W x_m, with a matrix that does not name the position m.",
+    "The rotated projection is R_Θ W x_m, with a matrix that does not depend on the position m.",
     RUSSIAN_1,
-    method="scores with one and the same R for every position, against scores without any",
-    expected="equal: such an R does nothing",
-    fails="R_{Θ,m}: another matrix for every position, the same for q and k",
+    method="scores with the same R for every position, against scores without R",
+    expected="equal: such an R has no effect on the scores",
+    fails="the matrix is R_{Θ,m}: different for every position, the same for q and k",
 )
 def _() -> Finding:
     q, k = normal(2, 5, DIM, seed=4)
     plain = q @ k.T
-    constant = largest(turn(q, 7) @ turn(k, 7).T - plain)
+    constant = largest(rotate_to(q, 7) @ rotate_to(k, 7).T - plain)
     by_position = rotate(q, torch.arange(5), theta(DIM)) @ rotate(k, torch.arange(5), theta(DIM)).T
-    told = largest(by_position - plain)
+    varying = largest(by_position - plain)
     return Finding(
-        f"scores move by {constant:.1e} with one R, by {told:.3g} with R_m",
+        f"scores change by {constant:.1e} with one R, by {varying:.3g} with R_m",
         stated=constant > EXACT,
-        amended=constant < EXACT < told,
+        amended=constant < EXACT < varying,
     )
 
 
@@ -147,7 +149,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "rotation.orthogonal",
-    "R_m is orthogonal, so it keeps the length of a vector.",
+    "R_m is orthogonal, so it preserves the norm of a vector.",
     f"{CHINESE_1}, {CHINESE_2}",
     method="R_mᵀR_m against 1, and |R_m q| against |q|, at positions up to 2^20",
     expected="equal",
@@ -156,7 +158,7 @@ def _() -> Finding:
     ids = (1, 4095, 1 << 20)
     eye = torch.eye(DIM, dtype=torch.float64)
     product = max(largest(_matrix(m).T @ _matrix(m) - eye) for m in ids)
-    length = max(largest(turn(Q, m).norm() - Q.norm()) for m in ids)
+    length = max(largest(rotate_to(Q, m).norm() - Q.norm()) for m in ids)
     return Finding(f"errors {product:.1e} and {length:.1e}", stated=max(product, length) < EXACT)
 
 
@@ -164,16 +166,18 @@ def _() -> Finding:
     "rotation.formula-2d",
     "The rotation of (x, y) is (x cos θ − y sin θ, x sin θ + y cos θ), counter-clockwise.",
     f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {CHINESE_2}, {KOREAN}",
-    method="(1, 0) turned by a quarter; the formula written out for random vectors",
+    method="(1, 0) rotated by π/2; the formula written out for a random vector",
     expected="(0, 1); equal",
 )
 def _() -> Finding:
-    quarter = turn(torch.tensor([1.0, 0.0], dtype=torch.float64), 1, torch.tensor([torch.pi / 2], dtype=torch.float64))
+    unit = rotate_to(
+        torch.tensor([1.0, 0.0], dtype=torch.float64), 1, torch.tensor([torch.pi / 2], dtype=torch.float64)
+    )
     x, y = Q[:2]
     angle = torch.tensor(0.7, dtype=torch.float64)
     written = torch.stack((x * angle.cos() - y * angle.sin(), x * angle.sin() + y * angle.cos()))
-    error = largest(turn(Q[:2], 1, angle[None]) - written)
-    shown = f"({abs(float(quarter[0])):.0f}, {float(quarter[1]):.0f})"
+    error = largest(rotate_to(Q[:2], 1, angle[None]) - written)
+    shown = f"({abs(float(unit[0])):.0f}, {float(unit[1]):.0f})"
     return Finding(f"{shown}; error {error:.1e}", stated=shown == "(0, 1)" and error < EXACT)
 
 
@@ -181,7 +185,7 @@ def _() -> Finding:
     "rotation.three-forms",
     "Block-diagonal matrix, complex product and element-wise formula are the same map.",
     f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {KOREAN}",
-    method="the three for d = 64 at positions up to 2^20",
+    method="all three forms for d = 64 at positions up to 2^20",
     expected="equal",
 )
 def _() -> Finding:
@@ -195,9 +199,9 @@ def _() -> Finding:
     "rotation.columns",
     "The element-wise formula multiplies x by a column of cosines and a column of sines, as printed.",
     RUSSIAN_2,
-    method="the printed columns for d = 6, where nothing is left out, counted",
-    expected="6 entries each; printed: 7 cosines (θ_{d/2} three times), 7 sines (a stray θ_2)",
-    fails="each frequency stands twice in each column: θ_1, θ_1, θ_2, θ_2, …, θ_{d/2}, θ_{d/2}",
+    method="number of entries in the printed columns for d = 6, where the dots stand for nothing",
+    expected="6 entries are needed; printed are 7 cosines (θ_{d/2} three times) and 7 sines (one θ_2 too many)",
+    fails="each frequency occurs twice in each column: θ_1, θ_1, θ_2, θ_2, …, θ_{d/2}, θ_{d/2}",
 )
 def _() -> Finding:
     x, m, f = normal(6, seed=6), 5, theta(6)
@@ -209,7 +213,7 @@ def _() -> Finding:
         multiplied = False
     swapped = torch.stack((-x[1::2], x[0::2]), -1).flatten()
     right = x * torch.cos(m * f).repeat_interleave(2) + swapped * torch.sin(m * f).repeat_interleave(2)
-    error = largest(right - turn(x, m))
+    error = largest(right - rotate_to(x, m))
     return Finding(
         f"{len(x)} features, {len(cos_printed)} cosines, {len(sin_printed)} sines; corrected: error {error:.1e}",
         stated=multiplied,
@@ -219,19 +223,19 @@ def _() -> Finding:
 
 @chapter.claim(
     "rotation.subspaces",
-    "R splits the space into d/2 planes, each of which turns on its own.",
+    "R splits the space into d/2 planes, each with its own rotation.",
     f"{CHINESE_1}, {CHINESE_2}, {RUSSIAN_1}",
-    method="the entries of R_m outside its 2×2 blocks; the score against the sum of the planes' scores",
+    method="the entries of R_m outside its 2×2 blocks; the score against the sum of the scores of the planes",
     expected="0; equal",
 )
 def _() -> Finding:
     blocks = torch.block_diag(*[torch.ones(2, 2, dtype=torch.float64)] * (DIM // 2))
     outside = largest(_matrix(17) * (1 - blocks))
     planes = sum(
-        turn(Q[2 * i : 2 * i + 2], 17, f[None]) @ turn(K[2 * i : 2 * i + 2], 4, f[None])
+        rotate_to(Q[2 * i : 2 * i + 2], 17, f[None]) @ rotate_to(K[2 * i : 2 * i + 2], 4, f[None])
         for i, f in enumerate(theta(DIM))
     )
-    error = largest(turn(Q, 17) @ turn(K, 4) - planes)
+    error = largest(rotate_to(Q, 17) @ rotate_to(K, 4) - planes)
     return Finding(f"outside {outside:g}; error {error:.1e}", stated=outside == 0 and error < EXACT)
 
 
@@ -240,14 +244,15 @@ def _() -> Finding:
     "θ_i = 10000^(−2i/d), i = 0 … d/2−1.",
     f"{KOREAN}, {CHINESE_1}",
     method="the frequencies of a spec against the formula, d = 128",
-    expected="equal, falling from 1",
+    expected="equal, decreasing from 1",
 )
 def _() -> Finding:
-    found = RopeSpec(128).inv_freq()
-    error = max(abs(float(found[i]) - 10_000.0 ** (-2 * i / 128)) for i in range(64))
-    falling = bool((found[1:] < found[:-1]).all())
+    frequencies = RopeSpec(128).inv_freq()
+    error = max(abs(float(frequencies[i]) - 10_000.0 ** (-2 * i / 128)) for i in range(64))
+    decreasing = bool((frequencies[1:] < frequencies[:-1]).all())
     return Finding(
-        f"error {error:.1e}, first {found[0]:g}, falling: {falling}", stated=error < 1e-15 and falling and found[0] == 1
+        f"error {error:.1e}, first {frequencies[0]:g}, decreasing: {decreasing}",
+        stated=error < 1e-15 and decreasing and frequencies[0] == 1,
     )
 
 
@@ -256,7 +261,7 @@ def _() -> Finding:
     "θ_i = 10000^(−2(i−1)/d), i = 1 … d/2.",
     RUSSIAN_1,
     method="the frequencies of a spec against the formula, d = 128",
-    expected="equal to the ones counted from 0",
+    expected="equal to the frequencies numbered from 0",
 )
 def _() -> Finding:
     error = max(abs(float(RopeSpec(128).inv_freq()[i - 1]) - 10_000.0 ** (-2 * (i - 1) / 128)) for i in range(1, 65))
@@ -268,8 +273,8 @@ def _() -> Finding:
     "The matrix has θ_1 … θ_{d/2}, and θ_i = 10000^(−2i/d).",
     CHINESE_1,
     method="10000^(−2i/d) at i = 1 … d/2 against the frequencies of RoFormer, d = 128",
-    expected="each is 10000^(−2/d) = 0.866 times too small",
-    fails="with i counted from 1 the exponent is −2(i−1)/d; −2i/d counts from 0",
+    expected="each is too small by the factor 10000^(−2/d) = 0.866",
+    fails="if i starts at 1 the exponent is −2(i−1)/d; −2i/d needs i from 0",
 )
 def _() -> Finding:
     mixed = torch.tensor([10_000.0 ** (-2 * i / 128) for i in range(1, 65)], dtype=torch.float64)
@@ -285,25 +290,25 @@ def _() -> Finding:
     "rotation.even",
     "The dimension must be even.",
     KOREAN,
-    method="7 features turned in pairs: the change of the last one at 100 positions; a spec of 7 features",
-    expected="0: it has no partner and says nothing of its position; refused",
+    method="7 features rotated in pairs: the change of the last one at 100 positions; a spec of 7 features",
+    expected="0: a feature without a partner does not depend on its position; RopeSpec raises an error",
 )
 def _() -> Finding:
     x = normal(1, 7).expand(100, 7)
     change = largest((rotate(x, torch.arange(100), theta(6)) - x)[:, 6])
     try:
-        refused = bool(RopeSpec(7)) and False
+        rejected = bool(RopeSpec(7)) and False
     except RopewalkError:
-        refused = True
-    return Finding(f"change {change:g}; refused: {refused}", stated=change == 0 and refused)
+        rejected = True
+    return Finding(f"change {change:g}; RopeSpec(7) rejected: {rejected}", stated=change == 0 and rejected)
 
 
 @chapter.claim(
     "rotation.sparse",
     "Multiplying by the whole matrix wastes memory and time.",
     CHINESE_1,
-    method="operations and numbers for one vector of d = 128: R_m x (counted by torch) and the element-wise form",
-    expected="2d² = 32768 operations on 16384 numbers, against 3d = 384 on 128 cosines and sines, both counted",
+    method="operations and stored numbers for one vector of d = 128: R_m x and the element-wise form, counted by torch",
+    expected="2d² = 32768 operations on 16384 numbers, against 3d = 384 on 128 cosines and sines",
 )
 def _() -> Finding:
     matrix = _matrix(5, 128)
@@ -315,7 +320,7 @@ def _() -> Finding:
     with FlopCounterMode(display=False, custom_mapping=ELEMENTWISE) as elements:
         rotated = a * cos - b * sin, a * sin + b * cos
     sparse, tables = elements.get_total_flops(), cos.numel() + sin.numel()
-    error = largest(join_pairs(*rotated, "interleaved") - turn(normal(128, seed=1), 5))
+    error = largest(join_pairs(*rotated, "interleaved") - rotate_to(normal(128, seed=1), 5))
     used = int((matrix != 0).sum())
     return Finding(
         f"{dense} against {sparse} operations ({dense / sparse:.0f}×), {matrix.numel()} against {tables} numbers; "

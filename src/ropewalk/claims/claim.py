@@ -1,7 +1,7 @@
-"""The ledger: statements that others make about position encodings, how each is measured, and what is known of it.
+"""Claims: statements about position encodings, how each is measured, and its recorded verdict.
 
-A statement is recorded with a verdict. Each run measures it anew; a measurement that contradicts the recorded verdict
-is an error in the ledger, in the code that measures, or in the library.
+Each run repeats the measurements. If a measurement contradicts the recorded verdict, the verdict, the measurement or
+the library is wrong.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ __all__ = ["Chapter", "Claim", "Entry", "Finding", "Verdict", "run"]
 
 
 class Verdict(StrEnum):
-    """What is known of a statement.
+    """The recorded result for a statement.
 
     >>> print(Verdict.CONDITIONAL)
     holds under a stated condition
@@ -25,7 +25,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a measurement says: the figures, whether the statement is true as made, and whether as amended.
+    """The result of a measurement.
+
+    Attributes:
+        measured: The figures, as text.
+        stated: Whether the statement is true as made.
+        amended: Whether the condition or correction of the claim is true.
 
     >>> Finding("1.909", stated=False, amended=True).supports(Verdict.FAILS)
     True
@@ -38,7 +43,7 @@ class Finding:
     amended: bool = False
 
     def supports(self, verdict: Verdict) -> bool:
-        """Whether this is what the verdict says. A condition or a correction must itself have been measured."""
+        """Whether the measurement agrees with `verdict`. A condition or a correction must be measured too."""
         if verdict is Verdict.HOLDS:
             return bool(self.stated)
         return not self.stated and bool(self.amended)
@@ -46,11 +51,22 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement, where it stands, how it is measured, what should come out, and the verdict.
+    """A statement with its measurement and its recorded verdict.
 
-    `amendment` is the condition under which it holds, or what holds instead; empty where it simply holds.
+    Attributes:
+        id: Unique name, "subject.name".
+        statement: The statement in plain words.
+        source: The note or paper that makes the statement.
+        method: How the statement is measured.
+        expected: The expected figures.
+        verdict: The recorded verdict.
+        amendment: The condition under which the statement holds, or what holds instead. Empty if it holds.
+        measure: Runs the measurement.
 
-    >>> Claim("a.b", "1 + 1 is 2", "arithmetic", "add", "2", Verdict.HOLDS, "", lambda: Finding("2", True)).verdict
+    Raises:
+        ValueError: If a verdict other than "holds" has no amendment, or "holds" has one.
+
+    >>> Claim("a.b", "1 + 1 is 2", "a note", "add", "2", Verdict.HOLDS, "", lambda: Finding("2", True)).verdict
     <Verdict.HOLDS: 'holds'>
     """
 
@@ -65,14 +81,17 @@ class Claim:
 
     def __post_init__(self) -> None:
         if (self.verdict is Verdict.HOLDS) != (self.amendment == ""):
-            raise ValueError(f"{self.id}: a verdict other than 'holds' says what holds instead, and 'holds' does not")
+            raise ValueError(f"{self.id}: a verdict other than 'holds' needs an amendment, and 'holds' has none")
 
 
 class Chapter:
-    """Claims on one subject, in the order in which they are made.
+    """Claims on one subject, in the order of their definition.
+
+    Args:
+        title: Heading of the chapter.
 
     >>> chapter = Chapter("Sums")
-    >>> @chapter.claim("sum", "1 + 1 is 3", "a mistake", method="add", expected="2", fails="1 + 1 is 2")
+    >>> @chapter.claim("sum", "1 + 1 is 3", "a note", method="add", expected="2", fails="1 + 1 is 2")
     ... def _() -> Finding:
     ...     return Finding(str(1 + 1), stated=1 + 1 == 3, amended=1 + 1 == 2)
     >>> [claim.verdict.value for claim in chapter.claims]
@@ -86,9 +105,19 @@ class Chapter:
     def claim(
         self, id: str, statement: str, source: str, *, method: str, expected: str, only_if: str = "", fails: str = ""
     ) -> Callable[[Callable[[], Finding]], Callable[[], Finding]]:
-        """Records the function below it as the measurement of a claim.
+        """Decorator that adds a claim, measured by the decorated function.
 
-        `only_if` is the condition under which the statement holds, `fails` what holds in its place.
+        Args:
+            id: Unique name, "subject.name".
+            statement: The statement in plain words.
+            source: The note or paper that makes the statement.
+            method: How the statement is measured.
+            expected: The expected figures.
+            only_if: The condition under which the statement holds, for the verdict CONDITIONAL.
+            fails: What holds instead, for the verdict FAILS.
+
+        Returns:
+            The decorator. It returns the function unchanged.
         """
         verdict = Verdict.CONDITIONAL if only_if else Verdict.FAILS if fails else Verdict.HOLDS
 
@@ -101,9 +130,9 @@ class Chapter:
 
 @dataclass(frozen=True)
 class Entry:
-    """A claim with what one run measured.
+    """A claim with the result of one run.
 
-    >>> claim = Claim("a.b", "1 is 1", "logic", "look", "1", Verdict.HOLDS, "", lambda: Finding("1", stated=True))
+    >>> claim = Claim("a.b", "1 is 1", "a note", "compare", "1", Verdict.HOLDS, "", lambda: Finding("1", stated=True))
     >>> Entry(claim, claim.measure()).contradicted
     False
     """
@@ -113,11 +142,11 @@ class Entry:
 
     @property
     def contradicted(self) -> bool:
-        """Whether the measurement speaks against the recorded verdict."""
+        """Whether the measurement contradicts the recorded verdict."""
         return not self.finding.supports(self.claim.verdict)
 
     def as_dict(self) -> dict[str, str | bool]:
-        """The entry as JSON holds it."""
+        """The entry as a JSON object."""
         claim = self.claim
         return {
             "id": claim.id,
@@ -133,15 +162,21 @@ class Entry:
 
 
 def run(claims: list[Claim]) -> Iterator[Entry]:
-    """Measures each claim in turn. A measurement that raises is one that contradicts.
+    """Measure the claims one after another. A measurement that raises contradicts its claim.
 
-    >>> broken = Claim("a", "1/0 is 0", "a slip", "divide", "0", Verdict.HOLDS, "", lambda: Finding(str(1 / 0), True))
+    Args:
+        claims: Claims to measure.
+
+    Yields:
+        One entry per claim.
+
+    >>> broken = Claim("a", "1/0 is 0", "a note", "divide", "0", Verdict.HOLDS, "", lambda: Finding(str(1 / 0), True))
     >>> [(entry.finding.measured, entry.contradicted) for entry in run([broken])]
     [('ZeroDivisionError: division by zero', True)]
     """
     for claim in claims:
         try:
             finding = claim.measure()
-        except Exception as error:  # whatever breaks one measurement must not hide the others: it is reported
+        except Exception as error:  # reported as the result, so that the other claims are still measured
             finding = Finding(f"{type(error).__name__}: {error}", stated=False, amended=False)
         yield Entry(claim, finding)

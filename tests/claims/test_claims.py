@@ -1,4 +1,4 @@
-"""The ledger: every verdict stands, every note is covered, and a wrong library or a wrong verdict is noticed."""
+"""Checked claims: measurements agree with every verdict, every note is covered, and wrong code is detected."""
 
 import importlib
 
@@ -12,56 +12,56 @@ CLAIMS = [claim for chapter in CHAPTERS for claim in chapter.claims]
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.id)
-def test_the_verdict_stands(claim):
+def test_the_measurement_agrees_with_the_verdict(claim):
     (entry,) = run([claim])
     assert not entry.contradicted, entry.as_dict()
 
 
-def test_ids_are_unique_and_every_field_says_something():
+def test_ids_are_unique_and_no_field_is_empty():
     assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:
         assert all((claim.id, claim.statement, claim.source, claim.method, claim.expected)), claim.id
         assert len(claim.statement) <= 120, claim.id
 
 
-def test_every_note_is_read_and_every_verdict_occurs():
+def test_every_note_is_covered_and_every_verdict_occurs():
     for note in NOTES:
         assert sum(note in claim.source for claim in CLAIMS) >= 5, note
     assert {claim.verdict for claim in CLAIMS} == set(Verdict)
 
 
 def by_id(*names: str) -> list[Claim]:
-    found = [claim for claim in CLAIMS if claim.id in names]
-    assert len(found) == len(names)
-    return found
+    selected = [claim for claim in CLAIMS if claim.id in names]
+    assert len(selected) == len(names)
+    return selected
 
 
 def contradicted(*names: str) -> set[str]:
     return {entry.claim.id for entry in run(by_id(*names)) if entry.contradicted}
 
 
-def test_a_library_that_turns_the_wrong_way_is_noticed(monkeypatch):
+def test_a_rotation_in_the_wrong_direction_is_detected(monkeypatch):
     module = importlib.import_module("ropewalk.reference.rotate")
-    right = module._by_element
-    monkeypatch.setattr(module, "_by_element", lambda x, angles, pairing: right(x, -angles, pairing))
+    original = module._by_element
+    monkeypatch.setattr(module, "_by_element", lambda x, angles, pairing: original(x, -angles, pairing))
     ids = ("rotation.formula-2d", "rotation.three-forms", "derivation.solution", "decay.polar", "derivation.exponent")
     assert contradicted(*ids) == set(ids)
 
 
-def test_a_library_that_does_not_turn_is_noticed(monkeypatch):
+def test_a_missing_rotation_is_detected(monkeypatch):
     module = importlib.import_module("ropewalk.reference.rotate")
     monkeypatch.setattr(module, "_by_element", lambda x, angles, pairing: x + 0 * angles.sum())
     ids = ("order.rope-tells", "rotation.before-w", "rotation.needs-m", "code.apply", "linear.denominator")
     assert contradicted(*ids) == set(ids)
 
 
-def test_a_feature_map_that_reaches_zero_is_noticed(monkeypatch):
+def test_a_feature_map_that_reaches_zero_is_detected(monkeypatch):
     linear = importlib.import_module("ropewalk.claims.seeds.linear")
     monkeypatch.setattr(linear, "elu_plus_one", torch.relu)
     assert contradicted("linear.elu") == {"linear.elu"}
 
 
-def test_wrong_frequencies_are_noticed(monkeypatch):
+def test_wrong_frequencies_are_detected(monkeypatch):
     frequencies = importlib.import_module("ropewalk.spec.frequencies")
     monkeypatch.setattr(
         frequencies.Plain, "evaluate", lambda self, dim, *_: 1 / frequencies.FLOAT64.powers(self.base * 1.001, dim)
@@ -71,7 +71,7 @@ def test_wrong_frequencies_are_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "stated", "amended", "stands"),
+    ("verdict", "stated", "amended", "supported"),
     [
         (Verdict.HOLDS, True, False, True),
         (Verdict.HOLDS, False, True, False),
@@ -83,12 +83,12 @@ def test_wrong_frequencies_are_noticed(monkeypatch):
         (Verdict.FAILS, False, False, False),
     ],
 )
-def test_what_contradicts_what(verdict, stated, amended, stands):
-    assert Finding("", stated=stated, amended=amended).supports(verdict) == stands
+def test_supports(verdict, stated, amended, supported):
+    assert Finding("", stated=stated, amended=amended).supports(verdict) == supported
 
 
-def test_a_verdict_other_than_holds_says_what_holds():
-    with pytest.raises(ValueError, match="says what holds instead"):
+def test_a_verdict_other_than_holds_needs_an_amendment():
+    with pytest.raises(ValueError, match="needs an amendment"):
         Claim("id", "statement", "source", "method", "expected", Verdict.FAILS, "", lambda: Finding("", False))
 
 
