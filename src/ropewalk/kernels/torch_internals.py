@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ __all__ = [
     "MASKS",
     "OWN",
     "OWN_METHODS",
+    "constant_to_compiler",
     "current_stream",
     "delay",
     "fake_mode",
@@ -40,7 +41,7 @@ __all__ = [
 ]
 
 # What torch.zeros, torch.tensor and so on are, whatever somebody has put under these names since.
-OWN = torch._C._VariableFunctions
+OWN: Any = torch._C._VariableFunctions  # pyright: ignore[reportAttributeAccessIssue]
 # And what Tensor.new_zeros and so on are.
 OWN_METHODS = torch._C.TensorBase
 
@@ -219,12 +220,13 @@ def view_base(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
+_autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 _FIXED_VIEWS = {
-    torch._C._autograd.CreationMeta.MULTI_OUTPUT_NODE: "one of several views that one function returned, such as "
+    _autograd.CreationMeta.MULTI_OUTPUT_NODE: "one of several views that one function returned, such as "
     "unbind, split or chunk",
-    torch._C._autograd.CreationMeta.NO_GRAD_MODE: "a view that was made under torch.no_grad",
-    torch._C._autograd.CreationMeta.INFERENCE_MODE: "a view that was made in inference mode",
-    torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION: "a view that an autograd.Function returned",
+    _autograd.CreationMeta.NO_GRAD_MODE: "a view that was made under torch.no_grad",
+    _autograd.CreationMeta.INFERENCE_MODE: "a view that was made in inference mode",
+    _autograd.CreationMeta.IN_CUSTOM_FUNCTION: "a view that an autograd.Function returned",
 }
 
 
@@ -235,7 +237,23 @@ def why_view_is_fixed(x: Tensor) -> str | None:
     >>> why_view_is_fixed(x[0]) is None, why_view_is_fixed(x.unbind(0)[0])[:20]
     (True, 'one of several views')
     """
-    return _FIXED_VIEWS.get(torch._C._autograd._get_creation_meta(x)) if x._is_view() else None
+    return _FIXED_VIEWS.get(_autograd._get_creation_meta(x)) if x._is_view() else None
+
+
+_Made = TypeVar("_Made", bound=Callable[..., object])
+
+
+def constant_to_compiler(function: _Made) -> _Made:
+    """`torch.compiler.assume_constant_result`, which imports the whole compiler: seconds that only compiling may cost.
+
+    >>> @constant_to_compiler
+    ... def two() -> int:
+    ...     return 2
+    >>> two()
+    2
+    """
+    function.__dict__["_dynamo_marked_constant"] = True
+    return function
 
 
 def fake_mode() -> FakeTensorMode | None:

@@ -14,20 +14,10 @@ from ropewalk.spec.axes import Axes
 from ropewalk.spec.fields import LONGEST
 from ropewalk.spec.frequencies import ConfigValue, Frequencies, Plain, RopeConfig
 from ropewalk.spec.temperature import QueryTemperature
-from ropewalk.spec.value import construct, from_dict, to_dict, without_repeats
+from ropewalk.spec.value import Parts, construct, from_dict, from_parts, to_dict, to_parts, without_repeats
 from ropewalk.spec.xpos import XPos
 
-__all__ = [
-    "ANGLES",
-    "PAIRINGS",
-    "ROTARY_SLICES",
-    "AnglePrecision",
-    "Pairing",
-    "RopeSpec",
-    "RotarySlice",
-    "Sign",
-    "check_numbers",
-]
+__all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "AnglePrecision", "Pairing", "RopeSpec", "RotarySlice", "Sign"]
 
 # "interleaved" rotates features (0,1), (2,3), ...; "half" rotates (i, i + rotary_dim/2).
 Pairing = Literal["interleaved", "half"]
@@ -149,7 +139,7 @@ class RopeSpec:
                 )
         if self.axes is not None:
             self._check_axes(self.axes)
-        check_numbers(self)
+        _check_numbers(to_parts(self))
 
     def _check_axes(self, axes: Axes) -> None:
         if 2 * axes.pairs != self.rotary_dim:
@@ -308,12 +298,10 @@ class RopeSpec:
         return construct(RopeSpec, fields, source="JSON")
 
 
-def check_numbers(spec: RopeSpec) -> None:
+def _check_numbers(parts: Parts) -> None:
     """Raise unless the frequencies of a spec fit it, so that a list of the wrong length is refused when the spec is
-    made and not in a forward pass.
-
-    >>> check_numbers(RopeSpec(4))
-    """
+    made and not in a forward pass."""
+    spec = from_parts(parts, RopeSpec)
     rule = spec.frequencies
     for length in (None, 1 << 40) if spec.varies else (None,):
         theta = spec.inv_freq(length)
@@ -339,6 +327,11 @@ def check_numbers(spec: RopeSpec) -> None:
             got="other frequencies for another length",
             do="add to the class: varies: ClassVar[bool] = True",
         )
+
+
+# torch.compiler.assume_constant_result without an import of torch: a compiler would trace NumPy. It cannot pass a spec
+# that is not made yet, but what the spec is made of.
+_check_numbers.__dict__["_dynamo_marked_constant"] = True
 
 
 def _share(turning: int, head_dim: int) -> float:

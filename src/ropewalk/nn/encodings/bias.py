@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, require_flag
 from ropewalk.kernels.constructors import constant, empty, placed
+from ropewalk.kernels.torch_internals import constant_to_compiler
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
 from ropewalk.nn.position_checks import check_finite, check_ids, may_look
 from ropewalk.theory import alibi_slopes, t5_buckets
@@ -174,7 +175,7 @@ class AlibiBias(Encoding):
         return f"{self.num_heads}"
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def _slopes(num_heads: int) -> tuple[float, ...]:
     return tuple(alibi_slopes(num_heads).tolist())
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from ropewalk.kernels.angles.arithmetic import Constants, TorchArithmetic
 from ropewalk.kernels.angles.torch import radix_table
 from ropewalk.kernels.constructors import constant, ones, real_tensors, zeros
+from ropewalk.kernels.torch_internals import constant_to_compiler
 from ropewalk.spec.frequencies import Plain
-from ropewalk.spec.rope import RopeSpec, check_numbers
+from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.value import Parts, from_parts, to_parts
 
 __all__ = ["SpecNumbers", "amplitude_of", "dtype_of", "numbers_of", "plain_frequencies", "table_of"]
@@ -125,27 +126,17 @@ def _constants(spec: RopeSpec, device: torch.device) -> tuple[Constants, Constan
 # A spec cannot be passed to them, since the compiler has not made it yet; what the spec is made of can.
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def _traced_inv_freq(parts: Parts) -> tuple[float, ...] | tuple[tuple[float, ...], ...]:
     numbers = _inv_freq(from_parts(parts, RopeSpec), torch.device("cpu"))
     return tuple(numbers.tolist() if numbers.dim() == 1 else map(tuple, numbers.tolist()))
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def _traced_amplitude(parts: Parts, length: int | None) -> float:
     return from_parts(parts, RopeSpec).amplitude(length)
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def _traced_plain(base: float, dim: int) -> tuple[float, ...]:
     return tuple(Plain(base).evaluate(dim).tolist())
-
-
-@torch.compiler.assume_constant_result
-def _traced_check(parts: Parts) -> None:
-    check_numbers(from_parts(parts, RopeSpec))
-
-
-@torch.compiler.substitute_in_graph(check_numbers)
-def _(spec: RopeSpec) -> None:
-    _traced_check(to_parts(spec))
