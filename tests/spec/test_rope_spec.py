@@ -230,3 +230,13 @@ def test_errors_survive_pickling():
         RopeSpec(7)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.got) == (str(caught.value), "7")
+
+
+def test_importing_the_layers_imports_no_compiler():
+    # torch's compiler takes seconds to import, which only those who compile should pay.
+    script = (
+        "import sys, torch; import ropewalk as rw\n"
+        "rw.RotaryEmbedding(8)(torch.ones(3, 8)), rw.Attention(8, 2), rw.LinearAttention(8, 2), rw.encoding\n"
+        "sys.exit('torch._dynamo' in sys.modules or 'sympy' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
