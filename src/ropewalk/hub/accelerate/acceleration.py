@@ -75,9 +75,10 @@ class Acceleration:
 def accelerate(model: nn.Module) -> Acceleration:
     """Puts the fused rotation, and the fused QK-norm, into a loaded model; the handle's `undo` takes them out.
 
-    Every method of the model's modules that calls a function of cos and sin is looked at. The function is called on
-    random numbers, and is replaced if it is a rotation: of half or interleaved pairs, of all features or of the first
-    or last of them. cos and sin stay those that the model makes; the module that makes them is called as well, to see
+    Every method of the model's modules that calls a function of cos and sin is looked at. The code of the function is
+    read: what it computes must not depend on sizes, dtypes, values, modes or earlier calls. It is then called on random
+    numbers, and is replaced if it is a rotation: of half or interleaved pairs, of all features or of the first or last
+    of them. cos and sin stay those that the model makes; the module that makes them is read and called as well, to see
     that both features of a pair have one angle. RMSNorm over a head that comes right before goes into the same pass.
     Queries and keys are turned in float32 and rounded once, so that results are those of the model up to the rounding
     of its own arithmetic.
