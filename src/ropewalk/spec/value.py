@@ -59,8 +59,9 @@ def to_parts(value: DataclassValue) -> Parts:
     >>> to_parts(Step(2))[1]
     (('by', 2),)
     """
-    fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-    return type(value), tuple((name, to_parts(x) if dataclasses.is_dataclass(x) else x) for name, x in fields)
+    fields: list[tuple[str, object]] = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    parts = [(name, to_parts(cast("DataclassValue", x)) if dataclasses.is_dataclass(x) else x) for name, x in fields]
+    return type(value), tuple(parts)
 
 
 def from_parts(parts: Parts, expected: type[T]) -> T:
@@ -75,7 +76,7 @@ def from_parts(parts: Parts, expected: type[T]) -> T:
     made, fields = parts
     value = object.__new__(made)
     for name, x in fields:
-        is_value = isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], type)
+        is_value = isinstance(x, tuple) and isinstance(next(iter(cast("tuple[object, ...]", x)), None), type)
         object.__setattr__(value, name, from_parts(cast("Parts", x), object) if is_value else x)
     if not isinstance(value, expected):
         raise TypeError(f"parts of {made.__name__}, not of {expected.__name__}")

@@ -219,12 +219,11 @@ def _past(length: int, first: int, last: int, asked: str) -> RopewalkError:
 
 def _waves(theta: Tensor, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
     """sin and cos, alternating, of positions times theta, shaped to broadcast: float64, or float32 on MPS."""
-    if positions is None:
-        positions = arange(x.shape[-2], device=x.device)
-    else:
+    if positions is not None:
         check_token_positions(positions, x, asked=asked)
+    places: Tensor = arange(x.shape[-2], device=x.device) if positions is None else positions
     no_float64 = x.device.type == "mps"
-    ids = positions.cpu() if no_float64 else positions
+    ids = places.cpu() if no_float64 else places
     angles = angles_at(ids, placed(theta, ids.device))
     waves = torch.stack((torch.sin(angles), torch.cos(angles)), dim=-1).flatten(-2)
     return _lined_up(waves.to(torch.float32).to(x.device) if no_float64 else waves, x)
