@@ -89,11 +89,11 @@ def rotation_cases(dtype: torch.dtype, seed: int = 0) -> Iterator[RotationCase]:
         for name, positions in {
             "far": torch.arange(7) + (1 << 20) - 7,
             "farther": scattered(7, low=1 << 20, high=1 << 24),
-            "past 131072": torch.arange(7) + 131_072,
+            "beyond 131072": torch.arange(7) + 131_072,
             "negative": torch.arange(-7, 0),
             "unsorted and repeated": torch.tensor([5, 5, 0, 1_000, 3, 2, 2]),
-            "not whole": torch.linspace(-3.5, 40.25, 7, dtype=torch.float64),
-            "not whole, float32": torch.linspace(-3.5, 40.25, 7),
+            "fractional": torch.linspace(-3.5, 40.25, 7, dtype=torch.float64),
+            "fractional, float32": torch.linspace(-3.5, 40.25, 7),
             "one row for all batches": scattered(1, 7),
             "int32": scattered(7, low=-4096, high=4096).int(),
         }.items():
@@ -177,16 +177,16 @@ def _check(candidate: Candidate, case: RotationCase) -> float:
         raise BudgetError(f"{name}: the result is {result.dtype} {list(result.shape)}, x is {x.dtype} {list(x.shape)}")
     if not torch.equal(case.x, before):
         raise BudgetError(f"{name}: the input was changed")
-    truth = case.call(rotate, before.double())
+    expected = case.call(rotate, before.double())
     random = torch.Generator().manual_seed(1)
     cotangent = torch.randn(x.shape, generator=random, dtype=torch.float64).to(x.dtype)
     (gradient,) = torch.autograd.grad(result, x, cotangent)
     # The transpose of a rotation is the opposite rotation, so the reference also computes the gradient.
     transposed = case._replace(conjugate=not case.conjugate)
-    true_gradient = transposed.call(rotate, cotangent.double())
+    expected_gradient = transposed.call(rotate, cotangent.double())
     farthest = _largest(case.positions) * _largest(case.inv_freq)
     worst = 0.0
-    for quantity, fast, reference in (("value", result.detach(), truth), ("gradient", gradient, true_gradient)):
+    for quantity, fast, reference in (("value", result.detach(), expected), ("gradient", gradient, expected_gradient)):
         try:
             ratio = assert_within_budget(
                 fast,

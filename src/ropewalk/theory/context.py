@@ -26,7 +26,7 @@ __all__ = [
 _ROW = 512
 # Number of rows computed at once: 2^17 sums are 1 MiB.
 _ROWS = 256
-# Number of bases screened at once, and the number of distances in each screening pass.
+# Largest number of bases screened at once, and the number of distances in each screening pass.
 _BASES, _SCREENING = 64, (32, 512)
 # Sums closer to 0 than this are computed again from their cosines. It is far above the rounding of the products.
 _NEAR_ZERO = 1e-6
@@ -218,9 +218,9 @@ def _admissible(bases: Sequence[float], rotary_dim: int, length: int) -> Iterato
     """Yield each base, and whether sum_i cos(m theta_i) >= 0 at every integer m <= length."""
     dim = require_even(rotary_dim, asked="admissible_bases(rotary_dim)", do="pass the rotary_dim of a head")
     length = require_count(length, asked="admissible_bases(length)", do="pass the context length")
-    # Wide heads take as much memory as those of 128 features.
-    most = max(1, min(_BASES, 64 * _BASES // (dim // 2)))
-    for chunk in (bases[start : start + most] for start in range(0, len(bases), most)):
+    # Chunks are smaller for more than 128 features, so that they need no more memory.
+    size = max(1, min(_BASES, 64 * _BASES // (dim // 2)))
+    for chunk in (bases[start : start + size] for start in range(0, len(bases), size)):
         frequencies = np.array([Plain(base).evaluate(dim) for base in chunk])
         candidate = np.ones(len(chunk), dtype=bool)
         # Negative sums mostly cover a range of distances, so a few distances reject most bases.

@@ -53,7 +53,7 @@ def _() -> Finding:
     LLAMA_2,
     method="the first m with Σ cos(mθ_i) < 0, d = 128",
     expected="1707",
-    fails="by the criterion of Men et al. (2405.14591) it supports a context of 1706",
+    fails="by the criterion of Men et al. (2405.14591) 1706 is the last supported distance",
 )
 def _() -> Finding:
     first = _first_negative(128, 10_000)

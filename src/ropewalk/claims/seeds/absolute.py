@@ -124,7 +124,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "absolute.sinusoid-nearer",
-    "The closer two sinusoidal vectors are, the larger is their product.",
+    "The closer two positions are, the larger is the product of their sinusoidal vectors.",
     RUSSIAN_2,
     method="Σ cos ω D for D = 0..255, d = 512: the D of the maximum, and the number of steps at which it increases",
     expected="maximum at 0; increases at many steps",

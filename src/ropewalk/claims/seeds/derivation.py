@@ -208,13 +208,13 @@ def _() -> Finding:
     def one(q: complex, k: complex, m: int, n: int) -> complex:
         return zeta**m * f(q, m) * (zeta**n * f(k, n)).conjugate()
 
-    apart = _worst(lambda q, k, m, n: abs(two(q, k, m, n) - two(q, k, m + 4, n + 4)))
+    separate = _worst(lambda q, k, m, n: abs(two(q, k, m, n) - two(q, k, m + 4, n + 4)))
     shared = _worst(lambda q, k, m, n: abs(one(q, k, m, n) - one(q, k, m + 4, n + 4)))
     differs = max(abs(abs(zeta**5 * f(q, 5)) - abs(q)) for q in QUERIES)
     return Finding(
-        f"drift {apart:.1e} with two functions, {shared:.2g} with one; radius changed by {differs:.2g}",
-        stated=apart > EXACT,
-        amended=apart < EXACT and shared > 0.01 and differs > 0.01,
+        f"drift {separate:.1e} with two functions, {shared:.2g} with one; radius changed by {differs:.2g}",
+        stated=separate > EXACT,
+        amended=separate < EXACT and shared > 0.01 and differs > 0.01,
     )
 
 

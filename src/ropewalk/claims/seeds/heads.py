@@ -59,7 +59,7 @@ def _() -> Finding:
     RUSSIAN_1,
     method="shortest period of each head, 8 heads of 64: rotation of d_model, and rotation per head as in models",
     expected="d_model: head 0 has 6.3 … 19 and head 7 starts at 19869; per head: every head has 6.3 … 47117",
-    only_if="heads may differ; the last head hardly rotates within 4096 tokens. Models give every head all periods",
+    only_if="heads may differ; the last head hardly rotates within 4096 tokens, but models give all heads all periods",
 )
 def _() -> Finding:
     whole = [periods(row) for row in SPEC.inv_freq()]

@@ -28,7 +28,7 @@ def _both_signs(x: Tensor) -> Tensor:
 
 @chapter.claim(
     "linear.state",
-    "o_i = φ(q_i) S / φ(q_i) z with S = Σ φ(k_j)ᵀv_j and z = Σ φ(k_j)ᵀ gives the double sum.",
+    "o_i = φ(q_i) S / φ(q_i) z with S = Σ φ(k_j)ᵀv_j and z = Σ φ(k_j)ᵀ equals the double sum.",
     CHINESE_1,
     method="the double sum against the recurrence for 3 heads, 40 tokens, causal and not; linear_attention with all "
     "tokens at once and, with its state, one token per call; that state against S and z",

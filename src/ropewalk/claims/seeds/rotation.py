@@ -199,7 +199,7 @@ def _() -> Finding:
     "rotation.columns",
     "The element-wise formula multiplies x by a column of cosines and a column of sines, as printed.",
     RUSSIAN_2,
-    method="number of entries in the printed columns for d = 6, where the dots stand for nothing",
+    method="number of entries in the printed columns for d = 6, where nothing is omitted",
     expected="6 entries are needed; printed are 7 cosines (θ_{d/2} three times) and 7 sines (one θ_2 too many)",
     fails="each frequency occurs twice in each column: θ_1, θ_1, θ_2, θ_2, …, θ_{d/2}, θ_{d/2}",
 )
