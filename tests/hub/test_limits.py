@@ -120,6 +120,13 @@ def test_the_largest_models_are_far_below():
     assert read_model(LLAMA | {"max_position_embeddings": MOST_LENGTH}).lengths.trained == MOST_LENGTH
 
 
+@pytest.mark.parametrize("key", ["mscale", "mscale_all_dim", "attention_factor"])
+@pytest.mark.parametrize("huge", [1e31, 1e160, 1e308, 10**300])
+def test_amplitudes_whose_square_overflows_are_refused(key, huge):
+    latent = {"model_type": "deepseek_v3", "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    refused(latent | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, key: huge}}, "at most 1e30")
+
+
 @pytest.mark.parametrize("window", [0, -1, -(10**30)])
 def test_a_window_of_nothing_is_none(window):
     assert read_model(LLAMA | {"model_type": "mistral", "sliding_window": window}).window is None

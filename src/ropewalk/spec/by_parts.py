@@ -164,6 +164,10 @@ class Yarn(Frequencies):
             # 0 is DeepSeek's way to say "no mscale".
             if name == "attention_factor" or as_float(value) != 0:
                 value = require_positive(value, asked=f"Yarn({name}=...)", do="leave it out for the usual one")
+            if value > 1e30:
+                # As of a factor: its square overflows in the softmax scale.
+                expected, do = "a number of at most 1e30", "leave it out for the usual one"
+                raise RopewalkError(asked=f"Yarn({name}=...)", expected=expected, got=f"{value:g}", do=do)
             object.__setattr__(self, name, float(value))
 
     def evaluate(
