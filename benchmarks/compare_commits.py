@@ -4,11 +4,12 @@ python benchmarks/compare_commits.py OLD_SRC NEW_SRC --suite cpu|gpu [--rounds N
     [--json FILE]
 
 OLD_SRC and NEW_SRC are the `src` folders of two checkouts (both with the C extension built, for the CPU). One worker
-process per checkout is kept alive. Both build the same cases from the public names alone, so one script supports both.
-Per round each worker times a short burst of calls, and the order of the two is swapped every round. What is reported is
-the median over the rounds of new / old: a busy machine slows both halves of a round. A ratio above 1.03 is flagged.
-Two processes that run the same code may differ by luck (where their memory lies), so flagged cases are timed again in
-fresh workers, and the median over these repeats is what counts.
+process per checkout is kept alive. Both build the same cases from public names only, so one script supports both.
+
+In each round, each worker times a short burst of calls. The order of the two workers is swapped after every round. The
+result is the median over the rounds of new / old, because a busy machine slows both halves of a round. A ratio above
+1.03 is flagged. Two processes with the same code may differ by chance (memory placement), so flagged cases are timed
+again in new workers, and the median over these repeats is the result.
 
 On a GPU every case has two times: "device", by events, from an empty L2 cache; and "host", the wall-clock time per call
 of asynchronous calls. Needs Python, torch (and Triton for CUDA) only.
@@ -41,15 +42,15 @@ Call = Callable[[], object]
 BURST, FEWEST, MOST = 0.04, 2, 41
 # Microseconds per sample: a shorter call is repeated within one sample, so that the clock's own cost does not count.
 SAMPLE = 200.0
-# Seconds of calls before a burst: the other worker's threads stop spinning, the clock rate of the core rises.
+# Seconds of calls before a burst: the threads of the other worker stop spinning, and the core clock rises.
 WARM_UP = 0.01
 
 # glibc keeps freed memory, so that page faults of large results, which differ between equal processes, are not timed.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
 
-# GPU: more than any L2 cache holds; cycles that keep the device busy while the host prepares the call.
+# GPU: bytes, larger than any L2 cache; cycles that keep the device busy while the host prepares the call.
 FLUSH_BYTES, HEAD_START = 512 << 20, 4_000_000
-# Calls in a row whose wall-clock time is taken, and the most samples per burst: device times hardly vary.
+# The number of calls per host sample, and the maximum number of samples per burst: device times hardly vary.
 HOST_CALLS, MOST_ON_GPU = 30, 9
 
 LLAMA: dict[str, Any] = {
@@ -72,8 +73,14 @@ LLAMA: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time: `make` builds its tensors and returns the call. `grad` enables autograd; `host_only` has no
-    device time."""
+    """A call to time.
+
+    Attributes:
+        name: The name of the case.
+        make: Builds the tensors and returns the call.
+        grad: Whether autograd is enabled.
+        host_only: Whether only host time is measured.
+    """
 
     name: str
     make: Callable[[], Call]
@@ -99,7 +106,7 @@ class Suite:
         """All cases of the device."""
         return [*(self._cpu() if self.device == "cpu" else self._gpu())]
 
-    # What cases are made of.
+    # Building blocks of cases.
 
     def rope(self, dim: int, pairing: str, backend: str | None = None, rotary_dim: int | None = None) -> Any:
         """A module on the device."""
@@ -119,14 +126,14 @@ class Suite:
         """The positions as a tensor on the device."""
         return self.torch.arange(positions.start, positions.stop, device=self.device)
 
-    def norm(self, q: Any, k: Any, weights: Sequence[Any], rope: Any, **where: Any) -> Any:
-        """qk_norm_rope, whose arguments differ between checkouts."""
+    def norm(self, q: Any, k: Any, weights: Sequence[Any], rope: Any, **position: Any) -> Any:
+        """qk_norm_rope, whose argument order differs between checkouts."""
         if self.rope_is_third:
-            return self.rw.qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], **where)
-        return self.rw.qk_norm_rope(q, k, weights[0], weights[1], rope, **where)
+            return self.rw.qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], **position)
+        return self.rw.qk_norm_rope(q, k, weights[0], weights[1], rope, **position)
 
     def backward(self, forward: Callable[..., Any], leaves: Sequence[Any]) -> Call:
-        """Forward and backward: gradients of all leaves."""
+        """The call that computes forward and the gradients of all leaves."""
         for leaf in leaves:
             leaf.requires_grad_()
         with self.torch.enable_grad():
@@ -155,7 +162,7 @@ class Suite:
         in_place: bool = False,
         compiled: bool = False,
     ) -> Callable[[], Call]:
-        """What makes a rotation of q and k. `where` is the argument that says the positions."""
+        """The function that builds a rotation of q and k. `where` is the argument that specifies the positions."""
 
         def make() -> Call:
             positions = range(shape[1]) if shape[1] > 1 else range(1000, 1001)
@@ -200,7 +207,7 @@ class Suite:
         return make
 
     def linear(self, shape: Sequence[int], dtype: str, work: str, rotated: bool) -> Callable[[], Call]:
-        """What makes a call of linear attention on q, k, v of (batch, heads, seq, dim)."""
+        """The function that builds a call of linear attention on q, k, v of (batch, heads, seq, dim)."""
 
         def make() -> Call:
             random = self.torch.Generator(self.device).manual_seed(0)
@@ -218,7 +225,7 @@ class Suite:
         return make
 
     def linear_step(self, dtype: str) -> Callable[[], Call]:
-        """What makes a call for one token after a state."""
+        """The function that builds a call for one token after a state."""
 
         def make() -> Call:
             random = self.torch.Generator(self.device).manual_seed(0)
@@ -235,7 +242,7 @@ class Suite:
         return make
 
     def angles(self, seq: int) -> Callable[[], Call]:
-        """What makes a call of rope.at."""
+        """The function that builds a call of rope.at."""
 
         def make() -> Call:
             rope, ids = self.rope(128, "half"), self.ids(range(1000, 1000 + seq))
@@ -244,12 +251,12 @@ class Suite:
         return make
 
     def new_module(self) -> Call:
-        """A new module and its first call."""
+        """A call that creates a module and calls it once."""
         q, k = self.tensors((1, 16, 4, 2, 64), "contiguous", "float32")
         return lambda: self.rw.RotaryEmbedding(64).to(self.device)(q, k)
 
     def layer(self, name: str, linear: bool) -> Callable[[], Call]:
-        """What makes a forward pass of a layer of attention."""
+        """The function that builds a forward pass of an attention layer."""
 
         def make() -> Call:
             self.torch.manual_seed(0)
@@ -262,7 +269,7 @@ class Suite:
         return make
 
     def specs(self, as_file: bool) -> Callable[[], Call]:
-        """What makes a call of load_spec on a config of Llama 3.1."""
+        """The function that builds a call of load_spec on a config of Llama 3.1."""
 
         def make() -> Call:
             if not as_file:
@@ -274,13 +281,13 @@ class Suite:
         return make
 
     def seed_function(self) -> Call:
-        """The seeds' apply_rope."""
+        """A call of apply_rope, the function of the seeds."""
         cos, sin = self.rw.build_rotary_frequencies(128, 2048)
         (q,) = self.tensors((1, 2048, 32, 8, 128), "contiguous", "float32", count=1)
         cos, sin = cos.to(self.device), sin.to(self.device)
         return lambda: self.rw.apply_rope(q, cos, sin)
 
-    # The lists.
+    # The cases of each device.
 
     def _cpu(self) -> Iterator[Case]:
         prefill, token = (1, 2048, 32, 8, 128), (1, 1, 32, 8, 128)
@@ -323,7 +330,7 @@ class Suite:
         yield from self._shared()
 
     def _shared(self) -> Iterator[Case]:
-        """Calls whose time is the host's."""
+        """Cases for which only host time is measured."""
         yield Case("rope.at, 1 position", self.angles(1), host_only=True)
         yield Case("rope.at, 2048 positions", self.angles(2048), host_only=True)
         yield Case("new module, first call", self.new_module, host_only=True)
@@ -389,7 +396,7 @@ class Suite:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The worker: one per checkout. A line of JSON per request, a line of JSON per answer.
+# The worker: one per checkout. One line of JSON per request and per answer.
 
 
 class Worker:
@@ -404,7 +411,7 @@ class Worker:
         self.flush: Any = self.torch.empty(FLUSH_BYTES, dtype=self.torch.int8, device="cuda") if self.on_gpu else None
 
     def prepare(self, number: int) -> dict[str, Any]:
-        """Builds a case, calls it a few times, and returns what a call takes roughly, with a sum over its result."""
+        """Build a case and call it a few times. Returns the approximate time per call and a checksum of the result."""
         self.call = lambda: None
         gc.collect()
         self.torch.compiler.reset()
@@ -414,13 +421,13 @@ class Worker:
         with self.torch.set_grad_enabled(self.case.grad):
             self.call = self.case.make()
             total = self._sum(self.call())
-            taken = []
+            times = []
             for _ in range(5):
                 start = time.perf_counter()
                 self.call()
                 self._wait()
-                taken.append((time.perf_counter() - start) * 1e6)
-        return {"us": min(taken), "sum": total}
+                times.append((time.perf_counter() - start) * 1e6)
+        return {"us": min(times), "sum": total}
 
     def burst(self, inner: int, samples: int) -> dict[str, float]:
         """Medians over the samples of a burst, in microseconds per call."""
@@ -441,25 +448,25 @@ class Worker:
         call()
         while now() < until:
             call()
-        taken = []
+        times = []
         for _ in range(samples):
             start = now()
             for _ in range(inner):
                 call()
-            taken.append((now() - start) / inner)
-        return statistics.median(taken) * 1e-3
+            times.append((now() - start) / inner)
+        return statistics.median(times) * 1e-3
 
     def _host(self, samples: int) -> float:
-        """Wall-clock time per call; the device is not waited for between calls."""
-        call, taken = self.call, []
+        """Wall-clock time per call, without synchronization between calls."""
+        call, times = self.call, []
         for _ in range(samples + 1):
             self._wait()
             start = time.perf_counter_ns()
             for _ in range(HOST_CALLS):
                 call()
-            taken.append((time.perf_counter_ns() - start) / HOST_CALLS)
+            times.append((time.perf_counter_ns() - start) / HOST_CALLS)
         self._wait()
-        return statistics.median(taken[1:]) * 1e-3
+        return statistics.median(times[1:]) * 1e-3
 
     def _device(self, samples: int) -> float:
         """Time on the device by events, from an empty L2 cache."""
@@ -481,7 +488,7 @@ class Worker:
             self.torch.cuda.synchronize()
 
     def _sum(self, result: Any) -> float | None:
-        """A number that two checkouts must agree on: the sum of the magnitudes of every tensor in the result."""
+        """A checksum that must agree between two checkouts: the sum of the magnitudes of all tensors in the result."""
         if isinstance(result, self.torch.Tensor):
             return float(result.detach().abs().sum(dtype=self.torch.float64))
         if isinstance(result, tuple | list):
@@ -492,7 +499,7 @@ class Worker:
 
 def work(device: str, source: str) -> None:
     """The loop of a worker."""
-    # Whatever else is printed goes to standard error; the answers have standard output for themselves.
+    # Only answers are written to standard output. All other output goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch = importlib.import_module("torch")
@@ -516,7 +523,7 @@ def work(device: str, source: str) -> None:
             else:
                 answer(worker.burst(request["inner"], request["samples"]))
         except Exception as error:
-            # One checkout may lack what a case needs, in any way: the case is reported as failed and the others go on.
+            # One checkout may lack a name that a case needs: report the case as failed and continue with the others.
             answer({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 
@@ -562,7 +569,7 @@ class Checkout:
 
 @dataclass
 class Result:
-    """What was measured of one case: per pair of workers and round, the times of the old and the new checkout in us."""
+    """The times of one case in us, per pair of workers and round, for the old and the new checkout."""
 
     name: str
     kind: str
@@ -607,7 +614,7 @@ class Result:
         if not self.measured():
             return f"{self.name}  [{self.kind}]  {self.note}"
         low, high = shown["ratio_quartiles"]
-        # Where the best bursts are equally fast, it may be the machine that was busy.
+        # If the fastest bursts are equally fast, the machine may have been busy.
         flag = "" if not self.flagged() else "  SLOWER" if shown["ratio_of_best"] > FLAGGED else "  slower?"
         return (
             f"{shown['old_us']:>11.1f}{shown['new_us']:>11.1f}{shown['ratio']:>8.3f}  {low:.3f}-{high:.3f}"
@@ -625,7 +632,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def compare_case(number: int, name: str, old: Checkout, new: Checkout, rounds: int) -> list[Result]:
-    """Times one case in both workers, in turns."""
+    """Time one case in both workers, in alternating order."""
     first = {worker.name: worker.ask(prepare=number) for worker in (old, new)}
     errors = [f"{worker}: {answer['error']}" for worker, answer in first.items() if "error" in answer]
     if errors:
@@ -650,7 +657,7 @@ def compare_case(number: int, name: str, old: Checkout, new: Checkout, rounds: i
     return list(results.values())
 
 
-# Whole processes: what an import and a help text cost.
+# Whole processes: the cost of an import and of a help text.
 PROCESSES = {
     "python -c 'import ropewalk'": ["-c", "import ropewalk"],
     "python -c 'import ropewalk; ropewalk.RotaryEmbedding'": ["-c", "import ropewalk; ropewalk.RotaryEmbedding"],
@@ -660,7 +667,7 @@ PROCESSES = {
 
 
 def compare_process(name: str, sources: tuple[str, str], rounds: int) -> Result:
-    """Times a whole process, in turns."""
+    """Time a whole process in both checkouts, in alternating order."""
     result = Result(name, "process", [[]], [[]])
     for index in range(rounds + 1):
         for number in (0, 1) if index % 2 else (1, 0):
@@ -678,7 +685,7 @@ def compare_process(name: str, sources: tuple[str, str], rounds: int) -> Result:
 
 @dataclass
 class Comparison:
-    """Two checkouts, and what was measured of them so far."""
+    """Two checkouts and their results so far."""
 
     sources: tuple[str, str]
     suite: str
@@ -687,7 +694,7 @@ class Comparison:
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
 
     def run(self, wanted: Callable[[str], bool]) -> None:
-        """Times the cases whose names are wanted in a fresh pair of workers, and adds to the results."""
+        """Time the cases whose names are wanted in a new pair of workers, and add the times to the results."""
         device = "cuda" if self.suite == "gpu" else "cpu"
         old, new = (Checkout(name, self.sources[i], device) for i, name in enumerate(("old", "new")))
         try:
@@ -706,7 +713,7 @@ class Comparison:
                 self._add(compare_process(name, self.sources, self.rounds))
 
     def flagged(self) -> set[str]:
-        """The names of the cases with a flag."""
+        """The names of the flagged cases."""
         return {result.name for result in self.results.values() if result.flagged()}
 
     def _add(self, result: Result) -> None:
@@ -720,7 +727,7 @@ class Comparison:
             Path(self.json_file).write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf-8")
 
     def record(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """The record for JSON."""
         return {
             "command": f"python benchmarks/compare_commits.py OLD_SRC NEW_SRC --suite {self.suite}"
             f" --rounds {self.rounds}",
@@ -731,7 +738,7 @@ class Comparison:
         }
 
     def show(self) -> None:
-        """The last lines: what is still flagged."""
+        """Print a summary and the flagged cases."""
         ratios = [result.ratio() for result in self.results.values() if result.measured()]
         if ratios:
             print(f"{len(ratios)} figures: median ratio {statistics.median(ratios):.3f}, largest {max(ratios):.3f}.")
@@ -742,25 +749,27 @@ class Comparison:
 
 
 def compare(sources: tuple[str, str], suite: str, rounds: int, repeats: int, only: str, json_file: str | None) -> int:
-    """Compares all cases and prints a table; 0, or 1 if a case is flagged or failed."""
+    """Compare all cases and print a table. Returns 0, or 1 if a case is flagged or failed."""
     comparison = Comparison(sources, suite, rounds, json_file)
-    print(f"{suite}, {rounds} rounds in turns. Times in microseconds per call; ratio: new / old, median of rounds.")
+    print(
+        f"{suite}, {rounds} interleaved rounds. Times in microseconds per call; ratio: new / old, median over rounds."
+    )
     print(f"{'old':>11}{'new':>11}{'ratio':>8}  {'quartiles':<11}{'of best':>8}  {'kind':<8}case")
     comparison.run(lambda name: only in name)
     for repeat in range(repeats):
         again = comparison.flagged()
         if repeat % 2:
-            # An even number of pairs has no middle one: what was timed twice is timed a third time.
+            # A median of two is ambiguous: cases that were timed twice are timed a third time.
             again |= {result.name for result in comparison.results.values() if len(result.old) == 2}
         if again:
-            print(f"again, in fresh workers: {len(again)} cases")
+            print(f"repeated in new workers: {len(again)} cases")
             comparison.run(again.__contains__)
     comparison.show()
     return int(bool(comparison.flagged()))
 
 
 def hardware(suite: str) -> dict[str, Any]:
-    """What the comparison ran on."""
+    """The hardware of the comparison."""
     if suite == "gpu":
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         return {"gpu": subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()}
@@ -781,9 +790,9 @@ def main() -> None:
     parser.add_argument("new", metavar="NEW_SRC", help="the src folder of the new checkout")
     parser.add_argument("--suite", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--rounds", type=int, default=15, help="rounds per case (default: 15)")
-    parser.add_argument("--repeats", type=int, default=2, help="fresh workers for flagged cases (default: 2)")
+    parser.add_argument("--repeats", type=int, default=2, help="repeats of flagged cases in new workers (default: 2)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON, after every case")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON, after every case")
     options = parser.parse_args()
     sources = (options.old, options.new)
     raise SystemExit(compare(sources, options.suite, options.rounds, options.repeats, options.only, options.json))

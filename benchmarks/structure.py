@@ -1,13 +1,13 @@
-"""How a checkout is built: files and lines, what one call passes through, import circles, duplicates.
+"""Measures the structure of a checkout: files and lines, functions per call, import cycles, duplicates.
 
 python benchmarks/structure.py SRC_DIR [--json FILE]
 
-SRC_DIR is the `src` folder of a checkout. Calls are followed with sys.setprofile in a process of their own, from public
-names and the command line alone, so that checkouts with other module paths can be compared. A function counts once,
-however often it is called; the body of a module that is imported is no function. GPU figures need a CUDA device.
+SRC_DIR is the `src` folder of a checkout. Calls are traced with sys.setprofile in a separate process, only from public
+names and the command line, so that checkouts with other module paths can be compared. A function counts once, for any
+number of calls. Module bodies do not count. GPU figures require a CUDA device.
 
-Duplicates are pairs of places with the same 40 (or 60) tokens in a row; a longer run is one pair. 60 tokens are about
-six lines. Comments do not count.
+A duplicate is a pair of places with the same 40 (or 60) consecutive tokens. A longer run is one pair. 60 tokens are
+about six lines. Comments do not count.
 """
 
 import argparse
@@ -50,16 +50,16 @@ CONFIG: dict[str, Any] = {
     },
 }
 
-# Tokens in a row that make a duplicate.
+# The number of consecutive tokens of a duplicate.
 RUNS = (40, 60)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the source says.
+# Figures from the source text.
 
 
 def sizes(package: Path) -> dict[str, Any]:
-    """Files and lines of Python, without the `__init__.py` of packages, and of C."""
+    """The number of files and lines of Python, without `__init__.py`, and of C."""
     paths = list(package.rglob("*.py"))
     lines = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in paths if path.name != "__init__.py")
     native = [path.read_text(encoding="utf-8").splitlines() for path in package.rglob("*.[ch]")]
@@ -77,7 +77,7 @@ def sizes(package: Path) -> dict[str, Any]:
 
 
 def duplicates(package: Path) -> dict[str, int]:
-    """Pairs of places with the same tokens in a row, by the length of the run."""
+    """The number of pairs of places with the same consecutive tokens, by the length of the run."""
     files = [_tokens(path) for path in sorted(package.rglob("*.py"))]
     return {str(run): _repeated(files, run) for run in RUNS}
 
@@ -103,24 +103,24 @@ def _repeated(files: list[list[str]], run: int) -> int:
         for index, (file, start) in enumerate(same):
             for other_file, other in same[:index]:
                 overlap = file == other_file and abs(start - other) < run
-                # A pair whose tokens before are the same too was counted where the run begins.
+                # If the preceding tokens are equal too, the pair was counted at the start of the run.
                 longer = start and other and files[file][start - 1] == files[other_file][other - 1]
                 pairs += not overlap and not longer
     return pairs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a call passes through. These run in a process of their own, with the checkout on its path.
+# Functions per call. These run in a separate process, with the checkout on its path.
 
 
-class Followed:
-    """The functions of the package that are called inside the `with`."""
+class CallTrace:
+    """Records the functions of the package that are called inside the `with` block."""
 
     def __init__(self, package: Path) -> None:
         self.root = f"{package.resolve()}{os.sep}"
         self.codes: list[CodeType] = []
 
-    def __enter__(self) -> "Followed":
+    def __enter__(self) -> "CallTrace":
         sys.setprofile(self._event)
         return self
 
@@ -129,13 +129,13 @@ class Followed:
 
     def _event(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        # The bodies of modules and classes are no functions; a comprehension belongs to the function around it.
+        # Bodies of modules and classes are not functions. A comprehension belongs to its function.
         is_function = code.co_flags & inspect.CO_OPTIMIZED and not code.co_name.startswith("<")
         if event == "call" and is_function and code.co_filename.startswith(self.root):
             self.codes.append(code)
 
     def summary(self) -> dict[str, Any]:
-        """How many functions and files, and which."""
+        """The number of functions, files and calls, and the names."""
         functions = dict.fromkeys((code.co_filename.removeprefix(self.root), code.co_qualname) for code in self.codes)
         files = list(dict.fromkeys(file for file, _ in functions))
         return {
@@ -148,14 +148,14 @@ class Followed:
 
 
 def follow(package: Path, call: Callable[[], object]) -> dict[str, Any]:
-    """What one call passes through."""
-    with Followed(package) as followed:
+    """The functions that one call passes through."""
+    with CallTrace(package) as trace:
         call()
-    return followed.summary()
+    return trace.summary()
 
 
 def _rotation(package: Path, device: str) -> dict[str, Any]:
-    """rope(q, k), warm, of a new module, with a graph, and compiled."""
+    """rope(q, k): of a new module, warm, with an autograd graph, and compiled."""
     torch: Any = importlib.import_module("torch")
     rw: Any = importlib.import_module("ropewalk")
     q, k = torch.randn(1, 4, 16, 64, device=device), torch.randn(1, 2, 16, 64, device=device)
@@ -165,7 +165,7 @@ def _rotation(package: Path, device: str) -> dict[str, Any]:
 
     measured: dict[str, Any] = {}
     with torch.no_grad():
-        # Another module first: kernels are built and loaded once per process.
+        # Call another module first, because kernels are built and loaded once per process.
         rope()(q, k)
         new = rope()
         measured["cold"] = follow(package, lambda: new(q, k))
@@ -181,7 +181,7 @@ def _rotation(package: Path, device: str) -> dict[str, Any]:
         compiled = torch.compile(lambda q, k: new(q, k))
         for _ in range(3):
             compiled(q, k)
-        # Python functions of the package that run at a warm call: the rest was traced away.
+        # Only the Python functions that still run in a warm call of the compiled graph.
         measured["compiled"] = follow(package, lambda: compiled(q, k))
     leaves = [x.clone().requires_grad_() for x in (q, k)]
     for _ in range(3):
@@ -191,7 +191,7 @@ def _rotation(package: Path, device: str) -> dict[str, Any]:
 
 
 def _linear(package: Path, device: str) -> dict[str, Any]:
-    """linear_attention with a rope, warm, without and with a graph."""
+    """linear_attention with a rope, warm, without and with an autograd graph."""
     torch: Any = importlib.import_module("torch")
     rw: Any = importlib.import_module("ropewalk")
     q, k, v = (torch.randn(1, 2, 64, 32, device=device) for _ in range(3))
@@ -220,11 +220,11 @@ def _load_spec(package: Path, path: str) -> dict[str, Any]:
 
 
 def _inspect(package: Path, path: str) -> dict[str, Any]:
-    """`ropewalk inspect CONFIG`, after another config was inspected, so that nothing is imported."""
+    """`ropewalk inspect CONFIG`, after another config was inspected, so that imports do not count."""
     other = Path(path).with_name("other.json")
     other.write_text(json.dumps(CONFIG | {"rope_theta": 10_000.0}), encoding="utf-8")
     parses = Parses(path)
-    shown = io.StringIO()
+    output = io.StringIO()
 
     def command(config: str) -> None:
         sys.argv = ["ropewalk", "inspect", config]
@@ -232,16 +232,16 @@ def _inspect(package: Path, path: str) -> dict[str, Any]:
             runpy.run_module("ropewalk", run_name="__main__")
         except SystemExit as stop:
             if stop.code:
-                raise RuntimeError(shown.getvalue()) from stop
+                raise RuntimeError(output.getvalue()) from stop
 
-    with redirect_stdout(shown), redirect_stderr(shown):
+    with redirect_stdout(output), redirect_stderr(output):
         command(str(other))
         measured = follow(package, lambda: command(path))
     return measured | parses.counts()
 
 
 class Parses:
-    """How often a file was opened, and how often its text was parsed as JSON."""
+    """Counts how often a file is opened and its text is parsed as JSON."""
 
     def __init__(self, path: str) -> None:
         self.path, self.opened, self.parsed = str(Path(path).resolve()), 0, 0
@@ -252,7 +252,7 @@ class Parses:
             self.parsed += source == text or source == text.encode()
             return loads(source, *args, **more)
 
-        # json.load calls it by this name too.
+        # json.load calls json.loads by this name too.
         json.loads = counted
         sys.addaudithook(self._audit)
 
@@ -261,12 +261,12 @@ class Parses:
             self.opened += os.path.abspath(os.fspath(arguments[0])) == self.path
 
     def counts(self) -> dict[str, int]:
-        """The counts so far."""
+        """The current counts."""
         return {"opened": self.opened, "parsed": self.parsed}
 
 
 def probe(name: str, package: Path) -> dict[str, Any]:
-    """One of the probes, by its name."""
+    """Run a probe by name."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder).resolve() / "config.json"
         path.write_text(json.dumps(CONFIG, indent=2), encoding="utf-8")
@@ -281,7 +281,7 @@ def probe(name: str, package: Path) -> dict[str, Any]:
 
 
 def run_probe(name: str, source: Path) -> dict[str, Any]:
-    """A probe in a process of its own."""
+    """Run a probe in a separate process."""
     environment = os.environ | {"PYTHONPATH": str(source.resolve())}
     command = [sys.executable, str(Path(__file__).resolve()), "--probe", name, str(source)]
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -295,7 +295,7 @@ def run_probe(name: str, source: Path) -> dict[str, Any]:
 
 
 def structure(source: Path, gpu: bool) -> dict[str, Any]:
-    """Everything about one checkout."""
+    """All figures of one checkout."""
     package = source / "ropewalk"
     names = ["rotation", "linear", "load_spec", "inspect"] + (["rotation, gpu", "linear, gpu"] if gpu else [])
     return {
@@ -314,7 +314,7 @@ def table(measured: dict[str, Any]) -> str:
         f" {size['c_files']} C of {size['c_lines']} lines",
         f"lines per file       median {size['median']:g}, p90 {size['p90']}, max {size['max']};"
         f" {size['files_of_70_or_fewer']} files of 70 or fewer",
-        f"import circles       {len(measured['circles'])}",
+        f"import cycles        {len(measured['circles'])}",
         *(f"                     {' - '.join(circle)}" for circle in measured["circles"]),
         f"duplicate pairs      {', '.join(f'{pairs} of {run} tokens' for run, pairs in copies.items())}",
         "",
@@ -324,17 +324,17 @@ def table(measured: dict[str, Any]) -> str:
         if "error" in call:
             lines.append(f"{name:<36}  {call['error']}")
             continue
-        cases = {name: call} if "functions" in call else {f"{name}: {case}": one for case, one in call.items()}
-        for case, one in cases.items():
-            commands = sum(file.startswith(("hub/", "tools/")) for file in one["file_names"])
-            more = f"  {commands} in hub and tools" if commands else ""
-            more += f"; config opened {one['opened']}, parsed {one['parsed']} times" if "parsed" in one else ""
-            lines.append(f"{case:<36}{one['functions']:>10}{one['files']:>7}{more}")
+        cases = {name: call} if "functions" in call else {f"{name}: {case}": trace for case, trace in call.items()}
+        for case, trace in cases.items():
+            command_files = sum(file.startswith(("hub/", "tools/")) for file in trace["file_names"])
+            notes = f"  {command_files} in hub and tools" if command_files else ""
+            notes += f"; config opened {trace['opened']}, parsed {trace['parsed']} times" if "parsed" in trace else ""
+            lines.append(f"{case:<36}{trace['functions']:>10}{trace['files']:>7}{notes}")
     return "\n".join(lines)
 
 
 def has_gpu() -> bool:
-    """Whether torch sees a CUDA device."""
+    """Whether torch has a CUDA device."""
     code = "import torch; raise SystemExit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -347,15 +347,17 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="SRC_DIR", help="the src folder of a checkout")
-    parser.add_argument("--json", metavar="FILE", help="write everything, with the names of files and functions")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write everything as JSON, with the names of files and functions"
+    )
     parser.add_argument("--names", action="store_true", help="list the functions of every call")
     options = parser.parse_args()
     measured = structure(options.source, has_gpu())
     print(table(measured))
     if options.names:
         for name, call in measured["calls"].items():
-            for case, one in ({name: call} if "functions" in call else call).items():
-                print(f"\n{name}: {case}", *one["function_names"], sep="\n  ")
+            for case, trace in ({name: call} if "functions" in call else call).items():
+                print(f"\n{name}: {case}", *trace["function_names"], sep="\n  ")
     if options.json is not None:
         Path(options.json).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""bench.accelerate: its record, its exit codes, and that it leaves nothing behind."""
+"""bench.accelerate: its record, its exit codes, and that the model is restored."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ def quiet():
     transformers.logging.set_verbosity_error()
 
 
-def test_the_shares_are_shares_and_nothing_stays_timed():
+def test_shares_are_consistent_and_functions_are_restored():
     (case,) = [case for case in bench.model_cases(quick=True) if case.family == "qwen3"]
     names = dict(Qwen3Attention.forward.__globals__)
     lines, apart = bench.measure(replace(case, tokens=16), rounds=2)
@@ -42,7 +42,7 @@ def test_the_record(tmp_path, capsys, monkeypatch):
     assert case["family"] == "llama"
     assert [line["path"] for line in case["lines"]] == ["transformers", "ropewalk"]
     assert "rotation ms" in capsys.readouterr().out
-    # Logits past the limit are a failed check. On some processors they are equal, so a limit of 0 would not do.
+    # Logits beyond the limit fail the check. On some processors they are equal, so a limit of 0 is not enough.
     monkeypatch.setitem(bench.LIMITS, "float32", -1.0)
     assert bench.bench_accelerate(quick=True) == 1
 
@@ -57,7 +57,7 @@ def test_bad_input(tmp_path):
         bench.bench_accelerate(str(tmp_path / "no" / "file.json"))
 
 
-def test_the_command_says_a_users_mistake_without_a_traceback():
+def test_bad_usage_is_reported_without_a_traceback():
     command = [sys.executable, "-m", "ropewalk.tools.bench.accelerate", "--dtype", "int8"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2

@@ -1,4 +1,4 @@
-"""ropewalk bench attention: who takes part, what is checked, recorded, fitted and drawn. Nothing looks at times."""
+"""ropewalk bench attention: paths, checks, records, fits and pictures. No test depends on a time."""
 
 import json
 import os
@@ -26,8 +26,8 @@ OURS = {"softmax (SDPA)", "ropewalk linear", "ropewalk linear + RoPE"}
 TINY = [AttentionCase((1, 2, seq, 8), "float32") for seq in (1024, 2048)]
 
 
-def lines_of(case, **how):
-    lines, rounds = measure(case, 1, "cpu", **how)
+def lines_of(case, **options):
+    lines, rounds = measure(case, 1, "cpu", **options)
     assert rounds == 1
     by_path: dict[str, Any] = {line.path: line for line in lines}
     assert len(by_path) == len(lines)
@@ -42,7 +42,7 @@ def drawn(shape, seed=0, dtype=torch.float32):
 @pytest.mark.parametrize("work", ["forward", "forward+backward"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seq", [20, 600])
-def test_everyone_is_held_to_the_reference_and_timed(seq, dtype, work):
+def test_every_path_is_checked_and_timed(seq, dtype, work):
     lines = lines_of(AttentionCase((2, 1, seq, 8), dtype, work))
     assert set(lines) == OURS
     tensor = 2 * seq * 8 * (4 if dtype == "float32" else 2)
@@ -70,7 +70,7 @@ def test_the_cases():
         assert len({case.shape[2] for case in quick if case.sweep and case.shape[2] >= start}) == 2
 
 
-def test_memory_is_what_a_call_holds_at_once():
+def test_peak_memory_is_what_a_call_uses_at_the_same_time():
     x = torch.ones(1, 8, 128, 64)
     assert bench_attention._peak_bytes(lambda: x.clone(), "cpu") == x.nbytes
     assert bench_attention._peak_bytes(lambda: x.clone() * x.clone(), "cpu") == 3 * x.nbytes
@@ -108,7 +108,7 @@ def broken(seq, dim, dtype, device):
 
 
 @pytest.mark.parametrize("work", ["forward", "forward+backward"])
-def test_one_that_is_wrong_gets_no_time_and_one_that_fails_a_note(monkeypatch, work):
+def test_a_wrong_path_gets_no_time_and_a_failing_one_a_note(monkeypatch, work):
     for maker in (no_rope, last_token_wrong, wrong_backward, no_number, broken):
         monkeypatch.setitem(PATHS, maker.__name__, AttentionPath(maker, "rope"))
     lines = lines_of(AttentionCase((1, 2, 600, 8), "float32", work))
@@ -135,29 +135,29 @@ def test_our_own_failure_is_not_hidden(monkeypatch):
         lines_of(TINY[0])
 
 
-def test_the_truth_is_the_reference_at_the_tokens_it_names():
-    *given, cotangent = drawn((2, 3, 700, 8))
+def test_the_truth_is_the_reference_at_its_tokens():
+    *tensors, cotangent = drawn((2, 3, 700, 8))
     tokens = checked_tokens(700, middle=False)
     assert tokens.tolist() == [*range(512), *range(684, 700)]
     assert checked_tokens(10, middle=True).tolist() == list(range(10))
     assert set(range(2000, 2064)) <= set(checked_tokens(4000, middle=True).tolist())
-    seldom = torch.zeros_like(cotangent)
-    seldom[:, :, tokens] = cotangent[:, :, tokens]
-    leaves = [x.double().requires_grad_() for x in given]
+    sparse = torch.zeros_like(cotangent)
+    sparse[:, :, tokens] = cotangent[:, :, tokens]
+    leaves = [x.double().requires_grad_() for x in tensors]
     whole = linear_attention_by_sum(*leaves, causal=True)
-    grads = torch.autograd.grad(whole, leaves, seldom.double())
-    truth = Truth("linear", given, seldom)
+    grads = torch.autograd.grad(whole, leaves, sparse.double())
+    truth = Truth("linear", tensors, sparse)
     for part, right, rows in zip(truth.parts, (whole, *grads), [tokens, *[truth.sampled] * 3], strict=True):
         assert torch.allclose(part, right[:, :, rows], rtol=0, atol=1e-12)
-    found = [x.detach().float() for x in (whole, *grads)]
-    assert truth.error(found) < 1e-6
-    assert truth.error(found[:1]) == torch.inf
-    assert truth.error([x.double() for x in found]) == torch.inf
-    assert truth.error([found[0], found[1], found[3], found[2]]) > 0.5
+    results = [x.detach().float() for x in (whole, *grads)]
+    assert truth.error(results) < 1e-6
+    assert truth.error(results[:1]) == torch.inf
+    assert truth.error([x.double() for x in results]) == torch.inf
+    assert truth.error([results[0], results[1], results[3], results[2]]) > 0.5
 
 
 def fake_fla(monkeypatch):
-    """flash-linear-attention's interfaces, [batch, seq, heads, dim], as sums that are written out."""
+    """The interfaces of flash-linear-attention, [batch, seq, heads, dim], as explicit sums."""
 
     def seen(q, k):
         return (q @ k.transpose(-1, -2)).tril()
@@ -189,23 +189,23 @@ def fake_fla(monkeypatch):
     monkeypatch.setattr(timing, "DEVICE", "cpu")
 
 
-def test_flas_parts_make_what_they_are_held_to(monkeypatch):
-    given = drawn((2, 3, 40, 8))[:3]
+def test_the_functions_of_fla_compute_the_expected_attention(monkeypatch):
+    tensors = drawn((2, 3, 40, 8))[:3]
     theirs = [path for name, path in PATHS.items() if name.startswith("fla")]
     assert [path.maker(40, 8, torch.float32, "cuda") for path in theirs] == [None] * 3
     fake_fla(monkeypatch)
     for path in theirs:
         assert path.maker(40, 8, torch.float32, "cpu") is None
         attend: Any = path.maker(40, 8, torch.float32, "cuda")
-        contestant: Any = bench_attention._contestant("fla", path, attend, given, [])
-        assert Truth(path.kind, given, None).error(contestant.outputs()) < 1e-5
-    q, k, v = (x.double() for x in given)
-    exact = Truth("numerator", given, None).parts[0]
+        candidate: Any = bench_attention._candidate("fla", path, attend, tensors, [])
+        assert Truth(path.kind, tensors, None).error(candidate.outputs()) < 1e-5
+    q, k, v = (x.double() for x in tensors)
+    exact = Truth("numerator", tensors, None).parts[0]
     assert torch.allclose((elu_plus_one(q) @ elu_plus_one(k).transpose(-1, -2)).tril() @ v, exact)
 
 
-def test_a_device_gives_milliseconds(monkeypatch):
-    monkeypatch.setattr(timing, "device_times", lambda contestants, rounds: {"a": 1500.0})
+def test_device_times_are_converted_to_milliseconds(monkeypatch):
+    monkeypatch.setattr(timing, "device_times", lambda candidates, rounds: {"a": 1500.0})
     assert bench_attention._times([], 3, "cuda") == {"a": 1.5}
 
 
@@ -218,7 +218,7 @@ def test_the_exponent_of_made_up_times():
 
 
 def made_up(*, softmax_ms=1.0):
-    """A record whose linear attention grows as N, and whose softmax as N squared, from 1024 on."""
+    """A record in which, from 1024 on, the time of linear attention grows as N and that of softmax as N squared."""
     cases = []
     for seq in (512, 1024, 2048, 4096):
         times = {"softmax (SDPA)": softmax_ms * (seq / 1024) ** 2, "ropewalk linear + RoPE": 2 * seq / 1024}
@@ -244,18 +244,18 @@ def test_growth_is_that_of_the_upper_part_of_the_sweep():
     assert growth("cuda", record["cases"]) == []
 
 
-def test_softmax_is_left_out_where_a_call_would_take_too_long():
-    done = made_up(softmax_ms=400.0)["cases"][:4]
+def test_softmax_is_skipped_if_a_call_would_take_too_long():
+    measured = made_up(softmax_ms=400.0)["cases"][:4]
     longer = AttentionCase((1, 2, 8192, 8), "float32")
     why = bench_attention._why_left_out
-    assert why("softmax (SDPA)", longer, done) == "left out: one call would take some 26 s"
-    assert why("ropewalk linear + RoPE", longer, done) is None
-    assert why("softmax (SDPA)", AttentionCase((1, 2, 4096, 8), "float32"), done) is None
-    assert why("softmax (SDPA)", AttentionCase((1, 2, 8192, 8), "float32", "forward+backward"), done) is None
+    assert why("softmax (SDPA)", longer, measured) == "skipped: one call would take about 26 s"
+    assert why("ropewalk linear + RoPE", longer, measured) is None
+    assert why("softmax (SDPA)", AttentionCase((1, 2, 4096, 8), "float32"), measured) is None
+    assert why("softmax (SDPA)", AttentionCase((1, 2, 8192, 8), "float32", "forward+backward"), measured) is None
     assert why("softmax (SDPA)", longer, []) is None
-    lines = lines_of(TINY[0], left_out=lambda path: why(path, longer, done))
+    lines = lines_of(TINY[0], left_out=lambda path: why(path, longer, measured))
     assert lines["softmax (SDPA)"].ms is None
-    assert lines["softmax (SDPA)"].note.startswith("left out")
+    assert lines["softmax (SDPA)"].note.startswith("skipped")
 
 
 @pytest.fixture
@@ -292,12 +292,12 @@ def test_the_command_writes_table_record_and_picture(tmp_path, capsys):
     again = tmp_path / "again.png"
     assert command(plot=str(again), from_file=str(target)) == 0
     assert again.read_bytes() == picture.read_bytes()
-    # The same but for the paragraph that says where it was measured.
+    # The output is the same except for the paragraph on the hardware.
     assert capsys.readouterr().out.splitlines()[:-1] == out.split("\n\n", 1)[1].splitlines()[:-1]
 
 
 @pytest.mark.usefixtures("_tiny")
-def test_json_on_standard_output_is_all_that_is_there_and_one_of_ours_that_is_wrong_is_exit_code_1(monkeypatch, capsys):
+def test_json_is_the_only_standard_output_and_a_wrong_path_of_ours_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setitem(PATHS, "ropewalk linear + RoPE", AttentionPath(no_rope, "rope"))
     assert command("-", quick=True, device="cpu") == 1
     out, err = capsys.readouterr()
@@ -316,7 +316,7 @@ def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypat
     cases = [case | {"work": work} for work in works for case in record["cases"]]
     record |= {"cases": cases, "growth": growth("cpu", cases)}
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *where, **how: figures.append(figure))
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *arguments, **options: figures.append(figure))
     attention_plot.draw(record, str(tmp_path / "a.png"))
     (figure,) = figures
     assert len(figure.axes) == len(works) + 1
@@ -329,7 +329,7 @@ def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("options", "message"),
     [
         ({"device": "gpu"}, "'cpu' or 'cuda'"),
         ({"json_file": "nowhere/figures.json"}, "make the folder first"),
@@ -345,7 +345,7 @@ def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypat
         ({"from_file": "record.json", "json_file": "b.json"}, "leave them out"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_timed(how, message, tmp_path, monkeypatch):
+def test_bad_input_is_rejected_before_timing(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record = made_up()
     texts = {
@@ -358,28 +358,28 @@ def test_bad_input_is_refused_before_anything_is_timed(how, message, tmp_path, m
     for name, text in texts.items():
         Path(f"{name}.json").write_text(text, encoding="utf-8")
     with pytest.raises(RopewalkError) as caught:
-        command(**how)
+        command(**options)
     assert message in str(caught.value)
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json" for name in texts}
 
 
 @pytest.mark.parametrize("start", [["-m", "ropewalk", "bench", "attention"], ["-m", "ropewalk.tools.bench.attention"]])
-def test_cuda_that_is_not_there_is_exit_code_2(start):
+def test_missing_cuda_is_exit_code_2(start):
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command_line = [sys.executable, *start, "--device", "cuda"]
     result = subprocess.run(command_line, capture_output=True, text=True, check=False, env=hidden)
     assert result.returncode == 2
     assert "expected: a CUDA device and Triton" in result.stderr
-    assert "--device cpu times this one" in result.stderr
+    assert "or --device cpu" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_torch_is_enough(tmp_path):
+def test_only_torch_is_required(tmp_path):
     code = (
         "import sys\nfor name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None\n"
         "from ropewalk.tools.bench import attention as bench_attention\n"
         "from ropewalk.tools.bench.attention import AttentionCase\n"
-        "bench_attention.attention_cases = lambda *how: [AttentionCase((1, 2, 64, 8), 'float32')]\n"
+        "bench_attention.attention_cases = lambda *options: [AttentionCase((1, 2, 64, 8), 'float32')]\n"
         "sys.argv[1:] = {}\nbench_attention.main()"
     )
     measured = ["--device", "cpu", "--quick"]

@@ -1,4 +1,4 @@
-"""ropewalk bench cpu: who takes part, what is shown, that a wrong path gets no time. Nothing here looks at times."""
+"""ropewalk bench cpu: the paths, the output, and that a wrong path gets no time. No test depends on a time."""
 
 import io
 import json
@@ -18,15 +18,15 @@ from ropewalk.tools.bench.cpu import Case, cases, measure
 from ropewalk.tools.bench.truth import Truth
 
 
-def lines_of(case, **how):
-    lines: dict[str, Any] = {line.path: line for line in measure(case, rounds=1, compiled=False, **how)}
+def lines_of(case, **options):
+    lines: dict[str, Any] = {line.path: line for line in measure(case, rounds=1, compiled=False, **options)}
     return lines
 
 
 @pytest.mark.parametrize("work", ["forward", "forward, grad", "forward+backward"])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_everyone_who_has_the_pairing_takes_part(dtype, pairing, work):
+def test_every_path_with_the_pairing_is_timed(dtype, pairing, work):
     lines = lines_of(Case(64, dtype, pairing, "transposed", work))
     expected = {"copy", "ropewalk", "ropewalk, torch", "transformers' formula"}
     if pairing == "interleaved":
@@ -42,7 +42,7 @@ def test_everyone_who_has_the_pairing_takes_part(dtype, pairing, work):
             assert line.share_of_copy == pytest.approx(lines["copy"].ms / line.ms)
 
 
-def test_decoding_is_held_to_a_position_of_its_own():
+def test_decoding_is_checked_at_its_position():
     lines = lines_of(Case(1, "float32", "interleaved", "contiguous", "forward"))
     assert all(line.ms is not None for line in lines.values())
     assert lines["transformers' formula"].error_over_budget > 0
@@ -50,17 +50,17 @@ def test_decoding_is_held_to_a_position_of_its_own():
 
 @pytest.mark.parametrize("work", ["forward", "forward+backward"])
 def test_a_wrong_path_gets_no_time(monkeypatch, work):
-    def wrong_way(where, dim, dtype, pairing):
-        right = peers.transformers_formula(where, dim, dtype, pairing)
+    def wrong_way(positions, dim, dtype, pairing):
+        right = peers.transformers_formula(positions, dim, dtype, pairing)
         return lambda q, k: tuple(2 * x - y for x, y in zip((q, k), right(q, k), strict=True))
 
-    def wrong_backward(where, dim, dtype, pairing):
-        right = peers.transformers_formula(where, dim, dtype, pairing)
+    def wrong_backward(positions, dim, dtype, pairing):
+        right = peers.transformers_formula(positions, dim, dtype, pairing)
 
-        def turn(q, k):
+        def rotate(q, k):
             return tuple(y.detach() + 0 * x + (x - x.detach()) for x, y in zip((q, k), right(q, k), strict=True))
 
-        return turn
+        return rotate
 
     monkeypatch.setitem(peers.PEERS, "wrong", (wrong_way, False))
     monkeypatch.setitem(peers.PEERS, "wrong backward", (wrong_backward, False))
@@ -73,15 +73,15 @@ def test_a_wrong_path_gets_no_time(monkeypatch, work):
     assert "wrong  " in shown.export_text()
 
 
-def test_our_own_path_past_its_budget_is_exit_code_1(monkeypatch, capsys):
+def test_our_own_path_beyond_its_budget_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(bench_cpu, "cases", lambda quick: [Case(8, "float32", "half", "contiguous", "forward")])
     assert bench_cpu.bench_cpu(quick=True) == 0
-    monkeypatch.setattr(Truth, "errors", lambda *what: (1.5, 0.0))
+    monkeypatch.setattr(Truth, "errors", lambda *arguments: (1.5, 0.0))
     assert bench_cpu.bench_cpu(quick=True) == 1
     assert "wrong" in capsys.readouterr().out
 
 
-def test_nan_is_no_small_error():
+def test_nan_is_an_infinite_error():
     x = torch.ones(1, 1, 2, 4)
     inv_freq = torch.tensor([1.0, 0.1], dtype=torch.float64)
     truth = Truth.of_rotation(x, torch.arange(2), inv_freq, "half", False)
@@ -96,18 +96,18 @@ def test_nan_is_no_small_error():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_peer_that_is_right_at_most_tokens_or_almost_right_gets_no_time(monkeypatch, dtype):
-    def one_token_wrong(where, dim, kind, pairing):
-        right = peers.transformers_formula(where, dim, kind, pairing)
+    def one_token_wrong(positions, dim, kind, pairing):
+        right = peers.transformers_formula(positions, dim, kind, pairing)
 
-        def turn(q, k):
+        def rotate(q, k):
             q, k = right(q, k)
             q[:, :, 300] = 0
             return q, k
 
-        return turn
+        return rotate
 
-    def mixed(where, dim, kind, pairing):
-        right = peers.transformers_formula(where, dim, kind, pairing)
+    def mixed(positions, dim, kind, pairing):
+        right = peers.transformers_formula(positions, dim, kind, pairing)
         return lambda q, k: tuple(0.98 * y + 0.02 * x for x, y in zip((q, k), right(q, k), strict=True))
 
     monkeypatch.setitem(peers.PEERS, "one token wrong", (one_token_wrong, False))
@@ -150,7 +150,7 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("bench", "--backends"), ("bench", "cpu", "--backends")])
-def test_backends_are_told_with_their_reasons(arguments):
+def test_backends_are_listed_with_their_reasons(arguments):
     result = run(*arguments)
     assert result.returncode == 0
     assert "torch: ready" in result.stdout
@@ -158,7 +158,7 @@ def test_backends_are_told_with_their_reasons(arguments):
     assert re.search(r"triton: (ready|PyTorch sees no CUDA device)", result.stdout)
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_timed(tmp_path):
+def test_an_output_that_cannot_be_written_is_rejected_before_timing(tmp_path):
     result = run("bench", "cpu", "--json", str(tmp_path / "nowhere" / "figures.json"))
     assert result.returncode == 2
     assert "make the folder first" in result.stderr

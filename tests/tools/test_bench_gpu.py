@@ -1,4 +1,4 @@
-"""The GPU benchmark, as far as it runs without one: its cases, its check of every contestant, its record."""
+"""The parts of the GPU benchmark that run without a GPU: its cases, its check of every candidate, its record."""
 
 import json
 import time
@@ -15,15 +15,15 @@ from ropewalk.tools.bench.peers import GPU_PEERS, GpuPeer
 
 @pytest.fixture
 def _on_the_cpu(monkeypatch):
-    """The same contestants on tensors of the CPU, with a clock in place of the device's events."""
+    """Runs the candidates on CPU tensors, with a clock instead of device events."""
 
-    def times(contestants, rounds):
-        taken = {}
-        for contestant in contestants:
+    def times(candidates, rounds):
+        elapsed = {}
+        for candidate in candidates:
             start = time.perf_counter()
-            contestant.run()
-            taken[contestant.name] = (time.perf_counter() - start) * 1e6
-        return taken
+            candidate.run()
+            elapsed[candidate.name] = (time.perf_counter() - start) * 1e6
+        return elapsed
 
     monkeypatch.setattr(timing, "DEVICE", "cpu")
     monkeypatch.setattr(timing, "device_times", times)
@@ -31,7 +31,7 @@ def _on_the_cpu(monkeypatch):
     monkeypatch.setattr(bench_gpu, "_bare_launch", lambda case, tensors: bench_gpu._copy(case, tensors))
 
 
-def test_every_kind_of_case_is_there():
+def test_every_kind_of_case_exists():
     cases = gpu_cases(quick=False)
     assert len(set(cases)) == len(cases)
     assert {case.shape[-1] for case in cases} == {64, 80, 96, 128}
@@ -48,7 +48,7 @@ def test_every_kind_of_case_is_there():
 @pytest.mark.usefixtures("_on_the_cpu")
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize(
-    "how",
+    "options",
     [
         {},
         {"memory": "contiguous"},
@@ -59,8 +59,8 @@ def test_every_kind_of_case_is_there():
     ],
     ids=str,
 )
-def test_every_contestant_is_held_to_the_reference(how, pairing):
-    lines = measure(GpuCase((2, 16, 4, 2, 64), pairing, **how), rounds=1, compiled=False)
+def test_every_candidate_is_compared_with_the_reference(options, pairing):
+    lines = measure(GpuCase((2, 16, 4, 2, 64), pairing, **options), rounds=1, compiled=False)
     by_path = {line.path: line for line in lines}
     assert lines[0].path == COPY
     ours = [line for line in lines if line.path.startswith(OURS)]
@@ -69,7 +69,7 @@ def test_every_contestant_is_held_to_the_reference(how, pairing):
         assert line.us is not None
         assert line.error_over_budget is not None
         assert line.error_over_budget <= 1
-    if "rotary_dim" not in how:
+    if "rotary_dim" not in options:
         peer = by_path["transformers"]
         assert peer.us is not None
         assert peer.error_over_budget is not None
@@ -77,11 +77,11 @@ def test_every_contestant_is_held_to_the_reference(how, pairing):
 
 
 @pytest.mark.usefixtures("_on_the_cpu")
-def test_one_that_is_wrong_gets_no_time_and_one_that_fails_a_note(monkeypatch):
-    def wrong(*how):
+def test_a_wrong_candidate_gets_no_time_and_a_failing_one_a_note(monkeypatch):
+    def wrong(*arguments):
         return lambda q, k: (q * 1.5, k)
 
-    def broken(*how):
+    def broken(*arguments):
         def fail(q, k):
             raise ValueError("no kernel for this shape")
 
@@ -113,7 +113,7 @@ def test_the_record_is_written_after_every_case(monkeypatch, tmp_path):
     assert record["cases"][1]["lines"][0]["host_us"] is not None
 
 
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_it_raises():
     if torch.cuda.is_available():
         return
     with pytest.raises(RopewalkError, match="a CUDA device and Triton"):

@@ -1,1 +1,1 @@
-"""`ropewalk bench`: rotation and attention timed against a copy and peers, after their results were checked."""
+"""`ropewalk bench`: times rotation and attention next to a copy and other libraries. Results are checked first."""

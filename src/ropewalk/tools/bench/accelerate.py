@@ -1,7 +1,7 @@
 """`python -m ropewalk.tools.bench.accelerate`: the rotation's share of a forward pass, before and after accelerate.
 
-Two copies of one model with random weights, one of them accelerated, take turns. The time inside the calls of the
-rotation, and of the norms of q and k where a model has them, is taken in the same passes.
+Two copies of one model with random weights, one of them accelerated, are timed in interleaved rounds. The same passes
+measure the time inside the rotation and, if the model has them, the norms of q and k.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.norm_fusion import FUSED
 from ropewalk.kernels.native.extension import instructions
-from ropewalk.tools.bench.timing import Contestant, take_turns
+from ropewalk.tools.bench.timing import Candidate, wall_times
 from ropewalk.tools.output import package_version, processor, require_writable_file, write_json
 
 __all__ = ["AcceleratedLine", "ModelCase", "bench_accelerate", "measure", "model_cases"]
 
 ROTATION = "apply_rotary_pos_emb"
 
-# How far logits may be apart: both round some hundred numbers on the way, each in its own order.
+# The allowed relative difference of the logits: both models round about a hundred times, in different orders.
 LIMITS = {"float32": 300 * 2.0**-24, "bfloat16": 30 * 2.0**-9, "float16": 30 * 2.0**-12}
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model of transformers by its family, with random weights, and the tokens of one forward pass."""
+    """A model family of transformers, the sizes of a model with random weights, and the tokens of a forward pass."""
 
     family: str
     dtype: str
@@ -58,7 +58,7 @@ class ModelCase:
 
 @dataclass(frozen=True)
 class AcceleratedLine:
-    """A row: the whole pass, and what of it was spent on rotation (with the norms of q and k). Medians."""
+    """A row of the table: medians of the whole pass and of the rotation in it (with the norms of q and k)."""
 
     path: str
     forward_ms: float
@@ -67,7 +67,7 @@ class AcceleratedLine:
 
 
 def model_cases(quick: bool, dtype: str = "float32") -> list[ModelCase]:
-    """Llama, and Qwen 3, whose norms of q and k go into the same pass; two small layers if `quick`."""
+    """Llama, and Qwen 3, whose norms of q and k are fused with the rotation. Two small layers if `quick`."""
     sizes: dict[str, int] = {"tokens": 64, "hidden": 128, "layers": 2, "heads": 4, "kv_heads": 2} if quick else {}
     return [ModelCase(family, dtype, **sizes) for family in ("llama", "qwen3")]
 
@@ -79,7 +79,7 @@ def _model(case: ModelCase) -> nn.Module:
         raise RopewalkError(
             asked="bench_accelerate",
             expected="transformers, whose models are timed",
-            got="it is not installed",
+            got="transformers is not installed",
             do="pip install 'ropewalk[hf]'",
         ) from None
     sizes = {"hidden_size": case.hidden, "intermediate_size": 11 * case.hidden // 4, "head_dim": case.head_dim}
@@ -92,52 +92,61 @@ def _model(case: ModelCase) -> nn.Module:
 
 
 class _Clock:
-    """Adds up the time inside functions."""
+    """Accumulates the time inside functions."""
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.elapsed = 0
 
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its time added to what was taken."""
+        """Wrap a function, and add the time of its calls to `elapsed`."""
 
         def run(*args: Any, **more: Any) -> Any:
             start = time.perf_counter_ns()
             result = function(*args, **more)
-            self.taken += time.perf_counter_ns() - start
+            self.elapsed += time.perf_counter_ns() - start
             return result
 
         return run
 
     @contextmanager
     def inside(self, model: nn.Module) -> Iterator[None]:
-        """Times the rotation of the model's attention, and norms of q and k that are called by themselves."""
+        """Time the rotation of the model's attention, and norms of q and k that are called separately."""
         layers = [module for module in model.modules() if hasattr(module, "q_proj")]
         names = type(layers[0]).forward.__globals__
-        kept = {name: names[name] for name in (ROTATION, FUSED) if name in names}
+        originals = {name: names[name] for name in (ROTATION, FUSED) if name in names}
         norms = [norm for module in layers for key, norm in module.named_children() if key in ("q_norm", "k_norm")]
         # The accelerated class calls its norms through the fused function, which is timed as a whole.
         norms = [] if FUSED in names else norms
         try:
-            names.update({name: self.timed(function) for name, function in kept.items()})
+            names.update({name: self.timed(function) for name, function in originals.items()})
             for norm in norms:
                 norm.forward = self.timed(norm.forward)
             yield
         finally:
-            names.update(kept)
+            names.update(originals)
             for norm in norms:
                 del norm.forward
 
 
 def measure(
-    case: ModelCase, rounds: int, done: Callable[[], None] = lambda: None
+    case: ModelCase, rounds: int, advance: Callable[[], None] = lambda: None
 ) -> tuple[list[AcceleratedLine], float]:
-    """The two rows of a case, and how far their logits are apart: rms of the difference over rms of the logits."""
+    """Time one case.
+
+    Args:
+        case: The model.
+        rounds: The number of rounds.
+        advance: Called after every round.
+
+    Returns:
+        The two rows, and the rms of the difference of the logits over the rms of the logits.
+    """
     torch.manual_seed(0)
     plain = _model(case)
     fast = copy.deepcopy(plain)
     tokens = torch.randint(0, 1024, (1, case.tokens))
-    spans: dict[str, list[int]] = {}
-    contestants: list[Contestant] = []
+    rotation_times: dict[str, list[int]] = {}
+    candidates: list[Candidate] = []
     with torch.inference_mode(), accelerate(fast):
         for name, model in (("transformers", plain), ("ropewalk", fast)):
 
@@ -145,21 +154,23 @@ def measure(
                 clock = _Clock()
                 with clock.inside(model):
                     model(tokens)
-                spans.setdefault(name, []).append(clock.taken)
+                rotation_times.setdefault(name, []).append(clock.elapsed)
 
-            contestants.append(Contestant(name, run))
-        taken = take_turns(contestants, rounds, 1, done)
+            candidates.append(Candidate(name, run))
+        times = wall_times(candidates, rounds, 1, advance)
         logits = [model(tokens).logits.double() for model in (plain, fast)]
     lines = []
-    for name, ms in taken.items():
-        rotation = statistics.median(spans[name][-rounds:]) * 1e-6
+    for name, ms in times.items():
+        rotation = statistics.median(rotation_times[name][-rounds:]) * 1e-6
         lines.append(AcceleratedLine(name, ms, rotation, rotation / ms))
     apart = (logits[0] - logits[1]).square().mean().sqrt() / logits[0].square().mean().sqrt()
     return lines, float(apart)
 
 
 def _table(case: ModelCase, lines: list[AcceleratedLine], apart: float) -> Table:
-    table = Table(title=case.title(), caption=f"logits {apart:.0e} apart", title_justify="left", box=None)
+    table = Table(
+        title=case.title(), caption=f"relative difference of logits: {apart:.0e}", title_justify="left", box=None
+    )
     table.title_style, table.caption_justify = "bold", "left"
     table.add_column("path")
     for name in ("forward ms", "rotation ms", "share"):
@@ -170,23 +181,23 @@ def _table(case: ModelCase, lines: list[AcceleratedLine], apart: float) -> Table
 
 
 def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: str = "float32") -> int:
-    """Times forward passes before and after accelerate on the CPU; 0, or 1 if the logits are too far apart."""
+    """Time forward passes on the CPU before and after accelerate. Exits with 1 if the logits differ too much."""
     console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"bench_accelerate --json {json_file}")
     require_choice(dtype, LIMITS, asked=f"bench_accelerate --dtype {dtype}")
-    chosen, rounds = model_cases(quick, dtype), 3 if quick else 11
-    first = chosen[0]
+    cases, rounds = model_cases(quick, dtype), 3 if quick else 11
+    first = cases[0]
     console.print(
         f"One forward pass: {first.layers} layers, hidden {first.hidden}, {first.heads} and {first.kv_heads} heads "
-        f"of {first.head_dim}, random weights; medians of {rounds} rounds in turns, {torch.get_num_threads()} threads. "
-        "Rotation: the time in its calls, with the norms of q and k for qwen3"
+        f"of {first.head_dim}, random weights; medians of {rounds} interleaved rounds, "
+        f"{torch.get_num_threads()} threads. Rotation: the time inside its calls, with the norms of q and k for qwen3"
     )
     results: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=len(chosen) * (rounds + 2))
-        for case in chosen:
+        task = progress.add_task("measuring", total=len(cases) * (rounds + 2))
+        for case in cases:
             progress.update(task, description=case.title())
             lines, apart = measure(case, rounds, lambda: progress.advance(task))
             console.print(_table(case, lines, apart))
@@ -215,10 +226,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ropewalk.tools.bench.accelerate", description=bench_accelerate.__doc__
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, few rounds")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument("--quick", action="store_true", help="use a tiny model and few rounds")
     parser.add_argument(
-        "--dtype", default="float32", metavar="|".join(LIMITS), help="of the model; float32 if not given"
+        "--dtype", default="float32", metavar="|".join(LIMITS), help="the dtype of the model (default: float32)"
     )
     options = parser.parse_args()
     try:

@@ -1,7 +1,8 @@
-"""`ropewalk bench attention`, and `python -m ropewalk.tools.bench.attention` with torch alone: attention against N.
+"""`ropewalk bench attention`: softmax and linear attention against the length N.
 
-Softmax, our linear attention without and with RoPE, and fla's where it is installed. All of one length take turns in
-one process, after their results were held against the float64 reference.
+`python -m ropewalk.tools.bench.attention` needs only torch. Softmax, our linear attention with and without RoPE, and
+that of fla, if installed, are timed per length in interleaved rounds. Results are first compared with the float64
+reference.
 """
 
 import argparse
@@ -24,28 +25,34 @@ from ropewalk.ops import backend_reasons
 from ropewalk.tools.bench import timing
 from ropewalk.tools.bench.attention_paths import PATHS, Attend, AttentionPath, Truth, checked_tokens
 from ropewalk.tools.bench.attention_record import growth, read_record, shown_case, shown_growth
-from ropewalk.tools.bench.timing import Contestant, take_turns
+from ropewalk.tools.bench.timing import Candidate, wall_times
 from ropewalk.tools.output import package_version, processor, require_writable_file, write_json
 
 __all__ = ["AttentionCase", "AttentionLine", "attention_cases", "bench_attention", "measure"]
 
 OURS, SOFTMAX = "ropewalk", "softmax (SDPA)"
 
-# What a result may be off by, of its own norm: several times what the arithmetic of a path explains, and far less than
-# a forgotten rotation, mask or denominator.
+# The allowed relative error: several times the rounding error of a path, and much less than the error of a missing
+# rotation, mask or denominator.
 LIMITS = {"float32": 2.0**-15, "bfloat16": 2.0**-5}
 
-# Seconds: a round that takes longer is repeated less often.
+# Seconds: a longer round is repeated less often.
 LONG_ROUND = 1.0
 
-# Seconds: a call that is expected to take longer is left out.
+# Seconds: a call with a longer expected time is skipped.
 LONGEST_CALL = 20.0
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What is timed: q, k and v of (batch, heads, N, dim), causal. Work is "forward", without gradients, or
-    "forward+backward". Those of the sweep differ in N alone, and growth is fitted to them."""
+    """A case: causal attention of q, k and v.
+
+    Attributes:
+        shape: (batch, heads, N, dim) of q, k and v.
+        dtype: Their dtype.
+        work: "forward", without gradients, or "forward+backward".
+        sweep: Whether the case belongs to the sweep over N, to which growth is fitted.
+    """
 
     shape: tuple[int, int, int, int]
     dtype: str
@@ -57,15 +64,23 @@ class AttentionCase:
         return f"{self.shape}, {self.dtype}, causal: {self.work}"
 
     def operations(self) -> int:
-        """What softmax takes grows as this does."""
+        """A number to which the cost of softmax attention is proportional."""
         batch, heads, seq, dim = self.shape
         return batch * heads * seq * seq * dim
 
 
 @dataclass(frozen=True)
 class AttentionLine:
-    """A row of the table. The peak is of bytes above the inputs; temporaries are what of it is no result, as a multiple
-    of q, k and v. A path that is wrong gets no time."""
+    """A row of the table.
+
+    Attributes:
+        path: The name of the path.
+        ms: The median time. None if the result is wrong.
+        peak_bytes: The peak memory above the inputs.
+        temporaries_over_qkv: The part of the peak that is not results, divided by the size of q, k and v.
+        error: The largest relative error.
+        note: Why the path was not timed.
+    """
 
     path: str
     ms: float | None
@@ -76,23 +91,23 @@ class AttentionLine:
 
 
 def attention_cases(device: str, quick: bool) -> list[AttentionCase]:
-    """The sweep over N; on CUDA also the two shapes that have figures to reach, and a million tokens."""
+    """The sweep over N. On CUDA also two shapes with target figures, and a million tokens."""
     if device == "cpu":
         lengths = (256, 1024, 4096) if quick else tuple(2**n for n in range(8, 15))
         return [AttentionCase((1, 8, seq, 64), "float32") for seq in lengths]
     lengths = (1024, 16_384, 65_536) if quick else tuple(2**n for n in range(10, 19))
-    # A long one first: fla's kernels are tuned on what they meet first.
+    # A long sequence comes first, because fla tunes its kernels at the first call.
     lengths = sorted(lengths, key=lambda seq: seq != 65_536)
     works = ("forward", "forward+backward")
-    every = [AttentionCase((4, 16, 8192, 128), "bfloat16", work, sweep=False) for work in works]
-    every += [AttentionCase((1, 16, seq, 64), "bfloat16", work) for work in works for seq in lengths]
-    return every + ([] if quick else [AttentionCase((1, 4, 1_048_576, 64), "bfloat16", sweep=False)])
+    cases = [AttentionCase((4, 16, 8192, 128), "bfloat16", work, sweep=False) for work in works]
+    cases += [AttentionCase((1, 16, seq, 64), "bfloat16", work) for work in works for seq in lengths]
+    return cases + ([] if quick else [AttentionCase((1, 4, 1_048_576, 64), "bfloat16", sweep=False)])
 
 
-def _contestant(
+def _candidate(
     name: str, path: AttentionPath, attend: Attend, tensors: list[Tensor], cotangents: list[Tensor]
-) -> Contestant:
-    """The path on tensors as it takes them, so that none pays for another's layout."""
+) -> Candidate:
+    """The path on tensors in its own layout, so that a conversion is not timed."""
 
     def laid_out(x: Tensor) -> Tensor:
         return x.transpose(1, 2).contiguous() if path.tokens_first else x
@@ -100,11 +115,11 @@ def _contestant(
     inputs = [laid_out(x) for x in tensors]
     if not cotangents:
         back = (lambda y: y.transpose(1, 2)) if path.tokens_first else (lambda y: y)
-        return Contestant(name, lambda: attend(*inputs), lambda: [back(attend(*inputs))])
+        return Candidate(name, lambda: attend(*inputs), lambda: [back(attend(*inputs))])
     leaves = [x.detach().requires_grad_() for x in inputs]
     timed, checked = map(laid_out, cotangents)
 
-    def everything() -> list[Tensor]:
+    def outputs_and_gradients() -> list[Tensor]:
         out = attend(*leaves)
         results = [out.detach(), *torch.autograd.grad(out, leaves, checked)]
         return [x.transpose(1, 2) for x in results] if path.tokens_first else results
@@ -113,15 +128,22 @@ def _contestant(
         out = attend(*leaves)
         return out, torch.autograd.grad(out, leaves, timed)
 
-    return Contestant(name, forward_backward, everything)
+    return Candidate(name, forward_backward, outputs_and_gradients)
 
 
 def measure(
     case: AttentionCase, rounds: int, device: str, left_out: Callable[[str], str | None] = lambda path: None
 ) -> tuple[list[AttentionLine], int]:
-    """The lines of a case, from the fastest on, then those without a time; and how many rounds there were.
+    """Time one case.
 
-    `left_out` says of a path why it does not take part.
+    Args:
+        case: The case.
+        rounds: The number of rounds. A long round is repeated less often.
+        device: "cpu" or "cuda".
+        left_out: Returns the reason why a path is not timed, or None.
+
+    Returns:
+        The rows, fastest first, then those without a time; and the number of rounds.
     """
     with torch.set_grad_enabled(case.work != "forward"):
         return _measure(case, rounds, device, left_out)
@@ -135,12 +157,12 @@ def _measure(
     *tensors, cotangent = (torch.randn(case.shape, generator=random, device=device).to(dtype) for _ in range(4))
     cotangents = []
     if case.work != "forward":
-        seldom = torch.zeros_like(cotangent)
+        sparse = torch.zeros_like(cotangent)
         tokens = checked_tokens(seq, middle=False).to(device)
-        seldom[:, :, tokens] = cotangent[:, :, tokens]
-        cotangents = [cotangent, seldom]
+        sparse[:, :, tokens] = cotangent[:, :, tokens]
+        cotangents = [cotangent, sparse]
     truths: dict[str, Truth] = {}
-    contestants, errors, notes = [], {}, {}
+    candidates, errors, notes = [], {}, {}
     for name, path in PATHS.items():
         reason = left_out(name)
         if reason is not None:
@@ -150,10 +172,10 @@ def _measure(
             attend = path.maker(seq, dim, dtype, device)
             if attend is None:
                 continue
-            contestant = _contestant(name, path, attend, tensors, cotangents)
-            outputs = contestant.outputs() if contestant.outputs else []
+            candidate = _candidate(name, path, attend, tensors, cotangents)
+            outputs = candidate.outputs() if candidate.outputs else []
         except Exception as error:
-            # A peer that fails must not cost the other figures.
+            # Another library that fails must not stop the benchmark.
             if name.startswith(OURS):
                 raise
             notes[name] = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -163,45 +185,45 @@ def _measure(
         errors[name] = truths[path.kind].error(outputs)
         del outputs
         if errors[name] <= LIMITS[case.dtype]:
-            contestants.append(contestant)
+            candidates.append(candidate)
     del truths
-    results = (4 if cotangents else 1) * tensors[0].nbytes
-    peaks = {contestant.name: _peak_bytes(contestant.run, device) for contestant in contestants}
-    rounds = rounds if _seconds(contestants, device) <= LONG_ROUND else max(rounds // 3, 1)
-    taken = _times(contestants, rounds, device)
+    result_bytes = (4 if cotangents else 1) * tensors[0].nbytes
+    peaks = {candidate.name: _peak_bytes(candidate.run, device) for candidate in candidates}
+    rounds = rounds if _seconds(candidates, device) <= LONG_ROUND else max(rounds // 3, 1)
+    times = _times(candidates, rounds, device)
     lines = [
         AttentionLine(
             name,
             ms,
             peaks[name],
-            None if (peak := peaks[name]) is None else max(peak - results, 0) / sum(x.nbytes for x in tensors),
+            None if (peak := peaks[name]) is None else max(peak - result_bytes, 0) / sum(x.nbytes for x in tensors),
             errors[name],
         )
-        for name, ms in sorted(taken.items(), key=lambda item: item[1])
+        for name, ms in sorted(times.items(), key=lambda item: item[1])
     ]
-    lines += [AttentionLine(name, None, None, None, error) for name, error in errors.items() if name not in taken]
+    lines += [AttentionLine(name, None, None, None, error) for name, error in errors.items() if name not in times]
     return lines + [AttentionLine(name, None, None, None, None, note) for name, note in notes.items()], rounds
 
 
-def _seconds(contestants: Sequence[Contestant], device: str) -> float:
-    """What one call of each takes together, roughly."""
+def _seconds(candidates: Sequence[Candidate], device: str) -> float:
+    """The approximate time of one call of each candidate together."""
     start = time.perf_counter()
-    for contestant in contestants:
-        contestant.run()
+    for candidate in candidates:
+        candidate.run()
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def _times(contestants: Sequence[Contestant], rounds: int, device: str) -> dict[str, float]:
-    """Medians in milliseconds."""
+def _times(candidates: Sequence[Candidate], rounds: int, device: str) -> dict[str, float]:
+    """The median time of each candidate, in milliseconds."""
     if device == "cuda":
-        return {name: us * 1e-3 for name, us in timing.device_times(contestants, rounds).items()}
-    return take_turns(contestants, rounds, 1)
+        return {name: us * 1e-3 for name, us in timing.device_times(candidates, rounds).items()}
+    return wall_times(candidates, rounds, 1)
 
 
 def _peak_bytes(run: Callable[[], object], device: str) -> int | None:
-    """The most that a call had in memory above what was there; of the CPU what torch's allocator gave, or None."""
+    """The peak memory of a call above the memory in use before. None if the profiler recorded no allocation."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -209,7 +231,7 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int | None:
         run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    # Else the profiler reports each start and stop on standard error.
+    # Otherwise the profiler logs every start and stop on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
@@ -220,23 +242,23 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int | None:
     return max(itertools.accumulate(changes), default=None)
 
 
-def _why_left_out(path: str, case: AttentionCase, done: Sequence[dict[str, Any]]) -> str | None:
-    """Softmax is left out where what it took last, times how much more it has to do, is past the limit."""
-    known = [
-        (AttentionCase(tuple(one["shape"]), one["dtype"]), line["ms"])
-        for one in done
-        for line in one["lines"]
-        if line["path"] == path == SOFTMAX and line["ms"] is not None and one["work"] == case.work
+def _why_left_out(path: str, case: AttentionCase, measured: Sequence[dict[str, Any]]) -> str | None:
+    """The reason to skip softmax, if its expected time, extrapolated from the last measured one, exceeds the limit."""
+    timed = [
+        (AttentionCase(tuple(other["shape"]), other["dtype"]), line["ms"])
+        for other in measured
+        for line in other["lines"]
+        if line["path"] == path == SOFTMAX and line["ms"] is not None and other["work"] == case.work
     ]
-    if not known:
+    if not timed:
         return None
-    before, ms = known[-1]
-    seconds = ms * 1e-3 * case.operations() / before.operations()
-    return f"left out: one call would take some {seconds:.0f} s" if seconds > LONGEST_CALL else None
+    last, ms = timed[-1]
+    seconds = ms * 1e-3 * case.operations() / last.operations()
+    return f"skipped: one call would take about {seconds:.0f} s" if seconds > LONGEST_CALL else None
 
 
 def _device(device: str | None, asked: str) -> str:
-    """The requested device; by default CUDA where PyTorch sees it."""
+    """The requested device. Default: CUDA if PyTorch supports it here."""
     if device is None:
         return "cuda" if torch.cuda.is_available() and backend_reasons()["triton"] is None else "cpu"
     require_choice(device, ("cpu", "cuda"), asked=f"{asked} --device {device}")
@@ -246,7 +268,7 @@ def _device(device: str | None, asked: str) -> str:
             asked=f"{asked} --device cuda",
             expected="a CUDA device and Triton",
             got=reason or "no CUDA device",
-            do="run it on a machine with a GPU; --device cpu times this one",
+            do="use a machine with a GPU, or --device cpu",
         )
     return device
 
@@ -258,7 +280,7 @@ def _hardware(device: str) -> dict[str, Any]:
 
 
 def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
-    """Measures, shows and records every case."""
+    """Measure every case, print its table and record it."""
     show = sys.stderr if json_file == "-" else sys.stdout
     rounds = 5 if quick else 21
     record: dict[str, Any] = {
@@ -274,24 +296,26 @@ def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
     }
     hardware = ", ".join(f"{name} {value}" for name, value in record["hardware"].items())
     show.write(
-        textwrap.fill(f"{hardware}; medians of rounds in turns.", 80) + "\n"
-        "Shapes: batch, heads, N, dim. x RoPE: time over that of ropewalk linear + RoPE;\n"
-        "peak: memory above the inputs; of q,k,v: what of it is no result, over them;\n"
-        "error: |result - float64 reference| / |reference|, the largest.\n\n"
+        textwrap.fill(f"{hardware}; medians over interleaved rounds.", 80) + "\n"
+        "Shapes: batch, heads, N, dim. x RoPE: time / time of ropewalk linear + RoPE.\n"
+        "peak: memory above the inputs. of q,k,v: temporary memory / size of q, k, v.\n"
+        "error: the largest |result - float64 reference| / |reference|.\n\n"
     )
-    chosen = attention_cases(device, quick)
-    for number, case in enumerate(chosen, 1):
-        sys.stderr.write(f"measuring {number} of {len(chosen)}: {case.title()}\n")
+    cases = attention_cases(device, quick)
+    for number, case in enumerate(cases, 1):
+        sys.stderr.write(f"measuring {number} of {len(cases)}: {case.title()}\n")
         sys.stderr.flush()
-        lines, taken = measure(case, rounds, device, lambda path, case=case: _why_left_out(path, case, record["cases"]))
-        record["cases"].append(asdict(case) | {"rounds": taken, "lines": [asdict(line) for line in lines]})
+        lines, rounds_done = measure(
+            case, rounds, device, lambda path, case=case: _why_left_out(path, case, record["cases"])
+        )
+        record["cases"].append(asdict(case) | {"rounds": rounds_done, "lines": [asdict(line) for line in lines]})
         record["growth"] = growth(device, record["cases"])
         show.write(shown_case(record["cases"][-1]) + "\n")
         show.flush()
         if device == "cuda":
             torch.cuda.empty_cache()
         if json_file not in (None, "-"):
-            # After every case: what was measured is kept, whatever stops the rest.
+            # Written after every case, so that results survive an interruption.
             write_json(record, json_file)
     if json_file == "-":
         write_json(record, json_file)
@@ -299,7 +323,7 @@ def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
 
 
 def _plotter(target: str, asked: str) -> Callable[[dict[str, Any]], None]:
-    """The function that draws a record into `target`. Called before anything is timed: matplotlib may be missing."""
+    """The function that draws a record to `target`. Called before timing, because matplotlib may be missing."""
     from ropewalk.tools.bench.attention_plot import draw
     from ropewalk.tools.pictures import require_picture
 
@@ -314,7 +338,7 @@ def bench_attention(
     device: str | None = None,
     from_file: str | None = None,
 ) -> int:
-    """Times attention against N and prints one table per case; 0, or 1 if one of our own paths is wrong."""
+    """Time attention against N and print one table per case. Exits with 1 if ropewalk has a wrong result."""
     asked = "ropewalk bench attention"
     if json_file is not None:
         require_writable_file(json_file, asked=f"{asked} --json {json_file}")
@@ -323,9 +347,9 @@ def bench_attention(
         if json_file is not None or quick or device is not None:
             raise RopewalkError(
                 asked=f"{asked} --from {from_file}",
-                expected="--plot or nothing beside --from, which measures nothing",
-                got="--json, --quick or --device too",
-                do="leave them out, or leave --from out and measure",
+                expected="no other option than --plot: --from measures nothing",
+                got="also --json, --quick or --device",
+                do="leave them out, or leave --from out to measure",
             )
         record = read_record(from_file, f"{asked} --from {from_file}")
     else:
@@ -347,11 +371,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m ropewalk.tools.bench.attention", description=bench_attention.__doc__
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
-    parser.add_argument("--quick", action="store_true", help="three lengths, few rounds")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw time against N")
-    parser.add_argument("--device", metavar="cpu|cuda", help="what to time; CUDA where there is one")
-    parser.add_argument("--from", dest="from_file", metavar="FILE", help="measure nothing: show what --json wrote")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument("--quick", action="store_true", help="use three lengths and few rounds")
+    parser.add_argument("--plot", metavar="FILE.png", help="plot time and memory against N")
+    parser.add_argument("--device", metavar="cpu|cuda", help="the device (default: CUDA if available)")
+    parser.add_argument(
+        "--from", dest="from_file", metavar="FILE", help="print or plot a file from --json; measure nothing"
+    )
     options = parser.parse_args()
     try:
         raise SystemExit(bench_attention(options.json, options.quick, options.plot, options.device, options.from_file))

@@ -1,6 +1,7 @@
-"""Who takes part in `ropewalk bench attention`, and what each is held to: softmax, our linear attention, and fla's.
+"""The paths of `ropewalk bench attention` and their correct results: softmax, our linear attention, and that of fla.
 
-Each maker returns the function that is timed: q, k, v to the output, causal. None where a package is not installed.
+A maker returns the function that is timed, from q, k and v to the output of causal attention. It returns None if a
+package is not installed.
 """
 
 import importlib
@@ -22,22 +23,22 @@ __all__ = ["PATHS", "Attend", "AttentionPath", "Truth", "checked_tokens"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Maker = Callable[[int, int, torch.dtype, str], Attend | None]
 
-# Tokens at the start, whose outputs and gradients are held to the reference, some of the middle, and the last.
+# The number of tokens at the start, in the middle and at the end that are compared with the reference.
 HEAD, MIDDLE, TAIL = 512, 64, 16
 
 
 def softmax(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
-    """PyTorch's own, whichever kernel it takes."""
+    """Softmax attention of PyTorch, with the kernel that it chooses."""
     return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def linear(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
-    """Ours, with elu(x) + 1."""
+    """Our linear attention with the feature map elu(x) + 1."""
     return lambda q, k, v: linear_attention(q, k, v)
 
 
 def linear_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
-    """Ours, with rotated features in the numerator: RoFormer's eq. 19."""
+    """Our linear attention with rotated features in the numerator: RoFormer, eq. 19."""
     rope = RotaryEmbedding(dim).to(device)
     return lambda q, k, v: linear_attention(q, k, v, rope=rope)
 
@@ -53,19 +54,19 @@ def _fla_chunks(device: str) -> Callable[..., tuple[Tensor, object]] | None:
 
 
 def fla_linear(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
-    """flash-linear-attention's chunked kernel and its denominator."""
+    """The chunked kernel of flash-linear-attention with its denominator."""
     chunks = _fla_chunks(device)
     return chunks and (lambda q, k, v: chunks(_elu(q), _elu(k), v, scale=1.0, normalize=True)[0])
 
 
 def fla_numerator(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
-    """The same kernel without a denominator: less than the others do."""
+    """The same kernel without a denominator, which is less work than the others do."""
     chunks = _fla_chunks(device)
     return chunks and (lambda q, k, v: chunks(_elu(q), _elu(k), v, scale=1.0, normalize=False)[0])
 
 
 def fla_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
-    """RoFormer's eq. 19 from fla's parts: its rotation, its kernel on rotated features, its denominator."""
+    """RoFormer, eq. 19, composed of functions of fla: rotation, kernel on rotated features, denominator."""
     chunks = _fla_chunks(device)
     rotation = GPU_PEERS["fla"].maker(range(seq), dim, dim, dtype, "interleaved") if chunks else None
     if chunks is None or rotation is None:
@@ -83,7 +84,7 @@ def fla_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | No
 
 @dataclass(frozen=True)
 class AttentionPath:
-    """One that takes part: its maker, what it computes, and whether it takes [batch, seq, heads, dim]."""
+    """A path: its maker, the kind of attention, and whether its tensors are [batch, seq, heads, dim]."""
 
     maker: Maker
     kind: str
@@ -114,16 +115,16 @@ def _reference(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def checked_tokens(seq: int, middle: bool) -> Tensor:
-    """The tokens that are held to the reference: the first, the last, and for gradients some of the middle."""
+    """The indices of the tokens that are compared with the reference: first, last, and for gradients some between."""
     parts = [range(min(HEAD, seq)), range(seq // 2, seq // 2 + MIDDLE) if middle else (), range(seq - TAIL, seq)]
     return torch.tensor(sorted({token for part in parts for token in part if 0 <= token < seq}))
 
 
 class Truth:
-    """What a path must give, in float64, head by head: outputs of the first and the last tokens, and, for a cotangent
-    that is 0 at all others, gradients.
+    """The correct results in float64, computed head by head.
 
-    The first tokens are a sequence of their own; the last see every key.
+    These are the outputs of the first and the last tokens, and the gradients for a cotangent that is 0 at all other
+    tokens. The first tokens depend only on themselves; the last tokens attend to every key.
     """
 
     def __init__(self, kind: str, tensors: Sequence[Tensor], cotangent: Tensor | None) -> None:
@@ -135,7 +136,8 @@ class Truth:
         self.sampled: Tensor = checked_tokens(seq, middle=True).to(q.device)
         heads = [(slice(b, b + 1), slice(h, h + 1)) for b in range(len(q)) for h in range(q.shape[1])]
         per_head = [
-            self._head(kind, [x[at] for x in tensors], None if cotangent is None else cotangent[at]) for at in heads
+            self._head(kind, [x[head] for x in tensors], None if cotangent is None else cotangent[head])
+            for head in heads
         ]
         self.parts: list[Tensor] = [
             torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*per_head, strict=True)
@@ -156,14 +158,14 @@ class Truth:
         return [out.detach(), *(grad[:, :, self.sampled] for grad in grads)]
 
     def error(self, outputs: Sequence[Tensor]) -> float:
-        """The largest of |output - truth| / |truth|: of any token's output, and of any head's gradients."""
+        """The largest |output - truth| / |truth|, per token for outputs and per head for gradients."""
         if any(x.shape != self.shape or x.dtype != self.dtype for x in outputs) or len(outputs) != len(self.parts):
             return torch.inf
         worst = 0.0
         for number, (x, true) in enumerate(zip(outputs, self.parts, strict=True)):
-            off = x.detach()[:, :, self.sampled if number else self.tokens].double() - true
-            # Of one token a gradient may be 0: the first sees one key, and its query and key change nothing.
-            over = (-2, -1) if number else (-1,)
-            ratio = off.norm(dim=over) / true.norm(dim=over)
+            difference = x.detach()[:, :, self.sampled if number else self.tokens].double() - true
+            # The gradient of one token may be 0: the first token attends to one key only, so q and k have no effect.
+            axes = (-2, -1) if number else (-1,)
+            ratio = difference.norm(dim=axes) / true.norm(dim=axes)
             worst = max(worst, float(torch.nan_to_num(ratio, nan=torch.inf).max()))
         return worst

@@ -1,4 +1,4 @@
-"""The picture of `ropewalk bench attention`: time and memory against N, with the powers by which time grows."""
+"""The picture of `ropewalk bench attention`: time and memory against N, with the powers of N."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,7 @@ from ropewalk.tools.pictures import BLUE, GREEN, GREY, RED, figure, save, shown_
 
 __all__ = ["draw"]
 
-# Colour, marker and whether the line is broken; paths that are not here are grey.
+# Colour, marker and line style. Other paths are grey.
 STYLES = {
     "softmax (SDPA)": (GREY, "s", "-"),
     "ropewalk linear": (BLUE, "o", "-"),
@@ -21,7 +21,7 @@ STYLES = {
 
 
 def _curves(record: dict[str, Any], work: str, field: str) -> Iterator[tuple[str, list[int], list[float]]]:
-    """Each path's lengths and values over the sweep, in the order of STYLES."""
+    """The lengths and values of each path over the sweep, in the order of STYLES."""
     cases = sorted((c for c in record["cases"] if c["sweep"] and c["work"] == work), key=lambda c: c["shape"][2])
     lines = [(case["shape"][2], line) for case in cases for line in case["lines"] if line[field]]
     measured = {line["path"] for _, line in lines}
@@ -32,38 +32,43 @@ def _curves(record: dict[str, Any], work: str, field: str) -> Iterator[tuple[str
 
 
 def _axes(axes: Any, seqs: set[int], title: str, label: str) -> None:
-    marked = sorted(seqs)
-    marked = marked[(len(marked) - 1) % 2 :: 2] if len(marked) > 5 else marked
+    ticks = sorted(seqs)
+    ticks = ticks[(len(ticks) - 1) % 2 :: 2] if len(ticks) > 5 else ticks
     axes.set(xscale="log", yscale="log", xlabel="tokens $N$", ylabel=label, title=title)
-    axes.set_xticks(marked, [shown_length(seq) for seq in marked])
+    axes.set_xticks(ticks, [shown_length(seq) for seq in ticks])
     axes.minorticks_off()
 
 
 def _named(path: str, works: list[str], powers: dict[tuple[str, str], float | None]) -> str:
-    """The path, and the powers of N by which its time grows, panel by panel."""
-    panels = [(place, powers.get((path, work))) for place, work in zip("abc", works, strict=False)]
-    shown = [f"{f'({place}) ' if len(works) > 1 else ''}$N^{{{p:.2f}}}$" for place, p in panels if p is not None]
-    return f"{path}:  {', '.join(shown)}" if shown else path
+    """The name of the path, and the power of N with which its time grows, per panel."""
+    panels = [(letter, powers.get((path, work))) for letter, work in zip("abc", works, strict=False)]
+    labels = [f"{f'({letter}) ' if len(works) > 1 else ''}$N^{{{p:.2f}}}$" for letter, p in panels if p is not None]
+    return f"{path}:  {', '.join(labels)}" if labels else path
 
 
 def draw(record: dict[str, Any], target: str) -> None:
-    """Time against N for each kind of work, and peak memory of the forward pass, on logarithmic axes."""
+    """Draw time against N for each kind of work, and peak memory of the forward pass, on logarithmic axes.
+
+    Args:
+        record: The record of the benchmark.
+        target: The path of the picture.
+    """
     works = list(dict.fromkeys(case["work"] for case in record["cases"] if case["sweep"]))
     powers = {(fit["path"], fit["work"]): fit["exponent"] for fit in record["growth"]}
     panels = [(work, "ms", 1.0, f"time, {work}", "ms") for work in works]
     panels.append((works[0], "peak_bytes", 2.0**-20, f"peak memory, {works[0]}", "MiB above q, k, v"))
     with figure(7.1, 3.0) as drawn:
         lines: dict[str, Any] = {}
-        for place, axes, (work, field, unit, title, label) in zip(
+        for letter, axes, (work, field, unit, title, label) in zip(
             "abc", drawn.subplots(1, len(panels)), panels, strict=False
         ):
-            every: set[int] = set()
+            lengths: set[int] = set()
             for path, seqs, values in _curves(record, work, field):
                 colour, marker, dashes = STYLES.get(path, (GREY, ".", ":"))
-                look = {"color": colour, "marker": marker, "linestyle": dashes}
-                (lines[path],) = axes.plot(seqs, np.asarray(values) * unit, **look)
-                every |= set(seqs)
-            _axes(axes, every, f"({place}) {title}", label)
+                style = {"color": colour, "marker": marker, "linestyle": dashes}
+                (lines[path],) = axes.plot(seqs, np.asarray(values) * unit, **style)
+                lengths |= set(seqs)
+            _axes(axes, lengths, f"({letter}) {title}", label)
         names = [_named(path, works, powers) for path in lines]
         drawn.legend(list(lines.values()), names, loc="outside lower center", ncols=3 if len(works) == 1 else 2)
     save(drawn, target)

@@ -1,4 +1,4 @@
-"""The record of `ropewalk bench attention`: how time grows with N, the record as tables, and a record that is read."""
+"""The record of `ropewalk bench attention`: the growth of time with N, tables, and reading a record from a file."""
 
 import json
 import textwrap
@@ -13,14 +13,21 @@ from ropewalk.hub.files import read_text
 
 __all__ = ["FIT_FROM", "exponent", "growth", "read_record", "shown_case", "shown_growth"]
 
-# Where the fit starts: below, what a call costs anyway hides what a token costs.
+# The length from which on growth is fitted. Below it, the constant cost of a call dominates.
 FIT_FROM = {"cpu": 1024, "cuda": 16_384}
-# Records that the command writes have some tens of kilobytes.
+# The maximum size of a record. The command writes some tens of kilobytes.
 MOST_BYTES = 16 << 20
 
 
 def exponent(lengths: Sequence[int], times: Sequence[float]) -> float | None:
-    """p of time = c N^p, by least squares of log time on log N; None for fewer than two lengths.
+    """The exponent p of time = c N^p, by least squares of log time on log N.
+
+    Args:
+        lengths: The lengths N.
+        times: The time at each length.
+
+    Returns:
+        The exponent. None for fewer than two distinct lengths.
 
     >>> round(exponent([1024, 2048, 4096], [3.0, 12.0, 48.0]), 6)
     2.0
@@ -33,7 +40,7 @@ def exponent(lengths: Sequence[int], times: Sequence[float]) -> float | None:
 
 
 def growth(device: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How the time of each path grows over the upper part of the sweep."""
+    """The exponent of each path and kind of work, fitted over the lengths of the sweep from `FIT_FROM` on."""
     times: dict[tuple[str, str], dict[int, float]] = {}
     for case in cases:
         for line in case["lines"] if case["sweep"] else ():
@@ -44,16 +51,16 @@ def growth(device: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         {
             "work": work,
             "path": path,
-            "from": min(taken),
-            "to": max(taken),
-            "exponent": exponent(list(taken), list(taken.values())),
+            "from": min(by_length),
+            "to": max(by_length),
+            "exponent": exponent(list(by_length), list(by_length.values())),
         }
-        for (work, path), taken in times.items()
+        for (work, path), by_length in times.items()
     ]
 
 
 def shown_case(case: dict[str, Any]) -> str:
-    """A table of 80 columns at most."""
+    """The table of one case, at most 80 columns wide."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
@@ -76,10 +83,10 @@ def shown_case(case: dict[str, Any]) -> str:
 
 
 def shown_growth(record: dict[str, Any]) -> str:
-    """The exponents, one column per kind of work."""
+    """The table of exponents, one column per kind of work."""
     exponents = {(fit["path"], fit["work"]): fit["exponent"] for fit in record["growth"]}
     works = list(dict.fromkeys(work for _, work in exponents))
-    text = [f"Growth: time as N to the power of, fitted from N = {FIT_FROM[record['device']]} on"]
+    text = [f"Growth: time ~ N^p with these exponents p, fitted from N = {FIT_FROM[record['device']]} on"]
     text.append(f"  {'path':<24}" + "".join(f"{work:>18}" for work in works))
     for path in dict.fromkeys(path for path, _ in exponents):
         powers = (exponents.get((path, work)) for work in works)
@@ -88,12 +95,23 @@ def shown_growth(record: dict[str, Any]) -> str:
 
 
 def read_record(name: str, asked: str) -> dict[str, Any]:
-    """A record that the command wrote earlier."""
-    expected, do = "a record that `ropewalk bench attention --json FILE` wrote", "name the file that --json wrote"
+    """Read a record from a file.
+
+    Args:
+        name: The path of the file.
+        asked: The request, for error messages.
+
+    Returns:
+        The record.
+
+    Raises:
+        RopewalkError: If the file is not a record of `ropewalk bench attention`.
+    """
+    expected, do = "a record that `ropewalk bench attention --json FILE` wrote", "specify a file that --json wrote"
     text = read_text(Path(name), most=MOST_BYTES, asked=asked, expected=expected, do=do)
     try:
         record = json.loads(text)
-        # What is drawn and shown is looked at here, so that another file is refused and not half drawn.
+        # Format all tables here, so that a wrong file is rejected before anything is drawn.
         for case in record["cases"]:
             shown_case(case)
         shown_growth(record)

@@ -1,4 +1,4 @@
-"""`ropewalk bench` and its options. What a command does is imported when it is called."""
+"""`ropewalk bench` and its options. The code of a command is imported when the command is called."""
 
 from typing import Annotated
 
@@ -9,7 +9,7 @@ from ropewalk.tools.options import json_option
 __all__ = ["bench"]
 
 bench: typer.Typer = typer.Typer(
-    help="""Time rotation and attention on this machine, against others.
+    help="""Time rotation and attention on this machine, next to other libraries.
 
 \b
 Examples:
@@ -22,19 +22,19 @@ Examples:
 
 
 Json = Annotated[str | None, json_option("the figures as JSON")]
-ShowBackends = Annotated[bool, typer.Option("--backends", help="Say which backends are there, and why not.")]
-OnlyBackends = Annotated[bool, typer.Option("--backends", help="Say which backends are there, and stop.")]
-QuickCpu = Annotated[bool, typer.Option("--quick", help="Forward alone, few rounds, nothing compiled: half a minute.")]
+ShowBackends = Annotated[bool, typer.Option("--backends", help="List the backends, with the reason if one is missing.")]
+OnlyBackends = Annotated[bool, typer.Option("--backends", help="List the backends and exit.")]
+QuickCpu = Annotated[bool, typer.Option("--quick", help="Forward only, few rounds, no compiled forms: half a minute.")]
 QuickGpu = Annotated[
-    bool, typer.Option("--quick", help="One case of each kind, few rounds, nothing compiled: half a minute.")
+    bool, typer.Option("--quick", help="One case per kind, few rounds, no compiled forms: half a minute.")
 ]
-QuickAttention = Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: a quarter of a minute.")]
-PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Draw time and memory against N.")]
+QuickAttention = Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: 15 seconds.")]
+PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Plot time and memory against N.")]
 Device = Annotated[
-    str | None, typer.Option("--device", metavar="cpu|cuda", help="What to time. CUDA where there is one.")
+    str | None, typer.Option("--device", metavar="cpu|cuda", help="The device. Default: CUDA if available.")
 ]
 FromRecord = Annotated[
-    str | None, typer.Option("--from", metavar="FILE", help="Measure nothing: show, or draw, what --json wrote.")
+    str | None, typer.Option("--from", metavar="FILE", help="Print or plot a file from --json; measure nothing.")
 ]
 
 
@@ -57,10 +57,10 @@ def cpu(
     quick: QuickCpu = False,
     backends: OnlyBackends = False,
 ) -> None:
-    """The rotation on the CPU, against a copy and peers.
+    """Time the rotation on the CPU, next to a copy and other libraries.
 
-    Prefill and decode, both pairings, both memory layouts. All take turns; medians are shown. A path that is wrong gets
-    no time. Exits with 1 if one of ours is.
+    Times prefill and decoding, with both pairings and both memory layouts. Prints medians over interleaved rounds. A
+    path with a wrong result gets no time. Exits with 1 if ropewalk has a wrong result.
 
     \b
     Examples:
@@ -77,11 +77,11 @@ def gpu(
     json: Json = None,
     quick: QuickGpu = False,
 ) -> None:
-    """The rotation on a GPU, against a copy and peers.
+    """Time the rotation on a GPU, next to a copy and other libraries.
 
-    Forward, backward, decoding, norm and rotation in one. All take turns, from an empty cache; medians are shown. A
-    path that is wrong gets no time. Exits with 1 if one of ours is. Where typer is not installed: python -m
-    ropewalk.tools.bench.gpu.
+    Times forward, backward, decoding, and RMSNorm fused with the rotation. Prints medians over interleaved rounds with
+    an empty cache. A path with a wrong result gets no time. Exits with 1 if ropewalk has a wrong result. If typer is
+    not installed: python -m ropewalk.tools.bench.gpu.
 
     \b
     Examples:
@@ -100,11 +100,12 @@ def attention(
     device: Device = None,
     from_file: FromRecord = None,
 ) -> None:
-    """Softmax and linear attention against the length N.
+    """Time softmax and linear attention against the length N.
 
-    Softmax, linear attention without and with RoPE, and fla's where it is installed. All take turns; medians, peak
-    memory, and the power of N by which time grows. A path that is wrong gets no time. Exits with 1 if one of ours is.
-    Where typer is not installed: python -m ropewalk.tools.bench.attention.
+    Times softmax, linear attention with and without RoPE, and that of fla if it is installed. Prints medians over
+    interleaved rounds, peak memory, and the power of N with which the time grows. A path with a wrong result gets no
+    time. Exits with 1 if ropewalk has a wrong result. If typer is not installed: python -m
+    ropewalk.tools.bench.attention.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`ropewalk bench cpu`: copy, our backends and the peers on this machine, in turns, each with its error."""
+"""`ropewalk bench cpu`: a copy, our backends and other libraries, timed in interleaved rounds, with their errors."""
 
 import itertools
 import platform
@@ -18,7 +18,7 @@ from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import PAIRINGS, Pairing
 from ropewalk.tools.bench.peers import PEERS, Rotation, installed
-from ropewalk.tools.bench.timing import Contestant, take_turns
+from ropewalk.tools.bench.timing import Candidate, wall_times
 from ropewalk.tools.bench.truth import Truth
 from ropewalk.tools.output import processor, require_writable_file, write_json
 
@@ -30,9 +30,17 @@ OURS, COPY = "ropewalk", "copy"
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed. Memory is "transposed" for [batch, seq, heads, dim] seen as [batch, heads, seq, dim], which models
-    make, and "contiguous" for [batch, heads, seq, dim]. Work is "forward" without gradients, "forward, grad" with a
-    graph that nobody uses, or "forward+backward"."""
+    """A case.
+
+    Attributes:
+        seq: The sequence length. 1 for decoding.
+        dtype: The dtype of q and k.
+        pairing: The pairing.
+        memory: "transposed" for a [batch, heads, seq, dim] view of [batch, seq, heads, dim], as in most models;
+            "contiguous" for contiguous [batch, heads, seq, dim].
+        work: "forward" without gradients, "forward, grad" with an autograd graph but no backward, or
+            "forward+backward".
+    """
 
     seq: int
     dtype: str
@@ -41,18 +49,18 @@ class Case:
     work: str
 
     def positions(self) -> range:
-        """The positions: a prefill starts at 0, and a token is decoded after a thousand."""
+        """The positions: from 0 for prefill, 1000 for decoding."""
         return range(self.seq) if self.seq > 1 else range(1000, 1001)
 
     def title(self) -> str:
         """The case in one line."""
-        what = "decode" if self.seq == 1 else f"prefill {self.seq}"
-        return f"{what}, {self.dtype}, {self.pairing}, {self.memory}, {self.work}"
+        phase = "decode" if self.seq == 1 else f"prefill {self.seq}"
+        return f"{phase}, {self.dtype}, {self.pairing}, {self.memory}, {self.work}"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row of the table. No time is given for a path that is wrong."""
+    """A row of the table. A path with a wrong result has no time."""
 
     path: str
     ms: float | None
@@ -63,13 +71,13 @@ class Line:
 
 
 def cases(quick: bool) -> list[Case]:
-    """All of them, or forward alone."""
+    """All cases. Only forward if `quick`."""
     dtypes, pairings = ("float32", "bfloat16"), PAIRINGS[::-1]
     prefill = itertools.product(("forward", "forward+backward"), dtypes, pairings, ("transposed", "contiguous"))
     decode = itertools.product(("forward", "forward, grad"), dtypes, pairings)
-    every = [Case(PREFILL, dtype, pairing, memory, work) for work, dtype, pairing, memory in prefill]
-    every += [Case(1, dtype, pairing, "contiguous", work) for work, dtype, pairing in decode]
-    return [case for case in every if case.work == "forward"] if quick else every
+    all_cases = [Case(PREFILL, dtype, pairing, memory, work) for work, dtype, pairing, memory in prefill]
+    all_cases += [Case(1, dtype, pairing, "contiguous", work) for work, dtype, pairing in decode]
+    return [case for case in all_cases if case.work == "forward"] if quick else all_cases
 
 
 def _tensors(case: Case) -> list[Tensor]:
@@ -84,18 +92,19 @@ def _ours(case: Case, backend: str | None) -> Rotation:
 
 
 def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, float | None]]:
-    """Each path with this pairing, and how many norms of a pair it may be off; None for ours, which have a budget.
+    """The name, rotation and allowed error of each path with this pairing.
 
-    A peer rounds its tables and products to the dtype, and forms angles in float32, whose error grows with the length.
+    The allowed error is in norms of a pair, or None for our own paths, which have a budget. Other libraries round
+    tables and products to the dtype and compute angles in float32, whose error grows with the length.
     """
     dtype = getattr(torch, case.dtype)
-    lenient = 2 * torch.finfo(dtype).eps + case.positions().stop * 2.0**-22
+    tolerance = 2 * torch.finfo(dtype).eps + case.positions().stop * 2.0**-22
     yield OURS, _ours(case, None), None
     if backend_reasons()["native"] is None:
         yield "ropewalk, torch", _ours(case, "torch"), None
     if compiled:
-        # Compiled, nothing is kept between calls: a model computes its angles once per forward pass, as it computes the
-        # peers' tables.
+        # Compiled code caches nothing between calls. A model computes its angles once per forward pass, like the tables
+        # of other libraries.
         rope, positions = RotaryEmbedding(DIM, pairing=case.pairing), case.positions()
         angles = rope.at(torch.arange(positions.start, positions.stop))
         yield "ropewalk, compiled", torch.compile(lambda q, k: rope(q, k, angles=angles), dynamic=False), None
@@ -103,37 +112,47 @@ def _rotations(case: Case, compiled: bool) -> Iterator[tuple[str, Rotation, floa
         rotation = maker(case.positions(), DIM, dtype, case.pairing)
         if rotation is None:
             continue
-        yield name, rotation, lenient
+        yield name, rotation, tolerance
         if compiled and compiles:
-            yield f"{name}, compiled", torch.compile(rotation, dynamic=False), lenient
+            yield f"{name}, compiled", torch.compile(rotation, dynamic=False), tolerance
 
 
-def _contestant(case: Case, name: str, rotation: Rotation, limit: float | None, tensors: list[Tensor]) -> Contestant:
+def _candidate(case: Case, name: str, rotation: Rotation, limit: float | None, tensors: list[Tensor]) -> Candidate:
     q, k = tensors
     if case.work == "forward":
-        return Contestant(name, lambda: rotation(q, k), lambda: rotation(q, k), limit)
+        return Candidate(name, lambda: rotation(q, k), lambda: rotation(q, k), limit)
     leaves = [x.detach().requires_grad_() for x in tensors]
     cotangents = [torch.ones_like(x) for x in tensors]
     if case.work == "forward, grad":
-        return Contestant(name, lambda: rotation(*leaves), lambda: rotation(*leaves), limit)
+        return Candidate(name, lambda: rotation(*leaves), lambda: rotation(*leaves), limit)
 
     def forward_backward() -> object:
         return torch.autograd.grad(rotation(*leaves), leaves, cotangents)
 
-    def everything() -> list[Tensor]:
+    def outputs_and_gradients() -> list[Tensor]:
         outputs = rotation(*leaves)
         return [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
 
-    return Contestant(name, forward_backward, everything, limit)
+    return Candidate(name, forward_backward, outputs_and_gradients, limit)
 
 
-def _copy(case: Case, tensors: list[Tensor]) -> Contestant:
+def _copy(case: Case, tensors: list[Tensor]) -> Candidate:
     times = 2 if case.work == "forward+backward" else 1
-    return Contestant(COPY, lambda: [torch.empty_like(x).copy_(x) for x in tensors * times])
+    return Candidate(COPY, lambda: [torch.empty_like(x).copy_(x) for x in tensors * times])
 
 
 def measure(case: Case, rounds: int, compiled: bool, progress: Progress | None = None) -> list[Line]:
-    """The lines of one case: copy, then the paths from the fastest on, then those that are wrong, without a time."""
+    """Time one case.
+
+    Args:
+        case: The case.
+        rounds: The number of rounds.
+        compiled: Whether compiled forms are timed too.
+        progress: The progress bar to advance.
+
+    Returns:
+        The rows: copy, then the paths, fastest first, then those with a wrong result, without a time.
+    """
     torch.compiler.reset()
     with torch.set_grad_enabled(case.work != "forward"):
         return _measure(case, rounds, compiled, progress)
@@ -146,25 +165,25 @@ def _measure(case: Case, rounds: int, compiled: bool, progress: Progress | None)
     truths = [Truth.of_rotation(x, positions, inv_freq, case.pairing, False) for x in tensors]
     if case.work == "forward+backward":
         truths += [Truth.of_rotation(torch.ones_like(x), positions, inv_freq, case.pairing, True) for x in tensors]
-    contestants, errors = [_copy(case, tensors)], {}
+    candidates, errors = [_copy(case, tensors)], {}
     for name, rotation, limit in _rotations(case, compiled):
-        contestant = _contestant(case, name, rotation, limit, tensors)
-        outputs = contestant.outputs() if contestant.outputs else []
+        candidate = _candidate(case, name, rotation, limit, tensors)
+        outputs = candidate.outputs() if candidate.outputs else []
         pairs = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
         errors[name], relative = (max(error) for error in zip(*pairs, strict=True))
         if errors[name] <= 1 if limit is None else relative <= limit:
-            contestants.append(contestant)
+            candidates.append(candidate)
     task = None if progress is None else progress.task_ids[0]
     advance = (lambda: None) if progress is None or task is None else lambda: progress.advance(task)
-    taken = take_turns(contestants, rounds, 1 if case.seq > 1 else 20, advance)
+    times = wall_times(candidates, rounds, 1 if case.seq > 1 else 20, advance)
     moved = 2 * sum(x.numel() * x.element_size() for x in tensors) * (2 if case.work == "forward+backward" else 1)
     lines = [
         Line(
-            name, ms, moved / ms * 1e-6, taken[COPY] / ms, ms / taken[OURS] if OURS in taken else None, errors.get(name)
+            name, ms, moved / ms * 1e-6, times[COPY] / ms, ms / times[OURS] if OURS in times else None, errors.get(name)
         )
-        for name, ms in sorted(taken.items(), key=lambda item: (item[0] != COPY, item[1]))
+        for name, ms in sorted(times.items(), key=lambda item: (item[0] != COPY, item[1]))
     ]
-    return lines + [Line(name, None, None, None, None, error) for name, error in errors.items() if name not in taken]
+    return lines + [Line(name, None, None, None, None, error) for name, error in errors.items() if name not in times]
 
 
 def _table(case: Case, lines: list[Line]) -> Table:
@@ -191,7 +210,7 @@ def _table(case: Case, lines: list[Line]) -> Table:
 
 
 def show_backends(console: Console) -> None:
-    """Each backend, and why it is missing, if it is."""
+    """Print every backend, with the reason if it is missing."""
     for name, reason in backend_reasons().items():
         details = {
             "native": f" ({instructions()})",
@@ -202,7 +221,7 @@ def show_backends(console: Console) -> None:
 
 
 def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool = False) -> int:
-    """Times this machine and prints one table per case; 0, or 1 if one of our own paths is past its budget."""
+    """Time the rotation on the CPU and print one table per case. Exits with 1 if ropewalk exceeds its error budget."""
     console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk bench cpu --json {json_file}")
@@ -212,20 +231,18 @@ def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool 
     rounds, compiled = (7, False) if quick else (31, True)
     for package in ("rotary_embedding_torch",):
         if not installed(package):
-            console.print(
-                f"{package} is not installed and does not take part: pip install 'ropewalk[bench]'", markup=False
-            )
+            console.print(f"{package} is not installed and is not timed: pip install 'ropewalk[bench]'", markup=False)
     console.print(
-        f"q and k of (1, seq, {Q_HEADS} and {K_HEADS} heads, {DIM}); medians of {rounds} rounds in turns, "
-        f"{torch.get_num_threads()} threads. Of copy: its time over this; × ours: this over ropewalk's; "
-        "error: in budgets, of which our paths may use one"
+        f"q and k of (1, seq, {Q_HEADS} and {K_HEADS} heads, {DIM}); medians of {rounds} interleaved rounds, "
+        f"{torch.get_num_threads()} threads. of copy: time of a copy / time; × ours: time / time of ropewalk; "
+        "error: in error budgets, at most 1 for ropewalk"
     )
-    chosen = cases(quick)
+    selected = cases(quick)
     results: list[tuple[Case, list[Line]]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=len(chosen) * (rounds + 2))
-        for case in chosen:
+        task = progress.add_task("measuring", total=len(selected) * (rounds + 2))
+        for case in selected:
             progress.update(task, description=case.title())
             results.append((case, measure(case, rounds, compiled, progress)))
             console.print(_table(*results[-1]))

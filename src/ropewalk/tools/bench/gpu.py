@@ -1,7 +1,7 @@
-"""`ropewalk bench gpu`, and `python -m ropewalk.tools.bench.gpu` with torch alone: copy, our paths, and the peers.
+"""`ropewalk bench gpu`: a copy, our paths and other libraries on a GPU.
 
-Every contestant of a case runs in turns with the others, from an empty cache, after its result was held against the
-float64 reference.
+`python -m ropewalk.tools.bench.gpu` needs only torch. The candidates of a case are timed in interleaved rounds with an
+empty cache. Results are first compared with the float64 reference.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import PAIRINGS, Pairing, RopeSpec
 from ropewalk.tools.bench import timing
 from ropewalk.tools.bench.peers import GPU_PEERS, Rotation, norm_before
-from ropewalk.tools.bench.timing import Contestant
+from ropewalk.tools.bench.timing import Candidate
 from ropewalk.tools.bench.truth import true_norms, true_rotations
 from ropewalk.tools.output import package_version, require_writable_file, write_json
 
@@ -41,11 +41,17 @@ TRAINING, LONG, SMALL, DECODE = (
 
 @dataclass(frozen=True)
 class GpuCase:
-    """What is timed: q and k of (batch, seq, q heads, k heads, dim), of which `rotary_dim` features are rotated.
+    """A case.
 
-    Memory is "transposed" for [batch, seq, heads, dim] seen as [batch, heads, seq, dim], which models make, and
-    "contiguous" for [batch, heads, seq, dim]. Work is "forward", without gradients, or "forward+backward"; `norm` puts
-    an RMSNorm before the rotation.
+    Attributes:
+        shape: (batch, seq, q heads, k heads, dim) of q and k.
+        pairing: The pairing.
+        memory: "transposed" for a [batch, heads, seq, dim] view of [batch, seq, heads, dim], as in most models;
+            "contiguous" for contiguous [batch, heads, seq, dim].
+        work: "forward", without gradients, or "forward+backward".
+        rotary_dim: The number of rotated features. 0 for all.
+        norm: Whether an RMSNorm precedes the rotation.
+        dtype: The dtype of q and k.
     """
 
     shape: tuple[int, int, int, int, int]
@@ -57,34 +63,34 @@ class GpuCase:
     dtype: str = "bfloat16"
 
     def rotated_features(self) -> int:
-        """How many features are rotated."""
+        """The number of rotated features."""
         return self.rotary_dim or self.shape[-1]
 
     def positions(self) -> range:
-        """The positions: a prefill starts at 0, and a token is decoded after a thousand."""
+        """The positions: from 0 for prefill, 1000 for decoding."""
         seq = self.shape[1]
         return range(seq) if seq > 1 else range(1000, 1001)
 
     def against_all(self) -> bool:
-        """Whether every peer takes part: where models have their tensors, and nothing is out of the ordinary."""
+        """Whether all other libraries are timed: for the usual memory layout, head_dim and dtype."""
         usual = self.memory == "transposed" or self.shape[1] == 1
         return usual and not self.rotary_dim and self.shape[-1] in (64, 128) and self.dtype == "bfloat16"
 
     def compiles(self) -> bool:
-        """Whether compiled forms take part: a compiler takes its time."""
+        """Whether compiled forms are timed. Not in every case, because compilation is slow."""
         simple = self.work == "forward" and not self.norm and self.shape == TRAINING
         return self.against_all() and self.shape in (TRAINING, DECODE) and (self.pairing == "half" or simple)
 
     def title(self) -> str:
         """The case in one line."""
-        what = "QK-norm + RoPE, " if self.norm else ""
-        part = f", {self.rotary_dim} turn" if self.rotary_dim else ""
-        return f"{self.shape}{part}, {self.dtype}, {self.pairing}, {self.memory}: {what}{self.work}"
+        norm = "QK-norm + RoPE, " if self.norm else ""
+        rotated = f", {self.rotary_dim} rotated" if self.rotary_dim else ""
+        return f"{self.shape}{rotated}, {self.dtype}, {self.pairing}, {self.memory}: {norm}{self.work}"
 
 
 @dataclass(frozen=True)
 class GpuLine:
-    """A row of the table. A path that is wrong gets no time; the host's is taken where it decides."""
+    """A row of the table. A path with a wrong result has no time. Host time is only measured for decoding."""
 
     path: str
     us: float | None
@@ -97,7 +103,7 @@ class GpuLine:
 
 
 def gpu_cases(quick: bool) -> list[GpuCase]:
-    """All of them, or one of each kind."""
+    """All cases. One per kind if `quick`."""
     pairings = PAIRINGS[::-1]
     forward = itertools.product((TRAINING, LONG, SMALL), pairings, ("transposed", "contiguous"))
     every = [GpuCase(shape, pairing, memory) for shape, pairing, memory in forward]
@@ -125,7 +131,7 @@ def _tensors(case: GpuCase) -> list[Tensor]:
 
 
 def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) -> Iterator[tuple[str, Rotation, bool]]:
-    """Each path by its name, and whether it writes into its input."""
+    """The name and rotation of each path, and whether it works in place."""
     dim, positions, dtype = case.shape[-1], case.positions(), getattr(torch, case.dtype)
     compiled = compiled and case.compiles()
     spec = RopeSpec(dim, rotary_dim=case.rotated_features(), pairing=case.pairing)
@@ -133,12 +139,14 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
     ids = torch.arange(positions.start, positions.stop, device=timing.DEVICE)
     angles = rope.at(ids)
 
-    def ours(module: RotaryEmbedding, **where: Any) -> Rotation:
+    def ours(module: RotaryEmbedding, **position: Any) -> Rotation:
         if case.norm:
-            return lambda q, k: qk_norm_rope(q, k, module, q_weight=weights[0], k_weight=weights[1], eps=EPS, **where)
-        return lambda q, k: module(q, k, **where)
+            return lambda q, k: qk_norm_rope(
+                q, k, module, q_weight=weights[0], k_weight=weights[1], eps=EPS, **position
+            )
+        return lambda q, k: module(q, k, **position)
 
-    # A model computes its angles once per forward pass, as it computes the peers' tables; a decoder has an offset.
+    # A model computes its angles once per forward pass, like the tables of other libraries. A decoder has an offset.
     if len(positions) == 1:
         yield OURS, ours(rope, offset=positions.start), False
         yield f"{OURS}, angles given", ours(rope, angles=angles), False
@@ -149,10 +157,10 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
         yield f"{OURS}, compiled", torch.compile(ours(rope, angles=angles), dynamic=False), False
         yield f"{OURS}, formula compiled", torch.compile(ours(formula, angles=angles), dynamic=False), False
     for name, peer in GPU_PEERS.items():
-        # A norm before others' kernels would be an eager one, which is not theirs.
-        once = (case.shape, case.pairing, case.work) == (TRAINING, "half", "forward")
-        others = not case.norm and case.against_all() and (once or not peer.tunes)
-        if name != "transformers" and not others:
+        # The other libraries have no fused norm, so with a norm only transformers is timed.
+        tuning_case = (case.shape, case.pairing, case.work) == (TRAINING, "half", "forward")
+        timed = not case.norm and case.against_all() and (tuning_case or not peer.tunes)
+        if name != "transformers" and not timed:
             continue
         rotation = peer.maker(positions, dim, case.rotated_features(), dtype, case.pairing)
         if rotation is None:
@@ -163,7 +171,7 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
             yield f"{name}, compiled", torch.compile(rotation, dynamic=False), False
 
 
-def _contestant(
+def _candidate(
     case: GpuCase,
     name: str,
     rotation: Rotation,
@@ -171,37 +179,37 @@ def _contestant(
     tensors: list[Tensor],
     cotangents: list[Tensor],
     weights: tuple[Tensor, Tensor],
-) -> Contestant:
+) -> Candidate:
     fresh = [x.clone() for x in tensors] if in_place else tensors
     if case.work == "forward":
-        return Contestant(name, lambda: rotation(*fresh), lambda: rotation(*(x.clone() for x in tensors)))
+        return Candidate(name, lambda: rotation(*fresh), lambda: rotation(*(x.clone() for x in tensors)))
     leaves = [x.detach().requires_grad_() for x in fresh]
     learned = list(weights) if case.norm else []
 
-    # What rotates its argument needs one that is no leaf; an alias costs nothing on the device.
+    # An in-place rotation requires an argument that is not a leaf. A view costs nothing on the device.
     def inputs() -> list[Tensor]:
         return [x.view_as(x) for x in leaves] if in_place else leaves
 
     def forward_backward() -> object:
         return torch.autograd.grad(rotation(*inputs()), [*leaves, *learned], cotangents)
 
-    def everything() -> list[Tensor]:
+    def outputs_and_gradients() -> list[Tensor]:
         copies = [x.detach().clone().requires_grad_() for x in tensors]
         outputs = [y.clone() for y in rotation(*([x.clone() for x in copies] if in_place else copies))]
         return [*outputs, *torch.autograd.grad(outputs, [*copies, *learned], [g.clone() for g in cotangents])]
 
-    return Contestant(name, forward_backward, everything)
+    return Candidate(name, forward_backward, outputs_and_gradients)
 
 
-def _copy(case: GpuCase, tensors: list[Tensor]) -> Contestant:
-    """The ceiling: q and k copied, once for every pass."""
+def _copy(case: GpuCase, tensors: list[Tensor]) -> Candidate:
+    """The lower bound of the time: q and k are copied once per pass."""
     targets = [torch.empty_like(x) for x in tensors]
     times = 2 if case.work == "forward+backward" else 1
-    return Contestant(COPY, lambda: [y.copy_(x) for _ in range(times) for y, x in zip(targets, tensors, strict=True)])
+    return Candidate(COPY, lambda: [y.copy_(x) for _ in range(times) for y, x in zip(targets, tensors, strict=True)])
 
 
-def _bare_launch(case: GpuCase, tensors: list[Tensor]) -> Contestant:
-    """Two outputs and a launch of our kernel as Triton's own interface makes it: what a call's host time is held to."""
+def _bare_launch(case: GpuCase, tensors: list[Tensor]) -> Candidate:
+    """Allocates two outputs and launches our kernel by Triton's own interface: the lower bound of the host time."""
     from ropewalk.kernels.triton_launch import LAUNCHES
 
     rope = RotaryEmbedding(case.shape[-1], pairing=case.pairing).to(timing.DEVICE)
@@ -215,11 +223,20 @@ def _bare_launch(case: GpuCase, tensors: list[Tensor]) -> Contestant:
         launch.bare(*tensors, *outputs, cos, sin, 0)
         return outputs
 
-    return Contestant(BARE, run)
+    return Candidate(BARE, run)
 
 
 def measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
-    """The lines of one case: copy, then the paths from the fastest on, then those that are wrong, without a time."""
+    """Time one case.
+
+    Args:
+        case: The case.
+        rounds: The number of rounds.
+        compiled: Whether compiled forms are timed too.
+
+    Returns:
+        The rows: copy, then the paths, fastest first, then those with a wrong result, without a time.
+    """
     torch.compiler.reset()
     with torch.set_grad_enabled(case.work != "forward"):
         return _measure(case, rounds, compiled)
@@ -239,48 +256,49 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
             truths = true_norms(tensors, cotangents, weights, positions, theta, case.pairing, EPS)
         else:
             truths = true_rotations(tensors, cotangents, positions, theta, case.pairing)
-    # A peer rounds tables and products to the dtype, and forms angles in float32, whose error grows with the length.
-    lenient = (4 if case.norm else 2) * torch.finfo(dtype).eps + case.positions().stop * 2.0**-22
-    contestants, errors, failed = [_copy(case, tensors)], {}, {}
+    # Other libraries round tables and products to the dtype and compute angles in float32, whose error grows with the
+    # length.
+    tolerance = (4 if case.norm else 2) * torch.finfo(dtype).eps + case.positions().stop * 2.0**-22
+    candidates, errors, failed = [_copy(case, tensors)], {}, {}
     for name, rotation, in_place in _rotations(case, weights, compiled):  # pyright: ignore[reportArgumentType]
-        contestant = _contestant(case, name, rotation, in_place, tensors, cotangents, weights)  # pyright: ignore[reportArgumentType]
+        candidate = _candidate(case, name, rotation, in_place, tensors, cotangents, weights)  # pyright: ignore[reportArgumentType]
         try:
-            outputs = contestant.outputs() if contestant.outputs else []
+            outputs = candidate.outputs() if candidate.outputs else []
         except Exception as error:
-            # A peer that fails must not cost the other figures.
+            # Another library that fails must not stop the benchmark.
             if name.startswith(OURS):
                 raise
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         pairs = [truth.errors(y) for truth, y in zip(truths, outputs, strict=True)]
         errors[name], relative = (max(error) for error in zip(*pairs, strict=True))
-        if errors[name] <= 1 if name.startswith(OURS) else relative <= lenient:
-            contestants.append(contestant)
+        if errors[name] <= 1 if name.startswith(OURS) else relative <= tolerance:
+            candidates.append(candidate)
     del truths
     one_token = case.shape[1] == 1
     if one_token:
-        contestants.append(_bare_launch(case, tensors))
-    taken = timing.device_times(contestants, rounds)
-    host = timing.host_times(contestants, 7) if one_token else {}
+        candidates.append(_bare_launch(case, tensors))
+    times = timing.device_times(candidates, rounds)
+    host = timing.host_times(candidates, 7) if one_token else {}
     moved = 2 * sum(x.numel() * x.element_size() for x in tensors) * (2 if backward else 1)
     lines = [
         GpuLine(
             name,
             us,
             moved / us * 1e-3,
-            taken[COPY] / us,
-            us / taken[OURS] if OURS in taken else None,
+            times[COPY] / us,
+            us / times[OURS] if OURS in times else None,
             errors.get(name),
             host.get(name),
         )
-        for name, us in sorted(taken.items(), key=lambda item: (item[0] != COPY, item[1]))
+        for name, us in sorted(times.items(), key=lambda item: (item[0] != COPY, item[1]))
     ]
-    lines += [GpuLine(name, None, None, None, None, error) for name, error in errors.items() if name not in taken]
+    lines += [GpuLine(name, None, None, None, None, error) for name, error in errors.items() if name not in times]
     return lines + [GpuLine(name, None, None, None, None, None, note=note) for name, note in failed.items()]
 
 
 def _shown(lines: list[GpuLine]) -> str:
-    """A table of 80 columns at most."""
+    """The table of one case, at most 80 columns wide."""
 
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
@@ -298,14 +316,14 @@ def _shown(lines: list[GpuLine]) -> str:
 
 
 def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
-    """Times the GPU and prints one table per case; 0, or 1 if one of our own paths is past its budget."""
+    """Time the rotation on a GPU and print one table per case. Exits with 1 if ropewalk exceeds its error budget."""
     reason = backend_reasons()["triton"]
     if reason is not None or not torch.cuda.is_available():
         raise RopewalkError(
             asked="ropewalk bench gpu",
             expected="a CUDA device and Triton",
             got=reason or "no CUDA device",
-            do="run it on a machine with a GPU; `ropewalk bench cpu` times this one",
+            do="use a machine with a GPU, or `ropewalk bench cpu`",
         )
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk bench gpu --json {json_file}")
@@ -313,9 +331,9 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
     rounds, compiled = (9, False) if quick else (31, True)
     name = torch.cuda.get_device_name()
     show.write(
-        f"{name}; medians of {rounds} rounds in turns, from an empty L2.\n"
-        "Shapes: batch, seq, q heads, k heads, dim. Of copy: its time over this;\n"
-        "x ours: this over ropewalk's; error: in budgets, of which our paths may use one.\n\n"
+        f"{name}; medians of {rounds} interleaved rounds with an empty L2 cache.\n"
+        "Shapes: batch, seq, q heads, k heads, dim. of copy: time of a copy / time.\n"
+        "x ours: time / time of ropewalk. error: in error budgets, at most 1 for ropewalk.\n\n"
     )
     packages = ("torch", "triton", "transformers", "liger_kernel", "flash-linear-attention", "flash-attn")
     record: dict[str, Any] = {
@@ -327,15 +345,15 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
         "rounds": rounds,
         "cases": [],
     }
-    chosen = gpu_cases(quick)
-    for number, case in enumerate(chosen, 1):
+    cases = gpu_cases(quick)
+    for number, case in enumerate(cases, 1):
         lines = measure(case, rounds, compiled)
         record["cases"].append(asdict(case) | {"lines": [asdict(line) for line in lines]})
-        show.write(f"{number}/{len(chosen)}  {case.title()}\n{_shown(lines)}\n")
+        show.write(f"{number}/{len(cases)}  {case.title()}\n{_shown(lines)}\n")
         show.flush()
         torch.cuda.empty_cache()
         if json_file not in (None, "-"):
-            # After every case: what was measured is kept, whatever stops the rest.
+            # Written after every case, so that results survive an interruption.
             write_json(record, json_file)
     if json_file == "-":
         write_json(record, json_file)
@@ -347,8 +365,8 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
 def main() -> None:
     """`python -m ropewalk.tools.bench.gpu`."""
     parser = argparse.ArgumentParser(prog="python -m ropewalk.tools.bench.gpu", description=bench_gpu.__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the figures as JSON; - for standard output")
-    parser.add_argument("--quick", action="store_true", help="one case of each kind, few rounds, nothing compiled")
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument("--quick", action="store_true", help="use one case per kind, few rounds and no compiled forms")
     options = parser.parse_args()
     try:
         raise SystemExit(bench_gpu(options.json, options.quick))

@@ -1,7 +1,7 @@
-"""How others rotate: formulas, each written from its description, and the functions and kernels of installed packages.
+"""Rotations of other libraries: formulas, written from their descriptions, and functions of installed packages.
 
-Each maker takes what is to be rotated, makes its tables once, and returns the function that is timed: from q and k to
-rotated q and k. None where the package is not installed or has no such form. A package is imported by its maker alone.
+A maker computes its tables once and returns the function that is timed, from q and k to rotated q and k. It returns
+None if the package is not installed or does not support the arguments. A package is only imported by its maker.
 """
 
 import importlib
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Rotation = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-# From the positions, the head dimension, the dtype and the pairing; on a GPU the rotary dimension follows the head's.
+# Arguments: positions, head_dim, dtype, pairing. On a GPU: positions, head_dim, rotary_dim, dtype, pairing.
 Maker = Callable[[range, int, torch.dtype, Pairing], Rotation | None]
 GpuMaker = Callable[[range, int, int, torch.dtype, Pairing], Rotation | None]
 
@@ -39,7 +39,7 @@ def _angles(positions: range, dim: int) -> Tensor:
 
 
 def transformers_formula(positions: range, dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation:
-    """x * cos + rotated(x) * sin, tables as wide as x and in its dtype: Llama's form for half, GPT-J's for pairs."""
+    """x * cos + rotated(x) * sin with tables in the shape and dtype of x: Llama for half, GPT-J for interleaved."""
     angles = _angles(positions, dim)
     wide = torch.cat((angles, angles), dim=-1) if pairing == "half" else angles.repeat_interleave(2, dim=-1)
     cos, sin = wide.cos().to(dtype)[None, None], wide.sin().to(dtype)[None, None]
@@ -56,7 +56,7 @@ def transformers_formula(positions: range, dim: int, dtype: torch.dtype, pairing
 
 
 def complex_product(positions: range, dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation | None:
-    """Llama's original code: neighbours as complex numbers, one product in float32."""
+    """Llama's original code: neighbouring features as complex numbers, one product in float32."""
     if pairing != "interleaved":
         return None
     angles = _angles(positions, dim)
@@ -70,7 +70,7 @@ def complex_product(positions: range, dim: int, dtype: torch.dtype, pairing: Pai
 
 
 def seed_cut(positions: range, dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation | None:
-    """A note's function: a longer table cut to the sequence, even and odd features rotated and stacked."""
+    """A function of the seeds: a longer table is sliced; even and odd features are rotated and stacked."""
     if pairing != "interleaved":
         return None
     angles = _angles(range(positions.stop + 512), dim)
@@ -85,7 +85,7 @@ def seed_cut(positions: range, dim: int, dtype: torch.dtype, pairing: Pairing) -
 
 
 def seed_gathered(positions: range, dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation | None:
-    """Another note's: rows of the table gathered by position ids, even and odd features written into a copy."""
+    """Another function of the seeds: table rows are gathered by position ids; results are written to a new tensor."""
     if pairing != "interleaved":
         return None
     angles = _angles(range(positions.stop + 512), dim)
@@ -102,7 +102,7 @@ def seed_gathered(positions: range, dim: int, dtype: torch.dtype, pairing: Pairi
 
 
 def rotary_embedding_torch(positions: range, dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation | None:
-    """The library of that name, as its README calls it."""
+    """The library rotary-embedding-torch, called as in its README."""
     if pairing != "interleaved" or not installed("rotary_embedding_torch"):
         return None
     module = importlib.import_module("rotary_embedding_torch").RotaryEmbedding(dim)
@@ -115,7 +115,7 @@ def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-# By the name under which they are shown; whether a compiled form takes part too.
+# Maker by display name, and whether a compiled form is timed too.
 PEERS: dict[str, tuple[Maker, bool]] = {
     "transformers' formula": (transformers_formula, True),
     "complex product": (complex_product, False),
@@ -134,7 +134,7 @@ def _tables(positions: range, rotary_dim: int, dtype: torch.dtype, wide: bool) -
 
 
 def transformers(positions: range, dim: int, rotary_dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation | None:
-    """transformers' function for Llama, half pairs; for interleaved ones GPT-J's formula."""
+    """transformers' function for Llama for half pairs, GPT-J's formula for interleaved pairs."""
     if rotary_dim != dim:
         return None
     if pairing != "half" or not installed("transformers"):
@@ -148,13 +148,13 @@ def transformers(positions: range, dim: int, rotary_dim: int, dtype: torch.dtype
 def complex_numbers(
     positions: range, dim: int, rotary_dim: int, dtype: torch.dtype, pairing: Pairing
 ) -> Rotation | None:
-    """Llama's original code: neighbours as complex numbers."""
+    """Llama's original code: neighbouring features as complex numbers."""
     with torch.device(timing.DEVICE):
         return complex_product(positions, dim, dtype, pairing) if rotary_dim == dim else None
 
 
 def liger(positions: range, dim: int, rotary_dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation | None:
-    """Liger's kernel, which rotates the storage of its arguments."""
+    """Liger's kernel, which works in place."""
     if pairing != "half" or rotary_dim != dim or not installed("liger_kernel"):
         return None
     function = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
@@ -163,7 +163,7 @@ def liger(positions: range, dim: int, rotary_dim: int, dtype: torch.dtype, pairi
 
 
 def fla(positions: range, dim: int, rotary_dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation | None:
-    """flash-linear-attention's kernel; it takes tables of the dtype of x alone."""
+    """flash-linear-attention's kernel, which requires tables in the dtype of x."""
     if not installed("fla"):
         return None
     function = importlib.import_module("fla.modules.rotary.ops").rotary_embedding
@@ -191,7 +191,7 @@ def flash_attention(
 
 
 def norm_before(rotation: Rotation, weights: tuple[Tensor, Tensor], eps: float) -> Rotation:
-    """RMSNorm as transformers' models write it, then the rotation."""
+    """RMSNorm as in the models of transformers, followed by the rotation."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.to(torch.float32)
@@ -203,8 +203,14 @@ def norm_before(rotation: Rotation, weights: tuple[Tensor, Tensor], eps: float) 
 
 @dataclass(frozen=True)
 class GpuPeer:
-    """One that takes part: its maker, whether a compiled form does too, whether it writes into its input, and whether
-    it tries many kernels first, for which it is given time in one case only."""
+    """A rotation of another library.
+
+    Attributes:
+        maker: Its maker.
+        compiles: Whether a compiled form is timed too.
+        in_place: Whether it overwrites its input.
+        tunes: Whether it tunes its kernel at the first call. It is then only timed in one case.
+    """
 
     maker: GpuMaker
     compiles: bool = False

@@ -1,4 +1,4 @@
-"""Contestants that take turns, and what each call takes: on the CPU by the clock, on a GPU by events or by the host."""
+"""Times candidates in alternating order: wall-clock time on the CPU, device time or host time on a GPU."""
 
 import gc
 import random
@@ -12,20 +12,27 @@ from torch import Tensor
 
 from ropewalk.kernels.torch_internals import delay
 
-__all__ = ["Contestant", "device_times", "host_times", "take_turns"]
+__all__ = ["Candidate", "device_times", "host_times", "wall_times"]
 
 DEVICE = "cuda"
 
-# More than any L2 holds.
+# Larger than any L2 cache.
 FLUSH_BYTES = 512 << 20
 
-# Cycles, some two milliseconds: longer than the host takes for any call that is timed here.
+# Cycles, about two milliseconds: longer than the host needs to launch any call that is timed here.
 HEAD_START = 4_000_000
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A path under its name: `run` is what is timed. Ours may be off by a budget, a peer by `limit` norms of a pair."""
+class Candidate:
+    """A function to time.
+
+    Attributes:
+        name: Its name in the table.
+        run: The call that is timed.
+        outputs: A call that returns the tensors to check.
+        limit: The allowed error in norms of a pair. None for ropewalk, whose error is limited by a budget.
+    """
 
     name: str
     run: Callable[[], object]
@@ -33,77 +40,87 @@ class Contestant:
     limit: float | None = None
 
 
-def take_turns(
-    contestants: Sequence[Contestant], rounds: int, calls: int, done: Callable[[], None] = lambda: None
+def wall_times(
+    candidates: Sequence[Candidate], rounds: int, calls: int, advance: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The median of each in milliseconds per call.
+    """The median wall-clock time per call of each candidate, in milliseconds.
 
-    Each round they run in another order, so that none always follows the same one. A busy machine slows all of them.
+    The order is shuffled in every round, so that no candidate always follows the same other one. A busy machine slows
+    all candidates down.
+
+    Args:
+        candidates: The functions to time.
+        rounds: The number of rounds.
+        calls: The number of calls per round and candidate.
+        advance: Called after every round.
+
+    Returns:
+        The medians by name.
     """
-    taken: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    order, shuffle = list(contestants), random.Random(0)
+    times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    order, shuffle = list(candidates), random.Random(0)
     warm_up = 2
     collecting = gc.isenabled()
     gc.disable()
     try:
         for number in range(rounds + warm_up):
             shuffle.shuffle(order)
-            for contestant in order:
+            for candidate in order:
                 start = time.perf_counter_ns()
                 for _ in range(calls):
-                    contestant.run()
+                    candidate.run()
                 if number >= warm_up:
-                    taken[contestant.name].append((time.perf_counter_ns() - start) / calls * 1e-6)
-            done()
+                    times[candidate.name].append((time.perf_counter_ns() - start) / calls * 1e-6)
+            advance()
     finally:
         if collecting:
             gc.enable()
-    return {name: statistics.median(times) for name, times in taken.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
 def device_times(
-    contestants: Sequence[Contestant], rounds: int, done: Callable[[], None] = lambda: None
+    candidates: Sequence[Candidate], rounds: int, advance: Callable[[], None] = lambda: None
 ) -> dict[str, float]:
-    """The median of each in microseconds on the device.
+    """The median time of each candidate on the device, in microseconds.
 
-    Each round they run in another order; before each the cache is overwritten. The host waits for nothing until the
-    end, so that the device never idles before a contestant.
+    The order is shuffled in every round, and the cache is overwritten before every call. The host does not synchronize
+    until the end, so that the device is never idle before a call. For the arguments see `wall_times`.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-    order, shuffle, warm_up = list(contestants), random.Random(0), 3
+    order, shuffle, warm_up = list(candidates), random.Random(0), 3
     for number in range(rounds + warm_up):
         shuffle.shuffle(order)
-        for contestant in order:
+        for candidate in order:
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             flush.zero_()
-            # The device is kept busy while the host puts together what the contestant launches: its gaps do not count.
+            # Keeps the device busy while the host launches the kernels, so that gaps between launches do not count.
             delay(HEAD_START)
             start.record()
-            contestant.run()
+            candidate.run()
             stop.record()
             if number >= warm_up:
-                events.append((contestant.name, start, stop))
-        done()
+                events.append((candidate.name, start, stop))
+        advance()
     torch.cuda.synchronize()
-    taken: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
+    times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for name, start, stop in events:
-        taken[name].append(start.elapsed_time(stop) * 1e3)
-    return {name: statistics.median(times) for name, times in taken.items()}
+        times[name].append(start.elapsed_time(stop) * 1e3)
+    return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def host_times(contestants: Sequence[Contestant], rounds: int, calls: int = 200) -> dict[str, float]:
-    """The median of the host's time per call in microseconds: many calls in a row, none of which is waited for."""
-    taken: dict[str, list[float]] = {contestant.name: [] for contestant in contestants}
-    order, shuffle = list(contestants), random.Random(0)
+def host_times(candidates: Sequence[Candidate], rounds: int, calls: int = 200) -> dict[str, float]:
+    """The median host time per call, in microseconds: many calls in a row without synchronization."""
+    times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+    order, shuffle = list(candidates), random.Random(0)
     for number in range(rounds + 1):
         shuffle.shuffle(order)
-        for contestant in order:
+        for candidate in order:
             torch.cuda.synchronize()
             start = time.perf_counter_ns()
             for _ in range(calls):
-                contestant.run()
+                candidate.run()
             if number:
-                taken[contestant.name].append((time.perf_counter_ns() - start) / calls * 1e-3)
+                times[candidate.name].append((time.perf_counter_ns() - start) / calls * 1e-3)
     torch.cuda.synchronize()
-    return {name: statistics.median(times) for name, times in taken.items()}
+    return {name: statistics.median(samples) for name, samples in times.items()}

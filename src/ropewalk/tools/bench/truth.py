@@ -1,4 +1,4 @@
-"""What contestants must compute, in float64: rotations, RMSNorm and rotation, and their gradients."""
+"""The correct results in float64: rotations, RMSNorm followed by a rotation, and their gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,14 @@ __all__ = ["Truth", "true_norms", "true_rotations"]
 
 @dataclass(frozen=True)
 class Truth:
-    """A result in float64, what each element may be off by, and the size that errors of peers are measured by."""
+    """A correct result and its tolerances.
+
+    Attributes:
+        value: The result in float64.
+        allowed: The allowed error per element of our own paths.
+        norm: The unit in which errors of other libraries are measured, per element.
+        dtype: The expected dtype.
+    """
 
     value: Tensor
     allowed: Tensor
@@ -26,7 +33,7 @@ class Truth:
 
     @classmethod
     def of_rotation(cls, x: Tensor, positions: Tensor, inv_freq: Tensor, pairing: Pairing, conjugate: bool) -> "Truth":
-        """The rotation of x, [batch, heads, seq, dim], whose first 2 * pairs features are rotated."""
+        """The rotation of the first 2 * pairs features of x, [batch, heads, seq, dim]. `inv_freq` is [pairs]."""
         rotary_dim = 2 * inv_freq.shape[-1]
         value = rotate(x.detach().double(), positions, inv_freq, pairing=pairing, conjugate=conjugate)
         norm = torch.hypot(*split_pairs(value[..., :rotary_dim], pairing))
@@ -34,18 +41,18 @@ class Truth:
         return cls(value, rotation_budget(value, x.dtype, rotary_dim=rotary_dim, pairing=pairing), norm, x.dtype)
 
     def errors(self, y: Tensor) -> tuple[float, float]:
-        """The largest error of any element of y, in budgets and in norms of its pair; infinite for another dtype."""
+        """The largest error of y, in budgets and in norms of a pair. Infinite for a wrong shape or dtype."""
         if y.shape != self.value.shape or y.dtype != self.dtype:
             return torch.inf, torch.inf
         error = torch.nan_to_num((y.detach().double() - self.value).abs_(), nan=torch.inf)
-        # What is only copied is allowed no error, and 0 / 0 is none.
+        # The allowed error of copied elements is 0, so 0 / 0 counts as no error.
         return tuple(float(torch.where(error == 0, 0, error / size).max()) for size in (self.allowed, self.norm))  # pyright: ignore[reportReturnType]
 
 
 def true_rotations(
     tensors: Sequence[Tensor], cotangents: Sequence[Tensor], positions: Tensor, inv_freq: Tensor, pairing: Pairing
 ) -> list[Truth]:
-    """The rotation of each tensor, then the gradient for each cotangent."""
+    """The rotation of every tensor, then the gradient for every cotangent."""
     forward = [Truth.of_rotation(x, positions, inv_freq, pairing, False) for x in tensors]
     return forward + [Truth.of_rotation(g, positions, inv_freq, pairing, True) for g in cotangents]
 
@@ -59,11 +66,11 @@ def true_norms(
     pairing: Pairing,
     eps: float,
 ) -> list[Truth]:
-    """The same for the rotation of the norm of each, and the gradients of the weights."""
+    """The rotated RMSNorm of every tensor, then the gradients of the tensors, then those of the weights."""
     truths = [_norm(x, weight, positions, inv_freq, pairing, eps) for x, weight in zip(tensors, weights, strict=True)]
     backward = list(zip(cotangents, tensors, weights, strict=False))
-    truths += [_norm_backward(*each, positions, inv_freq, pairing, eps) for each in backward]
-    return truths + [_weight_backward(*each, positions, inv_freq, pairing, eps) for each in backward]
+    truths += [_norm_backward(*arguments, positions, inv_freq, pairing, eps) for arguments in backward]
+    return truths + [_weight_backward(*arguments, positions, inv_freq, pairing, eps) for arguments in backward]
 
 
 def _norm(x: Tensor, weight: Tensor, positions: Tensor, inv_freq: Tensor, pairing: Pairing, eps: float) -> Truth:
@@ -77,7 +84,7 @@ def _norm(x: Tensor, weight: Tensor, positions: Tensor, inv_freq: Tensor, pairin
 def _norm_backward(
     g: Tensor, x: Tensor, weight: Tensor, positions: Tensor, inv_freq: Tensor, pairing: Pairing, eps: float
 ) -> Truth:
-    """dx = r (e w - n mean(e w n)): rounded once, and before that in float32 by a little of the larger term."""
+    """dx = r (e w - n mean(e w n)). Allowed: one rounding, plus a small part of the larger term in float32."""
     wide, weight = x.detach().double(), weight.detach().double()
     unrotated = rotate(g.double(), positions, inv_freq, pairing=pairing, conjugate=True) * weight
     scaled = rms_norm(wide, eps=eps)
@@ -91,12 +98,12 @@ def _norm_backward(
 def _weight_backward(
     g: Tensor, x: Tensor, weight: Tensor, positions: Tensor, inv_freq: Tensor, pairing: Pairing, eps: float
 ) -> Truth:
-    """dw sums e n over all tokens: rounded once, and before that by a little of what was added up."""
+    """dw = sum of e n over all tokens. Allowed: one rounding, plus a small part of the summands."""
     unrotated = rotate(g.double(), positions, inv_freq, pairing=pairing, conjugate=True)
     unrotated *= rms_norm(x.detach().double(), eps=eps)
-    everything_else = tuple(range(x.dim() - 1))
-    value = unrotated.sum(everything_else)
-    size = unrotated.square().sum(everything_else).sqrt()
+    token_axes = tuple(range(x.dim() - 1))
+    value = unrotated.sum(token_axes)
+    size = unrotated.square().sum(token_axes).sqrt()
     allowed = torch.finfo(weight.dtype).eps / 2 * value.abs() + 2.0**-12 * size
     return Truth(value, allowed, size, weight.dtype)
 
