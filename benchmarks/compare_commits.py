@@ -155,14 +155,14 @@ class Suite:
         memory: str,
         dtype: str,
         work: str = "forward",
-        where: str = "angles",
+        position_argument: str = "angles",
         rotary_dim: int | None = None,
         norm: bool = False,
         backend: str | None = None,
         in_place: bool = False,
         compiled: bool = False,
     ) -> Callable[[], Call]:
-        """The function that builds a rotation of q and k. `where` is the argument that specifies the positions."""
+        """The function that builds a rotation. `position_argument` is the argument that specifies the positions."""
 
         def make() -> Call:
             positions = range(shape[1]) if shape[1] > 1 else range(1000, 1001)
@@ -174,7 +174,7 @@ class Suite:
                 "offsets": lambda: {"offset": self.torch.full((shape[0],), positions.start, device=self.device)},
                 "positions": lambda: {"positions": self.ids(positions)},
                 "angles": lambda: {"angles": rope.at(self.ids(positions))},
-            }[where]()
+            }[position_argument]()
             q, k = tensors
             if norm:
                 random = self.torch.Generator(self.device).manual_seed(1)
@@ -304,21 +304,21 @@ class Suite:
         for pairing, work in itertools.product(pairings, ("forward", "forward+backward")):
             make = self.rotation(prefill, pairing, "transposed", "float32", work, "offset", backend="torch")
             yield Case(f"prefill 2048, float32, {pairing}, backend torch, {work}", make, work != "forward")
-        for where in ("nothing", "offsets", "positions", "angles"):
-            make = self.rotation(token, "half", "contiguous", "float32", where=where)
-            yield Case(f"token, float32, half, {where}=", make)
-        for where in ("positions", "angles"):
-            make = self.rotation(prefill, "half", "transposed", "bfloat16", where=where)
-            yield Case(f"prefill 2048, bfloat16, half, {where}=", make)
+        for position_argument in ("nothing", "offsets", "positions", "angles"):
+            make = self.rotation(token, "half", "contiguous", "float32", position_argument=position_argument)
+            yield Case(f"token, float32, half, {position_argument}=", make)
+        for position_argument in ("positions", "angles"):
+            make = self.rotation(prefill, "half", "transposed", "bfloat16", position_argument=position_argument)
+            yield Case(f"prefill 2048, bfloat16, half, {position_argument}=", make)
         for name, shape in (("token", token), ("prefill 2048", prefill)):
-            make = self.rotation(shape, "half", "contiguous", "float32", where="offset", in_place=True)
+            make = self.rotation(shape, "half", "contiguous", "float32", position_argument="offset", in_place=True)
             yield Case(f"{name}, float32, half, rotate_", make)
             for work in ("forward", "forward+backward"):
                 make = self.rotation(shape, "half", "contiguous", "float32", work, "offset", norm=True)
                 yield Case(f"{name}, float32, half, qk_norm_rope, {work}", make, work != "forward")
-            make = self.rotation(shape, "half", "contiguous", "float32", where="angles", compiled=True)
+            make = self.rotation(shape, "half", "contiguous", "float32", position_argument="angles", compiled=True)
             yield Case(f"{name}, float32, half, angles=, compiled", make)
-        make = self.rotation(token, "half", "contiguous", "float32", where="nothing", compiled=True)
+        make = self.rotation(token, "half", "contiguous", "float32", position_argument="nothing", compiled=True)
         yield Case("token, float32, half, positions 0.., compiled", make)
         make = self.rotation(prefill, "half", "contiguous", "float32", "forward+backward", "angles", compiled=True)
         yield Case("prefill 2048, float32, half, angles=, compiled, forward+backward", make, grad=True)
@@ -359,9 +359,9 @@ class Suite:
             yield Case(f"{shape}, {pairing}", self.rotation(shape, pairing, "transposed", "bfloat16"))
         for dtype in ("float32", "float16"):
             yield Case(f"{training}, half, {dtype}", self.rotation(training, "half", "transposed", dtype))
-        make = self.rotation(training, "half", "transposed", "bfloat16", where="positions")
+        make = self.rotation(training, "half", "transposed", "bfloat16", position_argument="positions")
         yield Case(f"{training}, half, positions=", make)
-        make = self.rotation(training, "half", "transposed", "bfloat16", where="nothing")
+        make = self.rotation(training, "half", "transposed", "bfloat16", position_argument="nothing")
         yield Case(f"{training}, half, positions 0..", make)
         for shape, pairing, memory in itertools.product((training, small), pairings, memories):
             make = self.rotation(shape, pairing, memory, "bfloat16", "forward+backward")
@@ -369,15 +369,15 @@ class Suite:
         for work, pairing, memory in itertools.product(works, pairings, memories):
             make = self.rotation(training, pairing, memory, "bfloat16", work, norm=True)
             yield Case(f"{training}, {pairing}, {memory}, qk_norm_rope, {work}", make, work != "forward")
-        for pairing, where in itertools.product(pairings, ("offset", "offsets", "positions", "angles")):
-            make = self.rotation(token, pairing, "contiguous", "bfloat16", where=where)
-            yield Case(f"token {token}, {pairing}, {where}=", make)
+        for pairing, position_argument in itertools.product(pairings, ("offset", "offsets", "positions", "angles")):
+            make = self.rotation(token, pairing, "contiguous", "bfloat16", position_argument=position_argument)
+            yield Case(f"token {token}, {pairing}, {position_argument}=", make)
         make = self.rotation(token, "half", "contiguous", "bfloat16", "forward, grad", "offset")
         yield Case(f"token {token}, half, offset=, with grad", make, grad=True)
         make = self.rotation(token, "half", "contiguous", "bfloat16", "forward+backward", "offset")
         yield Case(f"token {token}, half, offset=, forward+backward", make, grad=True)
         for shape, name in ((token, "token "), (training, "")):
-            make = self.rotation(shape, "half", "contiguous", "bfloat16", where="offset", in_place=True)
+            make = self.rotation(shape, "half", "contiguous", "bfloat16", position_argument="offset", in_place=True)
             yield Case(f"{name}{shape}, half, rotate_", make)
             make = self.rotation(shape, "half", "contiguous", "bfloat16", compiled=True)
             yield Case(f"{name}{shape}, half, angles=, compiled", make)

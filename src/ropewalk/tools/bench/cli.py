@@ -9,7 +9,7 @@ from ropewalk.tools.options import json_option
 __all__ = ["bench"]
 
 bench: typer.Typer = typer.Typer(
-    help="""Time rotation and attention on this machine, next to other libraries.
+    help="""Time rotation and attention next to other libraries.
 
 \b
 Examples:
@@ -57,10 +57,10 @@ def cpu(
     quick: QuickCpu = False,
     backends: OnlyBackends = False,
 ) -> None:
-    """Time the rotation on the CPU, next to a copy and other libraries.
+    """Time the rotation on the CPU, next to other libraries.
 
-    Times prefill and decoding, with both pairings and both memory layouts. Prints medians over interleaved rounds. A
-    path with a wrong result gets no time. Exits with 1 if ropewalk has a wrong result.
+    Times prefill and decoding, with both pairings and both memory layouts, next to a copy. Prints medians over
+    interleaved rounds. A path with a wrong result gets no time. Exits with 1 if ropewalk has a wrong result.
 
     \b
     Examples:
@@ -77,11 +77,11 @@ def gpu(
     json: Json = None,
     quick: QuickGpu = False,
 ) -> None:
-    """Time the rotation on a GPU, next to a copy and other libraries.
+    """Time the rotation on a GPU, next to other libraries.
 
-    Times forward, backward, decoding, and RMSNorm fused with the rotation. Prints medians over interleaved rounds with
-    an empty cache. A path with a wrong result gets no time. Exits with 1 if ropewalk has a wrong result. If typer is
-    not installed: python -m ropewalk.tools.bench.gpu.
+    Times forward, backward, decoding, and RMSNorm fused with the rotation, next to a copy. Prints medians over
+    interleaved rounds with an empty cache. A path with a wrong result gets no time. Exits with 1 if ropewalk has a
+    wrong result. If typer is not installed: python -m ropewalk.tools.bench.gpu.
 
     \b
     Examples:

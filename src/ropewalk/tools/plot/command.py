@@ -207,9 +207,9 @@ def _spread(pairs: int) -> list[int]:
 
 def _pair(curve: Curve, pair: int, length: int) -> dict[str, Any]:
     theta = curve.inv_freq(length)[pair]
-    turns = {"turns": length * theta / (2 * np.pi)}
-    turns |= {} if curve.trained is None else {"turns_in_training": curve.trained * theta / (2 * np.pi)}
-    return {"pair": pair, "features": curve.features(pair), "inv_freq": theta} | turns
+    rotations_of_pair = {"turns": length * theta / (2 * np.pi)}
+    rotations_of_pair |= {} if curve.trained is None else {"turns_in_training": curve.trained * theta / (2 * np.pi)}
+    return {"pair": pair, "features": curve.features(pair), "inv_freq": theta} | rotations_of_pair
 
 
 def plot_bias(
@@ -277,8 +277,8 @@ def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | Non
     keys = Keys(read_config(config))
     name, buckets = keys.text("model_type"), "relative_attention_num_buckets"
     if keys.has(buckets):
-        far = keys.whole("relative_attention_max_distance", 128)
-        return False, True, None, keys.whole(buckets), far
+        max_distance = keys.whole("relative_attention_max_distance", 128)
+        return False, True, None, keys.whole(buckets), max_distance
     inner = Keys(keys.part("attn_config"), "attn_config")
     if name == "bloom" or keys.flag("alibi", False) or inner.flag("alibi", False):
         if inner.number("alibi_bias_max", 8.0) != 8.0:
