@@ -126,4 +126,4 @@ def placed(x: Tensor, device: torch.device) -> Tensor:
     mode = fake_mode()
     if mode is not None and not mode.is_our_fake(x):
         x = mode.from_tensor(x)
-    return x.to(device)
+    return x if x.device == device else x.to(device)

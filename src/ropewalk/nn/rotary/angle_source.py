@@ -138,7 +138,9 @@ class AngleSource:
         ([1.0, 0.01], 1.0)
         """
         if length is None or not self.spec.varies:
-            return _scaled(placed(self.inv_freq, device), log_scale).to(device), placed(self.amplitude, device)
+            theta = placed(self.inv_freq, device)
+            theta = theta if log_scale is None else _scaled(theta, log_scale).to(device)
+            return theta, placed(self.amplitude, device)
         dtype = dtype_of(self.spec)
         arithmetic = TorchArithmetic(dtype, device, self._constants[0])
         # As a tensor even if it is an int, so that one compiled graph has every length.
@@ -210,7 +212,7 @@ class AngleSource:
         [[1.0, 1.0]]
         """
         here = angle_device(positions)
-        table = self._table if here.device.type == "cpu" and fake_mode() is None else None
+        table = self._table if here.device.type == "cpu" else None
         if table is None and self._has_table and is_plain(here) and here.device.type == "cpu":
             table = self._table = table_of(self.spec)
         theta, amplitude = self.rule_at(length, here.device, log_scale)
