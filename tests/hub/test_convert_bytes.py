@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -253,7 +253,7 @@ STYLES = st.fixed_dictionaries(
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.dictionaries(KEYS, VALUES, max_size=3), STYLES, KEYS, VALUES)
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 def test_a_member_is_changed_and_nothing_else(outer, inner, style, key, value):
     whole = {**outer, "part": inner}
     text = json.dumps(whole, **style)

@@ -3,10 +3,9 @@
 import hashlib
 import json
 import random
-import signal
+import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +17,32 @@ from ropewalk.hub.convert.folders import SUFFIX
 
 pytestmark = pytest.mark.slow
 KILLS = 50
-# Tells when it begins, so that kills fall into the work and not into imports; then how much memory it took, in kB. The
-# high-water mark of getrusage is that of the process which started it, where that was larger; this one is its own.
+# It kills itself after a number of calls of functions, which does not depend on how busy the machine is; else it prints
+# how many calls there were, and how much memory it took, in kB. The high-water mark of getrusage is that of the
+# process which started it, where that was larger; this one is its own.
 WORK = """
-import re, sys
+import os, re, signal, sys
 from pathlib import Path
 from ropewalk.hub import convert_checkpoint
-print("ready", flush=True)
+last, calls = int(sys.argv[3]), 0
+def count(frame, event, argument):
+    global calls
+    calls += 1
+    if calls == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+if last:
+    sys.setprofile(count)
 convert_checkpoint(sys.argv[1], sys.argv[2], to="interleaved", verify=True)
-print(re.search("VmHWM: *([0-9]+) kB", Path("/proc/self/status").read_text().replace("\\t", " "))[1], flush=True)
+sys.setprofile(None)
+print(calls, re.search("VmHWM: *([0-9]+) kB", Path("/proc/self/status").read_text().replace("\\t", " "))[1])
 assert "torch" not in sys.modules
 """
+NEVER = 1 << 60
+
+
+def converted(model: Path, out: Path, last: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", WORK, model, out, str(last)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def made(folder: Path, *, hidden: int, heads: int, keys: int, layers: int, wide: int, words: int) -> tuple[Path, int]:
@@ -71,31 +85,22 @@ def test_fifty_kills_lose_nothing_and_leave_no_half_output(tmp_path):
     right = digests(whole)
     out, partial = tmp_path / "out", tmp_path / f"out{SUFFIX}"
     draw, outcomes = random.Random(0), {"nothing": 0, "partial": 0, "whole": 0}
-    lasts = 0.0
-    for number in range(-1, KILLS):
-        with subprocess.Popen([sys.executable, "-c", WORK, model, out], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            start = time.monotonic()
-            if number < 0:
-                # Undisturbed, to know how long it takes.
-                assert process.wait() == 0
-                lasts = time.monotonic() - start
-            else:
-                time.sleep(draw.uniform(0, 1.2 * lasts))
-                process.send_signal(signal.SIGKILL)
+    calls = int(converted(model, out, NEVER).stdout.split()[0])
+    shutil.rmtree(out)
+    for _ in range(KILLS):
+        # What a killed run left behind is removed first, by a few more calls.
+        last = draw.randint(1, calls) if draw.random() < 0.85 else NEVER
+        assert (converted(model, out, last).returncode == 0) == (last == NEVER)
         assert digests(model) == before
         assert {path.name for path in tmp_path.iterdir()} <= {"model", "whole", "out", partial.name}
         if out.exists():
             assert digests(out) == right
             assert not partial.exists()
             outcomes["whole"] += 1
-            for path in out.iterdir():
-                path.unlink()
-            out.rmdir()
+            shutil.rmtree(out)
         else:
             outcomes["partial" if partial.exists() else "nothing"] += 1
-    # Kills fell before the end and after it; else nothing was tried.
+    # Kills fell before the first file and after the last; else nothing was tried.
     assert outcomes["partial"] > KILLS // 4, outcomes
     assert outcomes["whole"] > 1, outcomes
     convert_checkpoint(model, out, to="interleaved")
@@ -108,8 +113,6 @@ def test_memory_stays_below_three_tensors_whatever_the_size(tmp_path):
     model, largest = made(tmp_path / "model", hidden=4096, heads=32, keys=8, layers=4, wide=11_008, words=12_800)
     size = sum(path.stat().st_size for path in model.iterdir())
     assert size > 1.4e9
-    command = [sys.executable, "-c", WORK, model, tmp_path / "out"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    peak = 1024 * int(result.stdout.split()[1])
+    peak = 1024 * int(converted(model, tmp_path / "out", 0).stdout.split()[1])
     assert peak < 3 * largest + 200e6, (peak, largest, size)
     assert peak < size / 2
