@@ -231,7 +231,7 @@ def bad_header(case: Case) -> None:
     _, entries, data = case.weights()
     chosen = draw.choice(sorted(entries)) if entries else "a"
     entry = dict(entries.get(chosen) or {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})
-    start, end = entry.get("data_offsets", [0, 4])
+    start, end = (int(offset) for offset in entry.get("data_offsets", [0, 4]))
     changes: list[dict[str, Any]] = [
         {"data_offsets": [end, start]},
         {"data_offsets": [start + 4, end + 4]},

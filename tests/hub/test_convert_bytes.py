@@ -68,6 +68,13 @@ def with_bits(tensor, bits):
     return changed
 
 
+def proven(model, out, to):
+    """The proof of a conversion that is verified when it is made."""
+    proof = convert_checkpoint(model, out, to=to, verify=True).proof
+    assert proof is not None
+    return proof
+
+
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -80,9 +87,9 @@ def test_weights_that_are_not_finite_are_proven_and_kept_bit_by_bit(tmp_path, dt
     model = made(tmp_path / "model", content)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        done = convert_checkpoint(model, tmp_path / "there", to="interleaved", verify=True)
-        back = convert_checkpoint(tmp_path / "there", tmp_path / "back", to="half", verify=True)
-    for proof in (done.proof, back.proof, verify_conversion(model, tmp_path / "there")):
+        there = proven(model, tmp_path / "there", to="interleaved")
+        back = proven(tmp_path / "there", tmp_path / "back", to="half")
+    for proof in (there, back, verify_conversion(model, tmp_path / "there")):
         assert proof.holds
         assert proof.worst.difference < 1e-13
         json.dumps(proof.as_json(), allow_nan=False)
@@ -98,7 +105,7 @@ def test_a_whole_tensor_of_one_value(tmp_path, value, what):
     model = made(tmp_path / "model", content | {name: torch.full(shape, value, dtype=torch.float64)})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert convert_checkpoint(model, tmp_path / "out", to="interleaved", verify=True).proof.holds
+        assert proven(model, tmp_path / "out", to="interleaved").holds
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -140,8 +147,8 @@ def test_tensors_of_any_other_dtype_are_copied_and_proven(tmp_path, dtype):
     bits = torch.arange(256, dtype=torch.int64)
     other = bits.to(torch.uint8).view(dtype) if dtype.itemsize == 1 and dtype != torch.bool else bits.to(dtype)
     model = made(tmp_path / "model", tensors(torch.float32) | {"model.table": other})
-    assert convert_checkpoint(model, tmp_path / "there", to="interleaved", verify=True).proof.holds
-    assert convert_checkpoint(tmp_path / "there", tmp_path / "back", to="half", verify=True).proof.holds
+    assert proven(model, tmp_path / "there", to="interleaved").holds
+    assert proven(tmp_path / "there", tmp_path / "back", to="half").holds
     assert files_of(tmp_path / "back") == files_of(model)
 
 

@@ -52,8 +52,8 @@ def of_custom_function(x: Tensor) -> Tensor:
             return x.view_as(x)[0], x.new_zeros(())
 
         @staticmethod
-        def backward(ctx, g, _):
-            return g.expand(2, *g.shape)
+        def backward(ctx, *grads):
+            return grads[0].expand(2, *grads[0].shape)
 
     return Both.apply(x)[0]
 
@@ -128,7 +128,7 @@ def test_a_dimension_of_size_one_may_have_any_stride(stride):
 
 def addresses(x: Tensor) -> list[int]:
     steps = [[stride * i for i in range(size)] for stride, size in zip(x.stride(), x.shape, strict=True)]
-    return [x.storage_offset() + sum(index) for index in itertools.product(*steps)]
+    return [int(x.storage_offset()) + sum(index) for index in itertools.product(*steps)]
 
 
 def some_view(random: np.random.Generator, memory: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ tensors by the names below, with their dtype and device written out, and what a 
 are the exception: they are the user's, and follow whatever the user has set up.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -40,23 +41,26 @@ __all__ = [
     "zeros_like",
 ]
 
-arange = OWN.arange
-empty = OWN.empty
-empty_like = OWN.empty_like
-full = OWN.full
-ones = OWN.ones
-ones_like = OWN.ones_like
-randn = OWN.randn
-tensor = OWN.tensor
-zeros = OWN.zeros
-zeros_like = OWN.zeros_like
-full_like = OWN.full_like
+if TYPE_CHECKING:
+    from torch import arange, empty, empty_like, full, full_like, ones, ones_like, randn, tensor, zeros, zeros_like
+else:
+    arange = OWN.arange
+    empty = OWN.empty
+    empty_like = OWN.empty_like
+    full = OWN.full
+    full_like = OWN.full_like
+    ones = OWN.ones
+    ones_like = OWN.ones_like
+    randn = OWN.randn
+    tensor = OWN.tensor
+    zeros = OWN.zeros
+    zeros_like = OWN.zeros_like
 
 # Like another tensor in dtype, device and kind, which may be batched or distributed.
-new_empty = OWN_METHODS.new_empty
-new_empty_strided = OWN_METHODS.new_empty_strided
-new_full = OWN_METHODS.new_full
-new_zeros = OWN_METHODS.new_zeros
+new_empty: Callable[..., Tensor] = OWN_METHODS.new_empty
+new_empty_strided: Callable[..., Tensor] = OWN_METHODS.new_empty_strided
+new_full: Callable[..., Tensor] = OWN_METHODS.new_full
+new_zeros: Callable[..., Tensor] = OWN_METHODS.new_zeros
 
 
 def default_device() -> torch.device:

@@ -7,7 +7,6 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, require_count, shown
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.nn.rotary.spec_numbers import amplitude_of
 from ropewalk.spec.frequencies import AcrossHeads
 from ropewalk.spec.rope import Pairing, RopeSpec
 
@@ -339,14 +338,12 @@ def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> 
 
 def _check_factors(rope: RotaryEmbedding, asked: str) -> None:
     """Raise if cos and sin have a factor: in softmax it scales the scores, here it would multiply the output."""
-    spec = rope.spec
-    lengths = (None, 1 << 30) if spec.varies else (None,)
-    if spec.query_temperature is None and all(amplitude_of(spec, length) == 1 for length in lengths):
+    if rope.keeps_norms:
         return
     raise RopewalkError(
         asked=asked,
         expected="a rotation alone: an amplitude of 1 and no query_temperature",
-        got=f"{spec}",
+        got=f"{rope.spec}",
         do="a factor above the line alone would scale the outputs: make the spec without it, with attention_factor=1.0 "
         "for Yarn and LongRope",
     )

@@ -25,7 +25,7 @@ from ropewalk.nn.rotary.call import (
     is_start,
 )
 from ropewalk.nn.rotary.range_cache import RangeCache
-from ropewalk.nn.rotary.spec_numbers import dtype_of, numbers_of, table_of
+from ropewalk.nn.rotary.spec_numbers import amplitude_at, dtype_of, numbers_of, table_of
 from ropewalk.ops import cos_sin
 from ropewalk.spec.rope import RopeSpec
 
@@ -83,6 +83,10 @@ class AngleSource:
         self.inv_freq: Tensor = numbers.inv_freq
         self.amplitude: Tensor = numbers.amplitude
         self.axes: Tensor | None = numbers.axes
+        # Whether cos and sin have no factor at any length, apart from that of xPos.
+        self.keeps_norms: bool = spec.query_temperature is None and all(
+            amplitude_at(spec, length) == 1 for length in ((None, 1 << 30) if spec.varies else (None,))
+        )
         self._constants: tuple[Constants, ...] = numbers.constants
         # How many heads there must be, where heads have frequencies of their own.
         self.heads: int | None = numbers.inv_freq.shape[0] if numbers.inv_freq.dim() == 2 else None

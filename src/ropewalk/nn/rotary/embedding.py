@@ -157,6 +157,16 @@ class RotaryEmbedding(nn.Module):
         """
         return self._source.heads
 
+    @property
+    def keeps_norms(self) -> bool:
+        """Whether cos and sin have no factor at any length: no amplitude, no query temperature. xPos is not counted.
+
+        >>> from ropewalk import Yarn
+        >>> RotaryEmbedding(4).keeps_norms, RotaryEmbedding(RopeSpec(4, Yarn(factor=4))).keeps_norms
+        (True, False)
+        """
+        return self._source.keeps_norms
+
     @overload
     def forward(self, q: Tensor, k: None = None, **where: Unpack[SingleOptions]) -> Tensor: ...
     @overload

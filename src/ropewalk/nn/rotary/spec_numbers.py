@@ -13,7 +13,7 @@ from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.value import Parts, from_parts, to_parts
 
-__all__ = ["SpecNumbers", "amplitude_of", "dtype_of", "numbers_of", "plain_frequencies", "table_of"]
+__all__ = ["SpecNumbers", "amplitude_at", "dtype_of", "numbers_of", "plain_frequencies", "table_of"]
 
 
 class SpecNumbers(NamedTuple):
@@ -62,10 +62,10 @@ def numbers_of(spec: RopeSpec, device: torch.device) -> SpecNumbers:
     )
 
 
-def amplitude_of(spec: RopeSpec, length: int | None = None) -> float:
+def amplitude_at(spec: RopeSpec, length: int | None = None) -> float:
     """`RopeSpec.amplitude`.
 
-    >>> amplitude_of(RopeSpec(4))
+    >>> amplitude_at(RopeSpec(4))
     1.0
     """
     return _traced_amplitude(to_parts(spec), length) if torch.compiler.is_compiling() else spec.amplitude(length)
