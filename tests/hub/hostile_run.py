@@ -81,7 +81,7 @@ def attempt(case: Made, seed: int) -> str:
     return f"opened {opened[0]}" if opened else outcome
 
 
-def look(case: Made, outcome: str) -> str:
+def look(case: Made, outcome: str, existed: bool) -> str:
     """The outcome, or what is wrong with what is on the disk afterwards."""
     if outcome not in ("converted", "refused"):
         return outcome
@@ -89,7 +89,7 @@ def look(case: Made, outcome: str) -> str:
     if partial.is_dir() and not partial.is_symlink():
         return "a partial output is left"
     if outcome == "refused":
-        return outcome if case.out.is_symlink() or not case.out.exists() else "an output of what was refused"
+        return outcome if existed or not os.path.lexists(case.out) else "an output of what was refused"
     for path in case.out.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             return f"no regular file: {path}"
@@ -167,13 +167,13 @@ def run(seeds: range, limit: float) -> Iterator[tuple[int, str, str, Used]]:
                 raise RuntimeError(f"the folder of seed {seed} cannot be made: {made}")
             model, out, names = json.loads(made)
             case = Made(folder, Path(model), Path(out))
-            before = state(case.outside), state(case.model)
+            before, existed = (state(case.outside), state(case.model)), os.path.lexists(case.out)
             outcome, used = in_child(lambda case=case, seed=seed: attempt(case, seed), limit)
-            outcome = look(case, outcome)
+            outcome = look(case, outcome, existed)
             if outcome in ("converted", "refused"):
                 outcome = outcome if (state(case.outside), state(case.model)) == before else "the source was changed"
                 outcome = outcome if used.megabytes <= MEGABYTES else "too much memory"
-                outcome = outcome if used.processor <= SECONDS else "too much time"
+                outcome = outcome if used.processor <= limit else "too much time"
             yield seed, names, outcome, used
         finally:
             for place, _, _ in os.walk(folder):
@@ -189,7 +189,7 @@ def main() -> int:
         "--limit",
         type=float,
         default=SECONDS,
-        help="seconds per folder; more on a busy machine, 2 s of a processor stay",
+        help="seconds per folder, by the clock and of a processor",
     )
     options = parser.parse_args()
     outcomes, most = Counter[str](), Used()

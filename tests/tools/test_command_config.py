@@ -95,16 +95,16 @@ def test_lengths_may_be_typed_short(run):
 
 def test_layers_that_share_a_rotation_and_not_a_window(run):
     out = " ".join(run("extend", saved("gemma-2.json", GEMMA_2), "--to", "64k", "--rule", "yarn")[1].split())
-    assert "21 of 42 layers have a window of 4,096, and no rule makes those see farther" in out
-    assert "21 see everything" in out
-    assert "take 11.2 GiB in bfloat16" in out
+    assert "21 of 42 layers have a window of 4,096. No rule extends that window." in out
+    assert "21 attend to the whole context" in out
+    assert "need 11.2 GiB in bfloat16" in out
     kinds = ["sliding_attention", *["full_attention"] * 41]
     out = run("extend", saved("gemma-2.json", GEMMA_2 | {"layer_types": kinds}), "--to", "64k", "--rule", "yarn")[1]
     assert "1 of 42 layers have a window" in out
     other = GEMMA_2 | {"model_type": "llama", "hidden_size": 4096}
     out = " ".join(run("extend", saved("other.json", other), "--to", "64k", "--rule", "yarn")[1].split())
     assert "Some layers may have a window of 4,096" in out
-    assert "take at most 21 GiB in bfloat16" in out
+    assert "need at most 21 GiB in bfloat16" in out
     data = json.loads(run("extend", "gemma-2.json", "--to", "64k", "--rule", "yarn", "--json", "-")[1])
     assert (data["layers_with_window"], data["kv_cache_is_at_most"]) == (1, False)
 
@@ -113,10 +113,10 @@ def test_code_that_reads_no_rope_keys_is_not_extended(run):
     config = saved("gpt-j.json", GPT_J)
     code, out, err = run("extend", config, "--to", "8k", "--rule", "yarn", "--write", "out.json")
     assert (code, out, Path("out.json").exists()) == (2, "", False)
-    assert "that of gptj has its base of 10000 written in" in err
+    assert "the code of gptj has a hard-coded base of 10000" in err
     for stack in ("vllm", "llama.cpp"):
         out = " ".join(run("extend", config, "--to", "8k", "--rule", "yarn", "--for", stack)[1].split())
-        assert f"{stack} cannot do it note the code of gptj has its base of 10000 written in" in out
+        assert f"{stack} not supported note the code of gptj has a hard-coded base of 10000" in out
     data = json.loads(run("extend", config, "--to", "8k", "--json", "-")[1])
     assert not any(rule["config"] for rule in data["rules"])
     assert all(flags["flags"] is None for rule in data["rules"] for flags in rule["flags"].values())
@@ -149,7 +149,7 @@ def test_whole_turns_say_by_which_frequencies(run, name, words):
     assert f"{words} score sum" in out
     run("plot", "frequencies", config, "--out", "picture.svg")
     scaled = name == "llama-3.1-8b"
-    assert ("32 of 64 pairs turn once in 8,192, as scaled" in Path("picture.svg").read_text()) is scaled
+    assert ("32 of 64 periods within 8,192, as scaled" in Path("picture.svg").read_text()) is scaled
     assert ("as scaled" in Path("picture.svg").read_text()) is scaled
 
 
