@@ -2,9 +2,11 @@
 
 A probe calls a function with a few inputs. It cannot see a branch on a length, a mode or the environment, a clamp of
 large values, a cache or a random number. So the source is read as well. Code is straight if it has no branch that a
-call decides, and if each operation in it is one of those below, which move, add and multiply numbers. Sizes may shape
-and slice tensors and nothing else, and the only arithmetic on them is a half. What straight code computes for random
-numbers of a few sizes, it computes for all: without a constraint on the call, and inside a compiled graph too.
+call decides, and if each operation in it is one of those below, which move, add and multiply numbers. Tensors are cut
+along the features, of which every call has the same number, and elsewhere at a whole size: a length or a batch that is
+cut in half again and again is a branch on its size. The only arithmetic on sizes is one half. What straight code
+computes for random numbers of a few sizes, it computes for all: without a constraint on the call, and inside a compiled
+graph too.
 """
 
 import ast
@@ -24,7 +26,7 @@ __all__ = ["why_norm_not_straight", "why_not_straight"]
 # Operations that keep numbers as they are or change their place; those of rotations; those of norms. None of them
 # depends on a value, on the mode of autograd or on the length. squeeze depends on a size, and is not here.
 _MOVES = {
-    *("cat", "concat", "concatenate", "stack", "repeat_interleave", "expand", "expand_as", "narrow"),
+    *("cat", "concat", "concatenate", "stack", "repeat_interleave", "expand", "expand_as"),
     *("flatten", "unflatten", "reshape", "view", "view_as", "unsqueeze"),
     *("movedim", "permute", "swapaxes", "transpose"),
     *("clone", "contiguous", "double", "float", "to", "type", "type_as"),
@@ -47,6 +49,7 @@ class _Kind(Enum):
     PIECES = "tensors"
     SHAPE = "a shape"
     SIZE = "a size"
+    HALF = "half a size"
     NUMBER = "a number of the call"
     DTYPE = "a dtype or a device"
 
@@ -244,7 +247,7 @@ class _Reader:
     def negative(self, value: _Value, node: ast.expr) -> _Value:
         if isinstance(value, _Known) and _is_number(value.value):
             return _Known(-value.value)
-        if value in (_Kind.TENSOR, _Kind.SIZE):
+        if value in (_Kind.TENSOR, _Kind.SIZE, _Kind.HALF):
             return value
         raise _refused(node)
 
@@ -257,7 +260,7 @@ class _Reader:
             return _Kind.TENSOR
         # No other arithmetic on sizes: length // 17 is 0 for short inputs alone.
         if left is _Kind.SIZE and isinstance(op, ast.FloorDiv) and right == _Known(2):
-            return _Kind.SIZE
+            return _Kind.HALF
         raise _refused(node)
 
     def is_factor(self, value: _Value) -> bool:
@@ -284,8 +287,13 @@ class _Reader:
 
     def item(self, owner: _Value, index: ast.expr, scope: "_Scope") -> _Value:
         if owner is _Kind.TENSOR:
-            for one in index.elts if isinstance(index, ast.Tuple) else [index]:
+            entries = index.elts if isinstance(index, ast.Tuple) else [index]
+            for one in entries:
                 self.check_index(one, scope)
+            # The features are the last dimension: after an ellipsis, or the last of four.
+            of_features = len(entries) == 4 or _constant(entries[0]) is ...
+            for one in entries[:-1] if of_features else entries:
+                self.check_whole(one, scope)
             return owner
         if owner is _Kind.SHAPE and isinstance(index, ast.Slice):
             bounds = [index.lower, index.upper, index.step]
@@ -309,8 +317,16 @@ class _Reader:
             bound: ast.expr | None = getattr(index, side)
             if bound is None or (_constant(bound) in numbers and isinstance(bound, ast.Constant)):
                 continue
-            if side == "step" or self.value(bound, scope) is not _Kind.SIZE:
+            if side == "step" or self.value(bound, scope) not in (_Kind.SIZE, _Kind.HALF):
                 raise _refused(index)
+
+    def check_whole(self, index: ast.expr, scope: "_Scope") -> None:
+        """An index of a dimension that calls have more or less of: all of it, one of it, or as many as another has."""
+        if not isinstance(index, ast.Slice):
+            return
+        bounds = [bound for bound in (index.lower, index.upper) if bound is not None]
+        if index.step is not None or any(self.value(bound, scope) is not _Kind.SIZE for bound in bounds):
+            raise _refused(index)
 
     def called(self, node: ast.Call, scope: "_Scope") -> _Value:
         function = self.value(node.func, scope)
@@ -331,14 +347,22 @@ class _Reader:
         if any(isinstance(value, _Known) and isinstance(value.value, str) for value in (*args, *named.values())):
             raise _refused(node)
         # A size may shape a tensor, and not scale one; dtypes change numbers, and not how their bits are read.
-        wrong = (_Kind.SIZE, _Kind.NUMBER) if name in _SUMS | _NORMS else (_Kind.DTYPE,) if name == "view" else ()
+        wrong = (
+            (_Kind.SIZE, _Kind.HALF, _Kind.NUMBER)
+            if name in _SUMS | _NORMS
+            else (_Kind.DTYPE,)
+            if name == "view"
+            else ()
+        )
         if any(value in wrong for value in (*args, *named.values())):
             raise _refused(node)
         if name in _SCALES and any(isinstance(value, _Known) and not self.is_factor(value) for value in args):
             raise _refused(node)
         if "out" not in named and name in self.operations:
             return _Kind.TENSOR
-        if name in _PIECES:
+        if name == "narrow" and args[:2].count(_Known(-1)):
+            return _Kind.TENSOR
+        if name in _PIECES and _Known(-1) in (*args[-1:], named.get("dim")):
             return _Kind.PIECES
         raise _refused(node)
 
