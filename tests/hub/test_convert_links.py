@@ -76,6 +76,19 @@ def cached(tmp_path: Path, model: Path) -> Path:
     return snapshot
 
 
+def shared(snapshot: Path, number: int = 0) -> tuple[Path, Path]:
+    """Moves a blob of weights into the store that all models of a cache share; that blob, and its file there."""
+    (weights,) = snapshot.rglob("model-00001-of-*.safetensors")
+    blob, digest = weights.resolve(), f"{number:02x}" + 62 * "d"
+    file = snapshot.parents[2] / "blobs" / digest[:2] / digest
+    file.parent.mkdir(parents=True)
+    (file.parents[1] / ".huggingface-shared-blobs").write_text("1\n")
+    file.with_name(f"{digest}.refs").write_text(f"{snapshot.parents[1].name}/blobs/{blob.name}\n")
+    blob.rename(file)
+    blob.symlink_to(os.path.relpath(file, blob.parent))
+    return blob, file
+
+
 def test_the_cache_of_a_hub_is_read_through_its_links(tmp_path, model):
     (model / "sub").mkdir()
     (model / "sub" / "template.jinja").write_text("hello")
@@ -98,6 +111,111 @@ def test_a_model_in_a_folder_of_a_snapshot_is_read_through_its_links(tmp_path, m
     model.rename(tmp_path / "pipeline" / "text_encoder")
     snapshot = cached(tmp_path, tmp_path / "pipeline")
     convert_checkpoint(snapshot / "text_encoder", tmp_path / "out", to="interleaved", verify=True)
+
+
+@pytest.mark.parametrize("how", ["snapshot", "link", "folder", "absolute", "chain"])
+def test_a_blob_in_the_store_that_models_share_is_read(tmp_path, model, how):
+    if how == "folder":
+        (tmp_path / "pipeline").mkdir()
+        model.rename(tmp_path / "pipeline" / "text_encoder")
+        model = tmp_path / "pipeline"
+    (tmp_path / "cache").mkdir()
+    snapshot = cached(tmp_path / "cache", model)
+    blob, file = shared(snapshot)
+    folder = snapshot / "text_encoder" if how == "folder" else snapshot
+    if how == "link":
+        folder = tmp_path / "link"
+        folder.symlink_to(tmp_path / "cache")
+        folder = folder / snapshot.relative_to(tmp_path / "cache")
+    elif how == "absolute":
+        blob.unlink()
+        blob.symlink_to(file)
+    elif how == "chain":
+        (snapshot / "again.safetensors.txt").symlink_to("model-00001-of-00002.safetensors")
+    done = convert_checkpoint(folder, tmp_path / "out", to="interleaved", verify=True)
+    assert done.left_out == ()
+    convert_checkpoint(model / "text_encoder" if how == "folder" else model, tmp_path / "direct", to="interleaved")
+    for path in (tmp_path / "direct").rglob("*"):
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "how", ["no marker", "marker is a link", "store is a link", "no hex", "short", "elsewhere", "prefix is a link"]
+)
+def test_what_is_no_shared_store_is_outside(tmp_path, model, how):
+    (tmp_path / "cache").mkdir()
+    snapshot = cached(tmp_path / "cache", model)
+    blob, file = shared(snapshot)
+    store = file.parents[1]
+    marker = store / ".huggingface-shared-blobs"
+    if how == "no marker":
+        marker.unlink()
+    elif how == "marker is a link":
+        marker.rename(store / "was")
+        marker.symlink_to("was")
+    elif how == "store is a link":
+        store.rename(tmp_path / "store")
+        store.symlink_to(tmp_path / "store")
+    elif how == "prefix is a link":
+        file.parent.rename(tmp_path / "00")
+        (store / "00").symlink_to(tmp_path / "00")
+    else:
+        names = {"no hex": "00/00" + 62 * "g", "short": "00/00dd", "elsewhere": f"01/{file.name}"}
+        other = store / names[how]
+        other.parent.mkdir(exist_ok=True)
+        file.rename(other)
+        blob.unlink()
+        blob.symlink_to(os.path.relpath(other, blob.parent))
+    refused(snapshot, "'model-00001-of-00002.safetensors'", "a link to '../../blobs/")
+
+
+@pytest.mark.parametrize("how", ["snapshot", "plain folder", "other model", "marker", "manifest", "link in the store"])
+def test_a_shared_blob_is_read_through_the_blobs_of_its_model_alone(tmp_path, model, how):
+    """The store has files of every model, of private ones too."""
+    (tmp_path / "cache").mkdir()
+    snapshot = cached(tmp_path / "cache", model)
+    blob, file = shared(snapshot)
+    private = file.with_name("00" + 62 * "e")
+    private.write_bytes(SECRET)
+    link = snapshot / "vocab.txt"
+    if how == "snapshot":
+        link.symlink_to(os.path.relpath(private, snapshot))
+    elif how == "plain folder":
+        snapshot = model
+        link = model / "vocab.txt"
+        link.symlink_to(private)
+    elif how == "other model":
+        other = tmp_path / "cache" / "models--other--model" / "blobs" / "blob"
+        other.parent.mkdir(parents=True)
+        other.symlink_to(os.path.relpath(private, other.parent))
+        link.symlink_to(os.path.relpath(other, snapshot))
+    else:
+        target = {"marker": "../.huggingface-shared-blobs", "manifest": f"{file.name}.refs"}.get(how, "00" + 62 * "f")
+        if how == "link in the store":
+            (file.parent / target).symlink_to(private.name)
+        (blob.parent / "vocab").symlink_to(os.path.relpath(file.parent / target, blob.parent))
+        link.symlink_to("../../blobs/vocab")
+    text = refused(snapshot, "'vocab.txt'")
+    assert SECRET.decode() not in text
+
+
+@pytest.mark.parametrize("system", ["Linux", "other"])
+def test_a_folder_that_cannot_be_listed_can_be_passed_through(tmp_path, model, monkeypatch, system):
+    """A folder of mode 0711. Not by permissions, which a superuser does not feel."""
+    snapshot = cached(tmp_path, model)
+    original, passing = os.open, getattr(os, "O_PATH", 0)
+
+    def unlisted(path, flags, *args, **kwargs):
+        if Path(path).name == "blobs" and not flags & passing:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", unlisted)
+    if system == "Linux" and passing:
+        convert_checkpoint(snapshot, tmp_path / "out", to="interleaved", verify=True)
+        return
+    monkeypatch.delattr(os, "O_PATH", raising=False)
+    assert "exchanged" not in refused(snapshot, "Permission denied")
 
 
 def test_links_inside_the_folder_are_read(tmp_path, model):

@@ -1,12 +1,15 @@
 """A model's folder, read without trust: its regular files, none of which is outside of the model.
 
 Links are followed as far as the model goes: its own folder and, in the cache of a hub, the snapshot and the blobs of
-the same model (models--NAME/snapshots/REVISION and models--NAME/blobs). A link to a private file elsewhere would make
-that file a part of the output, which may be published.
+the same model (models--NAME/snapshots/REVISION and models--NAME/blobs). A blob may itself be a link to a file in the
+store that all models of the cache share (blobs/XX/HASH beside models--NAME). A link to a private file elsewhere would
+make that file a part of the output, which may be published.
 """
 
 import contextlib
+import errno
 import os
+import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +24,13 @@ __all__ = ["Entry", "ModelFolder"]
 # Folders in folders; those of models have two or three levels, and a hostile one has as many as a path can have.
 _DEEPEST = 32
 _INSIDE = "files inside of the model's folder, or links to such files or to blobs of the same model in a hub's cache"
+# What the shared store of a hub's cache has: a file that marks it as one, and files by their hash.
+_MARKER = ".huggingface-shared-blobs"
+_HASH = re.compile("[0-9a-f]{64}")
+# Links to links that are followed; Linux follows as many.
+_MOST_LINKS = 40
+# What the system says of a path in which a folder has become a link, a file, or nothing.
+_EXCHANGED = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,9 @@ class ModelFolder:
         try:
             place = Path(os.path.realpath(path, strict=True))
             # What these folders are is remembered, so that another one in the place of one of them is seen.
-            self._roots: dict[Path, os.stat_result] = {root: os.lstat(root) for root in (place, *_of_cache(place))}
+            snapshot, self._blobs, self._store = _of_cache(place)
+            roots = (place, snapshot, self._blobs, self._store)
+            self._roots: dict[Path, os.stat_result] = {root: os.lstat(root) for root in roots if root is not None}
         except (OSError, ValueError):
             raise _no_folder(path, "no such folder") from None
         if not stat.S_ISDIR(self._roots[place].st_mode):
@@ -91,7 +103,10 @@ class ModelFolder:
             file = stack.enter_context(open_regular(root / inner, asked=self._asked(name), **words))
             try:
                 same = os.path.samestat(os.fstat(file.fileno()), self._status(root, inner))
-            except OSError:
+            except OSError as error:
+                if error.errno not in _EXCHANGED:
+                    got = f"{name!r}: {error.strerror}"
+                    raise self._refused(name, "folders that can be opened", got, "change their permissions") from None
                 same = False
             if not same:
                 got = f"{name!r}, which was exchanged while it was opened"
@@ -132,10 +147,28 @@ class ModelFolder:
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
             raise self._refused(name, _INSIDE, f"{self._led(name)}: {reason}", "download the model again") from None
         root = next((root for root in self._roots if place.is_relative_to(root)), None)
-        if root is None:
+        if root is None or (root == self._store and not self._is_shared_blob(path, place)):
             do = "put a copy of the file in the place of the link, or remove the link"
             raise self._refused(name, _INSIDE, self._led(name), do)
         return root, place.relative_to(root)
+
+    def _is_shared_blob(self, path: Path, place: Path) -> bool:
+        """Whether a path leads to a file of the shared store, and does so through a blob of this model.
+
+        The store has files of other models, too: a blob of this one is what says that such a file is a part of it.
+        """
+        folder, name = place.parent, place.name
+        if self._store != folder.parent or not _HASH.fullmatch(name) or folder.name != name[:2]:
+            return False
+        for _ in range(_MOST_LINKS):
+            path = Path(os.path.realpath(path.parent), path.name)
+            if not path.is_symlink():
+                return False
+            target = path.parent / os.readlink(path)
+            if path.parent == self._blobs:
+                return Path(os.path.normpath(target)) == place
+            path = target
+        return False
 
     def _led(self, name: str) -> str:
         """A name, and where it leads."""
@@ -150,7 +183,9 @@ class ModelFolder:
         with contextlib.ExitStack() as stack:
 
             def entered(part: "Path | str", place: int | None) -> int:
-                handle = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+                # To pass through a folder, one needs no right to list it. Linux alone can open one without that.
+                reading = getattr(os, "O_PATH", os.O_RDONLY)
+                handle = os.open(part, reading | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
                 stack.callback(os.close, handle)
                 return handle
 
@@ -168,16 +203,30 @@ class ModelFolder:
         return RopewalkError(asked=self._asked(name), expected=expected, got=got, do=do)
 
 
-def _of_cache(place: Path) -> Iterator[Path]:
-    """The snapshot and the blobs of the model whose snapshot a folder is, or is in; nothing where it is in none."""
+def _of_cache(place: Path) -> tuple[Path | None, Path | None, Path | None]:
+    """The snapshot that a folder is or is in, the blobs of its model, and the store that the models of a cache share.
+
+    None for what is not there, and for what is a link.
+    """
     for snapshot in (place, *place.parents):
         model = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and model.name.startswith("models--"):
-            yield snapshot
-            blobs = model / "blobs"
-            if blobs.is_dir() and not blobs.is_symlink():
-                yield blobs
-            return
+            blobs, store = model / "blobs", model.parent / "blobs"
+            own = blobs if _is_folder(blobs) else None
+            return snapshot, own, store if own is not None and _is_folder(store) and _is_marked(store) else None
+    return None, None, None
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_marked(store: Path) -> bool:
+    """Whether a folder has the file by which the hub knows a store that it has made itself."""
+    try:
+        return stat.S_ISREG(os.lstat(store / _MARKER).st_mode)
+    except OSError:
+        return False
 
 
 def _no_folder(path: Path, got: str) -> RopewalkError:
