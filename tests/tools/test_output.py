@@ -97,6 +97,41 @@ def test_a_group_that_cannot_be_kept_loses_its_permissions(tmp_path, monkeypatch
     assert mode_of(path) == 0o604
 
 
+def test_a_file_is_opened_for_bytes_where_the_system_asks_for_it(tmp_path, monkeypatch):
+    """Windows writes a line feed as two bytes unless it is told not to; no flag of this system has this bit."""
+    binary, original, seen = 1 << 40, os.open, []
+
+    def opened(path, flags, *rest):
+        seen.append(flags & binary)
+        return original(path, flags & ~binary, *rest)
+
+    monkeypatch.setattr(output.os, "O_BINARY", binary, raising=False)
+    monkeypatch.setattr(output.os, "open", opened)
+    write_whole(b"a\nb\n", str(tmp_path / "file"))
+    write_json({}, str(tmp_path / "file.json"))
+    assert seen == [binary, binary]
+
+
+@pytest.mark.parametrize("group", ["same", "other"])
+def test_a_system_without_fchmod_and_fchown(tmp_path, monkeypatch, group):
+    """Windows, before Python 3.13."""
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    original, step = os.fstat, int(group == "other")
+
+    def status(handle):
+        values = list(original(handle))
+        return os.stat_result([*values[:5], values[5] + step, *values[6:]])
+
+    monkeypatch.setattr(output.os, "fstat", status)
+    monkeypatch.delattr(output.os, "fchmod")
+    monkeypatch.delattr(output.os, "fchown")
+    write_whole(b"new", str(path))
+    assert (path.read_bytes(), mode_of(path)) == (b"new", 0o600 if step else 0o640)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
 def test_links_and_pipes_are_written_through(tmp_path):
     (tmp_path / "target").write_bytes(b"old")
     (tmp_path / "target").chmod(0o600)

@@ -85,13 +85,15 @@ def write_whole(data: bytes, target: str) -> None:
     old = path.stat() if path.exists() else None
     # The kernel applies the umask. To read it, one has to set it, for every thread of the process.
     part = path.with_name(f".ropewalk-{secrets.token_hex(8)}")
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if old is None else 0o600)
+    # Without O_BINARY, Windows writes each line feed as two bytes.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    handle = os.open(part, flags, 0o666 if old is None else 0o600)
     try:
         with open(handle, "wb") as file:
             file.write(data)
             file.flush()
             if old is not None:
-                os.fchmod(handle, _permissions_like(old, handle))
+                _set_mode(part, handle, _permissions_like(old, handle))
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -105,10 +107,18 @@ def _permissions_like(old: os.stat_result, handle: int) -> int:
         return mode
     try:
         os.fchown(handle, -1, old.st_gid)
-    except OSError:
-        # What the old group might do, another one must not.
+    except (OSError, AttributeError):
+        # What the old group might do, another one must not. Windows has no such groups, and no fchown.
         return mode & ~0o070
     return mode
+
+
+def _set_mode(path: Path, handle: int, mode: int) -> None:
+    """Sets the permissions of an open file. Before Python 3.13, Windows sets them by its path alone."""
+    if hasattr(os, "fchmod"):
+        os.fchmod(handle, mode)
+    else:
+        os.chmod(path, mode)
 
 
 @contextmanager
