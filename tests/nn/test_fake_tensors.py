@@ -75,3 +75,29 @@ def test_a_module_made_in_a_transform_is_used_after_it(transform):
     rope, sinusoids = kept[:2]
     assert torch.equal(rope(X), rw.RotaryEmbedding(16)(X))
     assert torch.equal(sinusoids.embed(X), rw.encoding("sinusoidal", dim=16, num_heads=1).embed(X))
+
+
+class CastingMode(torch.overrides.TorchFunctionMode):
+    """Casts what constructors return, as a library might by a mode instead of by wrappers."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        made = getattr(function, "__name__", "") in ("tensor", "arange", "zeros", "ones", "full", "as_tensor")
+        return result.bfloat16() if made and result.is_floating_point() else result
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: rw.RotaryEmbedding(8),
+        lambda: rw.RotaryEmbedding(rw.RopeSpec(8, rw.Yarn(1e4, factor=4, trained_length=64))),
+        lambda: rw.RotaryEmbedding(rw.RopeSpec(8, angles="float32")),
+    ],
+)
+def test_a_mode_of_functions_does_not_reach_constants(make):
+    x, expected = torch.randn(2, 5, 8), make()
+    with CastingMode():
+        rope = make()
+    assert torch.equal(rope.inv_freq, expected.inv_freq)
+    assert torch.equal(rope(x), expected(x))
+    assert torch.equal(rope(x, positions=torch.arange(5) * 999), expected(x, positions=torch.arange(5) * 999))

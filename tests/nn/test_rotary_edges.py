@@ -162,10 +162,13 @@ def test_gradients_of_half_precision_tables():
 @pytest.mark.parametrize(
     ("shape", "advice"),
     [
-        ((9, 4), r"take cos\[:seq\]; and sin alike"),
+        ((9, 4), r"take cos\[:seq\] with seq = 5; and sin alike"),
         ((1, 9, 4), r"take cos\[..., :seq, :\]"),
-        ((5, 8), r"take cos\[..., :d // 2\], or cos\[..., ::2\]"),
-        ((9, 8), r"cos\[:seq\], then cos\[..., :d // 2\]"),
+        ((5, 8), r"take cos\[..., :d // 2\] with d = 8, or cos\[..., ::2\]"),
+        ((9, 8), r"cos\[:seq\] with seq = 5, then cos\[..., :d // 2\]"),
+        ((2, 5, 1, 4), r"take cos.squeeze\(-2\)"),
+        ((5, 1, 4), r"take cos.squeeze\(-2\)"),
+        ((1, 3, 5, 4), "in two calls"),
         ((4, 5, 4), r"cos\[None\] for tables per head, \[1 or batch, heads, seq, d/2\]"),
         ((3, 5, 4), r"call rope.at\(positions\)"),
         ((4, 4), r"call rope.at\(positions\)"),
@@ -192,6 +195,41 @@ def test_tables_of_wrong_dtypes():
             rope(x, angles=tables)
     with pytest.raises(RopewalkError, match=r"pass a tuple: angles=\(cos, sin\)"):
         rope(X, angles=[cos, sin])
+
+
+def test_tables_with_the_sequence_before_the_heads_get_advice():
+    table = torch.ones(1, 5, 2, 4)
+    with pytest.raises(RopewalkError, match=r"take cos.transpose\(1, 2\)"):
+        RotaryEmbedding(8, seq_dim=-3)(torch.ones(2, 5, 2, 8), angles=(table, table))
+    with pytest.raises(RopewalkError, match=r"angles=\(freqs.real, freqs.imag\)"):
+        RotaryEmbedding(8)(X, angles=torch.ones(5, 4, dtype=torch.complex64))
+    with pytest.raises(RopewalkError, match=r"cast both: cos.to\(torch.float32\)"):
+        RotaryEmbedding(8)(X, angles=(torch.ones(5, 4).double(), torch.ones(5, 4).double()))
+
+
+@pytest.mark.parametrize("offset", [100, torch.tensor(100), torch.tensor([100]), "one per sequence"])
+@pytest.mark.filterwarnings("ignore")
+def test_traces_and_exports_have_any_number_of_sequences(offset):
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = RotaryEmbedding(8)
+
+        def forward(self, x, ends, n):
+            return self.rope(x, cu_seqlens=ends, offset=n if isinstance(offset, str) else offset)
+
+    x, model = torch.randn(1, 2, 30, 8), Model()
+    few = torch.tensor([0, 4, 10]), torch.tensor([3, 50])
+    many = torch.tensor([0, 4, 10, 25]), torch.tensor([3, 50, 700])
+    traced = torch.jit.trace(model, (x, *few), check_trace=False)
+    assert torch.allclose(traced(x, *many), model(x, *many), atol=1e-6)
+    number = torch.export.Dim("number", min=2, max=64)
+    shapes = (None, {0: number + 1}, {0: number} if isinstance(offset, str) else None)
+    exported = torch.export.export(
+        model, (x, many[0], many[1] if isinstance(offset, str) else few[1]), dynamic_shapes=shapes
+    )
+    given = (few[0], few[1])
+    assert torch.allclose(exported.module()(x, *given), model(x, *given), atol=1e-6)
 
 
 @pytest.mark.parametrize("first", [[0, 1, 2, 3], [5, 6, 7, 0, 1], [5, 6, 0, -3]])

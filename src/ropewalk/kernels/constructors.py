@@ -87,7 +87,7 @@ def home() -> torch.device:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """A context in which tensors are ordinary ones: not fake, and free to be saved for a backward.
+    """A context in which tensors are ordinary ones: not fake, free to be saved for a backward, and seen by no mode.
 
     >>> with torch.inference_mode(), real_tensors():
     ...     tensor([1.0]).is_inference()

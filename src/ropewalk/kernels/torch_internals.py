@@ -270,7 +270,7 @@ def fake_mode() -> FakeTensorMode | None:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """A context in which no dispatch mode, such as fake tensors, and no transform of torch.func sees what is computed.
+    """A context in which no mode, such as fake tensors, and no transform of torch.func sees what is computed.
 
     >>> with FakeTensorMode(), outside_modes():
     ...     type(torch.ones(1)).__name__
@@ -278,6 +278,7 @@ def outside_modes() -> Iterator[None]:
     """
     modes, transforms = torch._C._len_torch_dispatch_stack() > 0, torch._C._are_functorch_transforms_active()
     with (
+        torch._C.DisableTorchFunction(),
         _disable_current_modes() if modes else nullcontext(),
         temporarily_clear_interpreter_stack() if transforms else nullcontext(),
     ):

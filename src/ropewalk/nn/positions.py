@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, as_int, require_count, shown
-from ropewalk.kernels.constructors import arange, empty, full_like, new_zeros
+from ropewalk.kernels.constructors import arange, empty, new_zeros, zeros_like
 
 __all__ = [
     "centred_positions",
@@ -66,9 +66,11 @@ def packed_positions(cu_seqlens: Tensor, total: int, offset: int | Tensor | None
     within = tokens - ends[owner]
     if offset is None:
         return within
-    starts = offset.to(ends.device) if isinstance(offset, Tensor) else full_like(ends[:1], offset)
-    starts = torch.cat((starts.expand(len(ends) - 1), new_zeros(starts, 1)))
-    return within + starts[owner]
+    # By tensors throughout: what is traced or exported serves any number of sequences.
+    if isinstance(offset, Tensor) and offset.dim():
+        starts = offset.to(ends.device).expand_as(ends[1:])
+        return within + torch.cat((starts, zeros_like(ends[:1])))[owner]
+    return within + offset * (tokens < ends[-1])
 
 
 def positions_of_lengths(lengths: Tensor, total: int, offset: int | Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ def refuse_scripting(module: nn.Module) -> NoReturn:
     """
     raise RopewalkError(
         asked=f"torch.jit.script of a model with a module of type {type(module).__name__}",
-        expected="torch.compile, torch.export.export or torch.jit.trace, which support every call",
+        expected="torch.compile, torch.export.export or torch.jit.trace",
         got="torch.jit.script, which supports no keyword-only arguments with defaults, and which torch deprecates",
         do="to run faster, torch.compile(model); to store a program, torch.export.export(model, args); "
         "to stay with TorchScript, torch.jit.trace(model, args)",

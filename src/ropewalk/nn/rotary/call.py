@@ -216,7 +216,7 @@ class Where(NamedTuple):
             check_ids(ends, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
             if limits.may_look(ends):
                 check_ends(ends, seq, asked=asked)
-            start = None if self.offset is None else checked_offset(self.offset, x, len(ends) - 1, "offset")
+            start = None if self.offset is None else checked_offset(self.offset, x, ends.shape[0] - 1, "offset")
             positions = packed_positions(ends.to(x.device), seq, start)
         else:
             rows = x.shape[0] if batched else None
@@ -249,7 +249,8 @@ def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> in
             if not looked_at and offset.dtype != torch.uint64:
                 return offset.to(torch.int64)
         got = f"{offset.dtype} {list(offset.shape)}"
-        got += f", the largest {max(map(abs, offset.tolist()))}" if whole and one_each and may_look(offset) else ""
+        if whole and may_look(offset) and offset.numel() and (one_each or offset.dim() == 0):
+            got += f" with {max(offset.flatten().tolist(), key=abs)}"
     elif isinstance(offset, torch.SymInt):
         return offset  # pyright: ignore[reportReturnType]  # an int to everything but the type checker
     else:
@@ -262,7 +263,11 @@ def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> in
         expected="an int of less than 63 bits"
         + ("" if rows is None else f", or whole numbers [{rows}], one per sequence"),
         got=got,
-        do="rotate with positions= for anything else",
+        do="wrap them: torch.tensor(...)"
+        if isinstance(offset, list | tuple)
+        else "pass one number, or one per sequence"
+        if name == "by"
+        else "rotate with positions= for anything else",
     )
 
 
@@ -367,27 +372,15 @@ def _raise_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> NoRetu
         check_strided(table, asked="rope(..., angles=...)")
     seq = x.shape[seq_dim]
     do = "call rope.at(positions), with dtype=torch.float64 for float64, on the device of the input"
-    if not (isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles)):
-        got = f"a list of {len(angles)}" if isinstance(angles, list) else repr(type(angles))
-        do = "pass a tuple: angles=(cos, sin)" if isinstance(angles, list) and len(angles) == 2 else do
-    else:
+    if isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles):
         cos, sin = angles
         got = f"cos {cos.dtype} {list(cos.shape)} on {cos.device}, sin {sin.dtype} {list(sin.shape)} on {sin.device}"
-        shape = tuple(cos.shape)
-        if cos.shape == sin.shape and cos.dim() in (2, 3, 4):
-            heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
-            advice = []
-            if shape[-2] > seq:
-                # The tables of a whole context, of which the tokens have the first rows.
-                advice.append("cos[:seq]" if cos.dim() == 2 else "cos[..., :seq, :]")
-            if shape[-1] == 2 * pairs:
-                advice.append("cos[..., :d // 2], or cos[..., ::2] where each value stands twice in a row")
-            if shape == (heads, seq, pairs):
-                advice.append(
-                    "cos[None] for tables per head, [1 or batch, heads, seq, d/2]: three dimensions are a batch"
-                )
-            if advice:
-                do = "take " + ", then ".join(advice) + "; and sin alike"
+        do = _advice(cos, sin, x, pairs, seq_dim) or do
+    elif isinstance(angles, Tensor) and angles.is_complex():
+        got, do = f"{angles.dtype} {list(angles.shape)}", "pass angles=(freqs.real, freqs.imag)"
+    else:
+        got = shown(angles) if isinstance(angles, Tensor) else repr(type(angles))
+        do = "pass a tuple: angles=(cos, sin)" if isinstance(angles, list) and len(angles) == 2 else do
     raise RopewalkError(
         asked=f"rope(..., angles=...) for {x.dtype} of shape {list(x.shape)} on {x.device}",
         expected=f"cos and sin [{seq}, {pairs}], [batch, {seq}, {pairs}] or [1 or batch, heads, {seq}, {pairs}], as "
@@ -395,6 +388,35 @@ def _raise_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> NoRetu
         got=got,
         do=do,
     )
+
+
+def _advice(cos: Tensor, sin: Tensor, x: Tensor, pairs: int, seq_dim: int) -> str | None:
+    """What to do with tables of a shape or dtype that other libraries use; None for any other."""
+    seq, shape, slices = x.shape[seq_dim], tuple(cos.shape), []
+    heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
+    if cos.shape != sin.shape or cos.dim() not in (2, 3, 4):
+        return None
+    if shape[-3:] == (seq, 1, pairs):
+        return "take cos.squeeze(-2), and sin alike: tables that all heads share have no dimension for them"
+    if cos.dim() == 4 and shape[1:] == (seq, heads, pairs) != (heads, seq, pairs):
+        return "take cos.transpose(1, 2), and sin alike: in tables heads come before the sequence, also for seq_dim=-3"
+    if shape[-2] > seq:
+        # The tables of a whole context, of which the tokens have the first rows.
+        slices.append(("cos[:seq]" if cos.dim() == 2 else "cos[..., :seq, :]") + f" with seq = {seq}")
+    if shape[-1] == 2 * pairs:
+        slices.append(
+            f"cos[..., :d // 2] with d = {2 * pairs}, or cos[..., ::2] where each number is there twice in a row"
+        )
+    if shape == (heads, seq, pairs):
+        slices.append("cos[None] for tables per head, [1 or batch, heads, seq, d/2]: three dimensions are a batch")
+    if slices:
+        return "take " + ", then ".join(slices) + "; and sin alike"
+    if cos.dim() == 4 and shape[-2:] == (seq, pairs):
+        return "rotate q and k in two calls: tables per head have as many heads as the tensor"
+    narrower = x.dtype != torch.float64 and cos.is_floating_point() and cos.device == sin.device == x.device
+    if narrower and _tables_fit(cos, x, pairs, seq_dim):
+        return "cast both: cos.to(torch.float32), and sin alike"
+    return None
 
 
 def is_start(offset: object) -> TypeGuard[int | None]:

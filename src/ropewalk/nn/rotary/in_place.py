@@ -38,9 +38,10 @@ def check_in_place(q: Tensor, k: Tensor | None, angles_need_gradient: bool = Fal
         if reason is not None:
             raise RopewalkError(
                 asked=f"rope.rotate_({name})",
-                expected="a tensor that may be written: no leaf of autograd, no view of one, no inference tensor",
+                expected="a tensor that may be written: no leaf of autograd, no view of one, no inference tensor; "
+                "where a gradient is needed, no view but one by an index",
                 got=reason,
-                do="use rope(...), which leaves it as it is",
+                do="use rope(...), which leaves it as it is, or take the view by an index: qkv[:, :, 0]",
             )
         if x.device.type != "meta" and x.numel() and _overlaps_itself(x):
             raise RopewalkError(
