@@ -157,6 +157,9 @@ KEYS += [
     "attn_scale",
     *LIMITS,
 ]
+KEYS += ["max_position_embeddings", "n_positions", "max_seq_len", "model_max_length", "sliding_window", "floor_scale"]
+KEYS += ["original_max_position_embeddings", "kv_lora_rank", "index_head_dim", "max_window_layers"]
+KEYS += ["sliding_window_pattern", "global_attn_every_n_layers", "full_attention_interval"]
 TYPES = ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional", "ntk", "su", "mrope", "axial"]
 TYPES += ["openpangu", "xdrope", "deepseek_yarn", "full_attention", "sliding_attention"]
 

@@ -108,3 +108,26 @@ def test_a_pairing_beside_it_must_agree():
     assert load_spec(LLAMA_1, pairing="interleaved") == load_spec(LLAMA_1)
     with pytest.raises(rw.RopewalkError, match="'interleaved', which that family has"):
         load_spec(LLAMA_1, pairing="half")
+
+
+def test_a_file_that_could_be_of_either_says_how_they_are_told_apart():
+    with pytest.raises(rw.RopewalkError, match="'rope_theta'") as caught:
+        load_spec({"dim": 4096, "n_layers": 32, "n_heads": 32})
+    for word in ("Meta", "multiple_of", "ffn_dim_multiplier", "use_scaled_rope", "Mistral", "rope_theta"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("params", [LLAMA_1, LLAMA_3_1, {"dim": 4096, "n_layers": 32, "n_heads": 32}])
+@pytest.mark.parametrize("base", [-1, 0, math.nan, math.inf, "10000", True])
+def test_a_base_that_cannot_be_is_named_as_in_the_file(params, base):
+    with pytest.raises(rw.RopewalkError, match="the key 'rope_theta'"):
+        load_spec(params | {"rope_theta": base})
+
+
+@pytest.mark.parametrize("params", [LLAMA_3, {"dim": 4096, "n_layers": 32, "rope_theta": 1e6}])
+def test_heads_that_do_not_divide_the_width_are_an_error(params):
+    with pytest.raises(rw.RopewalkError, match="the key 'n_heads'"):
+        load_spec(params | {"n_heads": 33})
+    assert load_spec(params | {"n_heads": 33, "head_dim": 128}).head_dim == 128
+    with pytest.raises(rw.RopewalkError, match="the key 'n_heads'"):
+        load_spec(params | {"n_heads": 0})

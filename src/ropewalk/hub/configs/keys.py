@@ -10,7 +10,9 @@ from typing import Any, Protocol, TypeAlias, cast
 
 from ropewalk.errors import RopewalkError, as_float, as_int, shown
 from ropewalk.hub.configs.limits import (
+    CACHED_HEADS,
     DEEPEST,
+    LAYERS,
     LIMITS,
     MOST_BITS,
     MOST_BYTES,
@@ -282,18 +284,23 @@ class Keys:
         return int(number)
 
     def check_limits(self) -> None:
-        """Raises for more keys than a model has, and for a number that is above the limit of its key.
+        """Raises for more keys than a model has, and for counts that are above their limits.
 
-        Whatever reads the config later need not look again.
+        Counts are read from plain data, in several places. Other numbers are checked where they are read: a number that
+        nobody reads may be anything.
         """
         if len(self.data) > MOST_KEYS:
             name = self._place or "config"
             raise self.error(name, f"at most {MOST_KEYS} keys", f"{len(self.data)}", self.caller.pass_config)
-        for key, most in LIMITS.items():
-            value = self.data.get(key)
-            # A bool is no number, and below every limit. NaN is not below.
-            if isinstance(value, int | float) and not value <= most:
-                raise self._above(key, most)
+        for names in (LAYERS, CACHED_HEADS):
+            for key in names:
+                value = self.data.get(key)
+                # A bool is no number, and below every limit. NaN is not below.
+                if isinstance(value, int | float) and not value <= LIMITS[key]:
+                    raise self._above(key, LIMITS[key])
+                # Whoever reads the count takes the first that is one.
+                if (as_int(value) or 0) > 0:
+                    break
 
     def _above(self, key: str, most: int) -> ConfigError:
         do = f"set {key} as the model was trained"

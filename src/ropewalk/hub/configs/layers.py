@@ -5,7 +5,7 @@ from typing import Any
 
 from ropewalk.errors import as_int, shown
 from ropewalk.hub.configs.keys import Keys
-from ropewalk.hub.configs.limits import MOST_COUNT, MOST_KINDS
+from ropewalk.hub.configs.limits import LAYERS, MOST_COUNT, MOST_KINDS, MOST_LENGTH
 from ropewalk.hub.families.family import BASE_KEYS, Family, LayerPattern, Sharing
 from ropewalk.spec.rope import RopeSpec
 
@@ -13,7 +13,6 @@ __all__ = ["kinds_by_number", "layer_count", "layer_kinds", "parameters_by_layer
 
 # The rope parameters of each kind of layer, and whether they are nested in the config; None for no rotation.
 Layers = dict[str, tuple[Keys | None, bool]]
-_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -232,17 +231,19 @@ def layer_count(part: Mapping[str, Any]) -> int | None:
     >>> layer_count({"n_layer": 28}), layer_count({})
     (28, None)
     """
-    return next((n for key in _COUNTS if (n := as_int(part.get(key))) and n > 0), None)
+    return next((n for key in LAYERS if (n := as_int(part.get(key))) and n > 0), None)
 
 
 def window_of(part: Mapping[str, Any]) -> int | None:
     """How many positions a layer with a window sees; None where the config has no window, or does not use it.
 
+    A window of more positions than there can be is none.
+
     >>> window_of({"sliding_window": 4096}), window_of({"sliding_window": 4096, "use_sliding_window": False})
     (4096, None)
     """
     window = as_int(part.get("sliding_window")) if part.get("use_sliding_window", True) else None
-    return window if window is not None and window > 0 else None
+    return window if window is not None and 0 < window <= MOST_LENGTH else None
 
 
 def layer_kinds(part: Mapping[str, Any], family: Family) -> list[str] | None:

@@ -52,6 +52,13 @@ def from_params(keys: Keys) -> tuple[dict[str, Any], str]:
     if keys.raw("qk_rope_head_dim"):
         expected, do = "params.json of a model with plain heads", "load its config.json"
         raise keys.error("qk_rope_head_dim", expected, "latent attention's qk_rope_head_dim", do)
+    dim, heads = keys.whole("dim"), keys.whole("n_heads")
+    if not keys.has("head_dim") and dim % heads:
+        expected, do = f"heads that divide dim = {dim}, or head_dim", "set both as the model was trained"
+        raise keys.error("n_heads", expected, f"{heads}", do)
+    # Its name is that of the file here; whoever reads it later knows it as one of the rope parameters.
+    if keys.has("rope_theta") and keys.number("rope_theta") <= 0:
+        raise keys.error("rope_theta", "a number above 0", f"{keys.number('rope_theta'):g}", "10000 is usual")
     if any(keys.stands(key) for key in _OF_META):
         return _from_meta(keys), META
     return _from_mistral(keys), MISTRAL
@@ -85,7 +92,10 @@ def _meta_key(keys: Keys) -> str:
 
 def _from_mistral(keys: Keys) -> dict[str, Any]:
     """Mistral's params.json, with its yarn under the names of transformers."""
-    keys.number("rope_theta")
+    if not keys.has("rope_theta"):
+        expected = f"the base, which Mistral's files state; Meta's, known by {' or '.join(_OF_META)}, may leave it out"
+        do = "set rope_theta as the model was trained; to a file of Meta's that was cut down, add its multiple_of"
+        raise keys.error("rope_theta", expected, "nothing", do)
     yarn, growing = keys.under("yarn"), keys.under("llama_4_scaling")
     if not keys.has("yarn"):
         if keys.has("llama_4_scaling"):

@@ -8,6 +8,7 @@ import numpy as np
 
 from ropewalk.errors import as_int
 from ropewalk.hub.configs.layers import layer_count, layer_kinds, window_of
+from ropewalk.hub.configs.limits import CACHED_HEADS
 from ropewalk.hub.extend.rules import Start
 from ropewalk.hub.families.family import Family
 from ropewalk.spec.frequencies import Plain, Proportional
@@ -17,7 +18,6 @@ from ropewalk.theory.context import critical_dimension, extrapolation_limit, fir
 
 __all__ = ["Effect", "cache_bytes", "cache_is_bound", "effect_of", "trained_rotations"]
 
-_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_attention_heads", "n_head", "n_heads")
 # Layers whose state has a constant size, independent of the sequence length.
 _STATE = ("linear_attention", "conv")
 
@@ -133,7 +133,7 @@ def cache_bytes(part: Mapping[str, Any], family: Family, head_dim: int, length: 
     >>> cache_bytes(config, Family(), 128, 8192) == 2 * 32 * 8 * 128 * 8192 * 2  # keys and values
     True
     """
-    layers, heads = layer_count(part), next((n for key in _HEADS if (n := as_int(part.get(key)))), None)
+    layers, heads = layer_count(part), next((n for key in CACHED_HEADS if (n := as_int(part.get(key))) and n > 0), None)
     if part.get("multi_query") and not part.get("new_decoder_architecture"):
         heads = 1  # the first Falcon models, whatever the other keys contain
     rank, rotary_dim = (as_int(part.get(key)) for key in ("kv_lora_rank", "qk_rope_head_dim"))
