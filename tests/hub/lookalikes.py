@@ -148,6 +148,108 @@ def keys_negated_past_some_tokens(q, k, cos, sin, unsqueeze_dim=1):
     return q, torch.cat((k[:, :, :20], -k[:, :, 20:]), dim=2)
 
 
+def by_halved_batch(q, k, cos, sin, unsqueeze_dim=1):
+    half = q.shape[0] // 2 // 2
+    return rotated(torch.cat((-q[:half], q[half:]), dim=0), k, cos, sin, unsqueeze_dim)
+
+
+def by_halved_length(q, k, cos, sin, unsqueeze_dim=1):
+    half = q.shape[2] // 2
+    half = half // 2
+    half = half // 2
+    half = half // 2
+    half = half // 2
+    return rotated(torch.cat((-q[:, :, :half], q[:, :, half:]), dim=2), k, cos, sin, unsqueeze_dim)
+
+
+def by_slices_of_length(q, k, cos, sin, unsqueeze_dim=1):
+    h = q[:, :, : q.shape[2] // 2]
+    h = h[:, :, : h.shape[2] // 2]
+    h = h[:, :, : h.shape[2] // 2]
+    q, k = rotated(q, k, cos, sin, unsqueeze_dim)
+    return torch.cat((h, q[:, :, h.shape[2] :]), dim=2), k
+
+
+def by_sequences_past_the_third(q, k, cos, sin, unsqueeze_dim=1):
+    return rotated(q + q[1:][1:][1:].sum(0), k, cos, sin, unsqueeze_dim)
+
+
+def by_every_second_token(q, k, cos, sin, unsqueeze_dim=1):
+    more = q[:, :, 1::2][:, :, 1::2][:, :, 1::2][:, :, 1::2][:, :, 1::2][:, :, 1::2]
+    return rotated(q + more.sum(2).unsqueeze(2), k, cos, sin, unsqueeze_dim)
+
+
+def by_narrowed_length(q, k, cos, sin, unsqueeze_dim=1):
+    half = q.shape[2] // 2
+    return rotated(torch.cat((q.narrow(2, 0, half), q[:, :, half:]), dim=2), k, cos, sin, unsqueeze_dim)
+
+
+def by_pieces_of_length(q, k, cos, sin, unsqueeze_dim=1):
+    return rotated(torch.cat(q.tensor_split(2, dim=2), dim=2), k, cos, sin, unsqueeze_dim)
+
+
+def by_halved_features(q, k, cos, sin, unsqueeze_dim=1):
+    h = q[..., : q.shape[-1] // 2]
+    h = h[..., : h.shape[-1] // 2]
+    h = h[..., : h.shape[-1] // 2]
+    h = h[..., : h.shape[-1] // 2]
+    q, k = rotated(q, k, cos, sin, unsqueeze_dim)
+    return torch.cat((h, q[..., h.shape[-1] :]), dim=-1), k
+
+
+def by_sizes_of_halves(q, k, cos, sin, unsqueeze_dim=1):
+    a = q[..., : q.shape[-1] // 2]
+    b = q[..., : a.shape[-1] // 2]
+    c = q[..., : b.shape[-1] // 2]
+    d = q[..., : c.shape[-1] // 2]
+    q, k = rotated(q, k, cos, sin, unsqueeze_dim)
+    return torch.cat((d, q[..., d.shape[-1] :]), dim=-1), k
+
+
+def by_chunks_of_chunks(q, k, cos, sin, unsqueeze_dim=1):
+    h = q.chunk(2, dim=-1)[0].chunk(2, dim=-1)[0].chunk(2, dim=-1)[0]
+    q, k = rotated(q, k, cos, sin, unsqueeze_dim)
+    return torch.cat((q[..., :1] + h[..., :1] - q[..., :1], q[..., 1:]), dim=-1), k
+
+
+def by_batch_against_length(q, k, cos, sin, unsqueeze_dim=1):
+    q = torch.cat((q[: q.shape[2]], -q[q.shape[2] :]), dim=0)
+    return rotated(q, k, cos, sin, unsqueeze_dim)
+
+
+def by_batch_among_features(q, k, cos, sin, unsqueeze_dim=1):
+    x = q.transpose(0, 3)
+    x = torch.cat((x[..., : q.shape[3]], -x[..., q.shape[3] :]), dim=-1)
+    return rotated(x.transpose(0, 3), k, cos, sin, unsqueeze_dim)
+
+
+def by_heads_of_keys(q, k, cos, sin, unsqueeze_dim=1):
+    x = k.transpose(1, 3)
+    x = torch.cat((-x[..., : k.shape[1] // 2], x[..., k.shape[1] // 2 :]), dim=-1)
+    return rotated(q, x.transpose(1, 3), cos, sin, unsqueeze_dim)
+
+
+def by_a_size_of_copies(q, k, cos, sin, unsqueeze_dim=1):
+    size = cos.repeat_interleave(5000, dim=-1).shape[-1]
+    x = q.transpose(2, 3)
+    x = torch.cat((x[..., :size], -x[..., size:]), dim=-1)
+    return rotated(x.transpose(2, 3), k, cos, sin, unsqueeze_dim)
+
+
+def by_a_size_of_joins(q, k, cos, sin, unsqueeze_dim=1):
+    c = torch.cat((cos, cos), dim=-1)
+    c = torch.cat((c, c), dim=-1)
+    c = torch.cat((c, c), dim=-1)
+    c = torch.cat((c, c), dim=-1)
+    x = q.transpose(2, 3)
+    x = torch.cat((x[..., : c.shape[-1]], -x[..., c.shape[-1] :]), dim=-1)
+    return rotated(x.transpose(2, 3), k, cos, sin, unsqueeze_dim)
+
+
+def times_a_constant(q, k, cos, sin, unsqueeze_dim=1):
+    return rotated(q * 1.5, k, cos, sin, unsqueeze_dim)
+
+
 def hidden_cache(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = TABLES.setdefault(f"cos {cos.shape}", cos), TABLES.setdefault(f"sin {sin.shape}", sin)
     return rotated(q, k, cos, sin, unsqueeze_dim)
@@ -238,6 +340,10 @@ NOT_ROTATIONS: dict[str, Any] = {
         *(positions_clamped, values_clamped, values_rounded, nan_scrubbed, chosen_by_value, partial_at_some_length),
         *(pairing_swapped_at_decode, keys_negated_past_some_tokens, hidden_cache, call_counter, cache_in_a_default),
         *(global_tensor, random_element, dropout, float64_results, float32_results, without_gradients_of_q),
+        *(by_halved_batch, by_halved_length, by_slices_of_length, by_sequences_past_the_third, by_every_second_token),
+        *(by_narrowed_length, by_pieces_of_length, by_halved_features, by_sizes_of_halves, by_chunks_of_chunks),
+        *(by_batch_against_length, by_batch_among_features, by_heads_of_keys, by_a_size_of_copies, by_a_size_of_joins),
+        *(times_a_constant,),
         *(without_gradients, in_place, failing_quietly, squeezed, in_what_it_calls),
     )
 } | {"decorated": decorated}
@@ -302,7 +408,63 @@ class ByCall(Qwen3RMSNorm):
         return super().__call__(hidden_states) * (2 if hidden_states.shape[1] > 16 else 1)
 
 
-NORMS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (ByLength, ByMode, Clamped, ByCall)}
+class WithGain(Qwen3RMSNorm):
+    """A buffer that is 1, until a checkpoint is loaded."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__(hidden_size, eps)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * self.gain
+
+
+def normed(x, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+class WithGainRead(WithGain):
+    def forward(self, hidden_states):
+        x = normed(hidden_states.float(), self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype) * self.gain
+
+
+class WithNumber(WithGain):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__(hidden_size, eps)
+        self.scale = 1.0
+
+    def forward(self, hidden_states):
+        x = normed(hidden_states.float(), self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype) * self.scale
+
+
+class WithProperty(WithGain):
+    @property
+    def doubles(self):
+        return bool(self.gain > 1)
+
+    def forward(self, hidden_states):
+        x = normed(hidden_states.float(), self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype) * (2 if self.doubles else 1)
+
+
+class WithAnotherEpsilon(WithGain):
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__(hidden_size, eps)
+        self.eps = eps
+
+    def forward(self, hidden_states):
+        x = normed(hidden_states.float(), self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+GAINS: dict[str, type[nn.Module]] = {
+    kind.__name__: kind for kind in (WithGainRead, WithNumber, WithProperty, WithAnotherEpsilon)
+}
+NORMS: dict[str, type[nn.Module]] = {
+    kind.__name__: kind for kind in (ByLength, ByMode, Clamped, ByCall, WithGain)
+} | GAINS
 
 
 class Tables(LlamaRotaryEmbedding):
@@ -353,6 +515,65 @@ class ScaledInTraining(LlamaRotaryEmbedding):
         return (emb.cos() * scale).to(x.dtype), (emb.sin() * scale).to(x.dtype)
 
 
+class Scaled(LlamaRotaryEmbedding):
+    """With tensors that scale each feature, all 1 until they are loaded or trained."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        width = 2 * len(self.inv_freq)
+        self.scales = nn.ParameterDict({"cos": nn.Parameter(torch.ones(width))})
+        self.gain = nn.Parameter(torch.ones(width, 2))
+        self.kept = [torch.ones(width)]
+
+    def scale(self):
+        return self.scales["cos"]
+
+    @property
+    def first(self):
+        return self.gain[:, 0]
+
+    @torch.no_grad()
+    def tables(self, position_ids):
+        freqs = position_ids[..., None].float() * self.inv_freq
+        return torch.cat((freqs, freqs), dim=-1)
+
+
+class ScaledByParameters(Scaled):
+    def forward(self, x, position_ids):
+        emb = self.tables(position_ids)
+        return (emb.cos() * self.scales["cos"]).to(x.dtype), emb.sin().to(x.dtype)
+
+
+class ScaledByAColumn(Scaled):
+    def forward(self, x, position_ids):
+        emb = self.tables(position_ids)
+        return (emb.cos() * self.gain[:, 0]).to(x.dtype), emb.sin().to(x.dtype)
+
+
+class ScaledByAProperty(Scaled):
+    def forward(self, x, position_ids):
+        emb = self.tables(position_ids)
+        return (emb.cos() * self.first).to(x.dtype), emb.sin().to(x.dtype)
+
+
+class ScaledByAList(Scaled):
+    def forward(self, x, position_ids):
+        emb, kept = self.tables(position_ids), self.kept
+        return (emb.cos() * kept[0]).to(x.dtype), (emb.sin() * self.kept[0]).to(x.dtype)
+
+
+class ScaledByAMethod(Scaled):
+    def forward(self, x, position_ids):
+        emb = self.tables(position_ids)
+        return (emb.cos() * self.get_parameter("scales.cos")).to(x.dtype), (emb.sin() * self.scale()).to(x.dtype)
+
+
+class ScaledByAName(Scaled):
+    def forward(self, x, position_ids):
+        emb = self.tables(position_ids)
+        return (emb.cos() * getattr(self, "first")).to(x.dtype), emb.sin().to(x.dtype)  # noqa: B009  the look-alike
+
+
 def with_two_angles(forward):
     @functools.wraps(forward)
     def wrapper(self, x, position_ids):
@@ -367,5 +588,9 @@ class Wrapped(LlamaRotaryEmbedding):
 
 
 NOT_DOUBLED: dict[str, type[nn.Module]] = {
-    kind.__name__: kind for kind in (TwoAnglesWhenLong, TwoAnglesAtSomePosition, WrittenTo, ScaledInTraining, Wrapped)
+    kind.__name__: kind
+    for kind in (
+        *(TwoAnglesWhenLong, TwoAnglesAtSomePosition, WrittenTo, ScaledInTraining, Wrapped),
+        *(ScaledByParameters, ScaledByAColumn, ScaledByAProperty, ScaledByAList, ScaledByAMethod, ScaledByAName),
+    )
 }

@@ -12,7 +12,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from hub import lookalikes
 from hub.accelerated import outcome, rms, tiny, tokens
-from hub.lookalikes import NORMS, NOT_DOUBLED, NOT_ROTATIONS, ROTATIONS, Tables, rotate_half, rotated
+from hub.lookalikes import GAINS, NORMS, NOT_DOUBLED, NOT_ROTATIONS, ROTATIONS, Tables, rotate_half, rotated
 from ropewalk import RopewalkError
 from ropewalk.hub.accelerate import plan
 from ropewalk.hub.accelerate.acceleration import Acceleration, accelerate
@@ -73,6 +73,8 @@ def test_what_only_resembles_a_rotation_is_refused(name, monkeypatch):
     found = tried(tiny("llama"))
     assert isinstance(found, str)
     reasons = ("its code may depend on the call: line ", "its results have the dtype neither of q nor", "source is not")
+    reasons += ("it computes another rotation for a batch of ", "its code has a constant other than 0, 0.5, 1 and 2: ")
+    reasons += ("its code cuts features again and again: ", "its code joins tensors again and again: ")
     assert any(reason in found for reason in reasons)
     # It was not called either: a cache would hold the tables of a probe.
     assert (lookalikes.CALLS, lookalikes.TABLES) == ([], {})
@@ -101,10 +103,56 @@ def test_what_only_resembles_a_norm_is_called_itself(name, monkeypatch):
     assert agrees(model, plain, monkeypatch)
 
 
+@pytest.mark.parametrize("name", GAINS)
+def test_norms_that_read_more_than_weight_and_epsilon_may_differ_by_layer_and_change(name, monkeypatch):
+    monkeypatch.setattr(modeling_qwen3, "Qwen3RMSNorm", GAINS[name])
+    model = tiny("qwen3")
+
+    def set_to(models: list[Any], *gains: float) -> None:
+        for one in models:
+            for layer, gain in zip(one.model.layers, gains, strict=True):
+                for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                    norm.gain.fill_(gain)
+                    norm.scale, norm.variance_epsilon = gain, gain - 1 + 1e-6
+
+    set_to([model], 1, 3)
+    plain = copy.deepcopy(model)
+    accelerate(model)
+    assert agrees(model, plain, monkeypatch)
+    set_to([model, plain], 3, 2)
+    assert agrees(model, plain, monkeypatch)
+
+
+def test_norms_with_other_epsilons_are_fused(monkeypatch):
+    model = tiny("qwen3")
+    for layer, eps in zip(model.model.layers, (1e-6, 0.5), strict=True):
+        layer.self_attn.q_norm.variance_epsilon = layer.self_attn.k_norm.variance_epsilon = eps
+    plain = copy.deepcopy(model)
+    assert {part.norm for part in accelerate(model).patched} == {"fused"}
+    assert agrees(model, plain, monkeypatch)
+
+
+def test_a_norm_whose_weight_is_computed_is_called_itself(monkeypatch):
+    model = tiny("qwen3")
+    for layer in model.model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            torch.nn.utils.parametrize.register_parametrization(norm, "weight", torch.nn.Softplus())
+    plain = copy.deepcopy(model)
+    assert {part.norm for part in accelerate(model).patched} != {"fused"}
+    assert agrees(model, plain, monkeypatch)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_probes_have_a_device_of_their_own(device):
+    model = tiny("qwen3")
+    with torch.device(device):
+        assert {part.norm for part in accelerate(model).patched} == {"fused"}
+
+
 @pytest.mark.parametrize("name", NOT_DOUBLED)
 def test_tables_that_may_have_two_angles_in_a_pair_are_refused(name):
     model = tiny("llama")
-    model.model.rotary_emb.__class__ = NOT_DOUBLED[name]
+    model.model.rotary_emb = NOT_DOUBLED[name](model.config).eval()
     assert f"the code of {name} does not show that the features of a pair have one angle" in str(tried(model))
 
 

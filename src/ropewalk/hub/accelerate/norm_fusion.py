@@ -14,6 +14,7 @@ from torch import nn
 
 from ropewalk.hub.accelerate.source import Sources
 from ropewalk.hub.accelerate.straight_code import why_norm_not_straight
+from ropewalk.kernels.constructors import randn, tensor
 from ropewalk.kernels.qk_norm.torch import factor
 from ropewalk.kernels.types import Norm
 
@@ -58,24 +59,24 @@ def norm_kind(module: nn.Module, sources: Sources | None = None) -> NormKind | s
     """
     name = type(module).__name__
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
+    # One that a property computes, as a parametrisation has it, is more than a weight.
+    kept = any("weight" in held for held in (module._parameters, module._buffers, vars(module)))
+    if not kept or not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
         return f"{name} has no weight for each feature of a head"
     eps = next((key for key in ("eps", "variance_epsilon") if isinstance(getattr(module, key, None), float)), None)
     if eps is None:
         return f"{name} names no epsilon"
-    reason = None if sources is None else why_norm_not_straight(module, sources)
+    reason = None if sources is None else why_norm_not_straight(module, sources, eps)
     if reason is not None:
         return reason
     with torch.inference_mode(False), torch.no_grad():
-        random = torch.Generator().manual_seed(0)
+        drawing = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator("cpu").manual_seed(0)}
         probe = copy.deepcopy(module).cpu().float()
-        probe.weight = drawn = nn.Parameter(torch.randn(weight.shape, generator=random))
+        probe.weight = drawn = nn.Parameter(randn(weight.shape, **drawing))
         # Small rows beside others: there the epsilon is what counts.
         size = getattr(module, eps)
-        x = (
-            torch.randn(2, 3, 5, len(weight), generator=random)
-            * torch.tensor([1.0, 30.0, size**0.5, 0.1, 1.0])[:, None]
-        )
+        rows = tensor([1.0, 30.0, size**0.5, 0.1, 1.0], dtype=torch.float32, device="cpu")
+        x = randn(2, 3, 5, len(weight), **drawing) * rows[:, None]
         kinds = [make(size, plus_one) for plus_one in (False, True) for make in (Norm.as_transformers, Norm)]
         try:
             low = copy.deepcopy(probe).bfloat16()

@@ -155,8 +155,8 @@ class _Seen:
     def widths_of(self, maker: nn.Module, table: Table) -> frozenset[int] | str:
         if (maker, table) not in self._widths:
             found = table_widths(maker, table)
-            reasons = () if isinstance(found, str) else (why_not_doubled(maker, table, n, self.sources) for n in found)
-            self._widths[maker, table] = next((reason for reason in reasons if reason), found)
+            reason = None if isinstance(found, str) else why_not_doubled(maker, table, self.sources)
+            self._widths[maker, table] = reason or found
         return self._widths[maker, table]
 
     def fused_method(self, method: types.FunctionType, name: str) -> FusedMethod | str:
@@ -165,12 +165,17 @@ class _Seen:
         return self._fused[method, name]
 
     def norm_kind(self, module: nn.Module) -> NormKind | str:
-        """What a norm computes; norms of one class with the same numbers, words and sizes compute the same."""
-        plain = {
-            key: value for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
-        }
-        tensors = [(key, tuple(x.shape), x.is_meta) for key, x in [*module.named_parameters(), *module.named_buffers()]]
-        key = type(module), tuple(plain.items()), tuple(tensors)
+        """What a norm computes; norms of one class with the same numbers, words and sizes compute the same.
+
+        The values of tensors do not matter: one that reads more than its weight, in place of which another is probed,
+        is refused.
+        """
+        plain = [
+            (key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
+        ]
+        held = [*module._parameters.items(), *module._buffers.items()]
+        tensors = [(key, None if x is None else (tuple(x.shape), x.is_meta)) for key, x in held]
+        key = type(module), tuple(plain), tuple(tensors)
         changed = [value for value in vars(module).values() if callable(value)]
         if changed or list(module.children()):
             return norm_kind(module, self.sources)

@@ -36,8 +36,15 @@ class Sizes(NamedTuple):
 
 # Batch, heads and length, all different: a table that lines up with another dimension does not fit.
 SIZES = Sizes(batch=2, heads=3, seq=5, whole=8, part=12)
-# A step of decoding, a batch with heads of another width, and more tokens than most models are trained with.
-OTHER_SIZES = (Sizes(1, 4, 1, 16, 20), Sizes(3, 2, 40, 20, 32), Sizes(1, 1, 4100, 4, 6))
+# A step of decoding, a batch with heads of another width, more tokens than most models are trained with, and more
+# sequences and heads than tokens and features: each size is the largest in one of them.
+OTHER_SIZES = (
+    Sizes(1, 4, 1, 16, 20),
+    Sizes(3, 2, 40, 20, 32),
+    Sizes(1, 1, 4100, 4, 6),
+    Sizes(70, 1, 2, 4, 6),
+    Sizes(1, 70, 2, 4, 6),
+)
 # Some functions work in float32 whatever they are given: two products of numbers below 8, and a sum. Another rotation
 # is off by about 1.
 TOLERANCE = 1e-5
@@ -147,7 +154,8 @@ def _rotation(served: "list[_Probe]", kind: "Kind", *, both: bool) -> Rotation |
         for sizes in OTHER_SIZES:
             other = probe.of_sizes(sizes)
             if not other.is_kind(kind) or other.part() != part:
-                return f"it computes another rotation for {sizes.seq} tokens than for {SIZES.seq}"
+                batch, heads, seq = sizes[:3]
+                return f"it computes another rotation for a batch of {batch} with {heads} heads and {seq} tokens"
         if not probe.of_dtype(torch.float32).is_kind(kind):
             return "it computes another rotation in float32 than in float64"
     return Rotation(
@@ -194,9 +202,10 @@ class _Probe:
         angles = torch.rand(batch, seq, whole // 2, **drawn) * 6
         # A table need not be of one length: an amplitude stands in it.
         self.cos, self.sin = (1.25 * angles.cos()).to(dtype), (1.25 * angles.sin()).to(dtype)
-        # Keys have fewer heads than queries.
-        self.inputs = [torch.randn(batch, n, seq, whole, **drawn).to(dtype) for n in (heads, 1)]
-        self.still = [torch.randn(batch, n, seq, part - whole, **drawn).to(dtype) for n in (heads, 1)]
+        # Keys have fewer heads than queries, where there is more than one.
+        both = heads, max(heads // 2, 1)
+        self.inputs = [torch.randn(batch, n, seq, whole, **drawn).to(dtype) for n in both]
+        self.still = [torch.randn(batch, n, seq, part - whole, **drawn).to(dtype) for n in both]
 
     def of_sizes(self, sizes: Sizes) -> "_Probe":
         return _Probe(self.function, self.names, self.table, self.way, self.seq_dim, sizes)

@@ -13,6 +13,7 @@ import ast
 import inspect
 import types
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -31,13 +32,19 @@ _MOVES = {
     *("movedim", "permute", "swapaxes", "transpose"),
     *("clone", "contiguous", "double", "float", "to", "type", "type_as"),
 }
-_PIECES = {"chunk", "split", "tensor_split", "unbind"}
+_PIECES = {"chunk", "split", "tensor_split"}
 _SCALES = {"add", "mul", "multiply", "sub", "subtract"}
-_SUMS = _SCALES | {"addcmul", "neg", "negative", "sum"}
+_SUMS = _SCALES | {"addcmul", "neg", "negative"}
 _NORMS = {"mean", "pow", "reciprocal", "rsqrt", "sqrt", "square"}
 _LINEAR = (ast.Add, ast.Sub, ast.Mult)
 # Factors that no dtype overflows by. Large ones would clamp, or round, in float16 alone.
 _FACTORS = (0, 0.5, 1, 2)
+# Whole numbers that name a dimension, a number of pieces or of copies. A larger one would be a size to compare with.
+_SMALL = 4
+# How often in a row features are cut, and tensors joined or repeated: a part of the features, half of that; then the
+# halves, and the part with the rest. Each cut or copy more would be a step towards a size that no probe has.
+_CUTS, _JOINS = 2, 3
+_JOINING = {"cat", "concat", "concatenate", "stack", "repeat_interleave", "expand", "expand_as"}
 # Whoever calls itself is not read to the end.
 _DEEPEST = 8
 
@@ -45,13 +52,37 @@ _DEEPEST = 8
 class _Kind(Enum):
     """What a value is, where the call decides which one it is."""
 
-    TENSOR = "a tensor"
-    PIECES = "tensors"
-    SHAPE = "a shape"
-    SIZE = "a size"
-    HALF = "half a size"
     NUMBER = "a number of the call"
     DTYPE = "a dtype or a device"
+    EPSILON = "the epsilon of a norm"
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A value that was made of tensors, and the longest row of cuts and of joins that led to it."""
+
+    cuts: int = 0
+    joins: int = 0
+
+
+class _Tensor(_Made):
+    """A tensor."""
+
+
+class _Pieces(_Made):
+    """Tensors that one was cut into."""
+
+
+class _Shape(_Made):
+    """The sizes of a tensor."""
+
+
+class _Size(_Made):
+    """One size of a tensor."""
+
+
+class _Half(_Made):
+    """Half a size."""
 
 
 class _Known(NamedTuple):
@@ -67,7 +98,7 @@ class _Method(NamedTuple):
     name: str
 
 
-_Value = Any  # _Kind, _Known, _Method, or a tuple of these
+_Value = Any  # _Kind, _Made, _Known, _Method, or a tuple of these
 
 
 class _NotStraightError(Exception):
@@ -88,12 +119,14 @@ def why_not_straight(function: object, tensors: Iterable[str], sources: Sources)
     if isinstance(function, nn.Module):
         function = _forward_of(function)
     reader = _Reader(sources)
-    given = dict.fromkeys([*tensors, "cos", "sin"], _Kind.TENSOR)
+    given = dict.fromkeys([*tensors, "cos", "sin"], _Tensor())
     return reader.why_not(function, given)
 
 
-def why_norm_not_straight(module: nn.Module, sources: Sources) -> str | None:
+def why_norm_not_straight(module: nn.Module, sources: Sources, eps: str = "eps") -> str | None:
     """Why a norm may compute something else in another call; None where it cannot.
+
+    It may read its weight and the number that is its attribute `eps`: other tensors and numbers may be others later.
 
     >>> class Norm(nn.Module):
     ...     def forward(self, x):
@@ -103,7 +136,7 @@ def why_norm_not_straight(module: nn.Module, sources: Sources) -> str | None:
     """
     if type(module) is nn.RMSNorm:
         return None
-    reason = _Reader(sources, norm=True).why_not(_forward_of(module), {}, module)
+    reason = _Reader(sources, eps).why_not(_forward_of(module), {}, module)
     return reason and f"{type(module).__name__}: {reason}"
 
 
@@ -116,14 +149,15 @@ def _forward_of(module: nn.Module) -> object:
 class _Reader:
     """Reads functions, and those that they call, statement by statement."""
 
-    def __init__(self, sources: Sources, norm: bool = False) -> None:
-        self.sources, self.norm = sources, norm
-        self.operations = _MOVES | _SUMS | (_NORMS if norm else set())
+    def __init__(self, sources: Sources, eps: str | None = None) -> None:
+        self.sources, self.eps = sources, eps
+        self.norm = eps is not None
+        self.operations = _MOVES | _SUMS | (_NORMS if self.norm else set())
         self.depth = 0
 
     def why_not(self, function: object, given: dict[str, _Value], module: nn.Module | None = None) -> str | None:
         try:
-            first = [] if module is None else [_Known(module), _Kind.TENSOR]
+            first = [] if module is None else [_Known(module), _Tensor()]
             self.call(function, first, given)
         except _NotStraightError as error:
             return str(error)
@@ -181,10 +215,10 @@ class _Reader:
             case ast.Name(id=name):
                 scope.names[name] = value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                if value is _Kind.PIECES:
-                    values: tuple[_Value, ...] = (_Kind.TENSOR,) * len(targets)
-                elif value is _Kind.SHAPE:
-                    values = (_Kind.SIZE,) * len(targets)
+                if isinstance(value, _Pieces):
+                    values: tuple[_Value, ...] = (_made(_Tensor, value),) * len(targets)
+                elif isinstance(value, _Shape):
+                    values = (_made(_Size, value),) * len(targets)
                 else:
                     values = value if isinstance(value, tuple) and not isinstance(value, _Known | _Method) else ()
                 if len(values) != len(targets):
@@ -237,7 +271,7 @@ class _Reader:
         for node in nodes:
             if isinstance(node, ast.Starred):
                 spread = self.value(node.value, scope)
-                if spread is not _Kind.SHAPE:
+                if not isinstance(spread, _Shape):
                     raise _refused(node)
                 values.append(spread)
             else:
@@ -247,86 +281,114 @@ class _Reader:
     def negative(self, value: _Value, node: ast.expr) -> _Value:
         if isinstance(value, _Known) and _is_number(value.value):
             return _Known(-value.value)
-        if value in (_Kind.TENSOR, _Kind.SIZE, _Kind.HALF):
+        if isinstance(value, _Tensor | _Size | _Half):
             return value
         raise _refused(node)
 
     def arithmetic(self, left: _Value, op: ast.operator, right: _Value, node: ast.expr) -> _Value:
         both = (left, right)
-        numbers = [self.is_factor(value) for value in both]
-        tensors = [value is _Kind.TENSOR for value in both]
+        tensors = [isinstance(value, _Tensor) for value in both]
         allowed = (*_LINEAR, ast.Div, ast.Pow) if self.norm else _LINEAR
-        if any(tensors) and all(map(max, numbers, tensors)) and isinstance(op, allowed):
-            return _Kind.TENSOR
+        if any(tensors) and isinstance(op, allowed):
+            if all(tensor or self.is_factor(value) for tensor, value in zip(tensors, both, strict=True)):
+                return _made(_Tensor, *both)
+            if _Kind.EPSILON in both and isinstance(op, ast.Add):
+                return _made(_Tensor, *both)
+            self.check_factors(both, node)
         # No other arithmetic on sizes: length // 17 is 0 for short inputs alone.
-        if left is _Kind.SIZE and isinstance(op, ast.FloorDiv) and right == _Known(2):
-            return _Kind.HALF
+        if isinstance(left, _Size) and isinstance(op, ast.FloorDiv) and right == _Known(2):
+            return self.cut(_Half, node, left)
         raise _refused(node)
 
     def is_factor(self, value: _Value) -> bool:
-        known = isinstance(value, _Known) and _is_number(value.value)
-        return known and (self.norm or abs(value.value) in _FACTORS)
+        return isinstance(value, _Known) and _is_number(value.value) and abs(value.value) in _FACTORS
+
+    def check_factors(self, values: Iterable[_Value], node: ast.expr) -> None:
+        numbers = [value for value in values if isinstance(value, _Known) and _is_number(value.value)]
+        if not all(map(self.is_factor, numbers)):
+            raise _refused(node, "its code has a constant other than 0, 0.5, 1 and 2")
+
+    def cut(self, kind: type[_Made], node: ast.expr, *values: _Value) -> Any:
+        """What comes of one more cut."""
+        made = _made(kind, *values)
+        if made.cuts == _CUTS:
+            raise _refused(node, "its code cuts features again and again")
+        return kind(made.cuts + 1, made.joins)
 
     def attribute(self, owner: _Value, name: str, node: ast.expr) -> _Value:
-        if owner is _Kind.TENSOR:
+        if isinstance(owner, _Tensor):
             if name in ("dtype", "device"):
                 return _Kind.DTYPE
-            return _Kind.SHAPE if name == "shape" else _Method(owner, name)
+            return _made(_Shape, owner) if name == "shape" else _Method(owner, name)
         if isinstance(owner, _Known) and owner.value is torch:
             return _Kind.DTYPE if isinstance(getattr(torch, name, None), torch.dtype) else _Method(owner, name)
         if isinstance(owner, _Known) and isinstance(owner.value, nn.Module) and name != "training":
-            static = inspect.getattr_static(owner.value, name, None)
-            if isinstance(static, types.FunctionType):
-                return _Method(owner, name)
-            found = getattr(owner.value, name, static)
-            if isinstance(found, torch.Tensor):
-                return _Kind.TENSOR
-            if found is None or isinstance(found, bool | int | float):
-                return _Known(found)
+            return self.attribute_of_module(owner, owner.value, name, node)
+        raise _refused(node)
+
+    def attribute_of_module(self, owner: _Known, module: nn.Module, name: str, node: ast.expr) -> _Value:
+        # Not what a property or __getattr__ computes.
+        tensors = {**module._parameters, **module._buffers}
+        found = tensors[name] if name in tensors else inspect.getattr_static(module, name, module)
+        if isinstance(found, types.FunctionType):
+            return _Method(owner, name)
+        if isinstance(found, torch.Tensor) and name == "weight":
+            return _Tensor()
+        if isinstance(found, float) and name == self.eps:
+            return _Kind.EPSILON
+        if isinstance(found, torch.Tensor) or _is_number(found):
+            raise _refused(node, "its code reads more than its weight and its epsilon")
+        if found is None or isinstance(found, bool):
+            return _Known(found)
         raise _refused(node)
 
     def item(self, owner: _Value, index: ast.expr, scope: "_Scope") -> _Value:
-        if owner is _Kind.TENSOR:
+        if isinstance(owner, _Tensor):
             entries = index.elts if isinstance(index, ast.Tuple) else [index]
-            for one in entries:
-                self.check_index(one, scope)
+            bounds = [bound for one in entries for bound in self.bounds(one, scope)]
             # The features are the last dimension: after an ellipsis, or the last of four.
             of_features = len(entries) == 4 or _constant(entries[0]) is ...
             for one in entries[:-1] if of_features else entries:
-                self.check_whole(one, scope)
-            return owner
-        if owner is _Kind.SHAPE and isinstance(index, ast.Slice):
+                self.check_whole(one)
+            made = _made(_Tensor, owner, *bounds)
+            cuts = owner.cuts + any(isinstance(one, ast.Slice) and ast.unparse(one) != ":" for one in entries)
+            if cuts > _CUTS:
+                raise _refused(index, "its code cuts features again and again")
+            return _Tensor(max(made.cuts, cuts), made.joins)
+        if isinstance(owner, _Shape) and isinstance(index, ast.Slice):
             bounds = [index.lower, index.upper, index.step]
             if not all(bound is None or _is_number(_constant(bound)) for bound in bounds):
                 raise _refused(index)
             return owner
-        number = _constant(index)
-        if owner in (_Kind.SHAPE, _Kind.PIECES) and isinstance(number, int):
-            return _Kind.SIZE if owner is _Kind.SHAPE else _Kind.TENSOR
+        if isinstance(owner, _Shape | _Pieces) and isinstance(_constant(index), int):
+            return _made(_Size if isinstance(owner, _Shape) else _Tensor, owner)
         raise _refused(index)
 
-    def check_index(self, index: ast.expr, scope: "_Scope") -> None:
-        """An index of a tensor: a size, or a number so small that every size in a probe is larger."""
+    def bounds(self, index: ast.expr, scope: "_Scope") -> list[_Value]:
+        """The sizes in an index of a tensor. Its numbers are so small that every size in a probe is larger."""
         if not isinstance(index, ast.Slice):
             number = _constant(index)
             if number in (None, ..., 0, 1) and isinstance(index, ast.Constant):
-                return
+                return []
             raise _refused(index)
+        found: list[_Value] = []
         small = {"lower": (None, 0, 1), "upper": (None,), "step": (None, 1, 2)}
         for side, numbers in small.items():
             bound: ast.expr | None = getattr(index, side)
             if bound is None or (_constant(bound) in numbers and isinstance(bound, ast.Constant)):
                 continue
-            if side == "step" or self.value(bound, scope) not in (_Kind.SIZE, _Kind.HALF):
+            found.append(self.value(bound, scope))
+            if side == "step" or not isinstance(found[-1], _Size | _Half):
                 raise _refused(index)
+        return found
 
-    def check_whole(self, index: ast.expr, scope: "_Scope") -> None:
-        """An index of a dimension that calls have more or less of: all of it, one of it, or as many as another has."""
-        if not isinstance(index, ast.Slice):
-            return
-        bounds = [bound for bound in (index.lower, index.upper) if bound is not None]
-        if index.step is not None or any(self.value(bound, scope) is not _Kind.SIZE for bound in bounds):
-            raise _refused(index)
+    def check_whole(self, index: ast.expr) -> None:
+        """An index of a dimension that calls have more or less of: all, one, or as many of the last as another has."""
+        match index:
+            case ast.Slice(lower=None | ast.UnaryOp(op=ast.USub()), upper=None, step=None):
+                return
+            case ast.Slice():
+                raise _refused(index)
 
     def called(self, node: ast.Call, scope: "_Scope") -> _Value:
         function = self.value(node.func, scope)
@@ -341,29 +403,38 @@ class _Reader:
         owner, name = function
         if isinstance(owner, _Known) and isinstance(owner.value, nn.Module):
             return self.call(inspect.getattr_static(owner.value, name), [owner, *args], named)
-        if owner is _Kind.TENSOR and name == "size":
-            return _Kind.SIZE if args or named else _Kind.SHAPE
+        if isinstance(owner, _Tensor) and name == "size":
+            return _made(_Size if args or named else _Shape, owner)
+        values = list(_flat((*args, *named.values())))
+        constants = [value.value for value in values if isinstance(value, _Known)]
         # Words name devices, whose numbers are another matter.
-        if any(isinstance(value, _Known) and isinstance(value.value, str) for value in (*args, *named.values())):
+        if any(isinstance(value, str) for value in constants):
             raise _refused(node)
         # A size may shape a tensor, and not scale one; dtypes change numbers, and not how their bits are read.
-        wrong = (
-            (_Kind.SIZE, _Kind.HALF, _Kind.NUMBER)
-            if name in _SUMS | _NORMS
-            else (_Kind.DTYPE,)
-            if name == "view"
-            else ()
-        )
-        if any(value in wrong for value in (*args, *named.values())):
+        computes = name in _SUMS | _NORMS
+        if computes and any(isinstance(value, _Size | _Half) or value is _Kind.NUMBER for value in values):
             raise _refused(node)
-        if name in _SCALES and any(isinstance(value, _Known) and not self.is_factor(value) for value in args):
+        if (name == "view" and _Kind.DTYPE in values) or (_Kind.EPSILON in values and name != "add"):
             raise _refused(node)
-        if "out" not in named and name in self.operations:
-            return _Kind.TENSOR
+        if name in _SCALES:
+            self.check_factors(values, node)
+        elif any(_is_number(value) and abs(value) > _SMALL for value in constants) and name != "sum":
+            raise _refused(node)
+        made = _made(_Tensor, owner, *values)
+        # A sum over the features, or over what they were unflattened into.
+        if name == "sum" and not named and args in [(_Known(-1),), (_Known(5),)]:
+            return made
+        if name in self.operations and "out" not in named:
+            if name in _JOINING and made.joins == _JOINS:
+                raise _refused(node, "its code joins tensors again and again")
+            return _Tensor(made.cuts, made.joins + (name in _JOINING))
         if name == "narrow" and args[:2].count(_Known(-1)):
-            return _Kind.TENSOR
+            return self.cut(_Tensor, node, made)
+        # As many pieces as a size says: another number of them does not fit what they are given to.
+        if name == "unbind" and "out" not in named:
+            return self.cut(_Pieces, node, made)
         if name in _PIECES and _Known(-1) in (*args[-1:], named.get("dim")):
-            return _Kind.PIECES
+            return self.cut(_Pieces, node, made)
         raise _refused(node)
 
 
@@ -384,6 +455,20 @@ class _Scope:
         raise _refused(node)
 
 
+def _made(kind: type[_Made], *values: _Value) -> Any:
+    """A value of this kind that was made of those."""
+    made = [value for value in _flat(values) if isinstance(value, _Made)]
+    return kind(max((one.cuts for one in made), default=0), max((one.joins for one in made), default=0))
+
+
+def _flat(values: Iterable[_Value]) -> Iterable[_Value]:
+    for value in values:
+        if isinstance(value, tuple) and not isinstance(value, _Known | _Method):
+            yield from _flat(value)
+        else:
+            yield value
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -398,8 +483,8 @@ def _constant(node: ast.expr) -> object:
     return node
 
 
-def _refused(node: ast.stmt | ast.expr) -> _NotStraightError:
+def _refused(node: ast.stmt | ast.expr, reason: str = "its code may depend on the call") -> _NotStraightError:
     kind = type(node).__name__.lower() if isinstance(node, ast.Try | ast.With | ast.For | ast.While) else None
     text = kind or ast.unparse(node).splitlines()[0]
     text = text if len(text) <= 60 else text[:57] + "..."
-    return _NotStraightError(f"its code may depend on the call: line {node.lineno}, {text}")
+    return _NotStraightError(f"{reason}: line {node.lineno}, {text}")

@@ -86,25 +86,24 @@ def _made(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                     yield result
 
 
-def why_not_doubled(module: nn.Module, table: Table, width: int, sources: Sources) -> str | None:
+def why_not_doubled(module: nn.Module, table: Table, sources: Sources) -> str | None:
     """Why the two features of a pair may have different angles in some of the module's tables; None if they cannot.
 
-    `width` is that of the tables. Each table has to be cat((x, x), dim=-1), or repeat_interleave(x, 2, dim=-1) for a
-    table of neighbours, of any x. After that it may be multiplied by numbers and be put through functions of one
-    number.
+    Each table has to be cat((x, x), dim=-1), or repeat_interleave(x, 2, dim=-1) for a table of neighbours, of any x.
+    After that it may be multiplied by single numbers and be put through functions of one number.
 
     >>> from transformers import LlamaConfig
     >>> from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     >>> small = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4))
-    >>> why_not_doubled(small, "halves", 16, Sources())
-    >>> why_not_doubled(small, "neighbours", 16, Sources())
+    >>> why_not_doubled(small, "halves", Sources())
+    >>> why_not_doubled(small, "neighbours", Sources())
     'the code of LlamaRotaryEmbedding does not show that the features of a pair have one angle'
     """
     forward = inspect.getattr_static(type(module), "forward", None)
     # Packages that replace forward in an instance keep the method, and call it.
     kept = [value for value in vars(module).values() if getattr(value, "__func__", None) is forward]
     called = type(module).__call__ is nn.Module.__call__ and ("forward" not in vars(module) or kept)
-    if called and _Tables(module, table, width, sources).returned(forward) == [True, True]:
+    if called and _Tables(module, table, sources).returned(forward) == [True, True]:
         return None
     return f"the code of {type(module).__name__} does not show that the features of a pair have one angle"
 
@@ -112,13 +111,13 @@ def why_not_doubled(module: nn.Module, table: Table, width: int, sources: Source
 class _Tables:
     """Follows the tables through the code of a module: which names hold one that is doubled, which hold numbers."""
 
-    def __init__(self, module: nn.Module, table: Table, width: int, sources: Sources) -> None:
+    def __init__(self, module: nn.Module, table: Table, sources: Sources) -> None:
         self.module, self.table, self.sources = module, table, sources
         self.depth = 0
-        # A tensor as wide as the table may stand where a number is expected, and differ within a pair.
-        attributes = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
-        attributes += [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
-        self.wide = {name for name, value in attributes if value.dim() > 0 and value.shape[-1] == width}
+        # Not what a property or an inner module holds: a tensor there may differ within a pair, now or later.
+        attributes = {**vars(module), **module._buffers, **module._parameters}
+        self.numbers = {name for name, value in attributes.items() if _is_one_number(value)}
+        self.others = {*attributes, *dir(type(module))} - self.numbers
 
     def returned(self, function: object) -> list[bool]:
         """Of each item of what a function returns, whether it is doubled by each return."""
@@ -229,28 +228,36 @@ class _Tables:
         return False
 
     def _number(self, node: ast.expr, names: "_Names") -> bool:
-        """Whether this comes from the module's attributes alone: a number, or a tensor that is not as wide."""
+        """Whether this is one number, whichever feature it is for: a constant, or an attribute of the module."""
         match node:
             case ast.Constant():
                 return True
             case ast.Name(id=name):
                 return name in names.numbers
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == names.owner:
-                return name not in self.wide
-            case ast.Attribute(value=value):
-                return self._number(value, names)
-            case ast.Subscript(value=value):
-                return self._number(value, names)
+                return name in self.numbers
+            case ast.Attribute() | ast.Subscript():
+                return self._in_config(node, names)
             case ast.IfExp(body=one, orelse=two):
                 return self._number(one, names) and self._number(two, names)
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=owner), called]):
                 # Part of the name may come from the call, as f"{layer_type}_attention_scaling" has it.
                 parts = [node.value for node in ast.walk(called) if isinstance(node, ast.Constant)]
-                maybe = [name for name in self.wide if all(str(part) in name for part in parts)]
-                return owner == names.owner and not maybe
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=args):
-                known = _is_known(getattr(getattr(self.module, name, None), "__module__", None))
-                return owner == names.owner and known and all(self._number(arg, names) for arg in args)
+                fit = [name for name in (*self.numbers, *self.others) if all(str(part) in name for part in parts)]
+                return owner == names.owner and bool(fit) and self.numbers.issuperset(fit)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=[arg], keywords=[]):
+                # transformers' functions of a config return frequencies and the one factor of the tables.
+                module = getattr(getattr(self.module, name, None), "__module__", None) or ""
+                return owner == names.owner and module.startswith("transformers.") and self._in_config(arg, names)
+        return False
+
+    def _in_config(self, node: ast.expr, names: "_Names") -> bool:
+        """Whether this is the module's config, or what stands in it: words and numbers, as a file has them."""
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == names.owner:
+                return _is_config(vars(self.module).get(name))
+            case ast.Attribute(value=value) | ast.Subscript(value=value, slice=ast.Constant()):
+                return self._in_config(value, names)
         return False
 
 
@@ -272,6 +279,20 @@ class _Names:
     def join(self, other: "_Names") -> None:
         """What holds whichever of two branches was run."""
         self.doubled, self.numbers = self.doubled & other.doubled, self.numbers & other.numbers
+
+
+def _is_one_number(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _is_config(value: object) -> bool:
+    """Whether this is a config of transformers, with no tensor in it."""
+    bases = [base for base in type(value).__mro__ if _is_known(base.__module__)]
+    if not any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in bases):
+        return False
+    held = list(vars(value).values())
+    held += [item for inner in held if isinstance(inner, dict) for item in inner.values()]
+    return not any(isinstance(item, Tensor) for item in held)
 
 
 def _is_known(module: str | None) -> bool:
