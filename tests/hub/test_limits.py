@@ -100,15 +100,19 @@ def test_a_huge_number_that_is_read_is_an_error_by_every_function(key):
 )
 def test_what_is_not_read_or_makes_nothing_long_is_no_error(config):
     started, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    whole = LLAMA | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8} | config
+    whole = (
+        LLAMA | {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 8} | config
+    )
     load_spec(whole)
     inspect_model(whole).as_json()
     if whole["max_position_embeddings"] < 1 << 24:
-        extend_model(whole, 1 << 18).as_json()
+        extend_model(whole, 1 << 18, rule="yarn").as_json()
     elif "rope_scaling" not in whole:
-        extend_model(whole | {"max_position_embeddings": 4096, "n_positions": 2**31 - 1}, 1 << 18).as_json()
+        extend_model(
+            whole | {"max_position_embeddings": 4096, "n_positions": 2**31 - 1}, 1 << 18, rule="yarn"
+        ).as_json()
         with pytest.raises(RopewalkError, match="more than the 2147483647 positions"):
-            extend_model(whole, 1 << 18)
+            extend_model(whole, 1 << 18, rule="yarn")
     # As much as with usual numbers: the length of no list, table or scan depends on them.
     assert time.process_time() - started < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
