@@ -17,6 +17,7 @@ from hub.checkpoints import CONFIG, llama
 from ropewalk import RopewalkError, hub
 from ropewalk.hub.configs import keys, language
 from ropewalk.hub.configs.keys import Caller
+from ropewalk.hub.convert import conversion
 from ropewalk.tools.cli import main
 from ropewalk.tools.command_config import CommandLine
 
@@ -60,7 +61,14 @@ def test_an_extension_reads_back_the_configs_that_it_offers_and_no_other(counted
     assert counted == {"files": 1, "configs": 1 + forms}
 
 
-def test_a_conversion_reads_its_config_once(counted, tmp_path):
+def test_a_conversion_reads_its_config_once(counted, monkeypatch, tmp_path):
+    read = conversion.read_config_file
+
+    def reading(*arguments: Any) -> Any:
+        counted["files"] += 1
+        return read(*arguments)
+
+    monkeypatch.setattr(conversion, "read_config_file", reading)
     hub.convert_checkpoint(llama(tmp_path / "model"), tmp_path / "out", to="interleaved")
     # Once to see whether the family is known, and once to parse it.
     assert counted == {"files": 1, "configs": 2}
@@ -134,8 +142,8 @@ def test_the_functions_have_what_the_commands_write(capsys, monkeypatch, tmp_pat
         ),
         (lambda: hub.extend_model({"model_type": "gpt_oss"}, 9), "extend_model: the key 'rope_p", "AutoConfig"),
         (lambda: hub.extend_model(LLAMA_2, 8192, rule="yarm"), "extend_model(rule='yarm')", "did you mean 'yarn'"),
-        (lambda: hub.extend_model(LLAMA_2, 1), "extend_model: an extension to 1 positions", "how many positions"),
-        (lambda: hub.extend_model(LLAMA_2, 1 << 25), "extend_model: an extension to", "that a model can read"),
+        (lambda: hub.extend_model(LLAMA_2, 1), "extend_model: an extension to 1 positions", "the number of positions"),
+        (lambda: hub.extend_model(LLAMA_2, 1 << 25), "extend_model: an extension to", "a smaller length"),
         (lambda: hub.extend_model(LLAMA_2, 4096), "extend_model: an extension to 4096", "a larger length"),
         (lambda: hub.extend_model(LLAMA_2, 8192, trained=1), "extend_model(trained=1)", "the trained length"),
         (lambda: hub.extend_model(LLAMA_2, 8192, rule="longrope"), "(rule='longrope')", "leave rule out"),
