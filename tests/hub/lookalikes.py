@@ -411,6 +411,8 @@ class ByCall(Qwen3RMSNorm):
 class WithGain(Qwen3RMSNorm):
     """A buffer that is 1, until a checkpoint is loaded."""
 
+    gain: torch.Tensor
+
     def __init__(self, hidden_size, eps=1e-6):
         super().__init__(hidden_size, eps)
         self.register_buffer("gain", torch.ones(()))

@@ -2,11 +2,12 @@
 
 A probe calls a function with a few inputs. It cannot see a branch on a length, a mode or the environment, a clamp of
 large values, a cache or a random number. So the source is read as well. Code is straight if it has no branch that a
-call decides, and if each operation in it is one of those below, which move, add and multiply numbers. Tensors are cut
-along the features, of which every call has the same number, and elsewhere at a whole size: a length or a batch that is
-cut in half again and again is a branch on its size. The only arithmetic on sizes is one half. What straight code
-computes for random numbers of a few sizes, it computes for all: without a constraint on the call, and inside a compiled
-graph too.
+call decides, and if each operation in it is one of those below, which move, add and multiply numbers. A size that is
+cut in half again and again, or a tensor that is doubled again and again, makes a branch on a size. So tensors are cut
+along the last dimension, twice in a row and no more, and joined three times; the only arithmetic on sizes is one half.
+What is left are comparisons of sizes with each other, within small factors. What straight code computes for random
+numbers of a few sizes, in which each is the largest once, it computes for all: without a constraint on the call, and
+inside a compiled graph too.
 """
 
 import ast
