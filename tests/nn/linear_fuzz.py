@@ -340,7 +340,9 @@ class Case:
         """Raise unless the fields of the state are those that follow from the calls so far."""
         assert self.state is not None
         position = self.state.position
-        listed = [position] * self.rows if isinstance(position, int) else position.tolist()
+        # One number is that of all rows, however many there are.
+        shared = isinstance(position, int) or position.dim() == 0
+        listed = [float(position)] * self.rows if shared else position.tolist()
         if listed != self.position:
             raise DisagreementError(f"position: {position}, not {self.position}")
         if isinstance(position, torch.Tensor) and not self.has_fractions and position.dtype != torch.int64:

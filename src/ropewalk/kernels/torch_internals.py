@@ -34,6 +34,7 @@ __all__ = [
     "is_plain",
     "is_transformed",
     "openmp_team",
+    "own_tensors",
     "outside_modes",
     "view_base",
     "why_not_plain",
@@ -61,6 +62,15 @@ def has_hooks(module: torch.nn.Module) -> bool:
     """
     before = module._forward_pre_hooks or module._backward_pre_hooks
     return bool(before or module._forward_hooks or module._backward_hooks)
+
+
+def own_tensors(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """The parameters and buffers that a module holds directly, by name; None for those that are declared and not there.
+
+    >>> list(own_tensors(torch.nn.Linear(2, 3)))
+    ['weight', 'bias']
+    """
+    return {**module._parameters, **module._buffers}
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -16,6 +16,7 @@ from ropewalk.hub.accelerate.source import Sources
 from ropewalk.hub.accelerate.straight_code import why_norm_not_straight
 from ropewalk.kernels.constructors import randn, tensor
 from ropewalk.kernels.qk_norm.torch import factor
+from ropewalk.kernels.torch_internals import own_tensors
 from ropewalk.kernels.types import Norm
 
 __all__ = ["FusedMethod", "NormKind", "fused_method", "norm_kind"]
@@ -60,7 +61,7 @@ def norm_kind(module: nn.Module, sources: Sources | None = None) -> NormKind | s
     name = type(module).__name__
     weight = getattr(module, "weight", None)
     # One that a property computes, as a parametrisation has it, is more than a weight.
-    kept = any("weight" in held for held in (module._parameters, module._buffers, vars(module)))
+    kept = "weight" in own_tensors(module) or "weight" in vars(module)
     if not kept or not isinstance(weight, torch.Tensor) or weight.dim() != 1 or weight.is_meta:
         return f"{name} has no weight for each feature of a head"
     eps = next((key for key in ("eps", "variance_epsilon") if isinstance(getattr(module, key, None), float)), None)

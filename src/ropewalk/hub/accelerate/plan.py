@@ -17,6 +17,7 @@ from ropewalk.hub.accelerate.norm_fusion import FUSED, FusedMethod, NormKind, fu
 from ropewalk.hub.accelerate.rotation_probe import Rotation, Table, is_candidate, rotation_of
 from ropewalk.hub.accelerate.source import Sources
 from ropewalk.hub.accelerate.table_probe import table_widths, why_not_doubled
+from ropewalk.kernels.torch_internals import own_tensors
 
 __all__ = ["PLAIN", "Part", "bound_methods", "plain_state", "planned"]
 
@@ -173,7 +174,7 @@ class _Seen:
         plain = [
             (key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str | None)
         ]
-        held = [*module._parameters.items(), *module._buffers.items()]
+        held = own_tensors(module).items()
         tensors = [(key, None if x is None else (tuple(x.shape), x.is_meta)) for key, x in held]
         key = type(module), tuple(plain), tuple(tensors)
         changed = [value for value in vars(module).values() if callable(value)]

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ropewalk.hub.accelerate.source import Sources
+from ropewalk.kernels.torch_internals import own_tensors
 
 __all__ = ["why_norm_not_straight", "why_not_straight"]
 
@@ -329,7 +330,7 @@ class _Reader:
 
     def attribute_of_module(self, owner: _Known, module: nn.Module, name: str, node: ast.expr) -> _Value:
         # Not what a property or __getattr__ computes.
-        tensors = {**module._parameters, **module._buffers}
+        tensors = own_tensors(module)
         found = tensors[name] if name in tensors else inspect.getattr_static(module, name, module)
         if isinstance(found, types.FunctionType):
             return _Method(owner, name)

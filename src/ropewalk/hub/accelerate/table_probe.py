@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ropewalk.hub.accelerate.rotation_probe import Table, parameters_of
 from ropewalk.hub.accelerate.source import Sources
+from ropewalk.kernels.torch_internals import own_tensors
 
 __all__ = ["table_widths", "why_not_doubled"]
 
@@ -115,7 +116,7 @@ class _Tables:
         self.module, self.table, self.sources = module, table, sources
         self.depth = 0
         # Not what a property or an inner module holds: a tensor there may differ within a pair, now or later.
-        attributes = {**vars(module), **module._buffers, **module._parameters}
+        attributes = {**vars(module), **own_tensors(module)}
         self.numbers = {name for name, value in attributes.items() if _is_one_number(value)}
         self.others = {*attributes, *dir(type(module))} - self.numbers
 
