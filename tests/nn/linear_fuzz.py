@@ -340,13 +340,15 @@ class Case:
         """Raise unless the fields of the state are those that follow from the calls so far."""
         assert self.state is not None
         position = self.state.position
-        # One number is that of all rows, however many there are.
-        shared = isinstance(position, int) or position.dim() == 0
-        listed = [float(position)] * self.rows if shared else position.tolist()
+        if isinstance(position, int) or position.dim() == 0:
+            # One number is that of all rows, in the dtype in which it was told.
+            listed, dtype = [float(position)] * self.rows, torch.int64
+        else:
+            listed, dtype = position.tolist(), position.dtype
         if listed != self.position:
             raise DisagreementError(f"position: {position}, not {self.position}")
-        if isinstance(position, torch.Tensor) and not self.has_fractions and position.dtype != torch.int64:
-            raise DisagreementError(f"position: {position.dtype} of whole numbers")
+        if not self.has_fractions and dtype != torch.int64:
+            raise DisagreementError(f"position: {dtype} of whole numbers")
         spec, learned = (None, False) if self.rope is None else (self.rope.spec, self.rope.log_scale is not None)
         fields = self.state.spec, self.state.learned, self.state.feature_map
         if fields != (spec, learned, self.map_names):
