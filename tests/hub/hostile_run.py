@@ -173,7 +173,7 @@ def run(seeds: range, limit: float) -> Iterator[tuple[int, str, str, Used]]:
             if outcome in ("converted", "refused"):
                 outcome = outcome if (state(case.outside), state(case.model)) == before else "the source was changed"
                 outcome = outcome if used.megabytes <= MEGABYTES else "too much memory"
-                outcome = outcome if used.processor <= limit else "too much time"
+                outcome = outcome if used.processor <= SECONDS else "too much time"
             yield seed, names, outcome, used
         finally:
             for place, _, _ in os.walk(folder):
@@ -189,7 +189,7 @@ def main() -> int:
         "--limit",
         type=float,
         default=SECONDS,
-        help="seconds per folder, by the clock and of a processor",
+        help="seconds per folder by the clock; 2 s of a processor hold always",
     )
     options = parser.parse_args()
     outcomes, most = Counter[str](), Used()

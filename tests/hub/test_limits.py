@@ -127,6 +127,16 @@ def test_a_count_behind_one_that_is_none_is_checked(names, first):
             read_model(config)
 
 
+@pytest.mark.parametrize("key", LAYERS)
+@pytest.mark.parametrize("huge", [10**9, 10**30])
+def test_layers_without_number_are_an_error_in_every_family(key, huge):
+    for name in [*FAMILIES, "brandnew"]:
+        config = {"model_type": name, **SMALL} | dict.fromkeys(LAYERS) | {key: huge}
+        with pytest.raises(RopewalkError) as caught:
+            read_model(config, pairing="half" if name == "brandnew" else None)
+        assert f"the key {key!r}" in caught.value.asked, name
+
+
 def test_every_count_that_is_read_has_a_limit():
     for family in FAMILIES.values():
         assert {*family.head_dim, *family.width, *family.heads} <= set(LIMITS)

@@ -336,12 +336,14 @@ class Case:
                 f"{int(wrong.sum())} of {wrong.size}"
             )
 
-    def _compare_state(self) -> None:
-        """Raise unless the fields of the state are those that follow from the calls so far."""
+    def _compare_state(self, *, told: bool = False) -> None:
+        """Raise unless the fields of the state are those that follow from the calls so far.
+
+        A call returns an int or int64 [rows]; only `reorder` keeps one number for all rows as the caller has `told` it.
+        """
         assert self.state is not None
         position = self.state.position
-        if isinstance(position, int) or position.dim() == 0:
-            # One number is that of all rows, in the dtype in which it was told.
+        if isinstance(position, int) or (told and position.dim() == 0):
             listed, dtype = [float(position)] * self.rows, torch.int64
         else:
             listed, dtype = position.tolist(), position.dtype
@@ -365,7 +367,7 @@ class Case:
         self.state = self.state.reorder(torch.tensor(index).to(self.pick(torch.int64, torch.int32)))
         self.rows, self.position = len(index), [self.position[i] for i in index]
         self.sums = [x[index] for x in self.sums]
-        self._compare_state()
+        self._compare_state(told=True)
         if len(set(self.position)) == 1 and self.position[0] == int(self.position[0]) and self.random.random() < 0.5:
             number, dtype = int(self.position[0]), self.pick(torch.int64, torch.int32)
             # Whole from here on, whatever it was.
