@@ -188,15 +188,15 @@ class _Call:
         """Features of the queries, turned, and their denominators."""
         q, plan = self.q, self.query_plan
         batch, heads, length, width = q.x.shape
-        turned = empty((batch, heads, length, width + width % 2), dtype=self.memory, device=q.x.device)
+        rotated = empty((batch, heads, length, width + width % 2), dtype=self.memory, device=q.x.device)
         below = self.make((batch, heads, length), dtype=torch.float32, device=q.x.device)
         blocks = plan.number * (plan.segment // self.low(plan))
         read_below[(batch * heads * blocks,)](
             **self.sides(q, self.k, plan), **self.reading(q.x, plan), **self.below(sums), low=keys.low,
-            turned=turned, below=below, LANES=self.tile.lanes, KIND=self.kind, PRECISION=self.precision,
+            turned=rotated, below=below, LANES=self.tile.lanes, KIND=self.kind, PRECISION=self.precision,
             num_warps=self.tile.turners,
         )  # fmt: skip
-        return turned, below
+        return rotated, below
 
     def read_values(
         self, mine: Tensor, plan: Plan, v: Tensor, sums: Totals, turned: Tensor, below: Tensor | None

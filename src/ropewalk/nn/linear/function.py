@@ -251,7 +251,7 @@ def _places(
             positions = k_positions[..., keys - queries :]
         return Where(positions, k_positions, length=length)
     if cu_seqlens is not None:
-        return Where(_packed_ids(cu_seqlens, keys, start), length=length)
+        return Where(packed_positions(cu_seqlens, keys, start), length=length)
     if queries == keys and not (isinstance(start, Tensor) and start.is_floating_point()):
         # No offset from 0 on: a rule that varies with the length knows a whole sequence by that.
         return Where(offset=None if isinstance(start, int) and start == 0 else start, length=length)
@@ -265,14 +265,6 @@ def _places(
     ids = arange(keys, device=q.device)
     ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
     return Where(ids[..., keys - queries :], ids, length=length)
-
-
-def _packed_ids(cu_seqlens: Tensor, keys: int, start: int | Tensor) -> Tensor:
-    """The positions of packed tokens, each sequence from its start on."""
-    if isinstance(start, Tensor):
-        owner = torch.searchsorted(cu_seqlens, arange(keys, device=cu_seqlens.device), right=True) - 1
-        start = start[owner.clamp_max(len(start) - 1)]
-    return packed_positions(cu_seqlens, keys) + start
 
 
 def _sides(
@@ -320,7 +312,7 @@ def _next(
         # The last that is seen before each token, and before none of them: an empty sequence may be the first.
         before = torch.cat([new_full(seen, (1,), -1), seen]).cummax(0).values
         begins, last = cu_seqlens[:-1], before[cu_seqlens[1:]]
-        ids = _packed_ids(cu_seqlens, keys, start) if key_ids is None else key_ids
+        ids = packed_positions(cu_seqlens, keys, start) if key_ids is None else key_ids
         ids = ids.reshape(1, -1).expand(len(last), -1)
     after = ids.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1) + 1
     return torch.where(last >= begins, after, start)
