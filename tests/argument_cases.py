@@ -307,7 +307,7 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ],
     theory.periods: [({"inv_freq": [1.0]}, {"inv_freq": [2.0]})],
     theory.Band: [({"kind": "still", "first": 0, "last": 1}, {"kind": "between", "first": 1, "last": 2})],
-    theory.turns: [({"inv_freq": [1.0], "length": 9}, {"inv_freq": [2.0], "length": 8})],
+    theory.rotations: [({"inv_freq": [1.0], "length": 9}, {"inv_freq": [2.0], "length": 8})],
     theory.plain_inv_freq: [
         (
             {"spec": rw.RopeSpec(8, rw.PositionInterpolation(1e4, 2))},

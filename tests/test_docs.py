@@ -184,7 +184,7 @@ def test_the_gpu_record_keeps_what_was_asked_of_the_kernels():
             assert times.get("Liger", ours) >= ours, where
 
 
-def test_a_part_of_the_features_turns_as_fast_as_all():
+def test_a_part_of_the_features_rotates_as_fast_as_all():
     wanted = {"shape": TRAINING, "memory": "transposed", "work": "forward", "norm": False, "dtype": "bfloat16"}
     for pairing in ("half", "interleaved"):
         whole, part = (gpu_times(gpu_record(), **wanted, pairing=pairing, rotary_dim=n)[0] for n in (0, 64))

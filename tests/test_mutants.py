@@ -31,12 +31,12 @@ def from_tables(x, positions, inv_freq, *, pairing, conjugate, amplitude, rotary
     cos, sin = ((amplitude * f(angles)).to(tables_in).to(work_in) for f in (torch.cos, torch.sin))
     dim = 2 * angles.shape[-1]
     cut = 0 if rotary_slice == "leading" else x.shape[-1] - dim
-    turned, y = x[..., cut : cut + dim].to(work_in), x.clone()
+    rotated, y = x[..., cut : cut + dim].to(work_in), x.clone()
     if pairing == "interleaved":
-        a, b = turned[..., 0::2], turned[..., 1::2]
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
         y[..., cut : cut + dim] = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
     else:
-        a, b = turned.chunk(2, dim=-1)
+        a, b = rotated.chunk(2, dim=-1)
         y[..., cut : cut + dim] = torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
     return y
 
@@ -48,7 +48,7 @@ def honest(x, positions, inv_freq, **options):
 
 
 @mutant
-def turns_the_other_way(x, positions, inv_freq, **options):
+def rotates_the_other_way(x, positions, inv_freq, **options):
     return honest(x, positions, -inv_freq, **options)
 
 
@@ -141,7 +141,7 @@ def ignores_the_slice(x, positions, inv_freq, **options):
 
 
 @mutant
-def drops_the_features_that_do_not_turn(x, positions, inv_freq, **options):
+def drops_the_features_that_are_not_rotated(x, positions, inv_freq, **options):
     y = honest(x, positions, inv_freq, **options)
     dim = 2 * inv_freq.shape[-1]
     rest = slice(dim, None) if options["rotary_slice"] == "leading" else slice(0, x.shape[-1] - dim)
@@ -234,8 +234,8 @@ class _ForgetsAmplitude(_ForwardOnBackward):
 @mutant
 def forgets_the_amplitude_in_its_backward(x, positions, inv_freq, **options):
     def rotation(value: Tensor, backward: bool = False) -> Tensor:
-        turned_back = {"conjugate": not options["conjugate"], "amplitude": 1.0}
-        return honest(value, positions, inv_freq, **options | (turned_back if backward else {}))
+        rotated_back = {"conjugate": not options["conjugate"], "amplitude": 1.0}
+        return honest(value, positions, inv_freq, **options | (rotated_back if backward else {}))
 
     return _ForgetsAmplitude.apply(x, rotation)  # pyright: ignore[reportReturnType]
 

@@ -141,7 +141,7 @@ def patch_table(model_type: str, config: PreTrainedConfig) -> tuple[torch.nn.Mod
         attention = home(config, f"{CONFORMERS[model_type]}SelfAttention")(config)
         cos_sin = rotary(torch.zeros(1, 24, config.hidden_size))
 
-        def turned(x: Tensor) -> Tensor:
+        def rotated_heads(x: Tensor) -> Tensor:
             # One head is rotated beside others; the attention takes all of them in one width.
             heads = attention.num_heads
             wide = x.repeat(1, heads, 1, 1)[:, :heads].transpose(1, 2).flatten(2)
@@ -151,7 +151,7 @@ def patch_table(model_type: str, config: PreTrainedConfig) -> tuple[torch.nn.Mod
                 .transpose(1, 2)[:, : x.shape[1]]
             )
 
-        return rotary, turned, torch.arange(24)
+        return rotary, rotated_heads, torch.arange(24)
     names = {"dinov3_vit": "DINOv3ViTRopePositionEmbedding", "eomt_dinov3": "EomtDinov3RotaryEmbedding"}
     rotary = home(config, names.get(model_type, "Sapiens2RopePositionEmbedding"))(config).eval()
     cos, sin = rotary(torch.zeros(1, 3, 4 * config.patch_size, 6 * config.patch_size))

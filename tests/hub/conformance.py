@@ -104,10 +104,10 @@ def _fault(seen: Seen, spec: RopeSpec, *, reorder: bool = False) -> str | None:
             return f"{name} have {before.shape[-1]} features, the spec has {spec.head_dim}"
         if seen.before_has_amplitude:
             before = _without(before, spec, amplitude)
-        turned = rope(before, positions=seen.positions.to(before.device), role=role, length=1)
+        rotated = rope(before, positions=seen.positions.to(before.device), role=role, length=1)
         if reorder:
-            turned = _in_halves(turned, spec)
-        gap = ((turned - after).abs().max() / after.abs().max()).item()
+            rotated = _in_halves(rotated, spec)
+        gap = ((rotated - after).abs().max() / after.abs().max()).item()
         # NaN is no agreement.
         if not gap <= 2e-5:
             return f"{name} differ by {gap:.2g}"
@@ -115,24 +115,24 @@ def _fault(seen: Seen, spec: RopeSpec, *, reorder: bool = False) -> str | None:
 
 
 def _without(x: Tensor, spec: RopeSpec, amplitude: float) -> Tensor:
-    start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.turning
+    start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.rotated_dim
     scale = torch.ones(spec.head_dim)
-    scale[start : start + spec.turning] = amplitude
+    scale[start : start + spec.rotated_dim] = amplitude
     return x / scale
 
 
 def _in_halves(x: Tensor, spec: RopeSpec) -> Tensor:
     """The features that turn, first ones of all pairs before second ones: what transformers' DeepSeek gives back."""
-    start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.turning
-    turned = x[..., start : start + spec.turning]
-    halves = torch.cat((turned[..., 0::2], turned[..., 1::2]), dim=-1)
-    return torch.cat((x[..., :start], halves, x[..., start + spec.turning :]), dim=-1)
+    start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.rotated_dim
+    rotated = x[..., start : start + spec.rotated_dim]
+    halves = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
+    return torch.cat((x[..., :start], halves, x[..., start + spec.rotated_dim :]), dim=-1)
 
 
 def _said(spec: RopeSpec) -> str:
     parts = [type(spec.frequencies).__name__, spec.pairing]
-    if spec.turning < spec.head_dim:
-        parts.append(f"{spec.turning} of {spec.head_dim} {spec.rotary_slice}")
+    if spec.rotated_dim < spec.head_dim:
+        parts.append(f"{spec.rotated_dim} of {spec.head_dim} {spec.rotary_slice}")
     parts += [f"{spec.axes.count} axes"] if spec.axes is not None else []
     parts += ["sign −1"] if spec.sign < 0 else []
     parts += ["query temperature"] if spec.query_temperature is not None else []

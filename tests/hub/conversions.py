@@ -98,13 +98,13 @@ def rotating_by_definition(model: Any, pairing: str) -> Iterator[None]:
             if pairing == "half"
             else (slice(0, width, 2), slice(1, width, 2))
         )
-        turned = []
+        rotated = []
         for x in (q, k):
             y = x.clone()
             y[..., one] = x[..., one] * c - x[..., two] * s
             y[..., two] = x[..., one] * s + x[..., two] * c
-            turned.append(y)
-        return turned[0], turned[1]
+            rotated.append(y)
+        return rotated[0], rotated[1]
 
     module.apply_rotary_pos_emb = apply
     try:
@@ -115,7 +115,7 @@ def rotating_by_definition(model: Any, pairing: str) -> Iterator[None]:
 
 def reordered(x: Tensor, spec: Any, to: str) -> Tensor:
     """The last axis of x, a head or the features of it that turn, in the order of the pairing `to`."""
-    width = spec.turning
+    width = spec.rotated_dim
     first = x.shape[-1] - width if spec.rotary_slice == "trailing" else 0
     part = x[..., first : first + width]
     if to == "interleaved":

@@ -341,9 +341,9 @@ def test_a_file_that_is_exchanged_for_a_link_is_never_read(tmp_path, model, priv
     total = len(calls)
     assert total >= 2 * len(FILES)
     shutil.rmtree(tmp_path / "out")
-    for turn in range(1, total + 1):
+    for rotate in range(1, total + 1):
         calls.clear()
-        number[0] = turn
+        number[0] = rotate
         with pytest.raises(RopewalkError, match="exchanged") as caught:
             convert_checkpoint(model, tmp_path / "out", to="interleaved", verify=True)
         assert repr(os.path.basename(calls[-1])) in str(caught.value)

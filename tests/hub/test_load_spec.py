@@ -57,13 +57,13 @@ DEEPSEEK: dict[str, Any] = {
 )
 def test_llama_3_1_in_both_forms(said):
     spec, names = loaded(LLAMA | said)
-    assert (spec.frequencies, spec.head_dim, spec.turning) == (Llama3(500_000, 8, 8192), 128, 128)
+    assert (spec.frequencies, spec.head_dim, spec.rotated_dim) == (Llama3(500_000, 8, 8192), 128, 128)
     assert (spec.pairing, spec.rotary_slice, spec.angles, names) == ("half", "leading", "float32", [])
 
 
 def test_deepseek_v3():
     spec, names = loaded(DEEPSEEK)
-    assert (spec.head_dim, spec.turning, spec.rotary_slice, spec.pairing) == (192, 64, "trailing", "interleaved")
+    assert (spec.head_dim, spec.rotated_dim, spec.rotary_slice, spec.pairing) == (192, 64, "trailing", "interleaved")
     assert spec.amplitude() == 1
     assert spec.softmax_scale == pytest.approx(1.8738542070926265)
     assert names == []
@@ -114,9 +114,9 @@ def test_other_models():
     }
     assert load_spec(oss).frequencies == Yarn(150_000, 32, 4096, truncate=False)
     neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4, "rotary_pct": 0.25}
-    assert (load_spec(neox).turning, load_spec(neox | {"rotary_emb_base": 500}).frequencies) == (4, Plain(500))
+    assert (load_spec(neox).rotated_dim, load_spec(neox | {"rotary_emb_base": 500}).frequencies) == (4, Plain(500))
     gptj = {"model_type": "gptj", "n_embd": 4096, "n_head": 16, "rotary_dim": 64}
-    assert (load_spec(gptj).turning, load_spec(gptj).head_dim, load_spec(gptj).pairing) == (64, 256, "interleaved")
+    assert (load_spec(gptj).rotated_dim, load_spec(gptj).head_dim, load_spec(gptj).pairing) == (64, 256, "interleaved")
     hunyuan = LLAMA | {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0}}
     assert load_spec(hunyuan).frequencies == NTK(1e4, 1000)
     qwen = LLAMA | {"model_type": "qwen2_vl", "hidden_size": 3584, "num_attention_heads": 28, "rope_theta": 1e6}
@@ -129,7 +129,7 @@ def test_other_models():
     gemma = {"model_type": "gemma4_text", "head_dim": 256, "global_head_dim": 512, "layer_types": ["full_attention"]}
     full = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
     spec = load_spec(gemma | {"rope_parameters": {"full_attention": full}})["full_attention"]
-    assert (spec.frequencies, spec.head_dim, spec.turning) == (Proportional(1e6, 0.25), 512, 512)
+    assert (spec.frequencies, spec.head_dim, spec.rotated_dim) == (Proportional(1e6, 0.25), 512, 512)
 
 
 def test_vllms_keys():

@@ -42,7 +42,7 @@ def test_the_rotation(params, rule, head_dim, tmp_path):
     (tmp_path / "params.json").write_text(json.dumps(params))
     for given in (params, tmp_path, tmp_path / "params.json", str(tmp_path)):
         spec, names = loaded(given)
-        assert (spec.frequencies, spec.head_dim, spec.turning, names) == (rule, head_dim, head_dim, [])
+        assert (spec.frequencies, spec.head_dim, spec.rotated_dim, names) == (rule, head_dim, head_dim, [])
         # Meta's code views features as complex numbers: neighbours form a pair. Converted weights are half.
         assert spec.pairing == "interleaved"
 

@@ -24,27 +24,27 @@ def neighbours(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * sin
 
 
-def made(turn: Any, part: bool = False, back: bool = False, wide: bool = True, keep: bool = False) -> Any:
+def made(rotate: Any, part: bool = False, back: bool = False, wide: bool = True, keep: bool = False) -> Any:
     """A function in the form of transformers', of which the probe knows nothing."""
 
     def function(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, ...]:
         cos, sin = cos.unsqueeze(unsqueeze_dim), (-sin if back else sin).unsqueeze(unsqueeze_dim)
         if not wide:
-            cos, sin = ((torch.cat((x, x), -1) if turn is half else x.repeat_interleave(2, -1)) for x in (cos, sin))
+            cos, sin = ((torch.cat((x, x), -1) if rotate is half else x.repeat_interleave(2, -1)) for x in (cos, sin))
         width = cos.shape[-1] if part else q.shape[-1]
-        turned = [torch.cat((turn(x[..., :width], cos, sin), x[..., width:]), dim=-1) for x in (q, k)]
-        return tuple(y.to(x.dtype) for y, x in zip(turned, (q, k), strict=True)) if keep else tuple(turned)
+        rotated = [torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1) for x in (q, k)]
+        return tuple(y.to(x.dtype) for y, x in zip(rotated, (q, k), strict=True)) if keep else tuple(rotated)
 
     return function
 
 
 @settings(max_examples=40)
 @given(st.sampled_from([half, neighbours]), st.booleans(), st.booleans(), st.booleans(), st.booleans())
-def test_every_form_is_told_from_every_other(turn, part, back, wide, keep):
-    found = rotation_of(made(turn, part, back, wide, keep))
+def test_every_form_is_told_from_every_other(rotate, part, back, wide, keep):
+    found = rotation_of(made(rotate, part, back, wide, keep))
     assert isinstance(found, Rotation)
-    assert found.pairing == ("half" if turn is half else "interleaved")
-    assert found.table == ("single" if not wide else "halves" if turn is half else "neighbours")
+    assert found.pairing == ("half" if rotate is half else "interleaved")
+    assert found.table == ("single" if not wide else "halves" if rotate is half else "neighbours")
     assert (found.conjugate, found.keeps_dtype) == (back, keep)
     assert found.part == ("leading" if part else None)
     assert found.seq_dims == ((1, -2), (2, -3))
@@ -61,14 +61,16 @@ def test_every_form_is_told_from_every_other(turn, part, back, wide, keep):
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.integers(0, 2**31),
 )
-def test_what_takes_its_place_computes_the_same(turn, part, back, wide, way, dtype, seed):
-    own = made(turn, part, back, wide)
+def test_what_takes_its_place_computes_the_same(rotate, part, back, wide, way, dtype, seed):
+    own = made(rotate, part, back, wide)
     found: Any = rotation_of(own)
     torch.manual_seed(seed)
     q, k = (torch.randn(2, 7, heads, 12 if part else 8).to(dtype) for heads in (3, 1))
     q, k = (x if way == 2 else x.transpose(1, 2) for x in (q, k))
     single = torch.rand(1, 7, 4) * 6
-    table = single if not wide else torch.cat((single, single), -1) if turn is half else single.repeat_interleave(2, -1)
+    table = (
+        single if not wide else torch.cat((single, single), -1) if rotate is half else single.repeat_interleave(2, -1)
+    )
     cos, sin = table.cos().to(dtype), table.sin().to(dtype)
     ours = fused_rotation(own, found, frozenset({8}) if wide else None)(q, k, cos, sin, unsqueeze_dim=way)
     for mine, theirs in zip(ours, own(q.double(), k.double(), cos.double(), sin.double(), way), strict=True):

@@ -26,10 +26,10 @@ def random_config(rope_type: str, rng: random.Random) -> LlamaConfig:
     trained = rng.choice([512, 2048, 4096, 8192, 32768])
     factor = rng.choice([1.0, rng.uniform(1, 64), float(rng.randint(2, 32))])
     share = rng.choice([1.0, 0.25, 0.5, 0.75])
-    turning = int(head_dim * share) if rope_type != "proportional" else head_dim
+    rotated_dim = int(head_dim * share) if rope_type != "proportional" else head_dim
     # Llama's default type turns whole heads, whatever the factor.
-    fits = turning >= 4 and turning % 2 == 0 and rope_type != "default"
-    share, turning = (share, turning) if fits else (1.0, head_dim)
+    fits = rotated_dim >= 4 and rotated_dim % 2 == 0 and rope_type != "default"
+    share, rotated_dim = (share, rotated_dim) if fits else (1.0, head_dim)
     parameters: dict[str, Any] = {
         "rope_type": rope_type,
         "rope_theta": rng.choice([1e4, 5e5, 1e6, rng.uniform(50, 1e7)]),
@@ -48,7 +48,7 @@ def random_config(rope_type: str, rng: random.Random) -> LlamaConfig:
         parameters |= {key: value for key, value in some.items() if rng.random() < 0.7 or key.startswith("mscale")}
     if rope_type == "longrope":
         for key in ("short_factor", "long_factor"):
-            parameters[key] = [rng.uniform(1, 64) for _ in range(turning // 2)]
+            parameters[key] = [rng.uniform(1, 64) for _ in range(rotated_dim // 2)]
         parameters |= {"factor": factor} if rng.random() < 0.5 else {}
         parameters |= {"attention_factor": rng.uniform(0.5, 2)} if rng.random() < 0.3 else {}
     if rope_type == "llama3":

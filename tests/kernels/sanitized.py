@@ -24,12 +24,12 @@ def main() -> None:
         weight = torch.ones(spec.head_dim, device="cuda", requires_grad=True)
         ids = torch.randint(-100, 1 << 20, (2, 37), device="cuda")
         cos, sin = (table.requires_grad_() for table in rope.at(ids))
-        turned = [
+        rotated = [
             *rope(q, k, positions=ids),
             *rope(q, k, angles=(cos, sin)),
             *qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=ids),
         ]
-        torch.autograd.grad(turned, [q, k, weight, cos, sin], turned)
+        torch.autograd.grad(rotated, [q, k, weight, cos, sin], rotated)
         longer = [torch.randn(1, heads, 600, spec.head_dim, device="cuda").to(torch.bfloat16) for heads in (4, 2, 2)]
         longer = [x.requires_grad_() for x in longer]
         ends = torch.tensor([0, 5, 300, 590], device="cuda")

@@ -27,7 +27,7 @@ def test_it_was_built():
     assert extension.instructions() in ("neon", "avx2", "sse2", "portable")
 
 
-def turned(x, dtype, pairing="interleaved", **options):
+def rotated(x, dtype, pairing="interleaved", **options):
     layout = Layout(pairing == "interleaved", options.pop("start", 0), options.pop("seq_dim", -2))
     working = torch.float64 if dtype == torch.float64 else torch.float32
     cos, sin = (table.to(working) for table in TABLES)
@@ -38,7 +38,7 @@ def turned(x, dtype, pairing="interleaved", **options):
 @pytest.mark.parametrize("pairing", ["interleaved", "half"])
 def test_memory_of_every_shape_gives_the_same_bits(dtype, pairing):
     x = vector(0, 2, 3, 9, 16).to(dtype)
-    expected = turned(x.contiguous(), dtype, pairing)
+    expected = rotated(x.contiguous(), dtype, pairing)
     odd = torch.zeros(2 * 3 * 9 * 16 * x.element_size() + 1, dtype=torch.uint8)
     misaligned = torch.frombuffer(odd.numpy(), dtype=dtype, offset=1, count=x.numel()).view(x.shape)
     misaligned.copy_(x)
@@ -53,9 +53,9 @@ def test_memory_of_every_shape_gives_the_same_bits(dtype, pairing):
         "misaligned": misaligned,
     }.items():
         assert torch.equal(view, x), name
-        assert torch.equal(turned(view, dtype, pairing), expected), name
+        assert torch.equal(rotated(view, dtype, pairing), expected), name
     one = x[:1].expand(4, 3, 9, 16)
-    assert torch.equal(turned(one, dtype, pairing), expected[:1].expand(4, 3, 9, 16))
+    assert torch.equal(rotated(one, dtype, pairing), expected[:1].expand(4, 3, 9, 16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -63,8 +63,8 @@ def test_memory_of_every_shape_gives_the_same_bits(dtype, pairing):
 def test_in_place_gives_the_same_bits_and_touches_nothing_else(dtype, pairing):
     packed = vector(1, 2, 9, 5, 24).to(dtype)
     before, x = packed.clone(), packed[:, :, 1:4].transpose(1, 2)
-    expected = turned(x.contiguous(), dtype, pairing, start=3)
-    turned(x, dtype, pairing, start=3, in_place=True)
+    expected = rotated(x.contiguous(), dtype, pairing, start=3)
+    rotated(x, dtype, pairing, start=3, in_place=True)
     assert torch.equal(x, expected)
     assert torch.equal(packed[:, :, 0], before[:, :, 0])
     assert torch.equal(packed[:, :, 4], before[:, :, 4])
@@ -146,7 +146,7 @@ def test_tensors_of_a_plain_type_without_memory(make):
         y = torch._from_functional_tensor(y)  # pyright: ignore[reportPrivateImportUsage]
     assert torch.equal(y + 0.0, torch.zeros(1, 2, 3, 8))
     with pytest.raises(ValueError, match="a strided tensor on the CPU"):
-        turned(zero_tensor((1, 2, 9, 16)), torch.float32)
+        rotated(zero_tensor((1, 2, 9, 16)), torch.float32)
 
 
 def test_in_place_is_seen_by_autograd():

@@ -122,8 +122,8 @@ def test_a_graph_of_forward_and_backward():
     leaves = [q, k, weight]
 
     def step(q, k, weight):
-        turned = rope(*qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=ids), offset=3)
-        return [*turned, *torch.autograd.grad(turned, [q, k, weight], [y.detach() for y in turned])]
+        rotated = rope(*qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=ids), offset=3)
+        return [*rotated, *torch.autograd.grad(rotated, [q, k, weight], [y.detach() for y in rotated])]
 
     def fresh():
         # Leaves of its own for every stream: autograd warns of one that was used on another.
@@ -159,7 +159,7 @@ def test_compiled_in_one_graph(pairing):
     compiled = torch.compile(both, fullgraph=True)
     results = [function(q, k, weight) for function in (both, compiled)]
     cotangents = [torch.randn_like(y) for y in results[0]]
-    grads = [torch.autograd.grad(turned, [q, k, weight], cotangents) for turned in results]
+    grads = [torch.autograd.grad(rotated, [q, k, weight], cotangents) for rotated in results]
     for mine, wanted in zip((*results[1], *grads[1]), (*results[0], *grads[0]), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=0.02, atol=0.02)
     tokens = rope(torch.randn(2, 4, 1, 64, device="cuda"), offset=9)
@@ -171,9 +171,9 @@ def test_gradient_checkpointing(reentrant):
     rope = RotaryEmbedding(64).to("cuda")
     q, k = (torch.randn(2, 4, 16, 64, device="cuda", requires_grad=True) for _ in range(2))
     wanted = torch.autograd.grad(sum(y.square().sum() * 3 for y in rope(q, k)), [q, k])
-    turned = checkpoint(rope, q, k, use_reentrant=reentrant)
-    assert turned is not None
-    torch.autograd.backward([y.square().sum() * 3 for y in turned])
+    rotated = checkpoint(rope, q, k, use_reentrant=reentrant)
+    assert rotated is not None
+    torch.autograd.backward([y.square().sum() * 3 for y in rotated])
     assert torch.equal(q.grad, wanted[0])
     assert torch.equal(k.grad, wanted[1])
 
@@ -263,14 +263,14 @@ def test_nothing_waits_for_the_device():
     learned = RotaryEmbedding(64, learned=True).to("cuda")
 
     def everything():
-        turned = [
+        rotated = [
             *rope(q, k, positions=ids),
             *qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight),
             *learned(q, k, offset=2),
         ]
         with torch.no_grad():
             rope.rotate_(q.clone(), k.clone(), offset=7)
-        torch.autograd.grad(turned, [q, k, weight, learned.log_scale], turned)
+        torch.autograd.grad(rotated, [q, k, weight, learned.log_scale], rotated)
 
     everything()
     torch.cuda.set_sync_debug_mode("error")

@@ -136,8 +136,8 @@ def test_sums_are_the_same_by_segments_and_by_a_walk(pairing, given, reverse, mo
         monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
         call = linear_launch._Call(side, Side(v, "elu"), v, Layout(pairing == "interleaved", 0, -2), True, None)
         assert (call.walker(call.key_plan) is None) == (enough > 1)
-        turned = call.turned(side, call.key_plan, None)
-        found.append(call.sums(turned, call.key_plan, wide, before, reverse=reverse))
+        rotated = call.rotated(side, call.key_plan, None)
+        found.append(call.sums(rotated, call.key_plan, wide, before, reverse=reverse))
     for name, a, b in zip(linear_launch.Totals._fields, *found, strict=True):
         # Running sums are bfloat16.
         torch.testing.assert_close(a, b, rtol=2**-7 if name == "running" else 1e-5, atol=1e-3)
@@ -274,7 +274,7 @@ class _Unlaunched:
 
 @pytest.mark.parametrize("name", ["elu", "relu", "identity"])
 def test_nothing_runs_beside_the_kernels(name, monkeypatch):
-    kernels = "turn_rows", "sum_segments", "run_totals", "walk_segments", "read_below", "read_values", "divide_rows"
+    kernels = "rotate_rows", "sum_segments", "run_totals", "walk_segments", "read_below", "read_values", "divide_rows"
     for kernel in (*kernels, "read_features"):
         monkeypatch.setattr(linear_launch, kernel, _Unlaunched())
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn(2, 4, 2, 70, 16, 16, torch.bfloat16)]
@@ -353,7 +353,7 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
         modules[stem] = importlib.util.module_from_spec(found)
         monkeypatch.setitem(sys.modules, path.stem, modules[stem])
         found.loader.exec_module(modules[stem])
-    for kernel in ("turn_rows", "run_totals", "sum_segments"):
+    for kernel in ("rotate_rows", "run_totals", "sum_segments"):
         monkeypatch.setattr(linear_launch, kernel, getattr(modules["triton_sums"], kernel))
     for kernel in ("read_below", "read_values"):
         monkeypatch.setattr(linear_launch, kernel, getattr(modules["triton_read"], kernel))

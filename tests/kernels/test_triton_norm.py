@@ -43,15 +43,15 @@ def test_within_budget(name, plus_one, dtype):
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     weights = [random(spec.head_dim, seed=7), random(spec.head_dim, dtype=torch.bfloat16, seed=8)]
     ids = torch.tensor([[0, 5, 7, 1 << 20, 3], [1, 2, 3, 4, 9]], device=DEVICE)
-    turned = qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], plus_one=plus_one, positions=ids)
+    rotated = qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], plus_one=plus_one, positions=ids)
     assert len([key for key in launch_triton.LAUNCHES if key[0] is norm_rotate_kernel]) == 1
     theta = torch.as_tensor(spec.inv_freq())
-    for x, weight, y in zip((q, k), weights, turned, strict=True):
+    for x, weight, y in zip((q, k), weights, rotated, strict=True):
         how = {"pairing": spec.pairing, "rotary_slice": spec.rotary_slice}
         wanted = qk_norm_rotate(x.cpu().double(), weight.cpu().double(), ids.cpu(), theta, plus_one=plus_one, **how)
         assert y.stride() == x.stride()
-        turning = {"rotary_dim": spec.turning, "copied": False, "farthest": float(1 << 20)}
-        assert assert_within_budget(y.cpu(), wanted, **turning, **how) <= 1
+        rotated_dim = {"rotary_dim": spec.rotated_dim, "copied": False, "farthest": float(1 << 20)}
+        assert assert_within_budget(y.cpu(), wanted, **rotated_dim, **how) <= 1
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -81,8 +81,8 @@ def test_many_blocks_of_rows_are_summed():
     ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
     grads = []
     for rope in ropes:
-        turned = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight)
-        total = sum((y * random(*y.shape, seed=3)).sum() for y in turned)
+        rotated = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight)
+        total = sum((y * random(*y.shape, seed=3)).sum() for y in rotated)
         grads.append(torch.autograd.grad(total, [q, k, weight]))
     for own, wanted in zip(*grads, strict=True):
         torch.testing.assert_close(own, wanted, rtol=2e-5, atol=2e-5)
@@ -120,9 +120,9 @@ def test_tensors_that_lie_strangely(name):
     ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
     results = []
     for rope in ropes:
-        turned = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=torch.arange(seq, device=DEVICE))
-        cotangents = [random(*y.shape, seed=5) for y in turned]
-        results.append([*turned, *torch.autograd.grad(turned, [q, k, weight], cotangents)])
+        rotated = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=torch.arange(seq, device=DEVICE))
+        cotangents = [random(*y.shape, seed=5) for y in rotated]
+        results.append([*rotated, *torch.autograd.grad(rotated, [q, k, weight], cotangents)])
     for own, wanted in zip(*results, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
 
@@ -228,9 +228,9 @@ def test_launches_are_kept_by_all_that_they_depend_on():
             found = []
             for backend in ("triton", "torch"):
                 layout = Layout(True, 0, -2)
-                turned = ops.norm_rotate(q, k, *weights, cos, sin, layout, norm, backend=backend)
+                rotated = ops.norm_rotate(q, k, *weights, cos, sin, layout, norm, backend=backend)
                 asked = [q, k, *(w for w in weights if w is weight)]
-                found.append([*turned, *torch.autograd.grad([y.sum() for y in turned], asked)])
+                found.append([*rotated, *torch.autograd.grad([y.sum() for y in rotated], asked)])
             for own, wanted in zip(*found, strict=True):
                 torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
 
@@ -241,8 +241,8 @@ def test_leading_dimensions_with_a_row_a_batch():
     results = []
     for backend in ("triton", "torch"):
         rope = RotaryEmbedding(8, seq_dim=-3, backend=backend).to(DEVICE)
-        turned = qk_norm_rope(q, q * 2, rope, q_weight=weight, k_weight=weight, positions=ids)
-        results.append([*turned, *torch.autograd.grad([y.square().sum() for y in turned], [q, weight])])
+        rotated = qk_norm_rope(q, q * 2, rope, q_weight=weight, k_weight=weight, positions=ids)
+        results.append([*rotated, *torch.autograd.grad([y.square().sum() for y in rotated], [q, weight])])
     for own, wanted in zip(*results, strict=True):
         torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
 
@@ -267,9 +267,9 @@ def test_first_derivatives_are_the_same_with_and_without_a_graph_and_in_batches(
 
 def test_only_what_needs_a_gradient_gets_a_graph():
     q, k = random(1, 2, 3, 8).requires_grad_(), random(1, 2, 3, 8)
-    turned_q, turned_k = qk_norm_rope(q, k, RotaryEmbedding(8, backend="triton").to(DEVICE))
-    assert turned_q.requires_grad
-    assert not turned_k.requires_grad
+    rotated_q, rotated_k = qk_norm_rope(q, k, RotaryEmbedding(8, backend="triton").to(DEVICE))
+    assert rotated_q.requires_grad
+    assert not rotated_k.requires_grad
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered:RuntimeWarning")  # NumPy's, of the interpreter
@@ -277,10 +277,10 @@ def test_only_what_needs_a_gradient_gets_a_graph():
 def test_an_eps_that_float32_does_not_have():
     q = random(2, 3, 5, 8).requires_grad_()
     weight = random(8, seed=1).requires_grad_()
-    turned = qk_norm_rope(
+    rotated = qk_norm_rope(
         q, q, RotaryEmbedding(8, backend="triton").to(DEVICE), q_weight=weight, k_weight=weight, eps=1e-50
     )
-    for gradient in torch.autograd.grad([y.sum() for y in turned], [q, weight]):
+    for gradient in torch.autograd.grad([y.sum() for y in rotated], [q, weight]):
         assert gradient.isfinite().all()
 
 
@@ -296,6 +296,6 @@ def test_compiled_in_one_graph():
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     results = [function(q, k, weight) for function in (both, compiled)]
     cotangents = [random(*y.shape, seed=3) for y in results[0]]
-    grads = [torch.autograd.grad(turned, [q, k, weight], cotangents) for turned in results]
+    grads = [torch.autograd.grad(rotated, [q, k, weight], cotangents) for rotated in results]
     for mine, wanted in zip((*results[1], *grads[1]), (*results[0], *grads[0]), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)

@@ -50,10 +50,10 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(DEVICE)
 
 
-def close(turned, x, cos, sin, layout, row=0, conjugate=False):
+def close(rotated, x, cos, sin, layout, row=0, conjugate=False):
     wanted = rotate_traceable(x.double(), cos.double(), sin.double(), layout, row, conjugate)
     limit = 1e-6 if x.dtype == torch.float32 else 1e-12 if x.dtype == torch.float64 else 2e-2
-    torch.testing.assert_close(turned.double(), wanted, rtol=limit, atol=limit)
+    torch.testing.assert_close(rotated.double(), wanted, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,9 +85,9 @@ def test_q_and_k_in_one_launch(monkeypatch, seq_dim, interleaved, start, wide):
     q, k = random(3, 8, 7, 16), random(3, 2, 7, 16, seed=1)
     if seq_dim == -3:
         q, k = q.transpose(1, 2), k.transpose(1, 2).contiguous()
-    turned = rotate_triton.rotate(q, k, cos, sin, layout, 1)
+    rotated = rotate_triton.rotate(q, k, cos, sin, layout, 1)
     assert len(launch_triton.LAUNCHES) == 1
-    for x, y in zip((q, k), turned, strict=True):
+    for x, y in zip((q, k), rotated, strict=True):
         close(y, x, cos, sin, layout, 1)
         assert y.stride() == x.stride()
         # Features that do not turn are copied bit for bit.
@@ -126,7 +126,7 @@ def test_tensors_that_lie_strangely(name, interleaved):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NumPy's, of the interpreter
-def test_infinities_that_do_not_turn_are_copied():
+def test_infinities_that_are_not_rotated_are_copied():
     x, (cos, sin) = random(2, 3, 5, 16), tables(5, 4)
     x[..., 8:] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0] * 2)
     for interleaved in (False, True):
@@ -135,7 +135,7 @@ def test_infinities_that_do_not_turn_are_copied():
         assert y[..., :8].isfinite().all()
 
 
-def test_an_odd_number_of_features_that_do_not_turn():
+def test_an_odd_number_of_features_that_are_not_rotated():
     x, (cos, sin) = random(2, 3, 5, 15), tables(5, 4)
     for interleaved in (False, True):
         (y,) = rotate_triton.rotate(x, None, cos, sin, Layout(interleaved, 0, -2))
@@ -152,7 +152,7 @@ def test_tables_that_are_not_contiguous():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_in_place_turns_and_touches_nothing_else(interleaved):
+def test_in_place_rotates_and_touches_nothing_else(interleaved):
     spec = RopeSpec(16, rotary_dim=8, pairing="interleaved" if interleaved else "half", rotary_slice="trailing")
     rope = RotaryEmbedding(spec, backend="triton").to(DEVICE)
     whole = random(2, 5, 6, 16)
@@ -178,11 +178,11 @@ def test_gradients_lie_as_the_input_does():
 def test_one_of_two_cotangents():
     rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
     q, k = random(1, 2, 3, 8).requires_grad_(), random(1, 2, 3, 8).requires_grad_()
-    turned_q, turned_k = rope(q, k)
-    (turned_k * 2).sum().backward()
+    rotated_q, rotated_k = rope(q, k)
+    (rotated_k * 2).sum().backward()
     assert k.grad is not None
     torch.testing.assert_close(k.grad, rope.unrotate(torch.full_like(k, 2)))
-    assert turned_q.grad_fn is not None
+    assert rotated_q.grad_fn is not None
     assert q.grad is None or not q.grad.any()
 
 
@@ -199,8 +199,8 @@ def test_gradients_of_cos_and_sin(shape, interleaved, conjugate):
     layout = Layout(interleaved, 2 if interleaved else 0, -2)
     weights = [torch.randn_like(x) for x in (q, k)]
 
-    def total(turned):
-        return sum((y * y * w).sum() for y, w in zip(turned, weights, strict=True))
+    def total(rotated):
+        return sum((y * y * w).sum() for y, w in zip(rotated, weights, strict=True))
 
     mine = total(ops.rotate(q, k, cos, sin, layout, conjugate=conjugate, backend="triton"))
     formula = total(rotate_traceable(x, cos, sin, layout, 0, conjugate) for x in (q, k))
@@ -313,8 +313,8 @@ def test_leading_dimensions_with_a_row_a_batch():
     results = []
     for module in (rope, formula):
         angles = tuple(table.requires_grad_() for table in module.at(ids))
-        turned = module(q, angles=angles)
-        results.append([turned, *torch.autograd.grad((turned * q).sum(), angles)])
+        rotated = module(q, angles=angles)
+        results.append([rotated, *torch.autograd.grad((rotated * q).sum(), angles)])
     for mine, wanted in zip(*results, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
 

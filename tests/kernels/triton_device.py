@@ -46,8 +46,8 @@ def on_device(candidate: Any) -> Any:
 
     def moved(x: Any, positions: Any, inv_freq: Any, **options: Any) -> Any:
         there = x if DEVICE.type == "cpu" else as_it_lies(x)
-        turned = candidate(there, positions.to(DEVICE), inv_freq.to(DEVICE), backend="triton", **options)
-        return turned.to("cpu")
+        rotated = candidate(there, positions.to(DEVICE), inv_freq.to(DEVICE), backend="triton", **options)
+        return rotated.to("cpu")
 
     return moved
 

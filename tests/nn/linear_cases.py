@@ -46,9 +46,9 @@ def formula(q, k, v, rope=None, *, causal=True, feature_map="elu"):
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     fq, fk = FORMULAS[feature_map](q), FORMULAS[feature_map](k)
-    turned = [fq, fk]
+    rotated = [fq, fk]
     if rope is not None:
-        turned = []
+        rotated = []
         for x in (fq, fk):
             inv_freq, keys = rope.inv_freq.to(x.device), k.shape[-2]
             ids = torch.arange(keys - x.shape[-2], keys, device=x.device)
@@ -57,8 +57,8 @@ def formula(q, k, v, rope=None, *, causal=True, feature_map="elu"):
             interleaved = rope.spec.pairing == "interleaved"
             a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
             u, w = a * cos - b * sin, a * sin + b * cos
-            turned.append(torch.stack([u, w], dim=-1).flatten(-2) if interleaved else torch.cat([u, w], dim=-1))
-    scores, plain = turned[0] @ turned[1].transpose(-1, -2), fq @ fk.transpose(-1, -2)
+            rotated.append(torch.stack([u, w], dim=-1).flatten(-2) if interleaved else torch.cat([u, w], dim=-1))
+    scores, plain = rotated[0] @ rotated[1].transpose(-1, -2), fq @ fk.transpose(-1, -2)
     if causal:
         late = k.shape[-2] - q.shape[-2]
         scores, plain = scores.tril(late), plain.tril(late)
@@ -68,9 +68,9 @@ def formula(q, k, v, rope=None, *, causal=True, feature_map="elu"):
 def recurrence(q, k, v, rope):
     """The recurrence over tokens in the dtype of q, with angles that are exact."""
     fq, fk = FORMULAS["elu"](q), FORMULAS["elu"](k)
-    turned = [rope(x) for x in (fq, fk)]
+    rotated = [rope(x) for x in (fq, fk)]
     above, below, outputs = 0, 0, []
-    for a, b, c, d, e in zip(*(x.unbind(dim=2) for x in (fq, fk, *turned, v)), strict=True):
+    for a, b, c, d, e in zip(*(x.unbind(dim=2) for x in (fq, fk, *rotated, v)), strict=True):
         above, below = above + d[..., None] * e[..., None, :], below + b
         outputs.append((c[..., None] * above).sum(dim=-2) / (a * below).sum(dim=-1, keepdim=True))
     return torch.stack(outputs, dim=2)

@@ -193,10 +193,10 @@ def answer(
     fk = fk.masked(live[:, None, :, None])
     width, terms = fq.value.shape[-1], fq.value.shape[-1] + keys + 4
 
-    def turned(x: Quantity, positions: np.ndarray, *, back: bool = False) -> Quantity:
+    def rotated_at(x: Quantity, positions: np.ndarray, *, back: bool = False) -> Quantity:
         return x if rotation is None else rotation.rotated(x, positions, rounding, back=back)
 
-    rq, rk, values = turned(fq, inputs.q_positions), turned(fk, inputs.k_positions), Quantity.exact(v)
+    rq, rk, values = rotated_at(fq, inputs.q_positions), rotated_at(fk, inputs.k_positions), Quantity.exact(v)
     # With query heads by their key heads.
     gq, grq = (x.reshaped(batch, kv_heads, group, queries, width) for x in (fq, rq))
     # A row of zeros for tokens that belong to no row.
@@ -239,12 +239,12 @@ def answer(
         drq = contract("bkgmn,bknd->bkgmd", met, rk, rounding, terms)
         drq += contract("bkgmv,bmkdv->bkgmd", dn, behind[0], rounding, of_out.shape[-1])
         reach = contract("bmn,bknd->bkmd", seen_by, fk, rounding, terms) + _swapped(behind[1])
-        dfq = turned(drq.reshaped(batch, heads, queries, width), inputs.q_positions, back=True)
+        dfq = rotated_at(drq.reshaped(batch, heads, queries, width), inputs.q_positions, back=True)
         dfq += (weight[..., None] * reach[:, :, None]).reshaped(batch, heads, queries, width)
         drk = contract("bkgmn,bkgmd->bknd", met, grq, rounding, terms * group)
         drk += contract("bnkdv,bknv->bknd", g_above, values, rounding, of_out.shape[-1])
         weighed = weight[..., None] * gq
-        dfk = turned(drk, inputs.k_positions, back=True)
+        dfk = rotated_at(drk, inputs.k_positions, back=True)
         dfk += contract("bmn,bkgmd->bknd", seen_by, weighed, rounding, terms * group) + _swapped(g_below)
         of_row = Quantity.exact((inputs.q_owner == np.arange(rows)[:, None, None]) * 1.0)
         d_above = contract("rbm,bkmdv->rkdv", of_row, _grouped_outer(grq, dn), rounding, terms * group)

@@ -56,5 +56,5 @@ def with_heads_last(x, positions, inv_freq, *, pairing, conjugate, amplitude, ro
     rope = module_for(x, inv_freq, amplitude, -3, backend, pairing=pairing, rotary_slice=rotary_slice)
     working = torch.float64 if x.dtype == torch.float64 else torch.float32
     angles = rope.at(positions, dtype=working)
-    turned = ops.rotate(x.transpose(-2, -3), None, *angles, rope.layout, conjugate=conjugate, backend=backend)
-    return turned[0].transpose(-2, -3)
+    rotated = ops.rotate(x.transpose(-2, -3), None, *angles, rope.layout, conjugate=conjugate, backend=backend)
+    return rotated[0].transpose(-2, -3)

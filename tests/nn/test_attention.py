@@ -47,7 +47,7 @@ def truth(attention, x, positions=None):
     """What the reference computes with the weights of a layer."""
     found = attention.encoding
 
-    def turned(q, k, ids):
+    def rotated(q, k, ids):
         # The reference divides by sqrt(head_dim); any other scale is put on the queries.
         q = q * attention.scale * attention.head_dim**0.5
         if not isinstance(found, RotaryEncoding):
@@ -71,7 +71,7 @@ def truth(attention, x, positions=None):
         num_kv_heads=attention.num_kv_heads,
         positions=positions,
         causal=attention.causal,
-        rotate=turned,
+        rotate=rotated,
         bias=added if isinstance(found, AlibiBias | T5Bias) else None,
     )
 

@@ -114,7 +114,7 @@ def test_a_cache_without_causality():
         layer("none", causal=False)(X, cache=cache_for(2))
 
 
-def test_fractions_cannot_be_kept_for_a_bias_but_can_be_turned_by():
+def test_fractions_cannot_be_kept_for_a_bias_but_can_be_rotated_by():
     halves, cache = torch.arange(5) / 2, cache_for(2)
     with torch.no_grad():
         layer("rope")(X, halves, cache_for(2))

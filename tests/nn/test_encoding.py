@@ -193,8 +193,8 @@ def test_rotary_encodings_are_the_references():
     wide = rotate(Q.transpose(1, 2).flatten(2), IDS, torch.as_tensor(RopeSpec(DIM, AcrossHeads(100.0)).inv_freq()[0]))
     split = wide.view(2, 5, HEADS, 4).transpose(1, 2)
     assert torch.allclose(whole.rotate(Q, K, IDS)[0], split, atol=1e-10)
-    for turned, x, role in zip(xpos.rotate(Q, K, IDS[1]), (Q, K), "qk", strict=True):
-        assert torch.allclose(turned, rotate_by_spec(x, XPOS, IDS[1], role=role), atol=1e-10)
+    for rotated, x, role in zip(xpos.rotate(Q, K, IDS[1]), (Q, K), "qk", strict=True):
+        assert torch.allclose(rotated, rotate_by_spec(x, XPOS, IDS[1], role=role), atol=1e-10)
 
 
 def test_ids_of_a_batch_belong_to_the_batch_and_not_to_the_heads():

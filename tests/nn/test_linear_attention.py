@@ -74,9 +74,9 @@ def test_the_chunk_does_not_matter(chunk):
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=5), st.booleans(), st.integers(0, 1000))
-def test_parts_with_a_state_are_the_whole(parts, turned, seed):
+def test_parts_with_a_state_are_the_whole(parts, rotated, seed):
     q, k, v = drawn(2, 4, 2, sum(parts), 8, 3, seed=seed)
-    rope = rw.RotaryEmbedding(8) if turned else None
+    rope = rw.RotaryEmbedding(8) if rotated else None
     state, outputs = None, []
     for a, b, c in zip(*(x.split(parts, dim=2) for x in (q, k, v)), strict=True):
         out, state = rw.linear_attention(a, b, c, rope=rope, state=state, return_state=True)
@@ -234,13 +234,13 @@ def test_positions_are_those_that_are_given():
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
-def test_xpos_turns_features_too():
+def test_xpos_rotates_features_too():
     q, k, v = drawn(1, 2, 2, 11, 8, 3)
     spec = rw.RopeSpec(8, xpos=rw.XPos(512))
     rope = rw.RotaryEmbedding(spec)
-    turned = rope(*(torch.where(x > 0, x + 1, x.exp()) for x in (q, k)))
+    rotated = rope(*(torch.where(x > 0, x + 1, x.exp()) for x in (q, k)))
     plain = [torch.where(x > 0, x + 1, x.exp()) for x in (q, k)]
-    above = (turned[0] @ turned[1].transpose(-1, -2)).tril() @ v
+    above = (rotated[0] @ rotated[1].transpose(-1, -2)).tril() @ v
     below = (plain[0] @ plain[1].transpose(-1, -2)).tril().sum(dim=-1, keepdim=True)
     torch.testing.assert_close(rw.linear_attention(q, k, v, rope=rope), above / below, rtol=0, atol=1e-10)
 

@@ -112,7 +112,7 @@ def test_a_position_for_all_sequences_of_a_batch():
     close(out, rw.linear_attention(*inputs, rope=ROPE, state=replace(state, position=5), cu_seqlens=ends))
 
 
-def test_a_state_keeps_the_length_that_its_keys_were_turned_for():
+def test_a_state_keeps_the_length_that_its_keys_were_rotated_for():
     rope = rw.RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(1e4, 2.0, 16)))
     prompt, rest = parts(drawn(2, 2, 1, 12, 8, 3), 0, 10, 12)
     for first, then, good in [(40, 40, True), (40, 41, False), (10, 16, True), (None, 12, True), (None, 40, False)]:
@@ -171,7 +171,7 @@ def test_factors_that_would_scale_the_output_are_refused(spec):
         rw.linear_attention(*drawn(1, 1, 1, 3, 8, 3), rope=rw.RotaryEmbedding(spec), length=64)
 
 
-def test_yarn_without_its_factor_turns():
+def test_yarn_without_its_factor_rotates():
     rope = rw.RotaryEmbedding(rw.RopeSpec(8, rw.Yarn(1e4, factor=40, trained_length=16, attention_factor=1.0)))
     q, k, v = drawn(1, 1, 1, 9, 8, 3)
     close(rw.linear_attention(q, k, v, rope=rope), exact(q, k, v, rope))
@@ -182,7 +182,7 @@ class Biased(rw.Encoding):
         return torch.zeros(())
 
 
-class Turned(rw.Encoding):
+class Rotated(rw.Encoding):
     def rotate(self, q, k, positions=None, *, k_positions=None):
         return q, k
 
@@ -191,7 +191,7 @@ def test_hooks_that_would_not_be_called_are_refused():
     with pytest.raises(rw.RopewalkError, match="differs from query to query"):
         rw.LinearAttention(16, 2, encoding=Biased())
     with pytest.raises(rw.RopewalkError, match="a rotate of its own"):
-        rw.LinearAttention(16, 2, encoding=Turned())
+        rw.LinearAttention(16, 2, encoding=Rotated())
 
 
 def test_autocast_leaves_the_sums_alone():

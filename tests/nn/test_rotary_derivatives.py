@@ -60,8 +60,8 @@ def test_values_of_jvp_vjp_vmap_grad_and_hessian(case):
     hessian = torch.func.hessian(lambda x: (rope(x) ** 2).sum() / 2)(x[0, 0])
     # Where features turn it is R^T R = amplitude^2, elsewhere 1.
     expected = torch.ones(5, 8)
-    turned = 2 * case[2].shape[-1]
-    expected[:, slice(0, turned) if case[1] == "leading" else slice(8 - turned, 8)] = 1.5**2
+    rotated = 2 * case[2].shape[-1]
+    expected[:, slice(0, rotated) if case[1] == "leading" else slice(8 - rotated, 8)] = 1.5**2
     assert torch.allclose(hessian.reshape(40, 40), torch.diag(expected.flatten()).double(), atol=1e-12)
 
 
@@ -69,8 +69,8 @@ def test_values_of_jvp_vjp_vmap_grad_and_hessian(case):
 def test_only_what_needs_a_gradient_gets_one(dtype):
     rope = RotaryEmbedding(8)
     q, k = vector(0, 1, 2, 5, 8).to(dtype).requires_grad_(), vector(1, 1, 2, 5, 8).to(dtype)
-    turned_q, _ = rope(q, k)
-    turned_q.sum().backward()
+    rotated_q, _ = rope(q, k)
+    rotated_q.sum().backward()
     assert q.grad is not None
     assert q.grad.dtype == dtype
     assert torch.equal(q.grad, rope.unrotate(torch.ones_like(q)))
@@ -108,8 +108,8 @@ def test_learned_frequencies_have_the_gradient_of_the_reference(frequencies, pos
         if positions is None
         else torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(0))
     )
-    turned = rope(q, k, positions=ids)
-    (turned[0] * g + turned[1] * g * 2).sum().backward()
+    rotated = rope(q, k, positions=ids)
+    (rotated[0] * g + rotated[1] * g * 2).sum().backward()
     inv_freq = rope.inv_freq.detach().requires_grad_()
     expected = (rotate(q, ids, inv_freq) * g + rotate(k, ids, inv_freq) * g * 2).sum()
     (by_frequency,) = torch.autograd.grad(expected, inv_freq)

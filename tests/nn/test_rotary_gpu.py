@@ -74,8 +74,8 @@ def test_no_kind_of_spec_waits_for_the_device_and_each_is_what_it_is_on_the_cpu(
     on_gpu = [x.to("cuda") for x in (q, k, ids, lengths)]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        turned = there(*on_gpu[:2], positions=on_gpu[2], length=on_gpu[3])
-        moved = there.retune(turned[1], to=there, positions=on_gpu[2], length=on_gpu[3], to_length=99)
+        rotated = there(*on_gpu[:2], positions=on_gpu[2], length=on_gpu[3])
+        moved = there.retune(rotated[1], to=there, positions=on_gpu[2], length=on_gpu[3], to_length=99)
         text_positions(4, 3, on_gpu[3])
         grid_positions(4, 6, merge=2, device="cuda")
         centred_positions(4, 6, device="cuda")
@@ -83,7 +83,7 @@ def test_no_kind_of_spec_waits_for_the_device_and_each_is_what_it_is_on_the_cpu(
         positions_of_lengths(on_gpu[3], 216)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for mine, wanted in zip(turned, here(q, k, positions=ids, length=lengths), strict=True):
+    for mine, wanted in zip(rotated, here(q, k, positions=ids, length=lengths), strict=True):
         torch.testing.assert_close(mine.cpu(), wanted, **near)
     wanted = here(k, positions=ids, length=99, role="k")
     torch.testing.assert_close(moved.cpu(), wanted, **near)

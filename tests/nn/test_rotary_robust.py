@@ -164,7 +164,7 @@ def test_nobody_can_tell_that_ranges_are_kept():
     assert torch.equal(rope(X), RotaryEmbedding(8)(X))
 
 
-def test_sequences_that_are_decoded_in_turn_have_a_block_each(monkeypatch):
+def test_sequences_that_are_decoded_alternately_have_a_block_each(monkeypatch):
     rope, made = RotaryEmbedding(8), []
     real = rope._source.at
     monkeypatch.setattr(rope._source, "at", lambda *arguments: made.append(1) or real(*arguments))
@@ -195,13 +195,13 @@ def test_sixteen_threads_at_growing_lengths():
     rope, wrong = RotaryEmbedding(8), []
     expected = {seq: RotaryEmbedding(8)(vector(seq, 1, 1, seq, 8).float()) for seq in range(1, 1200, 100)}
 
-    def work(turn: int) -> None:
-        for seq in list(expected)[turn % 3 :]:
+    def work(worker: int) -> None:
+        for seq in list(expected)[worker % 3 :]:
             x = vector(seq, 1, 1, seq, 8).float()
             if not torch.equal(rope(x), expected[seq]):
                 wrong.append(seq)
 
-    threads = [threading.Thread(target=work, args=(turn,)) for turn in range(16)]
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:

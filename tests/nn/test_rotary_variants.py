@@ -78,12 +78,12 @@ def test_any_spec_is_the_reference(case, length, seed, dtype):
     rope = RotaryEmbedding(spec)
     x = vector(seed, 2, 3, 5, spec.head_dim).to(dtype)
     for role in ("q", "k"):
-        turned = rope(x, positions=positions, length=length, role=role)
+        rotated = rope(x, positions=positions, length=length, role=role)
         expected = rotate_by_spec(x.double(), spec, positions, length=length, role=role)
         tempered = role == "q" and spec.query_temperature is not None
         farthest = 4.0 * float(positions.abs().max())
         options = {"rotary_dim": DIM, "pairing": spec.pairing, "rotary_slice": spec.rotary_slice}
-        assert_within_budget(turned, expected, **options, farthest=farthest, copied=not tempered)
+        assert_within_budget(rotated, expected, **options, farthest=farthest, copied=not tempered)
 
 
 def test_a_length_a_sequence_is_a_call_a_sequence():
@@ -161,7 +161,7 @@ def test_roles_are_asked_for_where_they_matter():
 
 
 @given(cases(), st.integers(0, 99))
-def test_what_was_rotated_can_be_turned_back(case, seed):
+def test_what_was_rotated_can_be_rotated_back(case, seed):
     spec, positions = case()
     rope, x = RotaryEmbedding(spec), vector(seed, 2, 5, spec.head_dim)
     for role in ("q", "k"):
@@ -226,7 +226,7 @@ def test_retune_with_axes_xpos_and_per_head_frequencies():
         RopeSpec(DIM, AcrossHeads(1e4, 2)),
     ],
 )
-def test_retune_refuses_what_turns_other_features(other):
+def test_retune_refuses_what_rotates_other_features(other):
     rope, x = RotaryEmbedding(DIM), vector(0, 2, 5, DIM)
     with pytest.raises(RopewalkError, match="the same head_dim, rotary_dim"):
         rope.retune(x, to=RotaryEmbedding(other), positions=torch.arange(5))
@@ -357,12 +357,12 @@ def test_a_new_rule_needs_one_class_and_nothing_else():
         spec = RopeSpec(DIM, Breathing(50.0), rotary_dim=8, pairing="half", axes=Axes.chunked([2, 2]))
         assert RopeSpec.from_json(spec.to_json()) == spec
         rope, x, ids = RotaryEmbedding(spec), vector(0, 2, 3, 5, DIM).float(), torch.randint(0, 90, (2, 5))
-        turned = rope(x, positions=ids, length=torch.tensor([9, 30]))
+        rotated = rope(x, positions=ids, length=torch.tensor([9, 30]))
         for row, length in enumerate((9, 30)):
             expected = rotate_by_spec(x[row].double(), spec, ids, length=length)
-            assert_within_budget(turned[row], expected, rotary_dim=8, pairing="half")
+            assert_within_budget(rotated[row], expected, rotary_dim=8, pairing="half")
         compiled = torch.compile(rope, fullgraph=True, backend="eager")
-        torch.testing.assert_close(compiled(x, positions=ids, length=torch.tensor([9, 30])), turned)
+        torch.testing.assert_close(compiled(x, positions=ids, length=torch.tensor([9, 30])), rotated)
     finally:
         Frequencies.known.pop("Breathing")
 

@@ -57,9 +57,9 @@ def test_inductor_forward_and_backward(name):
     results = []
     for function in (rope, compiled):
         q, k = (vector(seed, 2, 3, 9, DIM).float().requires_grad_() for seed in (0, 1))
-        turned = function(q, k, **where)
-        (turned[0] * vector(2, 2, 3, 9, DIM).float() + turned[1] ** 2).sum().backward()
-        results.append((*turned, q.grad, k.grad))
+        rotated = function(q, k, **where)
+        (rotated[0] * vector(2, 2, 3, 9, DIM).float() + rotated[1] ** 2).sum().backward()
+        results.append((*rotated, q.grad, k.grad))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 

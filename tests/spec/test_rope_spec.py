@@ -65,7 +65,7 @@ def test_json_keeps_every_field(fields):
 
 
 @given(spec_fields())
-def test_the_sign_turns_the_frequencies_around(fields):
+def test_the_sign_negates_the_frequencies(fields):
     spec = spec_of(fields)
     other = dataclasses.replace(spec, sign=-spec.sign)
     assert other != spec
@@ -80,7 +80,7 @@ def test_defaults_are_roformers():
     assert spec == RopeSpec(128, rotary_dim=128) == RopeSpec(np.int64(128))
 
 
-def test_frequencies_are_of_the_part_that_turns():
+def test_frequencies_are_of_the_rotated_part():
     np.testing.assert_array_equal(RopeSpec(64, rotary_dim=16).inv_freq(), Plain().evaluate(16))
 
 

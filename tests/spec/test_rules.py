@@ -135,8 +135,8 @@ def test_equal_bounds_are_a_step():
     # Llama 4 Scout: low_freq_factor = high_freq_factor = 1. Kimi K2: beta_fast = beta_slow = 1.
     plain = Plain(5e5).evaluate(128)
     for found in (Llama3(5e5, 16, 8192, 1, 1).evaluate(128), Yarn(5e5, 16, 8192, 1, 1, ramp="ratio").evaluate(128)):
-        turns_once = 8192 * plain / (2 * math.pi) >= 1
-        np.testing.assert_allclose(found, np.where(turns_once, plain, plain / 16), rtol=1e-14)
+        rotates_once = 8192 * plain / (2 * math.pi) >= 1
+        np.testing.assert_allclose(found, np.where(rotates_once, plain, plain / 16), rtol=1e-14)
     index = Yarn(5e4, 32, 4096, 1.0, 1.0).correction_range(64)
     assert index[1] - index[0] == 1
 
@@ -255,10 +255,10 @@ def test_dynamic_ntk_is_ntk_with_a_factor_that_grows(base, factor, length, dim, 
 
 
 @given(st.integers(0, 64), bases, factors)
-def test_proportional_turns_the_first_pairs_and_no_others(turning, base, factor):
-    found = Proportional(base, turning / 64, factor).evaluate(128)
-    assert np.count_nonzero(found) == turning
-    np.testing.assert_allclose(found[:turning], PositionInterpolation(base, factor).evaluate(128)[:turning])
+def test_proportional_rotates_the_first_pairs_and_no_others(rotated_dim, base, factor):
+    found = Proportional(base, rotated_dim / 64, factor).evaluate(128)
+    assert np.count_nonzero(found) == rotated_dim
+    np.testing.assert_allclose(found[:rotated_dim], PositionInterpolation(base, factor).evaluate(128)[:rotated_dim])
 
 
 @given(st.data(), dims)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ropewalk as rw
 from ropewalk import RopewalkError
 from ropewalk.spec import NTK, Llama3, LongRope, Plain, PositionInterpolation, Proportional, RopeSpec, Yarn
-from ropewalk.theory import KINDS, Band, bands, classify, periods, plain_inv_freq, turns
+from ropewalk.theory import KINDS, Band, bands, classify, periods, plain_inv_freq, rotations
 from strategies import bases, even_dims
 
 
@@ -78,15 +78,15 @@ def test_bands_are_the_runs_of_kinds(dim, base, ratios):
 @given(even_dims, bases, st.integers(1, 1 << 20))
 def test_rotations_are_the_length_over_the_period(dim, base, length):
     theta = Plain(base).evaluate(dim)
-    np.testing.assert_allclose(turns(-theta, length) * periods(theta), length, rtol=1e-12)
+    np.testing.assert_allclose(rotations(-theta, length) * periods(theta), length, rtol=1e-12)
 
 
 def test_rotations_of_llama():
     # 8192 positions at 1 radian each are 1303.8 rotations; the slowest pair of LLaMA 3 has a period of 2.56 million.
-    rotations = turns(Plain(5e5).evaluate(128), 8192)
-    assert round(rotations[0], 1) == 1303.8
-    assert round(rotations[-1], 4) == 0.0032
-    assert turns([0.0], 8).tolist() == [0.0]
+    counts = rotations(Plain(5e5).evaluate(128), 8192)
+    assert round(counts[0], 1) == 1303.8
+    assert round(counts[-1], 4) == 0.0032
+    assert rotations([0.0], 8).tolist() == [0.0]
 
 
 def test_band_is_a_value():
@@ -100,8 +100,8 @@ def test_band_is_a_value():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: turns([1.0], 0), "a finite number above 0"),
-        (lambda: turns([math.nan], 8), "one finite number per pair"),
+        (lambda: rotations([1.0], 0), "a finite number above 0"),
+        (lambda: rotations([math.nan], 8), "one finite number per pair"),
         (lambda: classify([1.0], [1.0, 0.1]), "got:      1 and 2"),
         (lambda: classify([1.0], [0.0]), "with a 0 in `plain`"),
         (lambda: bands([], []), "one finite number per pair"),

@@ -143,7 +143,7 @@ def test_layers_without_rotation_may_still_know_the_position(run):
 @pytest.mark.parametrize(
     ("name", "words"), [("llama-3.1-8b", ", by the base, before scaling"), ("llama-2-7b", "4,096")]
 )
-def test_whole_turns_say_by_which_frequencies(run, name, words):
+def test_whole_rotations_state_by_which_frequencies(run, name, words):
     config = str(CONFIGS / f"{name}.json")
     out = " ".join(run("inspect", config)[1].split())
     assert f"{words} score sum" in out

@@ -349,7 +349,7 @@ def test_numbers_keep_four_digits(value):
     assert len(number(value)) <= 13
 
 
-def test_pairs_that_stand_still_neither_turn_nor_saw_a_turn(tmp_path, capsys):
+def test_pairs_without_a_frequency_have_no_rotations(tmp_path, capsys):
     parameters = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     config = {"model_type": "llama", "head_dim": 512, "max_position_embeddings": 131_072, "rope_parameters": parameters}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -12,7 +12,7 @@ from ropewalk.hub.configs.keys import Caller, ConfigSource
 from ropewalk.hub.configs.model import Lengths, Model, model_for
 from ropewalk.hub.configs.pitfalls import ADVICE
 from ropewalk.spec.rope import Pairing, RopeSpec
-from ropewalk.theory import Band, bands, critical_dimension, first_negative_distance, periods, plain_inv_freq, turns
+from ropewalk.theory import Band, bands, critical_dimension, first_negative_distance, periods, plain_inv_freq, rotations
 
 __all__ = ["Inspection", "Layer", "View", "inspect_model", "inspection_of", "kind_of"]
 
@@ -141,7 +141,7 @@ def inspection_of(model: Model) -> Inspection:
         )
     lengths = model.lengths
     at = {name: [] if spec is None else _lengths_to_view(spec, lengths) for name, spec in model.layers}
-    pairs = sum(len(at[name]) * spec.turning // 2 for name, spec in model.layers if spec is not None)
+    pairs = sum(len(at[name]) * spec.rotated_dim // 2 for name, spec in model.layers if spec is not None)
     if pairs > MOST_PAIRS:
         raise RopewalkError(
             asked=model.config.caller.asked("the figures of a model"),
@@ -193,11 +193,11 @@ def _view(spec: RopeSpec, length: int | None, terms: int) -> View:
 def _critical(spec: RopeSpec, trained: int | None) -> int | None:
     """The critical dimension, where its formula has a meaning: one sequence of frequencies, by a base above 1."""
     base = getattr(spec.frequencies, "base", 0.0)
-    shared = spec.axes is None or spec.axes.dim == spec.turning
+    shared = spec.axes is None or spec.axes.dim == spec.rotated_dim
     if trained is None or trained < 7 or base <= 1 or not shared:
         return None
     # Pairs that stand still saw no turn, whatever the base says of them.
-    return min(critical_dimension(spec.turning, base, trained), 2 * int(np.count_nonzero(spec.inv_freq())))
+    return min(critical_dimension(spec.rotated_dim, base, trained), 2 * int(np.count_nonzero(spec.inv_freq())))
 
 
 def kind_of(spec: RopeSpec) -> str:
@@ -207,7 +207,7 @@ def kind_of(spec: RopeSpec) -> str:
     'plain RoPE, partial'
     """
     words = [spec.frequencies.label]
-    if spec.turning < spec.head_dim:
+    if spec.rotated_dim < spec.head_dim:
         words.append("partial" if spec.rotary_slice == "leading" else "on the last part of a head")
     if spec.axes is not None:
         words.append(f"{spec.axes.count} axes")
@@ -239,8 +239,8 @@ def _view_json(view: View, lengths: Lengths) -> dict[str, object]:
         "ratio": np.abs(np.array(view.inv_freq) / np.array(view.plain)).tolist(),
         "change": list(view.kinds),
     }
-    for name, length in (("turns_trained", lengths.trained), ("turns_configured", lengths.configured)):
-        columns[name] = [None] * pairs if length is None else turns(view.inv_freq, length).tolist()
+    for name, length in (("rotations_trained", lengths.trained), ("rotations_configured", lengths.configured)):
+        columns[name] = [None] * pairs if length is None else rotations(view.inv_freq, length).tolist()
     return {
         "length": view.length,
         "amplitude": view.amplitude,

@@ -57,15 +57,15 @@ def rotate_by_spec(
             do="pass one position per token, [axes, seq] for a spec with axes",
         )
     y = x.double().clone()
-    rotated, _ = split_slice(y, spec.turning, spec.rotary_slice)
-    firsts, seconds = pair_indices(spec.turning, spec.pairing)
+    rotated, _ = split_slice(y, spec.rotated_dim, spec.rotary_slice)
+    firsts, seconds = pair_indices(spec.rotated_dim, spec.pairing)
     for token in range(x.shape[-2]):
         token_positions = [float(row[token]) for row in rows]
         for i, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
             angle = sum(p * axis[i] for p, axis in zip(token_positions, weights, strict=True)) * float(theta[i])
             scale = spec.amplitude(length)
             if spec.xpos is not None:
-                zeta = (2 * i / spec.turning + spec.xpos.gamma) / (1 + spec.xpos.gamma)
+                zeta = (2 * i / spec.rotated_dim + spec.xpos.gamma) / (1 + spec.xpos.gamma)
                 power = (token_positions[0] - spec.xpos.length / 2) / spec.xpos.scale_base
                 scale *= zeta ** (power if role == "q" else -power)
             a, b = rotated[..., token, first].clone(), rotated[..., token, second].clone()

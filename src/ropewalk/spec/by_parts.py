@@ -53,7 +53,7 @@ class NTKByParts(Frequencies):
     def evaluate(
         self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT:
-        return _by_turns(self, rotary_dim, self.alpha, self.beta, arithmetic)
+        return _by_rotations(self, rotary_dim, self.alpha, self.beta, arithmetic)
 
 
 @final
@@ -93,7 +93,7 @@ class Llama3(Frequencies):
     def evaluate(
         self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT:
-        return _by_turns(self, rotary_dim, self.low_freq_factor, self.high_freq_factor, arithmetic)
+        return _by_rotations(self, rotary_dim, self.low_freq_factor, self.high_freq_factor, arithmetic)
 
 
 @final
@@ -174,7 +174,7 @@ class Yarn(Frequencies):
         self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT:
         if self.ramp == "ratio":
-            return _by_turns(self, rotary_dim, self.beta_slow, self.beta_fast, arithmetic)
+            return _by_rotations(self, rotary_dim, self.beta_slow, self.beta_fast, arithmetic)
         low, high = self.correction_range(rotary_dim)
         powers = arithmetic.powers(self.base, rotary_dim)
         index = arithmetic.array(range(rotary_dim // 2))
@@ -189,8 +189,8 @@ class Yarn(Frequencies):
         (20, 46)
         """
         low, high = (
-            rotary_dim * math.log(self.trained_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
-            for turns in (self.beta_fast, self.beta_slow)
+            rotary_dim * math.log(self.trained_length / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+            for rotations in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -234,12 +234,12 @@ def _check(rule: "NTKByParts | Llama3 | Yarn", *, low: str, high: str) -> None:
     name = type(rule).__name__
     for bound in (low, high):
         do = "pass how often a pair turns within the trained length"
-        turns = require_positive(getattr(rule, bound), asked=f"{name}({bound}=...)", do=do)
-        if not 1e-9 < turns < 1e9:
+        rotations = require_positive(getattr(rule, bound), asked=f"{name}({bound}=...)", do=do)
+        if not 1e-9 < rotations < 1e9:
             raise RopewalkError(
-                asked=f"{name}({bound}=...)", expected="a number of turns from 1e-9 to 1e9", got=f"{turns:g}", do=do
+                asked=f"{name}({bound}=...)", expected="a number of turns from 1e-9 to 1e9", got=f"{rotations:g}", do=do
             )
-        object.__setattr__(rule, bound, turns)
+        object.__setattr__(rule, bound, rotations)
     if getattr(rule, high) < getattr(rule, low):
         raise RopewalkError(
             asked=f"{name}({low}=..., {high}=...)",
@@ -249,7 +249,7 @@ def _check(rule: "NTKByParts | Llama3 | Yarn", *, low: str, high: str) -> None:
         )
 
 
-def _by_turns(
+def _by_rotations(
     rule: "NTKByParts | Llama3 | Yarn", rotary_dim: int, low: float, high: float, arithmetic: Arithmetic[ArrayT]
 ) -> ArrayT:
     """theta where a pair turns more than `high` times within the trained length, theta / factor below `low`, a ramp

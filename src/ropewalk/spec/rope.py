@@ -145,9 +145,9 @@ class RopeSpec:
         if 2 * axes.pairs != self.rotary_dim:
             raise RopewalkError(
                 asked="RopeSpec(axes=...)",
-                expected=f"axes for {self.turning // 2} pairs: half of rotary_dim = {self.rotary_dim}",
+                expected=f"axes for {self.rotated_dim // 2} pairs: half of rotary_dim = {self.rotary_dim}",
                 got=f"{axes.pairs} pairs",
-                do=f"set rotary_dim={2 * axes.pairs}, or give sections that sum to {self.turning // 2}",
+                do=f"set rotary_dim={2 * axes.pairs}, or give sections that sum to {self.rotated_dim // 2}",
             )
         for name in ("xpos", "query_temperature"):
             if getattr(self, name) is not None:
@@ -159,10 +159,10 @@ class RopeSpec:
                 )
 
     @property
-    def turning(self) -> int:
+    def rotated_dim(self) -> int:
         """rotary_dim as the number that it is: how many features turn.
 
-        >>> RopeSpec(head_dim=8).turning
+        >>> RopeSpec(head_dim=8).rotated_dim
         8
         """
         return cast(int, self.rotary_dim)
@@ -186,7 +186,7 @@ class RopeSpec:
         [1.0, 1.0]
         """
         if self.axes is None:
-            return self.sign * self.frequencies.evaluate(self.turning, length, arithmetic)
+            return self.sign * self.frequencies.evaluate(self.rotated_dim, length, arithmetic)
         theta = self.frequencies.evaluate(self.axes.dim, length, arithmetic)
         return self.sign * theta[..., list(self.axes.index)]
 
@@ -242,12 +242,12 @@ class RopeSpec:
                 got=shown(self.xpos),
                 do="keep the spec as JSON: RopeSpec.to_json",
             )
-        config = self.frequencies.to_config(self.turning if self.axes is None else self.axes.dim)
+        config = self.frequencies.to_config(self.rotated_dim if self.axes is None else self.axes.dim)
         keys = config["rope_parameters"]
         more: dict[str, ConfigValue] = {} if self.axes is None else self.axes.to_config()
         more |= {} if self.query_temperature is None else self.query_temperature.to_config()
-        if self.turning < self.head_dim and self.rotary_slice == "leading":
-            more["partial_rotary_factor"] = _share(self.turning, self.head_dim)
+        if self.rotated_dim < self.head_dim and self.rotary_slice == "leading":
+            more["partial_rotary_factor"] = _share(self.rotated_dim, self.head_dim)
         for key, value in more.items():
             if keys.setdefault(key, value) != value:
                 raise RopewalkError(
@@ -308,7 +308,7 @@ def _check_numbers(parts: Parts) -> None:
         if theta.ndim not in (1, 2) or 2 * theta.shape[-1] != spec.rotary_dim:
             raise RopewalkError(
                 asked=f"the frequencies of {type(rule).__name__} for rotary_dim={spec.rotary_dim}",
-                expected=f"[{spec.turning // 2}], one per pair, or one such row per head",
+                expected=f"[{spec.rotated_dim // 2}], one per pair, or one such row per head",
                 got=f"shape {list(theta.shape)}",
                 do="let evaluate(rotary_dim, ...) return rotary_dim / 2 numbers",
             )
@@ -334,10 +334,10 @@ def _check_numbers(parts: Parts) -> None:
 _check_numbers.__dict__["_dynamo_marked_constant"] = True
 
 
-def _share(turning: int, head_dim: int) -> float:
+def _share(rotated_dim: int, head_dim: int) -> float:
     """turning / head_dim, a little larger where transformers would cut the product off to less than `turning`."""
-    share = turning / head_dim
-    while int(head_dim * share) < turning:
+    share = rotated_dim / head_dim
+    while int(head_dim * share) < rotated_dim:
         share = math.nextafter(share, 1.0)
     return share
 

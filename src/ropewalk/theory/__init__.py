@@ -5,7 +5,7 @@ from ropewalk.theory.bands import Band as Band
 from ropewalk.theory.bands import bands as bands
 from ropewalk.theory.bands import classify as classify
 from ropewalk.theory.bands import plain_inv_freq as plain_inv_freq
-from ropewalk.theory.bands import turns as turns
+from ropewalk.theory.bands import rotations as rotations
 from ropewalk.theory.context import admissible_bases as admissible_bases
 from ropewalk.theory.context import critical_base as critical_base
 from ropewalk.theory.context import critical_dimension as critical_dimension
@@ -44,8 +44,8 @@ __all__ = [
     "partial_sums",
     "periods",
     "plain_inv_freq",
+    "rotations",
     "score_sum",
     "sinusoidal_table",
     "t5_buckets",
-    "turns",
 ]

@@ -13,7 +13,7 @@ from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory.arguments import InvFreq, frequencies_of
 
-__all__ = ["KINDS", "Band", "Kind", "bands", "classify", "plain_inv_freq", "turns"]
+__all__ = ["KINDS", "Band", "Kind", "bands", "classify", "plain_inv_freq", "rotations"]
 
 Kind = Literal["unchanged", "interpolated", "between", "still", "faster"]
 # How a rule can change a pair, from a higher frequency to a frequency of 0.
@@ -40,7 +40,7 @@ class Band:
     last: int
 
 
-def turns(inv_freq: InvFreq, length: float) -> Float64[np.ndarray, "pairs"]:
+def rotations(inv_freq: InvFreq, length: float) -> Float64[np.ndarray, "pairs"]:
     """Number of full rotations of each pair within `length` positions: length |theta_i| / 2 pi.
 
     This is r(d) of YaRN (2309.00071, eq. 13).
@@ -59,7 +59,7 @@ def turns(inv_freq: InvFreq, length: float) -> Float64[np.ndarray, "pairs"]:
     [3.0, 0.0]
     """
     length = require_positive(length, asked="turns(length)", do="pass the number of positions")
-    return np.abs(frequencies_of(inv_freq, asked="turns")) * length / (2 * math.pi)
+    return np.abs(frequencies_of(inv_freq, asked="rotations")) * length / (2 * math.pi)
 
 
 def plain_inv_freq(spec: RopeSpec) -> Float64[np.ndarray, "pairs"]:

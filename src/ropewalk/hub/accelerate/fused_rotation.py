@@ -39,7 +39,7 @@ def fused_rotation(
     first = [name for name in names if name not in ("cos", "sin")][: 2 if rotation.both else 1]
     known = {*first, "cos", "sin", "unsqueeze_dim"}
 
-    def turned(*args: Any, **more: Any) -> Any:
+    def rotated(*args: Any, **more: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | more
         seq_dim = seq_dims.get(given.get("unsqueeze_dim", usual))
         tensors = [given.get(name) for name in first]
@@ -55,16 +55,16 @@ def fused_rotation(
             results = tuple(y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in results)
         return results if rotation.both else results[0]
 
-    return turned
+    return rotated
 
 
 def fused_norm_rotation(
-    turned: Callable[..., Any], rotation: Rotation, widths: frozenset[int] | None, norms: type, eps: str, norm: Norm
+    rotated: Callable[..., Any], rotation: Rotation, widths: frozenset[int] | None, norms: type, eps: str, norm: Norm
 ) -> Callable[..., Any]:
     """A function of both norms, q, k, cos and sin that normalises and rotates q and k in one pass over memory.
 
     `norms` is the class of the norms that were probed, `eps` the name of their epsilon. Where one is another, has hooks
-    or weights of another dtype, it is called, and then `turned`, which is what `fused_rotation` gave.
+    or weights of another dtype, it is called, and then `rotated`, which is what `fused_rotation` gave.
 
     >>> from ropewalk.hub.accelerate.rotation_probe import Rotation
     >>> found = Rotation("half", "single", False, False, False, None, ((None, -2),), True, False)
@@ -76,7 +76,7 @@ def fused_norm_rotation(
     """
     usual = dict(rotation.seq_dims).get(1, dict(rotation.seq_dims).get(None))
 
-    def normed_and_turned(q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def normed_and_rotated(q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         ready = None if usual is None else _ready([q, k], cos, sin, rotation, widths, usual)
         # Where cos makes a wider dtype of q, the norm has to round before.
         fits = (
@@ -86,12 +86,12 @@ def fused_norm_rotation(
             and _is_plain(k_norm, norms, k)
         )
         if ready is None or not fits or getattr(q_norm, eps) != getattr(k_norm, eps):
-            return turned(q_norm(q), k_norm(k), cos, sin)
+            return rotated(q_norm(q), k_norm(k), cos, sin)
         _, cos, sin, layout = ready
         how = norm._replace(eps=getattr(q_norm, eps))
         return norm_rotate(q, k, q_norm.weight, k_norm.weight, cos, sin, layout, how)
 
-    return normed_and_turned
+    return normed_and_rotated
 
 
 def _is_plain(module: Any, norms: type, x: Tensor) -> bool:
@@ -123,9 +123,9 @@ def _ready(
     batch, rows, width = table
     if widths is not None and width not in widths:
         return None
-    turning = 2 * width if rotation.table == "single" else width
+    rotated_dim = 2 * width if rotation.table == "single" else width
     head_dim = tensors[0].shape[-1]
-    if turning % 2 or (turning != head_dim and (rotation.part is None or turning > head_dim)):
+    if rotated_dim % 2 or (rotated_dim != head_dim and (rotation.part is None or rotated_dim > head_dim)):
         return None
     for x in tensors:
         if not isinstance(x, Tensor) or x.dtype != dtype:
@@ -142,7 +142,7 @@ def _ready(
     cos, sin = _pairs(cos, rotation), _pairs(sin, rotation)
     if cos.dtype != working or sin.dtype != working:
         cos, sin = cos.to(working), sin.to(working)
-    start = head_dim - turning if rotation.part == "trailing" else 0
+    start = head_dim - rotated_dim if rotation.part == "trailing" else 0
     return tensors, cos, sin, Layout(rotation.pairing == "interleaved", start, seq_dim)
 
 

@@ -270,14 +270,14 @@ class _Probe:
 
     def part(self) -> Literal["leading", "trailing"] | None:
         """Where features turn when a head is wider than its table says."""
-        turned = self._call(self.inputs, *self._tables())
+        rotated = self._call(self.inputs, *self._tables())
         for part in ("leading", "trailing"):
             order = (lambda x, y: (x, y)) if part == "leading" else (lambda x, y: (y, x))
             wide = [torch.cat(order(*both), dim=-1) for both in zip(self.inputs, self.still, strict=True)]
             results = self._call(wide, *self._tables())
-            if results is None or turned is None:
+            if results is None or rotated is None:
                 continue
-            wanted = [torch.cat(order(*both), dim=-1) for both in zip(turned, self.still, strict=False)]
+            wanted = [torch.cat(order(*both), dim=-1) for both in zip(rotated, self.still, strict=False)]
             if all(torch.allclose(y, x, rtol=0, atol=TOLERANCE) for y, x in zip(results, wanted, strict=True)):
                 return part
         return None

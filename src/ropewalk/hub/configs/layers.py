@@ -329,7 +329,7 @@ def specs_by_number(
         # A kind without rope parameters, such as a convolution, does not rotate.
         return [layers.get(kind) for kind in kinds[:count]]
     specs = list(layers.values())
-    shapes = {None if spec is None else (spec.head_dim, spec.turning, spec.rotary_slice) for spec in specs}
+    shapes = {None if spec is None else (spec.head_dim, spec.rotated_dim, spec.rotary_slice) for spec in specs}
     if len(shapes) == 1 and None not in shapes:
         return [specs[0]] * count
     raise whole.error(

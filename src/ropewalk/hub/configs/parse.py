@@ -242,8 +242,8 @@ def _dims(whole: Keys, family: Family, layer: str, parameters: Keys) -> tuple[in
     """head_dim and rotary_dim."""
     if family.latent:
         # Multi-head latent attention: features that do not turn, then features that do.
-        still, turning = whole.whole("qk_nope_head_dim", at_least=0), whole.whole("qk_rope_head_dim")
-        return still + turning, turning
+        still, rotated_dim = whole.whole("qk_nope_head_dim", at_least=0), whole.whole("qk_rope_head_dim")
+        return still + rotated_dim, rotated_dim
     head_dim = _head_dim_of_layer(whole, family, layer)
     if head_dim is None:
         head_dim = next((whole.whole(key) for key in family.head_dim if whole.has(key)), None)

@@ -52,12 +52,12 @@ class Part:
     what: str
     heads: Heads
     width: int
-    turning: int
+    rotated_dim: int
     spec: RopeSpec
 
     def starts(self) -> list[int]:
         """The rows at which runs of features that turn begin."""
-        return sorted(start + self.turning for start in (*self.heads.queries, *self.heads.keys))
+        return sorted(start + self.rotated_dim for start in (*self.heads.queries, *self.heads.keys))
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def row_order(rotary_dim: int, to: Pairing) -> NDArray[np.int64]:
 
 def permuted_blocks(file: BinaryIO, tensor: Stored, part: Part, to: Pairing) -> Iterator[bytes]:
     """The bytes of a tensor with the rows that turn in the order of the pairing `to`; no more than a head at once."""
-    order, row, at = row_order(part.spec.turning, to), tensor.nbytes // part.heads.rows, 0
+    order, row, at = row_order(part.spec.rotated_dim, to), tensor.nbytes // part.heads.rows, 0
     file.seek(tensor.start)
     for start in part.starts():
         yield from blocks_of(file, tensor.path, (start - at) * row)
@@ -204,8 +204,8 @@ def _parts(
             raise _strange(name)
         if tensor.dtype not in _FLOATS:
             raise _quantised(f"{name!r} has dtype {tensor.dtype}")
-        turning = width - spec.turning if spec.rotary_slice == "trailing" else 0
-        yield Part(name, module, what, heads, width, turning, spec)
+        rotated_dim = width - spec.rotated_dim if spec.rotary_slice == "trailing" else 0
+        yield Part(name, module, what, heads, width, rotated_dim, spec)
     if roles != {"q", "k"}:
         raise _contradiction(module, "queries and keys", shown(sorted(leaves)))
     if layout.values is not None and f"{layout.values}.weight" not in leaves:
@@ -230,7 +230,7 @@ def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoin
         queries,
         keys,
         spec.head_dim,
-        latent=config.whole("kv_lora_rank", 0, at_least=0) + spec.turning if family.latent else 0,
+        latent=config.whole("kv_lora_rank", 0, at_least=0) + spec.rotated_dim if family.latent else 0,
         multi_query=config.flag("multi_query", True),
         grouped=config.flag("new_decoder_architecture", False),
     )

@@ -203,14 +203,14 @@ def _states(
     starts = weight.heads.queries if role == "q" else weight.heads.keys
     x = random.standard_normal((checkpoint.tensors[weight.name].shape[1], _TOKENS))
     # Of latent attention the features that turn are the ones that queries and keys share.
-    first, count = (weight.turning, weight.spec.turning) if latent else (0, weight.width)
+    first, count = (weight.rotated_dim, weight.spec.rotated_dim) if latent else (0, weight.width)
     tensor, rows = checkpoint.tensors[weight.name], weight.heads.rows
     heads = np.stack([(files.rows(tensor, start + first, count, rows) @ x).T for start in starts])
     if "bias" in chosen:
         biases = files.rows(checkpoint.tensors[chosen["bias"].name], 0, rows, rows)[:, 0]
         heads += np.stack([biases[start + first : start + first + count] for start in starts])[:, None]
     heads = _normed(heads, [part for part in chosen.values() if part.what.startswith("norm")], checkpoint, files)
-    return _rotated(heads, weight, 0 if latent else weight.turning, pairing, random)
+    return _rotated(heads, weight, 0 if latent else weight.rotated_dim, pairing, random)
 
 
 def _normed(heads: np.ndarray, norms: list[Part], checkpoint: Checkpoint, files: _Files) -> np.ndarray:
@@ -236,17 +236,17 @@ def _normed(heads: np.ndarray, norms: list[Part], checkpoint: Checkpoint, files:
 
 def _rotated(heads: np.ndarray, part: Part, first: int, pairing: str, random: np.random.Generator) -> np.ndarray:
     """The states with their features turned, by the definition of each pairing."""
-    spec, end = part.spec, first + part.spec.turning
+    spec, end = part.spec, first + part.spec.rotated_dim
     inv_freq = np.atleast_2d(spec.inv_freq())[:, None]
     angles = random.integers(0, 1 << 20, _TOKENS)[:, None] * inv_freq
     cos, sin = np.cos(angles), np.sin(angles)
-    turned = heads.copy()
-    half = first + spec.turning // 2
+    rotated = heads.copy()
+    half = first + spec.rotated_dim // 2
     pairs = {
         "interleaved": (slice(first, end, 2), slice(first + 1, end, 2)),
         "half": (slice(first, half), slice(half, end)),
     }
     one, two = pairs[pairing]
-    turned[..., one] = heads[..., one] * cos - heads[..., two] * sin
-    turned[..., two] = heads[..., one] * sin + heads[..., two] * cos
-    return turned
+    rotated[..., one] = heads[..., one] * cos - heads[..., two] * sin
+    rotated[..., two] = heads[..., one] * sin + heads[..., two] * cos
+    return rotated

@@ -13,7 +13,7 @@ from ropewalk.hub.extend.rules import Start
 from ropewalk.hub.families.family import Family
 from ropewalk.spec.frequencies import Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
-from ropewalk.theory.bands import KINDS, Kind, classify, turns
+from ropewalk.theory.bands import KINDS, Kind, classify, rotations
 from ropewalk.theory.context import critical_dimension, extrapolation_limit, first_negative_distance
 
 __all__ = ["Effect", "cache_bytes", "cache_is_bound", "effect_of", "trained_rotations"]
@@ -76,7 +76,7 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
     rotated = new > 0
     # Pairs that are not rotated have no ratio of frequencies.
     kinds = classify(new, np.where(plain > 0, plain, 1.0))
-    incomplete = rotated & (turns(plain, start.trained) < 1)
+    incomplete = rotated & (rotations(plain, start.trained) < 1)
     seen = start.trained * (plain[incomplete] / new[incomplete]).min() if incomplete.any() else None
     limit = None
     if base is not None and start.trained >= 7:
@@ -86,7 +86,7 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
         plain=tuple(plain.tolist()),
         counts={kind: kinds.count(kind) for kind in KINDS},
         divided=float((plain[rotated] / new[rotated]).max()),
-        slowest=float(turns(new[rotated], length).min()),
+        slowest=float(rotations(new[rotated], length).min()),
         amplitude=spec.amplitude(length),
         softmax_scale=spec.softmax_scale,
         negative=first_negative_distance(new, length + 1),
@@ -102,7 +102,7 @@ def trained_rotations(start: Start) -> float:
     0.0753
     """
     plain = _plain(start)
-    return float(turns(plain[plain > 0], start.trained).min())
+    return float(rotations(plain[plain > 0], start.trained).min())
 
 
 def _plain(start: Start) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":

@@ -60,7 +60,7 @@ class ModelExtension:
     model: Model
     start: Start
     length: int
-    turns: float
+    rotations: float
     window: int | None
     windowed: tuple[int, int] | None
     cache: int | None
@@ -115,7 +115,7 @@ class ModelExtension:
             "trained_length_of_config": self.model.lengths.trained,
             "sliding_window": self.window,
             "layers_with_window": None if self.windowed is None else self.windowed[0],
-            "turns_of_slowest_pair_in_training": self.turns,
+            "rotations_of_slowest_pair_in_training": self.rotations,
             "kv_cache_bytes": self.cache,
             "kv_cache_is_at_most": self.cache_is_bound,
             "warnings": [{"name": name, "text": text} for name, text in self.model.warnings],
@@ -195,7 +195,7 @@ def extension_of(
         model=model,
         start=start,
         length=length,
-        turns=trained_rotations(start),
+        rotations=trained_rotations(start),
         window=window if limits else None,
         windowed=windowed if limits else None,
         cache=cache_bytes(language.data, language.family, start.spec.head_dim, length),

@@ -60,7 +60,7 @@ class Start:
     @property
     def dim(self) -> int:
         """The number of features in the denominator of the frequency exponents."""
-        return self.spec.turning if self.spec.axes is None else self.spec.axes.dim
+        return self.spec.rotated_dim if self.spec.axes is None else self.spec.axes.dim
 
     @property
     def reach(self) -> int:

@@ -21,11 +21,11 @@ FAR = tl.constexpr(float(1 << 26))
 @triton.jit
 def _near(angle):
     """cos and sin of float64 angles below FAR, for float32: Cody and Waite's reduction, then Taylor's sums."""
-    turns = tl.floor(angle * 0.6366197723675814 + 0.5)
+    quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
     # Literals that stand alone would be float32.
     high = tl.full((), 1.5707963267948966, tl.float64)
     low = tl.full((), 6.123233995736766e-17, tl.float64)
-    r = tl.fma(-turns, low + tl.zeros_like(turns), tl.fma(-turns, high + tl.zeros_like(turns), angle))
+    r = tl.fma(-quarters, low + tl.zeros_like(quarters), tl.fma(-quarters, high + tl.zeros_like(quarters), angle))
     z = r * r
     sine = z * -2.505210838544172e-08 + 2.7557319223985893e-06
     sine = z * sine + -0.0001984126984126984
@@ -37,7 +37,7 @@ def _near(angle):
     cosine = z * cosine + -0.001388888888888889
     cosine = z * cosine + 0.041666666666666664
     cosine = z * z * cosine + (z * -0.5 + 1.0)
-    quarter = turns.to(tl.int32) & 3
+    quarter = quarters.to(tl.int32) & 3
     swapped = (quarter & 1) == 1
     cos = tl.where(swapped, sine, cosine)
     sin = tl.where(swapped, cosine, sine)

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
     lanes: int
     low: int
-    turners: int
+    rotation_warps: int
     sums: Block
     walk: Block | None
     values: Block

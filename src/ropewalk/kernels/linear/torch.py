@@ -127,19 +127,19 @@ def attend(
         # Rows of zeros are keys that add nothing, and queries whose output is cut off again; a graph has every length.
         # Not by `pad`: of no rows it has other strides than a graph for every length was told.
         padded = [torch.cat([x, new_zeros(x, *x.shape[:2], missing, x.shape[-1])], dim=2) for x in padded]
-    q_plain, q_turned = (
+    q_plain, q_rotated = (
         x.view(batch, kv_heads, group, count, size, width).transpose(2, 3).flatten(3, 4) for x in padded[:2]
     )
-    k_plain, k_turned, v = (x.unflatten(2, (count, size)) for x in padded[2:])
+    k_plain, k_rotated, v = (x.unflatten(2, (count, size)) for x in padded[2:])
     # A copy: on ARM each product with a transposed view costs more than its arithmetic.
-    k_columns = k_turned.transpose(-1, -2).contiguous()
+    k_columns = k_rotated.transpose(-1, -2).contiguous()
     own = Sums(k_columns @ v, k_plain.sum(dim=-2))
     running = Sums(
         *(torch.cat([x.unsqueeze(2), each], dim=2).cumsum(dim=2) for x, each in zip(before, own, strict=True))
     )
     earlier, after = Sums(*(x[:, :, :-1] for x in running)), Sums(*(x[:, :, -1] for x in running))
-    scores = _lower_triangle((q_turned @ k_columns).unflatten(-2, (group, size))).flatten(-3, -2)
-    numerator = q_turned @ earlier.above + scores @ v
+    scores = _lower_triangle((q_rotated @ k_columns).unflatten(-2, (group, size))).flatten(-3, -2)
+    numerator = q_rotated @ earlier.above + scores @ v
     seen = (k_plain.cumsum(dim=-2) + earlier.below.unsqueeze(-2)).unsqueeze(3)
     denominator = (q_plain.unflatten(3, (group, size)) * seen).sum(dim=-1).flatten(3, 4).unsqueeze(-1)
     out = divide(numerator, denominator).unflatten(3, (group, size)).transpose(2, 3)
@@ -193,9 +193,9 @@ def attend_packed(
     def cut(x: Tensor) -> Tensor:
         return functional.pad(x, (0, 0, 0, 1))[0, :, slots].unflatten(1, (count, chunk))
 
-    k_plain, k_turned, values = cut(k.plain), cut(k.rotated), cut(v)
-    q_plain, q_turned = (cut(x).unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(2, 3) for x in q)
-    own = (k_turned.transpose(-1, -2) @ values).flatten(2), k_plain.sum(dim=-2)
+    k_plain, k_rotated, values = cut(k.plain), cut(k.rotated), cut(v)
+    q_plain, q_rotated = (cut(x).unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(2, 3) for x in q)
+    own = (k_rotated.transpose(-1, -2) @ values).flatten(2), k_plain.sum(dim=-2)
     start = [new_zeros(v, sequences, *shape) for shape in ((kv_heads, width, v_dim), (kv_heads, width))]
     first = [x.flatten(2).transpose(0, 1) for x in (start if before is None else before)]
     members = (owner == arange(sequences, device=v.device)[:, None]).to(v.dtype)
@@ -204,11 +204,11 @@ def attend_packed(
         number = arange(count, device=v.device)
         reads = ((owner[:, None] == owner) & (number[:, None] > number)).to(v.dtype)
         earlier = [x[:, owner] + reads @ mine for x, mine in zip(first, own, strict=True)]
-        scores = (q_turned @ k_turned.transpose(-1, -2)).unflatten(-2, (group, chunk)).tril().flatten(-3, -2)
+        scores = (q_rotated @ k_rotated.transpose(-1, -2)).unflatten(-2, (group, chunk)).tril().flatten(-3, -2)
         near, seen = scores @ values, k_plain.cumsum(dim=-2)
     else:
         earlier, near, seen = [x[:, owner] for x in after], 0.0, zeros_like(k_plain)
-    numerator = q_turned @ earlier[0].unflatten(-1, (width, v_dim)) + near
+    numerator = q_rotated @ earlier[0].unflatten(-1, (width, v_dim)) + near
     below = (seen + earlier[1].unsqueeze(-2)).unsqueeze(2)
     denominator = (q_plain.unflatten(2, (group, chunk)) * below).sum(dim=-1).flatten(2, 3).unsqueeze(-1)
     out = divide(numerator, denominator).unflatten(2, (group, chunk)).transpose(1, 2).flatten(0, 1).flatten(1, 2)

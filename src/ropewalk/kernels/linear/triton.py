@@ -18,7 +18,7 @@ from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
 from ropewalk.kernels.linear.tiles import Block, tile_of
 from ropewalk.kernels.linear.triton_backward import divide_rows, read_features
 from ropewalk.kernels.linear.triton_read import read_below, read_values
-from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments, turn_rows
+from ropewalk.kernels.linear.triton_sums import rotate_rows, run_totals, sum_segments
 from ropewalk.kernels.linear.triton_walk import walk_segments
 from ropewalk.kernels.triton_launch import table_strides
 from ropewalk.kernels.types import FeatureMap, Layout, Side, Tables
@@ -48,8 +48,8 @@ class Totals(NamedTuple):
     total: Tensor
 
 
-class _Turned(NamedTuple):
-    """What `turn_rows` made of a side: features, turned, and sums of plain ones over blocks of rows."""
+class _Rotated(NamedTuple):
+    """What `rotate_rows` made of a side: features, turned, and sums of plain ones over blocks of rows."""
 
     features: Tensor
     low: Tensor
@@ -77,7 +77,7 @@ class _Call:
         self.packed = cu_seqlens is not None
         self.size = self.width * (self.v_dim + 1)
 
-    def turned(self, side: Side, plan: Plan, given: tuple[Tensor, Tensor] | None) -> _Turned:
+    def rotated(self, side: Side, plan: Plan, given: tuple[Tensor, Tensor] | None) -> _Rotated:
         """Features of a side, turned; `given` are a scale and a weight of its rows."""
         batch, heads, length, width = side.x.shape
         device, places = side.x.device, width + width % 2
@@ -87,20 +87,20 @@ class _Call:
         below = empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
         scale, weight = (below, below) if given is None else given
         together = 1 if given is not None else _heads_together(side, blocks)
-        turn_rows[(batch * heads // together * blocks,)](
+        rotate_rows[(batch * heads // together * blocks,)](
             x=side.x, shift=_or(side.shift, below), scale=scale, weight=weight, **_tables(side),
-            begins=_or(plan.begins, below), turned=out, low=below, **_strides("x", side.x), length=length,
+            begins=_or(plan.begins, below), rotated=out, low=below, **_strides("x", side.x), length=length,
             owners=batch * heads, HEADS=heads, TOGETHER=together, FEATURES=self.features,
             MAP=FeatureMap[side.map].value, SCALED=given is not None, PACKED=self.packed, SEGMENT=plan.segment,
-            LOW=low, LANES=self.tile.lanes, num_warps=self.tile.turners,
+            LOW=low, LANES=self.tile.lanes, num_warps=self.tile.rotation_warps,
         )  # fmt: skip
-        return _Turned(out, below)
+        return _Rotated(out, below)
 
     def low(self, plan: Plan) -> int:
         """How many rows a block of plain sums has."""
         return min(self.tile.low, plan.segment)
 
-    def sums(self, turned: _Turned, plan: Plan, v: Tensor, before: Tensor | None, *, reverse: bool) -> Totals:
+    def sums(self, rotated: _Rotated, plan: Plan, v: Tensor, before: Tensor | None, *, reverse: bool) -> Totals:
         """Running sums of the segments, and the sums of all; from behind where `reverse`."""
         owners, block = self.batch * self.kv_heads, self.tile.sums
         made = {"dtype": torch.float32, "device": v.device}
@@ -109,12 +109,12 @@ class _Call:
         plain = empty((owners, plan.number, self.width), **made)
         into, walker = Totals(running, plain, after), self.walker(plan)
         if walker is not None:
-            self.walk(walker, turned, plan, v, before, into, reverse=reverse)
+            self.walk(walker, rotated, plan, v, before, into, reverse=reverse)
             return into
         sums = empty((owners, plan.number, self.size), **made)
         lane_blocks, column_blocks = self.blocks_of(block)
         sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
-            turned=turned.features, v=v, low=turned.low, begins=_or(plan.begins, v), sums=sums, **_strides("v", v),
+            rotated=rotated.features, v=v, low=rotated.low, begins=_or(plan.begins, v), sums=sums, **_strides("v", v),
             length=v.shape[2], owners=owners, count=plan.number, KV_HEADS=self.kv_heads,
             GROUP=v.shape[1] // self.kv_heads, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan),
             LANE_BLOCKS=lane_blocks, FEATURES=self.features, V_DIM=self.v_dim, PACKED=self.packed, KIND=self.kind,
@@ -138,7 +138,7 @@ class _Call:
         return block if self.batch * self.kv_heads * math.prod(self.blocks_of(block)) >= _ENOUGH_WALKERS else None
 
     def walk(
-        self, block: Block, turned: _Turned, plan: Plan, v: Tensor, before: Tensor | None, into: Totals, *,
+        self, block: Block, rotated: _Rotated, plan: Plan, v: Tensor, before: Tensor | None, into: Totals, *,
         reverse: bool,
     ) -> None:  # fmt: skip
         """Sums by walking, `into` what is there for them."""
@@ -146,7 +146,7 @@ class _Call:
         lane_blocks, column_blocks = self.blocks_of(block)
         tiles = lane_blocks * column_blocks
         walk_segments[(owners, tiles + 1)](
-            turned=turned.features, v=v, low=turned.low, before=_or(before, into.total), after=into.total,
+            rotated=rotated.features, v=v, low=rotated.low, before=_or(before, into.total), after=into.total,
             running=into.running, plain=into.plain, **_strides("v", v), length=v.shape[2], owners=owners,
             count=plan.number, KV_HEADS=self.kv_heads, GROUP=v.shape[1] // self.kv_heads, FEATURES=self.features,
             V_DIM=self.v_dim, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan), LANE_BLOCKS=lane_blocks,
@@ -184,7 +184,7 @@ class _Call:
             "Y_MAP": FeatureMap[other.map].value, "LOW": self.low(plan),
         }  # fmt: skip
 
-    def read_below(self, sums: Totals, keys: _Turned) -> tuple[Tensor, Tensor]:
+    def read_below(self, sums: Totals, keys: _Rotated) -> tuple[Tensor, Tensor]:
         """Features of the queries, turned, and their denominators."""
         q, plan = self.q, self.query_plan
         batch, heads, length, width = q.x.shape
@@ -193,13 +193,13 @@ class _Call:
         blocks = plan.number * (plan.segment // self.low(plan))
         read_below[(batch * heads * blocks,)](
             **self.sides(q, self.k, plan), **self.reading(q.x, plan), **self.below(sums), low=keys.low,
-            turned=rotated, below=below, LANES=self.tile.lanes, KIND=self.kind, PRECISION=self.precision,
-            num_warps=self.tile.turners,
+            rotated=rotated, below=below, LANES=self.tile.lanes, KIND=self.kind, PRECISION=self.precision,
+            num_warps=self.tile.rotation_warps,
         )  # fmt: skip
         return rotated, below
 
     def read_values(
-        self, mine: Tensor, plan: Plan, v: Tensor, sums: Totals, turned: Tensor, below: Tensor | None
+        self, mine: Tensor, plan: Plan, v: Tensor, sums: Totals, rotated: Tensor, below: Tensor | None
     ) -> Tensor:
         """What each row of `mine` reads, over its denominator; of rows behind it where there is none."""
         batch, heads, length, _ = mine.shape
@@ -207,14 +207,14 @@ class _Call:
         out = self.make((batch, heads, length, self.v_dim), dtype=v.dtype, device=v.device)
         blocks = plan.number * (plan.segment // block.rows)
         read_values[(batch * heads * blocks, -(-self.v_dim // block.columns))](
-            **self.reading(mine, plan), **self.above(sums), rows=mine, turned=turned, v=v, out=out,
+            **self.reading(mine, plan), **self.above(sums), rows=mine, rotated=rotated, v=v, out=out,
             below=_or(below, out), REVERSE=below is None, Y_GROUP=v.shape[1] // self.kv_heads,
             **_strides("v", v), **_strides("o", out), **block.options(),
         )  # fmt: skip
         return out
 
     def read_features(
-        self, mine: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: Totals, turned: _Turned,
+        self, mine: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: Totals, rotated: _Rotated,
         rows: tuple[Tensor, Tensor], *, reverse: bool,
     ) -> Tensor:  # fmt: skip
         """The gradient of the rows of `mine`, which lies in memory as they do."""
@@ -227,7 +227,7 @@ class _Call:
         blocks = plan.number * (plan.segment // block.rows)
         read_features[(batch * heads * blocks, -(-self.tile.lanes // block.lanes))](
             **self.sides(mine, other, plan), **self.reading(mine.x, plan), **self.above(sums), **self.below(sums),
-            turned=turned.features, low=turned.low, p=p, v=v, scale=scale, weight=weight, out=out, REVERSE=reverse,
+            rotated=rotated.features, low=rotated.low, p=p, v=v, scale=scale, weight=weight, out=out, REVERSE=reverse,
             Y_GROUP=v.shape[1] // self.kv_heads,
             **_strides("p", p), **_strides("v", v), **_strides("d", out), **block.options(),
         )  # fmt: skip
@@ -257,7 +257,7 @@ def linear_attention(
     """
     q, k, v = _prepared(q, "q"), _prepared(k, "k"), _last_together(v)
     call = _Call(q, k, v, layout, causal, cu_seqlens)
-    keys = call.turned(k, call.key_plan, None)
+    keys = call.rotated(k, call.key_plan, None)
     sums = call.sums(keys, call.key_plan, v, before, reverse=False)
     queries, below = call.read_below(sums, keys)
     out = call.read_values(queries, call.query_plan, v, sums, keys.features, below)
@@ -318,11 +318,11 @@ def linear_attention_backward(
         COLUMNS=call.tile.features.columns,
     )  # fmt: skip
     both = scale, weight
-    queries = call.turned(q, call.query_plan, both)
+    queries = call.rotated(q, call.query_plan, both)
     last = None if total_cotangent is None else total_cotangent.contiguous()
     behind = call.sums(queries, call.query_plan, cotangent, last, reverse=True)
     dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, queries, both, reverse=True)
-    keys = call.turned(k, call.key_plan, None)
+    keys = call.rotated(k, call.key_plan, None)
     dv = call.read_values(keys.features, call.key_plan, cotangent, behind, queries.features, None)
     del queries
     dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, keys, both, reverse=False)

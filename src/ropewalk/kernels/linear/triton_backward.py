@@ -12,7 +12,7 @@ from ropewalk.kernels.linear.triton_read import chunks_of, load_sums, sums_of
 from ropewalk.kernels.linear.triton_sums import (
     halves,
     load_pairs,
-    load_turned,
+    load_rotated,
     load_values,
     low_sums,
     offsets,
@@ -45,7 +45,7 @@ def divide_rows(
 
 @triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
 def read_features(
-    x, y, turned, p, v, x_shift, y_shift, scale, weight, cos, sin, begins, sums, plain, low, out,
+    x, y, rotated, p, v, x_shift, y_shift, scale, weight, cos, sin, begins, sums, plain, low, out,
     x_b, x_h, x_n, y_b, y_h, y_n, p_b, p_h, p_n, v_b, v_h, v_n, d_b, d_h, d_n,
     length, row, table_b, table_h, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
@@ -55,7 +55,7 @@ def read_features(
 ):  # fmt: skip
     """The gradient of x: of queries, from the keys y before them and their values v, with p their cotangents.
 
-    REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. `turned` are features
+    REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. `rotated` are features
     of y, of queries over `scale`; `weight` is the cotangent of the denominator.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
@@ -83,7 +83,7 @@ def read_features(
             key = begin + theirs
             has_key = key < end
             base = (batch * (SHARED * Y_GROUP) + member) * length + begin
-            t = load_turned(turned, base, theirs, has_key, place, known, HALF)
+            t = load_rotated(rotated, base, theirs, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
             pull = tl.dot(given, tl.trans(z), input_precision=PRECISION)
             seen = mine[:, None] <= theirs[None, :] if REVERSE else mine[:, None] >= theirs[None, :]

@@ -9,17 +9,17 @@ import triton.language as tl
 
 from ropewalk.kernels.linear.triton_sums import (
     features,
-    load_turned,
+    load_rotated,
     load_values,
     low_sums,
     members,
     offsets,
     place_of,
     places,
+    rotated_pairs,
     segment_of,
     slots,
-    store_turned,
-    turned_pairs,
+    store_rotated,
 )
 
 
@@ -62,7 +62,7 @@ def chunks_of(begin, end, index, ROWS: tl.constexpr, CHUNK: tl.constexpr, REVERS
 
 @triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
 def read_below(
-    x, y, x_shift, y_shift, cos, sin, begins, plain, low, turned, below,
+    x, y, x_shift, y_shift, cos, sin, begins, plain, low, rotated, below,
     x_b, x_h, x_n, y_b, y_h, y_n, length, row, table_b, table_h, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
     Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr,
@@ -79,8 +79,8 @@ def read_below(
     there = token < end
     at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
     a, b = features(x, x_shift, at, there, LANES, FEATURES, X_MAP)
-    u, w = turned_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
-    store_turned(turned, at[1], there, u, w, LANES, FEATURES)
+    u, w = rotated_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
+    store_rotated(rotated, at[1], there, u, w, LANES, FEATURES)
     own = sums_of(begins, batch, shared, number, count, SHARED, CAUSAL, PACKED)
     own = plain + own * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
     first, second, has_first, has_second = members(lane, FEATURES)
@@ -103,7 +103,7 @@ def read_below(
 
 @triton.jit(do_not_specialize=["length", "owners", "count"])
 def read_values(
-    rows, turned, v, begins, sums, out, below,
+    rows, rotated, v, begins, sums, out, below,
     v_b, v_h, v_n, o_b, o_h, o_n, length, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
     V_DIM: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
@@ -114,7 +114,7 @@ def read_values(
 
     A row reads what was summed before its segment, and the tokens of the segment up to itself. REVERSE, for the
     gradient of values: keys read of the queries behind them, and there is no denominator. X_GROUP heads of `rows`
-    share a sum, Y_GROUP heads of `turned` are in one.
+    share a sum, Y_GROUP heads of `rotated` are in one.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SHARED: tl.constexpr = X_HEADS // X_GROUP
@@ -130,7 +130,7 @@ def read_values(
     token = begin + mine
     there = token < end
     flat = (batch * X_HEADS + head) * length + begin
-    row = load_turned(rows, flat, mine, there, place, known, HALF)
+    row = load_rotated(rows, flat, mine, there, place, known, HALF)
     total = tl.dot(row, load_sums(own, feature, has, column, V_DIM, KIND), input_precision=PRECISION)
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
@@ -140,7 +140,7 @@ def read_values(
             key = begin + theirs
             has_key = key < end
             base = (batch * (SHARED * Y_GROUP) + member) * length + begin
-            t = load_turned(turned, base, theirs, has_key, place, known, HALF)
+            t = load_rotated(rotated, base, theirs, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
             scores = tl.dot(row, tl.trans(t), input_precision=PRECISION)
             seen = mine[:, None] <= theirs[None, :] if REVERSE else mine[:, None] >= theirs[None, :]

@@ -32,12 +32,12 @@ def members(lane, FEATURES: tl.constexpr):
         STILL: tl.constexpr = WIDTH - 2 * PAIRS
         HALF: tl.constexpr = (STILL + 1) // 2
         BASE: tl.constexpr = 0 if START > 0 else 2 * PAIRS
-        turns = lane < PAIRS
+        is_rotated = lane < PAIRS
         rest = lane - PAIRS
-        first = tl.where(turns, START + lane, BASE + rest)
-        second = tl.where(turns, START + PAIRS + lane, BASE + HALF + rest)
-        has_first = turns | (rest < HALF)
-        has_second = turns | (HALF + rest < STILL)
+        first = tl.where(is_rotated, START + lane, BASE + rest)
+        second = tl.where(is_rotated, START + PAIRS + lane, BASE + HALF + rest)
+        has_first = is_rotated | (rest < HALF)
+        has_second = is_rotated | (HALF + rest < STILL)
     return first, second, has_first, has_second
 
 
@@ -165,7 +165,7 @@ def tables_of(cos, sin, place, batch, head, token, there, lane, FEATURES: tl.con
 
 
 @triton.jit
-def turned_pairs(a, b, cos, sin, place, batch, head, token, there, lane, FEATURES: tl.constexpr):
+def rotated_pairs(a, b, cos, sin, place, batch, head, token, there, lane, FEATURES: tl.constexpr):
     """Pairs of features, each turned by its angle."""
     if FEATURES[1]:
         c, s = tables_of(cos, sin, place, batch, head, token, there, lane, FEATURES)
@@ -174,17 +174,17 @@ def turned_pairs(a, b, cos, sin, place, batch, head, token, there, lane, FEATURE
 
 
 @triton.jit
-def store_turned(turned, flat, there, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
+def store_rotated(rotated, flat, there, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
     """Turned features, as rows for products."""
     WIDTH: tl.constexpr = FEATURES[0] + FEATURES[0] % 2
     # In such a row all features turn, from the first on.
     ROW: tl.constexpr = (WIDTH, WIDTH // 2, 0, FEATURES[3])
-    store_pairs(turned + flat * WIDTH, there, 0, a, b, LANES, ROW)
+    store_pairs(rotated + flat * WIDTH, there, 0, a, b, LANES, ROW)
 
 
 @triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners"])
-def turn_rows(
-    x, shift, scale, weight, cos, sin, begins, turned, low,
+def rotate_rows(
+    x, shift, scale, weight, cos, sin, begins, rotated, low,
     x_b, x_h, x_n, length, row, table_b, table_h, owners,
     HEADS: tl.constexpr, TOGETHER: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr, SCALED: tl.constexpr,
     PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
@@ -216,18 +216,18 @@ def turn_rows(
             over = tl.load(scale + at[1], mask=there, other=1.0)[:, None]
             factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
             a, b, u, w = a * factor, b * factor, u / over, w / over
-        store_turned(turned, at[1], there, u, w, LANES, FEATURES)
+        store_rotated(rotated, at[1], there, u, w, LANES, FEATURES)
         own = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
         tl.store(own + place_a, tl.sum(a, axis=0), mask=lane < HALF)
         tl.store(own + place_b, tl.sum(b, axis=0), mask=lane < HALF)
 
 
 @triton.jit
-def load_turned(turned, base, index, there, place, known, HALF: tl.constexpr):
-    """Rows that `turn_rows` wrote, `index` of them past row `base`; 0 where there is nothing."""
+def load_rotated(rotated, base, index, there, place, known, HALF: tl.constexpr):
+    """Rows that `rotate_rows` wrote, `index` of them past row `base`; 0 where there is nothing."""
     mask = there[:, None] & known[None, :]
     # Within a segment 32 bits count: less arithmetic where it is done most often.
-    return tl.load(turned + base * (2 * HALF) + (index[:, None] * (2 * HALF) + place[None, :]), mask=mask, other=0.0)
+    return tl.load(rotated + base * (2 * HALF) + (index[:, None] * (2 * HALF) + place[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def low_sums(
 
 @triton.jit(do_not_specialize=["length", "owners", "count"])
 def sum_segments(
-    turned, v, low, begins, sums, v_b, v_h, v_n, length, owners, count,
+    rotated, v, low, begins, sums, v_b, v_h, v_n, length, owners, count,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, PACKED: tl.constexpr,
     SEGMENT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
     LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -274,7 +274,7 @@ def sum_segments(
         token = begin + index
         there = token < end
         base = (batch * (KV_HEADS * GROUP) + member) * length + begin
-        t = load_turned(turned, base, index, there, place, known, HALF)
+        t = load_rotated(rotated, base, index, there, place, known, HALF)
         y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
         total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
     owner = batch * KV_HEADS + head

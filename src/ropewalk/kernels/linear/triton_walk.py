@@ -10,7 +10,7 @@ Sums of single segments, which `sum_segments` writes and `run_totals` reads, sta
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.linear.triton_sums import load_turned, load_values, low_sums, slots
+from ropewalk.kernels.linear.triton_sums import load_rotated, load_values, low_sums, slots
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def walk_plain(
 
 @triton.jit(do_not_specialize=["length", "owners", "count"])
 def walk_segments(
-    turned, v, low, before, after, running, plain, v_b, v_h, v_n, length, owners, count,
+    rotated, v, low, before, after, running, plain, v_b, v_h, v_n, length, owners, count,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, SEGMENT: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr,
     TILES: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
@@ -78,7 +78,7 @@ def walk_segments(
             token = number * SEGMENT + index
             there = token < length
             base = (batch * (KV_HEADS * GROUP) + member) * length + number * SEGMENT
-            t = load_turned(turned, base, index, there, place, known, HALF)
+            t = load_rotated(rotated, base, index, there, place, known, HALF)
             y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
             part = tl.dot(tl.trans(t), y, part, input_precision=PRECISION)
         tl.store(after + at, total + part, mask=inside)

@@ -23,7 +23,7 @@ typedef struct {
 static void angles_row(const Angles *a, int64_t position, int64_t head, AnyFloat *cosines,
                        AnyFloat *sines) {
     const int64_t pairs = a->pairs, width = 2 * a->heads * pairs;
-    const double amplitude = a->amplitude, turn = position < 0 ? -amplitude : amplitude;
+    const double amplitude = a->amplitude, signed_amplitude = position < 0 ? -amplitude : amplitude;
     if (position <= -REACH || position >= REACH) {
         const AnyDouble *theta = a->inv_freq + head * pairs;
         for (int64_t i = 0; i < pairs; i++) {
@@ -40,7 +40,7 @@ static void angles_row(const Angles *a, int64_t position, int64_t head, AnyFloat
         const double c = low[i] * middle[i] - low[i + 1] * middle[i + 1];
         const double s = low[i] * middle[i + 1] + low[i + 1] * middle[i];
         cosines[i / 2] = (float)(amplitude * (c * high[i] - s * high[i + 1]));
-        sines[i / 2] = (float)(turn * (c * high[i + 1] + s * high[i]));
+        sines[i / 2] = (float)(signed_amplitude * (c * high[i + 1] + s * high[i]));
     }
 }
 

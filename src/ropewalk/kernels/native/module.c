@@ -186,7 +186,7 @@ static PyObject *targets(PyObject *const *args, PyObject *const *like) {
 
 /* Turns q and k, in `given`, into the tensors of `both`, which it returns or lets go. Everything is checked before
    anything is written. `norm`, if there is one, is q_weight, k_weight, eps, rounding. */
-static PyObject *turn(PyObject *const *given, PyObject *both, PyObject *const *tables, const Layout *layout,
+static PyObject *rotate_both(PyObject *const *given, PyObject *both, PyObject *const *tables, const Layout *layout,
                       int64_t threads, PyObject *const *norm) {
     Job job = {.count = 0};
     Tensor cos, sin;
@@ -226,7 +226,7 @@ static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
     const int64_t threads = PyLong_AsLongLong(args[11]);
     if (PyErr_Occurred()) return NULL;
     PyObject *both = targets(args[2] == Py_None ? NULL : args + 2, args);
-    return turn(args, both, args + 4, &layout, threads, count == 16 ? args + 12 : NULL);
+    return rotate_both(args, both, args + 4, &layout, threads, count == 16 ? args + 12 : NULL);
 }
 
 /* direct(q, k, cos, sin, row, rows, head_dim, start, seq_dim, interleaved, threads) -> (yq, yk) or (yq,): `rotate` where
@@ -254,7 +254,7 @@ static PyObject *direct(PyObject *self, PyObject *const *args, Py_ssize_t count)
     if (borrow(args[2], &cos, "cos")) return NULL;
     if (cos.dtype.bits != (x[0].dtype.bits == 64 ? 64 : 32)) Py_RETURN_NONE;
     if (threads == 0) Py_RETURN_TRUE;
-    return turn(args, targets(NULL, args), args + 2, &layout, threads, NULL);
+    return rotate_both(args, targets(NULL, args), args + 2, &layout, threads, NULL);
 }
 
 /* cos_sin(positions, inv_freq, tables, amplitude, cos, sin, threads): fills cos and sin. */

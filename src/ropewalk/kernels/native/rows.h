@@ -46,7 +46,7 @@
         }                                                                                                              \
         return (W)(1.0 / sqrt(total / (double)f->dim + eps));                                                          \
     }                                                                                                                  \
-    INLINE void NAME(KIND##_turn)(V *a, V *b, const V *c, const V *s) {                                                \
+    INLINE void NAME(KIND##_rotate)(V *a, V *b, const V *c, const V *s) {                                              \
         for (int i = 0; i < VECTORS; i++) {                                                                            \
             const V first = MINUS(a[i] * c[i], b[i], s[i]), second = PLUS(b[i] * c[i], a[i], s[i]);                    \
             a[i] = first, b[i] = second;                                                                               \
@@ -71,7 +71,7 @@
             LOAD_W(wa, weight), NAME(KIND##_norm)(va, weight, scale, norm->rounding);                                  \
             LOAD_W(wb, weight), NAME(KIND##_norm)(vb, weight, scale, norm->rounding);                                  \
         }                                                                                                              \
-        NAME(KIND##_turn)(va, vb, vc, vs);                                                                             \
+        NAME(KIND##_rotate)(va, vb, vc, vs);                                                                           \
         NAME(careful_store_##KIND)(a, va), NAME(careful_store_##KIND)(b, vb);                                          \
         for (int64_t i = 0; i < count; i++) {                                                                          \
             const int64_t n = at + i * next;                                                                           \
@@ -129,9 +129,9 @@
             if (norm) NAME(KIND##_norm)(low, wl, scale, norm->rounding);                                               \
             if (norm) NAME(KIND##_norm)(high, wh, scale, norm->rounding);                                              \
             if (conjugate)                                                                                             \
-                NAME(KIND##_turn)(high, low, c, s);                                                                    \
+                NAME(KIND##_rotate)(high, low, c, s);                                                                  \
             else                                                                                                       \
-                NAME(KIND##_turn)(low, high, c, s);                                                                    \
+                NAME(KIND##_rotate)(low, high, c, s);                                                                  \
             if (interleaved)                                                                                           \
                 NAME(store2_##KIND)(y + 2 * i, low, high);                                                             \
             else                                                                                                       \

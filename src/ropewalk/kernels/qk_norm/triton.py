@@ -183,10 +183,10 @@ def _plan(
     blocks_a_batch = -(-x.seq // tokens)
     blocks = x.batch * blocks_a_batch
     strides = [stride // aligned for pair in rows for r in pair for stride in r.strides[:3]]
-    turns = [n // math.gcd(*heads) for n in heads]
+    shares = [n // math.gcd(*heads) for n in heads]
     steps = [pair[0].strides[3] for pair in rows]
-    programs = _programs(cos.device, heads) if backward else turns
-    first, second = ("Q_PROGRAMS", "K_PROGRAMS") if backward else ("Q_TURNS", "K_TURNS")
+    programs = _programs(cos.device, heads) if backward else shares
+    first, second = ("Q_PROGRAMS", "K_PROGRAMS") if backward else ("Q_SHARE", "K_SHARE")
     constants = {
         "Q_HEADS": x.heads,
         "K_HEADS": other.heads,

@@ -7,7 +7,7 @@
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.rotate.triton import NUMBERS, STRIDES, place, stepped, turn, unturned
+from ropewalk.kernels.rotate.triton import NUMBERS, STRIDES, place, rotate_pair, stepped, unrotated
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def load_rows(source, there, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: t
     if STILL:
         at = tl.arange(0, FEATURES[5])[None, :]
         mask = there[:, None] & (at < STILL)
-        still = tl.load(source[:, None] + stepped(unturned(at, PAIRS, STILL, START), STEP), mask=mask, other=0.0)
+        still = tl.load(source[:, None] + stepped(unrotated(at, PAIRS, STILL, START), STEP), mask=mask, other=0.0)
     return first, second, still
 
 
@@ -58,7 +58,7 @@ def _store(target, first, second, still, there, STEP: tl.constexpr, ROWS: tl.con
     if STILL:
         at = tl.arange(0, FEATURES[5])[None, :]
         mask = there[:, None] & (at < STILL)
-        tl.store(target[:, None] + stepped(unturned(at, PAIRS, STILL, START), STEP), still.to(dtype), mask=mask)
+        tl.store(target[:, None] + stepped(unrotated(at, PAIRS, STILL, START), STEP), still.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def _norm_rows(
     if NORM[2] & 2:
         first, second, still = _cast(first, second, still, kind)
         first, second, still = _cast(first, second, still, c.dtype)
-    first, second = turn(first, second, c, d, False)
+    first, second = rotate_pair(first, second, c, d, False)
     target = y + (b * y_strides[0] + s * y_strides[1] + head * y_strides[2]) * TILE[2]
     _store(target, first, second, still, there, STEPS[1], ROWS, FEATURES)
 
@@ -170,8 +170,8 @@ def norm_rotate_kernel(
     yk_h,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
-    Q_TURNS: tl.constexpr,
-    K_TURNS: tl.constexpr,
+    Q_SHARE: tl.constexpr,
+    K_SHARE: tl.constexpr,
     Q_WEIGHTED: tl.constexpr,
     K_WEIGHTED: tl.constexpr,
     X_STEP: tl.constexpr,
@@ -190,22 +190,22 @@ def norm_rotate_kernel(
     ROUNDING: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of Q_TURNS + K_TURNS programs in a row the first are for q and the others for k."""
-    unit = tl.program_id(0) // (Q_TURNS + K_TURNS)
-    own = tl.program_id(0) % (Q_TURNS + K_TURNS)
+    """Of Q_SHARE + K_SHARE programs in a row the first are for q and the others for k."""
+    unit = tl.program_id(0) // (Q_SHARE + K_SHARE)
+    own = tl.program_id(0) % (Q_SHARE + K_SHARE)
     rows, counts = (row, table_b, table_h), (seq, blocks_a_batch, blocks)
     STEPS: tl.constexpr = (X_STEP, Y_STEP)
     FEATURES: tl.constexpr = (PAIRS, STILL, START, INTERLEAVED, ROOM, STILL_ROOM)
     TILE: tl.constexpr = (TOKENS, ROWS, ALIGN)
     NORM: tl.constexpr = (EPS, PLUS_ONE, ROUNDING)
-    if own < Q_TURNS:
-        x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_TURNS + own
+    if own < Q_SHARE:
+        x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_SHARE + own
         _norm_rows(
             q, yq, q_weight, cos, sin, rows, x_strides, y_strides, counts, index,
             Q_HEADS, Q_WEIGHTED, STEPS, FEATURES, TILE, NORM, WIDE,
         )  # fmt: skip
-    elif K_TURNS:
-        x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_TURNS + own - Q_TURNS
+    elif K_SHARE:
+        x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_SHARE + own - Q_SHARE
         _norm_rows(
             k, yk, k_weight, cos, sin, rows, x_strides, y_strides, counts, index,
             K_HEADS, K_WEIGHTED, STEPS, FEATURES, TILE, NORM, WIDE,
@@ -288,7 +288,7 @@ def _norm_rows_backward(
         inverse = tl.where(there[:, None], _inverse_rms(first, second, still, NORM[0], FEATURES), 0.0)
         first, second, still = first * inverse, second * inverse, still * inverse
         p, r, t = _cast(e, f, h, dtype)
-        p, r = turn(p, r, c, d, True)
+        p, r = rotate_pair(p, r, c, d, True)
         if NORM[3]:
             du += p * first
             dv += r * second

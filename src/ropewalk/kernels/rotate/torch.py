@@ -58,14 +58,14 @@ def _rotate_one(x: Tensor, wide_cos: Tensor, swap: Callable[[Tensor, Tensor], No
     low = x.dtype not in (torch.float32, torch.float64)
     if low:
         source = source.to(torch.float32)
-    turned = empty_like(source) if low else target
-    swap(source, turned)
+    rotated = empty_like(source) if low else target
+    swap(source, rotated)
     if _fuses_alike(x.device.type, source.dtype):
-        turned.addcmul_(source, wide_cos)
+        rotated.addcmul_(source, wide_cos)
     else:
-        turned += source * wide_cos
+        rotated += source * wide_cos
     if low:
-        target.copy_(turned)
+        target.copy_(rotated)
     return y
 
 
@@ -127,18 +127,18 @@ def rotate_traceable(
     stop = start + 2 * pairs
     whole = stop - start == x.shape[-1]
     # A slice of everything is an alias, for which the batched tensors of `is_grads_batched` have no rule.
-    turned = (x if whole else x[..., start:stop]).to(working_dtype(x))
+    rotated = (x if whole else x[..., start:stop]).to(working_dtype(x))
     if layout.interleaved:
-        shape = turned.shape
-        a, b = turned.reshape(*shape[:-1], pairs, 2).unbind(-1)
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).reshape(shape)
+        shape = rotated.shape
+        a, b = rotated.reshape(*shape[:-1], pairs, 2).unbind(-1)
+        rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).reshape(shape)
     else:
-        a, b = turned[..., :pairs], turned[..., pairs:]
-        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
-    turned = turned.to(x.dtype)
+        a, b = rotated[..., :pairs], rotated[..., pairs:]
+        rotated = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    rotated = rotated.to(x.dtype)
     if whole:
-        return turned
-    return torch.cat((x[..., :start], turned, x[..., stop:]), dim=-1)
+        return rotated
+    return torch.cat((x[..., :start], rotated, x[..., stop:]), dim=-1)
 
 
 def _as_on(x: Tensor, table: Tensor) -> Tensor:

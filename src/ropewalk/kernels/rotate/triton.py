@@ -39,7 +39,7 @@ __all__ = ["Tile", "rotate", "rotate_if_ready", "tile_of"]
 
 
 @triton.jit
-def turn(a, b, cos, sin, CONJUGATE: tl.constexpr):
+def rotate_pair(a, b, cos, sin, CONJUGATE: tl.constexpr):
     """A pair, turned. Which of the products is rounded is said here, so that no shape of a call changes a bit."""
     if CONJUGATE:
         sin = -sin
@@ -80,7 +80,7 @@ def stepped(number, STEP: tl.constexpr):
 
 
 @triton.jit
-def unturned(number, PAIRS: tl.constexpr, STILL: tl.constexpr, START: tl.constexpr):
+def unrotated(number, PAIRS: tl.constexpr, STILL: tl.constexpr, START: tl.constexpr):
     """Where the features that do not turn lie, by their number: before those that do, after them, or both."""
     if START == 0:
         number += 2 * PAIRS
@@ -126,8 +126,8 @@ def _rotate_lanes(
     pair = tl.arange(0, V)
     at_table = (first_rows[0] + b * first_rows[1] + group * first_rows[2] + s) * PAIRS + part * V
     at_table = at_table[:, None, None] + pair[None, None, :]
-    turning = part < TURNING
-    known = (there & turning)[:, None, None]
+    rotated_dim = part < TURNING
+    known = (there & rotated_dim)[:, None, None]
     # Where heads do not lie together, each reads them anew: they are to stay in the cache.
     c = tl.load(cos + at_table, mask=known, other=1.0, eviction_policy="evict_last")
     d = tl.load(sin + at_table, mask=known, other=0.0, eviction_policy="evict_last")
@@ -139,14 +139,14 @@ def _rotate_lanes(
         there = there & (head < HEADS)
     # Lanes past those that turn take as many of the features that do not.
     still = (part - TURNING)[:, None, None] * (2 * V)
-    turning = turning[:, None, None]
+    rotated_dim = rotated_dim[:, None, None]
     if INTERLEAVED:
         at = (START + part * WIDTH)[:, None, None]
         mask = there[:, :, None]
         if STILL:
             if STILL % WIDTH:
-                mask = mask & (turning | (still + tl.arange(0, WIDTH)[None, None, :] < STILL))
-            at = tl.where(turning, at, unturned(still, PAIRS, STILL, START))
+                mask = mask & (rotated_dim | (still + tl.arange(0, WIDTH)[None, None, :] < STILL))
+            at = tl.where(rotated_dim, at, unrotated(still, PAIRS, STILL, START))
         at += tl.arange(0, WIDTH)[None, None, :]
         z = tl.load(source[:, :, None] + stepped(at, STEPS[0]), mask=mask)
         first, second = tl.split(tl.reshape(z, (LANES, SHARE, V, 2)))
@@ -156,18 +156,18 @@ def _rotate_lanes(
         mask = there[:, :, None]
         and_mask = mask
         if STILL:
-            and_mask = mask & (turning | (still + V < STILL))
-            at = tl.where(turning, at, unturned(still, PAIRS, STILL, START))
-            and_at = tl.where(turning, and_at, unturned(still + V, PAIRS, STILL, START))
+            and_mask = mask & (rotated_dim | (still + V < STILL))
+            at = tl.where(rotated_dim, at, unrotated(still, PAIRS, STILL, START))
+            and_at = tl.where(rotated_dim, and_at, unrotated(still + V, PAIRS, STILL, START))
         at, and_at = at + pair[None, None, :], and_at + pair[None, None, :]
         first = tl.load(source[:, :, None] + stepped(at, STEPS[0]), mask=mask)
         second = tl.load(source[:, :, None] + stepped(and_at, STEPS[0]), mask=and_mask)
     kind = first.dtype
     first, second = first.to(c.dtype), second.to(c.dtype)
-    a, b_ = turn(first, second, c, d, CONJUGATE)
+    a, b_ = rotate_pair(first, second, c, d, CONJUGATE)
     if STILL:
         # A product with 1 and a sum with 0 would not copy an infinity.
-        a, b_ = tl.where(turning, a, first), tl.where(turning, b_, second)
+        a, b_ = tl.where(rotated_dim, a, first), tl.where(rotated_dim, b_, second)
     if INTERLEAVED:
         z = tl.reshape(tl.join(a.to(kind), b_.to(kind)), (LANES, SHARE, WIDTH))
         tl.store(target[:, :, None] + stepped(at, STEPS[1]), z, mask=mask)
@@ -208,8 +208,8 @@ def _rotate(
     yk_h,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
-    Q_TURNS: tl.constexpr,
-    K_TURNS: tl.constexpr,
+    Q_SHARE: tl.constexpr,
+    K_SHARE: tl.constexpr,
     X_STEP: tl.constexpr,
     Y_STEP: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -224,21 +224,21 @@ def _rotate(
     CONJUGATE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of Q_TURNS + K_TURNS programs in a row the first are for q and the others for k."""
-    unit = tl.program_id(0) // (Q_TURNS + K_TURNS)
-    own = tl.program_id(0) % (Q_TURNS + K_TURNS)
+    """Of Q_SHARE + K_SHARE programs in a row the first are for q and the others for k."""
+    unit = tl.program_id(0) // (Q_SHARE + K_SHARE)
+    own = tl.program_id(0) % (Q_SHARE + K_SHARE)
     rows, counts = (row, table_b, table_h), (seq, blocks_a_batch, blocks)
     STEPS: tl.constexpr = (X_STEP, Y_STEP)
     FEATURES: tl.constexpr = (PAIRS, STILL, START, WIDTH, ALIGN)
     TILE: tl.constexpr = (TOKENS, LANES)
-    if own < Q_TURNS:
-        x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_TURNS + own
+    if own < Q_SHARE:
+        x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_SHARE + own
         _rotate_lanes(
             q, yq, cos, sin, rows, x_strides, y_strides, counts, index, Q_HEADS, STEPS, FEATURES, TILE, SHARE,
             INTERLEAVED, CONJUGATE, WIDE,
         )  # fmt: skip
-    elif K_TURNS:
-        x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_TURNS + own - Q_TURNS
+    elif K_SHARE:
+        x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_SHARE + own - Q_SHARE
         _rotate_lanes(
             k, yk, cos, sin, rows, x_strides, y_strides, counts, index, K_HEADS, STEPS, FEATURES, TILE, SHARE,
             INTERLEAVED, CONJUGATE, WIDE,
@@ -379,7 +379,7 @@ def _plan(
     parts = pairs // (width // 2 if layout.interleaved else width)
     parts += -(-still // (2 * (width // 2 if layout.interleaved else width)))
     groups = [-(-r.heads // tile.share) for r in (x, others[0])]
-    turns = [group // math.gcd(*groups) for group in groups]
+    shares = [group // math.gcd(*groups) for group in groups]
     blocks_a_batch = -(-x.seq // tile.tokens)
     blocks = x.batch * blocks_a_batch
     # As many programs of each tensor as cover all of its lanes, in whole units of turns.
@@ -389,8 +389,8 @@ def _plan(
     constants = {
         "Q_HEADS": x.heads,
         "K_HEADS": others[0].heads,
-        "Q_TURNS": turns[0],
-        "K_TURNS": turns[1],
+        "Q_SHARE": shares[0],
+        "K_SHARE": shares[1],
         "X_STEP": x.strides[3],
         "Y_STEP": y.strides[3],
         "PAIRS": pairs,
@@ -406,7 +406,7 @@ def _plan(
         "WIDE": is_wide(*(r.reach() for r in (x, y, *others)), cos.numel()),
     }
     numbers = (table_b, table_h, x.seq, blocks_a_batch, blocks, *strides)
-    return Launch(_rotate, units * sum(turns), numbers, constants, tile.warps)
+    return Launch(_rotate, units * sum(shares), numbers, constants, tile.warps)
 
 
 class Tile(NamedTuple):

@@ -180,7 +180,7 @@ class AngleSource:
             return amplitude
         if xpos is not None:
             arithmetic = TorchArithmetic(torch.float64, positions.device, self._constants[1])
-            log_scale = xpos.log_scale(self.spec.turning, positions.to(torch.float64).unsqueeze(-1), arithmetic)
+            log_scale = xpos.log_scale(self.spec.rotated_dim, positions.to(torch.float64).unsqueeze(-1), arithmetic)
             amplitude = amplitude * torch.exp(log_scale if role == "q" else -log_scale)
         if self.spec.query_temperature is not None and role == "q":
             amplitude = amplitude * self.temperature_at(positions).unsqueeze(-1)
@@ -356,7 +356,7 @@ class AngleSource:
         >>> AngleSource(RopeSpec(4)).temperature_of(torch.ones(3, 4), Where(role="q")) is None
         True
         """
-        if where.role != "q" or self.spec.query_temperature is None or self.spec.turning == self.spec.head_dim:
+        if where.role != "q" or self.spec.query_temperature is None or self.spec.rotated_dim == self.spec.head_dim:
             return None
         if where.angles is not None:
             raise RopewalkError(

@@ -480,7 +480,7 @@ class RotaryEmbedding(nn.Module):
 
     def _scale_rest(self, x: Tensor, factor: Tensor) -> Tensor:
         """x with the features that are not rotated multiplied by a factor per token, in float32, rounded once."""
-        start, rotated = self.layout.start, self.spec.turning
+        start, rotated = self.layout.start, self.spec.rotated_dim
         before, middle, after = x[..., :start], x[..., start : start + rotated], x[..., start + rotated :]
         before, after = ((part.to(factor.dtype) * factor).to(x.dtype) for part in (before, after))
         return torch.cat((before, middle, after), dim=-1)
@@ -493,7 +493,7 @@ class RotaryEmbedding(nn.Module):
                 got=shown(to),
                 do="make one: RotaryEmbedding(spec)",
             )
-        mine, its = ((m.layout, m.heads, m.spec.head_dim, m.spec.turning) for m in (self, to))
+        mine, its = ((m.layout, m.heads, m.spec.head_dim, m.spec.rotated_dim) for m in (self, to))
         axes = [None if m.spec.axes is None else m.spec.axes.weights for m in (self, to)]
         if mine == its and axes[0] == axes[1]:
             return

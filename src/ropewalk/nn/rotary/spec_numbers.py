@@ -116,7 +116,7 @@ def _constants(spec: RopeSpec, device: torch.device) -> tuple[Constants, Constan
             spec.evaluate(length, rule)
             spec.frequencies.amplitude(length, rule)
         if spec.xpos is not None:
-            spec.xpos.log_scale(spec.turning, zero, xpos)
+            spec.xpos.log_scale(spec.rotated_dim, zero, xpos)
         if spec.query_temperature is not None:
             spec.query_temperature.evaluate(zero, temperature)
     return rule.made, xpos.made, temperature.made

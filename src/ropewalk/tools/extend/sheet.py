@@ -12,7 +12,7 @@ from ropewalk.hub.extend.effects import Effect
 from ropewalk.hub.extend.extension import ModelExtension, Offer
 from ropewalk.hub.extend.measured import measured
 from ropewalk.hub.extend.stacks import Stack
-from ropewalk.theory import classify, turns
+from ropewalk.theory import classify, rotations
 from ropewalk.tools.inspect.sheet import KIND_STYLES, number
 
 __all__ = ["one_rule", "side_by_side"]
@@ -67,7 +67,7 @@ def _head(console: Console, extended: ModelExtension) -> None:
         source = "from --trained" + ("" if in_config is None else f"; {number(in_config)} in the config")
     console.print(
         f"Trained length {number(start.trained)} ({source}), base {number(start.base)}. The slowest of"
-        f" {len(start.spec.inv_freq())} pairs completes {number(extended.turns)} rotations in training."
+        f" {len(start.spec.inv_freq())} pairs completes {number(extended.rotations)} rotations in training."
     )
     if start.scaled:
         rule = type(start.rule).__name__
@@ -134,7 +134,7 @@ def _short(value: float) -> str:
 def _legend(console: Console, extended: ModelExtension) -> None:
     lines = {
         "pairs": "kept: unchanged frequencies; fully: divided by the factor in the column “by”; partly: by less",
-        "rotations": f"full rotations of the slowest pair within {number(extended.length)}; {extended.turns:.2g} in"
+        "rotations": f"full rotations of the slowest pair within {number(extended.length)}; {extended.rotations:.2g} in"
         " training",
         "ampl.": "amplitude: the factor on cos and sin; scores are multiplied by its square",
         "sum < 0": "the first distance at which the rotated features no longer score a similar key above a random one"
@@ -159,7 +159,7 @@ def _pairs(extended: ModelExtension, effect: Effect) -> Table:
             f"{effect.inv_freq[i]:.8g}",
             f"{plain[i] / new[i]:.4g}" if new[i] else "",
             *(
-                number(float(turns([value], length)[0]))
+                number(float(rotations([value], length)[0]))
                 for value, length in zip((plain[i], new[i]), lengths, strict=True)
             ),
             Text(kind, style=KIND_STYLES[kind]),

@@ -17,7 +17,7 @@ from ropewalk.hub.configs.model import Lengths, Model
 from ropewalk.hub.configs.pitfalls import ADVICE
 from ropewalk.hub.inspection import Inspection, Layer, View
 from ropewalk.spec.rope import RopeSpec
-from ropewalk.theory.bands import Band, turns
+from ropewalk.theory.bands import Band, rotations
 
 __all__ = ["KIND_STYLES", "features_of", "number", "pairs_to_show", "sheet", "warnings_of"]
 
@@ -101,7 +101,7 @@ def _critical(layer: Layer, spec: RopeSpec, lengths: Lengths) -> str:
     # The formula is that of the base; what a rule makes of it is in the table.
     kinds = {band.kind for view in layer.views for band in view.bands}
     scaled = "" if kinds <= {"unchanged", "still"} else ", by the base, before scaling"
-    features = f"{layer.critical_dimension} of {spec.turning} features"
+    features = f"{layer.critical_dimension} of {spec.rotated_dim} features"
     return f"{features} saw a whole turn within {number(lengths.trained)}{scaled}"
 
 
@@ -112,7 +112,7 @@ def _score(view: View) -> str:
 
 
 def _part(spec: RopeSpec) -> str:
-    return "" if spec.turning == spec.head_dim else ", by the features that turn"
+    return "" if spec.rotated_dim == spec.head_dim else ", by the features that turn"
 
 
 def _each(layer: Layer, values: list[str]) -> str:
@@ -161,7 +161,7 @@ def _frequencies(layer: Layer, view: View, lengths: Lengths) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("change", no_wrap=True)
     shown, kinds, wavelengths = pairs_to_show(view.bands), view.kinds, view.wavelengths
-    columns = [turns(view.inv_freq, length) for length in counted]
+    columns = [rotations(view.inv_freq, length) for length in counted]
     for pair, following in zip(shown, [*shown[1:], None], strict=True):
         kind = kinds[pair]
         table.add_row(
@@ -212,7 +212,7 @@ def pairing_of(spec: RopeSpec) -> str:
     """
     if spec.pairing == "interleaved":
         return "interleaved: features 2i and 2i + 1"
-    return f"half: features i and i + {spec.turning // 2}"
+    return f"half: features i and i + {spec.rotated_dim // 2}"
 
 
 def features_of(spec: RopeSpec) -> str:
@@ -226,11 +226,11 @@ def features_of(spec: RopeSpec) -> str:
     """
     still = int((np.atleast_2d(spec.inv_freq())[0] == 0).sum())
     if still:
-        return f"{spec.turning - 2 * still} of {spec.head_dim} turn: other pairs stand still"
-    if spec.turning == spec.head_dim:
+        return f"{spec.rotated_dim - 2 * still} of {spec.head_dim} turn: other pairs stand still"
+    if spec.rotated_dim == spec.head_dim:
         return f"all {spec.head_dim} turn"
     part = "first" if spec.rotary_slice == "leading" else "last"
-    return f"the {part} {spec.turning} of {spec.head_dim} turn"
+    return f"the {part} {spec.rotated_dim} of {spec.head_dim} turn"
 
 
 def count_of(model: Model, layer: str) -> str:

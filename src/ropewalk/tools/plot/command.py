@@ -177,10 +177,10 @@ def plot_rotation(
         length = max((each for each in lengths if each), default=4096)
     for curve in curves:
         for pair in pairs:
-            if not 0 <= pair < curve.spec.turning // 2:
+            if not 0 <= pair < curve.spec.rotated_dim // 2:
                 raise RopewalkError(
                     asked=f"{asked} --pair {pair}",
-                    expected=f"a pair of {curve.name}: from 0 to {curve.spec.turning // 2 - 1}",
+                    expected=f"a pair of {curve.name}: from 0 to {curve.spec.rotated_dim // 2 - 1}",
                     got=f"{pair}",
                     do="use 0 for the fastest pair, the largest index for the slowest",
                 )
@@ -191,7 +191,7 @@ def plot_rotation(
             got=f"{len(pairs)}",
             do="draw more than one picture",
         )
-    drawn_pairs = [list(pairs) or _spread(curve.spec.turning // 2) for curve in curves]
+    drawn_pairs = [list(pairs) or _spread(curve.spec.rotated_dim // 2) for curve in curves]
     numbers = [
         _named(curve) | {"length": length, "pairs": [_pair(curve, pair, length) for pair in pairs_of_curve]}
         for curve, pairs_of_curve in zip(curves, drawn_pairs, strict=True)
@@ -337,7 +337,7 @@ def _single_name(curves: Sequence[Curve]) -> str:
     if len(curves) > 1:
         return ""
     # No line break inside "d = 128".
-    return f": {as_text(curves[0].name)}, d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{curves[0].spec.turning}"
+    return f": {as_text(curves[0].name)}, d\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{curves[0].spec.rotated_dim}"
 
 
 def _length(length: int | None, asked: str, at_least: int = 1) -> int | None:

@@ -63,9 +63,9 @@ class Curve:
         >>> Curve("", RopeSpec(8, rotary_dim=4, pairing="half", rotary_slice="trailing")).features(1)
         (5, 7)
         """
-        start = self.spec.head_dim - self.spec.turning if self.spec.rotary_slice == "trailing" else 0
+        start = self.spec.head_dim - self.spec.rotated_dim if self.spec.rotary_slice == "trailing" else 0
         if self.spec.pairing == "half":
-            return start + pair, start + pair + self.spec.turning // 2
+            return start + pair, start + pair + self.spec.rotated_dim // 2
         return start + 2 * pair, start + 2 * pair + 1
 
 
