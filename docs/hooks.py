@@ -1,7 +1,7 @@
-"""Hooks of the docs build: what a page links to outside docs/ becomes part of the site.
+"""Hooks of the docs build: files outside docs/ that a page links to become part of the site.
 
-Pages link to ../benchmarks/gpu.json, which readers of the repository can follow. A site has nothing above its root, so
-the file is copied to benchmarks/gpu.json there, and the link turned to it.
+Pages link to files such as ../benchmarks/gpu.json, which works in the repository. The site has nothing above its root,
+so the file is copied to benchmarks/gpu.json inside the site, and the link is changed to it.
 """
 
 import re
@@ -14,7 +14,7 @@ OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the files that pages link to. One that does not exist is left to mkdocs, which names it as a broken link."""
+    """Add the files that pages link to. mkdocs reports a file that does not exist as a broken link."""
     root = Path(config.config_file_path).parent
     for page in files.documentation_pages():
         for target in OUTSIDE.findall(page.content_string):
@@ -24,5 +24,5 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Takes the ../ off links, since all pages lie in docs/ itself."""
+    """Remove ../ from links. All pages are in docs/ itself."""
     return OUTSIDE.sub(r"](\1", markdown)

@@ -36,7 +36,7 @@ def test_python_blocks_run(page, tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-def test_the_readme_counts_the_ledger():
+def test_the_readme_counts_the_checked_claims():
     verdicts = Counter(claim.verdict for chapter in CHAPTERS for claim in chapter.claims)
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\n", " ")
     said = re.search(
