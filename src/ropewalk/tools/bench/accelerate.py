@@ -27,8 +27,9 @@ from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.norm_fusion import FUSED
 from ropewalk.kernels.native.extension import instructions
+from ropewalk.tools.bench.records import write_record
 from ropewalk.tools.bench.timing import Candidate, wall_times
-from ropewalk.tools.output import package_version, processor, require_writable_file, write_json
+from ropewalk.tools.output import package_version, processor, require_writable_file
 
 __all__ = ["AcceleratedLine", "ModelCase", "bench_accelerate", "measure", "model_cases"]
 
@@ -217,7 +218,7 @@ def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: s
             "rounds": rounds,
             "cases": results,
         }
-        write_json(record, json_file)
+        write_record(record, json_file, missed=[])
     return int(any(result["logits_apart"] > LIMITS[dtype] for result in results))
 
 

@@ -25,8 +25,10 @@ from ropewalk.ops import backend_reasons
 from ropewalk.tools.bench import timing
 from ropewalk.tools.bench.attention_paths import PATHS, Attend, AttentionPath, Truth, checked_tokens
 from ropewalk.tools.bench.attention_record import growth, read_record, shown_case, shown_growth
+from ropewalk.tools.bench.floors import attention_floors
+from ropewalk.tools.bench.records import shown_missed, write_record
 from ropewalk.tools.bench.timing import Candidate, wall_times
-from ropewalk.tools.output import package_version, processor, require_writable_file, write_json
+from ropewalk.tools.output import package_version, processor, require_writable_file
 
 __all__ = ["AttentionCase", "AttentionLine", "attention_cases", "bench_attention", "measure"]
 
@@ -316,9 +318,9 @@ def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
             torch.cuda.empty_cache()
         if json_file not in (None, "-"):
             # Written after every case, so that results survive an interruption.
-            write_json(record, json_file)
+            write_record(record, json_file, attention_floors(device, record["cases"], record["growth"]))
     if json_file == "-":
-        write_json(record, json_file)
+        write_record(record, json_file, attention_floors(device, record["cases"], record["growth"]))
     return record
 
 
@@ -359,6 +361,7 @@ def bench_attention(
         for case in record["cases"]:
             show.write(shown_case(case) + "\n")
     show.write(shown_growth(record))
+    show.write(shown_missed(attention_floors(record["device"], record["cases"], record["growth"])) + "\n")
     if draw is not None:
         draw(record)
         show.write(f"picture: {plot}\n")

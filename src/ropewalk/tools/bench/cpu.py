@@ -17,10 +17,12 @@ from ropewalk.kernels.triton_launch import INTERPRETED
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import PAIRINGS, Pairing
+from ropewalk.tools.bench.floors import cpu_floors
 from ropewalk.tools.bench.peers import PEERS, Rotation, installed
+from ropewalk.tools.bench.records import shown_missed, write_record
 from ropewalk.tools.bench.timing import Candidate, wall_times
 from ropewalk.tools.bench.truth import Truth
-from ropewalk.tools.output import processor, require_writable_file, write_json
+from ropewalk.tools.output import processor, require_writable_file
 
 __all__ = ["Case", "Line", "bench_cpu", "cases", "measure", "show_backends"]
 
@@ -247,6 +249,9 @@ def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool 
             results.append((case, measure(case, rounds, compiled, progress)))
             console.print(_table(*results[-1]))
             console.print()
+    measured = [asdict(case) | {"lines": [asdict(line) for line in lines]} for case, lines in results]
+    missed = cpu_floors(measured)
+    console.print(shown_missed(missed))
     if json_file is not None:
         record = {
             "command": "ropewalk bench cpu" + (" --quick" if quick else ""),
@@ -260,7 +265,7 @@ def bench_cpu(json_file: str | None = None, quick: bool = False, backends: bool 
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "rounds": rounds,
             "shape": {"batch": 1, "q_heads": Q_HEADS, "k_heads": K_HEADS, "head_dim": DIM},
-            "cases": [asdict(case) | {"lines": [asdict(line) for line in lines]} for case, lines in results],
+            "cases": measured,
         }
-        write_json(record, json_file)
+        write_record(record, json_file, missed)
     return int(any(line.ms is None and line.path.startswith(OURS) for _, lines in results for line in lines))

@@ -22,10 +22,12 @@ from ropewalk.nn.rotary.qk_norm import qk_norm_rope
 from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import PAIRINGS, Pairing, RopeSpec
 from ropewalk.tools.bench import timing
+from ropewalk.tools.bench.floors import gpu_floors
 from ropewalk.tools.bench.peers import GPU_PEERS, Rotation, norm_before
+from ropewalk.tools.bench.records import shown_missed, write_record
 from ropewalk.tools.bench.timing import Candidate
 from ropewalk.tools.bench.truth import true_norms, true_rotations
-from ropewalk.tools.output import package_version, require_writable_file, write_json
+from ropewalk.tools.output import package_version, require_writable_file
 
 __all__ = ["GpuCase", "GpuLine", "bench_gpu", "gpu_cases", "measure"]
 
@@ -354,10 +356,12 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
         torch.cuda.empty_cache()
         if json_file not in (None, "-"):
             # Written after every case, so that results survive an interruption.
-            write_json(record, json_file)
-    if json_file == "-":
-        write_json(record, json_file)
+            write_record(record, json_file, gpu_floors(record["cases"]))
     results = record["cases"]
+    missed = gpu_floors(results)
+    if json_file == "-":
+        write_record(record, json_file, missed)
+    show.write(shown_missed(missed) + "\n")
     ours = (line for case in results for line in case["lines"] if line["path"].startswith(OURS))
     return int(any(line["us"] is None for line in ours))
 

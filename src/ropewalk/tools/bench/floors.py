@@ -1,0 +1,169 @@
+"""The speed that ropewalk must reach: checked when a benchmark writes its record.
+
+A floor is stated for the machine of the committed records (benchmarks/*.json). Elsewhere a missed floor is information.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["attention_floors", "cpu_floors", "gpu_floors"]
+
+Case = dict[str, Any]
+
+# (batch, seq, q heads, k heads, head_dim): a training step, and one long sequence.
+TRAINING, LONG = [4, 8192, 32, 8, 128], [1, 131_072, 32, 8, 128]
+# The share of copy_'s speed for LONG, contiguous. docs/gpu.md explains why 0.96 is not reached there.
+LONG_CONTIGUOUS = 0.94
+# Two measurements of the same kernel differ by this share of copy_'s speed.
+NOISE = 0.03
+# Milliseconds of linear attention with RoPE on a GPU: forward, forward+backward.
+ATTENTION_MS = {(4, 16, 8192, 128): (0.6, 2.6), (1, 16, 65536, 64): (0.7, 3.0)}
+# The range of the exponent p in time ~ N^p of linear attention on a CPU.
+GROWTH = 0.9, 1.15
+
+
+def cpu_floors(cases: Sequence[Case]) -> list[str]:
+    """The missed floors of `ropewalk bench cpu`, one sentence each."""
+    return list(_cpu(cases))
+
+
+def gpu_floors(cases: Sequence[Case]) -> list[str]:
+    """The missed floors of `ropewalk bench gpu`, one sentence each."""
+    return [*_gpu(cases), *_partial_rotation(cases)]
+
+
+def attention_floors(device: str, cases: Sequence[Case], growth: Sequence[dict[str, Any]]) -> list[str]:
+    """The missed floors of `ropewalk bench attention` on `device`, one sentence each."""
+    return list(_attention_gpu(cases) if device == "cuda" else _attention_cpu(cases, growth))
+
+
+def _times(case: Case, unit: str) -> dict[str, float]:
+    return {line["path"]: line[unit] for line in case["lines"] if line[unit] is not None}
+
+
+def _title(case: Case) -> str:
+    names = ("shape", "seq", "dtype", "pairing", "memory", "work", "rotary_dim")
+    return ", ".join([str(case[name]) for name in names if case.get(name)] + ["QK-norm"] * bool(case.get("norm")))
+
+
+def _over_budget(case: Case) -> Iterator[str]:
+    """Both rotation benchmarks: every path of ropewalk is within its error budget."""
+    for line in case["lines"]:
+        if line["path"].startswith("ropewalk") and not line["error_over_budget"] <= 1:
+            yield f"{_title(case)}: the error of {line['path']} is {line['error_over_budget']:.2f} budgets, above 1"
+
+
+def _cpu(cases: Sequence[Case]) -> Iterator[str]:
+    for case in cases:
+        yield from _over_budget(case)
+        times = _times(case, "ms")
+        if "ropewalk" not in times:
+            yield f"{_title(case)}: ropewalk has no time"
+            continue
+        ours, copy, formula = times["ropewalk"], times["copy"], times["transformers' formula"]
+        for path, ms in times.items():
+            if not path.startswith(("ropewalk", "copy")) and ms < ours:
+                yield f"{_title(case)}: {path} takes {ms:.4g} ms, less than ropewalk's {ours:.4g}"
+        float32, backward = case["dtype"] == "float32", case["work"] == "forward+backward"
+        if case["seq"] == 1:
+            speedup = 4 if case["work"] == "forward" else 2
+            if case["work"] == "forward" and ours > 0.025:
+                yield f"{_title(case)}: {ours * 1000:.1f} µs, above 25"
+        else:
+            most = 1.8 if float32 else 4
+            if not backward and ours > most * copy:
+                yield f"{_title(case)}: {ours / copy:.2f} times copy_, above {most}"
+            speedup = 5 if backward else (6 if float32 else 8) if case["memory"] == "transposed" else 0
+        if formula < speedup * ours:
+            yield f"{_title(case)}: {formula / ours:.1f} times as fast as transformers' formula, below {speedup}"
+
+
+def _gpu(cases: Sequence[Case]) -> Iterator[str]:
+    for case in cases:
+        yield from _over_budget(case)
+        times = _times(case, "us")
+        if "ropewalk" not in times:
+            yield f"{_title(case)}: ropewalk has no time"
+            continue
+        ours, copy, shape, work, norm = (
+            times["ropewalk"],
+            times["copy"],
+            list(case["shape"]),
+            case["work"],
+            case["norm"],
+        )
+        if shape[1] == 1:
+            host = _times(case, "host_us")
+            if ours > 6:
+                yield f"{_title(case)}: {ours:.1f} µs, above 6"
+            if host["ropewalk"] > host["bare Triton launch"] + 5:
+                more = host["ropewalk"] - host["bare Triton launch"]
+                yield f"{_title(case)}: {more:.1f} µs of host time more than a bare launch, above 5"
+        elif work == "forward":
+            least = 0.96 if not norm and shape in (TRAINING, LONG) else 0.9
+            if shape == LONG and case["memory"] == "contiguous":
+                least = LONG_CONTIGUOUS
+            if copy / ours < least:
+                yield f"{_title(case)}: {copy / ours:.3f} of copy_'s speed, below {least}"
+        elif shape == TRAINING:
+            most = 1.5 if norm else 1.25
+            if ours > most * copy:
+                yield f"{_title(case)}: {ours / copy:.2f} times copy_, above {most}"
+            for path, us in times.items():
+                # Liger rotates in place at 0.95 of copy_, so that nothing can be 1.3 times as fast.
+                speedup = 1.0 if path == "Liger" else 1.3
+                if not path.startswith(("ropewalk", "copy")) and us < speedup * ours:
+                    yield f"{_title(case)}: {us / ours:.2f} times as fast as {path}, below {speedup}"
+
+
+def _partial_rotation(cases: Sequence[Case]) -> Iterator[str]:
+    """Rotating some features of a head is as fast as rotating all of them, as shares of copy_'s speed."""
+    shares: dict[tuple[str, int], float] = {}
+    for case in cases:
+        kind = [list(case["shape"]), *(case[name] for name in ("memory", "work", "norm", "dtype"))]
+        times = _times(case, "us")
+        if kind == [TRAINING, "transposed", "forward", False, "bfloat16"] and "ropewalk" in times:
+            shares[case["pairing"], case["rotary_dim"]] = times["copy"] / times["ropewalk"]
+    for (pairing, rotary_dim), share in shares.items():
+        whole = shares.get((pairing, 0), 0.0)
+        if share < whole - NOISE:
+            yield f"rotary_dim {rotary_dim}, {pairing}: {share:.2f} of copy_'s speed, {whole:.2f} for all features"
+
+
+def _attention_cpu(cases: Sequence[Case], growth: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for fit in growth:
+        power = fit["exponent"]
+        if fit["path"].startswith("ropewalk") and power is not None and not GROWTH[0] <= power <= GROWTH[1]:
+            yield f"{fit['path']}: grows as N^{power:.2f}, outside {GROWTH[0]} to {GROWTH[1]}"
+    yield from _beats_softmax(cases)
+
+
+def _attention_gpu(cases: Sequence[Case]) -> Iterator[str]:
+    ours = "ropewalk linear + RoPE"
+    for case in cases:
+        times, line = _times(case, "ms"), next((line for line in case["lines"] if line["path"] == ours), None)
+        if line is None or ours not in times:
+            yield f"{_title(case)}: {ours} has no time"
+            continue
+        if line["temporaries_over_qkv"] > 1:
+            yield f"{_title(case)}: temporaries of {line['temporaries_over_qkv']:.2f} times q, k and v, above 1"
+        limits = ATTENTION_MS.get(tuple(case["shape"]))
+        if limits is not None and times[ours] > limits[case["work"] != "forward"]:
+            yield f"{_title(case)}: {times[ours]:.3g} ms, above {limits[case['work'] != 'forward']}"
+        for path in ("fla linear + RoPE", "fla linear"):
+            if times.get(path, float("inf")) <= times[ours]:
+                yield f"{_title(case)}: {path} takes {times[path]:.3g} ms, not more than ropewalk's {times[ours]:.3g}"
+    yield from _beats_softmax(cases, (ours,))
+
+
+def _beats_softmax(
+    cases: Sequence[Case], paths: Sequence[str] = ("ropewalk linear", "ropewalk linear + RoPE")
+) -> Iterator[str]:
+    """Linear attention is faster than softmax attention from 4096 tokens on."""
+    for case in cases:
+        times = _times(case, "ms")
+        # Softmax without a time was left out, because it takes too long.
+        softmax = times.get("softmax (SDPA)", float("inf"))
+        for path in paths if case["shape"][2] >= 4096 else ():
+            if path not in times or times[path] >= softmax:
+                yield f"{_title(case)}: {path} is not faster than softmax"
