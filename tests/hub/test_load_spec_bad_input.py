@@ -89,7 +89,7 @@ def test_files_that_are_no_configs_are_refused(tmp_path):
     refused("not JSON", b"{")
     refused("not JSON", b"")
     refused("not UTF-8", b"\xff\xfe")
-    refused("stands twice", b'{"model_type": "llama", "model_type": "gptj"}')
+    refused("occurs twice", b'{"model_type": "llama", "model_type": "gptj"}')
     refused("a JSON object", b"[1, 2]")
     refused("not JSON", b"[" * 100_000)
     refused("at most 32 levels", b'{"a":' * 200 + b"1" + b"}" * 200)

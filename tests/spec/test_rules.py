@@ -315,7 +315,7 @@ YARN, LONG = {"factor": 4, "trained_length": 4096}, {"base": 1e4, "short_factor"
         (lambda: DynamicNTK(1e4, 2, 2048.0), "trained_length"),
         (lambda: NTKMixed(1e4, 2, 0), "bend"),
         (lambda: Llama3(5e5, 8, 8192, 4, 1), "high_freq_factor not below low_freq_factor"),
-        (lambda: Llama3(5e5, 8, 8192, 4, 1e10), "a number of turns from 1e-9 to 1e9"),
+        (lambda: Llama3(5e5, 8, 8192, 4, 1e10), "a number of rotations from 1e-9 to 1e9"),
         (lambda: NTKByParts(1.0, 8, 8192), "base=...\\)\nexpected: a finite number above 1"),
         (lambda: Yarn(**YARN, beta_fast=1, beta_slow=32), "beta_fast not below beta_slow"),
         (lambda: Yarn(**YARN, beta_fast=0), "beta_fast=...\\)\nexpected: a finite number above 0"),

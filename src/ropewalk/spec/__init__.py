@@ -1,6 +1,6 @@
-"""What an encoding IS: frozen, hashable values in NumPy float64, without torch.
+"""Position encodings as values: frozen, hashable, computed by NumPy in float64, without torch.
 
-Every public name of the files of rules is a name here, so that a new rule is written in its file alone.
+The public names of the modules with frequency rules are re-exported here, so a new rule changes one file only.
 """
 
 from ropewalk.spec import by_parts, frequencies, stretched

@@ -1,7 +1,7 @@
-"""The arithmetic in which a rule computes, so that its formula is written once.
+"""Arithmetic: the array operations that a rule uses, so that its formula is written once for NumPy and torch.
 
-NumPy in float64 is what a spec answers in. A module passes torch to the rules instead: float32, for the very operations
-with which a model was trained, or float64 on a device, for a length that is a tensor there.
+A spec computes with NumPy in float64. A module passes torch to the rules instead: in float32, to repeat the operations
+with which a model was trained, or in float64 on a device, for a length that is a tensor on that device.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _Same = TypeVar("_Same", bound="Array")
 
 @runtime_checkable
 class Array(Protocol):
-    """What a formula may do with numbers: a NumPy array and a torch tensor are both.
+    """The operators that a formula may use. NumPy arrays and torch tensors have all of them.
 
     >>> isinstance(np.ones(2), Array), isinstance(1.0, Array)
     (True, False)
@@ -41,53 +41,53 @@ class Array(Protocol):
     def reshape(self: _Same, rows: int, columns: int, /) -> _Same: ...
 
 
-# One kind of array throughout a formula.
+# A formula uses one type of array throughout.
 ArrayT = TypeVar("ArrayT", bound=Array)
 
 
 @runtime_checkable
 class Arithmetic(Protocol[ArrayT]):
-    """What a rule may call; the operators of what these return are its other means.
+    """The functions that a rule may call, in addition to the operators of `Array`.
 
     >>> FLOAT64.powers(10_000.0, 4).tolist()
     [1.0, 100.0]
     """
 
     def powers(self, base: ArrayT | float, dim: int, count: int | None = None) -> ArrayT:
-        """base^(2i/dim) for i = 0 .. dim/2-1, or the first `count` of them. A base [batch, 1] gives [batch, dim/2]."""
+        """Return base^(2i/dim) for i = 0 .. dim/2-1, or the first `count` of them. A base [batch, 1] is broadcast."""
         ...
 
     def array(self, values: Sequence[float] | Sequence[Sequence[float]]) -> ArrayT:
-        """Numbers as an array."""
+        """Return numbers as an array."""
         ...
 
     def join(self, first: ArrayT, second: ArrayT) -> ArrayT:
-        """Two rows of numbers, one after the other."""
+        """Concatenate two one-dimensional arrays."""
         ...
 
     def where(self, condition: ArrayT, this: ArrayT, other: ArrayT) -> ArrayT:
-        """`this` where the condition holds, `other` elsewhere."""
+        """Return `this` where the condition is true and `other` elsewhere."""
         ...
 
     def clip(self, x: ArrayT, low: float | None = None, high: float | None = None) -> ArrayT:
-        """x, but at least `low` and at most `high`."""
+        """Clamp x to at least `low` and at most `high`."""
         ...
 
     def log(self, x: ArrayT) -> ArrayT:
-        """The natural logarithm."""
+        """Return the natural logarithm."""
         ...
 
     def exp(self, x: ArrayT) -> ArrayT:
-        """The exponential function."""
+        """Return e^x."""
         ...
 
     def floor(self, x: ArrayT) -> ArrayT:
-        """The next whole number below, or x itself."""
+        """Round down to an integer."""
         ...
 
 
 class _NumPyFloat64:
-    """NumPy in float64. A plain number is an array without dimensions here."""
+    """NumPy in float64. Python numbers are accepted as zero-dimensional arrays."""
 
     def powers(self, base: np.ndarray | float, dim: int, count: int | None = None) -> np.ndarray:
         dim = require_even(dim, asked="the frequencies of a rotary_dim", do="features rotate in pairs")
@@ -122,7 +122,7 @@ FLOAT64: Arithmetic[np.ndarray] = _NumPyFloat64()
 
 
 def as_array(number: ArrayT | float, arithmetic: Arithmetic[ArrayT]) -> ArrayT:
-    """A plain number as an array without dimensions; an array as it is.
+    """Return a Python number as a zero-dimensional array, and an array unchanged.
 
     >>> as_array(4096, FLOAT64).shape
     ()

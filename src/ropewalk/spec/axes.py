@@ -1,4 +1,4 @@
-"""Axes: which position turns which pair, for tokens that stand in time, height and width at once."""
+"""Axes: which position rotates which pair, for tokens with several positions, such as time, height and width."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,16 +18,23 @@ __all__ = ["Axes"]
 @final
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Axes:
-    """A RoPE over A position axes, as the matrix F[a, i] = weights[a][i] * theta[index[i]] with angles p @ F.
+    """RoPE over A position axes, as the matrix F[a, i] = weights[a][i] * theta[index[i]] with angles p @ F.
 
-    Pair i of a token at positions p_0 .. p_(A-1) turns by the sum over a of p_a * F[a, i]. In all models but those with
-    learned mixtures a column of `weights` has a single 1: the axis of that pair.
+    Pair i of a token at positions p_0 .. p_(A-1) is rotated by the sum over a of p_a * F[a, i]. A column of `weights`
+    has a single 1, at the axis of that pair, except in models with learned mixtures of axes.
 
-    `index` says which frequency of the rule a pair has, and `dim` for how many features the rule is asked: the whole
-    rotary_dim where axes share one sequence of frequencies (M-RoPE), a part of it where each axis has a sequence of its
-    own (vision). Both come from the class methods, one for each way that models have.
+    Usually one of the static methods constructs the value. There is one for each layout that models use.
 
-    >>> axes = Axes.chunked([1, 1])  # pair 0 turns with axis 0, pair 1 with axis 1
+    Args:
+        weights: Weight of each axis in each pair [axes, pairs]: sequences, an array or a tensor. Two axes or more.
+        index: Index of each pair's frequency in the rule's frequencies [pairs].
+        dim: The rotary_dim for which the rule is evaluated: the whole rotary_dim if the axes share one sequence of
+            frequencies (M-RoPE), a part of it if each axis has its own sequence (vision). Even.
+
+    Raises:
+        RopewalkError: If the arguments do not fit each other.
+
+    >>> axes = Axes.chunked([1, 1])  # axis 0 rotates pair 0, axis 1 rotates pair 1
     >>> axes.matrix(np.array([1.0, 0.01])).tolist()
     [[1.0, 0.0], [0.0, 0.01]]
     """
@@ -40,13 +47,13 @@ class Axes:
         self, weights: Sequence[Sequence[float]] | SupportsToList, index: Sequence[int] | SupportsToList, dim: int
     ) -> None:
         rows = as_rows(weights) or ()
-        features = require_count(dim, asked="Axes(dim=...)", do="pass the features that the rule is asked for")
+        features = require_count(dim, asked="Axes(dim=...)", do="pass the rotary_dim for which the rule is evaluated")
         indices = [as_int(i) for i in as_list(index)]
         inside = tuple(i for i in indices if i is not None and 0 <= i < features // 2)
         if len(rows) < 2 or not len(rows[0]) == len(indices) == len(inside) or features % 2:
             raise RopewalkError(
                 asked="Axes(weights, index, dim)",
-                expected="two axes or more: rows of as many finite numbers as there are indices, all below dim / 2",
+                expected="two axes or more: one row of finite numbers per axis, one index below dim / 2 per pair, an even dim",
                 got=f"weights {shown(weights)}, index {shown(index)}, dim {dim}",
                 do="use Axes.chunked, Axes.interleaved, Axes.repeated, ...",
             )
@@ -60,7 +67,7 @@ class Axes:
 
     @property
     def count(self) -> int:
-        """How many positions a token has.
+        """Number of axes: positions per token.
 
         >>> Axes.chunked([16, 24, 24]).count
         3
@@ -69,7 +76,7 @@ class Axes:
 
     @property
     def pairs(self) -> int:
-        """How many pairs turn: half of the rotary_dim that these axes serve.
+        """Number of rotated pairs: half of rotary_dim.
 
         >>> Axes.chunked([16, 24, 24]).pairs
         64
@@ -77,7 +84,13 @@ class Axes:
         return len(self.index)
 
     def matrix(self, inv_freq: Float64[np.ndarray, "*heads pairs"]) -> Float64[np.ndarray, "*heads axes pairs"]:
-        """F, from the frequencies of the pairs.
+        """Return the matrix F.
+
+        Args:
+            inv_freq: Frequencies of the pairs [*heads, pairs].
+
+        Returns:
+            F [*heads, axes, pairs].
 
         >>> Axes.repeated(2, 4).matrix(np.array([1.0, 1.0])).tolist()
         [[1.0, 0.0], [0.0, 1.0]]
@@ -86,7 +99,7 @@ class Axes:
 
     @property
     def names(self) -> str:
-        """The axis of each pair as a letter, T H W for three axes, else a digit; ? for a mixture.
+        """The axis of each pair as one character: T, H or W if there are three axes, else a digit; ? for a mixture.
 
         >>> Axes.interleaved([2, 1, 1]).names
         'THWT'
@@ -100,7 +113,13 @@ class Axes:
         )
 
     def to_config(self) -> dict[str, ConfigValue]:
-        """The rope parameters that say this to transformers, where sections do.
+        """Return the rope parameters that specify these axes in transformers.
+
+        Returns:
+            The sections, or {} for vision towers, whose axes are fixed by the model family.
+
+        Raises:
+            RopewalkError: If transformers does not support these axes.
 
         >>> Axes.interleaved([2, 1, 1]).to_config()
         {'mrope_section': [2, 1, 1], 'mrope_interleaved': True}
@@ -116,18 +135,21 @@ class Axes:
                 return {"mrope_section": ernie}
         strided = self.dim % (2 * self.count) == 0 and self == Axes.strided(self.count, self.dim)
         if self.dim < 2 * self.pairs or strided:
-            # Towers that see have their axes from the family.
+            # The axes of vision towers are fixed by the model family.
             return {}
         raise RopewalkError(
             asked='to_config("transformers") of Axes',
-            expected="axes that a family of transformers has",
+            expected="axes that a model family of transformers uses",
             got=repr(self),
             do="keep the spec as JSON: RopeSpec.to_json",
         )
 
     @staticmethod
     def chunked(sections: Sequence[int]) -> "Axes":
-        """One sequence of frequencies, cut into a section an axis, the fastest first: Qwen2-VL, HunYuan-VL.
+        """One sequence of frequencies, split into one section per axis, highest first: Qwen2-VL, HunYuan-VL.
+
+        Args:
+            sections: Number of pairs per axis.
 
         >>> Axes.chunked([2, 3, 3]).names
         'TTHHHWWW'
@@ -137,25 +159,30 @@ class Axes:
 
     @staticmethod
     def interleaved(sections: Sequence[int], pairs: int | None = None) -> "Axes":
-        """One sequence of frequencies, dealt to the axes in turn; what is left belongs to axis 0: Qwen3-VL.
+        """One sequence of frequencies, assigned to the axes alternately, the rest to axis 0: Qwen3-VL.
 
-        `pairs` is how many there are, where the sections do not sum to them.
+        Args:
+            sections: Number of pairs per axis.
+            pairs: Number of all pairs. Default: the sum of the sections.
 
         >>> Axes.interleaved([4, 2, 2]).names
         'THWTHWTT'
         """
         sections = _sections(sections)
         count = len(sections)
-        do = "leave it out for the sum of the sections"
+        do = "leave it out to use the sum of the sections"
         pairs = sum(sections) if pairs is None else require_count(pairs, asked="Axes.interleaved(pairs=...)", do=do)
-        taken = [i % count if i % count and i < count * sections[i % count] else 0 for i in range(pairs)]
-        return _shared(taken, count)
+        axes = [i % count if i % count and i < count * sections[i % count] else 0 for i in range(pairs)]
+        return _shared(axes, count)
 
     @staticmethod
     def ernie(sections: Sequence[int]) -> "Axes":
-        """Height and width in turn on the fast pairs, time on the slow ones: ERNIE 4.5 VL. Sections are [h, w, t].
+        """Height and width alternate on the high frequencies, time has the low ones: ERNIE 4.5 VL.
 
-        Positions are given in the order t, h, w, as everywhere.
+        Positions are in the order t, h, w, as for all other axes.
+
+        Args:
+            sections: Number of pairs per axis in the order [h, w, t], with h equal to w.
 
         >>> Axes.ernie([2, 2, 1]).names
         'HWHWT'
@@ -172,10 +199,13 @@ class Axes:
 
     @staticmethod
     def rarest_first(sections: Sequence[int]) -> "Axes":
-        """Dealt so that each axis is spread evenly, and the last pair is axis 0's: openPangu (as in vLLM).
+        """Each axis is spread evenly over the frequencies, and axis 0 has the last pair: openPangu (as in vLLM).
 
-        Each pair goes to the axis that has had the smallest share of its section so far, if it is not the axis of the
-        pair before.
+        Each pair is assigned to the axis that has received the smallest fraction of its section so far. The axis of the
+        previous pair is skipped if another one is available.
+
+        Args:
+            sections: Number of pairs per axis.
 
         >>> Axes.rarest_first([2, 2, 2]).names
         'THWHWT'
@@ -184,7 +214,7 @@ class Axes:
         if not sections[0]:
             raise RopewalkError(
                 asked="Axes.rarest_first(sections)",
-                expected="at least one pair for axis 0, which has the last",
+                expected="at least one pair for axis 0, which has the last pair",
                 got=shown(sections),
                 do="copy mrope_section from the config",
             )
@@ -194,37 +224,51 @@ class Axes:
     def repeated(count: int, rotary_dim: int) -> "Axes":
         """Each axis has all frequencies of rotary_dim / count features, one axis after the other: vision, 3-D video.
 
+        Args:
+            count: Number of axes.
+            rotary_dim: Number of rotated features, a multiple of 2 * count.
+
         >>> axes = Axes.repeated(2, 8)
         >>> axes.names, axes.index, axes.dim
         ('0011', (0, 1, 0, 1), 4)
         """
-        each = _each(count, rotary_dim, "Axes.repeated")
-        axes = [axis for axis in range(count) for _ in range(each)]
-        return Axes(_one_hot(axes, count), tuple(range(each)) * count, 2 * each)
+        pairs = _pairs_per_axis(count, rotary_dim, "Axes.repeated")
+        axes = [axis for axis in range(count) for _ in range(pairs)]
+        return Axes(_one_hot(axes, count), tuple(range(pairs)) * count, 2 * pairs)
 
     @staticmethod
     def alternating(count: int, rotary_dim: int) -> "Axes":
-        """As `repeated`, with the axes in turn: Kimi's vision.
+        """As `repeated`, but the axes alternate: Kimi's vision tower.
+
+        Args:
+            count: Number of axes.
+            rotary_dim: Number of rotated features, a multiple of 2 * count.
 
         >>> axes = Axes.alternating(2, 8)
         >>> axes.names, axes.index
         ('0101', (0, 0, 1, 1))
         """
-        each = _each(count, rotary_dim, "Axes.alternating")
-        index = tuple(i for i in range(each) for _ in range(count))
-        return Axes(_one_hot(list(range(count)) * each, count), index, 2 * each)
+        pairs = _pairs_per_axis(count, rotary_dim, "Axes.alternating")
+        index = tuple(i for i in range(pairs) for _ in range(count))
+        return Axes(_one_hot(list(range(count)) * pairs, count), index, 2 * pairs)
 
     @staticmethod
     def strided(count: int, rotary_dim: int) -> "Axes":
-        """One sequence of frequencies, of which axis a has every count-th from a on, one axis after the other: Pixtral.
+        """One sequence of frequencies, of which axis a has every count-th, starting with index a: Pixtral.
+
+        The pairs of axis 0 come first, then those of axis 1, and so on.
+
+        Args:
+            count: Number of axes.
+            rotary_dim: Number of rotated features, a multiple of 2 * count.
 
         >>> axes = Axes.strided(2, 8)
         >>> axes.names, axes.index
         ('0011', (0, 2, 1, 3))
         """
-        each = _each(count, rotary_dim, "Axes.strided")
-        axes = [axis for axis in range(count) for _ in range(each)]
-        index = tuple(axis + count * i for axis in range(count) for i in range(each))
+        pairs = _pairs_per_axis(count, rotary_dim, "Axes.strided")
+        axes = [axis for axis in range(count) for _ in range(pairs)]
+        index = tuple(axis + count * i for axis in range(count) for i in range(pairs))
         return Axes(_one_hot(axes, count), index, rotary_dim)
 
 
@@ -242,34 +286,34 @@ def _sections(sections: object) -> list[int]:
     if len(counted) != len(sizes) or not any(counted):
         raise RopewalkError(
             asked="Axes of sections",
-            expected="how many pairs each axis has, a list of whole numbers",
+            expected="a list of integers: the number of pairs per axis",
             got=shown(sections),
             do="copy mrope_section from the config, for example [16, 24, 24]",
         )
     return counted
 
 
-def _each(count: object, rotary_dim: object, asked: str) -> int:
+def _pairs_per_axis(count: object, rotary_dim: object, asked: str) -> int:
     axes = require_count(count, asked=f"{asked}(count, ...)", do="pass the number of axes")
-    dim = require_count(rotary_dim, asked=f"{asked}(..., rotary_dim)", do="pass the features that turn")
+    dim = require_count(rotary_dim, asked=f"{asked}(..., rotary_dim)", do="pass the number of rotated features")
     if dim % (2 * axes):
         raise RopewalkError(
             asked=f"{asked}({axes}, {dim})",
-            expected=f"a rotary_dim that {axes} axes of whole pairs fill: a multiple of {2 * axes}",
+            expected=f"a rotary_dim that {axes} axes of whole pairs divide: a multiple of {2 * axes}",
             got=f"{dim}",
-            do=f"turn {dim - dim % (2 * axes)} features and leave the rest, with RopeSpec(rotary_dim=...)",
+            do=f"rotate {dim - dim % (2 * axes)} features: RopeSpec(rotary_dim={dim - dim % (2 * axes)})",
         )
     return dim // (2 * axes)
 
 
 def _spread(sections: list[int]) -> list[int]:
-    # One pair of axis 0 is kept for the end.
-    room = [sections[0] - 1, *sections[1:]]
-    dealt, order = [0] * len(room), list[int]()
-    for _ in range(sum(room)):
-        free = [axis for axis, size in enumerate(room) if dealt[axis] < size]
+    # One pair of axis 0 is reserved for the end.
+    sizes = [sections[0] - 1, *sections[1:]]
+    assigned, order = [0] * len(sizes), list[int]()
+    for _ in range(sum(sizes)):
+        free = [axis for axis, size in enumerate(sizes) if assigned[axis] < size]
         others = [axis for axis in free if order[-1:] != [axis]]
-        axis = min(others or free, key=lambda axis: (dealt[axis] / room[axis], axis))
-        dealt[axis] += 1
+        axis = min(others or free, key=lambda axis: (assigned[axis] / sizes[axis], axis))
+        assigned[axis] += 1
         order.append(axis)
     return [*order, 0]

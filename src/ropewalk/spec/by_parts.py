@@ -1,7 +1,7 @@
-"""Rules that treat high and low frequencies apart: NTK-by-parts, YaRN, Llama 3.
+"""Rules that scale high and low frequencies differently: NTK-by-parts, YaRN, Llama 3.
 
-Pairs that turn many times within the trained length keep their frequency, pairs that do not turn once are divided by
-the factor, and a ramp lies between.
+Pairs that complete many rotations within the trained length keep their frequency. The frequencies of pairs that do not
+complete one rotation are divided by the factor. A ramp connects the two.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from ropewalk.spec.frequencies import Frequencies, RopeConfig, no_rope_type
 
 __all__ = ["Llama3", "NTKByParts", "Policy", "Ramp", "Yarn"]
 
-# Between which pairs YaRN's ramp lies: by their index, as the published code, or by their number of rotations.
+# What YaRN's ramp is linear in: the index of the pair, as in the published code, or its number of rotations.
 Ramp = Literal["index", "ratio"]
 RAMPS: tuple[Ramp, ...] = get_args(Ramp)
-# Whose reading of the keys for YaRN's amplitude.
+# Which library's interpretation of the keys for YaRN's amplitude is used.
 Policy = Literal["transformers", "deepseek", "vllm"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
@@ -27,13 +27,20 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 @final
 @dataclasses.dataclass(frozen=True)
 class NTKByParts(Frequencies):
-    """theta_i kept where r > beta, divided by the factor where r < alpha, and between them linear in r.
+    """NTK-by-parts: theta_i is kept where r > beta, divided by the factor where r < alpha, and linear in r between.
 
-    r = trained_length * theta_i / 2π is how often pair i turns within the trained length; with
+    r = trained_length * theta_i / 2π is the number of rotations of pair i within the trained length. With
     γ = (r - alpha) / (beta - alpha), theta'_i = (1 - γ) theta_i / factor + γ theta_i (2309.00071, section 3.2, eq. 18).
     With factor 1 it is Plain.
 
-    >>> rule = NTKByParts(10_000, factor=2, trained_length=628)  # 100 turns, and 1 turn less a little
+    Args:
+        base: Base of the geometric sequence. Above 1.
+        factor: Ratio of the extended context length to the trained one. At least 1.
+        trained_length: Context length that the model was trained on.
+        alpha: Number of rotations below which the frequency is divided by the factor.
+        beta: Number of rotations above which the frequency is kept. At least alpha.
+
+    >>> rule = NTKByParts(10_000, factor=2, trained_length=628)  # 100 rotations, and slightly less than 1
     >>> [round(x, 4) for x in rule.evaluate(4).tolist()]
     [1.0, 0.005]
     """
@@ -61,9 +68,16 @@ class NTKByParts(Frequencies):
 class Llama3(Frequencies):
     """Llama 3.1's rule: NTKByParts with alpha = low_freq_factor and beta = high_freq_factor, and no amplitude.
 
-    Wavelengths above trained_length / low_freq_factor are multiplied by the factor, those below
-    trained_length / high_freq_factor stay (Meta's model code; transformers' rope type "llama3"). With factor 1 it is
-    Plain.
+    Wavelengths above trained_length / low_freq_factor are multiplied by the factor. Wavelengths below
+    trained_length / high_freq_factor do not change (Meta's model code; transformers' rope type "llama3"). With factor 1
+    it is Plain.
+
+    Args:
+        base: Base of the geometric sequence. Above 1.
+        factor: Ratio of the extended context length to the trained one. At least 1.
+        trained_length: Context length that the model was trained on.
+        low_freq_factor: Number of rotations below which the frequency is divided by the factor.
+        high_freq_factor: Number of rotations above which the frequency is kept. At least low_freq_factor.
 
     >>> rule = Llama3(10_000, factor=8, trained_length=628)
     >>> [round(x, 5) for x in rule.evaluate(4).tolist()]
@@ -99,22 +113,38 @@ class Llama3(Frequencies):
 @final
 @dataclasses.dataclass(frozen=True)
 class Yarn(Frequencies):
-    """YaRN: frequencies by parts, and an amplitude that makes the scores sharper (2309.00071, section 3.4).
+    """YaRN: frequencies by parts, and an amplitude that makes attention sharper (2309.00071, section 3.4).
 
-    ramp="ratio" is the paper's: NTKByParts with alpha = beta_slow and beta = beta_fast. ramp="index" is that of the
-    published code, which every model uses: linear in the index i between the indices at which a pair turns beta_fast
-    and beta_slow times, rounded outwards to whole numbers if `truncate`. For Llama 2 and factor 16 the paper's is up to
-    67 % below the code's.
+    There are two forms of the ramp:
 
-    Stacks differ in the amplitude, with g(m) = 0.1 m ln(factor) + 1:
+    - ramp="ratio", as in the paper: NTKByParts with alpha = beta_slow and beta = beta_fast.
+    - ramp="index", as in the published code, which every model uses: linear in the index i, between the indices at
+      which a pair completes beta_fast and beta_slow rotations. `truncate` rounds these indices outwards to integers.
 
-    - policy="transformers": `attention_factor` if given; else g(mscale) / g(mscale_all_dim) if both are given and not
+    For Llama 2 and factor 16, frequencies of "ratio" are up to 67 % below those of "index".
+
+    Libraries compute the amplitude differently. With g(m) = 0.1 m ln(factor) + 1:
+
+    - policy="transformers": `attention_factor` if it is set; else g(mscale) / g(mscale_all_dim) if both are set and not
       0; else g(1).
-    - policy="deepseek": `attention_factor` if given; else g(mscale, by default 1) / g(mscale_all_dim, by default 0);
-      and the softmax scale is multiplied by g(mscale_all_dim)^2.
-    - policy="vllm": g(1), times `attention_factor` if given. The mscale pair is not looked at.
+    - policy="deepseek": `attention_factor` if it is set; else g(mscale) / g(mscale_all_dim), with defaults 1 and 0. The
+      softmax scale is multiplied by g(mscale_all_dim)^2.
+    - policy="vllm": g(1), times `attention_factor` if it is set. mscale and mscale_all_dim are ignored.
 
-    With factor 1 it is Plain, of amplitude 1 unless attention_factor says otherwise.
+    With factor 1 it is Plain, with amplitude 1 unless attention_factor is set.
+
+    Args:
+        base: Base of the geometric sequence. Above 1.
+        factor: Ratio of the extended context length to the trained one. At least 1.
+        trained_length: Context length that the model was trained on.
+        beta_fast: Number of rotations above which the frequency is kept.
+        beta_slow: Number of rotations below which the frequency is divided by the factor. At most beta_fast.
+        truncate: Whether the ends of the index ramp are rounded outwards to integers.
+        ramp: "index" or "ratio".
+        attention_factor: Amplitude, or a factor of it with policy="vllm".
+        mscale: Argument of g in the numerator of the amplitude.
+        mscale_all_dim: Argument of g in the denominator of the amplitude, and in the softmax scale of DeepSeek.
+        policy: "transformers", "deepseek" or "vllm".
 
     >>> from ropewalk.spec import Plain
     >>> rule = Yarn(10_000, factor=16, trained_length=4096)
@@ -161,12 +191,12 @@ class Yarn(Frequencies):
             value = getattr(self, name)
             if value is None:
                 continue
-            # 0 is DeepSeek's way to say "no mscale".
+            # DeepSeek's configs have 0 for "no mscale".
             if name == "attention_factor" or as_float(value) != 0:
-                value = require_positive(value, asked=f"Yarn({name}=...)", do="leave it out for the usual one")
+                value = require_positive(value, asked=f"Yarn({name}=...)", do="leave it out to use the default")
             if value > 1e30:
-                # As of a factor: its square overflows in the softmax scale.
-                expected, do = "a number of at most 1e30", "leave it out for the usual one"
+                # The limit of `factor` too: the square of a larger number overflows in the softmax scale.
+                expected, do = "a number of at most 1e30", "leave it out to use the default"
                 raise RopewalkError(asked=f"Yarn({name}=...)", expected=expected, got=f"{value:g}", do=do)
             object.__setattr__(self, name, float(value))
 
@@ -178,12 +208,15 @@ class Yarn(Frequencies):
         low, high = self.correction_range(rotary_dim)
         powers = arithmetic.powers(self.base, rotary_dim)
         index = arithmetic.array(range(rotary_dim // 2))
-        # In the order of transformers, so that float32 gives its bits.
+        # In the order of transformers' operations, so that float32 results are bit-identical to it.
         kept = 1 - arithmetic.clip((index - low) / (high - low), low=0.0, high=1.0)
         return 1.0 / (self.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
     def correction_range(self, rotary_dim: int) -> tuple[float, float]:
-        """The indices between which the ramp of ramp="index" lies.
+        """Return the pair indices at which the ramp of ramp="index" starts and ends.
+
+        Args:
+            rotary_dim: Number of rotated features.
 
         >>> Yarn(10_000, factor=16, trained_length=4096).correction_range(128)
         (20, 46)
@@ -194,7 +227,7 @@ class Yarn(Frequencies):
         )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        # The published code bounds by d-1, though the last index is d/2-1; models were trained so.
+        # The published code clamps to d-1, although the last index is d/2-1. Models were trained with this.
         low, high = max(low, 0), min(high, rotary_dim - 1)
         return (low, high + 0.001) if low == high else (low, high)
 
@@ -212,11 +245,11 @@ class Yarn(Frequencies):
     def to_config(self, rotary_dim: int) -> RopeConfig:
         if self.ramp != "index":
             raise no_rope_type(self)
-        # transformers reads the keys by its own policy; where that gives another amplitude, the number is written.
+        # transformers interprets the keys by its own policy. If that changes the amplitude, write the amplitude itself.
         if dataclasses.replace(self, policy="transformers").amplitude() == self.amplitude():
             return super().to_config(rotary_dim)
-        named = dataclasses.replace(self, policy="transformers", attention_factor=self.amplitude())
-        return named.to_config(rotary_dim)
+        explicit = dataclasses.replace(self, policy="transformers", attention_factor=self.amplitude())
+        return explicit.to_config(rotary_dim)
 
     @property
     def softmax_scale(self) -> float:
@@ -227,36 +260,37 @@ class Yarn(Frequencies):
 
 
 def _check(rule: "NTKByParts | Llama3 | Yarn", *, low: str, high: str) -> None:
-    """The fields that all of these have, and two bounds on the number of turns; equal ones leave no ramp between."""
+    """Check the fields that these rules share, and the two bounds on the number of rotations, which may be equal."""
     check_base(rule, above=1.0)
     check_factor(rule)
     check_trained_length(rule)
     name = type(rule).__name__
     for bound in (low, high):
-        do = "pass how often a pair turns within the trained length"
+        do = "pass a number of rotations within the trained length"
         rotations = require_positive(getattr(rule, bound), asked=f"{name}({bound}=...)", do=do)
         if not 1e-9 < rotations < 1e9:
-            raise RopewalkError(
-                asked=f"{name}({bound}=...)", expected="a number of turns from 1e-9 to 1e9", got=f"{rotations:g}", do=do
-            )
+            expected = "a number of rotations from 1e-9 to 1e9"
+            raise RopewalkError(asked=f"{name}({bound}=...)", expected=expected, got=f"{rotations:g}", do=do)
         object.__setattr__(rule, bound, rotations)
     if getattr(rule, high) < getattr(rule, low):
         raise RopewalkError(
             asked=f"{name}({low}=..., {high}=...)",
             expected=f"{high} not below {low}",
             got=f"{low}={getattr(rule, low):g}, {high}={getattr(rule, high):g}",
-            do="swap them, if they were meant the other way round",
+            do="swap the two values if they are in the wrong order",
         )
 
 
 def _by_rotations(
     rule: "NTKByParts | Llama3 | Yarn", rotary_dim: int, low: float, high: float, arithmetic: Arithmetic[ArrayT]
 ) -> ArrayT:
-    """theta where a pair turns more than `high` times within the trained length, theta / factor below `low`, a ramp
-    between. In the order of transformers, so that float32 gives its bits."""
+    """Return theta above `high` rotations within the trained length, theta / factor below `low`, and a ramp between.
+
+    Operations are in the order of transformers, so that float32 results are bit-identical to it.
+    """
     theta = 1.0 / arithmetic.powers(rule.base, rotary_dim)
     wavelength = 2 * math.pi / theta
-    # Bounds that are equal, as Llama 4 Scout has them, leave no ramp: a step from theta to theta / factor.
+    # Equal bounds, as in Llama 4 Scout, leave no ramp but a step from theta to theta / factor.
     gamma = (rule.trained_length / wavelength - low) / (high - low or 1.0)
     between = (1 - gamma) * theta / rule.factor + gamma * theta
     kept_or_between = arithmetic.where(wavelength < rule.trained_length / high, theta, between)

@@ -1,4 +1,4 @@
-"""Fields that several values have, checked."""
+"""Checks of the fields that several rules share."""
 
 from collections.abc import Sequence
 from typing import Protocol, cast, runtime_checkable
@@ -6,7 +6,7 @@ from typing import Protocol, cast, runtime_checkable
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 from ropewalk.spec.value import DataclassValue
 
-# Longer than any sequence, and exact in float64.
+# An upper bound for lengths that float64 represents exactly.
 LONGEST = 1 << 53
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 
 @runtime_checkable
 class SupportsToList(Protocol):
-    """A NumPy array or a torch tensor; torch is not imported to recognise one.
+    """A NumPy array or a torch tensor, recognised without importing torch.
 
     >>> import numpy as np
     >>> isinstance(np.ones(2), SupportsToList)
@@ -33,7 +33,7 @@ class SupportsToList(Protocol):
 
 
 def check_base(rule: DataclassValue, above: float = 0.0) -> None:
-    """Makes `base` of a rule a float, if it is a finite number above `above`.
+    """Convert `base` of a rule to float. Raise if it is not a finite number above `above`.
 
     >>> from ropewalk.spec import Plain
     >>> Plain(base=500).base
@@ -52,7 +52,7 @@ def check_base(rule: DataclassValue, above: float = 0.0) -> None:
 
 
 def check_factor(rule: DataclassValue) -> None:
-    """Makes `factor` of a rule a float, if it is a finite number of at least 1.
+    """Convert `factor` of a rule to float. Raise if it is not a finite number of at least 1.
 
     >>> from ropewalk.spec import NTK
     >>> NTK(factor=4).factor
@@ -65,20 +65,20 @@ def check_factor(rule: DataclassValue) -> None:
             asked=asked,
             expected="a finite number of at least 1, and below 1e30",
             got=shown(value),
-            do="pass how many times longer the context is to be",
+            do="pass the ratio of the extended context length to the trained one",
         )
     object.__setattr__(rule, "factor", factor)
 
 
 def check_trained_length(rule: DataclassValue) -> None:
-    """Makes `trained_length` of a rule an int of at least 2, whose logarithm can be divided by.
+    """Convert `trained_length` of a rule to int. Raise if it is below 2, because rules divide by its logarithm.
 
     >>> from ropewalk.spec import Yarn
     >>> Yarn(trained_length=8192).trained_length
     8192
     """
     asked, value = _field(rule, "trained_length")
-    do = "pass the length that the model was trained on before it was extended"
+    do = "pass the context length that the model was trained on, before any extension"
     length = require_count(value, asked=asked, do=do, at_least=2)
     if length > LONGEST:
         raise RopewalkError(asked=asked, expected="at most 2^53 positions", got=shown(length), do=do)
@@ -86,12 +86,12 @@ def check_trained_length(rule: DataclassValue) -> None:
 
 
 def _field(rule: DataclassValue, name: str) -> tuple[str, object]:
-    """A field as an error calls it, and its value, which nobody has checked yet."""
+    """Return the name of a field for error messages, and its unchecked value."""
     return f"{type(rule).__name__}({name}=...)", getattr(rule, name)
 
 
 def as_list(values: object) -> list[object]:
-    """The entries of a sequence, an array or a tensor; no entries if it is something else.
+    """Return the entries of a sequence, an array or a tensor, and [] for anything else.
 
     >>> import numpy as np
     >>> as_list(np.ones(2)), as_list((1, 2)), as_list("12")
@@ -104,7 +104,7 @@ def as_list(values: object) -> list[object]:
 
 
 def as_row(values: object) -> tuple[float, ...] | None:
-    """Finite floats, at least one; None if `values` is something else.
+    """Return one or more finite numbers as a tuple of floats, and None for anything else.
 
     >>> as_row([1, 0.5]), as_row([1, float("nan")]), as_row([])
     ((1.0, 0.5), None, None)
@@ -115,7 +115,7 @@ def as_row(values: object) -> tuple[float, ...] | None:
 
 
 def as_rows(values: object) -> tuple[tuple[float, ...], ...] | None:
-    """Rows of finite floats, equally long; None if `values` is something else.
+    """Return rows of finite numbers of equal length as tuples of floats, and None for anything else.
 
     >>> as_rows([[1, 2], [3, 4]]), as_rows([[1, 2], [3]])
     (((1.0, 2.0), (3.0, 4.0)), None)

@@ -1,8 +1,8 @@
 """Frequency rules: how fast each pair of features is rotated.
 
-A rule is a frozen, hashable, final value that answers `evaluate(rotary_dim)`. What it is called and which keys of a
-config specify it are attributes of its class, so that nothing else has a list of rules. Rules for longer contexts are
-in stretched.py and by_parts.py.
+A rule is a frozen, hashable, final value whose `evaluate(rotary_dim)` returns the frequencies. Its names and its config
+keys are class attributes, so no other file needs a list of rules. Rules for longer contexts are in stretched.py and
+by_parts.py.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ __all__ = ["AcrossHeads", "ConfigValue", "Explicit", "Frequencies", "Plain", "Pr
 
 Rule = TypeVar("Rule", bound="Frequencies")
 
-# What the rope parameters of a config hold under a key.
+# A value in the rope parameters of a config.
 ConfigValue = str | float | Sequence[float]
 
 
@@ -35,7 +35,7 @@ class RopeConfig(TypedDict):
 
 
 def no_rope_type(rule: "Frequencies") -> RopewalkError:
-    """The error of a rule that no config of transformers specifies."""
+    """Return the error for a rule that has no rope_type in transformers."""
     return RopewalkError(
         asked=f'to_config("transformers") of {type(rule).__name__}',
         expected="a rule that transformers has a rope_type for",
@@ -45,18 +45,19 @@ def no_rope_type(rule: "Frequencies") -> RopewalkError:
 
 
 class Frequencies(ABC):
-    """A rule that gives each pair i of a rotation its inverse frequency theta_i, in radians per position.
+    """Base class of frequency rules, which map each pair i to its inverse frequency theta_i in radians per position.
 
-    Subclass it as a frozen dataclass and implement `evaluate`, with `varies = True` if it reads the length: a spec, its
-    JSON and everything made from a spec then take the new rule without another change. The other class attributes are
-    optional.
+    Subclass it as a frozen dataclass and implement `evaluate`. Set `varies = True` if it uses the length. Specs, their
+    JSON and everything made from a spec then support the new rule without another change. The other class attributes
+    are optional.
 
     Attributes:
-        varies: whether the frequencies or the amplitude depend on how long the sequence is.
-        label: what people call the rule. Default: the name of the class.
-        option: its name in a command line, for a rule that a base, a factor and a trained length specify.
-        rope_type: its name in a config of transformers, if it has one there.
-        config_keys: the key of the rope parameters in which a config has each field, in the order of writing.
+        known: All rules by class name. Subclasses are added automatically.
+        varies: Whether the frequencies or the amplitude depend on the sequence length.
+        label: Name for readers. Default: the name of the class.
+        option: Name on the command line, for rules that a base, a factor and a trained length specify completely.
+        rope_type: Name in configs of transformers, or None.
+        config_keys: The key in the rope parameters for each field, in the order of writing.
 
     >>> isinstance(Plain(), Frequencies)
     True
@@ -81,25 +82,45 @@ class Frequencies(ABC):
     def evaluate(
         self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT:
-        """theta_i for the `rotary_dim / 2` pairs, [pairs]; [heads, pairs] where heads differ.
+        """Return theta_i for the `rotary_dim / 2` pairs.
 
-        `length` is how many positions the sequence has: a number, or an array [batch, 1] of `arithmetic` that gives
-        [batch, pairs]. Only rules that vary read it; None is a sequence no longer than the model was trained on.
+        Args:
+            rotary_dim: Number of rotated features. Even.
+            length: Number of positions in the sequence: a number, or an array [batch, 1] of `arithmetic`. Only rules
+                with `varies = True` use it. None means a sequence that is not longer than the trained length.
+            arithmetic: Array library and dtype to compute in. Default: NumPy float64.
+
+        Returns:
+            Frequencies [pairs]; [heads, pairs] if each head has its own; [batch, pairs] for an array of lengths.
         """
 
     def amplitude(
         self, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT | float:
-        """What cos and sin are multiplied by. 1 for a pure rotation."""
+        """Return the factor by which cos and sin are multiplied. It is 1 for a pure rotation.
+
+        Args:
+            length: Number of positions in the sequence, as in `evaluate`.
+            arithmetic: Array library and dtype to compute in.
+
+        Returns:
+            A number, or an array of `arithmetic` if the amplitude depends on the length.
+        """
         return 1.0
 
     @property
     def softmax_scale(self) -> float:
-        """What the scale of the attention scores is multiplied by."""
+        """Factor by which the scale of the attention scores is multiplied."""
         return 1.0
 
     def to_config(self, rotary_dim: int) -> RopeConfig:
-        """The keys of a config with which transformers computes this rule; an error where it has no such type.
+        """Return the config keys with which transformers computes this rule.
+
+        Args:
+            rotary_dim: Number of rotated features.
+
+        Raises:
+            RopewalkError: If transformers has no rope type for the rule.
 
         >>> Plain(500_000).to_config(128)
         {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0}}
@@ -115,9 +136,13 @@ class Frequencies(ABC):
 
     @classmethod
     def from_parameters(cls: type[Rule], parameters: Mapping[str, object]) -> Rule:
-        """The rule of this class that rope parameters specify; a field whose key is missing or null has its default.
+        """Return the rule of this class that rope parameters specify. It reads what `to_config` wrote.
 
-        It reads what `to_config` wrote, and checks it as the class does.
+        Args:
+            parameters: Rope parameters of a config. A field whose key is missing or null gets its default.
+
+        Raises:
+            RopewalkError: If a field without a default is missing, or a value is invalid.
 
         >>> Plain.from_parameters({"rope_type": "default", "rope_theta": 500_000})
         Plain(base=500000.0)
@@ -127,7 +152,7 @@ class Frequencies(ABC):
 
     @staticmethod
     def rope_types() -> dict[str, type["Frequencies"]]:
-        """The rules that transformers has a rope type for, by its name.
+        """Return the rules that transformers supports, by rope type.
 
         >>> Frequencies.rope_types()["default"].__name__
         'Plain'
@@ -135,7 +160,7 @@ class Frequencies(ABC):
         return {rule.rope_type: rule for rule in Frequencies.known.values() if rule.rope_type is not None}
 
     def to_dict(self) -> dict[str, object]:
-        """The rule as JSON holds it: its class name under "rule", and its fields.
+        """Return the fields of the rule, and the name of its class under "rule", for JSON.
 
         >>> Plain(500_000).to_dict()
         {'rule': 'Plain', 'base': 500000.0}
@@ -144,12 +169,12 @@ class Frequencies(ABC):
 
     @staticmethod
     def from_dict(data: object) -> "Frequencies":
-        """The rule that `to_dict` wrote.
+        """Return the rule that `to_dict` wrote.
 
         >>> Frequencies.from_dict({"rule": "Plain", "base": 10_000.0})
         Plain(base=10000.0)
         """
-        return from_dict(data, "rule", Frequencies.known, what="the frequencies")
+        return from_dict(data, "rule", Frequencies.known, owner="the frequencies")
 
 
 @final
@@ -157,7 +182,10 @@ class Frequencies(ABC):
 class Plain(Frequencies):
     """RoFormer's frequencies: theta_i = base^(-2i/d) for i = 0 .. d/2-1 (2104.09864, eq. 15).
 
-    Differs from the paper: it counts i from 1 and writes -2(i-1)/d, which is the same numbers.
+    The paper counts i from 1 and writes -2(i-1)/d. The numbers are the same.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
 
     >>> Plain(base=10_000).evaluate(4).tolist()
     [1.0, 0.01]
@@ -182,7 +210,13 @@ class Plain(Frequencies):
 @final
 @dataclasses.dataclass(frozen=True, init=False)
 class Explicit(Frequencies):
-    """Frequencies given one by one: d/2 numbers, or one row of d/2 numbers per head. 0 leaves a pair unrotated.
+    """Frequencies from a list: d/2 numbers, or one row of d/2 numbers per head. 0 leaves a pair unrotated.
+
+    Args:
+        inv_freq: Frequencies [pairs] or [heads, pairs]: a sequence, an array or a tensor. Stored as tuples.
+
+    Raises:
+        RopewalkError: If a frequency is not finite, or the rows differ in length.
 
     >>> Explicit([1.0, 0.3, 0.05]).evaluate(6).tolist()
     [1.0, 0.3, 0.05]
@@ -217,7 +251,7 @@ class Explicit(Frequencies):
                 asked=f"Explicit frequencies for rotary_dim={rotary_dim}",
                 expected=f"{rotary_dim // 2} numbers{' per head' if per_head else ''}, one per pair",
                 got=f"{count}",
-                do=f"give {rotary_dim // 2} frequencies, or set rotary_dim={2 * count}",
+                do=f"pass {rotary_dim // 2} frequencies, or set rotary_dim={2 * count}",
             )
         return arithmetic.array(self.inv_freq)
 
@@ -225,11 +259,15 @@ class Explicit(Frequencies):
 @final
 @dataclasses.dataclass(frozen=True)
 class AcrossHeads(Frequencies):
-    """One rotation over the whole model width, made before the heads are split.
+    """One rotation over the width of the model, applied before it is split into heads.
 
-    theta_i = base^(-2i/d) for i = 0 .. d/2-1 with d = num_heads * rotary_dim, the width of the model; head h holds
-    i = h*rotary_dim/2 .. (h+1)*rotary_dim/2-1, so each head is rotated in its own band of frequencies, head 0 fastest.
-    The usual rotation gives every head the same, whole range.
+    theta_i = base^(-2i/d) for i = 0 .. d/2-1 with d = num_heads * rotary_dim, the width of the model. Head h contains
+    i = h*rotary_dim/2 .. (h+1)*rotary_dim/2-1. Each head therefore has its own band of frequencies, and head 0 has the
+    highest. In the usual rotation, every head has the same full range.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        num_heads: Number of heads.
 
     >>> AcrossHeads(10_000, num_heads=2).evaluate(2).tolist()  # d_model = 4
     [[1.0], [0.01]]
@@ -258,7 +296,12 @@ class Proportional(Frequencies):
     """p-RoPE: the first `fraction` of the pairs rotate as in Plain, divided by `factor`; the others do not rotate.
 
     theta_i = base^(-2i/d) / factor for i < int(fraction * d / 2), else 0 (2410.06205, section 6). Exponents and pairs
-    are those of the whole head, unlike partial rotation, which rotates a narrower head: there rotary_dim is cut.
+    are those of the whole head. Partial rotation differs: it reduces rotary_dim, and so rotates a narrower head.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        fraction: Fraction of the pairs that rotate, from 0 to 1.
+        factor: Divisor of all frequencies. At least 1.
 
     >>> Proportional(10_000, fraction=0.5).evaluate(8).tolist()
     [1.0, 0.1, 0.0, 0.0]
@@ -285,7 +328,7 @@ class Proportional(Frequencies):
                 asked="Proportional(fraction=...)",
                 expected="a number from 0 to 1",
                 got=shown(self.fraction),
-                do="pass the share of pairs that rotate",
+                do="pass the fraction of pairs that rotate",
             )
         object.__setattr__(self, "fraction", fraction)
 

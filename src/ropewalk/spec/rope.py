@@ -22,36 +22,51 @@ __all__ = ["ANGLES", "PAIRINGS", "ROTARY_SLICES", "AnglePrecision", "Pairing", "
 # "interleaved" rotates features (0,1), (2,3), ...; "half" rotates (i, i + rotary_dim/2).
 Pairing = Literal["interleaved", "half"]
 PAIRINGS: tuple[Pairing, ...] = get_args(Pairing)
-# Which features of a head are rotated where rotary_dim < head_dim: the first or the last ones.
+# Which features of a head are rotated if rotary_dim < head_dim: the first or the last ones.
 RotarySlice = Literal["leading", "trailing"]
 ROTARY_SLICES: tuple[RotarySlice, ...] = get_args(RotarySlice)
-# "exact" forms angles in float64; "float32" repeats the operations of transformers, for models trained with them.
+# "exact" computes angles in float64. "float32" repeats the operations of transformers, for models trained with them.
 AnglePrecision = Literal["exact", "float32"]
 ANGLES: tuple[AnglePrecision, ...] = get_args(AnglePrecision)
-# 1 rotates counter-clockwise, as the papers do; -1 clockwise.
+# 1 rotates counter-clockwise, as in the papers; -1 rotates clockwise.
 Sign = Literal[1, -1]
 
-# No head is near this; a number beyond it is a mistake, and its frequencies would not fit in memory.
+# No model has a head this large. A larger number is a mistake, and its frequencies might not fit in memory.
 MOST_FEATURES = 1 << 20
 
 
 def _plain() -> Plain:
-    # Not the class itself as the factory: torch.compile cannot call a class that a dataclass holds.
+    # A function, not the class, is the factory: torch.compile cannot call a class that is stored in a dataclass.
     return Plain()
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
-    """What a rotary encoding is: which features turn, in which pairs, how fast, and which way.
+    """Rotary position encoding as a value: which features are rotated, in which pairs, at which frequencies.
 
-    Pair i of a token at position m turns by the angle m * theta_i (RoFormer, 2104.09864, eq. 15), counter-clockwise:
-    (x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos). `sign=-1` turns the other way.
+    Pair i of a token at position m is rotated by the angle m * theta_i (RoFormer, 2104.09864, eq. 15),
+    counter-clockwise: (x1, x2) -> (x1 cos - x2 sin, x1 sin + x2 cos).
 
-    Interleaved pairs are the default because RoFormer has them; most checkpoints on model hubs are "half".
+    Interleaved pairs are the default because RoFormer uses them. Most checkpoints on model hubs use "half".
 
-    A spec is frozen and hashable, holds no tensor, and two that say the same are equal. rotary_dim=None is kept as
-    head_dim, so `dataclasses.replace` of one wants the other too.
+    A spec is frozen and hashable and contains no tensors. Specs with equal fields are equal. rotary_dim=None is stored
+    as head_dim, so `dataclasses.replace` with a new head_dim needs a new rotary_dim too.
+
+    Args:
+        head_dim: Features per head. Even.
+        frequencies: Frequency rule, which maps each pair to its theta_i.
+        rotary_dim: Number of rotated features. Even, at most head_dim. Default: head_dim.
+        pairing: "interleaved" rotates features (0, 1), (2, 3), ...; "half" rotates (i, i + rotary_dim / 2).
+        rotary_slice: Whether the first ("leading") or the last ("trailing") rotary_dim features are rotated.
+        axes: For tokens with more than one position: which position rotates which pair.
+        sign: 1 rotates counter-clockwise, -1 clockwise.
+        xpos: Position-dependent factors on queries and keys.
+        query_temperature: Position-dependent factor on whole queries.
+        angles: "exact" computes angles in float64. "float32" repeats the operations of transformers.
+
+    Raises:
+        RopewalkError: If a field is invalid, or if the frequencies do not fit rotary_dim or are not finite.
 
     >>> spec = RopeSpec(head_dim=8, frequencies=Plain(base=10_000), rotary_dim=4)
     >>> spec.inv_freq().tolist()
@@ -63,11 +78,11 @@ class RopeSpec:
     head_dim: int
     frequencies: Frequencies = dataclasses.field(default_factory=_plain)
     _: dataclasses.KW_ONLY
-    # How many features turn; None, or head_dim, is all of them. None is kept as head_dim.
+    # Number of rotated features. None means all of them, and is stored as head_dim.
     rotary_dim: int | None = None
     pairing: Pairing = "interleaved"
     rotary_slice: RotarySlice = "leading"
-    # More than one position a token: which of them turns which pair.
+    # For tokens with more than one position: which position rotates which pair.
     axes: Axes | None = None
     sign: Sign = 1
     # Factors on queries and keys that depend on their positions.
@@ -147,20 +162,20 @@ class RopeSpec:
                 asked="RopeSpec(axes=...)",
                 expected=f"axes for {self.rotated_dim // 2} pairs: half of rotary_dim = {self.rotary_dim}",
                 got=f"{axes.pairs} pairs",
-                do=f"set rotary_dim={2 * axes.pairs}, or give sections that sum to {self.rotated_dim // 2}",
+                do=f"set rotary_dim={2 * axes.pairs}, or pass sections that sum to {self.rotated_dim // 2}",
             )
         for name in ("xpos", "query_temperature"):
             if getattr(self, name) is not None:
                 raise RopewalkError(
                     asked=f"RopeSpec(axes=..., {name}=...)",
-                    expected="one position a token: the factor depends on a single one",
+                    expected="one position per token: the factor depends on a single position",
                     got=f"{axes.count} axes",
                     do="leave one of them out",
                 )
 
     @property
     def rotated_dim(self) -> int:
-        """rotary_dim as the number that it is: how many features turn.
+        """Number of rotated features: rotary_dim with the type int, because it is never None after construction.
 
         >>> RopeSpec(head_dim=8).rotated_dim
         8
@@ -168,19 +183,34 @@ class RopeSpec:
         return cast(int, self.rotary_dim)
 
     def inv_freq(self, length: int | None = None) -> Float64[np.ndarray, "*heads pairs"]:
-        """sign * theta_i for each of the rotary_dim/2 pairs, as float64; one row a head where heads differ.
+        """Return sign * theta_i for each of the rotary_dim/2 pairs.
 
-        `length`, how many positions there are, matters only to rules that vary with it: DynamicNTK and LongRope.
+        Args:
+            length: Number of positions in the sequence. Only rules whose frequencies depend on it, such as DynamicNTK
+                and LongRope, use it. Default: a sequence that is not longer than trained_length.
+
+        Returns:
+            float64 frequencies [pairs], or [heads, pairs] if each head has its own.
+
+        Raises:
+            RopewalkError: If `length` is not a positive integer.
 
         >>> RopeSpec(head_dim=4, sign=-1).inv_freq().tolist()
         [-1.0, -0.01]
         """
-        # What overflows is infinite, and refused when the spec is made.
+        # Overflow gives infinity, which raises when the spec is constructed.
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             return np.asarray(self.evaluate(_length(length)), dtype=np.float64)
 
     def evaluate(self, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
-        """`inv_freq` in any arithmetic: what `Frequencies.evaluate` gives, at the pairs of the spec, with its sign.
+        """Return `inv_freq` computed in any arithmetic.
+
+        Args:
+            length: Number of positions in the sequence: a number, or an array [batch, 1] of `arithmetic`.
+            arithmetic: Array library and dtype to compute in. Default: NumPy float64.
+
+        Returns:
+            sign * theta_i [pairs]; [heads, pairs] if each head has its own; [batch, pairs] for an array of lengths.
 
         >>> RopeSpec(4, axes=Axes.repeated(2, 4)).evaluate().tolist()  # each axis has the frequencies of 2 features
         [1.0, 1.0]
@@ -191,7 +221,13 @@ class RopeSpec:
         return self.sign * theta[..., list(self.axes.index)]
 
     def amplitude(self, length: int | None = None) -> float:
-        """What cos and sin are multiplied by; 1.0 for a pure rotation.
+        """Return the factor by which cos and sin are multiplied. It is 1.0 for a pure rotation.
+
+        Args:
+            length: Number of positions in the sequence. Only rules whose amplitude depends on it use it.
+
+        Raises:
+            RopewalkError: If `length` is not a positive integer.
 
         >>> RopeSpec(head_dim=4).amplitude()
         1.0
@@ -200,7 +236,7 @@ class RopeSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """What the scale of the attention scores is multiplied by; 1.0 for most.
+        """Factor by which the scale of the attention scores is multiplied. It is 1.0 for most rules.
 
         >>> RopeSpec(head_dim=4).softmax_scale
         1.0
@@ -209,7 +245,7 @@ class RopeSpec:
 
     @property
     def varies(self) -> bool:
-        """Whether frequencies or amplitude depend on how long the sequence is, so that a module must be told.
+        """Whether frequencies or amplitude depend on the sequence length, which a module must then receive.
 
         >>> RopeSpec(head_dim=4).varies
         False
@@ -218,7 +254,7 @@ class RopeSpec:
 
     @property
     def same_for_both(self) -> bool:
-        """Whether queries and keys are treated alike.
+        """Whether queries and keys are multiplied by the same factors.
 
         >>> RopeSpec(head_dim=4, xpos=XPos(1024)).same_for_both
         False
@@ -226,10 +262,19 @@ class RopeSpec:
         return self.xpos is None and self.query_temperature is None
 
     def to_config(self, stack: Literal["transformers"]) -> RopeConfig:
-        """Keys for a config.json with which `stack`, "transformers", computes this rotation in a model of its family.
+        """Return the keys of a config.json with which transformers computes this rotation in a model of its family.
 
-        Pairing, slice, sign and the axes of vision towers are the family's, and no key says them; nor is the width of a
-        trailing slice written, for which families have keys of their own. What transformers has no key for is an error.
+        Pairing, slice, sign and the axes of vision towers are fixed by the model family and have no keys. The width of
+        a trailing slice is not written either, because each family has its own keys for it.
+
+        Args:
+            stack: "transformers".
+
+        Returns:
+            A dict with "rope_parameters", and with "max_position_embeddings" if the rule needs it.
+
+        Raises:
+            RopewalkError: If transformers has no key for a part of the spec.
 
         >>> RopeSpec(128, Plain(500_000), rotary_dim=64).to_config("transformers")
         {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0, 'partial_rotary_factor': 0.5}}
@@ -244,11 +289,11 @@ class RopeSpec:
             )
         config = self.frequencies.to_config(self.rotated_dim if self.axes is None else self.axes.dim)
         keys = config["rope_parameters"]
-        more: dict[str, ConfigValue] = {} if self.axes is None else self.axes.to_config()
-        more |= {} if self.query_temperature is None else self.query_temperature.to_config()
+        extra: dict[str, ConfigValue] = {} if self.axes is None else self.axes.to_config()
+        extra |= {} if self.query_temperature is None else self.query_temperature.to_config()
         if self.rotated_dim < self.head_dim and self.rotary_slice == "leading":
-            more["partial_rotary_factor"] = _share(self.rotated_dim, self.head_dim)
-        for key, value in more.items():
+            extra["partial_rotary_factor"] = _share(self.rotated_dim, self.head_dim)
+        for key, value in extra.items():
             if keys.setdefault(key, value) != value:
                 raise RopewalkError(
                     asked='RopeSpec.to_config("transformers")',
@@ -259,7 +304,7 @@ class RopeSpec:
         return config
 
     def to_json(self) -> str:
-        """The spec as JSON text that `from_json` reads back to an equal spec.
+        """Return the spec as JSON text, from which `from_json` makes an equal spec.
 
         >>> '"pairing": "half"' in RopeSpec(head_dim=4, pairing="half").to_json()
         True
@@ -273,8 +318,14 @@ class RopeSpec:
 
     @staticmethod
     def from_json(text: str) -> "RopeSpec":
-        """The spec that `to_json` wrote. A key that is not there has its default; one that is unknown, stands twice
-        or holds NaN is an error.
+        """Return the spec that `to_json` wrote.
+
+        Args:
+            text: JSON text. Missing keys get their defaults.
+
+        Raises:
+            RopewalkError: If the text is not valid JSON, or if a key is unknown, occurs twice or has an invalid value
+                such as NaN.
 
         >>> RopeSpec.from_json('{"head_dim": 4, "frequencies": {"rule": "Plain", "base": 10000}}').head_dim
         4
@@ -294,13 +345,12 @@ class RopeSpec:
         readers = {"axes": {"Axes": Axes}, "xpos": {"XPos": XPos}, "query_temperature": QueryTemperature.known}
         for name, known in readers.items():
             if fields.get(name) is not None:
-                fields[name] = from_dict(fields[name], "rule", known, what=f"the {name}")
+                fields[name] = from_dict(fields[name], "rule", known, owner=f"the {name}")
         return construct(RopeSpec, fields, source="JSON")
 
 
 def _check_numbers(parts: Parts) -> None:
-    """Raise unless the frequencies of a spec fit it, so that a list of the wrong length is refused when the spec is
-    made and not in a forward pass."""
+    """Raise unless the frequencies of a spec fit it: at construction, not in the first forward pass."""
     spec = from_parts(parts, RopeSpec)
     rule = spec.frequencies
     for length in (None, 1 << 40) if spec.varies else (None,):
@@ -323,19 +373,19 @@ def _check_numbers(parts: Parts) -> None:
     if not spec.varies and not np.array_equal(spec.inv_freq(), spec.inv_freq(1 << 40)):
         raise RopewalkError(
             asked=f"RopeSpec with {type(rule).__name__}",
-            expected="`varies = True` in a rule whose frequencies depend on the length, so that modules ask for it",
-            got="other frequencies for another length",
+            expected="`varies = True` in a rule whose frequencies depend on the length, so that modules pass it",
+            got="varies = False, but frequencies that change with the length",
             do="add to the class: varies: ClassVar[bool] = True",
         )
 
 
-# torch.compiler.assume_constant_result without an import of torch: a compiler would trace NumPy. It cannot pass a spec
-# that is not made yet, but what the spec is made of.
+# torch.compiler.assume_constant_result without importing torch, because torch.compile would trace NumPy. The function
+# accepts the parts of the spec, because torch.compile cannot pass a spec that is not constructed yet.
 _check_numbers.__dict__["_dynamo_marked_constant"] = True
 
 
 def _share(rotated_dim: int, head_dim: int) -> float:
-    """turning / head_dim, a little larger where transformers would cut the product off to less than `turning`."""
+    """Return rotated_dim / head_dim, rounded up so that transformers' int(head_dim * share) is rotated_dim."""
     share = rotated_dim / head_dim
     while int(head_dim * share) < rotated_dim:
         share = math.nextafter(share, 1.0)

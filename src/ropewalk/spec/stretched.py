@@ -1,4 +1,4 @@
-"""Rules that stretch every frequency by a law of its index or of the length: PI, NTK in its forms, LongRoPE."""
+"""Rules that scale each frequency by a function of its index or of the length: PI, NTK variants, LongRoPE."""
 
 import dataclasses
 import math
@@ -19,6 +19,10 @@ class PositionInterpolation(Frequencies):
     """Position Interpolation: theta_i = base^(-2i/d) / factor, as if positions were m / factor (2306.15595, eq. 4).
 
     With factor 1 it is Plain.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        factor: Ratio of the extended context length to the trained one. At least 1.
 
     >>> PositionInterpolation(10_000, factor=4).evaluate(4).tolist()
     [0.25, 0.0025]
@@ -47,9 +51,13 @@ class PositionInterpolation(Frequencies):
 class NTK(Frequencies):
     """NTK-aware scaling: theta_i = b^(-2i/d) with b = base * factor^(d/(d-2)) (2309.00071, section 3.1).
 
-    The highest frequency stays and the lowest is divided by the factor. `factor` is what HunYuan's configs call alpha.
-    With factor 1 it is Plain. Two features alone have no lowest frequency apart from the highest: rotary_dim is 4 or
-    more.
+    The highest frequency does not change, and the lowest is divided by the factor. With factor 1 it is Plain. HunYuan's
+    configs call the factor alpha. rotary_dim is at least 4, because a single pair has no lowest frequency apart from
+    the highest.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        factor: Ratio of the extended context length to the trained one. At least 1.
 
     >>> NTK(10_000, factor=4).evaluate(4).tolist()  # b = 10000 * 4^2
     [1.0, 0.0025]
@@ -72,17 +80,22 @@ class NTK(Frequencies):
         return 1.0 / arithmetic.powers(base, rotary_dim)
 
     def to_config(self, rotary_dim: int) -> RopeConfig:
-        # Another base says the same to every family; alpha is read by HunYuan alone.
+        # Every family reads the base; only HunYuan reads alpha.
         return Plain(self.base * self.factor ** _stretch_exponent(self, rotary_dim)).to_config(rotary_dim)
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class DynamicNTK(Frequencies):
-    """NTK whose factor grows with the length n: factor * n / trained_length - (factor - 1), from trained_length on.
+    """NTK whose factor grows with the length n: factor * n / trained_length - (factor - 1) for n > trained_length.
 
-    Up to trained_length it is Plain (2309.00071, section 3.3, in the form that transformers computes). With factor 1 it
-    still stretches: by n / trained_length.
+    Up to trained_length it is Plain (2309.00071, section 3.3, in the form that transformers computes). With factor 1
+    the factor of NTK is n / trained_length.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        factor: How fast the factor of NTK grows with the length. At least 1.
+        trained_length: Context length that the model was trained on.
 
     >>> DynamicNTK(10_000, factor=2, trained_length=2048).evaluate(4).tolist()
     [1.0, 0.01]
@@ -118,7 +131,7 @@ class DynamicNTK(Frequencies):
         return arithmetic.where(n > self.trained_length, grown, plain)
 
     def to_config(self, rotary_dim: int) -> RopeConfig:
-        # The length that counts for transformers is stored beside the parameters.
+        # transformers reads the trained length from a key outside of the rope parameters.
         return {**super().to_config(rotary_dim), "max_position_embeddings": self.trained_length}
 
 
@@ -127,8 +140,12 @@ class DynamicNTK(Frequencies):
 class NTKFixed(Frequencies):
     """NTK that also divides the highest frequency: theta_i = base^(-2i/d) * factor^(-2(i+1)/d).
 
-    The lowest is divided by the factor, as PI would; NTK itself divides pair i = d/2-1 by it through another exponent
+    The lowest frequency is divided by the factor, as in PI and in NTK, but the exponent differs from NTK's
     (kexue.fm 9706, "NTK-RoPE-fixed"; vLLM's rope type "ntk"). With factor 1 it is Plain.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        factor: Ratio of the extended context length to the trained one. At least 1.
 
     >>> NTKFixed(10_000, factor=4).evaluate(4).tolist()
     [0.5, 0.0025]
@@ -155,8 +172,12 @@ class NTKFixed(Frequencies):
 class NTKMixed(Frequencies):
     """NTK with a power law: theta_i = base^(-2i/d) / exp(a (i+1)^bend) with a (d/2)^bend = ln factor.
 
-    `bend` 0.625 is the source's (kexue.fm 9706, "NTK-RoPE-mixed"; vLLM's key is mixed_b). With factor 1 it is Plain;
-    the lowest frequency is divided by the factor.
+    Source: kexue.fm 9706, "NTK-RoPE-mixed". The lowest frequency is divided by the factor. With factor 1 it is Plain.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        factor: Ratio of the extended context length to the trained one. At least 1.
+        bend: Exponent of the power law. Default: 0.625, as in the source. vLLM's key is mixed_b.
 
     >>> [round(x, 6) for x in NTKMixed(10_000, factor=4, bend=1).evaluate(4).tolist()]  # 1/4^(1/2), 0.01/4
     [0.5, 0.0025]
@@ -171,14 +192,14 @@ class NTKMixed(Frequencies):
     def __post_init__(self) -> None:
         check_base(self)
         check_factor(self)
-        bend = require_positive(self.bend, asked="NTKMixed(bend=...)", do="0.625 is the source's")
+        bend = require_positive(self.bend, asked="NTKMixed(bend=...)", do="use 0.625, as in the source")
         object.__setattr__(self, "bend", bend)
 
     def evaluate(
         self, rotary_dim: int, length: ArrayT | float | None = None, arithmetic: Arithmetic[ArrayT] = FLOAT64
     ) -> ArrayT:
         pairs = rotary_dim // 2
-        # The order of vLLM's operations: in float32 another one differs in the last bits.
+        # In the order of vLLM's operations. Another order differs in the last bits of float32.
         rate = arithmetic.log(as_array(self.factor, arithmetic)) / pairs**self.bend
         stretch = arithmetic.exp(rate * arithmetic.array(range(1, pairs + 1)) ** self.bend)
         return 1.0 / arithmetic.powers(self.base, rotary_dim) / stretch
@@ -187,13 +208,24 @@ class NTKMixed(Frequencies):
 @final
 @dataclasses.dataclass(frozen=True)
 class LongRope(Frequencies):
-    """LongRoPE: each frequency has a divisor of its own, and there are two sets of them (2402.13753).
+    """LongRoPE: one divisor per frequency, with one set of divisors for short and one for long sequences (2402.13753).
 
-    theta_i = base^(-2i/d) / long_factor_i for sequences longer than trained_length, else / short_factor_i. The
-    amplitude is `attention_factor`, else sqrt(1 + ln(factor) / ln(trained_length)), 1 without a factor; it holds for
-    both sets, as in Phi-3. `short_amplitude` and `long_amplitude` give each set its own, as in Phi-3.5-MoE.
+    theta_i = base^(-2i/d) / long_factor_i for sequences longer than trained_length, and base^(-2i/d) / short_factor_i
+    for others. The amplitude is `attention_factor`. If that is None, it is sqrt(1 + ln(factor) / ln(trained_length)),
+    or 1 without a factor. It is the same for both sets, as in Phi-3. `short_amplitude` and `long_amplitude` set one
+    amplitude per set instead, as in Phi-3.5-MoE.
 
-    Differs from the paper: it leaves the first tokens unscaled; no released model does.
+    Differs from the paper: the paper leaves the first tokens unscaled, which no released model does.
+
+    Args:
+        base: Base of the geometric sequence. Above 0.
+        short_factor: Divisors up to trained_length [pairs].
+        long_factor: Divisors beyond trained_length [pairs].
+        trained_length: Context length that the model was trained on.
+        factor: Ratio of the extended context length to the trained one, from which the amplitude is computed.
+        attention_factor: Amplitude of both sets.
+        short_amplitude: Amplitude up to trained_length. Requires long_amplitude.
+        long_amplitude: Amplitude beyond trained_length. Requires short_amplitude.
 
     >>> rule = LongRope(10_000, short_factor=[1, 2], long_factor=[1, 4], trained_length=4096, factor=32)
     >>> rule.evaluate(4).tolist(), rule.evaluate(4, length=4097).tolist()
@@ -233,15 +265,15 @@ class LongRope(Frequencies):
         for name in ("attention_factor", "short_amplitude", "long_amplitude"):
             if getattr(self, name) is not None:
                 asked = f"LongRope({name}=...)"
-                number = require_positive(getattr(self, name), asked=asked, do="leave it out for the usual one")
+                number = require_positive(getattr(self, name), asked=asked, do="leave it out to use the default")
                 object.__setattr__(self, name, number)
-        given = [name for name in ("short_amplitude", "long_amplitude") if getattr(self, name) is not None]
-        if len(given) == 1 or (given and self.attention_factor is not None):
+        amplitudes = [name for name in ("short_amplitude", "long_amplitude") if getattr(self, name) is not None]
+        if len(amplitudes) == 1 or (amplitudes and self.attention_factor is not None):
             raise RopewalkError(
                 asked="LongRope(...)",
                 expected="short_amplitude and long_amplitude together, or attention_factor, or none of them",
-                got=" and ".join([*given, *(["attention_factor"] if self.attention_factor is not None else [])]),
-                do="give both amplitudes, or one attention_factor for both sets",
+                got=" and ".join([*amplitudes, *(["attention_factor"] if self.attention_factor is not None else [])]),
+                do="pass both amplitudes, or one attention_factor for both sets",
             )
         for name in ("short_factor", "long_factor"):
             object.__setattr__(self, name, _divisors(getattr(self, name), f"LongRope({name}=...)"))
@@ -256,7 +288,7 @@ class LongRope(Frequencies):
                     asked=f"LongRope frequencies for rotary_dim={rotary_dim}",
                     expected=f"{rotary_dim // 2} numbers in {name}, one per pair",
                     got=f"{count}",
-                    do=f"give {rotary_dim // 2} divisors, or set rotary_dim={2 * count}",
+                    do=f"pass {rotary_dim // 2} divisors, or set rotary_dim={2 * count}",
                 )
         powers = arithmetic.powers(self.base, rotary_dim)
         short = 1.0 / (arithmetic.array(self.short_factor) * powers)

@@ -1,4 +1,4 @@
-"""Query temperatures: a factor on queries that grows with their position, so that far queries attend sharply."""
+"""Query temperatures: a factor on queries that grows with position, so that attention of far queries stays sharp."""
 
 import dataclasses
 import math
@@ -14,9 +14,13 @@ __all__ = ["LogTemperature", "QueryTemperature", "StepTemperature"]
 
 
 class QueryTemperature(ABC):
-    """A rule that gives each position m the factor by which its whole query is multiplied, rotated or not.
+    """Base class of rules that map each position m to the factor on its query.
 
-    Subclass it as a frozen dataclass and implement `evaluate`.
+    The whole query is multiplied, including features that are not rotated. Subclass it as a frozen dataclass and
+    implement `evaluate`.
+
+    Attributes:
+        known: All rules by class name. Subclasses are added automatically.
 
     >>> isinstance(LogTemperature(512), QueryTemperature)
     True
@@ -29,10 +33,22 @@ class QueryTemperature(ABC):
 
     @abstractmethod
     def evaluate(self, positions: ArrayT | float, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
-        """The factor at each position; positions are a number or an array of `arithmetic`."""
+        """Return the factor at each position.
+
+        Args:
+            positions: A number, or an array of `arithmetic`.
+            arithmetic: Array library and dtype to compute in. Default: NumPy float64.
+
+        Returns:
+            Factors, in the shape of `positions`.
+        """
 
     def to_config(self) -> dict[str, ConfigValue]:
-        """The rope parameters that say this to transformers; an error where none do."""
+        """Return the rope parameters that specify this rule in transformers.
+
+        Raises:
+            RopewalkError: If transformers has no key for the rule.
+        """
         raise RopewalkError(
             asked=f'to_config("transformers") of {type(self).__name__}',
             expected="a temperature that transformers has a key for",
@@ -44,10 +60,15 @@ class QueryTemperature(ABC):
 @final
 @dataclasses.dataclass(frozen=True)
 class StepTemperature(QueryTemperature):
-    """1 + scale * ln(1 + floor((m + first) / step)): grows a little at every `step` positions.
+    """Factor 1 + scale * ln(1 + floor((m + first) / step)), which grows every `step` positions.
 
-    Llama 4 has it in its layers without rotation with scale 0.1, step 8192 and first 1; Ministral 3 everywhere with its
-    llama_4_scaling_beta, the trained length and first 0 (both as in transformers).
+    Llama 4 uses it in its layers without rotation, with scale 0.1, step 8192 and first 1. Ministral 3 uses it in all
+    layers, with scale llama_4_scaling_beta, the trained length as step, and first 0. Both are as in transformers.
+
+    Args:
+        scale: Factor of the logarithm.
+        step: Number of positions between two steps.
+        first: Number added to each position.
 
     >>> rule = StepTemperature(scale=0.1, step=8192, first=1)
     >>> [round(float(rule.evaluate(m)), 7) for m in (8190, 8191, 131071)]
@@ -60,15 +81,15 @@ class StepTemperature(QueryTemperature):
 
     def __post_init__(self) -> None:
         name = "StepTemperature"
-        scale = require_positive(self.scale, asked=f"{name}(scale=...)", do="Llama 4 and Ministral 3 have 0.1")
-        step = require_count(self.step, asked=f"{name}(step=...)", do="pass the positions from step to step")
-        first = require_count(self.first, asked=f"{name}(first=...)", do="0, or 1 as in Llama 4", at_least=0)
+        scale = require_positive(self.scale, asked=f"{name}(scale=...)", do="use 0.1, as in Llama 4 and Ministral 3")
+        step = require_count(self.step, asked=f"{name}(step=...)", do="pass the number of positions between two steps")
+        first = require_count(self.first, asked=f"{name}(first=...)", do="use 0, or 1 as in Llama 4", at_least=0)
         for field, value in (("scale", scale), ("step", step), ("first", first)):
             object.__setattr__(self, field, value)
 
     def evaluate(self, positions: ArrayT | float, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
         steps = arithmetic.floor((as_array(positions, arithmetic) + self.first) / self.step)
-        # Positions before 0 have taken no step.
+        # Negative positions get the factor 1.
         return 1 + self.scale * arithmetic.log(1 + arithmetic.clip(steps, low=0.0))
 
     def to_config(self) -> dict[str, ConfigValue]:
@@ -80,9 +101,12 @@ class StepTemperature(QueryTemperature):
 @final
 @dataclasses.dataclass(frozen=True)
 class LogTemperature(QueryTemperature):
-    """max(1, ln(m + 1) / ln(trained_length)): log-n scaling, for contexts longer than the trained one.
+    """Log-n scaling: factor max(1, ln(m + 1) / ln(trained_length)), for contexts longer than the trained one.
 
-    kexue.fm 9708 (Qwen 1 has it too); its n counts the keys that a causal query sees, m + 1.
+    Source: kexue.fm 9708; Qwen 1 uses it too. Its n = m + 1 is the number of keys to which a causal query attends.
+
+    Args:
+        trained_length: Context length that the model was trained on.
 
     >>> [round(float(LogTemperature(512).evaluate(m)), 6) for m in (100, 511, 512**2 - 1)]
     [1.0, 1.0, 2.0]
@@ -91,7 +115,7 @@ class LogTemperature(QueryTemperature):
     trained_length: int
 
     def __post_init__(self) -> None:
-        do = "pass the length that the model was trained on"
+        do = "pass the context length that the model was trained on"
         length = require_count(self.trained_length, asked="LogTemperature(trained_length=...)", do=do, at_least=2)
         object.__setattr__(self, "trained_length", length)
 

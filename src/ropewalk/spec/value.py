@@ -1,4 +1,4 @@
-"""Values as JSON holds them: the class by name, and its fields."""
+"""Conversion of dataclass values to and from JSON: the name of the class, and its fields."""
 
 import dataclasses
 from collections import Counter
@@ -21,7 +21,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# A class, and its fields by name: numbers, texts, tuples of them, and Parts.
+# A class, and its fields by name: numbers, strings, tuples of them, and nested Parts.
 Parts = tuple[type[object], tuple[tuple[str, object], ...]]
 
 
@@ -38,7 +38,7 @@ class DataclassValue(Protocol):
 
 
 def to_dict(value: DataclassValue, key: str) -> dict[str, object]:
-    """The name of a frozen dataclass under `key`, and its fields.
+    """Return the fields of a frozen dataclass, and the name of its class under `key`.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Step:
@@ -51,7 +51,7 @@ def to_dict(value: DataclassValue, key: str) -> dict[str, object]:
 
 
 def to_parts(value: DataclassValue) -> Parts:
-    """A value as its class and its fields by name; a field that is a value too in the same way.
+    """Return the class and the named fields of a dataclass value, recursively.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Step:
@@ -65,7 +65,7 @@ def to_parts(value: DataclassValue) -> Parts:
 
 
 def from_parts(parts: Parts, expected: type[T]) -> T:
-    """The value of which `to_parts` made parts. It was checked when it was made, and is not checked again.
+    """Return the value from which `to_parts` made `parts`, without running its checks again.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Step:
@@ -73,62 +73,74 @@ def from_parts(parts: Parts, expected: type[T]) -> T:
     >>> from_parts(to_parts(Step(2)), Step)
     Step(by=2)
     """
-    made, fields = parts
-    value = object.__new__(made)
+    kind, fields = parts
+    value = object.__new__(kind)
     for name, x in fields:
         is_value = isinstance(x, tuple) and isinstance(next(iter(cast("tuple[object, ...]", x)), None), type)
         object.__setattr__(value, name, from_parts(cast("Parts", x), object) if is_value else x)
     if not isinstance(value, expected):
-        raise TypeError(f"parts of {made.__name__}, not of {expected.__name__}")
+        raise TypeError(f"parts of {kind.__name__}, not of {expected.__name__}")
     return value
 
 
-def register(made: type[T], known: dict[str, type[T]]) -> None:
-    """Lets JSON name a class. One that has the name of another is refused: JSON could not tell them apart.
+def register(kind: type[T], known: dict[str, type[T]]) -> None:
+    """Add a class to `known`, the classes that JSON can name.
+
+    Raises:
+        RopewalkError: If another class has the same name, because JSON identifies classes by name.
 
     >>> known = {}
     >>> register(int, known)
     >>> known
     {'int': <class 'int'>}
     """
-    other = known.get(made.__name__, made)
-    # The same class, defined again, as a notebook does it.
-    if (other.__module__, other.__qualname__) != (made.__module__, made.__qualname__):
+    other = known.get(kind.__name__, kind)
+    # A notebook may define the same class again. That is not an error.
+    if (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise RopewalkError(
-            asked=f"a class {made.__module__}.{made.__qualname__}",
-            expected="a name that no rule has yet, since JSON tells rules apart by their names",
+            asked=f"a class {kind.__module__}.{kind.__qualname__}",
+            expected="a name that no other rule has, because JSON identifies rules by name",
             got=f"the name of {other.__module__}.{other.__qualname__}",
-            do="give it another name",
+            do="rename the class",
         )
-    known[made.__name__] = made
+    known[kind.__name__] = kind
 
 
-def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, what: str) -> T:
-    """The value that `to_dict` wrote, of one of the classes in `known`.
+def from_dict(data: object, key: str, known: Mapping[str, type[T]], *, owner: str) -> T:
+    """Return the value that `to_dict` wrote.
+
+    Args:
+        data: The object that was read from JSON.
+        key: The key that contains the name of the class.
+        known: The classes that are accepted, by name.
+        owner: What the value is, for error messages.
+
+    Raises:
+        RopewalkError: If `data` is not such an object, or names an unknown class or field.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Step:
     ...     by: int
-    >>> from_dict({"kind": "Step", "by": 2}, "kind", {"Step": Step}, what="the stride")
+    >>> from_dict({"kind": "Step", "by": 2}, "kind", {"Step": Step}, owner="the stride")
     Step(by=2)
     """
     fields = dict(cast("dict[str, object]", data)) if isinstance(data, dict) else {}
     if key not in fields:
         raise RopewalkError(
-            asked=f"{what} of a RopeSpec from JSON",
+            asked=f"{owner} of a RopeSpec from JSON",
             expected=f'an object with a "{key}"',
             got=shown(cast("object", data)),
             do=f'write for example {{"{key}": "{next(iter(known))}", ...}}',
         )
-    asked = f'"{key}" of {what}; a rule of your own is known once its module is imported'
-    made = known[require_choice(fields.pop(key), known, asked=asked)]
+    asked = f'"{key}" of {owner} (import the module of a custom rule first)'
+    kind = known[require_choice(fields.pop(key), known, asked=asked)]
     for name in fields:
-        require_choice(name, _fields_of(made), asked=f"the fields of {made.__name__} in JSON")
-    return construct(made, fields, source="JSON")
+        require_choice(name, _field_names(kind), asked=f"the fields of {kind.__name__} in JSON")
+    return construct(kind, fields, source="JSON")
 
 
-def construct(made: type[T], fields: Mapping[str, object], *, source: str) -> T:
-    """A value of the class `made`; fields without a default that are missing are an error that names `source`.
+def construct(kind: type[T], fields: Mapping[str, object], *, source: str) -> T:
+    """Return kind(**fields). Raise an error that names `source` if a field without a default is missing.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Step:
@@ -137,28 +149,28 @@ def construct(made: type[T], fields: Mapping[str, object], *, source: str) -> T:
     Step(by=2)
     """
     try:
-        return made(**fields)
+        return kind(**fields)
     except TypeError:
         raise RopewalkError(
-            asked=f"{made.__name__} from {source}",
-            expected=f"the fields {', '.join(_fields_of(made))}",
+            asked=f"{kind.__name__} from {source}",
+            expected=f"the fields {', '.join(_field_names(kind))}",
             got=", ".join(fields) or "no field",
             do="add the fields that are missing",
         ) from None
 
 
-def _fields_of(made: type[object]) -> list[str]:
-    return [field.name for field in dataclasses.fields(cast("type[DataclassValue]", made))]
+def _field_names(kind: type[object]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cast("type[DataclassValue]", kind))]
 
 
 def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object as a dict; Python's own reader would let the last of two equal keys win.
+    """Return a JSON object as a dict. Raise if a key occurs twice: Python's reader would keep the last value silently.
 
     >>> without_repeats([("a", 1), ("b", 2)])
     {'a': 1, 'b': 2}
     """
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice[:200]!r} stands twice, and readers differ in which they take")
+        repeated = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {repeated[:200]!r} occurs twice, and JSON readers differ in which one they use")
     return fields

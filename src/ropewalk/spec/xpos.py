@@ -1,4 +1,4 @@
-"""xPos: queries grow and keys shrink with position, so that scores fall with distance."""
+"""xPos: factors on queries and keys that depend on position, so that scores decrease with distance."""
 
 import dataclasses
 import math
@@ -9,22 +9,30 @@ from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT, as_array
 
 __all__ = ["XPos"]
 
-# The largest factor on a query or key: far from what float32 and bfloat16 hold, so that products of two stay finite.
+# The largest factor on a query or key: products of two stay finite in float32 and bfloat16.
 MOST = 2.0**60
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class XPos:
-    """Queries at m are multiplied by zeta_i^((m - length/2) / scale_base), keys by its inverse (2212.10554, eq. 17).
+    """Factors zeta_i^((m - length/2) / scale_base) on queries at m, and their inverses on keys (2212.10554, eq. 17).
 
-    zeta_i = (2i/d + gamma) / (1 + gamma), so a score is multiplied by zeta_i^((m - n) / scale_base): it falls with the
-    distance, fast pairs first.
+    zeta_i = (2i/d + gamma) / (1 + gamma), so the score of a query at m and a key at n is multiplied by
+    zeta_i^((m - n) / scale_base). It decreases with the distance, fastest in the pairs of high frequency.
 
-    Differs from the paper, whose exponent is m itself and leaves float32 within a hundred tokens: exponents are divided
-    by scale_base, as in the authors' code, and are centred at length/2. The authors' code centres at half of what it is
-    given, so that decoding does not continue a prefill; here the centre is part of the value. A length whose factors
-    would pass 2^60 is refused: float32 and bfloat16 hold them, float16 does not hold all.
+    Differs from the paper: its exponent is m, and its factors leave the range of float32 within a hundred tokens. Here
+    exponents are divided by scale_base, as in the authors' code, and centred at length/2. The authors' code centres at
+    half the length of its input, so decoding does not continue a prefill. Here the centre is part of the value.
+
+    Args:
+        length: Longest context that the model uses. Factors of up to 2^60 are accepted: float32 and bfloat16 can
+            represent them, float16 cannot represent all of them.
+        scale_base: Divisor of the exponents.
+        gamma: Offset in zeta_i. Above 1e-6.
+
+    Raises:
+        RopewalkError: If a field is invalid, or if a factor within `length` exceeds 2^60.
 
     >>> import numpy as np
     >>> [round(x, 6) for x in XPos(length=1024).log_scale(4, np.array([[0.0]]))[0].tolist()]  # ln(0.4/1.4), ln(0.9/1.4)
@@ -36,17 +44,19 @@ class XPos:
     gamma: float = 0.4
 
     def __post_init__(self) -> None:
-        do = "pass the longest context that the model is to see"
+        do = "pass the longest context that the model uses"
         object.__setattr__(self, "length", require_count(self.length, asked="XPos(length=...)", do=do))
         if self.length > 1 << 53 or not (as_float(self.gamma) or 0.0) > 1e-6:
             raise RopewalkError(
                 asked="XPos(length=..., gamma=...)",
                 expected="at most 2^53 positions, and a gamma above 1e-6",
                 got=f"length {shown(self.length)}, gamma {shown(self.gamma)}",
-                do="0.4 is the authors' gamma",
+                do="use gamma=0.4, as the authors do",
             )
         for name, usual in (("scale_base", "512"), ("gamma", "0.4")):
-            number = require_positive(getattr(self, name), asked=f"XPos({name}=...)", do=f"{usual} is the authors'")
+            number = require_positive(
+                getattr(self, name), asked=f"XPos({name}=...)", do=f"use {usual}, as the authors do"
+            )
             object.__setattr__(self, name, number)
         largest = self.length / 2 / self.scale_base * math.log((1 + self.gamma) / self.gamma)
         if largest > math.log(MOST):
@@ -59,7 +69,16 @@ class XPos:
             )
 
     def log_scale(self, rotary_dim: int, positions: ArrayT | float, arithmetic: Arithmetic[ArrayT] = FLOAT64) -> ArrayT:
-        """The logarithm of a query's factor, [.., pairs] for positions [.., 1]; of a key's it is the negative."""
+        """Return the logarithm of the factor on queries. The factor on keys has the negative logarithm.
+
+        Args:
+            rotary_dim: Number of rotated features.
+            positions: A number, or an array [..., 1] of `arithmetic`.
+            arithmetic: Array library and dtype to compute in.
+
+        Returns:
+            Logarithms [..., pairs].
+        """
         pairs = range(rotary_dim // 2)
         zeta = [math.log((2 * i / rotary_dim + self.gamma) / (1 + self.gamma)) for i in pairs]
         return (as_array(positions, arithmetic) - self.length / 2) / self.scale_base * arithmetic.array(zeta)
