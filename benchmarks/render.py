@@ -1,0 +1,449 @@
+"""Writes the measured figures of README.md and docs/ from the records in this folder.
+
+`python benchmarks/render.py` rewrites what is between `<!-- figures: NAME -->` and `<!-- /figures -->` on every page.
+`--check` changes nothing and exits with 1 where a page differs. A record that was edited by hand, misses a floor or was
+measured with `--quick` is an error.
+"""
+
+import argparse
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from difflib import unified_diff
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ropewalk.claims import CHAPTERS, Verdict
+from ropewalk.errors import RopewalkError
+from ropewalk.tools.bench.records import read_sealed
+
+RECORDS = Path(__file__).parent
+BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->)(?P<content>.*?)(<!-- /figures -->)", re.DOTALL)
+# What `processor` returns on machines whose kernel names a part number alone.
+PROCESSORS = {"0xd0c": "Neoverse-N1"}
+FORMULA = "transformers' formula"
+BLOCKS: dict[str, Callable[[str], str]] = {}
+
+Case = dict[str, Any]
+
+
+def block(name: str) -> Callable[[Callable[[str], str]], Callable[[str], str]]:
+    """Register a function from the text of a page to the content of its block `name`."""
+
+    def register(function: Callable[[str], str]) -> Callable[[str], str]:
+        BLOCKS[name] = function
+        return function
+
+    return register
+
+
+@cache
+def record(name: str) -> dict[str, Any]:
+    """The record benchmarks/NAME.json."""
+    return read_sealed(RECORDS / f"{name}.json")
+
+
+def case_of(name: str, **fields: object) -> Case:
+    """The only case of a record with these fields."""
+    (case,) = (case for case in record(name)["cases"] if fields.items() <= case.items())
+    return case
+
+
+def times_of(case: Case, unit: str) -> dict[str, float]:
+    """The time of each path that has one."""
+    return {line["path"]: line[unit] for line in case["lines"] if line[unit] is not None}
+
+
+def table(*rows: list[str]) -> str:
+    """A Markdown table. The first row is the header."""
+    lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
+
+
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def own_lines(*parts: str) -> str:
+    """The content of a block that is not inline: paragraphs and tables with an empty line between them."""
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+def cores(name: str) -> str:
+    hardware = record(name)["hardware"]
+    count = {1: "one", 2: "two", 4: "four", 8: "eight"}.get(hardware["threads"], str(hardware["threads"]))
+    return f"{count} {PROCESSORS.get(hardware['processor'], hardware['processor'])} cores"
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def fastest_other(times: dict[str, float], ours: float, left_out: tuple[str, ...], form: Callable[[float], str]) -> str:
+    others = {path: time for path, time in times.items() if not path.startswith(left_out)}
+    if not others:
+        return "–"
+    best = min(others, key=lambda path: others[path])
+    return f"{form(others[best] / ours)} ({best})"
+
+
+def gpu_ratio(value: float) -> str:
+    return f"{value:.1f} ×" if value >= 10 else f"{value:.2f} ×"
+
+
+def gpu_rows() -> list[list[str]]:
+    """Rows of the README: our time over that of copy_, and others' times over ours."""
+    usual = {"rotary_dim": 0, "dtype": "bfloat16", "memory": "transposed", "norm": False, "work": "forward"}
+    training, long, token = [4, 8192, 32, 8, 128], [1, 131_072, 32, 8, 128], [64, 1, 32, 8, 128]
+    rows: list[tuple[str, Case]] = [
+        ("{}, forward, half", {"shape": training, "pairing": "half"}),
+        ("{}, forward, interleaved", {"shape": training, "pairing": "interleaved"}),
+        ("{}, forward+backward, half", {"shape": training, "pairing": "half", "work": "forward+backward"}),
+        ("{}, forward, half", {"shape": long, "pairing": "half"}),
+        ("{}, one token, {us:.1f} µs, half", {"shape": token, "pairing": "half", "memory": "contiguous"}),
+        (
+            "{}, QK-norm, forward+backward, half",
+            {"shape": training, "pairing": "half", "norm": True, "work": "forward+backward"},
+        ),
+    ]
+    result: list[list[str]] = []
+    for name, fields in rows:
+        times = times_of(case_of("gpu", **usual | fields), "us")
+        ours, compiled = times["ropewalk"], times.get("transformers, compiled")
+        result.append(
+            [
+                name.format(f"({', '.join(map(str, fields['shape']))})", us=ours),
+                gpu_ratio(ours / times["copy"]),
+                gpu_ratio(times["transformers"] / ours),
+                "–" if compiled is None else gpu_ratio(compiled / ours),
+                fastest_other(times, ours, ("ropewalk", "copy", "transformers", "bare"), gpu_ratio),
+            ]
+        )
+    return result
+
+
+def cpu_rows() -> list[list[str]]:
+    """Rows of the README, as for the GPU."""
+    transposed = {"seq": 2048, "memory": "transposed"}
+    rows = [
+        ("forward, float32, half", transposed | {"dtype": "float32", "pairing": "half", "work": "forward"}),
+        (
+            "forward+backward, bfloat16, interleaved",
+            transposed | {"dtype": "bfloat16", "pairing": "interleaved", "work": "forward+backward"},
+        ),
+        (
+            "one token, float32, interleaved: {us:.0f} µs",
+            {"seq": 1, "dtype": "float32", "pairing": "interleaved", "work": "forward"},
+        ),
+    ]
+    result: list[list[str]] = []
+    for name, fields in rows:
+        times = times_of(case_of("cpu", **fields), "ms")
+        ours = times["ropewalk"]
+        result.append(
+            [
+                name.format(us=ours * 1000),
+                f"{ours / times['copy']:.1f} ×",
+                f"{times[FORMULA] / ours:.1f} ×",
+                f"{times[FORMULA + ', compiled'] / ours:.1f} ×",
+                fastest_other(times, ours, ("ropewalk", "copy", "transformers"), "{:.1f} ×".format),
+            ]
+        )
+    return result
+
+
+@block("speed")
+def speed(page: str) -> str:
+    gpu, cpu = record("gpu"), record("cpu")
+    shape = cpu["shape"]
+    on_gpu = (
+        "GPU (Triton). First column: our device time over that of `copy_`. Others: their device time over ours. Liger"
+        f" rotates in place. bfloat16, transposed views, one {gpu['hardware']['gpu'].removeprefix('NVIDIA ')}, medians"
+        f" of {gpu['rounds']} rounds from an empty cache, {gpu['date']}, `{gpu['command']}`"
+        " ([docs/gpu.md](docs/gpu.md), [benchmarks/gpu.json](benchmarks/gpu.json))."
+    )
+    on_cpu = (
+        f"CPU (C). The same columns, ({shape['batch']}, 2048, {shape['q_heads']} and {shape['k_heads']} heads,"
+        f" {shape['head_dim']}), {cores('cpu')}, {cpu['date']}, `{cpu['command']}` ([docs/cpu.md](docs/cpu.md),"
+        " [benchmarks/cpu.json](benchmarks/cpu.json))."
+    )
+    header = ["`copy_`", "transformers", "the same, compiled", "best other"]
+    return own_lines(
+        paragraph(on_gpu),
+        table(["batch, length, heads of q and k, dim", *header], *gpu_rows()),
+        paragraph(on_cpu),
+        table(["", header[0], FORMULA, *header[2:]], *cpu_rows()),
+        paragraph(linear_summary()),
+    )
+
+
+def linear_summary() -> str:
+    ours, softmax, fla = "ropewalk linear + RoPE", "softmax (SDPA)", "fla linear + RoPE"
+    longest = times_of(case_of("attention_cpu", shape=[1, 8, 16384, 64]), "ms")
+    (power,) = (fit["exponent"] for fit in record("attention_cpu")["growth"] if fit["path"] == ours)
+    passes = [
+        times_of(case_of("attention_gpu", shape=[4, 16, 8192, 128], work=work), "ms")
+        for work in ("forward", "forward+backward")
+    ]
+    mine, theirs = ([milliseconds(times[path]) for times in passes] for path in (ours, fla))
+    return (
+        f"Linear attention with RoPE grows as N^{power:.2f} there: {longest[ours]:.0f} ms for 16384 tokens (softmax:"
+        f" {longest[softmax]:.0f} ms). On an H200, (4, 16, 8192, 128) bfloat16: {mine[0]} ms, {mine[1]} with backward"
+        f" (fla: {theirs[0]} and {theirs[1]}). See [linear.md](docs/linear.md#speed)."
+    )
+
+
+@block("gpu-shares")
+def gpu_shares(page: str) -> str:
+    gpu = record("gpu")
+    training, long, short = [4, 8192, 32, 8, 128], [1, 131_072, 32, 8, 128], [8, 2048, 16, 16, 64]
+    rows: list[tuple[str, list[Case]]] = [
+        ("(4, 8192, 32, 8, 128), forward", [{"shape": training}]),
+        ("the same, 64 of 128 features rotated", [{"shape": training, "rotary_dim": 64}]),
+        ("dim 96; dim 80", [{"shape": [*training[:4], dim]} for dim in (96, 80)]),
+        ("(1, 131072, 32, 8, 128), forward", [{"shape": long}]),
+        ("(8, 2048, 16, 16, 64), forward", [{"shape": short}]),
+        ("(4, 8192, 32, 8, 128), forward+backward", [{"shape": training, "work": "forward+backward"}]),
+        ("QK-norm + RoPE, forward", [{"shape": training, "norm": True}]),
+        ("QK-norm + RoPE, forward+backward", [{"shape": training, "norm": True, "work": "forward+backward"}]),
+    ]
+
+    def shares(memory: str, cases: list[Case]) -> str:
+        usual = {"work": "forward", "norm": False, "rotary_dim": 0, "dtype": "bfloat16", "memory": memory}
+        cells: list[str] = []
+        for fields in cases:
+            wanted = usual | fields
+            if not any(wanted.items() <= case.items() for case in gpu["cases"]):
+                return ""
+            both = [times_of(case_of("gpu", **wanted, pairing=p), "us") for p in ("half", "interleaved")]
+            cells.append(", ".join(f"{times['copy'] / times['ropewalk']:.2f}" for times in both))
+        return "; ".join(cells)
+
+    token = [case_of("gpu", shape=[64, 1, 32, 8, 128], pairing=p) for p in ("half", "interleaved")]
+    device = [times_of(case, "us")["ropewalk"] for case in token]
+
+    def host(path: str) -> str:
+        return " and ".join(f"{times_of(case, 'host_us')[path]:.0f}" for case in token)
+
+    versions = gpu["versions"]
+    return own_lines(
+        paragraph(
+            f"One H200, torch {_short(versions['torch'])}, Triton {_short(versions['triton'])}, bfloat16,"
+            f" {gpu['date']}, one run ([benchmarks/gpu.json](../benchmarks/gpu.json))."
+            " Speed as a share of the speed of `copy_`, for pairing half and interleaved:"
+        ),
+        table(
+            ["(batch, seq, q heads, k heads, dim)", "[B, S, H, D], seen as [B, H, S, D]", "contiguous [B, H, S, D]"],
+            *([name, shares("transposed", cases), shares("contiguous", cases)] for name, cases in rows),
+        ),
+        paragraph(
+            f"One token, (64, 1, 32, 8, 128): {device[0]:.1f} and {device[1]:.1f} µs on the device, and"
+            f" {host('ropewalk')} µs of host time. A bare launch by Triton's interface with two `empty_like` takes"
+            f" {host('bare Triton launch')} µs of host time. Explicit positions take {host('ropewalk, from positions')}"
+            " µs of it."
+        ),
+    )
+
+
+def _short(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+@block("gpu-others")
+def gpu_others(page: str) -> str:
+    usual = {"norm": False, "rotary_dim": 0, "memory": "transposed", "dtype": "bfloat16"}
+    training, short = [4, 8192, 32, 8, 128], [8, 2048, 16, 16, 64]
+    half, interleaved, backward, half_short, backward_short = (
+        times_of(case_of("gpu", **usual, shape=shape, pairing=pairing, work=work), "us")
+        for shape, pairing, work in (
+            (training, "half", "forward"),
+            (training, "interleaved", "forward"),
+            (training, "half", "forward+backward"),
+            (short, "half", "forward"),
+            (short, "half", "forward+backward"),
+        )
+    )
+    compiled = "transformers, compiled"
+    return own_lines(
+        paragraph(
+            "Others in the same run, as shares of the speed of `copy_` at (4, 8192, 32, 8, 128): transformers' formula"
+            f" compiled {half['copy'] / half[compiled]:.2f} forward (half;"
+            f" {interleaved['copy'] / interleaved[compiled]:.2f} interleaved), Liger {half['copy'] / half['Liger']:.2f}"
+            f" forward and {backward['copy'] / backward['Liger']:.2f} forward+backward. Liger rotates its argument in"
+            " place, so that nothing can be much faster than it on the device. At (8, 2048, 16, 16, 64) its time is"
+            f" {half_short['Liger'] / half_short['ropewalk']:.2f} of ours forward and"
+            f" {backward_short['Liger'] / backward_short['ropewalk']:.2f} forward+backward."
+        )
+    )
+
+
+@block("linear-cpu")
+def linear_cpu(page: str) -> str:
+    paths = "softmax (SDPA)", "ropewalk linear", "ropewalk linear + RoPE"
+    cpu = record("attention_cpu")
+    times = {seq: times_of(case_of("attention_cpu", shape=[1, 8, seq, 64]), "ms") for seq in (1024, 4096, 16384)}
+    fits = {fit["path"]: fit for fit in cpu["growth"]}
+    faster = [
+        case["shape"][2]
+        for case in cpu["cases"]
+        if max(times_of(case, "ms")[path] for path in paths[1:]) < times_of(case, "ms")[paths[0]]
+    ]
+    return own_lines(
+        paragraph(
+            f"float32, causal, forward, (1, 8, N, 64), on {cores('attention_cpu')}, {cpu['date']}, in ms"
+            " ([benchmarks/attention_cpu.json](../benchmarks/attention_cpu.json)):"
+        ),
+        table(
+            ["N", "softmax (SDPA)", "linear", "linear + RoPE"],
+            *([str(seq), *(milliseconds(by_path[path]) for path in paths)] for seq, by_path in times.items()),
+            ["grows as", *(f"N^{fits[path]['exponent']:.2f}" for path in paths)],
+        ),
+        paragraph(
+            f"The exponents are fitted from {fits[paths[2]]['from']} to {fits[paths[2]]['to']} tokens. Linear attention"
+            f" is faster than SDPA from {min(faster)} tokens on."
+        ),
+    )
+
+
+@block("linear-gpu")
+def linear_gpu(page: str) -> str:
+    gpu = record("attention_gpu")
+    paths = "ropewalk linear + RoPE", "ropewalk linear", "fla linear + RoPE", "fla linear", "softmax (SDPA)"
+    rows: list[list[str]] = []
+    for shape, work in (
+        ((4, 16, 8192, 128), "forward"),
+        ((4, 16, 8192, 128), "forward+backward"),
+        ((1, 16, 65536, 64), "forward"),
+        ((1, 16, 65536, 64), "forward+backward"),
+        ((1, 4, 1_048_576, 64), "forward"),
+    ):
+        times = times_of(case_of("attention_gpu", shape=list(shape), work=work), "ms")
+        rows.append([f"{shape}, {work}", *(milliseconds(times[path]) for path in paths)])
+    powers = {(fit["path"], fit["work"]): f"N^{fit['exponent']:.2f}" for fit in gpu["growth"]}
+    ours, softmax = ([powers[path, work] for work in ("forward", "forward+backward")] for path in (paths[0], paths[-1]))
+    start = next(fit["from"] for fit in gpu["growth"] if fit["path"] == paths[0])
+    versions = gpu["versions"]
+    return own_lines(
+        paragraph(
+            f"One H200 (torch {_short(versions['torch'])}, Triton {_short(versions['triton'])}, fla"
+            f" {_short(versions['flash-linear-attention'])}, {gpu['date']}), bfloat16, causal, in ms: medians of"
+            " interleaved rounds, with the cache overwritten before each call"
+            " ([benchmarks/attention_gpu.json](../benchmarks/attention_gpu.json)):"
+        ),
+        table(["batch, heads, N, dim", "+ RoPE", "no RoPE", "fla + RoPE", "fla", "SDPA"], *rows),
+        paragraph(
+            f"From {start} tokens on, time grows as {ours[0]} forward and {ours[1]} with the backward pass (SDPA:"
+            f" {softmax[0]} and {softmax[1]})."
+        ),
+    )
+
+
+@block("accelerate")
+def accelerate(page: str) -> str:
+    cpu = record("accelerate_cpu")
+    first = cpu["cases"][0]
+    names = {"llama": "llama", "qwen3": "qwen3, with the norms of q and k"}
+    rows: list[list[str]] = []
+    for case in cpu["cases"]:
+        lines = {line["path"]: line for line in case["lines"]}
+        both = lines["transformers"], lines["ropewalk"]
+        times = [f"{line['rotation_ms']:.1f}" for line in both]
+        shares = [f"{100 * line['rotation_share']:.1f} %" for line in both]
+        rows.append([names[case["family"]], *times, *shares])
+    return own_lines(
+        paragraph(
+            f"{first['dtype']}, {first['tokens']} tokens, {first['layers']} layers of width {first['hidden']},"
+            f" {cores('accelerate_cpu')}, medians of {cpu['rounds']} rounds, {cpu['date']}"
+            " ([benchmarks/accelerate_cpu.json](../benchmarks/accelerate_cpu.json)):"
+        ),
+        table(["model", "rotation before, ms", "after, ms", "share of the pass before", "after"], *rows),
+    )
+
+
+@block("claims")
+def claims(page: str) -> str:
+    verdicts = Counter(claim.verdict for chapter in CHAPTERS for claim in chapter.claims)
+    return (
+        f"Of {verdicts.total()} statements {verdicts[Verdict.HOLDS]} hold, {verdicts[Verdict.CONDITIONAL]} hold only"
+        f" under a condition that the source leaves out, and {verdicts[Verdict.FAILS]} do not hold"
+    )
+
+
+@block("families")
+def families(page: str) -> str:
+    """How many families the tables of docs/conformance.md have. `python -m hub.conformance` in tests/ writes them."""
+    text = (RECORDS.parent / "docs" / "conformance.md").read_text(encoding="utf-8")
+    names: dict[str, set[str]] = {}
+    for section in text.split("\n## ")[1:]:
+        title, _, content = section.partition("\n")
+        names[title] = set(re.findall(r"^\| ([^ |]+) \|", content, re.MULTILINE)) - {"family"}
+    # Some families have several rotations, of which not all agree.
+    agreeing = names.pop("Families that agree")
+    others = set().union(*names.values())
+    return f"{len(agreeing - others)} of transformers' {len(agreeing | others)} families agree"
+
+
+@block("precision")
+def precision(page: str) -> str:
+    """A table of what the code on the page asserts. The code is run with the page."""
+    names = [
+        "ropewalk",
+        "float32 angles, as in transformers",
+        "exact angles, cos and sin rounded to bfloat16",
+        "frequencies cast to bfloat16 with the model",
+        "position ids in bfloat16",
+    ]
+    asserted = re.findall(r'^assert errors\(.*\) == "(.*)"$', page, re.MULTILINE)
+    rows = ([name, *errors.split(" | ")] for name, errors in zip(names, asserted, strict=True))
+    return own_lines(table(["how cos is computed", "4k", "32k", "128k", "1M"], *rows))
+
+
+def rendered(page: str) -> str:
+    """A page with the content of each block written anew."""
+
+    def content(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in BLOCKS:
+            raise RopewalkError(
+                asked=f"the block {name!r}",
+                expected=" or ".join(sorted(BLOCKS)),
+                got=name,
+                do="use one of these names, or add a function to benchmarks/render.py",
+            )
+        return match[1] + BLOCKS[name](page) + match[4]
+
+    return BLOCK.sub(content, page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page would change")
+    parser.add_argument("--root", type=Path, default=RECORDS.parent, help="the folder with README.md and docs/")
+    options = parser.parse_args()
+    changed = False
+    try:
+        for path in (options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))):
+            old = path.read_text(encoding="utf-8")
+            new = rendered(old)
+            if new == old:
+                continue
+            changed = True
+            if options.check:
+                lines = (text.splitlines(keepends=True) for text in (old, new))
+                sys.stdout.writelines(unified_diff(*lines, str(path), f"{path}, rendered"))
+            else:
+                path.write_text(new, encoding="utf-8")
+                print(f"rendered {path.relative_to(options.root)}")
+    except RopewalkError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+    if options.check and changed:
+        sys.stderr.write("run `make records`\n")
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
