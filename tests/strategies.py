@@ -4,7 +4,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ropewalk.spec import Plain
+from formulas import plain_frequencies
 
 MAX_POSITION = 1 << 20
 
@@ -21,7 +21,8 @@ def vector(seed: int, *shape: int) -> Tensor:
 
 
 def theta(dim: int, base: float = 10_000.0) -> Tensor:
-    return torch.as_tensor(Plain(base).evaluate(dim))
+    """Plain frequencies, from the formula and not from the package."""
+    return torch.as_tensor(plain_frequencies(dim, base))
 
 
 def at(*values: float) -> Tensor:
