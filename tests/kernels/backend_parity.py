@@ -12,7 +12,7 @@ from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope, reference
 from ropewalk.kernels.angles.torch import radix_table
 from ropewalk.kernels.backend import OPERATIONS, registered
 from ropewalk.kernels.types import Layout, Norm, Side
-from ropewalk.nn.rotary.call import Where
+from ropewalk.nn.rotary.call import Placement
 from ropewalk.reference.budget import BudgetError
 from ropewalk.spec.rope import PAIRINGS, Pairing
 from strategies import theta, vector
@@ -127,7 +127,7 @@ def check_linear_attention(name: str) -> None:
 
         def call_of(q, k, v, rope=rope):
             there = rope.to(q.device)
-            sides = [Side(x, "elu", None, there.shared_tables(x, None, Where())) for x in (q, k)]
+            sides = [Side(x, "elu", None, there.shared_tables(x, None, Placement())) for x in (q, k)]
             return *sides, v, None, Layout(there.layout.interleaved, 0, -2)
 
         def check(results, plain, true, pairing=pairing):

@@ -1,6 +1,7 @@
 """The Triton kernels for linear attention: in Triton's interpreter, or on a GPU where there is one."""
 
 import importlib.util
+import itertools
 import pathlib
 import sys
 
@@ -9,11 +10,11 @@ import torch
 
 import ropewalk as rw
 from kernels.triton_device import DEVICE
-from nn.linear_cases import NAMES, drawn, error, exact, formula, with_gradients
+from nn.linear_cases import NAMES, direct_sums, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_launch
 from ropewalk.kernels.types import Layout, Side
-from ropewalk.nn.rotary.call import Where
+from ropewalk.nn.rotary.call import Placement
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -21,26 +22,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch):
-    # So that a few tokens are several segments, of which the last is not full.
+    # Few tokens then make several segments, and the last one is not full.
     if DEVICE.type == "cpu":
         monkeypatch.setattr(linear_segments, "segment_length", lambda width, v_dim: 64)
-    # So that heads are turned together, of however few tokens.
+    # So that heads are rotated together, also of few tokens.
     monkeypatch.setattr(linear_launch, "_ENOUGH_PROGRAMS", 1)
 
 
 def both(inputs, **options):
-    """By the kernels and by the formula in float64: outputs and gradients."""
+    """Outputs and gradients of the kernels, and of the direct sums in float64."""
     if "rope" not in options:
         options["rope"] = rw.RotaryEmbedding(inputs[0].shape[-1])
-    fast = options | {"rope": options["rope"] and options["rope"].to(DEVICE), "backend": "triton"}
+    kernel_options = options | {"rope": options["rope"] and options["rope"].to(DEVICE), "backend": "triton"}
     cotangent = torch.randn(inputs[0].shape[:3] + inputs[2].shape[-1:], generator=torch.Generator().manual_seed(3))
-    there = [x.to(DEVICE) for x in inputs]
-    ours = with_gradients(lambda *x: rw.linear_attention(*x, **fast), there, cotangent)
-    truth = with_gradients(
-        lambda *x: rw.linear_attention(*x, **options | {"rope": options["rope"] and options["rope"].to("cpu")}),
-        [x.double() for x in inputs],
-        cotangent,
-    )
+    on_device = [x.to(DEVICE) for x in inputs]
+    ours = with_gradients(lambda *x: rw.linear_attention(*x, **kernel_options), on_device, cotangent)
+    truth = with_gradients(lambda *x: exact(*x, **options), [x.double() for x in inputs], cotangent)
     return ours, truth
 
 
@@ -128,17 +125,17 @@ def test_sums_are_the_same_by_segments_and_by_a_walk(pairing, given, reverse, mo
     q, _, v = (x.to(DEVICE) for x in drawn(2, 3, 1, 700 if DEVICE.type == "cuda" else 150, 70, 66, torch.bfloat16))
     wide, rope = v.repeat_interleave(3, dim=1), rw.RotaryEmbedding(70, pairing=pairing).to(DEVICE)
     side, before = (
-        Side(q, "elu", None, rope.shared_tables(q, None, Where())),
+        Side(q, "elu", None, rope.shared_tables(q, None, Placement())),
         torch.rand(2, 70 * 67, device=DEVICE) if given else None,
     )
-    found = []
+    totals = []
     for enough in (1, 10**6):
         monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
         call = linear_launch._Call(side, Side(v, "elu"), v, Layout(pairing == "interleaved", 0, -2), True, None)
         assert (call.walker(call.key_plan) is None) == (enough > 1)
         rotated = call.rotated(side, call.key_plan, None)
-        found.append(call.sums(rotated, call.key_plan, wide, before, reverse=reverse))
-    for name, a, b in zip(linear_launch.Totals._fields, *found, strict=True):
+        totals.append(call.sums(rotated, call.key_plan, wide, before, reverse=reverse))
+    for name, a, b in zip(linear_launch.Totals._fields, *totals, strict=True):
         # Running sums are bfloat16.
         torch.testing.assert_close(a, b, rtol=2**-7 if name == "running" else 1e-5, atol=1e-3)
 
@@ -149,17 +146,21 @@ def test_packed_sequences_are_separate_ones(causal):
     ends = torch.tensor([0, 1, 1, 90, 154, 190])
     rope = rw.RotaryEmbedding(16)
     cotangent = torch.randn(1, 4, 200, 8, generator=torch.Generator().manual_seed(3))
-    there = rope.to(DEVICE)
+    on_device = rope.to(DEVICE)
     ours = with_gradients(
-        lambda *x: rw.linear_attention(*x, rope=there, cu_seqlens=ends.to(DEVICE), causal=causal, backend="triton"),
+        lambda *x: rw.linear_attention(*x, rope=on_device, cu_seqlens=ends.to(DEVICE), causal=causal, backend="triton"),
         [x.to(DEVICE) for x in inputs],
         cotangent,
     )
-    truth = with_gradients(
-        lambda *x: rw.linear_attention(*x, rope=rope.to("cpu"), cu_seqlens=ends, causal=causal),
-        [x.double() for x in inputs],
-        cotangent,
-    )
+
+    def one_by_one(q, k, v):
+        outputs = [
+            exact(*(x[:, :, start:stop] for x in (q, k, v)), rope, causal=causal)
+            for start, stop in itertools.pairwise(ends.tolist())
+        ]
+        return torch.cat([*outputs, torch.zeros(1, 4, 10, 8, dtype=torch.float64)], dim=2)
+
+    truth = with_gradients(one_by_one, [x.double() for x in inputs], cotangent)
     assert_close(ours, truth, 2e-6)
     assert all(not x[:, :, 190:].any() for x in ours)
 
@@ -168,10 +169,10 @@ def test_packed_sequences_are_separate_ones(causal):
 @pytest.mark.parametrize("name", ["elu", "relu", "squared_relu"])
 def test_what_is_not_finite_is_seen_in_its_sequence_and_in_no_other(name, which):
     inputs = [x.to(DEVICE) for x in drawn(1, 1, 1, 100, 16, 8, torch.float32)]
-    how = {"cu_seqlens": torch.tensor([0, 30, 70, 100], device=DEVICE), "backend": "triton", "feature_map": name}
-    clean = rw.linear_attention(*inputs, **how)
+    options = {"cu_seqlens": torch.tensor([0, 30, 70, 100], device=DEVICE), "backend": "triton", "feature_map": name}
+    clean = rw.linear_attention(*inputs, **options)
     inputs[which][:, :, 50] = float("nan")
-    out = rw.linear_attention(*inputs, **how)
+    out = rw.linear_attention(*inputs, **options)
     assert torch.equal(out[:, :, :30], clean[:, :, :30])
     assert torch.equal(out[:, :, 70:], clean[:, :, 70:])
     assert out[:, :, 50].isnan().all()
@@ -207,20 +208,21 @@ def test_rows_of_a_batch_stand_where_they_are_told():
 def test_a_state_goes_in_and_comes_out_with_gradients():
     rope = rw.RotaryEmbedding(16)
 
-    def f(backend, device):
-        def run(q, k, v, above, below):
-            state = rw.LinearState(above, below, 5, rope.spec, "elu")
-            out, after = rw.linear_attention(
-                q, k, v, rope=rope.to(device), state=state, return_state=True, backend=backend
-            )
-            return torch.cat([x.flatten() for x in (out, after.above, after.below)])
+    def by_kernels(q, k, v, above, below):
+        state = rw.LinearState(above, below, 5, rope.spec, "elu")
+        out, after = rw.linear_attention(
+            q, k, v, rope=rope.to(DEVICE), state=state, return_state=True, backend="triton"
+        )
+        return torch.cat([x.flatten() for x in (out, after.above, after.below)])
 
-        return run
+    def by_sums(q, k, v, above, below):
+        results = direct_sums(q, k, v, rope, positions=torch.arange(5, 75), sums=(above, below))
+        return torch.cat([x.flatten() for x in results])
 
     inputs = *drawn(2, 2, 1, 70, 16, 8, torch.float32), torch.rand(2, 1, 16, 8), torch.rand(2, 1, 16)
     cotangent = torch.randn(2 * 2 * 70 * 8 + 2 * 16 * 9, generator=torch.Generator().manual_seed(3))
-    ours = with_gradients(f("triton", DEVICE), [x.to(DEVICE) for x in inputs], cotangent)
-    truth = with_gradients(f(None, "cpu"), [x.double() for x in inputs], cotangent)
+    ours = with_gradients(by_kernels, [x.to(DEVICE) for x in inputs], cotangent)
+    truth = with_gradients(by_sums, [x.double() for x in inputs], cotangent)
     for a, b in zip(ours, truth, strict=True):
         assert error(a, b) < 2e-6
 
@@ -244,26 +246,32 @@ def test_second_derivatives_are_the_formulas():
     q, k, v = (x.to(DEVICE).requires_grad_() for x in drawn(1, 1, 1, 9, 16, 8, torch.float32))
     sums = torch.rand(1, 1, 16, 8), torch.rand(1, 1, 16)
 
-    def second(q, k, v, above, below, backend):
-        state = rw.LinearState(above.requires_grad_(), below.requires_grad_(), 3)
-        out, after = rw.linear_attention(q, k, v, state=state, return_state=True, backend=backend)
-        whole = out.square().sum() + after.above.square().sum()
-        grads = torch.autograd.grad(whole, (q, above), create_graph=True)
+    def by_kernels(q, k, v, above, below):
+        state = rw.LinearState(above, below, 3)
+        out, after = rw.linear_attention(q, k, v, state=state, return_state=True, backend="triton")
+        return out, after.above
+
+    def by_sums(q, k, v, above, below):
+        return direct_sums(q, k, v, sums=(above, below))[:2]
+
+    def second(function, q, k, v, above, below):
+        out, after = function(q, k, v, above.requires_grad_(), below.requires_grad_())
+        grads = torch.autograd.grad(out.square().sum() + after.square().sum(), (q, above), create_graph=True)
         return torch.autograd.grad(sum(grad.square().sum() for grad in grads), (k, v))
 
-    ours = second(q, k, v, *(x.to(DEVICE) for x in sums), "triton")
-    exact_inputs = [x.detach().double().cpu() for x in (q, k, v)]
-    truth = second(*(x.requires_grad_() for x in exact_inputs), *(x.double() for x in sums), None)
+    ours = second(by_kernels, q, k, v, *(x.to(DEVICE) for x in sums))
+    wide = [x.detach().double().cpu() for x in (q, k, v)]
+    truth = second(by_sums, *(x.requires_grad_() for x in wide), *(x.double() for x in sums))
     for a, b in zip(ours, truth, strict=True):
         assert error(a, b) < 1e-5
 
 
 def test_the_op_keeps_what_it_says_to_a_compiler():
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn(1, 2, 1, 70, 16, 8, torch.float32)]
-    cos, sin, row = rw.RotaryEmbedding(16).to(DEVICE).shared_tables(inputs[0], None, Where())
-    how = row, row, "elu", "elu", True, 0, True, "triton"
+    cos, sin, row = rw.RotaryEmbedding(16).to(DEVICE).shared_tables(inputs[0], None, Placement())
+    scalars = row, row, "elu", "elu", True, 0, True, "triton"
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (*inputs, cos, sin, cos, sin, None, None, *how)
+    arguments = (*inputs, cos, sin, cos, sin, None, None, *scalars)
     torch.library.opcheck(torch.ops.ropewalk.linear_attention, arguments, test_utils=checks)
 
 
@@ -347,12 +355,12 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
         path.write_text(
             text.replace("from ropewalk.kernels.linear.triton_sums", f"from triton_sums_{abs(hash(name))}"), "utf-8"
         )
-        found = importlib.util.spec_from_file_location(path.stem, path)
-        assert found is not None
-        assert found.loader is not None
-        modules[stem] = importlib.util.module_from_spec(found)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        modules[stem] = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, path.stem, modules[stem])
-        found.loader.exec_module(modules[stem])
+        spec.loader.exec_module(modules[stem])
     for kernel in ("rotate_rows", "run_totals", "sum_segments"):
         monkeypatch.setattr(linear_launch, kernel, getattr(modules["triton_sums"], kernel))
     for kernel in ("read_below", "read_values"):
@@ -364,11 +372,11 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     seq = 2500 if DEVICE.type == "cuda" else 200 if walks else 600
     q, k, v = (x.to(DEVICE) for x in drawn(1, 2, 2, seq, dim, dim, dtype))
     rope = rw.RotaryEmbedding(dim).to(DEVICE)
-    side = [Side(x, "elu", None, rope.shared_tables(x, None, Where())) for x in (q, k)]
+    side = [Side(x, "elu", None, rope.shared_tables(x, None, Placement())) for x in (q, k)]
     out, total, *_ = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)
-    found = [error(out, exact(q.float(), k.float(), v.float(), rw.RotaryEmbedding(dim)))]
+    truth, above, _ = direct_sums(*(x.double().cpu() for x in (q, k, v)), rope)
+    errors = [error(out, truth)]
     if walks:
-        state = rw.linear_attention(q.double(), k.double(), v.double(), rope=rope, return_state=True)[1]
-        found.append(error(total[:, : dim * dim], state.above.flatten(2).flatten(0, 1).cpu()))
-    # NaN, of what nobody wrote, counts too.
-    assert not all(one <= near for one in found)
+        errors.append(error(total[:, : dim * dim], above.flatten(2).flatten(0, 1)))
+    # An error of NaN, from memory that no kernel wrote, is noticed too.
+    assert not all(value <= near for value in errors)

@@ -101,7 +101,7 @@ BAD_POSITIONS = {
     "too few": (torch.arange(4), "positions [5] or [2, 5]"),
     "another batch": (torch.zeros(3, 5).long(), "positions [5] or [2, 5]"),
     "three dimensions": (torch.zeros(1, 2, 5).long(), "[seq] or [batch, seq]"),
-    "another device": (torch.arange(5, device="meta"), "positions on cpu, where x is"),
+    "another device": (torch.arange(5, device="meta"), "positions on cpu, the device of x"),
     "NaN": (torch.full((5,), float("nan")), "whole numbers|finite positions"),
 }
 

@@ -46,7 +46,7 @@ ONE = [x[:1] for x in (Q, K, V)]
         ((Q, K, V), {"key_mask": torch.ones(2, 6)}, "True where a key may be seen"),
         ((Q, K, V), {"key_mask": torch.ones(2, 5, dtype=torch.bool)}, r"\[2, 6\]"),
         ((Q, K, V), {"cu_seqlens": torch.tensor([0, 6])}, "a batch of 1"),
-        (ONE, {"cu_seqlens": torch.tensor([0, 3, 7])}, "reach at most 6"),
+        (ONE, {"cu_seqlens": torch.tensor([0, 3, 7])}, "end at 6 at most"),
         (ONE, {"cu_seqlens": torch.tensor([0])}, "at least two ends"),
         (ONE, {"cu_seqlens": [0, 6]}, "torch.tensor"),
         ((Q, K, V), {"rope": ROPE, "state": STATE.above}, "a LinearState, or None"),

@@ -33,7 +33,7 @@ def test_making_one(call, message):
 
 def test_a_backend_that_is_not_there(monkeypatch):
     monkeypatch.setattr(gpu, "INSTALLED", False)
-    with pytest.raises(RopewalkError, match=r"a backend that can run here\ngot:      Triton is not installed"):
+    with pytest.raises(RopewalkError, match=r"a backend that is available on this machine\ngot:      Triton is not installed"):
         RotaryEmbedding(8, backend="triton")
 
 
@@ -44,9 +44,9 @@ def test_a_backend_that_is_not_there(monkeypatch):
         ({"q": Q.int()}, "a floating-point tensor"),
         ({"q": torch.ones(8)}, "seq, head_dim"),
         ({"q": [1.0]}, r"got:      \[1.0\] \(list\)\ndo this:  pass a torch.Tensor"),
-        ({"k": 5}, r"a start as rope\(q, offset=n\)"),
+        ({"k": 5}, r"a start position as rope\(q, offset=n\)"),
         ({"k": torch.ones(2, 2, 5, 6)}, r"rope\(k\)"),
-        ({"k": IDS}, r"do this:  pass position ids by name, rope\(q, positions=ids\)"),
+        ({"k": IDS}, r"do this:  pass position ids as rope\(q, positions=ids\)"),
         ({"k": K.double()}, "q and k of one dtype"),
         ({"k": K.bfloat16()}, "q and k of one dtype"),
         ({"k": K.numpy()}, "pass a torch.Tensor of float32"),
@@ -59,22 +59,22 @@ def test_a_backend_that_is_not_there(monkeypatch):
         ({"positions": torch.zeros(2, 4, 5)}, r"a tensor \[seq\] or \[batch, seq\] of whole numbers"),
         ({"positions": torch.tensor(3)}, "a tensor"),
         ({"positions": IDS.bool()}, "torch.bool"),
-        ({"positions": IDS.bfloat16()}, "cannot count past 256"),
+        ({"positions": IDS.bfloat16()}, "every integer above 256"),
         ({"positions": IDS.to(torch.complex64)}, "torch.complex64"),
         ({"positions": [0, 1, 2, 3, 4]}, r"do this:  wrap them: torch.tensor"),
         ({"positions": torch.tensor([0.0, 1.0, 2.0, 3.0, float("nan")])}, "finite positions"),
-        ({"positions": torch.zeros(5, device="meta")}, "positions on cpu, where x is\ngot:      positions on meta"),
+        ({"positions": torch.zeros(5, device="meta")}, "positions on cpu, the device of x\ngot:      positions on meta"),
         ({"k_positions": torch.arange(3), "k": K}, r"rope\(k_positions=...\)"),
         ({"k_positions": IDS}, "k_positions with k"),
         ({"positions": IDS, "offset": 3}, "one of positions, offset, cu_seqlens and angles"),
-        ({"offset": 3, "k": K, "k_positions": IDS}, "beside positions or alone"),
+        ({"offset": 3, "k": K, "k_positions": IDS}, "together with positions or alone"),
         ({"offset": 1.5}, r"an int of less than 63 bits, or whole numbers \[2\]"),
         ({"offset": torch.ones(2)}, r"an int of less than 63 bits, or whole numbers \[2\]"),
         ({"offset": torch.ones(3).long()}, r"got:      torch.int64 \[3\]"),
         ({"offset": True}, "an int"),
         ({"offset": 10**30}, "less than 63 bits"),
         ({"q": torch.ones(5, 8), "offset": IDS}, "expected: an int of less than 63 bits\ngot"),
-        ({"positions": IDS.to(torch.float8_e4m3fn)}, "cannot count past"),
+        ({"positions": IDS.to(torch.float8_e4m3fn)}, "every integer above"),
         ({"k": torch.ones(1, 2, 5, 8), "positions": torch.zeros(2, 5).long()}, r"as rope.at\(positions\) returns them"),
         ({"k": torch.ones(1, 2, 5, 8), "offset": torch.tensor([1, 2])}, r"as rope.at\(positions\) returns them"),
         ({"k": K, "angles": (torch.ones(1, 4, 5, 4), torch.ones(1, 4, 5, 4))}, r"as rope.at\(positions\) returns them"),
@@ -82,9 +82,9 @@ def test_a_backend_that_is_not_there(monkeypatch):
         ({"angles": (torch.ones(5, 4, device="meta"), torch.ones(5, 4, device="meta"))}, "on the device of the input"),
         ({"cu_seqlens": torch.zeros(2, 2).long()}, r"\[sequences \+ 1\]"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, "whole numbers"),
-        ({"cu_seqlens": torch.tensor([2, 3])}, "start at 0, never fall, and reach at most 5"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, "never fall"),
-        ({"cu_seqlens": torch.tensor([0, 5, 10])}, "reach at most 5"),
+        ({"cu_seqlens": torch.tensor([2, 3])}, "start at 0, never decrease, and end at 5 at most"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, "never decrease"),
+        ({"cu_seqlens": torch.tensor([0, 5, 10])}, "end at 5 at most"),
         ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, "start at 0"),
         ({"angles": (torch.ones(4, 4), torch.ones(4, 4))}, r"cos and sin \[5, 4\]"),
         ({"angles": (torch.ones(9, 4), torch.ones(9, 4))}, r"cos and sin \[5, 4\]"),

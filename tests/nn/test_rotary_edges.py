@@ -162,12 +162,12 @@ def test_gradients_of_half_precision_tables():
 @pytest.mark.parametrize(
     ("shape", "advice"),
     [
-        ((9, 4), r"take cos\[:seq\] with seq = 5; and sin alike"),
-        ((1, 9, 4), r"take cos\[..., :seq, :\]"),
-        ((5, 8), r"take cos\[..., :d // 2\] with d = 8, or cos\[..., ::2\]"),
+        ((9, 4), r"pass cos\[:seq\] with seq = 5; and the same for sin"),
+        ((1, 9, 4), r"pass cos\[..., :seq, :\]"),
+        ((5, 8), r"pass cos\[..., :d // 2\] with d = 8, or cos\[..., ::2\]"),
         ((9, 8), r"cos\[:seq\] with seq = 5, then cos\[..., :d // 2\]"),
-        ((2, 5, 1, 4), r"take cos.squeeze\(-2\)"),
-        ((5, 1, 4), r"take cos.squeeze\(-2\)"),
+        ((2, 5, 1, 4), r"pass cos.squeeze\(-2\)"),
+        ((5, 1, 4), r"pass cos.squeeze\(-2\)"),
         ((1, 3, 5, 4), "in two calls"),
         ((4, 5, 4), r"cos\[None\] for tables per head, \[1 or batch, heads, seq, d/2\]"),
         ((3, 5, 4), r"call rope.at\(positions\)"),
@@ -199,7 +199,7 @@ def test_tables_of_wrong_dtypes():
 
 def test_tables_with_the_sequence_before_the_heads_get_advice():
     table = torch.ones(1, 5, 2, 4)
-    with pytest.raises(RopewalkError, match=r"take cos.transpose\(1, 2\)"):
+    with pytest.raises(RopewalkError, match=r"pass cos.transpose\(1, 2\)"):
         RotaryEmbedding(8, seq_dim=-3)(torch.ones(2, 5, 2, 8), angles=(table, table))
     with pytest.raises(RopewalkError, match=r"angles=\(freqs.real, freqs.imag\)"):
         RotaryEmbedding(8)(X, angles=torch.ones(5, 4, dtype=torch.complex64))

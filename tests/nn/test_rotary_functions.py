@@ -96,15 +96,15 @@ def test_tables_of_a_batch_or_a_head():
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *rw.build_rotary_frequencies(8, 3)), "seq or more"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *rw.build_rotary_frequencies(16, 4)), "seq or more"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *[torch.ones(1, 1, 4, 4).bfloat16()] * 2), "float32 or float64"),
-        (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), [1.0], [0.0]), "a torch.Tensor"),
-        (lambda: rw.apply_rope(torch.ones(1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "of 4 dimensions"),
+        (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), [1.0], [0.0]), "a floating-point torch.Tensor"),
+        (lambda: rw.apply_rope(torch.ones(1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "with 4 dimensions"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 1, 4, 8), *rw.build_rotary_frequencies(8, 4)), "x .batch, heads"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8).int(), *rw.build_rotary_frequencies(8, 4)), "floating-point"),
         (
             lambda: rw.apply_rope(torch.ones(2, 3, 4, 8), torch.ones(3, 1, 4, 4), torch.ones(3, 1, 4, 4)),
             r"got:      x \[2, 3, 4, 8\], cos \[3, 1, 4, 4\]",
         ),
-        (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 4), torch.ones(1, 1, 5, 4)), "alike"),
+        (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), torch.ones(1, 1, 4, 4), torch.ones(1, 1, 5, 4)), "cos and sin both"),
         (lambda: rw.apply_rope(torch.ones(1, 1, 4, 8), *rw.build_rotary_frequencies(8, 4), "neox"), "'interleaved' or"),
     ],
 )

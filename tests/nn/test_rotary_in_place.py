@@ -21,9 +21,9 @@ TEMPERATURE = StepTemperature(0.1, 8)
 @pytest.mark.parametrize(
     ("q", "k", "message"),
     [
-        (torch.ones(1, 8).expand(5, 8), None, "memory of its own for every element"),
-        (torch.ones(2, 1, 5, 8).expand(2, 4, 5, 8), None, "memory of its own"),
-        (torch.ones(40).as_strided((5, 8), (4, 1)), None, "memory of its own"),
+        (torch.ones(1, 8).expand(5, 8), None, "separate memory for every element"),
+        (torch.ones(2, 1, 5, 8).expand(2, 4, 5, 8), None, "separate memory"),
+        (torch.ones(40).as_strided((5, 8), (4, 1)), None, "separate memory"),
         (Q, Q, "elements that belong to both"),
         (SHARED[:, :, :6], SHARED[:, :, 4:], "elements that belong to both"),
         (SHARED[:, :, :2], SHARED.transpose(1, 2)[:, :6, :2], "elements that belong to both"),

@@ -153,7 +153,7 @@ def test_roles_are_asked_for_where_they_matter():
         plain(x, role="query")
     with pytest.raises(RopewalkError, match="leave role out"):
         rope(x, x, role="q")
-    with pytest.raises(RopewalkError, match="angles of their own"):
+    with pytest.raises(RopewalkError, match="separate angles"):
         rope(x, x, angles=rope.at(ids, role="q"))
     q, k = rope(x, x)
     assert torch.equal(rope(x, angles=rope.at(ids, role="q"), role="q"), q)

@@ -1,4 +1,4 @@
-"""What a model USES: modules."""
+"""Modules and functions that models use: rotary embeddings, encodings, attention and linear attention."""
 
 from ropewalk.nn import positions as positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding as RotaryEmbedding

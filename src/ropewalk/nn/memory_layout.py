@@ -1,4 +1,4 @@
-"""Tensors without strides, sparse, mkldnn or nested ones: nothing in nn accepts them, and errors say what to pass."""
+"""Checks for strided tensors. `nn` rejects sparse, mkldnn and nested tensors with an error that names the fix."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["check_strided", "is_strided"]
 
 
 def is_strided(x: Tensor) -> bool:
-    """Whether the elements of x are at strides in memory, which holds of all but sparse, mkldnn and nested tensors.
+    """Whether x is a strided tensor. Sparse, mkldnn and nested tensors are not.
 
     >>> is_strided(torch.ones(2)), is_strided(torch.ones(2).to_sparse())
     (True, False)
@@ -18,7 +18,14 @@ def is_strided(x: Tensor) -> bool:
 
 
 def check_strided(x: object, *, asked: str) -> None:
-    """Raise if x is a tensor without strides; anything else is for the caller to check.
+    """Raise if x is a tensor without strides. Objects that are not tensors pass: the caller checks them.
+
+    Args:
+        x: Any object.
+        asked: The first line of the error: the call and the argument.
+
+    Raises:
+        RopewalkError: If x is a sparse, mkldnn or nested tensor.
 
     >>> check_strided(torch.ones(2), asked="a doctest")
     >>> try:
@@ -32,9 +39,9 @@ def check_strided(x: object, *, asked: str) -> None:
     raise RopewalkError(
         asked=asked,
         expected="a strided tensor",
-        # The shape of a nested tensor may not be asked for.
+        # Reading the shape of a nested tensor raises.
         got="a nested tensor" if x.is_nested else f"a tensor of layout {x.layout}",
-        do="lay the sequences end to end and pass cu_seqlens=, or pad them: torch.nested.to_padded_tensor(x, 0.0)"
+        do="concatenate the sequences and pass cu_seqlens=, or pad them: torch.nested.to_padded_tensor(x, 0.0)"
         if x.is_nested
         else "pass x.to_dense()",
     )

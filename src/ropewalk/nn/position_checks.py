@@ -1,8 +1,8 @@
-"""Checks of the tensors that say where tokens are: position ids, ends of packed sequences, rows of a batch.
+"""Checks of index tensors: position ids, cumulated lengths of packed sequences, and rows of a batch.
 
-Everything in nn that accepts them shares these checks. Each is told by `asked` what its caller was asked, which is the
-first line of the error. A message is formatted only when it is raised: to print a length, a compiler would have to
-specialize on it.
+All modules in `nn` share these checks. The argument `asked` is the first line of the error: the call and the argument
+that were rejected. A message is formatted only when it is raised: formatting a length under torch.compile would
+specialize the graph on it.
 """
 
 import torch
@@ -23,7 +23,7 @@ __all__ = [
     "may_look",
 ]
 
-# Dtypes that can count: bfloat16 has no 257, float16 no 2049.
+# Dtypes for positions. bfloat16 cannot represent 257, and float16 cannot represent 2049.
 _COUNTING = {torch.float32, torch.float64, torch.uint8, torch.int8}
 _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
 _COUNTING |= {torch.int16, torch.int32, torch.int64} | _UNSIGNED
@@ -47,10 +47,21 @@ def check_ids(
     whole: bool = False,
     axes: int = 1,
 ) -> None:
-    """Raise unless `ids` is a tensor of a dtype that can count and of an accepted rank.
+    """Raise unless `ids` has a dtype that represents positions exactly, and an accepted number of dimensions.
 
-    Complex, bool and half-precision tensors are rejected; `whole` rejects float32 and float64 too. With several `axes`
-    the first dimension must be `axes`, and `dims` and `shape` are ignored.
+    Complex, bool and half-precision tensors are rejected.
+
+    Args:
+        ids: Tensor to check.
+        asked: The first line of the error.
+        shape: The accepted shapes, as text for the error. None is "[seq] or [batch, seq]".
+        dims: The accepted numbers of dimensions.
+        whole: Reject float32 and float64 too.
+        axes: Number of position axes. If it is above 1, the first dimension must be `axes`, and `dims` and `shape` are
+            ignored.
+
+    Raises:
+        RopewalkError: If the dtype or the shape is not accepted.
 
     >>> try:
     ...     check_ids(torch.tensor([True]), asked="a doctest")
@@ -61,8 +72,8 @@ def check_ids(
     check_strided(ids, asked=asked)
     if axes > 1:
         dims, shape = (2, 3), f"[{axes}, seq] or [{axes}, batch, seq]"
-    counts = isinstance(ids, Tensor) and ids.dtype in _COUNTING
-    if counts and ids.dim() in dims and not (whole and ids.is_floating_point()) and (axes == 1 or len(ids) == axes):
+    is_exact = isinstance(ids, Tensor) and ids.dtype in _COUNTING
+    if is_exact and ids.dim() in dims and not (whole and ids.is_floating_point()) and (axes == 1 or len(ids) == axes):
         if ids.dtype == torch.uint64:
             _check_uint64(ids, asked)
         return
@@ -73,26 +84,26 @@ def check_ids(
         got=f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else shown(ids),
         do="wrap them: torch.tensor(...)"
         if not isinstance(ids, Tensor)
-        else "give them that shape; ropewalk.positions makes them for several axes"
-        if counts
-        else "pass int64; half-precision floats cannot count past 256 or 2048",
+        else "reshape them; the functions in ropewalk.positions return positions for several axes"
+        if is_exact
+        else "pass int64; bfloat16 and float16 do not represent every integer above 256 and 2048",
     )
 
 
 def _check_uint64(ids: Tensor, asked: str) -> None:
-    """Raise unless int64 holds every number: that of 2^63 would be negative."""
+    """Raise unless every number fits int64: 2^63 would become negative."""
     if may_look(ids) and not bool((ids.view(torch.int64) < 0).any()):
         return
     raise RopewalkError(
         asked=asked,
-        expected="whole numbers below 2^63; int64 where their values are not looked at, on a GPU or under a compiler",
+        expected="whole numbers below 2^63; on a GPU or under torch.compile, where values are not checked, int64",
         got=f"{ids.dtype} {list(ids.shape)}",
         do="pass int64",
     )
 
 
 def as_signed(ids: Tensor) -> Tensor:
-    """`ids` that `check_ids` accepted, with int64 for the unsigned dtypes for which torch has few operations.
+    """Return `ids`, converted to int64 if the dtype is uint16, uint32 or uint64, for which torch has few operations.
 
     >>> as_signed(torch.tensor([3], dtype=torch.uint16)).dtype, as_signed(torch.tensor([3.0])).dtype
     (torch.int64, torch.float32)
@@ -105,25 +116,36 @@ def check_positions(
 ) -> None:
     """Raise unless `positions` has one number per token of `x` and per axis, on the device of `x`.
 
+    Args:
+        positions: [seq] or [batch, seq]; with several axes [axes, seq] or [axes, batch, seq].
+        x: Tensor whose dimension `seq_dim` is the sequence.
+        asked: The first line of the error.
+        seq_dim: Dimension of the sequence in `x`.
+        batched: Whether the first dimension of `x` is a batch.
+        axes: Number of position axes.
+
+    Raises:
+        RopewalkError: If the dtype, the shape or the device does not match.
+
     >>> check_positions(torch.arange(3), torch.zeros(2, 3, 8), asked="a doctest")
     """
     check_ids(positions, asked=asked, axes=axes)
     leading = positions.shape[:-1] if axes == 1 else positions.shape[1:-1]
-    rows = len(leading) == 0 or (batched and leading[0] in (1, x.shape[0]))
-    if positions.shape[-1] != x.shape[seq_dim] or not rows:
+    rows_match = len(leading) == 0 or (batched and leading[0] in (1, x.shape[0]))
+    if positions.shape[-1] != x.shape[seq_dim] or not rows_match:
         seq, first = x.shape[seq_dim], "" if axes == 1 else f"{axes}, "
         raise RopewalkError(
             asked=asked,
             expected=f"positions [{first}{seq}]" + (f" or [{first}{x.shape[0]}, {seq}]" if batched else ""),
             got=f"{list(positions.shape)}, for a tensor of shape {list(x.shape)}",
-            do="give each token its position; the batch is the first dimension of x",
+            do="pass one position per token; the batch is the first dimension of x",
         )
     if positions.device != x.device:
         raise RopewalkError(
             asked=asked,
-            expected=f"positions on {x.device}, where x is",
+            expected=f"positions on {x.device}, the device of x",
             got=f"positions on {positions.device}",
-            do=f"make them there, or move them once: positions.to({str(x.device)!r})",
+            do=f"create them on that device, or move them once: positions.to({str(x.device)!r})",
         )
 
 
@@ -133,7 +155,7 @@ def check_finite(positions: Tensor, *, asked: str) -> None:
     >>> check_finite(torch.tensor([0.5]), asked="a doctest")
     """
     if positions.is_floating_point() and not torch.isfinite(positions).all():
-        got, do = "NaN or infinity", "look at what made them"
+        got, do = "NaN or infinity", "check the code that computes the positions"
         raise RopewalkError(asked=asked, expected="finite positions", got=got, do=do)
 
 
@@ -146,14 +168,24 @@ def check_ends(cu_seqlens: Tensor, seq: int, *, asked: str) -> None:
     if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > seq:
         raise RopewalkError(
             asked=asked,
-            expected=f"ends of sequences that start at 0, never fall, and reach at most {seq}, the number of tokens",
+            expected=f"cumulated lengths that start at 0, never decrease, and end at {seq} at most, the token count",
             got=f"{ends if len(ends) <= 12 else [*ends[:11], '...']}",
-            do="cumulate the lengths and put a 0 before them; lay all sequences of a batch end to end",
+            do="pass the cumulative sum of the lengths with a 0 before it; concatenate the sequences of a batch",
         )
 
 
 def check_index(index: Tensor, sequences: int, device: torch.device, *, asked: str, number: int | None = None) -> None:
-    """Raise unless `index` names rows of a batch of `sequences`: `number` of them, or any number.
+    """Raise unless `index` contains row indices of a batch.
+
+    Args:
+        index: int32 or int64 [number].
+        sequences: Number of rows of the batch.
+        device: Required device.
+        asked: The first line of the error.
+        number: Required number of indices; None accepts any number.
+
+    Raises:
+        RopewalkError: If the dtype, the shape, the device or a value is not accepted.
 
     >>> check_index(torch.tensor([1, 1]), 2, torch.device("cpu"), asked="a doctest")
     """
@@ -165,12 +197,12 @@ def check_index(index: Tensor, sequences: int, device: torch.device, *, asked: s
         asked=asked,
         expected=f"whole numbers [{'any' if number is None else number}] from 0 to {sequences - 1}, on {device}",
         got=f"{index.tolist()}" if fits else described(index),
-        do="pass, for each sequence that goes on, the one that it goes on from",
+        do="pass, for each row of the new batch, the row of the old batch that it continues",
     )
 
 
 def described(x: object) -> str:
-    """A tensor as an error shows it: dtype, shape and device; anything else by its repr.
+    """Format a value for an error: dtype, shape and device of a tensor, and the repr of anything else.
 
     >>> described(torch.zeros(2, 3))
     'torch.float32 [2, 3] on cpu'

@@ -1,6 +1,6 @@
-"""Position ids as tensors, made on the device without a synchronization. Public as `ropewalk.positions`.
+"""Functions that return position ids as tensors, without a device synchronization. Public as `ropewalk.positions`.
 
-Ranges and packed sequences; grids of patches; text with images between, as Qwen's models count it.
+They cover ranges, packed sequences, grids of patches, and text with images as Qwen's models number it (M-RoPE).
 """
 
 import math
@@ -62,14 +62,14 @@ def packed_positions(cu_seqlens: Tensor, total: int, offset: int | Tensor | None
     """
     ends = cu_seqlens.to(torch.int64).contiguous()
     tokens = arange(total, device=ends.device)
-    owner = torch.searchsorted(ends, tokens, right=True) - 1
-    within = tokens - ends[owner]
+    sequence = torch.searchsorted(ends, tokens, right=True) - 1
+    within = tokens - ends[sequence]
     if offset is None:
         return within
-    # By tensors throughout: what is traced or exported serves any number of sequences.
+    # Tensor operations only: a traced or exported graph supports any number of sequences.
     if isinstance(offset, Tensor) and offset.dim():
         starts = offset.to(ends.device).expand_as(ends[1:])
-        return within + torch.cat((starts, zeros_like(ends[:1])))[owner]
+        return within + torch.cat((starts, zeros_like(ends[:1])))[sequence]
     return within + offset * (tokens < ends[-1])
 
 
@@ -108,7 +108,7 @@ def text_positions(
         int64 [axes, length], or [axes, batch, length] for one offset per sequence.
 
     Raises:
-        RopewalkError: `axes` is no integer of at least 1.
+        RopewalkError: If `axes` is not an integer of at least 1.
 
     >>> text_positions(2, axes=3, offset=7).tolist()
     [[7, 8], [7, 8], [7, 8]]
@@ -123,16 +123,16 @@ def grid_positions(*sizes: int, merge: int = 1, device: torch.device | str | Non
 
     Args:
         *sizes: The sizes of the axes, two or more: (height, width), or (time, height, width).
-        merge: Order the last two axes by blocks of merge x merge cells, block by block, as Qwen's vision towers store
-            the patches that they will merge.
+        merge: Order the last two axes by blocks of merge x merge cells, block by block. Qwen's vision towers store
+            patches in this order before they merge them.
         device: The device of the result; None for the default device.
 
     Returns:
         int64 [axes, cells].
 
     Raises:
-        RopewalkError: A size or `merge` is no integer of at least 1, there are fewer than two sizes, or one of the last
-            two is no multiple of `merge`.
+        RopewalkError: If a size or `merge` is not an integer of at least 1, if there are fewer than two sizes, or if
+            one of the last two sizes is not a multiple of `merge`.
 
     >>> grid_positions(2, 3).tolist()  # height 2, width 3
     [[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]]
@@ -144,7 +144,7 @@ def grid_positions(*sizes: int, merge: int = 1, device: torch.device | str | Non
     if len(sizes) < 2 or any(size % merge for size in sizes[-2:]):
         raise RopewalkError(
             asked=f"grid_positions{sizes} with merge={merge}",
-            expected="two sizes or more, of which the last two are multiples of merge",
+            expected="two sizes or more; the last two are multiples of merge",
             got=f"{sizes}",
             do="pad the image to whole blocks, or leave merge out",
         )
@@ -155,10 +155,10 @@ def grid_positions(*sizes: int, merge: int = 1, device: torch.device | str | Non
 
 
 def centred_positions(height: int, width: int, *, device: torch.device | str | None = None) -> Tensor:
-    """Centres of patches from -1 to 1 over the image, whatever its size, times 2π.
+    """Centres of patches in coordinates from -1 to 1 over an image of any size, times 2π.
 
-    DINOv3 forms its angles from 2π times these coordinates, y first; with Plain(100) over `Axes.repeated(2, head_dim)`
-    they give its rotation.
+    DINOv3 computes its angles from 2π times these coordinates, y first. `Plain(100)` over `Axes.repeated(2, head_dim)`
+    with these positions is its rotation.
 
     Args:
         height: The number of patches along y.
@@ -169,7 +169,7 @@ def centred_positions(height: int, width: int, *, device: torch.device | str | N
         float64 [2, height * width]: y, then x.
 
     Raises:
-        RopewalkError: A size is no integer of at least 1.
+        RopewalkError: If a size is not an integer of at least 1.
 
     >>> [round(y / math.pi, 4) for y in centred_positions(2, 1)[0].tolist()]  # -1/2 and 1/2, times 2π
     [-1.0, 1.0]
@@ -181,22 +181,25 @@ def centred_positions(height: int, width: int, *, device: torch.device | str | N
 def mrope_positions(
     runs: Iterable[int | Sequence[float]], *, device: torch.device | str | None = None
 ) -> tuple[Tensor, int]:
-    """Time, height and width of the tokens of text and images (M-RoPE, 2409.12191, section 2.1), as Qwen2-VL has them.
+    """Time, height and width positions of text and images (M-RoPE, 2409.12191, section 2.1), as in Qwen2-VL.
 
-    Text continues the count, alike on all axes. A grid starts at the count, which then increases by max(h, w), as
-    transformers 5 computes it for Qwen2-VL; other code continues from the largest position on any axis, which differs
-    for videos of more frames than they are wide. A token decoded when the cache holds n is at n + delta on all axes.
+    A counter gives the next position. A text token has the value of the counter on all axes, and increases it by 1.
+    The positions of a grid start at the counter, which then increases by max(h, w), as transformers 5 computes it for
+    Qwen2-VL. Other code continues from the largest position on any axis. The two differ for videos that have more
+    frames than their height and width. A token that is decoded after n cached tokens has the position n + delta on all
+    axes.
 
     Args:
         runs: Each run is a number of text tokens; or (t, h, w), the grid of an image or a video after merging; or
-            (t, h, w, step) with the step in positions from frame to frame, rounded down after the multiplication.
+            (t, h, w, step), where step is the distance in positions between frames. The product of frame index and
+            step is rounded down.
         device: The device of the result; None for the default device.
 
     Returns:
         int64 [3, seq], and the delta for decoding: the largest position + 1 - seq.
 
     Raises:
-        RopewalkError: A run is neither a number of tokens nor a grid of sizes above 0.
+        RopewalkError: If a run is neither a number of tokens nor a grid of sizes above 0.
 
     >>> positions, delta = mrope_positions([2, (1, 1, 2), 1])  # two tokens, an image of 1 x 2, a token
     >>> positions.tolist(), delta
@@ -212,7 +215,7 @@ def mrope_positions(
             continue
         time, height, width, step = _grid(run)
         cells = grid_positions(time, height, width, device=device)
-        # Steps are rounded down after they are multiplied, as the models were trained.
+        # The models were trained with products rounded down, not with rounded steps.
         frames = (cells[0].to(torch.float32) * step).to(torch.int64)
         parts.append(torch.cat((frames[None], cells[1:])) + count)
         largest = max(largest, count + max(int((time - 1) * step), height - 1, width - 1))

@@ -1,4 +1,4 @@
-"""What torch.jit.script is told by the modules of ropewalk, wherever they are in a model."""
+"""The error that torch.jit.script raises for a model that contains a module of ropewalk."""
 
 from typing import NoReturn
 
@@ -10,7 +10,13 @@ __all__ = ["refuse_scripting"]
 
 
 def refuse_scripting(module: nn.Module) -> NoReturn:
-    """Raise; to be the `__prepare_scriptable__` of a class, which torch.jit.script calls before it reads any source.
+    """Raise an error. Classes assign this function to `__prepare_scriptable__`, which torch.jit.script calls first.
+
+    Args:
+        module: The module that is being scripted.
+
+    Raises:
+        RopewalkError: Always.
 
     >>> try:
     ...     refuse_scripting(nn.Identity())
@@ -21,7 +27,7 @@ def refuse_scripting(module: nn.Module) -> NoReturn:
     raise RopewalkError(
         asked=f"torch.jit.script of a model with a module of type {type(module).__name__}",
         expected="torch.compile, torch.export.export or torch.jit.trace",
-        got="torch.jit.script, which supports no keyword-only arguments with defaults, and which torch deprecates",
-        do="to run faster, torch.compile(model); to store a program, torch.export.export(model, args); "
-        "to stay with TorchScript, torch.jit.trace(model, args)",
+        got="torch.jit.script, which is deprecated and does not support keyword-only arguments with defaults",
+        do="for speed use torch.compile(model); to save a program use torch.export.export(model, args); "
+        "to keep TorchScript use torch.jit.trace(model, args)",
     )

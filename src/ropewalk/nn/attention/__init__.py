@@ -1,1 +1,1 @@
-"""Softmax attention: the layer, its scores, projections and cache."""
+"""Softmax attention: the layer, the score computation, the projections and the cache."""

@@ -18,7 +18,7 @@ from ropewalk.nn.linear.state import LinearState, check_length, checked_state
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import check_ends, check_ids, described, may_look
 from ropewalk.nn.positions import packed_positions
-from ropewalk.nn.rotary.call import Where
+from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
 from ropewalk.ops.linear_attention import linear_attention as run
@@ -232,7 +232,7 @@ def _places(
     cu_seqlens: Tensor | None,
     start: int | Tensor,
     length: int | Tensor | None,
-) -> Where:
+) -> Placement:
     """Where the tokens are, as rope(q, k, ...) is told."""
     explicit = positions is not None or k_positions is not None
     queries, keys = q.shape[2], k.shape[2]
@@ -244,17 +244,17 @@ def _places(
                 got="positions and no rope",
                 do="pass rope=RotaryEmbedding(width of the features), or leave positions out",
             )
-        return Where()
+        return Placement()
     if explicit:
         if positions is None and k_positions is not None and k_positions.shape[-1:] == (keys,) and queries <= keys:
             # Queries are the last of the keys, wherever those are.
             positions = k_positions[..., keys - queries :]
-        return Where(positions, k_positions, length=length)
+        return Placement(positions, k_positions, length=length)
     if cu_seqlens is not None:
-        return Where(packed_positions(cu_seqlens, keys, start), length=length)
+        return Placement(packed_positions(cu_seqlens, keys, start), length=length)
     if queries == keys and not (isinstance(start, Tensor) and start.is_floating_point()):
         # No offset from 0 on: a rule that varies with the length knows a whole sequence by that.
-        return Where(offset=None if isinstance(start, int) and start == 0 else start, length=length)
+        return Placement(offset=None if isinstance(start, int) and start == 0 else start, length=length)
     if queries > keys:
         raise RopewalkError(
             asked="linear_attention(q, k, v, rope=...)",
@@ -264,7 +264,7 @@ def _places(
         )
     ids = arange(keys, device=q.device)
     ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
-    return Where(ids[..., keys - queries :], ids, length=length)
+    return Placement(ids[..., keys - queries :], ids, length=length)
 
 
 def _sides(
@@ -272,7 +272,7 @@ def _sides(
     q: Tensor,
     k: Tensor,
     names: tuple[FeatureMapName, FeatureMapName],
-    places: Where,
+    places: Placement,
 ) -> tuple[tuple[Side, Side], Layout]:
     """Queries and keys with their cos and sin, and the layout of their features."""
     if rope is None:

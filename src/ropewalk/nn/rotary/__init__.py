@@ -1,1 +1,1 @@
-"""RotaryEmbedding: the module, its angle source, where tokens are, and functions built on it."""
+"""RotaryEmbedding: the module, the source of its angles, the arguments of its calls, and functions that use it."""

@@ -1,4 +1,4 @@
-"""AngleSource: cos and sin of a spec, at any positions and for any call. RotaryEmbedding owns one."""
+"""AngleSource: computes cos and sin of a spec at any positions. Each RotaryEmbedding owns one."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.call import (
     Angles,
     Limits,
+    Placement,
     Role,
-    Where,
     check_angles,
     check_same_length,
     check_tensors,
@@ -35,7 +35,13 @@ _NO_LIMITS = Limits(None, None, False)
 
 
 class Part(NamedTuple):
-    """What is rotated together: one or two tensors, their cos and sin, and a factor for features that are not rotated.
+    """One or two tensors that are rotated by the same cos and sin.
+
+    Attributes:
+        q: The first tensor.
+        k: The second tensor, or None.
+        tables: cos and sin.
+        temperature: Query temperature for the features of q that are not rotated, or None.
 
     >>> Part(torch.ones(1, 2), None, Tables(torch.ones(1, 1), torch.ones(1, 1)), None).k is None
     True
@@ -50,9 +56,16 @@ class Part(NamedTuple):
 class AngleSource:
     """The frequencies of a spec as tensors, and cos and sin at any positions.
 
-    The frequencies are plain attributes that follow the device (`to`) and nothing else that is done to a module. The
-    radix table stays on the CPU, where it is read. A parameter by which frequencies are learned belongs to the module,
-    and comes as an argument: `log_scale`.
+    The frequencies are plain attributes: they follow the device of the module (`to`), and ignore casts and
+    `to_empty`. The radix table is used and stored on the CPU. The parameter of learned frequencies belongs to the
+    module, and is passed as the argument `log_scale`.
+
+    Args:
+        spec: The rotation.
+        limits: Limits on positions.
+        seq_dim: Dimension of the sequence in the tensors to rotate.
+        learned: Whether frequencies are scaled by a `log_scale`.
+        backend: A forced backend, or None.
 
     >>> cos, sin = AngleSource(RopeSpec(4)).at(torch.tensor([0, 2]), torch.float32)
     >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 0.02
@@ -74,7 +87,7 @@ class AngleSource:
         self.backend: str | None = backend
         # Whether queries and keys have the same cos and sin at the same positions.
         self.same_for_both: bool = spec.same_for_both
-        # Whether a call for a plain range may go straight to the kernel, with what the cache holds.
+        # Whether a call for a plain range can use cached tables and go directly to the kernel.
         self.plain_ranges: bool = spec.same_for_both and not spec.varies and spec.axes is None
         # Whether positions on the CPU are looked up in a radix table.
         exact = spec.angles == "exact" and not spec.varies and spec.axes is None
@@ -88,19 +101,20 @@ class AngleSource:
             amplitude_at(spec, length) == 1 for length in ((None, 1 << 30) if spec.varies else (None,))
         )
         self._constants: tuple[Constants, ...] = numbers.constants
-        # How many heads there must be, where heads have frequencies of their own.
+        # Required number of heads if frequencies are per head.
         self.heads: int | None = numbers.inv_freq.shape[0] if numbers.inv_freq.dim() == 2 else None
-        # A compiler forms the angles; what it makes a module of gets a table when the module is called without it.
+        # torch.compile computes the angles without the table. A module created in a compiled function gets its table at
+        # its first eager call.
         self._table: Tensor | None = table_of(spec) if self._has_table and not torch.compiler.is_compiling() else None
         self.ranges: RangeCache = RangeCache(backend)
 
     @property
     def pairs(self) -> int:
-        """How many pairs of features are rotated."""
+        """Number of pairs that are rotated."""
         return self.inv_freq.shape[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The table is large and follows from the spec.
+        # The table is large, and can be computed from the spec.
         return self.__dict__ | {"_table": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -108,24 +122,24 @@ class AngleSource:
         self._table = table_of(self.spec) if self._has_table else None
 
     def __deepcopy__(self, _: dict[int, object]) -> "AngleSource":
-        # Nobody writes to what it holds: a copy may hold the same, apart from what each call may replace.
+        # The tensors are never written, so a copy shares them. Only the cache is replaced by calls.
         copied = object.__new__(AngleSource)
         copied.__dict__.update(self.__dict__ | {"ranges": RangeCache(self.backend)})
         return copied
 
     def to(self, device: torch.device) -> None:
-        """Moves the frequencies to a device; to one without float64 they are not moved.
+        """Move the frequencies to a device. They stay where they are if the device has no float64.
 
         >>> AngleSource(RopeSpec(4)).to(torch.device("meta"))
         """
-        # Fake tensors may be on a device that does not exist. The numbers are real, and are moved by each call.
+        # Fake tensors can be on a device that does not exist. The real numbers stay, and each call moves them.
         if device.type not in ("meta", "mps") and fake_mode() is None:
             self.inv_freq, self.amplitude = self.inv_freq.to(device), self.amplitude.to(device)
             self.axes = None if self.axes is None else self.axes.to(device)
-            self._constants = tuple(tuple((key, x.to(device)) for key, x in made) for made in self._constants)
+            self._constants = tuple(tuple((key, x.to(device)) for key, x in constants) for constants in self._constants)
 
     def frequencies(self, log_scale: Tensor | None) -> Tensor:
-        """The frequencies, scaled by exp(log_scale) where they are learned.
+        """Return the frequencies, times exp(log_scale) if they are learned.
 
         >>> AngleSource(RopeSpec(4, sign=-1)).frequencies(torch.zeros(2)).tolist()
         [-1.0, -0.01]
@@ -135,7 +149,19 @@ class AngleSource:
     def rule_at(
         self, length: int | Tensor | None, device: torch.device, log_scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Frequencies and amplitude for sequences of `length`: one, or one per sequence [batch].
+        """Return frequencies and amplitude for sequences of `length`.
+
+        Args:
+            length: An int, a tensor [batch] with one length per sequence, or None if the spec does not depend on it.
+            device: Device of the result.
+            log_scale: Parameter of learned frequencies, or None.
+
+        Returns:
+            Frequencies [pairs] or [heads, pairs], and amplitude []. With one length per sequence: [batch, 1, pairs],
+            and [] or [batch, 1, 1].
+
+        Raises:
+            RopewalkError: If there is one length per sequence and frequencies are per head.
 
         >>> theta, amplitude = AngleSource(RopeSpec(4)).rule_at(None, torch.device("cpu"), None)
         >>> theta.tolist(), amplitude.item()
@@ -147,12 +173,12 @@ class AngleSource:
             return theta, placed(self.amplitude, device)
         dtype = dtype_of(self.spec)
         arithmetic = TorchArithmetic(dtype, device, self._constants[0])
-        # As a tensor even if it is an int, so that one compiled graph has every length.
+        # A tensor even if length is an int, so that one compiled graph supports every length.
         n = length.to(device) if isinstance(length, Tensor) else full((), length, device=device)
         n = n.to(dtype).unsqueeze(-1) if n.dim() else n.to(dtype)
         if n.dim() and self.heads is not None:
             raise RopewalkError(
-                asked="rope(..., length=[batch]) with frequencies of their own for each head",
+                asked="rope(..., length=[batch]) with different frequencies for each head",
                 expected="one length for all sequences",
                 got=f"{list(n.shape)[:1]} lengths",
                 do="pass an int, or rotate the sequences one by one",
@@ -164,13 +190,13 @@ class AngleSource:
         amplitude = amplitude.to(torch.float64)
         theta = _scaled(theta, log_scale)
         if n.dim():
-            # [batch, pairs] and [batch, 1] become [batch, 1, pairs] and [batch, 1, 1]: the sequence is between them.
+            # [batch, pairs] and [batch, 1] become [batch, 1, pairs] and [batch, 1, 1], to broadcast over the sequence.
             theta = theta.unsqueeze(-2)
             amplitude = amplitude.unsqueeze(-1) if amplitude.dim() else amplitude
         return theta, amplitude
 
     def amplitude_of(self, amplitude: Tensor, positions: Tensor, role: Role | None) -> Tensor:
-        """What cos and sin of queries ("q") or keys ("k") at `positions` are multiplied by.
+        """Return the factor on cos and sin of queries ("q") or keys ("k") at `positions`, which includes `amplitude`.
 
         >>> AngleSource(RopeSpec(4)).amplitude_of(torch.tensor(2.0), torch.arange(3), "q").item()
         2.0
@@ -190,17 +216,17 @@ class AngleSource:
         return amplitude
 
     def temperature_at(self, positions: Tensor) -> Tensor:
-        """The query temperature at positions, in float64; on the CPU for a device that has none.
+        """Return the query temperature at `positions` in float64, on the CPU if the device has no float64.
 
         >>> from ropewalk.spec.temperature import StepTemperature
         >>> AngleSource(RopeSpec(4, query_temperature=StepTemperature(0.1, 8))).temperature_at(torch.tensor([0])).item()
         1.0
         """
-        rule, here = self.spec.query_temperature, angle_device(positions)
+        rule, ids = self.spec.query_temperature, angle_device(positions)
         if rule is None:
-            return ones_like(here, dtype=torch.float64)
-        arithmetic = TorchArithmetic(torch.float64, here.device, self._constants[2])
-        return rule.evaluate(here.to(torch.float64), arithmetic)
+            return ones_like(ids, dtype=torch.float64)
+        arithmetic = TorchArithmetic(torch.float64, ids.device, self._constants[2])
+        return rule.evaluate(ids.to(torch.float64), arithmetic)
 
     def at(
         self,
@@ -210,23 +236,23 @@ class AngleSource:
         role: Role | None = None,
         log_scale: Tensor | None = None,
     ) -> Angles:
-        """cos and sin at positions, times the amplitude, on the device of the positions. Nothing is checked.
+        """Return cos and sin at `positions`, times the amplitude, on the device of `positions`. Nothing is checked.
 
         >>> AngleSource(RopeSpec(4)).at(torch.tensor([0]), torch.float64)[0].tolist()
         [[1.0, 1.0]]
         """
-        here = angle_device(positions)
-        table = self._table if here.device.type == "cpu" else None
-        if table is None and self._has_table and is_plain(here) and here.device.type == "cpu":
+        ids = angle_device(positions)
+        table = self._table if ids.device.type == "cpu" else None
+        if table is None and self._has_table and is_plain(ids) and ids.device.type == "cpu":
             table = self._table = table_of(self.spec)
-        theta, amplitude = self.rule_at(length, here.device, log_scale)
-        amplitude = self.amplitude_of(amplitude, here, role)
-        axes = self.axes_at(here.device)
-        cos, sin = cos_sin(here, theta, table, amplitude, dtype, axes, backend=self.backend)
-        return (cos, sin) if here.device == positions.device else (cos.to(positions.device), sin.to(positions.device))
+        theta, amplitude = self.rule_at(length, ids.device, log_scale)
+        amplitude = self.amplitude_of(amplitude, ids, role)
+        axes = self.axes_at(ids.device)
+        cos, sin = cos_sin(ids, theta, table, amplitude, dtype, axes, backend=self.backend)
+        return (cos, sin) if ids.device == positions.device else (cos.to(positions.device), sin.to(positions.device))
 
     def axes_at(self, device: torch.device) -> Tensor | None:
-        """The weights of the axes on a device; None where tokens have one position.
+        """Return the weights of the axes on a device; None if tokens have one position.
 
         >>> AngleSource(RopeSpec(4)).axes_at(torch.device("cpu")) is None
         True
@@ -242,17 +268,17 @@ class AngleSource:
         role: Role | None = None,
         log_scale: Tensor | None = None,
     ) -> Tables:
-        """cos and sin at start .. start+seq-1 for x, from the cache where x is plain and nothing is learned.
+        """Return cos and sin for x at start .. start+seq-1, from the cache if x is plain and nothing is learned.
 
-        They may be the cache's own, which nobody else may have.
+        Do not write to them: they can belong to the cache.
 
         >>> AngleSource(RopeSpec(4)).range_at(3, 2, torch.ones(2, 4)).row
         3
         """
-        # A compiler cannot ask that, and keeps nothing anyway.
+        # is_current_stream_capturing cannot be traced, and a compiled graph does not use the cache.
         compiling = torch.compiler.is_compiling()
         capturing = not compiling and x.is_cuda and torch.cuda.is_current_stream_capturing()
-        # A length that grows with every token would find nothing that was kept.
+        # A length that grows with every token would never hit the cache.
         cached = log_scale is None and length is None and not capturing
         device, dtype = x.device, working_dtype(x)
         if not cached or not is_plain(x):
@@ -263,119 +289,121 @@ class AngleSource:
 
         return Tables(*self.ranges.find((device, dtype, current_stream(device), role), start, start + seq, make))
 
-    def parts(self, q: Tensor, k: Tensor | None, where: Where, log_scale: Tensor | None = None) -> list[Part]:
-        """What a call rotates: q and k together, or each with cos and sin of its own.
+    def parts(self, q: Tensor, k: Tensor | None, placement: Placement, log_scale: Tensor | None = None) -> list[Part]:
+        """Split a call into parts: q and k with the same cos and sin, or one part per tensor.
 
         >>> source, x = AngleSource(RopeSpec(4)), torch.ones(3, 4)
-        >>> len(source.parts(x, x, Where())), len(source.parts(x, x, Where(k_positions=torch.arange(3))))
+        >>> len(source.parts(x, x, Placement())), len(source.parts(x, x, Placement(k_positions=torch.arange(3))))
         (1, 2)
         """
-        if k is not None and where.role is not None:
+        if k is not None and placement.role is not None:
             raise RopewalkError(
                 asked="rope(q, k, role=...)",
-                expected="a role for a single tensor; the second of two holds keys",
-                got=f"role={where.role!r} and two tensors",
+                expected="a role for a single tensor only; of two tensors the second contains keys",
+                got=f"role={placement.role!r} and two tensors",
                 do="leave role out",
             )
-        if self.spec.same_for_both and where.k_positions is None:
-            if where.role is not None:
-                checked_role(where.role, self.spec)
-            return [Part(q, k, self.shared_tables(q, k, where, log_scale), None)]
+        if self.spec.same_for_both and placement.k_positions is None:
+            if placement.role is not None:
+                checked_role(placement.role, self.spec)
+            return [Part(q, k, self.shared_tables(q, k, placement, log_scale), None)]
         self.check_tensors(q, k)
-        where.check(k)
+        placement.check(k)
         if k is None:
-            where = where._replace(role=checked_role(where.role, self.spec))
-            return [Part(q, None, self.tables_of(q, where, log_scale), self.temperature_of(q, where))]
-        if where.angles is not None and not self.spec.same_for_both:
+            placement = placement._replace(role=checked_role(placement.role, self.spec))
+            return [Part(q, None, self.tables_of(q, placement, log_scale), self.temperature_of(q, placement))]
+        if placement.angles is not None and not self.spec.same_for_both:
             raise RopewalkError(
                 asked="rope(q, k, angles=...) with a spec that treats queries and keys differently",
-                expected="angles of their own for q and for k",
+                expected="separate angles for q and for k",
                 got="one pair of cos and sin",
-                do='rotate them in two calls: rope(q, angles=rope.at(p, role="q"), role="q"), and so for k',
+                do='rotate them in two calls: rope(q, angles=rope.at(p, role="q"), role="q"), and the same for k',
             )
-        if where.k_positions is None:
+        if placement.k_positions is None:
             check_same_length(q, k, self.seq_dim)
-        of_q = where._replace(role=None if self.spec.same_for_both else "q")
-        of_k = where.of_keys()
+        of_q = placement._replace(role=None if self.spec.same_for_both else "q")
+        of_k = placement.of_keys()
         of_k = of_k._replace(role=None) if self.spec.same_for_both else of_k
         q_tables, k_tables = self.tables_of(q, of_q, log_scale), self.tables_of(k, of_k, log_scale)
         return [Part(q, None, q_tables, self.temperature_of(q, of_q)), Part(k, None, k_tables, None)]
 
-    def shared_tables(self, q: Tensor, k: Tensor | None, where: Where, log_scale: Tensor | None = None) -> Tables:
-        """cos and sin for q and for k at the same positions. They may be the cache's own, which nobody else may have.
+    def shared_tables(
+        self, q: Tensor, k: Tensor | None, placement: Placement, log_scale: Tensor | None = None
+    ) -> Tables:
+        """Return cos and sin for q and k at the same positions. Do not write to them: they can belong to the cache.
 
-        >>> AngleSource(RopeSpec(4)).shared_tables(torch.ones(3, 4), torch.ones(3, 4), Where(offset=9)).row
+        >>> AngleSource(RopeSpec(4)).shared_tables(torch.ones(3, 4), torch.ones(3, 4), Placement(offset=9)).row
         9
         """
         check_tensors(q, k, self.spec.head_dim, self.seq_dim, self.heads)
         seq = q.shape[self.seq_dim]
-        plain = where.positions is None and where.cu_seqlens is None and where.angles is None
-        if plain and self.plain_ranges and is_start(where.offset):
-            # Not `or`, which would give a compiler a guard on 0, and 0 a graph of its own.
-            start = 0 if where.offset is None else where.offset
+        plain = placement.positions is None and placement.cu_seqlens is None and placement.angles is None
+        if plain and self.plain_ranges and is_start(placement.offset):
+            # Not `or`: torch.compile would guard on 0, and compile a separate graph for it.
+            start = 0 if placement.offset is None else placement.offset
             self.limits.check_range(start, seq)
             tables = self.range_at(start, seq, q, log_scale=log_scale)
         else:
-            where.check(k)
-            tables = self.tables_of(q, where, log_scale)
+            placement.check(k)
+            tables = self.tables_of(q, placement, log_scale)
         if k is None:
             return tables
         check_same_length(q, k, self.seq_dim)
         if tables.cos.dim() > 2 and tables.cos.shape[-2] == seq:
-            # They were computed for q; keys of another batch or other heads would broadcast in silence.
+            # The tables were computed for q. Keys of another batch or other heads would broadcast silently.
             check_angles(tables[:2], k, tables.cos.shape[-1], self.seq_dim)
         return tables
 
-    def tables_of(self, x: Tensor, where: Where, log_scale: Tensor | None = None) -> Tables:
-        """cos and sin for one tensor, from the one argument that says where its tokens are; else from 0 on.
+    def tables_of(self, x: Tensor, placement: Placement, log_scale: Tensor | None = None) -> Tables:
+        """Return cos and sin for one tensor, from the argument that specifies its positions; by default from 0 on.
 
-        >>> AngleSource(RopeSpec(4)).tables_of(torch.ones(3, 4), Where(positions=torch.arange(3))).cos.shape
+        >>> AngleSource(RopeSpec(4)).tables_of(torch.ones(3, 4), Placement(positions=torch.arange(3))).cos.shape
         torch.Size([3, 2])
         """
-        if where.angles is not None:
-            return Tables(*check_angles(where.angles, x, self.pairs, self.seq_dim))
+        if placement.angles is not None:
+            return Tables(*check_angles(placement.angles, x, self.pairs, self.seq_dim))
         seq = x.shape[self.seq_dim]
-        length = checked_length(where.length, self.spec, self.rows(x), seq if where.is_fresh else None)
-        places = self.places_of(x, where)
-        if isinstance(places, Tensor):
-            return Tables(*self.at(places, working_dtype(x), length, where.role, log_scale))
-        self.limits.check_range(places, seq)
-        return self.range_at(places, seq, x, length, where.role, log_scale)
+        length = checked_length(placement.length, self.spec, self.rows(x), seq if placement.is_fresh else None)
+        ids = self.positions_or_start(x, placement)
+        if isinstance(ids, Tensor):
+            return Tables(*self.at(ids, working_dtype(x), length, placement.role, log_scale))
+        self.limits.check_range(ids, seq)
+        return self.range_at(ids, seq, x, length, placement.role, log_scale)
 
-    def places_of(self, x: Tensor, where: Where) -> int | Tensor:
-        """Where the tokens of x are, checked: ids, or an int where they are a range that starts there.
+    def positions_or_start(self, x: Tensor, placement: Placement) -> int | Tensor:
+        """Check `placement`, and return the positions of x, or the start of a range as an int.
 
-        >>> AngleSource(RopeSpec(4)).places_of(torch.ones(3, 4), Where())
+        >>> AngleSource(RopeSpec(4)).positions_or_start(torch.ones(3, 4), Placement())
         0
         """
-        return where.places(x, self.seq_dim, self.batched(x), self.spec.axes, self.limits)
+        return placement.positions_or_start(x, self.seq_dim, self.batched(x), self.spec.axes, self.limits)
 
-    def temperature_of(self, q: Tensor, where: Where) -> Tensor | None:
-        """The query temperature per token, shaped to multiply the features of q that are not rotated; None for none.
+    def temperature_of(self, q: Tensor, placement: Placement) -> Tensor | None:
+        """Return the query temperature for the features of q that are not rotated, shaped to broadcast; None for none.
 
-        >>> AngleSource(RopeSpec(4)).temperature_of(torch.ones(3, 4), Where(role="q")) is None
+        >>> AngleSource(RopeSpec(4)).temperature_of(torch.ones(3, 4), Placement(role="q")) is None
         True
         """
-        if where.role != "q" or self.spec.query_temperature is None or self.spec.rotated_dim == self.spec.head_dim:
+        if placement.role != "q" or self.spec.query_temperature is None or self.spec.rotated_dim == self.spec.head_dim:
             return None
-        if where.angles is not None:
+        if placement.angles is not None:
             raise RopewalkError(
                 asked="rope(q, angles=...) with a query_temperature over features that are not rotated",
                 expected="positions: the temperature of such features is not in cos and sin",
                 got="angles",
                 do="pass positions= or offset=",
             )
-        places = self.places_of(q, where)
-        positions = places if isinstance(places, Tensor) else range_positions(q.shape[self.seq_dim], places, q.device)
-        factor = self.temperature_at(positions).to(q.device).to(working_dtype(q))
-        # [seq] or [batch, seq], before the features and, for seq_dim=-3, the heads.
+        ids = self.positions_or_start(q, placement)
+        ids = ids if isinstance(ids, Tensor) else range_positions(q.shape[self.seq_dim], ids, q.device)
+        factor = self.temperature_at(ids).to(q.device).to(working_dtype(q))
+        # [seq] or [batch, seq] is followed by the features and, for seq_dim=-3, by the heads.
         factor = factor.view(*factor.shape, *[1] * (-1 - self.seq_dim))
-        if positions.dim() == 1:
+        if ids.dim() == 1:
             return factor
         return factor.view(factor.shape[0], *[1] * (q.dim() - factor.dim()), *factor.shape[1:])
 
     def batched(self, x: Tensor) -> bool:
-        """Whether the first dimension of x is a batch, and not the sequence, or heads with frequencies of their own.
+        """Whether the first dimension of x is the batch, and not the sequence or heads with frequencies per head.
 
         >>> AngleSource(RopeSpec(4)).batched(torch.ones(2, 3, 4))
         True
@@ -383,7 +411,7 @@ class AngleSource:
         return x.dim() > (3 if self.heads is not None else -self.seq_dim)
 
     def rows(self, x: Tensor) -> int | None:
-        """How many sequences x has, or None where it has no batch.
+        """Return the number of sequences of x, or None if it has no batch.
 
         >>> AngleSource(RopeSpec(4)).rows(torch.ones(2, 3, 4))
         2
@@ -399,7 +427,7 @@ class AngleSource:
 
 
 def angle_device(positions: Tensor) -> Tensor:
-    """Positions where angles are formed: there is no float64 on MPS, whose angles are formed on the CPU and moved.
+    """Return `positions` on the device that computes the angles: the CPU for MPS, which has no float64.
 
     >>> angle_device(torch.arange(2)).device
     device(type='cpu')
@@ -408,9 +436,9 @@ def angle_device(positions: Tensor) -> Tensor:
 
 
 def _scaled(theta: Tensor, log_scale: Tensor | None) -> Tensor:
-    """Frequencies times exp(log_scale); in the dtype of the frequencies."""
+    """Return frequencies times exp(log_scale), in the dtype of the frequencies."""
     if log_scale is None:
         return theta
     log_scale = angle_device(log_scale)
-    # float32 frequencies, as transformers has them, stay float32.
+    # Frequencies in float32, as in transformers, stay float32.
     return theta.to(log_scale.device) * torch.exp(log_scale.to(torch.float64)).to(theta.dtype)

@@ -1,4 +1,4 @@
-"""What a call of a rotation is given, checked: its tensors, where their tokens are, and how far positions may go."""
+"""Checks of the arguments of a rotation: tensors, positions, offsets, lengths, roles, and tables of cos and sin."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, NoReturn, TypedDict, TypeGuard
@@ -20,9 +20,9 @@ __all__ = [
     "Angles",
     "Limits",
     "PairOptions",
+    "Placement",
     "Role",
     "SingleOptions",
-    "Where",
     "check_angles",
     "check_same_length",
     "check_tensors",
@@ -35,7 +35,7 @@ __all__ = [
 # cos and sin, each [seq, pairs], [batch, seq, pairs] or [batch, heads, seq, pairs].
 Angles = tuple[Tensor, Tensor]
 
-# What a single tensor holds, for specs that treat queries and keys differently.
+# Whether a tensor contains queries or keys, for specs that treat them differently.
 Role = Literal["q", "k"]
 
 
@@ -48,7 +48,7 @@ class _Options(TypedDict, total=False):
 
 
 class SingleOptions(_Options, total=False):
-    """The options of a call with one tensor, for type checkers.
+    """Keyword arguments of a call with one tensor, for type checkers.
 
     >>> "role" in SingleOptions.__annotations__
     True
@@ -58,7 +58,7 @@ class SingleOptions(_Options, total=False):
 
 
 class PairOptions(_Options, total=False):
-    """The options of a call with queries and keys, for type checkers.
+    """Keyword arguments of a call with queries and keys, for type checkers.
 
     >>> "k_positions" in PairOptions.__annotations__
     True
@@ -69,7 +69,12 @@ class PairOptions(_Options, total=False):
 
 @dataclass(frozen=True)
 class Limits:
-    """The context length of a module and the xPos of its spec; `check_ids` looks at ids on a GPU too.
+    """Limits on positions.
+
+    Attributes:
+        context_length: Number of positions that are allowed, from 0 on; None for no limit.
+        xpos: The xPos of the spec, which limits positions to its length; None if there is none.
+        check_ids: Whether ids on a GPU are checked too.
 
     >>> Limits(8, None, False).check_range(0, 8)
     """
@@ -79,7 +84,7 @@ class Limits:
     check_ids: bool
 
     def check_range(self, start: int, seq: int) -> None:
-        """Raise if one of start .. start+seq-1 is past a limit.
+        """Raise if one of the positions start .. start+seq-1 is past a limit.
 
         >>> try:
         ...     Limits(8, None, False).check_range(7, 2)
@@ -92,7 +97,7 @@ class Limits:
             self._check_first(start)
 
     def check_values(self, positions: Tensor, asked: str) -> None:
-        """Raise if positions are not finite or past a limit, as far as the host may look at them.
+        """Raise if a position is not finite or past a limit. Values that the host must not read are not checked.
 
         >>> Limits(None, None, False).check_values(torch.arange(3), "a doctest")
         """
@@ -104,7 +109,7 @@ class Limits:
             self._check_first(int(positions.min()))
 
     def may_look(self, ids: Tensor) -> bool:
-        """Whether the values of ids may be looked at: that makes a device wait, and a compiler stop.
+        """Whether the values of ids may be read: not under torch.compile, and on a GPU only if `check_ids` is set.
 
         >>> Limits(None, None, False).may_look(torch.arange(2))
         True
@@ -120,7 +125,7 @@ class Limits:
                     asked=f"rope(...) with context_length={limit}",
                     expected=f"positions below {limit}",
                     got=f"position {last}",
-                    do="shorten the input, or raise context_length if the model is meant to go there",
+                    do="shorten the input, or increase context_length if the model supports these positions",
                 )
 
     def _check_first(self, first: int) -> None:
@@ -129,19 +134,27 @@ class Limits:
                 asked=f"rope(...) with {self.xpos}",
                 expected=f"positions from {-self.xpos.length} on",
                 got=f"position {first}",
-                do="shift the positions: scores depend on distances alone",
+                do="shift all positions by a constant: scores depend on distances only",
             )
 
 
-class Where(NamedTuple):
-    """Where the tokens of a call are, as its arguments say it; without any, at 0 .. seq-1.
+class Placement(NamedTuple):
+    """The arguments of a call that specify the positions of its tokens. The default is 0 .. seq-1.
 
     Built once from the arguments of a call and passed down. At most one of positions, offset, cu_seqlens and angles is
-    set, but for cu_seqlens with an offset; `k_positions` goes beside positions, or alone. `length` is how long the
-    sequences are, and `role` what a single tensor holds, for the specs that depend on them. `name` is the argument that
-    positions came from.
+    set, except cu_seqlens with offset. `k_positions` is set with positions, or alone.
 
-    >>> Where(offset=7).is_fresh, Where(length=9).is_fresh
+    Attributes:
+        positions: [seq] or [batch, seq]; [axes, seq] or [axes, batch, seq] for a spec with axes.
+        k_positions: The same for keys.
+        offset: Position of the first token: an int, or a tensor [batch].
+        cu_seqlens: Cumulated lengths of packed sequences [sequences + 1].
+        angles: cos and sin, instead of positions.
+        length: Length of the sequences, for rules that depend on it: an int, or a tensor [batch].
+        role: "q" or "k" for a single tensor, for specs that treat queries and keys differently.
+        name: The argument that `positions` came from, for errors.
+
+    >>> Placement(offset=7).is_fresh, Placement(length=9).is_fresh
     (False, True)
     """
 
@@ -156,27 +169,34 @@ class Where(NamedTuple):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether tokens are at 0 .. seq-1 because nothing says otherwise."""
+        """Whether positions are 0 .. seq-1 because no argument specifies them."""
         return self.positions is None and self.offset is None and self.cu_seqlens is None and self.angles is None
 
-    def of_keys(self) -> "Where":
-        """Where the keys are: at k_positions if those are given, else where the queries are.
+    def of_keys(self) -> "Placement":
+        """The placement of the keys: `k_positions` if it is set, else that of the queries.
 
-        >>> Where(positions=torch.arange(2), k_positions=torch.arange(3)).of_keys().positions.tolist()
+        >>> Placement(positions=torch.arange(2), k_positions=torch.arange(3)).of_keys().positions.tolist()
         [0, 1, 2]
         """
         if self.k_positions is None:
             return self._replace(role="k")
-        return Where(positions=self.k_positions, length=self.length, role="k", name="k_positions")
+        return Placement(positions=self.k_positions, length=self.length, role="k", name="k_positions")
 
     def check(self, k: Tensor | None) -> None:
-        """Raise if two arguments say where q is, or k_positions come without keys or beside anything but positions.
+        """Raise if the arguments contradict each other, or if `k_positions` is set without keys.
 
-        >>> Where(positions=torch.arange(2)).check(None)
+        Args:
+            k: Keys, or None for a call with one tensor.
+
+        Raises:
+            RopewalkError: If two arguments specify the positions of q, or if `k_positions` is set without keys or with
+                another argument than `positions`.
+
+        >>> Placement(positions=torch.arange(2)).check(None)
         """
-        given = (self.positions is not None) + (self.offset is not None)
-        given += (self.cu_seqlens is not None) + (self.angles is not None)
-        if given <= 1 and self.k_positions is None:
+        count = (self.positions is not None) + (self.offset is not None)
+        count += (self.cu_seqlens is not None) + (self.angles is not None)
+        if count <= 1 and self.k_positions is None:
             return
         names = ("positions", "offset", "cu_seqlens", "angles")
         named = [name for name in names if getattr(self, name) is not None]
@@ -188,15 +208,30 @@ class Where(NamedTuple):
         raise RopewalkError(
             asked="rope(q, ...)" if k is None else "rope(q, k, ...)",
             expected="one of positions, offset, cu_seqlens and angles, or cu_seqlens with offset; k_positions with k, "
-            "beside positions or alone",
+            "together with positions or alone",
             got=", ".join(named),
-            do="add an offset to the positions yourself; give at() the positions of its angles",
+            do="add the offset to the positions; for angles, pass the positions to rope.at()",
         )
 
-    def places(self, x: Tensor, seq_dim: int, batched: bool, axes: Axes | None, limits: Limits) -> int | Tensor:
-        """Where the tokens of x are, checked: ids, or an int where they are a range that starts there.
+    def positions_or_start(
+        self, x: Tensor, seq_dim: int, batched: bool, axes: Axes | None, limits: Limits
+    ) -> int | Tensor:
+        """Check the arguments, and return the positions of x, or the start of a range as an int.
 
-        >>> Where(offset=7).places(torch.ones(3, 4), -2, False, None, Limits(None, None, False))
+        Args:
+            x: Tensor to rotate.
+            seq_dim: Dimension of the sequence.
+            batched: Whether the first dimension of x is the batch.
+            axes: The axes of the spec, or None.
+            limits: Limits on the positions.
+
+        Returns:
+            Positions [seq] or [batch, seq], with the axes first for a spec with axes; or an int n for n .. n+seq-1.
+
+        Raises:
+            RopewalkError: If the positions do not match x, or are past a limit.
+
+        >>> Placement(offset=7).positions_or_start(torch.ones(3, 4), -2, False, None, Limits(None, None, False))
         7
         """
         seq = x.shape[seq_dim]
@@ -209,7 +244,7 @@ class Where(NamedTuple):
                 asked=f"rope(...) over {axes.count} position axes",
                 expected=f"positions [{axes.count}, seq] or [{axes.count}, batch, seq]",
                 got="no positions",
-                do="make them with ropewalk.positions: text_positions, grid_positions, mrope_positions",
+                do="create them with ropewalk.positions: text_positions, grid_positions, mrope_positions",
             )
         elif self.cu_seqlens is not None:
             ends, asked = self.cu_seqlens, "rope(cu_seqlens=...)"
@@ -233,7 +268,19 @@ _MOST_OFFSET = (1 << 62) - 1
 
 
 def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> int | Tensor:
-    """An int, or a tensor: of one whole number, or of one per sequence where x has `rows` sequences.
+    """Return a valid offset: an int, or int64 with one number or one per sequence.
+
+    Args:
+        offset: The argument to check.
+        x: The tensor to rotate, for the error.
+        rows: Number of sequences of x; None if x has no batch.
+        name: Name of the argument, for the error.
+
+    Returns:
+        An int, or an int64 tensor [], [1] or [rows].
+
+    Raises:
+        RopewalkError: If the offset is not whole, too large, or of another shape.
 
     >>> checked_offset(7, torch.ones(2, 3, 4), 2, "offset")
     7
@@ -243,16 +290,16 @@ def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> in
         whole = not offset.is_floating_point() and not offset.is_complex() and offset.dtype != torch.bool
         one_each = offset.dim() == 1 and rows is not None and offset.shape[0] in (1, rows)
         if whole and (offset.dim() == 0 or one_each):
-            looked_at = may_look(offset)
-            if looked_at and all(abs(number) <= _MOST_OFFSET for number in offset.flatten().tolist()):
+            readable = may_look(offset)
+            if readable and all(abs(number) <= _MOST_OFFSET for number in offset.flatten().tolist()):
                 return offset.to(torch.int64)
-            if not looked_at and offset.dtype != torch.uint64:
+            if not readable and offset.dtype != torch.uint64:
                 return offset.to(torch.int64)
         got = f"{offset.dtype} {list(offset.shape)}"
         if whole and may_look(offset) and offset.numel() and (one_each or offset.dim() == 0):
             got += f" with {max(offset.flatten().tolist(), key=abs)}"
     elif isinstance(offset, torch.SymInt):
-        return offset  # pyright: ignore[reportReturnType]  # an int to everything but the type checker
+        return offset  # pyright: ignore[reportReturnType]  # behaves as an int
     else:
         number = as_int(offset)
         if number is not None and abs(number) <= _MOST_OFFSET:
@@ -274,9 +321,20 @@ def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> in
 def checked_length(
     length: object, spec: RopeSpec, rows: int | None, fresh: int | None, name: str = "length"
 ) -> int | Tensor | None:
-    """How long sequences are, if the spec depends on it: an int, or whole numbers [rows], one per sequence.
+    """Return the length of the sequences if the spec depends on it, else None.
 
-    `fresh` is the number of tokens where they are a whole sequence, from position 0 on; no length is needed then.
+    Args:
+        length: The argument to check: an int, or whole numbers [rows] with one length per sequence.
+        spec: The spec of the rotation.
+        rows: Number of sequences; None if there is no batch.
+        fresh: Number of tokens if they are a whole sequence from position 0 on. It is the default length then.
+        name: Name of the argument, for the error.
+
+    Returns:
+        An int, a tensor [], [1] or [rows], or None if the spec does not depend on the length.
+
+    Raises:
+        RopewalkError: If the length is missing or invalid.
 
     >>> checked_length(None, RopeSpec(4), None, 3) is None
     True
@@ -288,7 +346,7 @@ def checked_length(
             asked=f"rope(...) with {type(spec.frequencies).__name__}, whose frequencies depend on the length",
             expected=f"{name}=, an int or one per sequence [batch], unless tokens are one sequence from position 0 on",
             got=f"no {name}",
-            do="pass the length that the keys in the cache were rotated for; rope.retune moves them to another",
+            do="pass the length that the keys in the cache were rotated with; rope.retune changes it",
         )
     if isinstance(length, Tensor):
         whole = not length.is_floating_point() and not length.is_complex() and length.dtype != torch.bool
@@ -296,7 +354,7 @@ def checked_length(
             return length if spec.varies else None
         got = f"{length.dtype} {list(length.shape)}"
     elif isinstance(length, torch.SymInt):
-        return length if spec.varies else None  # pyright: ignore[reportReturnType]  # an int but for the type checker
+        return length if spec.varies else None  # pyright: ignore[reportReturnType]  # behaves as an int
     else:
         number = as_int(length)
         if number is not None and 1 <= number < 1 << 62:
@@ -306,12 +364,12 @@ def checked_length(
         asked=f"rope(..., {name}=...)",
         expected="an int of at least 1" + ("" if rows is None else f", or whole numbers [{rows}], one per sequence"),
         got=got,
-        do="pass how many positions the sequence has",
+        do="pass the number of positions of the sequence",
     )
 
 
 def checked_role(role: object, spec: RopeSpec) -> Role | None:
-    """Whether a tensor holds queries ("q") or keys ("k"); None where the spec treats them alike.
+    """Return the role of a tensor, "q" or "k"; None if the spec treats queries and keys alike.
 
     >>> checked_role("k", RopeSpec(4)) is None
     True
@@ -325,15 +383,28 @@ def checked_role(role: object, spec: RopeSpec) -> Role | None:
             asked="rope(x) with a spec that treats queries and keys differently (xpos or query_temperature)",
             expected='role="q" for queries or role="k" for keys, or both tensors: rope(q, k)',
             got="one tensor without a role",
-            do='say what it holds: rope(k, role="k")',
+            do='pass its role: rope(k, role="k")',
         )
-    return role  # pyright: ignore[reportReturnType]  # require_choice has looked
+    return role  # pyright: ignore[reportReturnType]  # require_choice checked it
 
 
 def check_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> Angles:
-    """cos and sin as `rope.at` returns them, if they belong to x; those in bfloat16 or float16 as float32.
+    """Return cos and sin in the working dtype of x, if their shapes match x.
 
-    Tables of flash-attention and Liger have the dtype of q. What they lost when they were rounded is lost.
+    Tables of flash-attention and Liger have the dtype of q, so bfloat16 and float16 are accepted and converted to
+    float32. The precision that they lost stays lost.
+
+    Args:
+        angles: The argument to check: a tuple of cos and sin.
+        x: The tensor to rotate.
+        pairs: Number of pairs.
+        seq_dim: Dimension of the sequence.
+
+    Returns:
+        cos and sin.
+
+    Raises:
+        RopewalkError: If a shape, dtype or device does not match.
 
     >>> x = torch.ones(3, 4)
     >>> check_angles((torch.ones(3, 2), torch.zeros(3, 2)), x, 2, -2)[0].shape
@@ -367,7 +438,7 @@ def _tables_fit(table: Tensor, x: Tensor, pairs: int, seq_dim: int) -> bool:
 
 
 def _raise_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> NoReturn:
-    """What is wrong with cos and sin, and what to do about the mistakes that come with tables of other libraries."""
+    """Raise the error for cos and sin that do not match, with a fix for the tables of other libraries."""
     for table in angles if isinstance(angles, tuple) else ():
         check_strided(table, asked="rope(..., angles=...)")
     seq = x.shape[seq_dim]
@@ -391,36 +462,36 @@ def _raise_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> NoRetu
 
 
 def _advice(cos: Tensor, sin: Tensor, x: Tensor, pairs: int, seq_dim: int) -> str | None:
-    """What to do with tables of a shape or dtype that other libraries use; None for any other."""
+    """The fix for tables of a shape or dtype that other libraries use; None for any other."""
     seq, shape, slices = x.shape[seq_dim], tuple(cos.shape), []
     heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
     if cos.shape != sin.shape or cos.dim() not in (2, 3, 4):
         return None
     if shape[-3:] == (seq, 1, pairs):
-        return "take cos.squeeze(-2), and sin alike: tables that all heads share have no dimension for them"
+        return "pass cos.squeeze(-2), and the same for sin: tables that all heads share have no dimension for heads"
     if cos.dim() == 4 and shape[1:] == (seq, heads, pairs) != (heads, seq, pairs):
-        return "take cos.transpose(1, 2), and sin alike: in tables heads come before the sequence, also for seq_dim=-3"
+        return "pass cos.transpose(1, 2), and the same for sin: tables are [batch, heads, seq, pairs] for any seq_dim"
     if shape[-2] > seq:
-        # The tables of a whole context, of which the tokens have the first rows.
+        # Tables of the whole context: the tokens use the first rows.
         slices.append(("cos[:seq]" if cos.dim() == 2 else "cos[..., :seq, :]") + f" with seq = {seq}")
     if shape[-1] == 2 * pairs:
         slices.append(
-            f"cos[..., :d // 2] with d = {2 * pairs}, or cos[..., ::2] where each number is there twice in a row"
+            f"cos[..., :d // 2] with d = {2 * pairs}, or cos[..., ::2] if each number is repeated twice in a row"
         )
     if shape == (heads, seq, pairs):
         slices.append("cos[None] for tables per head, [1 or batch, heads, seq, d/2]: three dimensions are a batch")
     if slices:
-        return "take " + ", then ".join(slices) + "; and sin alike"
+        return "pass " + ", then ".join(slices) + "; and the same for sin"
     if cos.dim() == 4 and shape[-2:] == (seq, pairs):
-        return "rotate q and k in two calls: tables per head have as many heads as the tensor"
+        return "rotate q and k in two calls: tables per head must have as many heads as the tensor"
     narrower = x.dtype != torch.float64 and cos.is_floating_point() and cos.device == sin.device == x.device
     if narrower and _tables_fit(cos, x, pairs, seq_dim):
-        return "cast both: cos.to(torch.float32), and sin alike"
+        return "cast both: cos.to(torch.float32), and the same for sin"
     return None
 
 
 def is_start(offset: object) -> TypeGuard[int | None]:
-    """Whether this is no offset, or an int that a position can be: the common cases, without a look at the rest.
+    """Whether `offset` is None or an int in the accepted range: the common case, checked quickly.
 
     >>> is_start(None), is_start(7), is_start(torch.tensor(7))
     (True, True, False)
@@ -429,7 +500,17 @@ def is_start(offset: object) -> TypeGuard[int | None]:
 
 
 def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads: int | None) -> None:
-    """Raise unless q and k can be rotated. One look where they are fine: decoding waits for this.
+    """Raise unless q and k can be rotated. The check is kept short, because decoding is limited by host time.
+
+    Args:
+        q: Queries.
+        k: Keys, or None.
+        head_dim: Required last dimension.
+        seq_dim: Dimension of the sequence.
+        heads: Required number of heads; None for any.
+
+    Raises:
+        RopewalkError: If a shape or dtype is invalid, or if q and k differ in dtype or device.
 
     >>> check_tensors(torch.ones(3, 4), None, 4, -2, None)
     """
@@ -440,9 +521,9 @@ def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, head
     if not (isinstance(k, Tensor) and k.is_floating_point()):
         raise RopewalkError(
             asked="rope(q, k)",
-            expected="keys, a floating-point tensor, as the second argument",
+            expected="keys as the second argument: a floating-point tensor",
             got=f"{k.dtype} of shape {list(k.shape)}" if isinstance(k, Tensor) else shown(k),
-            do="pass position ids by name, rope(q, positions=ids), and a start as rope(q, offset=n)"
+            do="pass position ids as rope(q, positions=ids), and a start position as rope(q, offset=n)"
             if isinstance(k, Tensor | int)
             else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
         )
@@ -467,7 +548,7 @@ def check_same_length(q: Tensor, k: Tensor, seq_dim: int) -> None:
             asked="rope(q, k)",
             expected="as many keys as queries, or k_positions",
             got=f"{q.shape[seq_dim]} queries and {k.shape[seq_dim]} keys",
-            do="for [..., seq, heads, head_dim] make it with seq_dim=-3; else pass k_positions to rope(q, k)",
+            do="for [..., seq, heads, head_dim] create the module with seq_dim=-3; else pass k_positions to rope(q, k)",
         )
 
 
@@ -485,8 +566,8 @@ def _raise_unfit(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int |
     check_strided(x, asked=f"rope({name})")
     if _fits(x, head_dim, seq_dim, None):
         raise RopewalkError(
-            asked=f"rope({name}) with frequencies of its own for each of {heads} heads",
-            expected=f"{heads} heads in a tensor of 3 or 4 dimensions, keys like queries",
+            asked=f"rope({name}) with different frequencies for each of {heads} heads",
+            expected=f"{heads} heads in a tensor of 3 or 4 dimensions, for queries and keys",
             got=f"shape {list(x.shape)} with seq_dim={seq_dim}",
             do="frequencies per head cannot be shared by grouped keys: repeat the key heads first",
         )
@@ -495,7 +576,7 @@ def _raise_unfit(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int |
         asked=f"rope({name}) with head_dim={head_dim}, seq_dim={seq_dim}",
         expected=f"a floating-point tensor {shape} whose last dimension is {head_dim}",
         got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
-        do="split the heads first, or make the module with the head_dim and the seq_dim of the tensor"
+        do="split the heads first, or create the module with the head_dim and the seq_dim of the tensor"
         if isinstance(x, Tensor) and x.dtype in FLOATS
         else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
     )

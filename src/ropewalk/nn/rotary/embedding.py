@@ -21,9 +21,9 @@ from ropewalk.nn.rotary.call import (
     Angles,
     Limits,
     PairOptions,
+    Placement,
     Role,
     SingleOptions,
-    Where,
     checked_length,
     checked_offset,
     checked_role,
@@ -39,32 +39,32 @@ __all__ = ["RotaryEmbedding"]
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position encoding: rotates each pair i of features at position m by the angle m * theta_i.
+    """Rotary position encoding: rotates pair i of a token at position m by the angle m * theta_i.
 
-    RoFormer, 2104.09864, eq. 15 and 34. Pairs are interleaved, (0,1), (2,3), .., unless told otherwise; most
-    checkpoints on model hubs are pairing="half". Angles are formed in float64, the rotation in float32, and the result
-    is rounded once. Nothing that forward does is seen by a later forward, and `.to(bfloat16)`, autocast, meta
-    initialisation and `to_empty` cannot touch the frequencies.
+    RoFormer, 2104.09864, eq. 15 and 34. Pairs are interleaved by default: (0, 1), (2, 3), ... Most checkpoints on model
+    hubs use pairing="half". Angles are computed in float64 and the rotation in float32, and the result is rounded once.
+    Calls do not change the module. `.to(bfloat16)`, autocast, meta initialisation and `to_empty` do not change the
+    frequencies.
 
-    q and k are [..., seq, head_dim] for seq_dim=-2, as `scaled_dot_product_attention` accepts them, or
-    [..., seq, heads, head_dim] for seq_dim=-3, as flash-attention does. Positions are [seq], or [batch, seq] with the
-    batch as the first dimension of q; whole or not, negative allowed, on the device of q. For a spec with A axes they
-    are [A, seq] or [A, batch, seq], and must be given.
+    q and k are [..., seq, head_dim] for seq_dim=-2, as in `scaled_dot_product_attention`, or
+    [..., seq, heads, head_dim] for seq_dim=-3, as in flash-attention. Positions are [seq], or [batch, seq] if the first
+    dimension of q is the batch. They can be fractional or negative, and must be on the device of q. For a spec with A
+    axes they are [A, seq] or [A, batch, seq], and are required.
 
     Args:
-        head_dim: How many features a head has, or a whole RopeSpec.
-        base: The base of the frequencies, base^(-2i/head_dim); 10000 by default. Not beside a spec.
-        pairing: Which features form a pair: "interleaved" (default) or "half". Not beside a spec.
-        seq_dim: Where the sequence is: -2 or -3.
-        context_length: Positions from here on raise an error where the host knows them: in ranges, and for ids on the
-            CPU in eager mode. Ids on a GPU are not looked at, which would make the host wait for it.
-        learned: Makes the frequencies theta_i * exp(log_scale_i) with one parameter, log_scale, that starts at 0: a
-            model that is cast to bfloat16 rounds the change and not the frequencies.
-        backend: Forces a backend, "native", "triton" or "torch"; a call that it does not support raises an error.
-        check_ids: Looks at ids on a GPU too, in eager mode: to find a mistake.
+        head_dim: Number of features per head, or a RopeSpec.
+        base: Base of the frequencies base^(-2i/head_dim). Defaults to 10000. Not allowed with a RopeSpec.
+        pairing: "interleaved" (default), or "half": (i, i + head_dim/2). Not allowed with a RopeSpec.
+        seq_dim: Dimension of the sequence: -2 or -3.
+        context_length: Positions from `context_length` on raise an error if the host knows them: in ranges, and for ids
+            on the CPU in eager mode. Ids on a GPU are not checked, because reading them would synchronize.
+        learned: Learn the frequencies as theta_i * exp(log_scale_i). The parameter `log_scale` starts at 0. Casting the
+            model to bfloat16 rounds `log_scale`, not the frequencies.
+        backend: Force "native", "triton" or "torch". A call that it does not support raises. None chooses per call.
+        check_ids: Also check ids on a GPU, in eager mode. This synchronizes, and is meant for debugging.
 
     Raises:
-        RopewalkError: An argument is wrong; the message says what to pass.
+        RopewalkError: If an argument is invalid.
 
     >>> rope = RotaryEmbedding(2, base=10_000)
     >>> q = torch.tensor([[1.0, 0.0], [1.0, 0.0]])  # two tokens
@@ -94,7 +94,7 @@ class RotaryEmbedding(nn.Module):
             )
         if context_length is not None:
             context_length = require_count(
-                context_length, asked="RotaryEmbedding(context_length=...)", do="pass how many positions there may be"
+                context_length, asked="RotaryEmbedding(context_length=...)", do="pass the number of positions"
             )
         require_flag(learned, asked="RotaryEmbedding(learned=...)")
         spec = _spec(head_dim, base, pairing)
@@ -112,7 +112,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def context_length(self) -> int | None:
-        """How many positions there may be, from 0 on; None for any number.
+        """Number of positions that are allowed, from 0 on; None for no limit.
 
         >>> RotaryEmbedding(4, context_length=8).context_length
         8
@@ -121,7 +121,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def check_ids(self) -> bool:
-        """Whether ids on a GPU are looked at too.
+        """Whether ids on a GPU are checked too.
 
         >>> RotaryEmbedding(4).check_ids
         False
@@ -130,7 +130,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def backend(self) -> str | None:
-        """The backend that is forced; None where each call chooses.
+        """The forced backend; None if each call chooses one.
 
         >>> RotaryEmbedding(4).backend is None
         True
@@ -139,9 +139,9 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """The frequencies, sign * theta_i: float64 [pairs], or [heads, pairs] where heads differ.
+        """Frequencies sign * theta_i: float64 [pairs], or [heads, pairs] if the heads have different frequencies.
 
-        Of a rule that varies with the length they are those of short sequences.
+        For a rule that depends on the length, they are the frequencies of short sequences.
 
         >>> RotaryEmbedding(RopeSpec(4, sign=-1), learned=True).inv_freq.tolist()
         [-1.0, -0.01]
@@ -150,7 +150,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def heads(self) -> int | None:
-        """How many heads q and k must have, where heads have frequencies of their own; else None.
+        """Required number of heads of q and k if frequencies are per head; else None.
 
         >>> RotaryEmbedding(4).heads is None
         True
@@ -159,7 +159,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def keeps_norms(self) -> bool:
-        """Whether cos and sin have no factor at any length: no amplitude, no query temperature. xPos is not counted.
+        """Whether cos and sin have no factor at any length: no amplitude and no query temperature. xPos is ignored.
 
         >>> from ropewalk import Yarn
         >>> RotaryEmbedding(4).keeps_norms, RotaryEmbedding(RopeSpec(4, Yarn(factor=4))).keeps_norms
@@ -168,9 +168,9 @@ class RotaryEmbedding(nn.Module):
         return self._source.keeps_norms
 
     @overload
-    def forward(self, q: Tensor, k: None = None, **where: Unpack[SingleOptions]) -> Tensor: ...
+    def forward(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
     @overload
-    def forward(self, q: Tensor, k: Tensor, **where: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, **options: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
         q: Tensor,
@@ -184,28 +184,31 @@ class RotaryEmbedding(nn.Module):
         length: int | Tensor | None = None,
         role: Role | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Rotates q, or q and k. Positions are 0 .. seq-1 unless an argument says otherwise.
+        """Rotate q, or q and k. Positions default to 0 .. seq-1.
+
+        At most one of `positions`, `offset`, `cu_seqlens` and `angles` is accepted, except `cu_seqlens` with `offset`.
 
         Args:
-            q: Queries, or whatever a single tensor holds.
-            k: Keys, as many as queries unless k_positions are given.
-            positions: The positions of q, and of k without k_positions.
-            k_positions: The positions of k; beside positions, or alone.
-            offset: The position of the first token: an int, or a tensor [batch] with one offset per sequence.
-            cu_seqlens: The ends of packed sequences: [sequences + 1]. Each starts at position 0, or at its offset:
-                `offset` is then an int, or a tensor [sequences].
-            angles: cos and sin that `at` computed before, or tables of another library: [seq, pairs],
-                [batch, seq, pairs] or [1 or batch, heads, seq, pairs]. Those in bfloat16 or float16 rotate in float32,
-                and are as inexact as they are.
-            length: How long the sequence is, for DynamicNTK and LongRope: an int, or a tensor [batch] with one length
-                per sequence. Needed wherever tokens do not start at 0.
-            role: What a single tensor holds, "q" or "k", for xPos and query temperatures, which treat them differently.
+            q: Queries, or any single tensor: [..., seq, head_dim], or [..., seq, heads, head_dim] for seq_dim=-3.
+            k: Keys, with as many tokens as q unless `k_positions` is passed. The number of heads can differ.
+            positions: Positions of q [seq] or [batch, seq], and also of k unless `k_positions` is passed.
+            k_positions: Positions of k [keys] or [batch, keys], with `positions` or alone.
+            offset: Position of the first token: an int, or a tensor [batch] with one offset per sequence.
+            cu_seqlens: Cumulated lengths [sequences + 1] of packed sequences. Each sequence starts at position 0, or at
+                its `offset`, which is then an int or a tensor [sequences].
+            angles: cos and sin from `at`, or tables of another library: [seq, pairs], [batch, seq, pairs] or
+                [1 or batch, heads, seq, pairs]. bfloat16 and float16 tables are converted to float32; the precision
+                that they lost stays lost.
+            length: Length of the sequence, for DynamicNTK and LongRope: an int, or a tensor [batch] with one length per
+                sequence. Required if tokens do not start at position 0. Other rules ignore it.
+            role: "q" or "k": what a single tensor contains. Required for xPos and query temperatures, which treat
+                queries and keys differently.
 
         Returns:
-            q rotated, or the pair of q and k rotated, in their dtype.
+            q rotated, or the tuple of q and k rotated, in their dtype.
 
         Raises:
-            RopewalkError: The tensors do not fit the module or each other, or two arguments say where tokens are.
+            RopewalkError: If a shape, dtype, device or position is invalid, or if arguments contradict each other.
 
         >>> rope = RotaryEmbedding(4)
         >>> q, k = torch.ones(1, 8, 3, 4), torch.ones(1, 2, 3, 4)
@@ -219,8 +222,8 @@ class RotaryEmbedding(nn.Module):
             and not torch.compiler.is_compiling()
             and is_start(offset)
         ):
-            # Decoding, where the host's time decides: what is in order goes straight to the kernel. A compiler must not
-            # see the cache: it would hold on to what is in it.
+            # Decoding is limited by host time, so a call that hits the cache goes directly to the kernel. torch.compile
+            # must not trace the cache: the graph would keep its tensors as constants.
             source = self._source
             block, start, stop = source.ranges.recent, offset or 0, source.limits.context_length
             if (
@@ -236,13 +239,13 @@ class RotaryEmbedding(nn.Module):
                 )
                 if rotated is not None:
                     return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
-        where = Where(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role)
         if k_positions is None and role is None and self._source.same_for_both:
-            cos, sin, row = self._source.shared_tables(q, k, where, self.log_scale)
+            cos, sin, row = self._source.shared_tables(q, k, placement, self.log_scale)
             rotated = rotate(q, k, cos, sin, self.layout, row=row, backend=self._source.backend)
             return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
         results: list[Tensor] = []
-        for part in self.parts(q, k, where):
+        for part in self.parts(q, k, placement):
             cos, sin, row = part.tables
             rotated = rotate(part.q, part.k, cos, sin, self.layout, row=row, backend=self.backend)
             results += rotated if part.temperature is None else [self._scale_rest(rotated[0], part.temperature)]
@@ -252,15 +255,15 @@ class RotaryEmbedding(nn.Module):
     if TYPE_CHECKING:
 
         @overload
-        def __call__(self, q: Tensor, k: None = None, **where: Unpack[SingleOptions]) -> Tensor: ...
+        def __call__(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
         @overload
-        def __call__(self, q: Tensor, k: Tensor, **where: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
+        def __call__(self, q: Tensor, k: Tensor, **options: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
         def __call__(self, *arguments: object, **options: object) -> Tensor | tuple[Tensor, Tensor]: ...
 
     @overload
-    def rotate_(self, q: Tensor, k: None = None, **where: Unpack[SingleOptions]) -> Tensor: ...
+    def rotate_(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
     @overload
-    def rotate_(self, q: Tensor, k: Tensor, **where: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
+    def rotate_(self, q: Tensor, k: Tensor, **options: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
     def rotate_(
         self,
         q: Tensor,
@@ -274,16 +277,27 @@ class RotaryEmbedding(nn.Module):
         length: int | Tensor | None = None,
         role: Role | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`forward` in place: q, and k if given, are overwritten and returned. An error leaves both as they are.
+        """`forward` in place: overwrite q, and k if it is passed. If an error is raised, nothing was written.
+
+        Args:
+            q: Queries, or any single tensor. It must be writable and must not overlap itself or k.
+            k: Keys, under the same conditions.
+            positions, k_positions, offset, cu_seqlens, angles, length, role: As in `forward`.
+
+        Returns:
+            q, or the tuple of q and k: the same tensors.
+
+        Raises:
+            RopewalkError: As in `forward`, and for overlapping memory, leaves of autograd and inference tensors.
 
         >>> rope, q = RotaryEmbedding(2), torch.ones(3, 2)
         >>> rope.rotate_(q) is q
         True
         """
-        where = Where(positions, k_positions, offset, cu_seqlens, angles, length, role)
-        parts, layout, writes = self.parts(q, k, where), self.layout, []
+        placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        parts, layout, writes = self.parts(q, k, placement), self.layout, []
         check_in_place(q, k, any(part.tables.cos.requires_grad or part.tables.sin.requires_grad for part in parts))
-        # Everything that may be refused is refused here, before the first element is written.
+        # All checks run here, before the first element is written.
         for part in parts:
             cos, sin, row = part.tables
             writes.append(rotation_in_place(part.q, part.k, cos, sin, layout, row=row, backend=self.backend))
@@ -301,20 +315,19 @@ class RotaryEmbedding(nn.Module):
         length: int | Tensor | None = None,
         role: Role | None = None,
     ) -> Angles:
-        """cos and sin at `positions`, times the amplitude: computed once per forward pass, shared as `angles=`.
+        """Return cos and sin at `positions`, times the amplitude. Compute them once and pass them as `angles=`.
 
         Args:
             positions: [seq] or [batch, seq]; [A, seq] or [A, batch, seq] for a spec with A axes.
             dtype: float32, or float64 for float64 input.
-            length: As in `forward`.
-            role: As in `forward`.
+            length, role: As in `forward`.
 
         Returns:
-            cos and sin, each [seq, pairs] or [batch, seq, pairs]; [1 or batch, heads, seq, pairs] where heads have
-            their own frequencies.
+            cos and sin, each [seq, pairs] or [batch, seq, pairs]; [1 or batch, heads, seq, pairs] if frequencies are
+            per head.
 
         Raises:
-            RopewalkError: Positions cannot be counted with, or the spec needs a length or a role.
+            RopewalkError: If the shape or dtype of `positions` is invalid, or if the spec requires a length or a role.
 
         >>> cos, sin = RotaryEmbedding(4).at(torch.tensor([0, 2]))
         >>> [round(c, 4) for c in cos[1].tolist()]  # cos 2, cos 0.02
@@ -327,7 +340,7 @@ class RotaryEmbedding(nn.Module):
                 asked=f"rope.at(positions, dtype={dtype})",
                 expected="float32, or float64 for float64 input",
                 got=f"{dtype}",
-                do="leave dtype out; the rotation rounds once, at its end",
+                do="omit dtype; the rotation rounds once, at its end",
             )
         positions = as_signed(positions)
         self._source.limits.check_values(positions, "rope.at(positions)")
@@ -335,7 +348,7 @@ class RotaryEmbedding(nn.Module):
         if positions.dim() > (1 if count == 1 else 2):
             rows = positions.shape[-2]
         else:
-            # Positions that all sequences share may be asked for with one length per sequence.
+            # Positions [seq] that all sequences share are accepted with one length per sequence.
             rows = length.numel() if isinstance(length, Tensor) else None
         length = checked_length(length, self.spec, rows, None)
         return self._source.at(positions, dtype, length, role, self.log_scale)
@@ -351,38 +364,47 @@ class RotaryEmbedding(nn.Module):
         length: int | Tensor | None = None,
         role: Role | None = None,
     ) -> Tensor:
-        """The inverse of `forward` on one tensor, given the same positions; divides by the amplitude.
+        """Invert `forward` on one tensor: rotate back, and divide by the amplitude.
+
+        Args:
+            x: Rotated queries or keys, of the shape that `forward` returned.
+            positions, offset, cu_seqlens, angles, length, role: The arguments that x was rotated with.
+
+        Returns:
+            The tensor before the rotation, up to rounding.
+
+        Raises:
+            RopewalkError: As in `forward`.
 
         >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
         >>> torch.allclose(rope.unrotate(rope(x)), x)
         True
         """
         self._source.check_tensors(x, None)
-        where = Where(positions, None, offset, cu_seqlens, angles, length, checked_role(role, self.spec))
-        where.check(None)
-        cos, sin, row = self._source.tables_of(x, where, self.log_scale)
+        placement = Placement(positions, None, offset, cu_seqlens, angles, length, checked_role(role, self.spec))
+        placement.check(None)
+        cos, sin, row = self._source.tables_of(x, placement, self.log_scale)
         # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
         fixed = not self.spec.varies and self.spec.same_for_both
         square = self._source.amplitude.to(cos) ** 2 if fixed else cos**2 + sin**2
         cos, sin = cos / square, sin / square
         rotated = rotate(x, None, cos, sin, self.layout, row=row, conjugate=True, backend=self.backend)[0]
-        temperature = self._source.temperature_of(x, where)
+        temperature = self._source.temperature_of(x, placement)
         return rotated if temperature is None else self._scale_rest(rotated, 1 / temperature)
 
     def shift(self, x: Tensor, by: int | Tensor, *, length: int | Tensor | None = None) -> Tensor:
-        """Moves keys that are rotated already by `by` positions: R_by R_m = R_{m+by}.
+        """Move rotated keys by `by` positions: R_by R_m = R_{m+by}.
 
         Args:
-            x: Rotated keys.
-            by: How far: an int, or a tensor [batch] with one distance per sequence. With more than one axis, all
-                positions of a token move alike.
-            length: The length that the keys were rotated for, where the rule varies with it.
+            x: Rotated keys [..., seq, head_dim], or [..., seq, heads, head_dim] for seq_dim=-3.
+            by: Distance: an int, or a tensor [batch] with one distance per sequence. It is added on every axis.
+            length: The length that the keys were rotated with, if the rule depends on it.
 
         Returns:
-            The keys as if they had been rotated `by` positions farther.
+            The keys rotated at position m + by instead of m.
 
         Raises:
-            RopewalkError: The spec has angles="float32", whose rotations do not compose.
+            RopewalkError: If the spec has angles="float32", whose rotations do not compose, or if `by` does not match.
 
         >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
         >>> torch.allclose(rope.shift(rope(x), by=-2), rope(x, offset=-2))
@@ -398,18 +420,18 @@ class RotaryEmbedding(nn.Module):
         self._source.check_tensors(x, None)
         by = checked_offset(by, x, self._source.rows(x), "by")
         length = checked_length(length, self.spec, self._source.rows(x), None)
-        # Every token moves by the same distance: a range of one position, as long as the sequence.
+        # Every token of a sequence moves by the same distance.
         positions = range_positions(1, by, x.device)
         positions = positions.expand(*positions.shape[:-1], x.shape[self.seq_dim])
         if self.spec.axes is not None:
             positions = positions.expand(self.spec.axes.count, *positions.shape)
-        here, source = angle_device(positions), self._source
-        theta, _ = source.rule_at(length, here.device, self.log_scale)
-        # The keys have the amplitude already; only what xPos changes from position to position is new.
-        one = ones((), dtype=torch.float64, device=here.device)
-        scale = source.amplitude_of(one, here, "k") / source.amplitude_of(one, here * 0, "k")
-        axes = source.axes_at(here.device)
-        cos, sin = cos_sin(here, theta, None, scale, working_dtype(x), axes, backend=self.backend)
+        positions, source = angle_device(positions), self._source
+        theta, _ = source.rule_at(length, positions.device, self.log_scale)
+        # The keys already contain the amplitude. Only the factor of xPos depends on the position.
+        one = ones((), dtype=torch.float64, device=positions.device)
+        scale = source.amplitude_of(one, positions, "k") / source.amplitude_of(one, positions * 0, "k")
+        axes = source.axes_at(positions.device)
+        cos, sin = cos_sin(positions, theta, None, scale, working_dtype(x), axes, backend=self.backend)
         return rotate(x, None, cos.to(x.device), sin.to(x.device), self.layout, backend=self.backend)[0]
 
     def retune(
@@ -423,11 +445,22 @@ class RotaryEmbedding(nn.Module):
         length: int | Tensor | None = None,
         to_length: int | Tensor | None = None,
     ) -> Tensor:
-        """Keys that this module rotated at `positions`, as `to` would have rotated them: rotated by the difference.
+        """Convert keys that this module rotated to keys rotated by `to`, by one rotation by the difference.
 
-        For a cache whose keys were rotated under another rule, or under another `length` of the same rule, when a
-        DynamicNTK model grows or a LongRope one passes its trained length: `to` is then the module itself, with
-        `to_length`. The two must rotate the same features in the same pairs.
+        For a cache whose keys were rotated with another rule, or with another `length` of the same rule (`to` is then
+        the module itself): a DynamicNTK sequence that grows, a LongRope sequence that passes its trained length.
+
+        Args:
+            x: Keys that this module rotated.
+            to: The other module. It must rotate the same features in the same pairs.
+            positions, offset, cu_seqlens, length: The arguments that x was rotated with.
+            to_length: `length` for `to`.
+
+        Returns:
+            The keys as `to` would have rotated them, up to rounding.
+
+        Raises:
+            RopewalkError: If the two modules rotate different features or pairs, or if an argument does not match x.
 
         >>> from ropewalk import PositionInterpolation, RopeSpec
         >>> old, new = RotaryEmbedding(4), RotaryEmbedding(RopeSpec(4, PositionInterpolation(10_000, factor=2)))
@@ -437,49 +470,49 @@ class RotaryEmbedding(nn.Module):
         """
         self._check_retune(to)
         self._source.check_tensors(x, None)
-        where = Where(positions, None, offset, cu_seqlens, length=length)
-        where.check(None)
-        places, seq = self._source.places_of(x, where), x.shape[self.seq_dim]
-        fresh = seq if where.is_fresh else None
+        placement = Placement(positions, None, offset, cu_seqlens, length=length)
+        placement.check(None)
+        ids, seq = self._source.positions_or_start(x, placement), x.shape[self.seq_dim]
+        fresh = seq if placement.is_fresh else None
         old_length = checked_length(length, self.spec, self._source.rows(x), fresh)
         new_length = checked_length(to_length, to.spec, self._source.rows(x), fresh, "to_length")
-        here = angle_device(places if isinstance(places, Tensor) else range_positions(seq, places, x.device))
-        old, old_amplitude = self._source.rule_at(old_length, here.device, self.log_scale)
-        new, new_amplitude = to._source.rule_at(new_length, here.device, to.log_scale)
-        new_scale = to._source.amplitude_of(new_amplitude, here, "k")
-        scale = new_scale / self._source.amplitude_of(old_amplitude, here, "k")
-        axes = self._source.axes_at(here.device)
-        cos, sin = cos_sin_between(here, old, new, scale, working_dtype(x), axes)
+        ids = angle_device(ids if isinstance(ids, Tensor) else range_positions(seq, ids, x.device))
+        old, old_amplitude = self._source.rule_at(old_length, ids.device, self.log_scale)
+        new, new_amplitude = to._source.rule_at(new_length, ids.device, to.log_scale)
+        new_scale = to._source.amplitude_of(new_amplitude, ids, "k")
+        scale = new_scale / self._source.amplitude_of(old_amplitude, ids, "k")
+        axes = self._source.axes_at(ids.device)
+        cos, sin = cos_sin_between(ids, old, new, scale, working_dtype(x), axes)
         return rotate(x, None, cos.to(x.device), sin.to(x.device), self.layout, backend=self.backend)[0]
 
     def batched(self, x: Tensor) -> bool:
-        """Whether the first dimension of x is a batch, and not the sequence, or heads with frequencies of their own.
+        """Whether the first dimension of x is the batch, and not the sequence or heads with frequencies per head.
 
         >>> RotaryEmbedding(4).batched(torch.ones(2, 3, 4)), RotaryEmbedding(4).batched(torch.ones(3, 4))
         (True, False)
         """
         return self._source.batched(x)
 
-    def parts(self, q: Tensor, k: Tensor | None, where: Where) -> list[Part]:
-        """What a call rotates: q and k together, or each with cos and sin of its own.
+    def parts(self, q: Tensor, k: Tensor | None, placement: Placement) -> list[Part]:
+        """Split a call into parts: q and k with the same cos and sin, or one part per tensor.
 
         >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
-        >>> len(rope.parts(x, x, Where())), len(rope.parts(x, x, Where(k_positions=torch.arange(3))))
+        >>> len(rope.parts(x, x, Placement())), len(rope.parts(x, x, Placement(k_positions=torch.arange(3))))
         (1, 2)
         """
-        return self._source.parts(q, k, where, self.log_scale)
+        return self._source.parts(q, k, placement, self.log_scale)
 
-    def shared_tables(self, q: Tensor, k: Tensor | None, where: Where) -> Tables:
-        """cos and sin for q and for k at the same positions. They may be the cache's own, which nobody else may have.
+    def shared_tables(self, q: Tensor, k: Tensor | None, placement: Placement) -> Tables:
+        """Return cos and sin for q and k at the same positions. Do not write to them: they can belong to the cache.
 
         >>> rope, x = RotaryEmbedding(4), torch.ones(3, 4)
-        >>> rope.shared_tables(x, x, Where(angles=rope.at(torch.arange(3)))).cos.shape
+        >>> rope.shared_tables(x, x, Placement(angles=rope.at(torch.arange(3)))).cos.shape
         torch.Size([3, 2])
         """
-        return self._source.shared_tables(q, k, where, self.log_scale)
+        return self._source.shared_tables(q, k, placement, self.log_scale)
 
     def _scale_rest(self, x: Tensor, factor: Tensor) -> Tensor:
-        """x with the features that are not rotated multiplied by a factor per token, in float32, rounded once."""
+        """Multiply the features of x that are not rotated by one factor per token, in float32, rounded once."""
         start, rotated = self.layout.start, self.spec.rotated_dim
         before, middle, after = x[..., :start], x[..., start : start + rotated], x[..., start + rotated :]
         before, after = ((part.to(factor.dtype) * factor).to(x.dtype) for part in (before, after))
@@ -491,11 +524,11 @@ class RotaryEmbedding(nn.Module):
                 asked="rope.retune(x, to=...)",
                 expected="a RotaryEmbedding",
                 got=shown(to),
-                do="make one: RotaryEmbedding(spec)",
+                do="create one: RotaryEmbedding(spec)",
             )
-        mine, its = ((m.layout, m.heads, m.spec.head_dim, m.spec.rotated_dim) for m in (self, to))
+        own_shape, other_shape = ((m.layout, m.heads, m.spec.head_dim, m.spec.rotated_dim) for m in (self, to))
         axes = [None if m.spec.axes is None else m.spec.axes.weights for m in (self, to)]
-        if mine == its and axes[0] == axes[1]:
+        if own_shape == other_shape and axes[0] == axes[1]:
             return
         raise RopewalkError(
             asked="rope.retune(x, to=other)",
@@ -505,7 +538,7 @@ class RotaryEmbedding(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """Puts learned frequencies back to those of the spec, as initialisation after `to_empty` does.
+        """Reset learned frequencies to those of the spec, as initialisation after `to_empty` does.
 
         >>> rope = RotaryEmbedding(4, learned=True)
         >>> rope.reset_parameters()
@@ -517,14 +550,14 @@ class RotaryEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
         super()._apply(fn, recurse)
-        # fn may cast, move or empty; the device that it moves to is all that concerns the frequencies.
+        # fn can cast, move or empty tensors. The frequencies only follow its device.
         self._source.to(fn(empty(0, device=self._source.inv_freq.device)).device)
         return self
 
     __prepare_scriptable__ = refuse_scripting
 
     def extra_repr(self) -> str:
-        """The spec in a line: the pairing and the base, which most often are wrong, come first."""
+        """The spec in one line. Pairing and base come first: they are the most frequent mistakes."""
         spec = self.spec
         parts = [f"{spec.head_dim}", f"{spec.frequencies}", f"pairing={spec.pairing!r}"]
         if spec.rotary_dim != spec.head_dim:
@@ -548,19 +581,19 @@ def _spec(head_dim: object, base: float | None, pairing: Pairing | None) -> Rope
             asked="RotaryEmbedding(...)",
             expected="a head_dim, or one RopeSpec",
             got=by_layer or shown(head_dim),
-            do="make a module of each that is not None: RotaryEmbedding(specs[layer_type])"
+            do="create one module per spec that is not None: RotaryEmbedding(specs[layer_type])"
             if layers
-            else "read a config with load_spec first; None, for layers without rotation, needs no module",
+            else "read a config with load_spec first; None is a layer without rotation, which needs no module",
         )
     if not isinstance(head_dim, RopeSpec):
         frequencies = Plain() if base is None else Plain(base)
         pairs: Pairing = "interleaved" if pairing is None else pairing
-        return RopeSpec(head_dim, frequencies, pairing=pairs)  # pyright: ignore[reportArgumentType]  # it checks
+        return RopeSpec(head_dim, frequencies, pairing=pairs)  # pyright: ignore[reportArgumentType]  # RopeSpec checks it
     if base is not None or pairing is not None:
         raise RopewalkError(
             asked="RotaryEmbedding(spec, ...)",
-            expected="a spec alone: it says the base and the pairing",
+            expected="a spec alone: it contains the base and the pairing",
             got=f"a spec with base={base}, pairing={pairing!r}",
-            do="put them into the spec: RopeSpec(128, Plain(base), pairing=...)",
+            do="set them in the spec: RopeSpec(128, Plain(base), pairing=...)",
         )
     return head_dim

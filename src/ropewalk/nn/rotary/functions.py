@@ -1,4 +1,4 @@
-"""build_rotary_frequencies and apply_rope: RoPE as two functions, without a module."""
+"""RoPE as two functions, without a module: build_rotary_frequencies and apply_rope."""
 
 import torch
 from torch import Tensor
@@ -19,21 +19,21 @@ __all__ = ["apply_rope", "build_rotary_frequencies"]
 def build_rotary_frequencies(
     dim_head: int, max_seq_len: int, base: float = 10_000.0, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of m * base^(-2i/dim_head) for positions m = 0 .. max_seq_len-1.
+    """Return cos and sin of m * base^(-2i/dim_head) for positions m = 0 .. max_seq_len-1.
 
-    Angles are formed in float64 and rounded once. A float32 angle would be off by 8e-3 at position 131072.
+    Angles are computed in float64 and rounded once. A float32 angle would have an error of 8e-3 at position 131072.
 
     Args:
-        dim_head: How many features a head has, even.
-        max_seq_len: How many positions the tables have.
-        base: The base of the frequencies.
-        device: Where the tables are made; the default device unless given.
+        dim_head: Number of features per head. It must be even.
+        max_seq_len: Number of positions, which is the number of rows of the tables.
+        base: Base of the frequencies.
+        device: Device of the tables; None for the default device.
 
     Returns:
         cos and sin, each float32 [1, 1, max_seq_len, dim_head / 2].
 
     Raises:
-        RopewalkError: dim_head is odd, or the base or the length cannot be used.
+        RopewalkError: If `dim_head` is odd, or if `base` or `max_seq_len` is invalid.
 
     >>> cos, sin = build_rotary_frequencies(dim_head=4, max_seq_len=3)
     >>> cos.shape, round(cos[0, 0, 2, 0].item(), 4)  # cos 2
@@ -41,36 +41,36 @@ def build_rotary_frequencies(
     """
     dim = require_even(dim_head, asked="build_rotary_frequencies(dim_head)", do="pass an even dim_head")
     length = require_count(
-        max_seq_len, asked="build_rotary_frequencies(max_seq_len)", do="pass how many positions", at_least=0
+        max_seq_len, asked="build_rotary_frequencies(max_seq_len)", do="pass the number of positions", at_least=0
     )
     target = default_device() if device is None else torch.device(device)
-    # Angles are formed in float64, which MPS does not have.
-    there = torch.device("cpu") if target.type in ("meta", "mps") else target
-    inv_freq = placed(plain_frequencies(Plain(base).base, dim), there)
-    positions = arange(length, device=there)
-    one = ones((), dtype=torch.float64, device=there)
+    # Angles are computed in float64, which MPS does not have.
+    compute_device = torch.device("cpu") if target.type in ("meta", "mps") else target
+    inv_freq = placed(plain_frequencies(Plain(base).base, dim), compute_device)
+    positions = arange(length, device=compute_device)
+    one = ones((), dtype=torch.float64, device=compute_device)
     cos, sin = cos_sin(positions, inv_freq, None, one, torch.float32)
     return cos[None, None].to(target), sin[None, None].to(target)
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing = "interleaved") -> Tensor:
-    """Rotates x by the first `seq` rows of cos and sin, in one pass over memory, with gradients in everything.
+    """Rotate x by the first `seq` rows of cos and sin, in one pass over memory. Differentiable in x, cos and sin.
 
     (a, b) -> (a cos - b sin, a sin + b cos) for each pair (RoFormer, 2104.09864, eq. 34), computed in float32 (float64
-    for float64) and rounded once. Rows past the length of x are not used: one table is enough for every shorter
+    for float64) and rounded once. Rows past the length of x are ignored, so one table works for every shorter
     sequence.
 
     Args:
-        x: [batch, heads, seq, dim].
-        cos: [1 or batch, 1 or heads, seq or more, dim / 2], float32 or float64.
-        sin: Like cos.
-        pairing: Which features form a pair: "interleaved" or "half".
+        x: Queries or keys [batch, heads, seq, dim].
+        cos: Table [1 or batch, 1 or heads, seq or more, dim / 2], float32 or float64.
+        sin: Table of the same shape and dtype as `cos`.
+        pairing: "interleaved" pairs (0, 1), (2, 3), ...; "half" pairs (i, i + dim/2).
 
     Returns:
-        x rotated, in its dtype.
+        Tensor of the shape and dtype of x.
 
     Raises:
-        RopewalkError: The tables do not fit x, or were cast with a model and have lost their angles.
+        RopewalkError: If the tables do not match x, or if they are bfloat16 or float16, which are too inexact.
 
     >>> cos, sin = build_rotary_frequencies(dim_head=2, max_seq_len=8)
     >>> x = torch.tensor([1.0, 0.0]).expand(1, 1, 3, 2)
@@ -85,7 +85,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing = "interlea
 
 
 def _narrow(table: Tensor, seq: int) -> Tensor:
-    """The rows of the tokens; without dimensions that all batches and heads share."""
+    """Return the first `seq` rows, without the dimensions for batch and heads if both are 1."""
     table = table[0, 0] if table.shape[:2] == (1, 1) else table
     return table if table.shape[-2] == seq else table[..., :seq, :]
 
@@ -96,22 +96,22 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or tensor.dtype not in FLOATS:
             raise RopewalkError(
                 asked=f"apply_rope({name})",
-                expected="a torch.Tensor, floating-point, of 4 dimensions: x [batch, heads, seq, dim]",
+                expected="a floating-point torch.Tensor with 4 dimensions: x [batch, heads, seq, dim]",
                 got=f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else shown(tensor),
-                do="build_rotary_frequencies makes cos and sin; for other layouts use RotaryEmbedding",
+                do="create cos and sin with build_rotary_frequencies; for other layouts use RotaryEmbedding",
             )
         if name != "x" and (tensor.dtype not in (torch.float32, torch.float64) or tensor.device != x.device):
             raise RopewalkError(
                 asked=f"apply_rope({name})",
-                expected=f"float32 or float64 on {x.device}, where x is",
+                expected=f"float32 or float64 on {x.device}, the device of x",
                 got=f"{tensor.dtype} on {tensor.device}",
-                do="build the tables anew: one that was cast with a model has lost its angles",
+                do="build the tables again; a table that was cast with a model is no longer exact",
             )
     fits = cos.shape == sin.shape and all(cos.shape[i] in (1, x.shape[i]) for i in (0, 1))
     if not fits or cos.shape[2] < x.shape[2] or 2 * cos.shape[3] != x.shape[3]:
         raise RopewalkError(
             asked="apply_rope(x, cos, sin)",
-            expected="x [batch, heads, seq, dim]; cos and sin alike, [1 or batch, 1 or heads, seq or more, dim/2]",
+            expected="x [batch, heads, seq, dim]; cos and sin both [1 or batch, 1 or heads, seq or more, dim/2]",
             got=f"x {list(x.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}",
-            do="build_rotary_frequencies(dim, seq) makes cos and sin that fit",
+            do="create cos and sin with build_rotary_frequencies(dim, seq)",
         )

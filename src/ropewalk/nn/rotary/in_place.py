@@ -1,4 +1,4 @@
-"""What an in-place rotation may write: tensors that own every element, share none, and may be written by autograd."""
+"""Check that tensors can be rotated in place: no overlapping elements, and nothing that autograd protects."""
 
 from collections.abc import Sequence
 
@@ -11,21 +11,21 @@ from ropewalk.kernels.torch_internals import is_plain, view_base, why_view_is_fi
 
 __all__ = ["check_in_place"]
 
-# Whether two views meet is a bounded Diophantine equation, hard for some strides. NumPy gives up after this many steps,
-# some milliseconds; strides of views that people make take a few.
+# Whether two views overlap is a bounded Diophantine equation, which is hard for some strides. NumPy stops after this
+# many steps, some milliseconds. The strides of usual views need only a few.
 _MOST_WORK = 100_000
 
 
 def check_in_place(q: Tensor, k: Tensor | None, angles_need_gradient: bool = False) -> None:
-    """Raise if an in-place rotation would write an element twice, or one that it may not write. Nothing is written.
+    """Raise if an in-place rotation would write an element twice, or one that must not be written. Nothing is written.
 
     Args:
-        q: Queries, or whatever a single tensor holds.
-        k: Keys, if there are any.
-        angles_need_gradient: Whether cos and sin require a gradient, which what they rotate then has too.
+        q: Queries, or any single tensor.
+        k: Keys, or None.
+        angles_need_gradient: Whether cos and sin require a gradient. The rotated tensors then require one too.
 
     Raises:
-        RopewalkError: An element belongs to two places, or autograd or inference mode would not let it be written.
+        RopewalkError: If elements share memory, or if autograd or inference mode does not allow the write.
 
     >>> check_in_place(torch.ones(3, 4), None)
     """
@@ -38,29 +38,29 @@ def check_in_place(q: Tensor, k: Tensor | None, angles_need_gradient: bool = Fal
         if reason is not None:
             raise RopewalkError(
                 asked=f"rope.rotate_({name})",
-                expected="a tensor that may be written: no leaf of autograd, no view of one, no inference tensor; "
-                "where a gradient is needed, no view but one by an index",
+                expected="a tensor that can be written: no leaf of autograd, no view of a leaf, no inference tensor; "
+                "if a gradient is required, no view except one by an index",
                 got=reason,
-                do="use rope(...), which leaves it as it is, or take the view by an index: qkv[:, :, 0]",
+                do="use rope(...), which does not write to it, or create the view by an index: qkv[:, :, 0]",
             )
         if x.device.type != "meta" and x.numel() and _overlaps_itself(x):
             raise RopewalkError(
                 asked=f"rope.rotate_({name})",
-                expected="memory of its own for every element",
+                expected="separate memory for every element",
                 got=f"shape {list(x.shape)} with strides {list(x.stride())}",
                 do="use rope(...), or clone an expanded tensor first",
             )
     if k is not None and q.device.type != "meta" and q.numel() and k.numel() and _share_elements(q, k):
         raise RopewalkError(
             asked="rope.rotate_(q, k)",
-            expected="q and k in memory of their own",
-            got="elements that belong to both, or strides for which that cannot be decided",
-            do="rotate what they share once, or clone one of them",
+            expected="q and k in separate memory",
+            got="elements that belong to both, or strides for which this cannot be decided",
+            do="clone one of them, or rotate the shared elements only once",
         )
 
 
 def _why_not_writable(x: Tensor, angles_need_gradient: bool) -> str | None:
-    """Why torch would not let x be written, in words; torch itself would say so after it had written q."""
+    """Return why x cannot be written, or None. torch would raise its own error only after it has written q."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor"
     if not torch.is_grad_enabled():
@@ -72,7 +72,7 @@ def _why_not_writable(x: Tensor, angles_need_gradient: bool) -> str | None:
 
 
 def _overlaps_itself(x: Tensor) -> bool:
-    """Whether two indices of x lead to one address, or might where that cannot be decided."""
+    """Whether two indices of x have the same address. True if this cannot be decided."""
     dims = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
     reach = 0
     for stride, size in dims:
@@ -80,11 +80,12 @@ def _overlaps_itself(x: Tensor) -> bool:
             break
         reach += stride * (size - 1)
     else:
-        # Sorted by stride, each dimension steps over all that is below it.
+        # Sorted by stride, each stride is larger than the extent of all smaller ones.
         return False
     strides, sizes = [stride for stride, _ in dims], [size for _, size in dims]
-    # Two indices meet if their difference d, not 0 and |d_i| < size_i, has sum(d_i * stride_i) = 0. Its first entry
-    # that is not 0 may be taken as positive: e_i = d_i + size_i - 1 counts from 0, and so does d_j - 1.
+    # Two indices have the same address if their difference d, not 0 and |d_i| < size_i, has sum(d_i * stride_i) = 0.
+    # Without loss of generality its first nonzero entry d_j is positive. Then e_i = d_i + size_i - 1 and d_j - 1 are
+    # indices that start at 0.
     for j in range(len(dims)):
         steps = [sizes[j] - 1, *(2 * size - 1 for size in sizes[j + 1 :])]
         target = sum(stride * (size - 1) for stride, size in dims[j + 1 :]) - strides[j]
@@ -94,11 +95,11 @@ def _overlaps_itself(x: Tensor) -> bool:
 
 
 def _share_elements(q: Tensor, k: Tensor) -> bool:
-    """Whether q and k have a byte in common, or might where that cannot be decided.
+    """Whether q and k have a byte in common. True if this cannot be decided.
 
-    Slices of packed projections have none, though their extents overlap.
+    Slices of packed projections have none, although their extents overlap.
     """
-    # By address: two storages may be one piece of memory that came from outside.
+    # Compare addresses, not storages: two storages can wrap the same external memory.
     size, q_start, k_start = q.element_size(), q.data_ptr(), k.data_ptr()
     q_reach, k_reach = (sum(step * (n - 1) for step, n in zip(x.stride(), x.shape, strict=True)) for x in (q, k))
     if k_start >= q_start + size * (q_reach + 1) or q_start >= k_start + size * (k_reach + 1):
@@ -116,25 +117,25 @@ def _meet(
     other_strides: Sequence[int],
     size: int,
 ) -> bool:
-    """Whether two sets of addresses, start + sum(i * stride) and `size` bytes from there on, meet.
+    """Whether two views overlap. An element of a view is `size` bytes at start + sum(i * stride).
 
-    NumPy solves it for arrays; these have addresses and no memory that anybody reads.
+    NumPy decides this for arrays. The arrays here only have addresses, and their memory is never read.
     """
-    # Relative to the lower one, and well away from address 0, which NumPy takes for no memory.
+    # Relative to the lower address, and far from address 0, which NumPy treats as no memory.
     low = min(start, other_start) - (1 << 20)
     first, second = (
-        np.asarray(_Addresses(here - low, tuple(sizes), tuple(steps), size))
-        for here, sizes, steps in ((start, shape, strides), (other_start, other_shape, other_strides))
+        np.asarray(_Addresses(address - low, tuple(sizes), tuple(steps), size))
+        for address, sizes, steps in ((start, shape, strides), (other_start, other_shape, other_strides))
     )
     try:
-        # NumPy's stubs know two of the values of max_work.
+        # NumPy's stubs allow only two values of max_work.
         return bool(np.shares_memory(first, second, max_work=_MOST_WORK))  # pyright: ignore[reportArgumentType]
     except np.exceptions.TooHardError:
         return True
 
 
 class _Addresses:
-    """Addresses by NumPy's array interface, for `np.shares_memory`, which reads nothing of what is there."""
+    """Addresses in NumPy's array interface, for `np.shares_memory`, which does not read the memory."""
 
     def __init__(self, start: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> None:
         self.__array_interface__: dict[str, object] = {

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, require_positive, shown
 from ropewalk.kernels.types import Norm
-from ropewalk.nn.rotary.call import Angles, Where
+from ropewalk.nn.rotary.call import Angles, Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import norm_rotate
 
@@ -28,16 +28,29 @@ def qk_norm_rope(
     angles: Angles | None = None,
     length: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """rope(norm(q), norm(k)) with norm(x) = x / sqrt(mean(x^2) + eps) * weight over each head, in one pass over memory.
+    """Normalise q and k per head and rotate them, in one pass over memory: rope(norm(q), norm(k)).
 
-    Qwen 3, Gemma 3 and others normalise so. The weights are [head_dim], or None for none. `plus_one` multiplies by
-    1 + weight, as Gemma stores it. `positions`, `offset`, `cu_seqlens` and `angles` say where the tokens stand, and
-    `length` how long the sequence is, as in rope(q, k, ...). xPos and query temperatures, which treat queries and keys
-    differently, are refused.
+    norm(x) = x / sqrt(mean(x^2) + eps) * weight, over the features of each head, as in Qwen 3, Gemma 3 and others.
+    Everything is computed in float32 and rounded once. Differentiable in q, k and both weights. Squares are summed in
+    float32, as torch does: features above 1e19 overflow, and their result is 0.
 
-    Everything is worked in float32 and rounded once. transformers rounds the norm before it turns it; `round_norm=True`
-    rounds where it does, for models that are to give the same logits. Gradients go to q, k and both weights. Squares
-    are summed in float32, as torch sums them: features past 1e19 overflow, and their result is 0.
+    Args:
+        q: Queries, of a shape that `rope` accepts: [..., seq, head_dim], or [..., seq, heads, head_dim] for seq_dim=-3.
+        k: Keys, with as many tokens as q. The number of heads can differ.
+        rope: The rotation. A spec with xPos or a query temperature, which treats queries and keys differently, raises.
+        q_weight: Weight of the norm of q [head_dim]; None for no weight.
+        k_weight: Weight of the norm of k [head_dim]; None for no weight.
+        eps: Epsilon of both norms.
+        plus_one: Multiply by 1 + weight, as in Gemma. Both weights are then required.
+        round_norm: Round the norm to the dtype of q before the rotation, as transformers does, to reproduce its logits.
+        positions, offset, cu_seqlens, angles, length: As in `RotaryEmbedding.forward`.
+
+    Returns:
+        q and k, normalised and rotated, in their dtype.
+
+    Raises:
+        RopewalkError: If an argument is invalid, a weight does not match, or the spec treats queries and keys
+            differently.
 
     >>> q = torch.tensor([[[3.0, 4.0], [3.0, 4.0]]])  # two tokens; sqrt(mean of squares) is 3.5355
     >>> rope = RotaryEmbedding(2)
@@ -50,19 +63,19 @@ def qk_norm_rope(
             asked="qk_norm_rope(q, k, rope, ...)",
             expected="a RotaryEmbedding as the third argument",
             got=shown(rope),
-            do="make one: rope = RotaryEmbedding(head_dim, pairing=...)",
+            do="create one: rope = RotaryEmbedding(head_dim, pairing=...)",
         )
     if not torch.compiler.is_compiling():
-        # A compiler may hold eps as a symbol, which cannot be asked whether it is finite.
+        # Under torch.compile eps can be a symbol, for which the check for a finite number cannot be traced.
         eps = require_positive(eps, asked="qk_norm_rope(eps=...)", do="pass the eps of the model, 1e-6 in most")
     require_flag(plus_one, asked="qk_norm_rope(plus_one=...)")
     require_flag(round_norm, asked="qk_norm_rope(round_norm=...)")
     if not isinstance(k, Tensor):
         raise RopewalkError(
             asked="qk_norm_rope(q, k, ...)",
-            expected="keys, a floating-point tensor, as the second argument",
+            expected="keys as the second argument: a floating-point tensor",
             got=shown(k),
-            do="for one tensor alone call rope(norm(x))",
+            do="for a single tensor call rope(norm(x))",
         )
     if not rope.spec.same_for_both:
         raise RopewalkError(
@@ -71,8 +84,8 @@ def qk_norm_rope(
             got=f"{rope}",
             do="normalise first and call rope(q, k)",
         )
-    where = Where(positions, None, offset, cu_seqlens, angles, length)
-    cos, sin, row = rope.shared_tables(q, k, where)
+    placement = Placement(positions, None, offset, cu_seqlens, angles, length)
+    cos, sin, row = rope.shared_tables(q, k, placement)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         _check_weight(name, weight, x, plus_one)
     norm = Norm.as_transformers(eps, plus_one) if round_norm else Norm(eps, plus_one)
@@ -91,7 +104,7 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor, plus_one: bool) -
     if hasattr(weight, "weight"):
         do = f"pass the weight of the norm: {name}=norm.weight"
     elif isinstance(weight, Tensor) and weight.shape != (dim,):
-        do = "the norm is over one head; for one over all heads, as OLMo 2 has it, normalise first and call rope(q, k)"
+        do = "the norm is per head; for a norm over all heads, as in OLMo 2, normalise first and call rope(q, k)"
     else:
         do = "pass a floating-point tensor, on the device of q"
     raise RopewalkError(

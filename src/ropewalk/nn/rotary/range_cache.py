@@ -1,5 +1,4 @@
-"""Keeps cos and sin of the last ranges of positions, so that decoding finds its row. Transparent: results are identical
-without it."""
+"""Cache of cos and sin for recent ranges of positions, for decoding. Transparent: results are identical without it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,20 +11,28 @@ from ropewalk.ops.dispatch import direct_rotation
 
 __all__ = ["Block", "RangeCache"]
 
-# Ranges start at a multiple of this and reach at least this far past what was asked for: the next tokens of a decode.
+# Ranges start at a multiple of this, and extend at least this far past the request, for the next decoded tokens.
 STEP = 256
-# A longer range is computed for the call alone: 8192 rows of 64 pairs are 4 MiB of float32.
+# A longer range is computed and not cached: 8192 rows of 64 pairs are 4 MiB of float32.
 LONGEST = 8192
-# Sequences that are decoded in turn have a block each, as far as all of them together stay below this.
+# Sequences that are decoded alternately have one block each, until all blocks together have this many rows.
 MOST_ROWS = LONGEST + 8 * STEP
 
 
 class Block(NamedTuple):
-    """cos and sin of positions start .. stop-1. The key has the device, the dtype, the stream, and all else that they
-    depend on; `direct` is how a plain call on them may be rotated without further checks.
+    """cos and sin of positions start .. stop-1.
 
-    What one stream computes another may read too early, and memory that one releases another may still be reading: each
-    stream has blocks of its own.
+    Each CUDA stream has separate blocks: another stream could read a block before it is computed, or still read it
+    after its memory was released.
+
+    Attributes:
+        key: Device, dtype, stream, and everything else that cos and sin depend on.
+        start: First position.
+        stop: Last position + 1.
+        cos: [stop - start, pairs], or [1, heads, stop - start, pairs] if frequencies are per head.
+        sin: The same for sin.
+        direct: The backend for plain calls, which need no further checks; None if there is none.
+        registry: The registry that `direct` was chosen from. Another registry can choose another backend.
 
     >>> Block((torch.device("cpu"), torch.float32, 0), 0, 2, torch.ones(2, 1), torch.zeros(2, 1)).stop
     2
@@ -37,14 +44,14 @@ class Block(NamedTuple):
     cos: Tensor
     sin: Tensor
     direct: Choice | None = None
-    # What `direct` was chosen from: another registry may choose otherwise.
     registry: Registry | None = None
 
 
 class RangeCache:
-    """cos and sin of a few blocks of positions. The blocks are replaced together, so threads see the old or the new.
+    """cos and sin of a few blocks of positions.
 
-    They are left behind when its owner is copied or pickled.
+    All blocks are replaced in one assignment, so a thread sees either the old or the new ones. They are dropped when
+    the owner is copied or pickled.
 
     >>> made = []
     >>> def make(start, stop):
@@ -52,8 +59,8 @@ class RangeCache:
     ...     return torch.arange(start, stop), torch.arange(start, stop)
     >>> cache = RangeCache()
     >>> key = torch.device("cpu"), torch.float32, 0
-    >>> found = [cache.find(key, start, start + 2, make) for start in (0, 2, 250)]
-    >>> [cos[row : row + 2].tolist() for cos, sin, row in found]
+    >>> tables = [cache.find(key, start, start + 2, make) for start in (0, 2, 250)]
+    >>> [cos[row : row + 2].tolist() for cos, sin, row in tables]
     [[0, 1], [2, 3], [250, 251]]
     >>> made
     [(0, 512)]
@@ -62,8 +69,7 @@ class RangeCache:
     def __init__(self, backend: str | None = None) -> None:
         self._backend: str | None = backend
         self._blocks: tuple[Block, ...] = ()
-        # The block that was used last, if all heads share it and a plain call may be rotated directly: decoding looks
-        # there first.
+        # The last used block, if all heads share it and plain calls need no further checks. Decoding tries it first.
         self.recent: Block | None = None
 
     def find(
@@ -73,9 +79,18 @@ class RangeCache:
         stop: int,
         make: Callable[[int, int], tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor, int]:
-        """cos and sin of a block, old or made by `make`, and the row in it at which start .. stop-1 begin.
+        """Return cos and sin of a block that contains start .. stop-1, and the row of `start` in it.
 
-        No view is made of them: on the CPU a view costs as much as the rotation of a token.
+        No view is returned: on the CPU, creating a view costs as much as rotating one token.
+
+        Args:
+            key: Everything that cos and sin depend on except the positions. The first entry is the device.
+            start: First position.
+            stop: Last position + 1.
+            make: Computes cos and sin for a range, if no block contains it.
+
+        Returns:
+            cos, sin, and the row of `start`.
         """
         if stop - start > LONGEST:
             return *make(start, stop), 0
@@ -86,16 +101,16 @@ class RangeCache:
                 return block.cos, block.sin, start - block.start
         first = start - start % STEP
         last = stop + STEP + (-stop) % STEP
-        # Tensors born in inference mode could not be saved for a later backward.
+        # Tensors created in inference mode cannot be saved for a later backward pass.
         with torch.inference_mode(False):
             block = Block(key, first, last, *make(first, last))
-        kept, rows = [block], last - first
+        new_blocks, rows = [block], last - first
         for old in blocks:
             rows += old.stop - old.start
             if rows > MOST_ROWS:
                 break
-            kept.append(old)
-        self._blocks = tuple(kept)
+            new_blocks.append(old)
+        self._blocks = tuple(new_blocks)
         self._put_forward(block)
         return block.cos, block.sin, start - first
 

@@ -1,4 +1,4 @@
-"""The numbers of a spec as tensors. To a compiler they are constants, even where it compiles what makes the spec."""
+"""The numbers of a spec as tensors. torch.compile treats them as constants, even if the spec is created under it."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,13 @@ __all__ = ["SpecNumbers", "amplitude_at", "dtype_of", "numbers_of", "plain_frequ
 
 
 class SpecNumbers(NamedTuple):
-    """Frequencies, amplitude and the weights of the axes; and what the rule, xPos and the temperature bring along.
+    """The numbers of a spec as tensors.
+
+    Attributes:
+        inv_freq: Frequencies [pairs] or [heads, pairs].
+        amplitude: Amplitude [], float64.
+        axes: Weights of the axes, or None.
+        constants: Constants of the rule, of xPos and of the query temperature.
 
     >>> numbers_of(RopeSpec(4), torch.device("cpu")).amplitude.item()
     1.0
@@ -30,7 +36,7 @@ class SpecNumbers(NamedTuple):
 
 
 def dtype_of(spec: RopeSpec) -> torch.dtype:
-    """The dtype in which frequencies are formed.
+    """Return the dtype in which frequencies are computed.
 
     >>> dtype_of(RopeSpec(4, angles="float32"))
     torch.float32
@@ -39,7 +45,7 @@ def dtype_of(spec: RopeSpec) -> torch.dtype:
 
 
 def numbers_of(spec: RopeSpec, device: torch.device) -> SpecNumbers:
-    """The numbers of a spec, on a device.
+    """Return the numbers of a spec, on a device.
 
     >>> numbers_of(RopeSpec(4), torch.device("cpu")).inv_freq.tolist()
     [1.0, 0.01]
@@ -47,7 +53,7 @@ def numbers_of(spec: RopeSpec, device: torch.device) -> SpecNumbers:
     if torch.compiler.is_compiling():
         parts = to_parts(spec)
         axes = None if spec.axes is None else constant(spec.axes.weights, torch.float64, device)
-        # The other constants are written into the graph where they are used.
+        # The graph contains the other constants at their uses.
         return SpecNumbers(
             constant(_traced_inv_freq(parts), dtype_of(spec), device),
             constant(_traced_amplitude(parts, None), torch.float64, device),
@@ -63,7 +69,7 @@ def numbers_of(spec: RopeSpec, device: torch.device) -> SpecNumbers:
 
 
 def amplitude_at(spec: RopeSpec, length: int | None = None) -> float:
-    """`RopeSpec.amplitude`.
+    """Return `spec.amplitude(length)`, in a form that torch.compile can trace.
 
     >>> amplitude_at(RopeSpec(4))
     1.0
@@ -72,7 +78,7 @@ def amplitude_at(spec: RopeSpec, length: int | None = None) -> float:
 
 
 def plain_frequencies(base: float, dim: int) -> Tensor:
-    """theta_i = base^(-2i/dim) for i = 0 .. dim/2-1, float64, to be kept.
+    """Return theta_i = base^(-2i/dim) for i = 0 .. dim/2-1 as a float64 constant [dim/2].
 
     >>> plain_frequencies(10_000, 4).tolist()
     [1.0, 0.01]
@@ -82,7 +88,7 @@ def plain_frequencies(base: float, dim: int) -> Tensor:
 
 
 def table_of(spec: RopeSpec) -> Tensor:
-    """The radix table of the frequencies, on the CPU, where it is read.
+    """Return the radix table of the frequencies, on the CPU.
 
     >>> table_of(RopeSpec(4)).shape
     torch.Size([3, 256, 2])
@@ -94,7 +100,7 @@ def table_of(spec: RopeSpec) -> Tensor:
 def _inv_freq(spec: RopeSpec, device: torch.device) -> Tensor:
     if spec.angles == "exact":
         return constant(spec.inv_freq(), torch.float64, device)
-    # By the operations of transformers, and on the CPU, where it makes them.
+    # transformers computes them with these operations on the CPU.
     with real_tensors():
         return spec.evaluate(None, TorchArithmetic(torch.float32, torch.device("cpu"))).to(device)
 
@@ -104,7 +110,7 @@ def _amplitude(spec: RopeSpec, device: torch.device) -> Tensor:
 
 
 def _constants(spec: RopeSpec, device: torch.device) -> tuple[Constants, Constants, Constants]:
-    """Numbers of the rule, and of xPos and temperature, as tensors: forward must not copy them to a device."""
+    """Return the constants of the rule, of xPos and of the temperature on `device`, so that forward copies nothing."""
     if not spec.varies and spec.same_for_both:
         return (), (), ()
     dtype = dtype_of(spec)
@@ -122,8 +128,8 @@ def _constants(spec: RopeSpec, device: torch.device) -> tuple[Constants, Constan
     return rule.made, xpos.made, temperature.made
 
 
-# A compiler would trace NumPy, and replace its numbers by its own. What the functions below return is a constant to it.
-# A spec cannot be passed to them, since the compiler has not made it yet; what the spec is made of can.
+# torch.compile would trace NumPy and compute other numbers. It treats the results of the functions below as constants.
+# Their argument is the parts of a spec: under torch.compile the spec object does not exist yet.
 
 
 @constant_to_compiler
