@@ -53,7 +53,7 @@ CASE = bench.ModelCase("llama", "float32", tokens=8, hidden=32, layers=1, heads=
 def test_bad_input(tmp_path):
     with pytest.raises(RopewalkError, match="did you mean 'float16'"):
         bench.bench_accelerate(dtype="float15")
-    with pytest.raises(RopewalkError, match="a file name in a folder that is there"):
+    with pytest.raises(RopewalkError, match="a file name in an existing folder"):
         bench.bench_accelerate(str(tmp_path / "no" / "file.json"))
 
 

@@ -332,7 +332,7 @@ def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypat
     ("options", "message"),
     [
         ({"device": "gpu"}, "'cpu' or 'cuda'"),
-        ({"json_file": "nowhere/figures.json"}, "make the folder first"),
+        ({"json_file": "nowhere/figures.json"}, "create the folder first"),
         ({"plot": "figures.txt"}, "use one of .png, .svg, .pdf"),
         ({"plot": "-"}, "a file name with the suffix of a picture format"),
         ({"from_file": "nothing.json"}, "No such file"),

@@ -161,5 +161,5 @@ def test_backends_are_listed_with_their_reasons(arguments):
 def test_an_output_that_cannot_be_written_is_rejected_before_timing(tmp_path):
     result = run("bench", "cpu", "--json", str(tmp_path / "nowhere" / "figures.json"))
     assert result.returncode == 2
-    assert "make the folder first" in result.stderr
+    assert "create the folder first" in result.stderr
     assert "Traceback" not in result.stderr

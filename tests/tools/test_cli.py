@@ -84,7 +84,7 @@ def test_version():
     ("arguments", "message"),
     [
         (["verify", "--only", "no-such-thing"], "try a subject: absolute, alibi"),
-        (["verify", "--json", "/proc/nowhere/claims.json"], "a folder that is there"),
+        (["verify", "--json", "/proc/nowhere/claims.json"], "in an existing folder"),
         (["verify", "--json", "/proc/claims.json"], "a folder that can be written"),
         (["verify", "--plots", "/proc/nowhere"], "a folder that can be written"),
         (["verify", "--json", "."], "a file name"),

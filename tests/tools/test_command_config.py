@@ -55,10 +55,10 @@ def test_what_is_no_config_is_told_apart(run, command):
         ("gguf", "the GGUF file model.gguf", "the model that the GGUF was made from"),
         ("gguf/model.gguf", "a GGUF file", "the model that the GGUF was made from"),
         ("blob", "a GGUF file", "the model that the GGUF was made from"),
-        ("adapter", "an adapter, which has the rotation of the model that it is for: org/base", "of that model"),
-        ("adapter/adapter_config.json", "an adapter", "of that model"),
-        ("weights/model.safetensors", "weights", "the config.json beside them"),
-        ("org/Model-7b", "commands download nothing", "hf download org/Model-7b config.json --local-dir Model-7b"),
+        ("adapter", "an adapter, which has the rotation of its base model: org/base", "of the base model"),
+        ("adapter/adapter_config.json", "an adapter", "of the base model"),
+        ("weights/model.safetensors", "weights", "the config.json next to the weights"),
+        ("org/Model-7b", "commands do not download", "hf download org/Model-7b config.json --local-dir Model-7b"),
     ):
         code, out, err = run(*command, named)
         assert (code, out) == (2, ""), named
@@ -135,13 +135,13 @@ def test_inspect_counts_layers_and_names_windows(run):
 
 def test_layers_without_rotation_may_still_know_the_position(run):
     out = " ".join(run("inspect", str(CONFIGS / "llama-4-scout.json"))[1].split())
-    assert "12 of 48 layers Queries and keys do not turn, but queries are multiplied by a temperature" in out
-    assert "do not depend on where tokens stand" not in out
-    assert "do not depend on where tokens stand" in run("inspect", str(CONFIGS / "smollm3-3b.json"))[1]
+    assert "12 of 48 layers Queries and keys are not rotated. Queries are multiplied by a temperature" in out
+    assert "do not depend on positions" not in out
+    assert "do not depend on positions" in run("inspect", str(CONFIGS / "smollm3-3b.json"))[1]
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("llama-3.1-8b", ", by the base, before scaling"), ("llama-2-7b", "4,096")]
+    ("name", "words"), [("llama-3.1-8b", ", before scaling"), ("llama-2-7b", "4,096")]
 )
 def test_whole_rotations_state_by_which_frequencies(run, name, words):
     config = str(CONFIGS / f"{name}.json")

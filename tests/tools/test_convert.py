@@ -31,11 +31,11 @@ def test_it_says_what_it_did_and_what_it_is_for(tmp_path):
     assert result.returncode == 0, result.stderr
     said = " ".join(result.stdout.split())
     assert f"llama: half to interleaved, 0.0 MB in {out}" in said
-    assert "4 tensors of q and k permuted, 5 others the same byte for byte." in said
+    assert "4 tensors of q and k permuted, 5 others copied byte for byte." in said
     assert "Not copied: pytorch_model.bin." in said
     assert "Proven: attention scores of 2 layers differ by at most" in said
-    assert "all 9 tensors have the bytes that they must have." in said
-    assert "transformers' own code for this family still rotates half" in said
+    assert "all 9 tensors have the expected bytes." in said
+    assert "The code of transformers for this family still uses half" in said
     assert result.stderr == ""
     assert load_spec(out).pairing == "interleaved"
 
@@ -70,12 +70,12 @@ def test_a_new_family_is_asked_for_its_pairing(tmp_path):
     ("arguments", "message"),
     [
         (["nothing", "out", "--to", "half"], "no such folder"),
-        (["model", "out", "--to", "half"], "nothing to do"),
+        (["model", "out", "--to", "half"], "weights that are already 'half'"),
         (["model", "out", "--to", "neox"], "'interleaved' or 'half'"),
-        (["model", "model", "--to", "interleaved"], "something that is there"),
+        (["model", "model", "--to", "interleaved"], "a path that exists"),
         (["model", "model/out", "--to", "interleaved"], "outside of the model's"),
-        (["model", "out", "--to", "interleaved", "--from", "interleaved"], "which its family has"),
-        (["model", "out", "--to", "interleaved", "--json", "no/file.json"], "a folder that is there"),
+        (["model", "out", "--to", "interleaved", "--from", "interleaved"], "the pairing of its family"),
+        (["model", "out", "--to", "interleaved", "--json", "no/file.json"], "in an existing folder"),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
@@ -103,7 +103,7 @@ def test_a_proof_that_fails_is_exit_code_1_and_leaves_nothing(tmp_path, monkeypa
     monkeypatch.setattr("ropewalk.hub.convert.conversion.write_file", flawed)
     assert convert(model, out, "interleaved", verify=True, json_file=str(tmp_path / "done.json")) == 1
     said = capsys.readouterr().out
-    assert "The proof failed, and nothing was kept" in said
+    assert "The proof failed, and the output was deleted" in said
     assert "wrong bytes in model.layers.1.self_attn" in said
     assert not out.exists()
     done = json.loads((tmp_path / "done.json").read_text())

@@ -86,11 +86,11 @@ def test_the_sheet_of_llama_3_1(capsys, narrow):
         "pairing half: features i and i + 64",
         "trained length 8,192",
         "configured length 131,072; the factor times the trained length is 65,536",
-        "critical dimension 70 of 128 features saw a whole turn within 8,192, by",
-        "the base, before scaling",
-        "score sum ≥ 0 up to length 85,133: a similar key leads a random one",
+        "critical dimension 70 of 128 features complete a rotation within 8,192,",
+        "before scaling",
+        "score sum ≥ 0 up to length 85,133: a similar key scores above a",
         "amplitude 1",
-        # 8192 / 2pi turns, and 16 times as many.
+        # 8192 / 2pi rotations, and 16 times as many.
         "0 6.283 1 1,304 20,861 unchanged",
         "28 1,956 1 4.187 66.99 unchanged",
         "29 2,900 1.207 2.825 45.2 between",
@@ -146,7 +146,7 @@ def test_it_says_how_far_it_looked(tmp_path, capsys, narrow):
     path = tmp_path / "slow.json"
     path.write_text('{"model_type": "llama", "head_dim": 128, "rope_theta": 1e12}')
     assert inspect([str(path)]) == 0
-    assert "up to length 1,048,576 at least; it was not looked farther" in " ".join(capsys.readouterr().out.split())
+    assert "at least up to length 1,048,576, the longest that was tested" in " ".join(capsys.readouterr().out.split())
     assert inspect([str(path), config("llama-2-7b")]) == 0
     assert "≠ score sum ≥ 0 to > 1,048,576 1,707" in " ".join(capsys.readouterr().out.split())
 
@@ -207,7 +207,7 @@ def test_rows_mark_what_differs():
     assert first["pairing"] == ["half", "interleaved", "half"]
     assert first["base"] == ["1,000,000", "1,000,000", "5,000,000"]
     assert first["λ of pair 0"] == ["6.283"] * 3
-    # A config whose layers are alike stands beside each kind of the other; of layers that do not turn no more is said.
+    # A config whose layers are alike stands beside each kind of the other; layers without rotation have one row.
     assert rows[rows.index(("no_rope", None)) + 1 :] == [
         ("kind", ["plain RoPE", "plain RoPE", "no rotation"]),
         ("", None),
@@ -254,7 +254,7 @@ def test_the_picture_names_what_it_shows(tmp_path, capsys):
     text = target.read_text(encoding="utf-8")
     for words in ("trained 8,192", "configured 131,072", "trained and configured 40,960", "interpolated", "between"):
         assert words in text
-    assert "192 pairs stand still" in text
+    assert "192 pairs with frequency 0" in text
 
 
 def ropewalk(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
@@ -312,8 +312,8 @@ def test_bad_input_is_one_message_and_exit_code_2(case, tmp_path, monkeypatch, c
     ("options", "message"),
     [
         ({"plot": "picture.bmp"}, "the suffix of a picture format"),
-        ({"plot": "/proc/nowhere/picture.png"}, "a folder that is there"),
-        ({"json_file": "/proc/nowhere/ropes.json"}, "a folder that is there"),
+        ({"plot": "/proc/nowhere/picture.png"}, "in an existing folder"),
+        ({"json_file": "/proc/nowhere/ropes.json"}, "in an existing folder"),
         ({"pairing": "neox"}, "'interleaved' or 'half'"),
     ],
 )
@@ -354,6 +354,6 @@ def test_pairs_without_a_frequency_have_no_rotations(tmp_path, capsys):
     config = {"model_type": "llama", "head_dim": 512, "max_position_embeddings": 131_072, "rope_parameters": parameters}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert inspect([str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "128 of 512 turn: other pairs stand still" in shown
-    assert "128 of 512 features saw a whole turn within 131,072" in shown
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "128 of 512 are rotated; the other pairs have frequency 0" in shown
+    assert "128 of 512 features complete a rotation within 131,072" in shown

@@ -281,7 +281,7 @@ def _configure_output() -> None:
     """Print characters that the terminal cannot encode as question marks, and warnings as one line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    warnings.formatwarning = lambda message, category, *location, **more: f"warning: {message}\n"
+    warnings.formatwarning = lambda message, category, *location, **options: f"warning: {message}\n"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,4 +1,4 @@
-"""What commands write: files, whole or not at all, JSON, tables in a pipe, and the versions that a record names."""
+"""Output of commands: atomic writing of files, JSON, tables without trailing spaces, and versions for records."""
 
 import json
 import os
@@ -31,7 +31,15 @@ __all__ = [
 
 
 def require_writable_folder(folder: Path, *, asked: str) -> None:
-    """Makes `folder` if it does not exist; raises for one that cannot be written, before any work is done for it."""
+    """Create `folder` if it does not exist, and check that files can be written there.
+
+    Args:
+        folder: The folder.
+        asked: The request, for the error message.
+
+    Raises:
+        RopewalkError: If the folder cannot be created or written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -41,49 +49,61 @@ def require_writable_folder(folder: Path, *, asked: str) -> None:
             asked=asked,
             expected="a folder that can be written",
             got=f"{folder}: {error.strerror or error}",
-            do="name another folder",
+            do="specify another folder",
         ) from None
 
 
 def require_writable_file(target: str, *, asked: str) -> None:
-    """Raises for a `target` that is a folder, or is in one that cannot be written. "-" is standard output."""
+    """Check that a file can be written.
+
+    Args:
+        target: The path of the file; "-" for standard output.
+        asked: The request, for the error message.
+
+    Raises:
+        RopewalkError: If `target` is a folder, or its folder does not exist or cannot be written.
+    """
     if target == "-":
         return
     path = Path(target)
     if target == "" or path.is_dir() or not path.parent.is_dir():
         raise RopewalkError(
             asked=asked,
-            expected="a file name in a folder that is there",
+            expected="a file name in an existing folder",
             got=repr(target),
-            do="make the folder first, and add a file name",
+            do="create the folder first, and add a file name",
         )
     require_writable_folder(path.parent, asked=asked)
 
 
 def write_json(data: object, target: str) -> None:
-    """`data` as JSON into the file `target`, which is replaced whole, or to standard output for "-"."""
+    """Write `data` as JSON to the file `target`, which is replaced atomically, or to standard output for "-"."""
     if target == "-":
-        # A terminal may not have the letters; JSON's escapes it always has.
+        # Escaped, because a terminal may not support all characters.
         sys.stdout.write(json.dumps(data, indent=2) + "\n")
         return
     text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
-    # Names of files may have bytes that are no UTF-8; what Python replaces them by is written as JSON escapes it.
+    # File names may contain bytes that are not UTF-8. Python's surrogates for them are written as JSON escapes.
     write_whole(text.encode("utf-8", "backslashreplace"), target)
 
 
 def write_whole(data: bytes, target: str) -> None:
-    """`data` into the file `target`, which is replaced whole, or left as it is where that fails.
+    """Write `data` to the file `target`. An existing file is replaced atomically, or unchanged if that fails.
 
-    A file that is replaced keeps its permissions, and its group where this process may set it. A new file has those
-    that new files have here.
+    A replaced file keeps its permissions, and its group if this process may set it. A new file has the default
+    permissions.
+
+    Args:
+        data: The content.
+        target: The path of the file.
     """
     path = Path(target)
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        # A link, a pipe or a device is written through: replacing it would take it away.
+        # A link, a pipe or a device is written to, because replacing it would remove it.
         path.write_bytes(data)
         return
     old = path.stat() if path.exists() else None
-    # The kernel applies the umask. To read it, one has to set it, for every thread of the process.
+    # os.open lets the kernel apply the umask. Python can only read the umask by setting it for all threads.
     part = path.with_name(f".ropewalk-{secrets.token_hex(8)}")
     # Without O_BINARY, Windows writes each line feed as two bytes.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -101,20 +121,20 @@ def write_whole(data: bytes, target: str) -> None:
 
 
 def _permissions_like(old: os.stat_result, handle: int) -> int:
-    """The permissions of a file that is replaced, for the new one, which gets its group; without it, no group's."""
+    """The permissions of the replaced file, for the new one. Sets its group; if that fails, the group gets none."""
     mode = stat.S_IMODE(old.st_mode) & 0o777
     if os.fstat(handle).st_gid == old.st_gid:
         return mode
     try:
         os.fchown(handle, -1, old.st_gid)
     except (OSError, AttributeError):
-        # What the old group might do, another one must not. Windows has no such groups, and no fchown.
+        # Another group must not get the permissions of the old group. Windows has no fchown.
         return mode & ~0o070
     return mode
 
 
 def _set_mode(path: Path, handle: int, mode: int) -> None:
-    """Sets the permissions of an open file. Before Python 3.13, Windows sets them by its path alone."""
+    """Set the permissions of an open file. Before Python 3.13, Windows can only set them by path."""
     if hasattr(os, "fchmod"):
         os.fchmod(handle, mode)
     else:
@@ -123,17 +143,17 @@ def _set_mode(path: Path, handle: int, mode: int) -> None:
 
 @contextmanager
 def trimmed(console: "Console") -> Iterator[None]:
-    """Within it, what `console` prints loses the spaces at the ends of its lines, unless it is a terminal."""
+    """Remove trailing spaces from all lines that `console` prints in the `with` block, unless it is a terminal."""
     if console.is_terminal:
         yield
         return
-    with console.capture() as caught:
+    with console.capture() as captured:
         yield
-    console.file.write("".join(f"{line.rstrip(' ')}\n" for line in caught.get().split("\n")[:-1]))
+    console.file.write("".join(f"{line.rstrip(' ')}\n" for line in captured.get().split("\n")[:-1]))
 
 
 def package_version(package: str) -> str | None:
-    """The version of a package that is installed, or None.
+    """The version of an installed package, or None.
 
     >>> package_version("no-such-package") is None
     True
@@ -145,7 +165,7 @@ def package_version(package: str) -> str | None:
 
 
 def processor() -> str:
-    """What this machine's processor is called, as far as it says so.
+    """The name of the processor, as far as the system reports it.
 
     >>> isinstance(processor(), str)
     True

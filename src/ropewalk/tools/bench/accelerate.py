@@ -101,9 +101,9 @@ class _Clock:
     def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function, and add the time of its calls to `elapsed`."""
 
-        def run(*args: Any, **more: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter_ns()
-            result = function(*args, **more)
+            result = function(*args, **kwargs)
             self.elapsed += time.perf_counter_ns() - start
             return result
 

@@ -1,1 +1,1 @@
-"""`ropewalk inspect`: what it shows, compares and draws."""
+"""`ropewalk inspect`: the command, its tables and its picture."""

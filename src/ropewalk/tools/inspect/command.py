@@ -1,4 +1,4 @@
-"""`ropewalk inspect`: what a config says of a model's RoPE; several side by side. Needs neither torch nor weights."""
+"""`ropewalk inspect`: shows the RoPE of one config, or compares several. Needs neither torch nor weights."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ __all__ = ["inspect", "rows_of"]
 
 Show = Callable[[Layer, RopeSpec, View], str]
 Row = tuple[str, list[str] | None]
-# The first column, and what a config needs to be readable beside others.
+# The widths of the first column, and of the column of one config.
 NAMES, COLUMN = 23, 18
 MISSING = "–"
 
@@ -27,15 +27,25 @@ MISSING = "–"
 def inspect(
     configs: Sequence[str], json_file: str | None = None, plot: str | None = None, pairing: str | None = None
 ) -> int:
-    """Shows one config in full, or several side by side; 0. A config that cannot be read is an error.
+    """Print one config in full, or several side by side.
 
-    A place that cannot be written is refused before anything is read.
+    Args:
+        configs: Paths of config.json files or model folders.
+        json_file: Write every pair to this file as JSON; "-" for standard output.
+        plot: Write a picture of the wavelengths to this file.
+        pairing: The pairing, if the model family is unknown.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        RopewalkError: If an output cannot be written, which is checked first, or if a config cannot be read.
     """
     command = f"ropewalk inspect {' '.join(configs)}"
     if json_file is not None:
         require_writable_file(json_file, asked=f"{command} --json {json_file}")
     if plot is not None:
-        # A missing matplotlib is told now. Not imported above: it takes longer than all the rest.
+        # Raises now if matplotlib is missing. Imported only here, because the import is slow.
         pictures = importlib.import_module("ropewalk.tools.pictures")
         pictures.require_picture(plot, asked=f"{command} --plot {plot}")
     inspections = [
@@ -47,7 +57,7 @@ def inspect(
         from ropewalk.tools.inspect.plot import draw
 
         draw(inspections, plot)
-    # With the JSON on standard output, all that is for people goes to the other stream.
+    # If JSON is written to standard output, everything else goes to standard error.
     console = Console(stderr=json_file == "-", highlight=False, markup=False)
     with trimmed(console):
         if len(inspections) == 1:
@@ -56,14 +66,14 @@ def inspect(
             console.print(comparison(inspections, console.width))
             for model in (inspection.model for inspection in inspections):
                 if model.warnings:
-                    console.print(warnings_of(model, f"{model.name}: beware"))
+                    console.print(warnings_of(model, f"{model.name}: warnings"))
     if plot is not None:
         console.print(f"picture: {plot}", soft_wrap=True)
     return 0
 
 
 def comparison(inspections: Sequence[Inspection], width: int) -> RenderableType:
-    """The configs side by side, in as many tables as the width needs."""
+    """The configs side by side, in as many tables as needed to fit `width`."""
     rows, heads = rows_of(inspections), _heads([inspection.model for inspection in inspections])
     fit = max(1, (width - NAMES) // COLUMN)
     tables: list[RenderableType] = []
@@ -88,10 +98,16 @@ def comparison(inspections: Sequence[Inspection], width: int) -> RenderableType:
 
 
 def rows_of(inspections: Sequence[Inspection]) -> list[Row]:
-    """Names, and one value per config; None instead of values is a heading: the kind of layer that follows.
+    """The rows of the comparison.
 
-    A config whose layers are all alike is compared with each kind of layer of the others. Of layers that do not rotate
-    only that is said.
+    A config whose layers are all alike is compared with every layer type of the others. Layers without rotation have
+    only a row that states this.
+
+    Args:
+        inspections: The figures of the models.
+
+    Returns:
+        Name and values, one value per config. None instead of values marks a heading: the layer type that follows.
     """
     models = [inspection.model for inspection in inspections]
     rows: list[Row] = [
@@ -114,7 +130,7 @@ def rows_of(inspections: Sequence[Inspection]) -> list[Row]:
 
 
 def _heads(models: list[Model]) -> list[str]:
-    """What the columns are called: the names of the models, or their places where two have the same name."""
+    """The column titles: the names of the models, or their paths if two names are equal."""
     names = [model.name for model in models]
     return names if len(set(names)) == len(names) else [str(model.path or model.name) for model in models]
 
@@ -129,7 +145,7 @@ def _cell(layer: Layer | None, show: Show) -> str:
         return MISSING
     if layer.spec is None:
         return layer.kind if show is _ROWS["kind"] else MISSING
-    # Where a rule varies with the length the longer sequences are what it is for.
+    # If a rule depends on the length, show it for long sequences, for which it is made.
     return show(layer, layer.spec, layer.views[-1])
 
 
@@ -150,7 +166,7 @@ def _score(layer: Layer, spec: RopeSpec, view: View) -> str:
 
 
 def _wavelengths(chosen: list[Layer | None]) -> list[Row]:
-    """The wavelengths at five pairs, where all have as many pairs."""
+    """The wavelengths of five pairs, if all layers have the same number of pairs."""
     views = [layer.views[-1] for layer in chosen if layer is not None and layer.views]
     counts = {len(view.inv_freq) for view in views}
     if len(counts) != 1 or len(views) < 2:
@@ -171,7 +187,7 @@ _ROWS: dict[str, Show] = {
     "factor": _of_rule("factor"),
     "pairing": lambda layer, spec, view: spec.pairing,
     "head_dim": lambda layer, spec, view: str(spec.head_dim),
-    "features that turn": lambda layer, spec, view: features_of(spec),
+    "rotated features": lambda layer, spec, view: features_of(spec),
     "amplitude": lambda layer, spec, view: number(view.amplitude),
     "softmax scale": lambda layer, spec, view: number(spec.softmax_scale),
     "critical dimension": lambda layer, spec, view: str(layer.critical_dimension or MISSING),

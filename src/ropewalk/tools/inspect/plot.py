@@ -1,4 +1,4 @@
-"""The picture of `ropewalk inspect`: the wavelength of every pair, against the lengths of the model."""
+"""The picture of `ropewalk inspect`: the wavelength of every pair, with the lengths of the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from ropewalk.tools.pictures import BLUE, GREEN, GREY, ORANGE, RED, figure, save
 
 __all__ = ["draw"]
 
-# Colour and marker of each kind of pair: prints are grey.
+# Colour and marker of each kind of pair. The markers differ because prints may be grey.
 LOOKS = {
     "unchanged": (BLUE, "o"),
     "between": (ORANGE, "D"),
@@ -24,7 +24,12 @@ PLAIN = "without the rule"
 
 
 def draw(inspections: Sequence[Inspection], target: str) -> None:
-    """A panel for each kind of layer that rotates, and for each of two lengths where its frequencies follow them."""
+    """Draw one panel per rotated layer type, or two if its frequencies depend on the length.
+
+    Args:
+        inspections: The figures of the models.
+        target: The path of the picture.
+    """
     panels = [
         (_title(shown.model, layer, view, alone=len(shown.layers) == 1), view, shown.model.lengths)
         for shown in inspections
@@ -35,51 +40,51 @@ def draw(inspections: Sequence[Inspection], target: str) -> None:
     rows = -(-len(panels) // columns)
     with figure(3.7 if len(panels) == 1 else 7.1, 2.7 * rows + 0.3) as drawn:
         grid: Any = drawn.subplots(rows, columns, squeeze=False, sharey=True)
-        seen: dict[str, Any] = {}
+        handles: dict[str, Any] = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
-            seen |= _panel(axes, *panel)
+            handles |= _panel(axes, *panel)
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
         for axes in grid[:, 0]:
             axes.set_ylabel("wavelength 2π/θ, in positions")
-        named = [name for name in (*LOOKS, PLAIN) if name in seen]
-        drawn.legend([seen[name] for name in named], named, loc="outside lower center", ncols=len(named))
+        names = [name for name in (*LOOKS, PLAIN) if name in handles]
+        drawn.legend([handles[name] for name in names], names, loc="outside lower center", ncols=len(names))
     save(drawn, target)
 
 
 def _title(model: Model, layer: Layer, view: View, *, alone: bool) -> str:
-    of = model.name if alone else f"{model.name}, {layer.title}"
-    at = "" if view.length is None else f", {'up to' if view is layer.views[0] else 'at'} {number(view.length)}"
-    return f"{of}\n{layer.kind}{at}"
+    name = model.name if alone else f"{model.name}, {layer.title}"
+    length = "" if view.length is None else f", {'up to' if view is layer.views[0] else 'at'} {number(view.length)}"
+    return f"{name}\n{layer.kind}{length}"
 
 
 def _panel(axes: Any, title: str, view: View, lengths: Lengths) -> dict[str, Any]:
     pairs, wavelengths, kinds = np.arange(len(view.inv_freq)), view.wavelengths, np.array(view.kinds)
-    seen: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     if set(view.kinds) != {"unchanged"}:
-        (seen[PLAIN],) = axes.plot(pairs, periods(view.plain), color=GREY, linewidth=0.8, linestyle=":", zorder=1)
+        (handles[PLAIN],) = axes.plot(pairs, periods(view.plain), color=GREY, linewidth=0.8, linestyle=":", zorder=1)
     for kind, (colour, marker) in LOOKS.items():
-        here = kinds == kind
-        if here.any():
-            look = {"color": colour, "marker": marker, "linestyle": "", "markersize": min(2.6, 170 / len(pairs))}
-            (seen[kind],) = axes.plot(pairs[here], wavelengths[here], **look, zorder=3)
+        selected = kinds == kind
+        if selected.any():
+            style = {"color": colour, "marker": marker, "linestyle": "", "markersize": min(2.6, 170 / len(pairs))}
+            (handles[kind],) = axes.plot(pairs[selected], wavelengths[selected], **style, zorder=3)
     still = int((kinds == "still").sum())
     if still:
-        title += f"; {still} pairs stand still"
+        title += f"; {still} pairs with frequency 0"
     _lengths(axes, lengths)
     axes.set(title=title, xlabel="pair i", yscale="log", xlim=(-1, len(pairs)))
-    return seen
+    return handles
 
 
 def _lengths(axes: Any, lengths: Lengths) -> None:
-    """The trained and the configured length as lines; one, where they are the same."""
+    """Draw the trained and the configured length as lines, or one line if they are equal."""
     named = {"trained": lengths.trained, "configured": lengths.configured}
     if lengths.trained == lengths.configured:
         named = {"trained and configured": lengths.trained}
     lines = sorted((length, name) for name, length in named.items() if length is not None)
-    for place, (length, name) in enumerate(lines):
+    for rank, (length, name) in enumerate(lines):
         axes.axhline(length, color="black", linewidth=0.8, linestyle="-" if name == "configured" else "--", zorder=2)
-        # The name of the lower line stands below it, where two may be close.
-        above = place + 1 == len(lines)
-        look = {"textcoords": "offset points", "fontsize": 7, "va": "bottom" if above else "top"}
-        axes.annotate(f"{name} {number(length)}", (0, length), xytext=(0, 2 if above else -3), **look)
+        # The label of the lower line is below it, because the lines may be close.
+        above = rank + 1 == len(lines)
+        style = {"textcoords": "offset points", "fontsize": 7, "va": "bottom" if above else "top"}
+        axes.annotate(f"{name} {number(length)}", (0, length), xytext=(0, 2 if above else -3), **style)

@@ -1,4 +1,4 @@
-"""What `ropewalk inspect` shows of one model, in words and figures."""
+"""The output of `ropewalk inspect` for one model."""
 
 import dataclasses
 import itertools
@@ -21,25 +21,32 @@ from ropewalk.theory.bands import Band, rotations
 
 __all__ = ["KIND_STYLES", "features_of", "number", "pairs_to_show", "sheet", "warnings_of"]
 
-# As many rows as a screen takes; --json has every pair.
+# The number of rows that fit on a screen. --json contains every pair.
 MOST_ROWS = 16
-# How what became of a pair is coloured, where there are colours.
+# The colour of each kind of change to a pair's frequency.
 KIND_STYLES = {"unchanged": "green", "between": "yellow", "interpolated": "cyan", "still": "dim", "faster": "red"}
 
 
 def sheet(inspection: Inspection) -> RenderableType:
-    """One model in full: a block for each kind of layer, then the warnings."""
+    """Show one model: one block per layer type, then the warnings.
+
+    Args:
+        inspection: The figures of the model.
+
+    Returns:
+        A renderable for rich.
+    """
     model = inspection.model
     parts: list[RenderableType] = [Text(_title(model), style="bold")]
     for layer in inspection.layers:
         parts += ["", Text(f"{layer.title}: {layer.kind}", style="bold")]
         if layer.spec is None:
-            parts.append(Padding(_without(model, layer), (0, 2)))
+            parts.append(Padding(_unrotated(model, layer), (0, 2)))
             continue
         parts.append(Padding(_figures(layer, layer.spec, model), (0, 2)))
         parts += [_frequencies(layer, view, model.lengths) for view in layer.views]
     if model.warnings:
-        parts += ["", warnings_of(model, "beware")]
+        parts += ["", warnings_of(model, "warnings")]
     return Group(*parts)
 
 
@@ -47,16 +54,16 @@ def _title(model: Model) -> str:
     return model.name if model.model_type in (None, model.name) else f"{model.name} (model_type {model.model_type})"
 
 
-def _without(model: Model, layer: Layer) -> str:
-    """What is to be said of layers that do not rotate."""
-    count = f"{counted}\n" if (counted := count_of(model, layer.name)) else ""
+def _unrotated(model: Model, layer: Layer) -> str:
+    """The text for layers without rotation."""
+    count = f"{text}\n" if (text := count_of(model, layer.name)) else ""
     if any(name == "temperature-without-rotation" for name, _ in model.warnings):
-        return f"{count}Queries and keys do not turn, but queries are multiplied by a temperature of their position."
-    return f"{count}Scores of these layers do not depend on where tokens stand."
+        return f"{count}Queries and keys are not rotated. Queries are multiplied by a temperature per position."
+    return f"{count}Scores in these layers do not depend on positions."
 
 
 def _figures(layer: Layer, spec: RopeSpec, model: Model) -> Table:
-    """What is one number or one sentence."""
+    """The properties that are one number or one sentence."""
     lengths = model.lengths
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
@@ -65,15 +72,15 @@ def _figures(layer: Layer, spec: RopeSpec, model: Model) -> Table:
         "layers": count_of(model, layer.name),
         "window": window_of(model, layer.name),
         "rule": parameters_of(spec),
-        "pairing": pairing_of(spec) + ("; turns the other way" if spec.sign < 0 else ""),
+        "pairing": pairing_of(spec) + ("; rotated in the opposite direction" if spec.sign < 0 else ""),
         "features": features_of(spec),
         "axes": "" if spec.axes is None else _axes(spec.axes.names),
         "query temperature": "" if spec.query_temperature is None else repr(spec.query_temperature),
-        "trained length": _said(lengths.trained),
-        "configured length": _said(lengths.configured) + _reach(layer, lengths),
+        "trained length": _length_text(lengths.trained),
+        "configured length": _length_text(lengths.configured) + _reach(layer, lengths),
         "critical dimension": _critical(layer, spec, lengths),
-        "score sum ≥ 0": _each(layer, [_score(view) for view in layer.views]) + _part(spec),
-        "amplitude": _each(layer, [number(view.amplitude) for view in layer.views]),
+        "score sum ≥ 0": _per_view(layer, [_score(view) for view in layer.views]) + _rotated_part(spec),
+        "amplitude": _per_view(layer, [number(view.amplitude) for view in layer.views]),
         "softmax scale": number(spec.softmax_scale),
     }
     for name, value in rows.items():
@@ -82,12 +89,12 @@ def _figures(layer: Layer, spec: RopeSpec, model: Model) -> Table:
     return table
 
 
-def _said(length: int | None) -> str:
+def _length_text(length: int | None) -> str:
     return "not in the config" if length is None else number(length)
 
 
 def _reach(layer: Layer, lengths: Lengths) -> str:
-    """A factor that is not the ratio of the two lengths."""
+    """The length that the factor implies, if it is not the configured length."""
     if layer.reach is None or layer.reach == lengths.configured:
         return ""
     return f"; the factor times the trained length is {number(layer.reach)}"
@@ -98,42 +105,49 @@ def _critical(layer: Layer, spec: RopeSpec, lengths: Lengths) -> str:
         return "unknown without the trained length"
     if layer.critical_dimension is None:
         return ""
-    # The formula is that of the base; what a rule makes of it is in the table.
+    # The critical dimension is defined by the base. The table shows the effect of a rule.
     kinds = {band.kind for view in layer.views for band in view.bands}
-    scaled = "" if kinds <= {"unchanged", "still"} else ", by the base, before scaling"
+    scaled = "" if kinds <= {"unchanged", "still"} else ", before scaling"
     features = f"{layer.critical_dimension} of {spec.rotated_dim} features"
-    return f"{features} saw a whole turn within {number(lengths.trained)}{scaled}"
+    return f"{features} complete a rotation within {number(lengths.trained)}{scaled}"
 
 
 def _score(view: View) -> str:
     if view.score_length is None:
-        return f"up to length {number(view.looked_to)} at least; it was not looked farther"
-    return f"up to length {number(view.score_length)}: a similar key leads a random one"
+        return f"at least up to length {number(view.looked_to)}, the longest that was tested"
+    return f"up to length {number(view.score_length)}: a similar key scores above a random one"
 
 
-def _part(spec: RopeSpec) -> str:
-    return "" if spec.rotated_dim == spec.head_dim else ", by the features that turn"
+def _rotated_part(spec: RopeSpec) -> str:
+    return "" if spec.rotated_dim == spec.head_dim else ", counting only rotated features"
 
 
-def _each(layer: Layer, values: list[str]) -> str:
-    """The value, or one per view where they differ."""
+def _per_view(layer: Layer, values: list[str]) -> str:
+    """The value, or one value per view if they differ."""
     if len(set(values)) == 1:
         return values[0]
     return "\n".join(f"{value} ({_sequences(layer, view)})" for value, view in zip(values, layer.views, strict=True))
 
 
 def _sequences(layer: Layer, view: View) -> str:
-    return f"sequences {'up to' if view is layer.views[0] else 'of'} {_said(view.length)}"
+    return f"sequences {'up to' if view is layer.views[0] else 'of'} {_length_text(view.length)}"
 
 
 def _axes(names: str) -> str:
-    """The axis of each pair, in runs where those are long."""
+    """The axis of each pair, as runs if there are few of them."""
     runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
     return ", ".join(f"{count} {name}" for name, count in runs) if len(runs) <= 8 else names
 
 
 def pairs_to_show(bands: Sequence[Band], most: int = MOST_ROWS) -> list[int]:
-    """At most that many pairs: the edges of the bands, and what divides the gaps between them evenly.
+    """Choose the pairs to show: the edges of the bands, and evenly spaced pairs between them.
+
+    Args:
+        bands: The bands, in order.
+        most: The maximum number of pairs.
+
+    Returns:
+        The indices of the pairs, in order.
 
     >>> pairs_to_show([Band("unchanged", 0, 28), Band("interpolated", 29, 63)], most=7)
     [0, 14, 28, 29, 40, 51, 63]
@@ -156,12 +170,12 @@ def _frequencies(layer: Layer, view: View, lengths: Lengths) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left", title_style="")
     if view.length is not None:
         table.title = f"  {_sequences(layer, view)}"
-    counted = list(dict.fromkeys(n for n in (lengths.trained, lengths.configured) if n is not None))
-    for name in ("pair", "wavelength", "× plain", *(f"turns in\n{number(length)}" for length in counted)):
+    lengths_shown = list(dict.fromkeys(n for n in (lengths.trained, lengths.configured) if n is not None))
+    for name in ("pair", "wavelength", "× plain", *(f"rotations in\n{number(length)}" for length in lengths_shown)):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("change", no_wrap=True)
     shown, kinds, wavelengths = pairs_to_show(view.bands), view.kinds, view.wavelengths
-    columns = [rotations(view.inv_freq, length) for length in counted]
+    columns = [rotations(view.inv_freq, length) for length in lengths_shown]
     for pair, following in zip(shown, [*shown[1:], None], strict=True):
         kind = kinds[pair]
         table.add_row(
@@ -176,7 +190,7 @@ def _frequencies(layer: Layer, view: View, lengths: Lengths) -> Table:
 
 
 def warnings_of(model: Model, title: str) -> RenderableType:
-    """The warnings of a model, each with what to do about it."""
+    """The warnings of a model, each with its advice, under a title."""
     parts: list[RenderableType] = [Text(title, style="bold")]
     for name, text in model.warnings:
         parts.append(Text(f"  {name}", style="yellow"))
@@ -185,7 +199,7 @@ def warnings_of(model: Model, title: str) -> RenderableType:
 
 
 def parameters_of(spec: RopeSpec) -> str:
-    """The parameters of the rule that are set.
+    """The parameters of the rule, as text. Strings that have their default are left out.
 
     >>> from ropewalk.spec.stretched import PositionInterpolation
     >>> parameters_of(RopeSpec(8, PositionInterpolation(10_000, factor=4)))
@@ -205,7 +219,7 @@ def parameters_of(spec: RopeSpec) -> str:
 
 
 def pairing_of(spec: RopeSpec) -> str:
-    """Which features form a pair.
+    """Which features form a pair, as text.
 
     >>> pairing_of(RopeSpec(128, pairing="half"))
     'half: features i and i + 64'
@@ -216,25 +230,25 @@ def pairing_of(spec: RopeSpec) -> str:
 
 
 def features_of(spec: RopeSpec) -> str:
-    """Which features of a head turn.
+    """Which features of a head are rotated, as text.
 
     >>> features_of(RopeSpec(192, rotary_dim=64, rotary_slice="trailing"))
-    'the last 64 of 192 turn'
+    'the last 64 of 192 are rotated'
     >>> from ropewalk.spec.frequencies import Proportional
     >>> features_of(RopeSpec(8, Proportional(1e4, 0.25)))
-    '2 of 8 turn: other pairs stand still'
+    '2 of 8 are rotated; the other pairs have frequency 0'
     """
     still = int((np.atleast_2d(spec.inv_freq())[0] == 0).sum())
     if still:
-        return f"{spec.rotated_dim - 2 * still} of {spec.head_dim} turn: other pairs stand still"
+        return f"{spec.rotated_dim - 2 * still} of {spec.head_dim} are rotated; the other pairs have frequency 0"
     if spec.rotated_dim == spec.head_dim:
-        return f"all {spec.head_dim} turn"
+        return f"all {spec.head_dim} are rotated"
     part = "first" if spec.rotary_slice == "leading" else "last"
-    return f"the {part} {spec.rotated_dim} of {spec.head_dim} turn"
+    return f"the {part} {spec.rotated_dim} of {spec.head_dim} are rotated"
 
 
 def count_of(model: Model, layer: str) -> str:
-    """How many layers are of a kind, or of which kinds they are where all rotate alike; "" where that is not known.
+    """The number of layers of a type, or of every type if all rotate alike; "" if unknown.
 
     >>> from ropewalk.hub.configs.model import read_model
     >>> config = {"model_type": "gpt_oss", "num_hidden_layers": 24, "rope_parameters": {"rope_theta": 150000.0}}
@@ -245,13 +259,13 @@ def count_of(model: Model, layer: str) -> str:
         return ""
     if layer:
         return f"{model.kinds.count(layer)} of {len(model.kinds)} layers"
-    each = {kind: model.kinds.count(kind) for kind in model.kinds}
-    kinds = ", ".join(f"{count} {kind}" for kind, count in each.items())
-    return f"{len(model.kinds)}" + (f": {kinds}" if len(each) > 1 else "")
+    counts = {kind: model.kinds.count(kind) for kind in model.kinds}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    return f"{len(model.kinds)}" + (f": {kinds}" if len(counts) > 1 else "")
 
 
 def window_of(model: Model, layer: str) -> str:
-    """The window of a kind of layer, as far as the config says it; "" where there is none.
+    """The window of a layer type, if the config contains it; "" without a window.
 
     >>> from ropewalk.hub.configs.model import read_model
     >>> config = {"model_type": "mistral", "head_dim": 8, "num_hidden_layers": 2, "sliding_window": 4096}
@@ -264,12 +278,16 @@ def window_of(model: Model, layer: str) -> str:
         return number(model.window)
     if model.kinds is None:
         return f"{number(model.window)}, in layers that the config does not name"
-    some = model.kinds.count("sliding_attention")
-    return "" if not some else number(model.window) + ("" if some == len(model.kinds) else ", of sliding_attention")
+    windowed = model.kinds.count("sliding_attention")
+    return (
+        ""
+        if not windowed
+        else number(model.window) + ("" if windowed == len(model.kinds) else ", of sliding_attention")
+    )
 
 
 def number(value: float) -> str:
-    """A number as a person reads it: four digits, or whole with commas.
+    """Format a number: four digits, or an integer with commas.
 
     >>> number(6.283185), number(2559196.3), number(0.0032009), number(8.0), number(1e12)
     ('6.283', '2,559,196', '0.003201', '8', '1e+12')
