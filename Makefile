@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PICTURES ?= build/verify
 
-.PHONY: help demo test test-all test-gpu check docs format clean
+.PHONY: help demo test test-all test-gpu check docs records format clean
 
 help:
 	@echo "make demo      measure what notes and papers state about RoPE, and draw the pictures"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-gpu  all tests marked gpu, and those of the kernels and backends, on a CUDA device"
 	@echo "make check     ruff (format, lint) and pyright"
 	@echo "make docs      the pages of docs/ as a site, in build/docs; a broken link is an error"
+	@echo "make records   the measured figures in README.md and docs/, from benchmarks/*.json"
 
 .venv/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"ropewalk needs Python 3.11 or later, and $(PYTHON) is {v[0]}.{v[1]}: make PYTHON=python3.12 ...")'
@@ -57,6 +58,9 @@ check: .venv/installed-dev
 docs: .venv/installed-docs
 	@# Not --quiet: it drops the warnings before --strict has counted them.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+records: .venv/installed
+	@$(BIN)/python benchmarks/render.py
 
 format: .venv/installed-dev
 	@$(BIN)/ruff format .

@@ -10,7 +10,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import unified_diff
 from functools import cache
 from pathlib import Path
@@ -418,11 +418,11 @@ def rendered(page: str) -> str:
     return BLOCK.sub(content, page)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page would change")
     parser.add_argument("--root", type=Path, default=RECORDS.parent, help="the folder with README.md and docs/")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     changed = False
     try:
         for path in (options.root / "README.md", *sorted((options.root / "docs").rglob("*.md"))):
