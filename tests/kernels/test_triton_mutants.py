@@ -19,7 +19,7 @@ SOURCE = Path(rotate_triton.__file__).read_text(encoding="utf-8")
 
 # What is written, and what would be wrong in its place.
 MISTAKES = {
-    "turns the other way": ("tl.fma(a, cos, -(b * sin))", "tl.fma(a, cos, b * sin)"),
+    "rotates the other way": ("tl.fma(a, cos, -(b * sin))", "tl.fma(a, cos, b * sin)"),
     "swaps the members of a pair": ("first, second = tl.split(", "second, first = tl.split("),
     "forgets the conjugate": ("    if CONJUGATE:\n        sin = -sin\n", ""),
     "starts at another row": ("first_rows[0] + b", "first_rows[0] + 1 + b"),
@@ -32,11 +32,11 @@ MISTAKES = {
     "pairs neighbours of another width": ("and_at = at + PAIRS", "and_at = at + PAIRS - 1"),
     "starts at the first feature": ("at = (START + part * WIDTH)", "at = (part * WIDTH)"),
     "copies from the wrong end": ("        number += 2 * PAIRS\n", "        pass\n"),
-    "forgets half of what does not turn": ("(turning | (still + V < STILL))", "turning"),
-    "reads features side by side": ("stepped(at, STEPS[0])", "at"),
+    "forgets half of what is not rotated": ("(is_rotated | (rest + V < REST))", "is_rotated"),
+    "reads features side by side": ("feature_offset(at, STEPS[0])", "at"),
     "works in the dtype of x": (
-        "a, b_ = turn(first, second, c, d, ",
-        "a, b_ = turn(first, second, c.to(kind), d.to(kind), ",
+        "a, b_ = rotate_pair(first, second, c, d, ",
+        "a, b_ = rotate_pair(first, second, c.to(kind), d.to(kind), ",
     ),
 }
 

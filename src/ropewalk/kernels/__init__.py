@@ -1,4 +1,4 @@
-"""The same functions as the reference, FAST: cos and sin from positions, and the rotation, by several backends."""
+"""Fast versions of the functions in `reference`, by several backends."""
 
-# Whoever imports the registry finds the built-in backends in it.
+# Importing the registry also registers the built-in backends.
 from ropewalk.kernels import backends as backends

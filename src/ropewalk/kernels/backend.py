@@ -1,19 +1,20 @@
-"""A backend is a value: its name, why it is missing, per operation a function and what it supports. And the registry.
+"""Backends as values, and their registry.
 
-What the `run` of each operation receives and returns, for plain tensors in an eager call:
+A backend has a name, the reason if it is not available, and one `Operation` per operation that it supports. Arguments
+and results of `Operation.run`, for plain tensors in an eager call:
 
 - cos_sin: (positions, inv_freq, radix_table, amplitude, dtype, axes) -> (cos, sin)
 - rotate: (q, k or None, cos, sin, layout, row, conjugate) -> (q,) or (q, k)
 - norm_rotate: (tensors, weights, cos, sin, layout, norm, row) -> a list of tensors
 - linear_attention: (q_side, k_side, v, flat sums or None, layout, causal, cu_seqlens) -> (out, flat sums, *saved)
 
-cos and sin are [rows, pairs], [batch, rows, pairs] or [1 or batch, heads, rows, pairs], and row `row` is the first
-token's; `types.line_up` shapes them to broadcast against q and k. `layout` says which features are rotated, and where
-the sequence is. Results are new tensors with the dtype of the inputs and the strides of `torch.empty_like`, in a tuple
-or list even if there is one.
+cos and sin are [rows, pairs], [batch, rows, pairs] or [1 or batch, heads, rows, pairs]. Row `row` belongs to the first
+token. `types.line_up` shapes them to broadcast against q and k. `layout` specifies which features are rotated, and
+which dimension is the sequence. Results are new tensors with the dtype of the inputs and the strides of
+`torch.empty_like`, in a tuple or list even if there is only one.
 
-`angles/`, `rotate/`, `qk_norm/` and `linear/` have the functions of the built-in backends, `backends/` the values. A
-new backend is one file like those in `backends/`, and a line in its `__init__.py`.
+`angles/`, `rotate/`, `qk_norm/` and `linear/` contain the functions of the built-in backends, `backends/` the values. A
+new backend is one file like those in `backends/`, and one line in its `__init__.py`.
 """
 
 import threading
@@ -46,29 +47,32 @@ OPERATIONS: tuple[OperationName, ...] = ("cos_sin", "rotate", "norm_rotate", "li
 class Operation:
     """One operation of a backend: the function that computes it, and the calls that it supports.
 
-    `call` is what identifies a call: (q, k, layout) for rotate and norm_rotate, (q_side, k_side, v, layout) for
-    linear_attention, all arguments for cos_sin. What receives `call` must be traceable by torch.compile: no f-strings,
-    no look at values.
+    Below, `call` stands for (q, k, layout) of rotate and norm_rotate, (q_side, k_side, v, layout) of linear_attention,
+    and all arguments of cos_sin. Functions of `call` must be traceable by torch.compile: they contain no f-strings and
+    do not read values of tensors.
 
     Args:
-        run: Computes the operation. See the module's docstring.
-        supports: (*call) -> None, or in words what the backend cannot do. Without it, every call is supported.
-        worthwhile: (*call, compiling) -> False where another path is faster. Not asked where the backend was forced.
-        backward: The gradients in one call. For norm_rotate: (cotangents, tensors, weights, whether weights need
-            gradients, cos, sin, layout, norm, row) -> (gradients, weight gradients). For linear_attention: (cotangent
-            of out, of sums or None, q_side, k_side, v, what `run` returned, layout, causal, cu_seqlens) -> gradients of
-            q, k, v and of the sums before. Without it, gradients are those of the formula. A rotation needs none: its
-            backward is the rotation by the opposite angle.
+        run: Computes the operation. See the docstring of the module.
+        supports: (*call) -> None, or a description of what the backend does not support. Default: all calls are
+            supported.
+        worthwhile: (*call, compiling) -> False if another path is faster. Ignored if the backend was forced.
+        backward: Computes the gradients in one call. For norm_rotate: (cotangents, tensors, weights, whether weights
+            need gradients, cos, sin, layout, norm, row) -> (gradients, weight gradients). For linear_attention:
+            (cotangent of out, cotangent of the sums or None, q_side, k_side, v, results of `run`, layout, causal,
+            cu_seqlens) -> gradients of q, k, v and of the initial sums. Default: gradients of the formula. rotate needs
+            none: its backward is the rotation by the opposite angle.
         table_gradient: For rotate: (tensors, cotangents, cos, layout, row, conjugate) -> gradients of cos and sin.
-        run_if_ready: For rotate, where the host's time decides: (q, k, cos, sin, layout, row, rows, head_dim, only_ask)
-            -> checks q and k and rotates them, or returns None; with only_ask it returns True and does nothing.
+        run_if_ready: For rotate, for calls that are limited by host time: (q, k, cos, sin, layout, row, rows, head_dim,
+            check_only) checks q and k, and rotates them or returns None. With check_only it returns True instead of
+            rotating.
         empty_saved: For linear_attention: (q, k, v, cu_seqlens) -> tensors shaped as those that `run` saves, for fake
             tensors.
-        joint: For norm_rotate: whether `backward` computes two tensors in one pass. Else each has a node of its own.
+        joint: For norm_rotate: whether `backward` computes two tensors in one pass. Otherwise each tensor has its own
+            autograd node.
         in_place: Whether the `run` of rotate accepts in_place=True.
-        into: Whether the `run` of rotate accepts out=[...], tensors to write into.
-        opaque: Whether a compiler gets a library op that runs it. Otherwise a compiler does not use it.
-        is_formula: Whether `run` is the formula itself, which needs no autograd.Function: for "torch" alone.
+        into: Whether the `run` of rotate accepts out=[...], tensors to write the results to.
+        opaque: Whether torch.compile gets a library op that runs it. Otherwise compiled code does not use it.
+        is_formula: Whether `run` is the formula itself, which needs no autograd.Function. Only for "torch".
 
     >>> Operation(run=print).opaque
     True
@@ -93,7 +97,7 @@ def _present() -> str | None:
 
 
 class Choice(NamedTuple):
-    """How a call is computed: its path, the name of the backend and its operation. `ops.dispatch` chooses.
+    """How a call is computed: the path, the name of the backend and its operation. `ops.dispatch` chooses it.
 
     >>> Choice("kernel", "mine", Operation(run=print)).backend
     'mine'
@@ -106,10 +110,15 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend: its name, its operations, why it is missing, and the devices on which it is chosen by itself.
+    """A backend: its name, its operations, and where it is available.
 
-    `why_missing` is called when a backend is forced, and may look at the machine. `devices` are the types of
-    torch.device on which it is not missing, for sure; None stands for every device.
+    Args:
+        name: Name that users pass as backend=.
+        operations: Operations by name.
+        why_missing: Returns the reason if the backend is not available, or None. It is called when the backend is
+            forced, and may inspect the machine.
+        devices: Types of torch.device on which the backend is available for certain, and is chosen automatically. None
+            means all devices.
 
     >>> Backend("mine", {"rotate": Operation(run=print)}).why_missing() is None
     True
@@ -122,33 +131,39 @@ class Backend:
 
 
 class Registry(NamedTuple):
-    """The backends by name, those to be preferred first, and what `candidates` returns on the most common devices.
+    """The backends by name, preferred ones first, and the results of `candidates` for the most common devices.
 
-    Replaced whole when a backend is registered, so that a call in another thread sees the old or the new. What depends
-    on it compares it by identity.
+    It is never modified. `register` replaces it, so a call in another thread sees either the old or the new registry.
+    Caches that depend on it compare it by identity.
 
     >>> Registry({}, {}).backends
     {}
     """
 
     backends: dict[str, Backend]
-    # Listed here and not by calls: a compiler would guard on a dict that grows.
+    # Computed in advance: torch.compile would guard on a dict that grows with the calls.
     candidates: dict[str, tuple[Choice, ...]]
 
 
 _DEVICES = ("cpu", "cuda")
 _REGISTRY = Registry({}, {})
 
-# Backends in the order in which they were registered.
+# Backends in the order of registration.
 _REGISTERED: list[Backend] = []
 _LOCK = threading.Lock()
 
 
 def register(backend: Backend) -> Callable[[], None]:
-    """Adds a backend before those that are there, and hides one of the same name; returns what undoes it.
+    """Add a backend. It is preferred to all others, and hides a backend of the same name.
+
+    Args:
+        backend: The backend.
+
+    Returns:
+        A function that removes the backend again.
 
     Raises:
-        RopewalkError: This is no Backend, or its operations are not `Operation`s under the names of `OPERATIONS`.
+        RopewalkError: If it is not a Backend, or if its operations are not `Operation`s with names in `OPERATIONS`.
 
     >>> undo = register(Backend("mine", {"rotate": Operation(run=print)}))
     >>> backends()[0].name
@@ -162,7 +177,7 @@ def register(backend: Backend) -> Callable[[], None]:
             asked="register(backend)",
             expected="a Backend",
             got=shown(backend),
-            do="make one: Backend(name, operations)",
+            do="pass Backend(name, operations)",
         )
     for name, operation in backend.operations.items():
         require_choice(name, OPERATIONS, asked=f"register(Backend({backend.name!r}, ...)): the name of an operation")
@@ -179,31 +194,31 @@ def register(backend: Backend) -> Callable[[], None]:
 
     def undo() -> None:
         with _LOCK:
-            places = [i for i, other in enumerate(_REGISTERED) if other is backend]
-            if places:
-                del _REGISTERED[places[-1]]
+            indices = [i for i, other in enumerate(_REGISTERED) if other is backend]
+            if indices:
+                del _REGISTERED[indices[-1]]
                 _replace()
 
     return undo
 
 
 def _replace() -> None:
-    """Makes the registry of what is registered: of several backends of one name the last counts."""
+    """Rebuild the registry. Of several backends with the same name, the last one is used."""
     global _REGISTRY
     by_name: dict[str, Backend] = {}
     for backend in reversed(_REGISTERED):
         by_name.setdefault(backend.name, backend)
-    kept = {
+    choices = {
         f"{operation} {requested} {device}": _candidates(by_name, operation, requested, device)
         for operation in OPERATIONS
         for device in _DEVICES
         for requested in (None, *by_name)
     }
-    _REGISTRY = Registry(by_name, kept)
+    _REGISTRY = Registry(by_name, choices)
 
 
 def current() -> Registry:
-    """The registry as it is now; another object after every registration.
+    """Return the current registry. Each registration replaces it by a new object.
 
     >>> current() is current()
     True
@@ -212,7 +227,7 @@ def current() -> Registry:
 
 
 def backends() -> tuple[Backend, ...]:
-    """All backends, those to be preferred first.
+    """Return all backends, preferred ones first.
 
     >>> all(isinstance(backend, Backend) for backend in backends())
     True
@@ -221,9 +236,14 @@ def backends() -> tuple[Backend, ...]:
 
 
 def candidates(operation: OperationName, requested: str | None, device: str) -> tuple[Choice, ...]:
-    """The kernels to try for an operation on tensors of that type of device, in order.
+    """Return the kernels to try for an operation, in order.
 
-    A backend that was requested is the only one; for cos_sin it comes before the others.
+    A requested backend is the only candidate. For cos_sin it is the first candidate, followed by the others.
+
+    Args:
+        operation: Name of the operation.
+        requested: Name of the requested backend, or None.
+        device: Type of device of the tensors.
 
     >>> [choice.backend for choice in candidates("rotate", None, "meta")]
     ['torch']
@@ -242,7 +262,7 @@ def _candidates(
 
 
 def registered(name: str) -> Backend:
-    """The backend of that name, which was chosen before.
+    """Return the backend with that name, which must be registered.
 
     >>> registered("torch").name
     'torch'
@@ -251,10 +271,10 @@ def registered(name: str) -> Backend:
 
 
 def get(name: str | None) -> Backend | None:
-    """The backend of that name, if it can run here; None for None.
+    """Return the backend with that name, and None for None.
 
     Raises:
-        RopewalkError: There is no such backend, or it is missing; the error says why.
+        RopewalkError: If there is no such backend, or if it is not available. The error contains the reason.
 
     >>> get("torch").name
     'torch'
@@ -266,7 +286,7 @@ def get(name: str | None) -> Backend | None:
     if reason is not None:
         raise RopewalkError(
             asked=f"backend={name!r}",
-            expected="a backend that can run here",
+            expected="a backend that is available on this machine",
             got=reason,
             do="leave backend out, or use backend='torch'",
         )

@@ -1,10 +1,10 @@
-"""New tensors that are what was asked for: no wrapper, default or mode changes their dtype, device or values.
+"""Tensor constructors whose dtype, device and values no wrapper, default or mode can change.
 
-While a model is made, libraries replace torch's constructors: DeepSpeed's `zero.Init` casts what `torch.tensor`,
-`torch.arange` and others return to the dtype of the model; accelerate's `init_empty_weights(include_buffers=True)` puts
-what `torch.zeros` and others return on meta. Frequencies in bfloat16 are wrong frequencies. So the package makes
-tensors by the names below, with their dtype and device written out, and what a module keeps by `constant`. Parameters
-are the exception: they are the user's, and follow whatever the user has set up.
+Libraries replace torch's constructors while a model is built. DeepSpeed's `zero.Init` casts the results of
+`torch.tensor`, `torch.arange` and others to the dtype of the model. accelerate's
+`init_empty_weights(include_buffers=True)` moves the results of `torch.zeros` and others to meta. Frequencies in
+bfloat16 are wrong. Therefore the package constructs tensors by the functions below, with explicit dtype and device, and
+the constants of a module by `constant`. Parameters are the exception: they follow the user's settings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.kernels.torch_internals import OWN, OWN_METHODS, fake_mode, outside_modes
+from ropewalk.kernels.torch_internals import TENSOR_METHODS, TORCH_FUNCTIONS, fake_mode, outside_modes
 
 __all__ = [
     "arange",
@@ -44,38 +44,38 @@ __all__ = [
 if TYPE_CHECKING:
     from torch import arange, empty, empty_like, full, full_like, ones, ones_like, randn, tensor, zeros, zeros_like
 else:
-    arange = OWN.arange
-    empty = OWN.empty
-    empty_like = OWN.empty_like
-    full = OWN.full
-    full_like = OWN.full_like
-    ones = OWN.ones
-    ones_like = OWN.ones_like
-    randn = OWN.randn
-    tensor = OWN.tensor
-    zeros = OWN.zeros
-    zeros_like = OWN.zeros_like
+    arange = TORCH_FUNCTIONS.arange
+    empty = TORCH_FUNCTIONS.empty
+    empty_like = TORCH_FUNCTIONS.empty_like
+    full = TORCH_FUNCTIONS.full
+    full_like = TORCH_FUNCTIONS.full_like
+    ones = TORCH_FUNCTIONS.ones
+    ones_like = TORCH_FUNCTIONS.ones_like
+    randn = TORCH_FUNCTIONS.randn
+    tensor = TORCH_FUNCTIONS.tensor
+    zeros = TORCH_FUNCTIONS.zeros
+    zeros_like = TORCH_FUNCTIONS.zeros_like
 
-# Like another tensor in dtype, device and kind, which may be batched or distributed.
-new_empty: Callable[..., Tensor] = OWN_METHODS.new_empty
-new_empty_strided: Callable[..., Tensor] = OWN_METHODS.new_empty_strided
-new_full: Callable[..., Tensor] = OWN_METHODS.new_full
-new_zeros: Callable[..., Tensor] = OWN_METHODS.new_zeros
+# Constructors of tensors with the dtype, device and type of another one, which may be batched or distributed.
+new_empty: Callable[..., Tensor] = TENSOR_METHODS.new_empty
+new_empty_strided: Callable[..., Tensor] = TENSOR_METHODS.new_empty_strided
+new_full: Callable[..., Tensor] = TENSOR_METHODS.new_full
+new_zeros: Callable[..., Tensor] = TENSOR_METHODS.new_zeros
 
 
 def default_device() -> torch.device:
-    """Where torch makes tensors now: where parameters go that are made now.
+    """Return the device on which torch currently creates tensors, and therefore parameters.
 
     >>> with torch.device("meta"):
     ...     default_device()
     device(type='meta')
     """
-    # By the public name, which a wrapper may have changed. A compiler cannot trace torch.get_default_device.
+    # The public function, which a wrapper may have replaced. torch.compile cannot trace torch.get_default_device.
     return torch.empty(0).device
 
 
 def home() -> torch.device:
-    """Where constants are made: where torch makes tensors now, if that is a real device that has float64; else the CPU.
+    """Return the device for constants: the default device if it is a real one with float64, else the CPU.
 
     >>> with torch.device("meta"):
     ...     home()
@@ -87,7 +87,7 @@ def home() -> torch.device:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """A context in which tensors are ordinary ones: not fake, free to be saved for a backward, and seen by no mode.
+    """Context in which new tensors are ordinary: not fake, not inference tensors, and not intercepted by a mode.
 
     >>> with torch.inference_mode(), real_tensors():
     ...     tensor([1.0]).is_inference()
@@ -102,8 +102,12 @@ def constant(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Numbers for a module to keep: a real tensor, in the dtype asked for, or in that of the array; Python's floats are
-    float64.
+    """Return numbers as a real tensor that a module can store.
+
+    Args:
+        values: Numbers, an array or a tensor.
+        dtype: Dtype of the result. Default: the dtype of the array or tensor; float64 for Python floats.
+        device: Device of the result. Default: `home()`.
 
     >>> torch.set_default_dtype(torch.float16)
     >>> with torch.device("meta"):
@@ -122,7 +126,7 @@ def constant(
 
 
 def placed(x: Tensor, device: torch.device) -> Tensor:
-    """A constant where it is needed; a fake one of it where fake tensors are at work.
+    """Return a constant on `device`, as a fake tensor if a fake tensor mode is active.
 
     >>> placed(torch.ones(1), torch.device("meta")).device
     device(type='meta')

@@ -1,16 +1,16 @@
-"""Dtypes: which ones kernels rotate, and in which one a tensor is computed."""
+"""Dtypes: which ones kernels support, and in which one they compute."""
 
 import torch
 from torch import Tensor
 
 __all__ = ["FLOATS", "working_dtype"]
 
-# The dtypes of q, k and v that every operation accepts.
+# Dtypes of q, k and v that every operation supports.
 FLOATS: frozenset[torch.dtype] = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which x is computed, before one rounding: float64 for float64, float32 for everything else.
+    """Return the dtype in which x is computed before it is rounded once: float64 for float64, else float32.
 
     >>> working_dtype(torch.ones(1, dtype=torch.float16))
     torch.float32

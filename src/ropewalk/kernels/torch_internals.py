@@ -1,6 +1,7 @@
-"""What torch does around a call: compilers, exporters, transforms, streams. No other file uses torch's private APIs.
+"""The state of torch around a call: compilers, exporters, transforms, streams.
 
-A kernel may be given plain tensors, in an eager call that nothing looks into; this module tells whether a call is one.
+No other file uses torch's private APIs. Kernels accept only plain tensors in eager calls that nothing traces,
+transforms or intercepts. The functions of this module detect such calls.
 """
 
 import ctypes
@@ -20,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "MASKS",
-    "OWN",
-    "OWN_METHODS",
+    "TENSOR_METHODS",
+    "TORCH_FUNCTIONS",
     "constant_to_compiler",
     "current_stream",
     "delay",
@@ -41,21 +42,21 @@ __all__ = [
     "why_view_is_fixed",
 ]
 
-# What torch.zeros, torch.tensor and so on are, whatever somebody has put under these names since.
-OWN: Any = torch._C._VariableFunctions  # pyright: ignore[reportAttributeAccessIssue]
-# And what Tensor.new_zeros and so on are.
-OWN_METHODS = torch._C.TensorBase
+# The original torch.zeros, torch.tensor and so on, even if a library has replaced the public names.
+TORCH_FUNCTIONS: Any = torch._C._VariableFunctions  # pyright: ignore[reportAttributeAccessIssue]
+# The original Tensor.new_zeros and so on.
+TENSOR_METHODS = torch._C.TensorBase
 
 _Parameter = torch.nn.Parameter
 _is_zerotensor = torch._is_zerotensor  # pyright: ignore[reportPrivateImportUsage]
 _is_functional_tensor = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
 
-# What the C kernel asks of a tensor itself. That a tensor has no memory it sees without asking.
+# Checks that the C kernel calls on each tensor. It detects tensors without memory by itself.
 MASKS: tuple[Callable[[Tensor], bool], ...] = (is_legacy_batchedtensor, Tensor.is_neg)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether more than its forward runs when this module is called.
+    """Whether the module has hooks, which run in addition to its forward.
 
     >>> has_hooks(torch.nn.Identity())
     False
@@ -65,7 +66,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    """The parameters and buffers that a module holds directly, by name; None for those that are declared and not there.
+    """Return the parameters and buffers of a module itself, by name. Those registered as None are None.
 
     >>> list(own_tensors(torch.nn.Linear(2, 3)))
     ['weight', 'bias']
@@ -74,14 +75,14 @@ def own_tensors(module: torch.nn.Module) -> dict[str, Tensor | None]:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether these are ordinary tensors in an ordinary eager call, which nothing traces, transforms or intercepts.
+    """Whether these are plain tensors in an eager call that nothing traces, transforms or intercepts.
 
     >>> is_plain(torch.ones(2)), torch.func.vmap(lambda x: torch.tensor(is_plain(x)))(torch.ones(1)).item()
     (True, False)
     """
     if not is_eager():
         return False
-    # Written out: decoding waits for this.
+    # The conditions of `is_masked`, inlined: this function adds to the latency of decoding.
     for tensor in tensors:
         if tensor is None:
             continue
@@ -97,7 +98,7 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def is_eager() -> bool:
-    """Whether nothing traces, transforms or intercepts what is called now.
+    """Whether nothing traces, transforms or intercepts the current call.
 
     >>> is_eager()
     True
@@ -119,8 +120,8 @@ def _is_ordinary(tensor: Tensor) -> bool:
 def is_masked(x: Tensor) -> bool:
     """Whether the memory of a tensor of a plain type must not be read directly.
 
-    The batched tensors of `is_grads_batched`, zero and functional tensors have none, and in that of the imaginary part
-    of a conjugate every sign is the opposite.
+    Batched tensors of `is_grads_batched`, zero tensors and functional tensors have no memory. The imaginary part of a
+    conjugate is stored with opposite signs.
 
     >>> is_masked(torch.ones(1)), is_masked(torch.ones(1, dtype=torch.complex64).conj().imag)
     (False, True)
@@ -129,7 +130,7 @@ def is_masked(x: Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether functorch or forward-mode differentiation is at work.
+    """Whether functorch or forward-mode differentiation is active.
 
     >>> is_transformed()
     False
@@ -138,9 +139,9 @@ def is_transformed() -> bool:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export is at work.
+    """Whether torch.export is active.
 
-    The flag and not `torch.compiler.is_exporting`, which torch 2.11 answers with True whatever it compiles.
+    It reads the flag, because `torch.compiler.is_exporting` of torch 2.11 returns True in every compilation.
 
     >>> is_exporting()
     False
@@ -149,7 +150,7 @@ def is_exporting() -> bool:
 
 
 def is_one(length: Any) -> bool:
-    """Whether a compiler knows that a length is 1. A length that depends on data is not asked.
+    """Whether the compiler knows that a length is 1. It does not guard on lengths that depend on data.
 
     >>> is_one(1), is_one(2)
     (True, False)
@@ -160,7 +161,7 @@ def is_one(length: Any) -> bool:
 
 
 def why_not_plain(*tensors: Tensor | None) -> str | None:
-    """What keeps these tensors from a kernel, in words; None if nothing does.
+    """Return the reason why a kernel cannot read these tensors, or None.
 
     >>> why_not_plain(torch.ones(1)) is None
     True
@@ -173,10 +174,10 @@ def why_not_plain(*tensors: Tensor | None) -> str | None:
         return "torch.jit.trace"
     if torch._C._len_torch_dispatch_stack() > 0:
         return "a dispatch mode, such as fake tensors"
-    odd = [tensor for tensor in tensors if tensor is not None and not _is_ordinary(tensor)]
-    if not odd:
+    unsupported = [tensor for tensor in tensors if tensor is not None and not _is_ordinary(tensor)]
+    if not unsupported:
         return None
-    kind = type(odd[0])
+    kind = type(unsupported[0])
     return (
         kind.__name__
         if kind not in (Tensor, torch.nn.Parameter)
@@ -185,19 +186,19 @@ def why_not_plain(*tensors: Tensor | None) -> str | None:
 
 
 def current_stream(device: torch.device) -> int:
-    """The stream to which work for the device is submitted now; 0 where there is none.
+    """Return the current CUDA stream of the device, and 0 for other devices.
 
     >>> current_stream(torch.device("cpu"))
     0
     """
     if device.type != "cuda":
         return 0
-    # What `torch.cuda.current_stream` asks too, without an object around it: decoding waits for this.
+    # As `torch.cuda.current_stream`, without creating an object: this adds to the latency of decoding.
     return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def delay(cycles: int) -> None:
-    """Keeps the current stream of the current CUDA device busy for that many cycles, without making the host wait.
+    """Keep the current stream of the current CUDA device busy for `cycles` cycles, without blocking the host.
 
     >>> if torch.cuda.is_available():
     ...     delay(1)
@@ -206,9 +207,9 @@ def delay(cycles: int) -> None:
 
 
 def openmp_team() -> int:
-    """The address at which torch's own OpenMP runs a team of threads; 0 where it has none.
+    """Return the address of GOMP_parallel in the OpenMP library that torch uses, and 0 if there is none.
 
-    It is looked up behind torch's library, so that it is the copy that torch loaded, under whatever name.
+    The symbol is looked up through torch's library, so that it belongs to the copy of OpenMP that torch has loaded.
 
     >>> isinstance(openmp_team(), int)
     True
@@ -221,7 +222,7 @@ def openmp_team() -> int:
 
 
 def view_base(x: Tensor) -> Tensor:
-    """The tensor of which x is a view, or x itself.
+    """Return the tensor of which x is a view, or x itself.
 
     >>> x = torch.ones(2)
     >>> view_base(x[:1]) is x
@@ -241,7 +242,7 @@ _FIXED_VIEWS = {
 
 
 def why_view_is_fixed(x: Tensor) -> str | None:
-    """Why autograd does not let a view be written where a gradient is needed, in words; None if it does.
+    """Return the reason why autograd does not allow in-place writes to a view that needs a gradient, or None.
 
     >>> x = torch.ones(2, 3, requires_grad=True) * 2
     >>> why_view_is_fixed(x[0]) is None, why_view_is_fixed(x.unbind(0)[0])[:20]
@@ -250,11 +251,11 @@ def why_view_is_fixed(x: Tensor) -> str | None:
     return _FIXED_VIEWS.get(_autograd._get_creation_meta(x)) if x._is_view() else None
 
 
-_Made = TypeVar("_Made", bound=Callable[..., object])
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
-def constant_to_compiler(function: _Made) -> _Made:
-    """`torch.compiler.assume_constant_result`, which imports the whole compiler: seconds that only compiling may cost.
+def constant_to_compiler(function: _Function) -> _Function:
+    """Do what `torch.compiler.assume_constant_result` does, without importing the compiler, which takes seconds.
 
     >>> @constant_to_compiler
     ... def two() -> int:
@@ -267,7 +268,7 @@ def constant_to_compiler(function: _Made) -> _Made:
 
 
 def fake_mode() -> FakeTensorMode | None:
-    """The mode that makes fake tensors of what is computed now, or None; None to a compiler, which has its own.
+    """Return the active fake tensor mode, or None. It is None under torch.compile, which has its own fake tensors.
 
     >>> fake_mode() is None
     True
@@ -280,7 +281,7 @@ def fake_mode() -> FakeTensorMode | None:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """A context in which no mode, such as fake tensors, and no transform of torch.func sees what is computed.
+    """Context in which dispatch modes, such as fake tensors, and transforms of torch.func are disabled.
 
     >>> with FakeTensorMode(), outside_modes():
     ...     type(torch.ones(1)).__name__

@@ -1,4 +1,4 @@
-"""How tensors reach a Triton kernel: as rows of features, with everything about a launch worked out once a shape."""
+"""Launches of Triton kernels: tensors as rows of features, and launch arguments that are computed once per shape."""
 
 import importlib.util
 import os
@@ -15,25 +15,25 @@ __all__ = [
     "Launch",
     "Rows",
     "alignment",
-    "far_tokens",
+    "heads_are_adjacent",
     "is_wide",
-    "lie_together",
     "rows_of",
     "table_strides",
+    "tokens_before_next_head",
 ]
 
-# Whether Triton can be imported. Read once and not asked in calls: a compiler would look into the question.
+# Whether Triton is installed. Checked at import and not in calls, because torch.compile would trace the check.
 INSTALLED = importlib.util.find_spec("triton") is not None
 
-# Whether kernels run as Python code on the CPU, as TRITON_INTERPRET=1 requests: for tests without a GPU.
+# Whether Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1), for tests without a GPU.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# An int32 index reaches this far.
+# The range of an int32 index.
 REACH = 1 << 31
 
 
 class Rows(NamedTuple):
-    """A tensor as [batch, seq, heads, dim], by its sizes and its strides.
+    """Sizes and strides of a tensor viewed as [batch, seq, heads, dim].
 
     >>> Rows(2, 3, 4, 8, (96, 32, 8, 1)).heads
     4
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     strides: tuple[int, int, int, int]
 
     def reach(self) -> int:
-        """How far its last element lies from its first.
+        """Return the distance of the last element from the first, in elements.
 
         >>> Rows(2, 3, 4, 8, (96, 32, 8, 1)).reach()
         191
@@ -56,9 +56,13 @@ class Rows(NamedTuple):
 
 
 def rows_of(x: Tensor, seq_dim: int, table_dims: int) -> Rows | None:
-    """x, [.., seq, dim] or [.., seq, heads, dim], as rows; None if its leading dimensions do not lie as one.
+    """Return the sizes and strides of x as rows, or None if its leading dimensions cannot be merged into one stride.
 
-    Tables of three dimensions have a row a batch, which is the first dimension of x.
+    Args:
+        x: [..., seq, dim] or [..., seq, heads, dim].
+        seq_dim: Dimension of the sequence, -2 or -3.
+        table_dims: Number of dimensions of cos and sin. Tables of three dimensions differ between batches, which are
+            the first dimension of x.
 
     >>> rows_of(torch.ones(2, 4, 3, 8), -2, 2)
     Rows(batch=2, seq=3, heads=4, dim=8, strides=(96, 8, 24, 1))
@@ -77,44 +81,44 @@ def rows_of(x: Tensor, seq_dim: int, table_dims: int) -> Rows | None:
     if batch is None or heads is None:
         return None
     sizes, strides = zip(batch, dims[seq_dim], heads, strict=True)
-    # The stride of a single feature would say nothing, and 1 serves the common case.
+    # Not 0 for a single feature, unlike above: its stride is usually 1, the common case of the kernels.
     return Rows(*sizes, x.shape[-1], (*strides, x.stride(-1)))
 
 
 def _merged(dims: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """Neighbouring dimensions as one size and stride, where they lie so."""
+    """Merge neighbouring dimensions into one size and stride, or return None."""
     size, stride = 1, 0
-    for n, step in reversed(dims):
-        if n == 1:
+    for dim_size, dim_stride in reversed(dims):
+        if dim_size == 1:
             continue
-        if size > 1 and step != size * stride:
+        if size > 1 and dim_stride != size * stride:
             return None
-        size, stride = size * n, stride if size > 1 else step
+        size, stride = size * dim_size, stride if size > 1 else dim_stride
     return size, stride
 
 
-def lie_together(rows: Rows) -> bool:
-    """Whether the heads of a token lie side by side, and not the tokens of a head.
+def heads_are_adjacent(rows: Rows) -> bool:
+    """Whether the heads of a token are adjacent in memory, rather than the tokens of a head.
 
-    >>> lie_together(Rows(1, 64, 8, 128, (65536, 1024, 128, 1)))
+    >>> heads_are_adjacent(Rows(1, 64, 8, 128, (65536, 1024, 128, 1)))
     True
     """
     return rows.heads == 1 or rows.seq == 1 or rows.strides[2] <= rows.strides[1]
 
 
-def far_tokens(seq: int) -> int:
-    """How many tokens of a head come before the next head, where they lie side by side: a power of two.
+def tokens_before_next_head(seq: int) -> int:
+    """Return how many tokens of a head are processed before the next head, if tokens are adjacent: a power of two.
 
-    As a copy goes, one head after the other, but no longer than cos and sin stay in the cache.
+    Long runs are as fast as a copy. The limit keeps cos and sin of a run in the cache.
 
-    >>> far_tokens(1000), far_tokens(1 << 20)
+    >>> tokens_before_next_head(1000), tokens_before_next_head(1 << 20)
     (1024, 8192)
     """
     return min(8192, 1 << (seq - 1).bit_length())
 
 
 def table_strides(table: Tensor) -> tuple[int, int]:
-    """How many rows lie between batches and between heads of a contiguous cos or sin; 0 where they share theirs.
+    """Return the strides of batch and heads in a contiguous cos or sin, in rows, and 0 for shared dimensions.
 
     >>> table_strides(torch.ones(2, 5, 4)), table_strides(torch.ones(1, 3, 5, 4)), table_strides(torch.ones(5, 4))
     ((5, 0), (0, 5), (0, 0))
@@ -127,7 +131,7 @@ def table_strides(table: Tensor) -> tuple[int, int]:
 
 
 def alignment(most: int, *numbers: int) -> int:
-    """The largest power of two up to `most` that divides all of them.
+    """Return the largest power of two up to `most` that divides all numbers.
 
     >>> alignment(8, 96, 12, 0)
     4
@@ -138,7 +142,7 @@ def alignment(most: int, *numbers: int) -> int:
 
 
 def is_wide(*reaches: int) -> bool:
-    """Whether an index must have 64 bits. Lanes that are masked out count a little further than the last element.
+    """Whether indices need 64 bits. The margin is for masked lanes, whose indices exceed the last element.
 
     >>> is_wide(1 << 20), is_wide(1 << 31)
     (False, True)
@@ -147,10 +151,10 @@ def is_wide(*reaches: int) -> bool:
 
 
 class Launch:
-    """A kernel with its grid, its numbers and its constants: what is left is where the tensors lie.
+    """A kernel with its grid, numbers and constants. A call passes the tensors.
 
-    Triton finds the binary for its arguments anew at every call, which takes several times as long as to launch it.
-    Here it is asked once, and the binary is kept.
+    Triton looks up the compiled binary for its arguments in every call, which takes several times as long as the
+    launch. Here it is looked up once and stored.
 
     >>> launch = Launch(kernel=None, programs=3, numbers=(7,), constants={"WIDTH": 4}, warps=4)
     >>> launch.programs
@@ -166,26 +170,26 @@ class Launch:
         self._rest = (*numbers, *constants.values())
         self._run: Callable[..., Any] | None = None
 
-    def __call__(self, device: torch.device, *given: Tensor | int | float) -> None:
+    def __call__(self, device: torch.device, *arguments: Tensor | int | float) -> None:
         if device.type == "cuda" and torch.cuda.current_device() != device.index:
             with torch.cuda.device(device):
-                return self(device, *given)
+                return self(device, *arguments)
         if self._run is not None:
-            self._run(*given, *self._rest)
+            self._run(*arguments, *self._rest)
             return None
-        made = self.bare(*given)
-        # Triton's interpreter makes none.
-        if made is not None:
-            self._run = made[self._grid]
+        compiled = self.bare(*arguments)
+        # Triton's interpreter returns None.
+        if compiled is not None:
+            self._run = compiled[self._grid]
         return None
 
-    def bare(self, *given: Tensor | int | float) -> Any:
-        """The launch by Triton's own interface."""
-        return self._kernel[self._grid](*given, *self._numbers, **self._constants, num_warps=self._warps)
+    def bare(self, *arguments: Tensor | int | float) -> Any:
+        """Launch the kernel by Triton's own interface."""
+        return self._kernel[self._grid](*arguments, *self._numbers, **self._constants, num_warps=self._warps)
 
 
 class _Launches(dict[Any, Any]):
-    """Launches by all that they depend on. There are few in a model; where lengths never repeat, old ones go."""
+    """Cache of launches. A model needs few; the cache is cleared at a limit, for calls whose lengths never repeat."""
 
     def keep(self, key: Any, value: Any) -> Any:
         if len(self) >= 1024:

@@ -1,7 +1,4 @@
-"""What every backend receives: layouts of features, tables of cos and sin, norms, sides and sums of linear attention.
-
-Kernels import these, and nothing of each other's.
-"""
+"""Arguments of all backends: layouts of features, tables of cos and sin, norms, sides and sums of linear attention."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -15,7 +12,12 @@ __all__ = ["FeatureMap", "FeatureMapName", "Features", "Layout", "Norm", "Side",
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the features of a rotation are: their pairing, the first that is rotated, the dimension of the sequence.
+    """Memory layout of a rotation.
+
+    Args:
+        interleaved: Whether pairs are (0, 1), (2, 3), ...; otherwise (i, i + pairs).
+        start: Index of the first rotated feature.
+        seq_dim: Dimension of the sequence: -2 for [..., seq, dim], -3 for [..., seq, heads, dim].
 
     >>> Layout(interleaved=True, start=0, seq_dim=-2).start
     0
@@ -27,7 +29,12 @@ class Layout:
 
 
 class Tables(NamedTuple):
-    """cos and sin, [seq, pairs], [batch, seq, pairs] or [batch, heads, seq, pairs], and the row of the first token.
+    """cos and sin, and the row of the first token.
+
+    Args:
+        cos: [seq, pairs], [batch, seq, pairs] or [batch, heads, seq, pairs].
+        sin: Shaped as cos.
+        row: Row of cos and sin that belongs to the first token.
 
     >>> Tables(torch.ones(3, 2), torch.zeros(3, 2)).row
     0
@@ -39,11 +46,14 @@ class Tables(NamedTuple):
 
 
 def line_up(table: Tensor, x: Tensor, seq_dim: int, row: int = 0) -> Tensor:
-    """cos or sin as `cos_sin` returns it, from `row` on, shaped to broadcast against x.
+    """Return cos or sin from `row` on, shaped to broadcast against x.
 
-    [seq, pairs] is shared by every batch and head, [batch, seq, pairs] by every head; [batch, heads, seq, pairs] has a
-    table per head. x is [.., seq, dim] for seq_dim -2 and [.., seq, heads, dim] for seq_dim -3; its batch is its first
-    dimension.
+    Args:
+        table: [seq, pairs], shared by all batches and heads; [batch, seq, pairs], shared by all heads; or
+            [batch, heads, seq, pairs].
+        x: [..., seq, dim] for seq_dim -2, [..., seq, heads, dim] for seq_dim -3. The batch is its first dimension.
+        seq_dim: Dimension of the sequence in x.
+        row: Row of the table that belongs to the first token.
 
     >>> table, x = torch.ones(2, 5, 4), torch.ones(2, 3, 5, 8)
     >>> line_up(table, x, seq_dim=-2).shape, line_up(table, x.transpose(1, 2), seq_dim=-3).shape
@@ -63,10 +73,13 @@ def line_up(table: Tensor, x: Tensor, seq_dim: int, row: int = 0) -> Tensor:
 
 
 class Norm(NamedTuple):
-    """How q and k are normalised before they are rotated.
+    """RMSNorm of q and k before the rotation.
 
-    `plus_one` multiplies by 1 + weight. `rounding` has the bits of `Norm.rounding` in native/rotation.h: 1 rounds to
-    the dtype of x after the scaling, 2 after the weight.
+    Args:
+        eps: Added to the mean square.
+        plus_one: Whether to multiply by 1 + weight instead of weight.
+        rounding: Bits as in `Norm.rounding` of native/rotation.h. 1 rounds to the dtype of x after the scaling, 2 after
+            the multiplication with the weight.
 
     >>> Norm(1e-6).rounding
     0
@@ -78,7 +91,7 @@ class Norm(NamedTuple):
 
     @classmethod
     def as_transformers(cls, eps: float, plus_one: bool) -> "Norm":
-        """The norm that rounds where transformers does: after the weight, and without plus_one after the scaling too.
+        """Return the norm with the roundings of transformers: after the weight, and without plus_one after the scaling.
 
         >>> Norm.as_transformers(1e-6, plus_one=False).rounding, Norm.as_transformers(1e-6, plus_one=True).rounding
         (3, 2)
@@ -90,10 +103,10 @@ FeatureMapName = Literal["elu", "relu", "squared_relu", "identity", "exp"]
 
 
 class FeatureMap(IntEnum):
-    """The feature maps of linear attention that kernels compute, by name; Triton kernels are compiled for the number.
+    """Feature maps of linear attention that kernels compute: elu(x) + 1, max(x, 0), max(x, 0)^2, x and exp(x).
 
-    elu(x) + 1, max(x, 0), max(x, 0)^2, x and exp(x). Their formulas are in linear/feature_maps.py (torch) and in
-    linear/triton_features.py.
+    The number of a map is a compile-time constant of the Triton kernels. The formulas are in linear/feature_maps.py
+    (torch) and in linear/triton_features.py.
 
     >>> FeatureMap["elu"].value, [feature_map.name for feature_map in FeatureMap][-1]
     (0, 'exp')
@@ -107,7 +120,7 @@ class FeatureMap(IntEnum):
 
     @property
     def zero(self) -> float:
-        """What the map makes 0 of: hidden keys and missing features are filled with it, and then add nothing.
+        """The input that the map maps to 0. Masked keys and padding features are filled with it, and so add nothing.
 
         >>> FeatureMap.exp.zero, FeatureMap.relu.zero
         (-inf, 0.0)
@@ -116,9 +129,13 @@ class FeatureMap(IntEnum):
 
 
 class Side(NamedTuple):
-    """Queries or keys of linear attention: [batch, heads, seq, width], the name of their feature map, their tables.
+    """Queries or keys of linear attention.
 
-    `shift`, [batch, heads, seq], is subtracted before an exponential. Without tables nothing is rotated.
+    Args:
+        x: Queries or keys [batch, heads, seq, width].
+        map: Name of the feature map.
+        shift: Subtracted from x before an exponential [batch, heads, seq].
+        tables: cos and sin. None for no rotation.
 
     >>> Side(torch.ones(1, 1, 2, 4), "elu").map
     'elu'
@@ -131,7 +148,7 @@ class Side(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Features of one side, [batch, heads, seq, width]: as the denominator uses them, and rotated.
+    """Features of queries or keys [batch, heads, seq, width]: unrotated, for the denominator, and rotated.
 
     >>> Features(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4)).plain.shape
     torch.Size([1, 1, 2, 4])
@@ -142,7 +159,11 @@ class Features(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over earlier keys: of (R k) v^T, [batch, kv_heads, width, v_dim], and of k, [batch, kv_heads, width].
+    """Sums over earlier keys, from which the numerator and the denominator of linear attention are computed.
+
+    Args:
+        above: Sum of (R k) v^T, for the numerator [batch, kv_heads, width, v_dim].
+        below: Sum of k, for the denominator [batch, kv_heads, width].
 
     >>> Sums(torch.zeros(1, 1, 4, 2), torch.zeros(1, 1, 4)).below.shape
     torch.Size([1, 1, 4])
@@ -152,7 +173,7 @@ class Sums(NamedTuple):
     below: Tensor
 
     def flat(self) -> Tensor:
-        """Both in one tensor, [batch * kv_heads, width * (v_dim + 1)], as kernels and library ops pass them on.
+        """Return both sums in one tensor [batch * kv_heads, width * (v_dim + 1)], as kernels and library ops use them.
 
         >>> Sums(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4)).flat().shape
         torch.Size([2, 16])
@@ -161,7 +182,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def from_flat(cls, total: Tensor, kv_heads: int, width: int, v_dim: int) -> "Sums":
-        """The sums in what `flat` returns, as views.
+        """Return the sums in the result of `flat`, as views.
 
         >>> Sums.from_flat(torch.zeros(2, 16), 2, 4, 3).above.shape
         torch.Size([1, 2, 4, 3])

@@ -53,7 +53,7 @@ class Axes:
         if len(rows) < 2 or not len(rows[0]) == len(indices) == len(inside) or features % 2:
             raise RopewalkError(
                 asked="Axes(weights, index, dim)",
-                expected="two axes or more: one row of finite numbers per axis, one index below dim / 2 per pair, an even dim",
+                expected="two axes or more, one row of finite numbers per axis, one index below dim / 2 per pair",
                 got=f"weights {shown(weights)}, index {shown(index)}, dim {dim}",
                 do="use Axes.chunked, Axes.interleaved, Axes.repeated, ...",
             )

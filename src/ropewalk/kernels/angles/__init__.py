@@ -1,1 +1,1 @@
-"""cos and sin of positions: one file per backend, and the arithmetic that they share."""
+"""cos and sin of positions: one file per backend, and torch arithmetic for the rules of a spec."""

@@ -1,4 +1,4 @@
-"""The arithmetic of torch for the rules of a spec."""
+"""Torch arithmetic for the rules of a spec."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,18 +10,23 @@ from ropewalk.kernels.constructors import arange, placed, tensor
 
 __all__ = ["Constants", "TorchArithmetic"]
 
-# Numbers that a rule brings along, and the tensor that holds them.
+# Numbers of a rule, and the tensor that contains them.
 Constants = Sequence[tuple[tuple[Any, ...], Tensor]]
 
 
 class TorchArithmetic:
-    """What `ropewalk.spec.arithmetic.Arithmetic` asks for, in a dtype of torch, on a device.
+    """`ropewalk.spec.arithmetic.Arithmetic` in torch.
 
-    In float32 the operations are those of transformers in their order: float32 exponents, a float32 power. torch and
-    NumPy differ in the last bit of such a power.
+    In float32 the operations are those of transformers, in the same order: float32 exponents, a float32 power. torch
+    and NumPy differ in the last bit of such a power.
 
-    Numbers that a rule brings along, such as LongRope's lists, would have to be copied to a device, which makes the
-    host wait. `made` collects them as tensors; handed back as `constants` they serve later calls that ask for the same.
+    Copying the numbers of a rule, such as LongRope's lists, to a device would block the host in every call. `made`
+    collects them as tensors. Pass it as `constants` to reuse these tensors in later calls.
+
+    Args:
+        dtype: Dtype to compute in.
+        device: Device to compute on.
+        constants: `made` of an earlier call.
 
     >>> first = TorchArithmetic(torch.float32, torch.device("cpu"))
     >>> first.powers(10_000.0, 4).tolist(), first.array([3, 4]).tolist()
@@ -37,16 +42,16 @@ class TorchArithmetic:
         self._constants = constants or ()
 
     def powers(self, base: Any, dim: int, count: int | None = None) -> Tensor:
-        # No more than are asked for: the last bit of a power differs with where in memory it stands.
+        # Exactly `count` powers: the last bit of a power depends on its position in the vector.
         stop = dim if count is None else 2 * count
         exponents = arange(0, stop, 2, dtype=torch.int64, device=self.device).to(self.dtype) / dim
         return base**exponents
 
     def array(self, values: Sequence[Any]) -> Tensor:
         key = tuple(values)
-        for known, held in self._constants:
-            if known == key:
-                return placed(held, self.device)
+        for numbers, stored in self._constants:
+            if numbers == key:
+                return placed(stored, self.device)
         self.made.append((key, tensor(values, dtype=self.dtype, device=self.device)))
         return self.made[-1][1]
 

@@ -1,4 +1,4 @@
-"""cos and sin of whole positions by the C extension, from radix tables."""
+"""cos and sin of integer positions by the C extension, from radix tables."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def supports(
     dtype: torch.dtype,
     axes: Tensor | None,
 ) -> str | None:
-    """Why the C kernel cannot compute these, or None: it reads the radix table.
+    """Return the reason why the C kernel does not support these angles, or None. It supports the radix table only.
 
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> supports(torch.tensor([1]), one, None, one[0], torch.float32, None)
@@ -37,7 +37,7 @@ def cos_sin(
     dtype: torch.dtype = torch.float32,
     axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`angles.torch.cos_sin` at whole positions, in float32, from the radix table.
+    """Return `angles.torch.cos_sin` of integer positions, in float32, from the radix table.
 
     >>> from ropewalk.kernels.angles.torch import radix_table
     >>> theta, one = torch.ones(1, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)

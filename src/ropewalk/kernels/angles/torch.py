@@ -1,13 +1,13 @@
-"""cos and sin of position times frequency, half width, within 2^-24 of the truth at positions up to 2^24.
+"""cos and sin of position times frequency, one per pair, within 2^-24 of the exact values at positions up to 2^24.
 
-Three ways, chosen by the arguments:
+There are three methods, which the arguments select:
 
-- Whole positions on the CPU, for float32: radix tables. exp(i m theta) is a product over the base-256 digits of m, and
-  the tables of all digits are fixed when the module is made: they never grow, and no largest position is asked of a
-  device. Two complex products cost less than a cosine.
-- Everything else: float64 angles, float64 cos and sin, one rounding. That is positions that are not whole or pass
-  2^24, more than one position a token, learned frequencies, float64 results, and other devices.
-- float32 frequencies: float32 angles and cosines, as transformers forms them, for models trained that way.
+- Integer positions on the CPU, in float32: radix tables. exp(i m theta) is a product over the base-256 digits of m. The
+  tables of all digits are computed when the module is constructed. They never grow, and the largest position is never
+  read from a device. Two complex products cost less than a cosine.
+- Everything else: float64 angles, float64 cos and sin, one rounding. This includes positions that are not integers or
+  exceed 2^24, more than one position per token, learned frequencies, float64 results, and other devices.
+- float32 frequencies: float32 angles and cosines as in transformers, for models trained with them.
 """
 
 import torch
@@ -18,12 +18,12 @@ from ropewalk.kernels.constructors import arange, ones_like
 __all__ = ["angles_at", "cos_sin", "cos_sin_between", "pair_positions", "radix_table", "reads_table"]
 
 RADIX, DIGITS = 256, 3
-# What the digits reach: |m| < 2^24.
+# The digits represent |m| < 2^24.
 REACH = RADIX**DIGITS
 
 
 def radix_table(inv_freq: Tensor) -> Tensor:
-    """exp(i c 256^d theta) for each digit d = 0, 1, 2 and value c = 0 .. 255: complex128 [3, 256, *heads, pairs].
+    """Return exp(i c 256^d theta) for digits d = 0, 1, 2 of value c = 0 .. 255: complex128 [3, 256, *heads, pairs].
 
     >>> radix_table(torch.tensor([1.0, 0.01], dtype=torch.float64)).shape
     torch.Size([3, 256, 2])
@@ -35,44 +35,50 @@ def radix_table(inv_freq: Tensor) -> Tensor:
 
 
 def angles_at(positions: Tensor, inv_freq: Tensor, axes: Tensor | None = None) -> Tensor:
-    """position * theta_i, [seq, pairs] or [batch, seq, pairs], in the precision of the frequencies.
+    """Return position * theta_i in the precision of the frequencies.
 
-    inv_freq [heads, pairs] gives [1 or batch, heads, seq, pairs]; one row a sequence, [batch, 1, pairs], gives
-    [batch, seq, pairs]. With `axes` [A, pairs] positions are [A, seq] or [A, batch, seq], and the position of a pair is
-    the sum over a of p_a * axes[a, i].
+    Args:
+        positions: [seq] or [batch, seq]; with `axes` [A, seq] or [A, batch, seq].
+        inv_freq: Frequencies [pairs]; [heads, pairs] per head; or [batch, 1, pairs] per sequence.
+        axes: Weights [A, pairs]. The position of pair i is the sum over a of p_a * axes[a, i].
+
+    Returns:
+        Angles [seq, pairs] or [batch, seq, pairs]; [1 or batch, heads, seq, pairs] for frequencies per head.
 
     >>> angles_at(torch.tensor([0, 2]), torch.tensor([1.0, 0.5])).tolist()
     [[0.0, 0.0], [2.0, 1.0]]
     >>> angles_at(torch.tensor([[3], [5]]), torch.tensor([1.0, 0.5]), torch.eye(2)).tolist()  # two axes, one token
     [[3.0, 2.5]]
     """
-    where, theta = pair_positions(positions, inv_freq, axes)
-    return where * theta
+    pair_position, theta = pair_positions(positions, inv_freq, axes)
+    return pair_position * theta
 
 
 def pair_positions(positions: Tensor, inv_freq: Tensor, axes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The position of each pair and its frequency, as `angles_at` multiplies them.
+    """Return the position and the frequency of each pair, which `angles_at` multiplies. Arguments are as there.
 
-    >>> where, theta = pair_positions(torch.tensor([0, 2]), torch.tensor([1.0, 0.5]))
-    >>> where.shape, theta.shape
+    >>> position, theta = pair_positions(torch.tensor([0, 2]), torch.tensor([1.0, 0.5]))
+    >>> position.shape, theta.shape
     (torch.Size([2, 1]), torch.Size([2]))
     """
-    where = positions.to(inv_freq.dtype)
+    pair_position = positions.to(inv_freq.dtype)
     if axes is None:
-        where = where.unsqueeze(-1)
+        pair_position = pair_position.unsqueeze(-1)
     else:
-        # Axis by axis and not by a matrix product, which a GPU may round to fewer bits: p * 1 + q * 0 is p.
-        rows = [where[a].unsqueeze(-1) * axes[a].to(inv_freq.dtype) for a in range(axes.shape[0])]
-        where = torch.stack(rows).sum(0)
+        # Not by a matrix product, which a GPU may compute with fewer bits: p * 1 + q * 0 is exactly p.
+        rows = [pair_position[a].unsqueeze(-1) * axes[a].to(inv_freq.dtype) for a in range(axes.shape[0])]
+        pair_position = torch.stack(rows).sum(0)
     if inv_freq.dim() == 2:
-        return where.unsqueeze(-3) if where.dim() == 3 else where[None, None], inv_freq.unsqueeze(-2)
-    return where, inv_freq
+        return pair_position.unsqueeze(-3) if pair_position.dim() == 3 else pair_position[
+            None, None
+        ], inv_freq.unsqueeze(-2)
+    return pair_position, inv_freq
 
 
 def reads_table(
     positions: Tensor, inv_freq: Tensor, amplitude: Tensor, dtype: torch.dtype, axes: Tensor | None
 ) -> bool:
-    """Whether the radix table has these angles: whole positions on the CPU, one exact frequency per pair, in float32.
+    """Whether the radix table applies: integer positions on the CPU, float64 frequencies, float32 results.
 
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> reads_table(torch.tensor([1]), one, one[0], torch.float32, None)
@@ -97,10 +103,19 @@ def cos_sin(
     dtype: torch.dtype,
     axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """amplitude * cos(m theta_i) and amplitude * sin(m theta_i), as fresh contiguous tensors of `dtype`.
+    """Return amplitude * cos(m theta_i) and amplitude * sin(m theta_i).
 
-    Shapes are those of `angles_at`. `amplitude` is a float64 tensor: one number, so that a compiled graph serves every
-    amplitude, or what broadcasts against the angles, where it depends on sequence, position or pair.
+    Args:
+        positions: As in `angles_at`.
+        inv_freq: As in `angles_at`.
+        radix_table: Result of `radix_table(inv_freq)`, or None.
+        amplitude: float64 tensor: a scalar, or a tensor that broadcasts against the angles. It is a tensor so that one
+            compiled graph supports every amplitude.
+        dtype: Dtype of the results.
+        axes: As in `angles_at`.
+
+    Returns:
+        cos and sin, new contiguous tensors in the shape of `angles_at`.
 
     >>> one, theta = torch.tensor(1.0).double(), torch.tensor([1.0, 0.5]).double()
     >>> cos, sin = cos_sin(torch.tensor([0, 2]), theta, None, one, torch.float32)
@@ -113,11 +128,11 @@ def cos_sin(
         angles = angles_at(positions, inv_freq, axes)
         pairs = angles.shape[-1]
         if angles.dtype == torch.float32:
-            # transformers takes cosines of angles that stand there twice, and torch's cosine of a number differs in the
-            # last bit with where in memory it stands.
+            # Repeated as in transformers: the last bit of torch's float32 cosine depends on the position of an element
+            # in the vector.
             angles = torch.cat((angles, angles), dim=-1)
         cos, sin = torch.cos(angles)[..., :pairs], torch.sin(angles)[..., :pairs]
-    # As many bits as the angles have: float32 tables are scaled in float32, as transformers scales them.
+    # In the dtype of the angles: float32 tables are scaled in float32, as in transformers.
     scale = amplitude.to(cos.dtype)
     return (scale * cos).to(dtype).contiguous(), (scale * sin).to(dtype).contiguous()
 
@@ -125,9 +140,17 @@ def cos_sin(
 def cos_sin_between(
     positions: Tensor, old: Tensor, new: Tensor, amplitude: Tensor, dtype: torch.dtype, axes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angle by which `new` frequencies turn a token farther than `old` ones: from one to the other.
+    """Return cos and sin of the difference of two angles, which changes a rotation from `old` to `new` frequencies.
 
-    Each angle has the precision of its own frequencies; their difference is taken in float64.
+    Each angle is computed in the precision of its frequencies, and their difference in float64.
+
+    Args:
+        positions: As in `angles_at`.
+        old: Frequencies of the current rotation, as `inv_freq` in `angles_at`.
+        new: Frequencies of the wanted rotation.
+        amplitude: Factor on cos and sin, a float64 tensor.
+        dtype: Dtype of the results.
+        axes: As in `angles_at`.
 
     >>> theta = torch.tensor([1.0, 0.5]).double()
     >>> cos, _ = cos_sin_between(torch.tensor([2]), theta, theta * 2, torch.ones(()).double(), torch.float32)
@@ -140,7 +163,7 @@ def cos_sin_between(
 
 
 def _by_digits(positions: Tensor, inv_freq: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    given = positions
+    token_positions = positions
     if inv_freq.dim() == 2:
         positions = positions.unsqueeze(-2) if positions.dim() == 2 else positions[None, None]
         table = table.unsqueeze(-2)
@@ -148,12 +171,12 @@ def _by_digits(positions: Tensor, inv_freq: Tensor, table: Tensor) -> tuple[Tens
     size = torch.where(within, positions, 0).abs()
     rows = [_row(table[digit], (size >> (8 * digit)) & (RADIX - 1)) for digit in range(DIGITS)]
     z = rows[0] * rows[1] * rows[2]
-    # A negative position turns the other way: the conjugate.
+    # Negative positions have the conjugate.
     cos, sin = z.real, torch.sgn(positions).to(torch.float64).unsqueeze(-1) * z.imag
     if bool(within.all()):
         return cos, sin
-    # Each position by itself: what stands beside it must not change how it is computed.
-    far = angles_at(given, inv_freq)
+    # Selected per position: its result must not depend on the other positions.
+    far = angles_at(token_positions, inv_freq)
     within = within.unsqueeze(-1)
     return torch.where(within, cos, torch.cos(far)), torch.where(within, sin, torch.sin(far))
 
@@ -161,5 +184,5 @@ def _by_digits(positions: Tensor, inv_freq: Tensor, table: Tensor) -> tuple[Tens
 def _row(table: Tensor, digit: Tensor) -> Tensor:
     if table.dim() == 2:
         return table[digit]
-    # One table a head, [256, heads, 1, pairs], with positions [batch, 1, seq]: heads come before the sequence.
+    # One table per head [256, heads, 1, pairs], positions [batch, 1, seq]: heads come before the sequence.
     return table.squeeze(-2)[digit.squeeze(1)].transpose(1, 2)

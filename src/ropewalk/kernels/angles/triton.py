@@ -1,7 +1,7 @@
-"""cos and sin of position times frequency on a GPU, exact, in one launch and without a float64 temporary."""
+"""cos and sin of position times frequency on a GPU: exact angles, one launch, no float64 temporaries."""
 
 # pyright: reportGeneralTypeIssues=false
-# A kernel is Triton's language, whose ranges are no iterators of Python.
+# Triton's ranges are not Python iterators.
 
 import torch
 import triton
@@ -13,16 +13,16 @@ from ropewalk.kernels.triton_launch import LAUNCHES, Launch
 
 __all__ = ["cos_sin"]
 
-# Up to this angle two terms of pi/2 leave a remainder that has more bits than a float32; the library's own cosine,
-# which is slower, takes what lies past it.
+# Up to this angle, the reduction with two terms of pi/2 is more precise than float32. Larger angles use the cosine of
+# the library, which is slower.
 FAR = tl.constexpr(float(1 << 26))
 
 
 @triton.jit
 def _near(angle):
-    """cos and sin of float64 angles below FAR, for float32: Cody and Waite's reduction, then Taylor's sums."""
+    """Return cos and sin of float64 angles below FAR, for float32: Cody-Waite reduction, then Taylor series."""
     quarters = tl.floor(angle * 0.6366197723675814 + 0.5)
-    # Literals that stand alone would be float32.
+    # A literal alone would be float32.
     high = tl.full((), 1.5707963267948966, tl.float64)
     low = tl.full((), 6.123233995736766e-17, tl.float64)
     r = tl.fma(-quarters, low + tl.zeros_like(quarters), tl.fma(-quarters, high + tl.zeros_like(quarters), angle))
@@ -59,7 +59,7 @@ def _cos_sin(
     PAIRS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Lanes are counted over batches, heads, tokens and pairs, as the result lies; `tokens` over all batches."""
+    """One lane computes one element of the contiguous result. `tokens` is the number of tokens in all batches."""
     at = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     pair = at % PAIRS
     token = at // PAIRS
@@ -68,15 +68,15 @@ def _cos_sin(
         row = token // seq
         head = row % HEADS
         token = row // HEADS * seq + token % seq
-    there = token < tokens
+    valid = token < tokens
     if AXES == 0:
-        where = tl.load(positions + token, mask=there, other=0).to(tl.float64)
+        position = tl.load(positions + token, mask=valid, other=0).to(tl.float64)
     else:
-        where = tl.zeros((LANES,), tl.float64)
+        position = tl.zeros((LANES,), tl.float64)
         for axis in tl.static_range(AXES):
-            on_axis = tl.load(positions + axis * tokens + token, mask=there, other=0).to(tl.float64)
-            where += on_axis * tl.load(axes + axis * PAIRS + pair)
-    angle = where * tl.load(inv_freq + head * PAIRS + pair)
+            on_axis = tl.load(positions + axis * tokens + token, mask=valid, other=0).to(tl.float64)
+            position += on_axis * tl.load(axes + axis * PAIRS + pair)
+    angle = position * tl.load(inv_freq + head * PAIRS + pair)
     scale = tl.load(amplitude)
     if cos.dtype.element_ty == tl.float64:
         c, s = tl.cos(angle), tl.sin(angle)
@@ -84,8 +84,8 @@ def _cos_sin(
         c, s = _near(angle)
     else:
         c, s = tl.cos(angle), tl.sin(angle)
-    tl.store(cos + at, (scale * c).to(cos.dtype.element_ty), mask=there)
-    tl.store(sin + at, (scale * s).to(sin.dtype.element_ty), mask=there)
+    tl.store(cos + at, (scale * c).to(cos.dtype.element_ty), mask=valid)
+    tl.store(sin + at, (scale * s).to(sin.dtype.element_ty), mask=valid)
 
 
 def cos_sin(
@@ -96,7 +96,7 @@ def cos_sin(
     dtype: torch.dtype,
     axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`angles.torch.cos_sin` by one launch, for exact frequencies with one amplitude. The radix table is not read.
+    """Return `angles.torch.cos_sin` by one launch, for float64 frequencies and one amplitude. radix_table is ignored.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"

@@ -7,6 +7,6 @@ from ropewalk.kernels.backends.triton import TRITON
 
 __all__ = ["NATIVE", "TORCH", "TRITON"]
 
-# What is registered later is preferred.
+# Backends that are registered later are preferred.
 for _backend in (TORCH, TRITON, NATIVE):
     register(_backend)

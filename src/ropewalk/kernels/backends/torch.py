@@ -15,7 +15,7 @@ __all__ = ["TORCH"]
 def _linear_attention(
     q: Side, k: Side, v: Tensor, before: Tensor | None, layout: Layout, causal: bool, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`linear.torch.linear_attention` with flat sums."""
+    """Call `linear.torch.linear_attention` with flat sums."""
     sums = None if before is None else Sums.from_flat(before, k.x.shape[1], q.x.shape[-1], v.shape[-1])
     out, after = linear_attention(q, k, v, sums, layout, causal, cu_seqlens)
     return out, after.flat()
@@ -24,7 +24,7 @@ def _linear_attention(
 TORCH = Backend(
     name="torch",
     operations={
-        # Left to itself Inductor computes the float64 cosines again for every head: an op hides them from it.
+        # As a library op, because Inductor would recompute the float64 cosines for every head.
         "cos_sin": Operation(run=cos_sin),
         "rotate": Operation(run=rotate, opaque=False),
         "norm_rotate": Operation(run=norm_rotate, is_formula=True),

@@ -14,15 +14,15 @@ from ropewalk.kernels.types import Layout, Side
 
 __all__ = ["TRITON"]
 
-# What the tiles of linear attention hold.
+# Most features, and most values, that the tiles of linear attention support.
 WIDEST = 256
 
-# Kernels load neighbouring features together, from even ones on.
+# Kernels load pairs of neighbouring features, which start at even indices.
 _ODD_START = "interleaved pairs that start at an odd feature"
 
 
 def _late(module: str, name: str) -> Callable[..., Any]:
-    """A function of a module that imports Triton: imported by the first call."""
+    """Return a function of a module that imports Triton. The first call imports the module."""
     loaded: list[Callable[..., Any]] = []
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -36,7 +36,7 @@ def _late(module: str, name: str) -> Callable[..., Any]:
 def _why_missing() -> str | None:
     if not INSTALLED:
         return "Triton is not installed: it comes with the CUDA builds of PyTorch, or pip install triton"
-    # Asked when a backend is forced: to ask it at import would keep forked processes from using a device.
+    # Checked when the backend is forced, not at import: the check would keep forked processes from using a device.
     if not INTERPRETED and not torch.cuda.is_available():
         return (
             "PyTorch sees no CUDA device (for tests, TRITON_INTERPRET=1 at the start runs Triton's kernels on the CPU)"
@@ -64,10 +64,10 @@ def _supports_angles(
     dtype: torch.dtype,
     axes: Tensor | None,
 ) -> str | None:
-    """Exact frequencies, one amplitude, no gradient."""
+    """Support float64 frequencies and one amplitude, without gradients."""
     if not _runs_on(positions):
         return "positions that are not on a CUDA device"
-    # Under a compiler the library op has the gradients.
+    # Under torch.compile the library op computes the gradients.
     learns = positions.requires_grad or inv_freq.requires_grad or amplitude.requires_grad
     if learns and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return "gradients of positions, frequencies or amplitudes"
@@ -94,7 +94,7 @@ def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout) -> str | None:
 
 
 def _worthwhile_linear(q: Side, k: Side, v: Tensor, layout: Layout, compiling: bool) -> bool:
-    """For one token a few operations take less of the host's time than three launches."""
+    """Return False for one token: a few torch operations need less host time than three launches."""
     return k.x.shape[2] != 1
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm and rotation by the C extension: one pass forward; backward the rotation's pass and torch operations."""
+"""RMSNorm and rotation by the C extension. The backward uses its rotation and torch operations."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def norm_rotate(
     norm: Norm,
     row: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Each tensor over the root of its mean square, times its weight, rotated; one or two tensors in one call.
+    """Return the rotation of x / rms(x) * weight for one or two tensors, in one call.
 
     >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
     >>> y = [[-1.1314, 0.8485]]
@@ -50,15 +50,15 @@ def norm_rotate_backward(
     norm: Norm,
     row: int = 0,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The gradients of the tensors, and of their weights where `learns`. A rounding of the norm is passed over.
+    """Return the gradients of the tensors, and of their weights if `learns`. Rounding of the norm is ignored.
 
     >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])
-    >>> still = torch.ones(1, 1), torch.zeros(1, 1)
+    >>> identity = torch.ones(1, 1), torch.zeros(1, 1)
     >>> gradient = [[0.181, -0.1358]]
     >>> if NATIVE is not None:
-    ...     (gradient,), _ = norm_rotate_backward([g], [x], [None], False, *still, Layout(True, 0, -2), Norm(1e-9))
+    ...     (gradient,), _ = norm_rotate_backward([g], [x], [None], False, *identity, Layout(True, 0, -2), Norm(1e-9))
     ...     gradient = gradient.tolist()
-    >>> [round(v, 4) for v in gradient[0]]  # x dx = 0: the norm does not see a longer x
+    >>> [round(v, 4) for v in gradient[0]]  # x dx = 0: the result does not depend on the scale of x
     [0.181, -0.1358]
     """
     gradients: list[Tensor] = []

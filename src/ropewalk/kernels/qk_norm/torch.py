@@ -1,4 +1,4 @@
-"""RMSNorm and rotation in torch operations: differentiable in everything, and for compilers to fuse."""
+"""RMSNorm and rotation in torch operations, which are differentiable in all arguments and which compilers can fuse."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ __all__ = ["factor", "norm_backward", "norm_rotate", "norm_rotate_traceable"]
 
 
 def factor(weight: Tensor | None, x: Tensor, norm: Norm) -> Tensor:
-    """What the scaled features are multiplied with, in the dtype in which x is worked: [dim].
+    """Return the factor of the scaled features [dim], weight or 1 + weight, in the dtype in which x is computed.
 
     >>> factor(torch.tensor([0.5]), torch.ones(2, 1), Norm(1e-6, plus_one=True)).tolist()
     [1.5]
@@ -35,7 +35,16 @@ def norm_rotate_traceable(
     norm: Norm,
     row: int = 0,
 ) -> Tensor:
-    """The rotation of x / rms(x) * weight, worked in float32 (float64 for float64) and rounded once.
+    """Return the rotation of x / rms(x) * weight, computed in float32 (float64 for float64) and rounded once.
+
+    Args:
+        x: Queries or keys.
+        weight: Weight of the norm [dim], or None.
+        cos: As `cos_sin` returns it.
+        sin: As `cos_sin` returns it.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        norm: eps, plus_one and rounding of the norm.
+        row: Row of cos and sin that belongs to the first token.
 
     >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
     >>> [round(v, 4) for v in norm_rotate_traceable(x, None, *quarter, Layout(True, 0, -2), Norm(1e-9))[0].tolist()]
@@ -61,7 +70,7 @@ def norm_rotate(
     norm: Norm,
     row: int = 0,
 ) -> list[Tensor]:
-    """`norm_rotate_traceable` for each tensor and its weight.
+    """Return `norm_rotate_traceable` of each tensor with its weight.
 
     >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
     >>> len(norm_rotate([x, x], [None, None], *quarter, Layout(True, 0, -2), Norm(1e-9)))
@@ -72,14 +81,20 @@ def norm_rotate(
 
 
 def norm_backward(rotated_back: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of what it was multiplied with, from the gradient of the norm: the cotangent, turned back.
+    """Return the gradients of x and of its factor.
 
-    With n = x r, r = 1 / rms(x), g the gradient and w the factor: dx = r (g w - n mean(g w n)), dw = sum(g n). Where
-    the norm was rounded, the rounding is passed over.
+    With n = x r, r = 1 / rms(x), g the gradient of the norm and w the factor: dx = r (g w - n mean(g w n)),
+    dw = sum(g n). Rounding of the norm is ignored.
+
+    Args:
+        rotated_back: Gradient of the norm: the cotangent, rotated by the opposite angles.
+        x: Input of the norm.
+        weight: The factor w [dim].
+        eps: Added to the mean square.
 
     >>> one = torch.ones(2)
     >>> grad, _ = norm_backward(torch.tensor([[1.0, 0.0]]), torch.tensor([[3.0, 4.0]]), one, 1e-9)
-    >>> [round(v, 4) for v in grad[0].tolist()]  # x grad = 0: the norm does not see a longer x
+    >>> [round(v, 4) for v in grad[0].tolist()]  # x grad = 0: the result does not depend on the scale of x
     [0.181, -0.1358]
     """
     wide, gradient = x.to(weight.dtype), rotated_back.to(weight.dtype)

@@ -1,4 +1,4 @@
-"""Launches the norm-and-rotation kernels: where rows lie, how many programs take them, and the sums for the weights."""
+"""Launches of the norm-and-rotation kernels: strides, number of programs, and sums for the weight gradients."""
 
 import functools
 import math
@@ -15,17 +15,17 @@ from ropewalk.kernels.triton_launch import (
     Launch,
     Rows,
     alignment,
-    far_tokens,
+    heads_are_adjacent,
     is_wide,
-    lie_together,
     rows_of,
     table_strides,
+    tokens_before_next_head,
 )
 from ropewalk.kernels.types import Layout, Norm
 
 __all__ = ["norm_rotate", "norm_rotate_backward"]
 
-# Programs of the backward for each multiprocessor. More smooth the end of the launch, and leave more sums to add.
+# Programs of the backward per multiprocessor. More programs balance the load, but leave more sums to add.
 PROGRAMS = 16
 
 
@@ -38,12 +38,12 @@ def norm_rotate(
     norm: Norm,
     row: int = 0,
 ) -> list[Tensor]:
-    """Each tensor over the root of its mean square, times its weight, turned; both in one launch where they lie alike.
+    """Return the rotation of x / rms(x) * weight for one or two tensors, in one launch if their strides allow it.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[3.0, 4.0]], device=device), torch.tensor([[[0.0]], [[1.0]]], device=device)
-    >>> (y,) = norm_rotate([x], [None], *tables, Layout(True, 0, -2), Norm(1e-9))  # a quarter turn
+    >>> (y,) = norm_rotate([x], [None], *tables, Layout(True, 0, -2), Norm(1e-9))  # by 90 degrees
     >>> [round(v, 4) for v in y[0].tolist()]
     [-1.1314, 0.8485]
     """
@@ -63,14 +63,14 @@ def norm_rotate_backward(
     norm: Norm,
     row: int = 0,
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The gradients of the tensors, and of their weights where `learns`. A rounding of the norm is passed over.
+    """Return the gradients of the tensors, and of their weights if `learns`. Rounding of the norm is ignored.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, g = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]], device=device)
-    >>> still = torch.tensor([[1.0]], device=device), torch.tensor([[0.0]], device=device)
-    >>> (dx,), _ = norm_rotate_backward([g], [x], [None], False, *still, Layout(True, 0, -2), Norm(1e-9))
-    >>> [round(v, 4) for v in dx[0].tolist()]  # x dx = 0: the norm does not see a longer x
+    >>> identity = torch.tensor([[1.0]], device=device), torch.tensor([[0.0]], device=device)
+    >>> (dx,), _ = norm_rotate_backward([g], [x], [None], False, *identity, Layout(True, 0, -2), Norm(1e-9))
+    >>> [round(v, 4) for v in dx[0].tolist()]  # x dx = 0: the result does not depend on the scale of x
     [0.181, -0.1358]
     """
     out = [empty_like(x) for x in both]
@@ -90,15 +90,19 @@ def _run(
     norm: Norm,
     row: int,
 ) -> list[Tensor | None]:
-    """Launches the kernel on one or two tensors of each group; the sums for the weights, where they learn."""
+    """Launch the kernel on one or two tensors of each group. Return the weight gradients, or None if not needed."""
     if any(x.numel() == 0 for x in groups[0]):
-        how = learns, cos, sin, layout, norm, row
-        return _apart(kernel, groups, weights, *how) if len(weights) == 2 else _nothing(weights, learns, cos)
+        options = learns, cos, sin, layout, norm, row
+        return (
+            _run_separately(kernel, groups, weights, *options)
+            if len(weights) == 2
+            else _zero_sums(weights, learns, cos)
+        )
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     weights = [w if w is None or w.is_contiguous() else w.contiguous() for w in weights]
     factors = [x if w is None else w for w, x in zip(weights, groups[0], strict=True)]
-    tensors = [x for group in (*groups, factors) for x in _two(group)]
+    tensors = [x for group in (*groups, factors) for x in _as_pair(group)]
     key = (
         kernel,
         tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors),
@@ -107,9 +111,9 @@ def _run(
     )
     plan = LAUNCHES.get(key)
     if plan is None:
-        plan = LAUNCHES.keep(key, _plan(kernel, groups, weights, learns, cos, layout, norm) or "apart")
-    if plan == "apart":
-        return _apart(kernel, groups, weights, learns, cos, sin, layout, norm, row)
+        plan = LAUNCHES.keep(key, _plan(kernel, groups, weights, learns, cos, layout, norm) or "separately")
+    if plan == "separately":
+        return _run_separately(kernel, groups, weights, learns, cos, sin, layout, norm, row)
     launch, programs = plan
     if learns is None:
         launch(cos.device, *tensors, cos, sin, row)
@@ -119,35 +123,35 @@ def _run(
     return [part.sum(0) for part in sums.split(programs)] if learns else [None for _ in weights]
 
 
-def _apart(
-    kernel: Any, groups: Sequence[Sequence[Tensor]], weights: Sequence[Tensor | None], *how: Any
+def _run_separately(
+    kernel: Any, groups: Sequence[Sequence[Tensor]], weights: Sequence[Tensor | None], *options: Any
 ) -> list[Tensor | None]:
-    """One after the other; a tensor that does not lie as rows slice by slice."""
+    """Launch once per tensor. A single tensor whose strides do not form rows is processed slice by slice."""
     if len(weights) == 2:
         return [
             part
             for i, weight in enumerate(weights)
-            for part in _run(kernel, [[group[i]] for group in groups], [weight], *how)
+            for part in _run(kernel, [[group[i]] for group in groups], [weight], *options)
         ]
     slices = zip(*(group[0].unbind(1) for group in groups), strict=True)
-    sums = [_run(kernel, [[x] for x in each], weights, *how)[0] for each in slices]
-    there = [part for part in sums if part is not None]
-    return [torch.stack(there).sum(0) if there else None]
+    sums = [_run(kernel, [[x] for x in each], weights, *options)[0] for each in slices]
+    present = [part for part in sums if part is not None]
+    return [torch.stack(present).sum(0) if present else None]
 
 
-def _nothing(weights: Sequence[Tensor | None], learns: bool | None, cos: Tensor) -> list[Tensor | None]:
-    """The sums of a tensor without elements."""
+def _zero_sums(weights: Sequence[Tensor | None], learns: bool | None, cos: Tensor) -> list[Tensor | None]:
+    """Return the weight gradients of a tensor without elements."""
     return [None if w is None or not learns else zeros(w.shape, dtype=cos.dtype, device=w.device) for w in weights]
 
 
-def _two(items: Sequence[Any]) -> Sequence[Any]:
-    """Both, or one twice: the kernel has a place for each, and looks at the second where there is one."""
+def _as_pair(items: Sequence[Any]) -> Sequence[Any]:
+    """Return two items, a single one twice: the kernel has arguments for two, and ignores the second if unused."""
     return items if len(items) == 2 else [items[0], items[0]]
 
 
 def _programs(device: torch.device, heads: Sequence[int]) -> list[int]:
-    """How many programs each tensor gets of the backward's persistent grid, by its share of the heads."""
-    # On the CPU, in Triton's interpreter, a few will do.
+    """Return the number of programs per tensor in the persistent grid of the backward, proportional to its heads."""
+    # A few programs suffice on the CPU, in Triton's interpreter.
     most = 8 if device.type == "cpu" else _multiprocessors(device) * PROGRAMS
     return [max(1, most * n // sum(heads)) for n in heads]
 
@@ -166,22 +170,22 @@ def _plan(
     layout: Layout,
     norm: Norm,
 ) -> tuple[Launch, list[int]] | None:
-    """The launch for tensors like these and its programs for each; None if they do not lie alike, or not as rows."""
+    """Return the launch and the programs per tensor, or None if strides differ too much or do not form rows."""
     dims, pairs = cos.dim(), cos.shape[-1]
     eps, plus_one, rounding = norm
-    found = [[rows_of(x, layout.seq_dim, dims) for x in _two(group)] for group in groups]
-    rows = [[r for r in group if r is not None] for group in found]
-    if any(len(group) < 2 or _looks(group[0]) != _looks(group[1]) for group in rows):
+    row_views = [[rows_of(x, layout.seq_dim, dims) for x in _as_pair(group)] for group in groups]
+    rows = [[r for r in group if r is not None] for group in row_views]
+    if any(len(group) < 2 or _shared_shape(group[0]) != _shared_shape(group[1]) for group in rows):
         return None
     (x, other), heads = rows[0], [r.heads for r in rows[0][: len(weights)]]
-    still = x.dim - 2 * pairs
+    rest = x.dim - 2 * pairs
     table_b, table_h = table_strides(cos)
-    room, still_room = (1 << max(0, n - 1).bit_length() for n in (pairs, still))
+    padded_pairs, padded_rest = (1 << max(0, n - 1).bit_length() for n in (pairs, rest))
     backward = learns is not None
-    tokens, tile_rows, warps = _tile(x, room + still_room // 2, bool(table_h), layout.interleaved, backward)
+    tokens, tile_rows, warps = _tile(x, padded_pairs + padded_rest // 2, bool(table_h), layout.interleaved, backward)
     aligned = alignment(16 // groups[0][0].element_size(), *(n for pair in rows for r in pair for n in r.strides[:3]))
-    blocks_a_batch = -(-x.seq // tokens)
-    blocks = x.batch * blocks_a_batch
+    blocks_per_batch = -(-x.seq // tokens)
+    blocks = x.batch * blocks_per_batch
     strides = [stride // aligned for pair in rows for r in pair for stride in r.strides[:3]]
     shares = [n // math.gcd(*heads) for n in heads]
     steps = [pair[0].strides[3] for pair in rows]
@@ -198,11 +202,11 @@ def _plan(
         **({"G_STEP": steps[1]} if backward else {}),
         "Y_STEP": steps[-1],
         "PAIRS": pairs,
-        "STILL": still,
+        "REST": rest,
         "START": layout.start,
         "INTERLEAVED": layout.interleaved,
-        "ROOM": room,
-        "STILL_ROOM": still_room,
+        "PADDED_PAIRS": padded_pairs,
+        "PADDED_REST": padded_rest,
         "TOKENS": tokens,
         "ROWS": tile_rows,
         "ALIGN": aligned,
@@ -211,24 +215,26 @@ def _plan(
         **({"LEARNS": learns} if backward else {"ROUNDING": rounding}),
         "WIDE": is_wide(*(r.reach() for pair in rows for r in pair), cos.numel()),
     }
-    numbers = (table_b, table_h, x.seq, blocks_a_batch, blocks, *strides)
+    numbers = (table_b, table_h, x.seq, blocks_per_batch, blocks, *strides)
     units = 1 if backward else -(-blocks * tokens * math.gcd(*heads) // tile_rows)
     return Launch(kernel, units * sum(programs), numbers, constants, warps), programs
 
 
-def _looks(rows: Rows) -> tuple[int, int, int]:
-    """What two tensors must have in common for one launch: batch, length, and the step from feature to feature."""
+def _shared_shape(rows: Rows) -> tuple[int, int, int]:
+    """Return the properties that two tensors must share for one launch: batch, length, stride of the features."""
     return rows.batch, rows.seq, rows.strides[3]
 
 
-def _tile(rows: Rows, room: int, table_a_head: bool, interleaved: bool, backward: bool) -> tuple[int, int, int]:
-    """Tokens of a head side by side, rows a program, warps: what was fastest on an H200."""
-    together = lie_together(rows)
+def _tile(
+    rows: Rows, padded_pairs: int, table_per_head: bool, interleaved: bool, backward: bool
+) -> tuple[int, int, int]:
+    """Return tokens of a head before the next head, rows per program, and warps. Fastest on an H200."""
+    adjacent = heads_are_adjacent(rows)
     if backward:
         features, warps = 512, 2
     else:
-        features, warps = (2048, 4) if interleaved and together else (1024, 2)
-    tile_rows = 1 << max(0, (features // room).bit_length() - 1)
-    # In the backward three tensors and the tables share the cache.
-    tokens = 1 if together or table_a_head else min(256 if backward else rows.seq, far_tokens(rows.seq))
+        features, warps = (2048, 4) if interleaved and adjacent else (1024, 2)
+    tile_rows = 1 << max(0, (features // padded_pairs).bit_length() - 1)
+    # Shorter in the backward, in which three tensors and the tables share the cache.
+    tokens = 1 if adjacent or table_per_head else min(256 if backward else rows.seq, tokens_before_next_head(rows.seq))
     return tokens, tile_rows, warps

@@ -2,77 +2,83 @@
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false
-# A kernel is Triton's language, in which a constexpr is whatever it was given.
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.rotate.triton import NUMBERS, STRIDES, place, rotate_pair, stepped, unrotated
+from ropewalk.kernels.rotate.triton import NUMBERS, STRIDES, feature_offset, place, rotate_pair, unrotated_feature
 
 
 @triton.jit
-def load_rows(source, there, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    """First and second members of the pairs of rows at `source`, and the features that do not turn.
+def load_rows(source, valid, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    """Return the first and second members of the pairs of rows at `source`, and the unrotated features.
 
-    FEATURES are pairs, features that do not turn, the first that turns, whether pairs are interleaved, and powers of
-    two in which pairs and still features have room.
+    FEATURES is (pairs, unrotated features, first rotated feature, whether pairs are interleaved, pairs padded to a
+    power of two, unrotated features padded to a power of two).
     """
     PAIRS: tl.constexpr = FEATURES[0]
-    STILL: tl.constexpr = FEATURES[1]
+    REST: tl.constexpr = FEATURES[1]
     START: tl.constexpr = FEATURES[2]
-    ROOM: tl.constexpr = FEATURES[4]
+    PADDED_PAIRS: tl.constexpr = FEATURES[4]
     if FEATURES[3]:
-        at = tl.arange(0, 2 * ROOM)[None, :]
-        z = tl.load(source[:, None] + stepped(START + at, STEP), mask=there[:, None] & (at < 2 * PAIRS), other=0.0)
-        first, second = tl.split(tl.reshape(z, (ROWS, ROOM, 2)))
+        at = tl.arange(0, 2 * PADDED_PAIRS)[None, :]
+        z = tl.load(
+            source[:, None] + feature_offset(START + at, STEP), mask=valid[:, None] & (at < 2 * PAIRS), other=0.0
+        )
+        first, second = tl.split(tl.reshape(z, (ROWS, PADDED_PAIRS, 2)))
     else:
-        at = tl.arange(0, ROOM)[None, :]
-        mask = there[:, None] & (at < PAIRS)
-        first = tl.load(source[:, None] + stepped(START + at, STEP), mask=mask, other=0.0)
-        second = tl.load(source[:, None] + stepped(START + PAIRS + at, STEP), mask=mask, other=0.0)
-    still = first
-    if STILL:
+        at = tl.arange(0, PADDED_PAIRS)[None, :]
+        mask = valid[:, None] & (at < PAIRS)
+        first = tl.load(source[:, None] + feature_offset(START + at, STEP), mask=mask, other=0.0)
+        second = tl.load(source[:, None] + feature_offset(START + PAIRS + at, STEP), mask=mask, other=0.0)
+    rest = first
+    if REST:
         at = tl.arange(0, FEATURES[5])[None, :]
-        mask = there[:, None] & (at < STILL)
-        still = tl.load(source[:, None] + stepped(unrotated(at, PAIRS, STILL, START), STEP), mask=mask, other=0.0)
-    return first, second, still
+        mask = valid[:, None] & (at < REST)
+        rest = tl.load(
+            source[:, None] + feature_offset(unrotated_feature(at, PAIRS, REST, START), STEP), mask=mask, other=0.0
+        )
+    return first, second, rest
 
 
 @triton.jit
-def _store(target, first, second, still, there, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    """What `load_rows` reads, into rows at `target`, in their dtype."""
+def _store(target, first, second, rest, valid, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr):
+    """Store what `load_rows` returns to rows at `target`, in their dtype."""
     PAIRS: tl.constexpr = FEATURES[0]
-    STILL: tl.constexpr = FEATURES[1]
+    REST: tl.constexpr = FEATURES[1]
     START: tl.constexpr = FEATURES[2]
-    ROOM: tl.constexpr = FEATURES[4]
+    PADDED_PAIRS: tl.constexpr = FEATURES[4]
     dtype = target.dtype.element_ty
     if FEATURES[3]:
-        at = tl.arange(0, 2 * ROOM)[None, :]
-        z = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), (ROWS, 2 * ROOM))
-        tl.store(target[:, None] + stepped(START + at, STEP), z, mask=there[:, None] & (at < 2 * PAIRS))
+        at = tl.arange(0, 2 * PADDED_PAIRS)[None, :]
+        z = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), (ROWS, 2 * PADDED_PAIRS))
+        tl.store(target[:, None] + feature_offset(START + at, STEP), z, mask=valid[:, None] & (at < 2 * PAIRS))
     else:
-        at = tl.arange(0, ROOM)[None, :]
-        mask = there[:, None] & (at < PAIRS)
-        tl.store(target[:, None] + stepped(START + at, STEP), first.to(dtype), mask=mask)
-        tl.store(target[:, None] + stepped(START + PAIRS + at, STEP), second.to(dtype), mask=mask)
-    if STILL:
+        at = tl.arange(0, PADDED_PAIRS)[None, :]
+        mask = valid[:, None] & (at < PAIRS)
+        tl.store(target[:, None] + feature_offset(START + at, STEP), first.to(dtype), mask=mask)
+        tl.store(target[:, None] + feature_offset(START + PAIRS + at, STEP), second.to(dtype), mask=mask)
+    if REST:
         at = tl.arange(0, FEATURES[5])[None, :]
-        mask = there[:, None] & (at < STILL)
-        tl.store(target[:, None] + stepped(unrotated(at, PAIRS, STILL, START), STEP), still.to(dtype), mask=mask)
+        mask = valid[:, None] & (at < REST)
+        tl.store(
+            target[:, None] + feature_offset(unrotated_feature(at, PAIRS, REST, START), STEP), rest.to(dtype), mask=mask
+        )
 
 
 @triton.jit
-def _tables(cos, sin, rows, b, s, head, there, FEATURES: tl.constexpr):
+def _tables(cos, sin, rows, b, s, head, valid, FEATURES: tl.constexpr):
     pair = tl.arange(0, FEATURES[4])[None, :]
     at = ((rows[0] + b * rows[1] + head * rows[2] + s) * FEATURES[0])[:, None] + pair
-    known = there[:, None] & (pair < FEATURES[0])
+    known = valid[:, None] & (pair < FEATURES[0])
     c = tl.load(cos + at, mask=known, other=1.0, eviction_policy="evict_last")
     return c, tl.load(sin + at, mask=known, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
 def _weights(weight, dtype, PLUS_ONE: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr):
-    # A row of pointers for each row of features: the cache serves them, and no layout has to be changed.
+    # One row of pointers per row of features: loads hit the cache, and no layout conversion is needed.
     always = tl.zeros((ROWS,), tl.int32) == 0
     u, v, w = load_rows(weight + tl.zeros((ROWS,), tl.int32), always, 1, ROWS, FEATURES)
     u, v, w = u.to(dtype), v.to(dtype), w.to(dtype)
@@ -82,16 +88,16 @@ def _weights(weight, dtype, PLUS_ONE: tl.constexpr, ROWS: tl.constexpr, FEATURES
 
 
 @triton.jit
-def _inverse_rms(first, second, still, EPS: tl.constexpr, FEATURES: tl.constexpr):
+def _inverse_rms(first, second, rest, EPS: tl.constexpr, FEATURES: tl.constexpr):
     squares = tl.sum(first * first + second * second, axis=1)
     if FEATURES[1]:
-        squares += tl.sum(still * still, axis=1)
+        squares += tl.sum(rest * rest, axis=1)
     return tl.rsqrt(squares / (2 * FEATURES[0] + FEATURES[1]) + EPS)[:, None]
 
 
 @triton.jit
-def _cast(first, second, still, dtype):
-    return first.to(dtype), second.to(dtype), still.to(dtype)
+def _cast(first, second, rest, dtype):
+    return first.to(dtype), second.to(dtype), rest.to(dtype)
 
 
 @triton.jit
@@ -114,30 +120,30 @@ def _norm_rows(
     NORM: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """The rows of one program. NORM is eps, whether to add 1 to the weight, and the bits of `Norm.rounding`."""
+    """Process the rows of one program. NORM is (eps, whether to add 1 to the weight, bits of `Norm.rounding`)."""
     ROWS: tl.constexpr = TILE[1]
-    _, b, s, head, there = place(index, counts, HEADS, 1, TILE, WIDE)
-    c, d = _tables(cos, sin, rows, b, s, head, there, FEATURES)
+    _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
+    c, d = _tables(cos, sin, rows, b, s, head, valid, FEATURES)
     source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
-    first, second, still = load_rows(source, there, STEPS[0], ROWS, FEATURES)
+    first, second, rest = load_rows(source, valid, STEPS[0], ROWS, FEATURES)
     kind = first.dtype
-    first, second, still = _cast(first, second, still, c.dtype)
-    inverse = _inverse_rms(first, second, still, NORM[0], FEATURES)
-    first, second, still = first * inverse, second * inverse, still * inverse
+    first, second, rest = _cast(first, second, rest, c.dtype)
+    inverse = _inverse_rms(first, second, rest, NORM[0], FEATURES)
+    first, second, rest = first * inverse, second * inverse, rest * inverse
     if NORM[2] & 1:
-        first, second, still = _cast(first, second, still, kind)
-        first, second, still = _cast(first, second, still, c.dtype)
+        first, second, rest = _cast(first, second, rest, kind)
+        first, second, rest = _cast(first, second, rest, c.dtype)
     if WEIGHTED:
         u, v, w = _weights(weight, c.dtype, NORM[1], ROWS, FEATURES)
         first, second = first * u, second * v
         if FEATURES[1]:
-            still = still * w
+            rest = rest * w
     if NORM[2] & 2:
-        first, second, still = _cast(first, second, still, kind)
-        first, second, still = _cast(first, second, still, c.dtype)
+        first, second, rest = _cast(first, second, rest, kind)
+        first, second, rest = _cast(first, second, rest, c.dtype)
     first, second = rotate_pair(first, second, c, d, False)
     target = y + (b * y_strides[0] + s * y_strides[1] + head * y_strides[2]) * TILE[2]
-    _store(target, first, second, still, there, STEPS[1], ROWS, FEATURES)
+    _store(target, first, second, rest, valid, STEPS[1], ROWS, FEATURES)
 
 
 @triton.jit(do_not_specialize=NUMBERS + STRIDES[:12])
@@ -154,7 +160,7 @@ def norm_rotate_kernel(
     table_b,
     table_h,
     seq,
-    blocks_a_batch,
+    blocks_per_batch,
     blocks,
     q_b,
     q_s,
@@ -177,11 +183,11 @@ def norm_rotate_kernel(
     X_STEP: tl.constexpr,
     Y_STEP: tl.constexpr,
     PAIRS: tl.constexpr,
-    STILL: tl.constexpr,
+    REST: tl.constexpr,
     START: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ROOM: tl.constexpr,
-    STILL_ROOM: tl.constexpr,
+    PADDED_PAIRS: tl.constexpr,
+    PADDED_REST: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -190,22 +196,22 @@ def norm_rotate_kernel(
     ROUNDING: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of Q_SHARE + K_SHARE programs in a row the first are for q and the others for k."""
+    """Process q and k. Of each Q_SHARE + K_SHARE consecutive programs, the first ones process q and the others k."""
     unit = tl.program_id(0) // (Q_SHARE + K_SHARE)
-    own = tl.program_id(0) % (Q_SHARE + K_SHARE)
-    rows, counts = (row, table_b, table_h), (seq, blocks_a_batch, blocks)
+    program = tl.program_id(0) % (Q_SHARE + K_SHARE)
+    rows, counts = (row, table_b, table_h), (seq, blocks_per_batch, blocks)
     STEPS: tl.constexpr = (X_STEP, Y_STEP)
-    FEATURES: tl.constexpr = (PAIRS, STILL, START, INTERLEAVED, ROOM, STILL_ROOM)
+    FEATURES: tl.constexpr = (PAIRS, REST, START, INTERLEAVED, PADDED_PAIRS, PADDED_REST)
     TILE: tl.constexpr = (TOKENS, ROWS, ALIGN)
     NORM: tl.constexpr = (EPS, PLUS_ONE, ROUNDING)
-    if own < Q_SHARE:
-        x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_SHARE + own
+    if program < Q_SHARE:
+        x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_SHARE + program
         _norm_rows(
             q, yq, q_weight, cos, sin, rows, x_strides, y_strides, counts, index,
             Q_HEADS, Q_WEIGHTED, STEPS, FEATURES, TILE, NORM, WIDE,
         )  # fmt: skip
     elif K_SHARE:
-        x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_SHARE + own - Q_SHARE
+        x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_SHARE + program - Q_SHARE
         _norm_rows(
             k, yk, k_weight, cos, sin, rows, x_strides, y_strides, counts, index,
             K_HEADS, K_WEIGHTED, STEPS, FEATURES, TILE, NORM, WIDE,
@@ -226,12 +232,12 @@ def _load_both(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """A block of rows of x, and of their cotangents."""
-    _, b, s, head, there = place(index, counts, HEADS, 1, TILE, WIDE)
+    """Load a block of rows of x, and of their cotangents."""
+    _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
     source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
-    given = g + (b * g_strides[0] + s * g_strides[1] + head * g_strides[2]) * TILE[2]
-    n, m, o = load_rows(source, there, STEPS[0], TILE[1], FEATURES)
-    e, f, h = load_rows(given, there, STEPS[1], TILE[1], FEATURES)
+    cotangent = g + (b * g_strides[0] + s * g_strides[1] + head * g_strides[2]) * TILE[2]
+    n, m, o = load_rows(source, valid, STEPS[0], TILE[1], FEATURES)
+    e, f, h = load_rows(cotangent, valid, STEPS[1], TILE[1], FEATURES)
     return n, m, o, e, f, h
 
 
@@ -249,7 +255,7 @@ def _norm_rows_backward(
     g_strides,
     dx_strides,
     counts,
-    own,
+    program,
     programs,
     HEADS: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -259,13 +265,14 @@ def _norm_rows_backward(
     NORM: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """dx = r (e w - n mean(e w n)) with n = x r, r = 1 / rms(x), e the cotangent turned back; dw sums e n.
+    """Compute dx = r (e w - n mean(e w n)) and dw = sum(e n) with n = x r, r = 1 / rms(x).
 
-    A program takes one block of rows in `programs`, and keeps the sums of all of its blocks.
+    e is the cotangent, rotated by the opposite angles. A program processes every `programs`-th block of rows, and keeps
+    the sums of all its blocks.
     """
     ROWS: tl.constexpr = TILE[1]
-    STILL: tl.constexpr = FEATURES[1]
-    DIM: tl.constexpr = 2 * FEATURES[0] + STILL
+    REST: tl.constexpr = FEATURES[1]
+    DIM: tl.constexpr = 2 * FEATURES[0] + REST
     dtype = cos.dtype.element_ty
     if WEIGHTED:
         u, v, w = _weights(weight, dtype, NORM[1], ROWS, FEATURES)
@@ -274,37 +281,37 @@ def _norm_rows_backward(
         dv = tl.zeros((ROWS, FEATURES[4]), dtype)
         dw = tl.zeros((ROWS, FEATURES[5]), dtype)
     count = (counts[2].to(tl.int64) * (TILE[0] * HEADS) + ROWS - 1) // ROWS
-    index = own.to(tl.int64)
+    index = program.to(tl.int64)
     n, m, o, e, f, h = _load_both(x, g, x_strides, g_strides, counts, index, HEADS, STEPS, FEATURES, TILE, WIDE)
     while index < count:
-        # What the next turn of the loop needs is on its way while this one is worked.
+        # Loads of the next iteration overlap with the arithmetic of this one.
         n_, m_, o_, e_, f_, h_ = _load_both(
             x, g, x_strides, g_strides, counts, index + programs, HEADS, STEPS, FEATURES, TILE, WIDE
         )
-        _, b, s, head, there = place(index, counts, HEADS, 1, TILE, WIDE)
-        c, d = _tables(cos, sin, rows, b, s, head, there, FEATURES)
-        first, second, still = _cast(n, m, o, dtype)
-        # A row that is not there has no features, whose root would be 0: its sums are to be.
-        inverse = tl.where(there[:, None], _inverse_rms(first, second, still, NORM[0], FEATURES), 0.0)
-        first, second, still = first * inverse, second * inverse, still * inverse
+        _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
+        c, d = _tables(cos, sin, rows, b, s, head, valid, FEATURES)
+        first, second, rest = _cast(n, m, o, dtype)
+        # Rows that are not valid must add nothing to the sums, even if eps is 0.
+        inverse = tl.where(valid[:, None], _inverse_rms(first, second, rest, NORM[0], FEATURES), 0.0)
+        first, second, rest = first * inverse, second * inverse, rest * inverse
         p, r, t = _cast(e, f, h, dtype)
         p, r = rotate_pair(p, r, c, d, True)
         if NORM[3]:
             du += p * first
             dv += r * second
-            if STILL:
-                dw += t * still
+            if REST:
+                dw += t * rest
         if WEIGHTED:
             p, r = p * u, r * v
-            if STILL:
+            if REST:
                 t = t * w
         mean = tl.sum(p * first + r * second, axis=1)
-        if STILL:
-            mean += tl.sum(t * still, axis=1)
+        if REST:
+            mean += tl.sum(t * rest, axis=1)
         mean = (mean / DIM)[:, None]
         target = dx + (b * dx_strides[0] + s * dx_strides[1] + head * dx_strides[2]) * TILE[2]
-        p, r, t = inverse * (p - first * mean), inverse * (r - second * mean), inverse * (t - still * mean)
-        _store(target, p, r, t, there, STEPS[2], ROWS, FEATURES)
+        p, r, t = inverse * (p - first * mean), inverse * (r - second * mean), inverse * (t - rest * mean)
+        _store(target, p, r, t, valid, STEPS[2], ROWS, FEATURES)
         index += programs
         n, m, o, e, f, h = n_, m_, o_, e_, f_, h_
     if NORM[3]:
@@ -330,7 +337,7 @@ def norm_rotate_backward_kernel(
     table_b,
     table_h,
     seq,
-    blocks_a_batch,
+    blocks_per_batch,
     blocks,
     q_b,
     q_s,
@@ -360,11 +367,11 @@ def norm_rotate_backward_kernel(
     G_STEP: tl.constexpr,
     Y_STEP: tl.constexpr,
     PAIRS: tl.constexpr,
-    STILL: tl.constexpr,
+    REST: tl.constexpr,
     START: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ROOM: tl.constexpr,
-    STILL_ROOM: tl.constexpr,
+    PADDED_PAIRS: tl.constexpr,
+    PADDED_REST: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -373,23 +380,23 @@ def norm_rotate_backward_kernel(
     LEARNS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Q_PROGRAMS for q, then K_PROGRAMS for k, each with a row of `sums` of its own."""
-    own = tl.program_id(0)
-    rows, counts = (row, table_b, table_h), (seq, blocks_a_batch, blocks)
+    """Process q with Q_PROGRAMS programs, then k with K_PROGRAMS. Each program writes one row of `sums`."""
+    program = tl.program_id(0)
+    rows, counts = (row, table_b, table_h), (seq, blocks_per_batch, blocks)
     STEPS: tl.constexpr = (X_STEP, G_STEP, Y_STEP)
-    FEATURES: tl.constexpr = (PAIRS, STILL, START, INTERLEAVED, ROOM, STILL_ROOM)
+    FEATURES: tl.constexpr = (PAIRS, REST, START, INTERLEAVED, PADDED_PAIRS, PADDED_REST)
     TILE: tl.constexpr = (TOKENS, ROWS, ALIGN)
     NORM: tl.constexpr = (EPS, PLUS_ONE, 0, LEARNS)
-    sums += own * (2 * PAIRS + STILL)
-    if own < Q_PROGRAMS:
+    sums += program * (2 * PAIRS + REST)
+    if program < Q_PROGRAMS:
         x_strides, g_strides, dx_strides = (q_b, q_s, q_h), (gq_b, gq_s, gq_h), (yq_b, yq_s, yq_h)
         _norm_rows_backward(
-            q, gq, dq, q_weight, sums, cos, sin, rows, x_strides, g_strides, dx_strides, counts, own, Q_PROGRAMS,
+            q, gq, dq, q_weight, sums, cos, sin, rows, x_strides, g_strides, dx_strides, counts, program, Q_PROGRAMS,
             Q_HEADS, Q_WEIGHTED, STEPS, FEATURES, TILE, NORM, WIDE,
         )  # fmt: skip
     elif K_PROGRAMS:
         x_strides, g_strides, dx_strides = (k_b, k_s, k_h), (gk_b, gk_s, gk_h), (yk_b, yk_s, yk_h)
         _norm_rows_backward(
-            k, gk, dk, k_weight, sums, cos, sin, rows, x_strides, g_strides, dx_strides, counts, own - Q_PROGRAMS,
+            k, gk, dk, k_weight, sums, cos, sin, rows, x_strides, g_strides, dx_strides, counts, program - Q_PROGRAMS,
             K_PROGRAMS, K_HEADS, K_WEIGHTED, STEPS, FEATURES, TILE, NORM, WIDE,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The rotation by the C extension: plain CPU tensors, in one pass over memory."""
+"""The rotation by the C extension, for plain CPU tensors, in one pass over memory."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ __all__ = ["rotate", "rotate_if_ready", "supports"]
 
 
 def supports(q: Tensor, k: Tensor | None, layout: Layout) -> str | None:
-    """Why the C kernel cannot rotate these, or None.
+    """Return the reason why the C kernel does not support these tensors, or None.
 
     >>> supports(torch.ones(3, 4), None, Layout(True, 0, -2)) is None
     True
@@ -35,9 +35,9 @@ def rotate(
     conjugate: bool = False,
     in_place: bool = False,
 ) -> tuple[Tensor, ...]:
-    """q, and k if there is one, rotated into memory like theirs, or in place.
+    """Return rotated q, and k unless it is None, as new tensors with their strides, or in place.
 
-    cos and sin are as `cos_sin` returns them, and row `row` of them is the first token's.
+    Arguments are those of `rotate.torch.rotate`.
 
     >>> from ropewalk.kernels.rotate.torch import rotate as fallback
     >>> run = fallback if NATIVE is None else rotate
@@ -59,11 +59,22 @@ def rotate_if_ready(
     row: int,
     rows: int,
     head_dim: int,
-    only_ask: bool = False,
+    check_only: bool = False,
 ) -> tuple[Tensor, ...] | bool | None:
-    """`rotate`, if q and k are plain CPU tensors, alike, with head_dim features and at most `rows` tokens; else None.
+    """Rotate if q and k are plain CPU tensors of the same dtype and length, and fit; otherwise return None.
 
-    Whatever a caller would check first is checked here, in C, which is what decoding waits for.
+    All checks of the caller are done here in C, because they add to the latency of decoding.
+
+    Args:
+        q: Queries.
+        k: Keys, or None.
+        cos: As `cos_sin` returns it.
+        sin: As `cos_sin` returns it.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        row: Row of cos and sin that belongs to the first token.
+        rows: Most tokens that q and k may have.
+        head_dim: Number of features that q and k must have.
+        check_only: Whether to return True instead of rotating.
 
     >>> table = torch.ones(3, 2)
     >>> NATIVE and rotate_if_ready(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)
@@ -79,5 +90,5 @@ def rotate_if_ready(
         layout.start,
         layout.seq_dim,
         layout.interleaved,
-        0 if only_ask else torch.get_num_threads(),
+        0 if check_only else torch.get_num_threads(),
     )

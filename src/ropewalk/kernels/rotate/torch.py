@@ -1,7 +1,7 @@
-"""The rotation in torch operations: for every device, for tracing, and where no other backend is there.
+"""The rotation in torch operations: for every device, for tracing, and if no other backend is available.
 
-Both forms take cos and sin as `cos_sin` gives them, and turn the 2 * pairs features from `layout.start` on. They work
-in float32 (float64 for float64) and round once.
+Both functions accept cos and sin as `cos_sin` returns them, and rotate the 2 * pairs features from `layout.start` on.
+They compute in float32 (float64 for float64) and round once.
 """
 
 import functools
@@ -20,17 +20,25 @@ __all__ = ["rotate", "rotate_traceable"]
 def rotate(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int = 0, conjugate: bool = False
 ) -> tuple[Tensor, ...]:
-    """q, and k if there is one, rotated. Memory is held down: the results, at most one float32 temporary of their size.
+    """Return rotated q, and k unless it is None, with at most one float32 temporary of their size.
 
-    y = swap(x) * sin + x * cos, where swap puts (-b, a) for each pair (a, b). Row `row` of cos and sin is the first
-    token's.
+    y = swap(x) * sin + x * cos, where swap replaces each pair (a, b) by (-b, a).
 
-    The rotation of a token must not depend on how many tokens stand beside it, so every step is one to which
-    arithmetic leaves one result, whether a vector unit takes it or a loop over the last elements. A complex product is
-    none; a fused multiply-add is one where both fuse, which is tried once (`_fuses_alike`).
+    The rotation of a token must not depend on the number of other tokens. Therefore only operations are used that round
+    in the same way in vector instructions and in the loop over the remaining elements. A complex product does not. A
+    fused multiply-add does if both are fused, which is tested once (`_fuses_alike`).
+
+    Args:
+        q: Queries, or any tensor.
+        k: Keys, or None.
+        cos: As `cos_sin` returns it.
+        sin: As `cos_sin` returns it.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        row: Row of cos and sin that belongs to the first token.
+        conjugate: Whether to rotate by the opposite angles.
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    >>> rotate(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # a quarter turn
+    >>> rotate(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # by 90 degrees
     [[-3.0, -4.0, 1.0, 2.0]]
     """
     if k is not None and q.dim() != k.dim():
@@ -38,7 +46,7 @@ def rotate(
     cos, sin = (line_up(table, q, layout.seq_dim, row) for table in (cos, sin))
     sin = -sin if conjugate else sin
     if layout.interleaved:
-        # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours, and each part is one product and a zero.
+        # (a + ib) * i sin = -b sin + i a sin: one pass over neighbours. Each part is one product, plus zero.
         wide_cos, i_sin = cos.repeat_interleave(2, dim=-1), torch.complex(zeros_like(sin), sin)
         swap = functools.partial(_swap_neighbours, sin=sin, i_sin=i_sin)
     else:
@@ -70,7 +78,7 @@ def _rotate_one(x: Tensor, wide_cos: Tensor, swap: Callable[[Tensor, Tensor], No
 
 
 def _swap_halves(x: Tensor, out: Tensor, *, sin: Tensor, minus_sin: Tensor) -> None:
-    """swap(x) * sin for pairs (i, i + pairs)."""
+    """Write swap(x) * sin to `out`, for pairs (i, i + pairs)."""
     a, b = x.chunk(2, dim=-1)
     first, second = out.chunk(2, dim=-1)
     torch.mul(b, minus_sin, out=first)
@@ -78,7 +86,7 @@ def _swap_halves(x: Tensor, out: Tensor, *, sin: Tensor, minus_sin: Tensor) -> N
 
 
 def _swap_neighbours(x: Tensor, out: Tensor, *, sin: Tensor, i_sin: Tensor) -> None:
-    """swap(x) * sin for pairs (2i, 2i + 1)."""
+    """Write swap(x) * sin to `out`, for pairs (2i, 2i + 1)."""
     if _is_complex(x) and _is_complex(out):
         torch.mul(_as_complex(x), i_sin, out=_as_complex(out))
     else:
@@ -88,13 +96,13 @@ def _swap_neighbours(x: Tensor, out: Tensor, *, sin: Tensor, i_sin: Tensor) -> N
 
 @functools.cache
 def _fuses_alike(device: str, dtype: torch.dtype) -> bool:
-    """Whether addcmul rounds an element the same way alone and among others, on this build of torch.
+    """Whether addcmul of this build of torch rounds an element in the same way alone and within a vector.
 
-    It is compiled twice, for vectors and for what is left over, and a compiler may fuse the product and the sum in the
-    one and not in the other.
+    torch compiles it for vectors and for the remaining elements. The compiler may fuse product and sum in only one of
+    them.
     """
     if device != "cpu":
-        # One thread takes one element there, and runs one code.
+        # Other devices run the same code for every element.
         return True
     with torch.inference_mode(False), torch.no_grad():
         a, b, c = randn(3, 257, dtype=dtype, device="cpu", generator=torch.Generator().manual_seed(0))
@@ -104,7 +112,7 @@ def _fuses_alike(device: str, dtype: torch.dtype) -> bool:
 
 
 def _is_complex(x: Tensor) -> bool:
-    """Whether neighbouring features lie in memory as complex numbers do."""
+    """Whether pairs of neighbouring features can be viewed as complex numbers."""
     return x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
 
 
@@ -115,18 +123,20 @@ def _as_complex(x: Tensor) -> Tensor:
 def rotate_traceable(
     x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, row: int = 0, conjugate: bool = False
 ) -> Tensor:
-    """The rotation as a formula: differentiable in everything, and for compilers to fuse.
+    """Return the rotation of x by the formula, which is differentiable in all arguments and which compilers can fuse.
+
+    Arguments are those of `rotate`.
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
-    >>> rotate_traceable(x, torch.zeros(1, 2), torch.ones(1, 2), Layout(True, 0, -2)).tolist()  # a quarter turn
+    >>> rotate_traceable(x, torch.zeros(1, 2), torch.ones(1, 2), Layout(True, 0, -2)).tolist()  # by 90 degrees
     [[-2.0, 1.0, -4.0, 3.0]]
     """
-    cos, sin = (_as_on(x, line_up(table, x, layout.seq_dim, row)) for table in (cos, sin))
+    cos, sin = (_on_mesh_of(x, line_up(table, x, layout.seq_dim, row)) for table in (cos, sin))
     sin = -sin if conjugate else sin
     start, pairs = layout.start, cos.shape[-1]
     stop = start + 2 * pairs
     whole = stop - start == x.shape[-1]
-    # A slice of everything is an alias, for which the batched tensors of `is_grads_batched` have no rule.
+    # No slice of the whole tensor: batched tensors of `is_grads_batched` do not support such an alias.
     rotated = (x if whole else x[..., start:stop]).to(working_dtype(x))
     if layout.interleaved:
         shape = rotated.shape
@@ -141,8 +151,8 @@ def rotate_traceable(
     return torch.cat((x[..., :start], rotated, x[..., stop:]), dim=-1)
 
 
-def _as_on(x: Tensor, table: Tensor) -> Tensor:
-    """`table` as x can meet it: replicated on the mesh of a DTensor, since every rank computes the same."""
+def _on_mesh_of(x: Tensor, table: Tensor) -> Tensor:
+    """Return `table`, replicated on the mesh of x if x is a DTensor: every rank computes the same table."""
     if type(x).__name__ != "DTensor" or type(table).__name__ == "DTensor":
         return table
     from torch.distributed.tensor import DTensor, Replicate

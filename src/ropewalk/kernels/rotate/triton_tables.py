@@ -1,8 +1,8 @@
-"""The gradients of cos and sin on a GPU: one pass over x and its cotangent, summed over heads."""
+"""Gradients of cos and sin on a GPU, in one pass over x and its cotangent."""
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false
-# A kernel is Triton's language, in which a constexpr is whatever it was given.
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
 from collections.abc import Sequence
 
@@ -19,14 +19,14 @@ from ropewalk.kernels.types import Layout
 __all__ = ["table_gradient"]
 
 
-@triton.jit(do_not_specialize=["seq", "blocks_a_batch", "x_b", "x_s", "x_h", "g_b", "g_s", "g_h"])
+@triton.jit(do_not_specialize=["seq", "blocks_per_batch", "x_b", "x_s", "x_h", "g_b", "g_s", "g_h"])
 def _table_gradient(
     x,
     g,
     of_cos,
     of_sin,
     seq,
-    blocks_a_batch,
+    blocks_per_batch,
     x_b,
     x_s,
     x_h,
@@ -40,51 +40,65 @@ def _table_gradient(
     PAIRS: tl.constexpr,
     START: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ROOM: tl.constexpr,
+    PADDED_PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
     ALIGN: tl.constexpr,
     CONJUGATE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Of (a, b) turned to (a c - b s, a s + b c) c has the gradient a p + b r, and s a r - b p; p, r the cotangents.
+    """Sum the gradients of c and s over heads: a p + b r and a r - b p.
 
-    TABLES is 1 where heads share cos and sin, and else one a head. A program has TOKENS tokens of one of them.
+    (a, b) is rotated to (a c - b s, a s + b c), and (p, r) is the cotangent. TABLES is 1 if the heads share cos and
+    sin, and else the number of heads. A program computes TOKENS tokens of one table.
     """
-    FEATURES: tl.constexpr = (PAIRS, 0, START, INTERLEAVED, ROOM, 1)
+    FEATURES: tl.constexpr = (PAIRS, 0, START, INTERLEAVED, PADDED_PAIRS, 1)
     counting = tl.int64 if WIDE else tl.int32
-    block = tl.program_id(0) % blocks_a_batch
-    table = tl.program_id(0) // blocks_a_batch
+    block = tl.program_id(0) % blocks_per_batch
+    table = tl.program_id(0) // blocks_per_batch
     batch = (table // TABLES).to(counting)
     s = block * TOKENS + tl.arange(0, TOKENS)
-    there = s < seq
+    valid = s < seq
     s = s.to(counting)
     source = x + (batch * x_b + s * x_s) * ALIGN
-    given = g + (batch * g_b + s * g_s) * ALIGN
+    g_rows = g + (batch * g_b + s * g_s) * ALIGN
     dtype = of_cos.dtype.element_ty
-    c = tl.zeros((TOKENS, ROOM), dtype)
-    d = tl.zeros((TOKENS, ROOM), dtype)
+    c = tl.zeros((TOKENS, PADDED_PAIRS), dtype)
+    d = tl.zeros((TOKENS, PADDED_PAIRS), dtype)
     first = table % TABLES * (HEADS // TABLES)
     head = first
     while head < first + HEADS // TABLES:
-        a, b, _ = load_rows(source + head.to(counting) * x_h * ALIGN, there, X_STEP, TOKENS, FEATURES)
-        p, r, _ = load_rows(given + head.to(counting) * g_h * ALIGN, there, G_STEP, TOKENS, FEATURES)
+        a, b, _ = load_rows(source + head.to(counting) * x_h * ALIGN, valid, X_STEP, TOKENS, FEATURES)
+        p, r, _ = load_rows(g_rows + head.to(counting) * g_h * ALIGN, valid, G_STEP, TOKENS, FEATURES)
         a, b, p, r = a.to(dtype), b.to(dtype), p.to(dtype), r.to(dtype)
         c += a * p + b * r
         d += a * r - b * p
         head += 1
     if CONJUGATE:
         d = -d
-    pair = tl.arange(0, ROOM)[None, :]
+    pair = tl.arange(0, PADDED_PAIRS)[None, :]
     at = ((table.to(tl.int64) * seq + s) * PAIRS)[:, None] + pair
-    mask = there[:, None] & (pair < PAIRS)
+    mask = valid[:, None] & (pair < PAIRS)
     tl.store(of_cos + at, c, mask=mask)
     tl.store(of_sin + at, d, mask=mask)
 
 
 def table_gradient(
-    both: Sequence[Tensor], cotangents: Sequence[Tensor | None], cos: Tensor, layout: Layout, row: int, conjugate: bool
+    tensors: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    cos: Tensor,
+    layout: Layout,
+    row: int,
+    conjugate: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of cos and sin, shaped as they are, of the rotation of one or two tensors.
+    """Return the gradients of cos and sin in the rotation of one or two tensors.
+
+    Args:
+        tensors: Tensors that were rotated.
+        cotangents: One cotangent per tensor, or None.
+        cos: cos, whose shape the gradients have.
+        layout: Layout of the rotation.
+        row: Row of cos that belongs to the first token.
+        conjugate: Whether the rotation was by the opposite angles.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
@@ -93,32 +107,38 @@ def table_gradient(
     >>> [part.item() for part in table_gradient([x], [g], cos, Layout(True, 0, -2), 0, False)]  # 3 c - 4 s
     [3.0, -4.0]
     """
-    found = [_of_one(x, g, cos, layout, conjugate) for x, g in zip(both, cotangents, strict=True) if g is not None]
-    of_cos, of_sin = found[0]
-    for more_cos, more_sin in found[1:]:
-        of_cos, of_sin = of_cos + more_cos, of_sin + more_sin
+    gradients = [
+        _gradients_of_one(x, g, cos, layout, conjugate)
+        for x, g in zip(tensors, cotangents, strict=True)
+        if g is not None
+    ]
+    of_cos, of_sin = gradients[0]
+    for next_cos, next_sin in gradients[1:]:
+        of_cos, of_sin = of_cos + next_cos, of_sin + next_sin
     return _placed(of_cos, cos, row), _placed(of_sin, cos, row)
 
 
-def _of_one(x: Tensor, g: Tensor, cos: Tensor, layout: Layout, conjugate: bool) -> list[Tensor]:
-    """What one tensor gives to both gradients, from the first token's row on."""
-    rows, given = (rows_of(tensor, layout.seq_dim, cos.dim()) for tensor in (x, g))
-    if rows is None or given is None:
-        slices = [_of_one(*each, cos, layout, conjugate) for each in zip(x.unbind(1), g.unbind(1), strict=True)]
+def _gradients_of_one(x: Tensor, g: Tensor, cos: Tensor, layout: Layout, conjugate: bool) -> list[Tensor]:
+    """Return the part of one tensor in both gradients, from the row of the first token on."""
+    rows, g_rows = (rows_of(tensor, layout.seq_dim, cos.dim()) for tensor in (x, g))
+    if rows is None or g_rows is None:
+        slices = [
+            _gradients_of_one(*each, cos, layout, conjugate) for each in zip(x.unbind(1), g.unbind(1), strict=True)
+        ]
         return [torch.stack(parts).sum(0) for parts in zip(*slices, strict=True)]
     tables = cos.shape[1] if cos.dim() == 4 else 1
     shape = (rows.batch, tables, rows.seq, cos.shape[-1])
     make = empty if x.numel() else zeros
     out = [make(shape, dtype=cos.dtype, device=cos.device) for _ in range(2)]
     if x.numel():
-        _launch(x, g, rows, given, out, layout, tables, conjugate)
+        _launch(x, g, rows, g_rows, out, layout, tables, conjugate)
     if cos.dim() < 4:
         out = [total.squeeze(1) for total in out]
     return [total.sum(0, keepdim=cos.dim() > 2) if cos.dim() == 2 or cos.shape[0] == 1 else total for total in out]
 
 
 def _placed(gradient: Tensor, cos: Tensor, row: int) -> Tensor:
-    """The gradient among the rows of cos: those that no token had get 0."""
+    """Return the gradient padded with zeros to the rows of cos."""
     if gradient.shape == cos.shape:
         return gradient
     whole = zeros_like(cos)
@@ -130,7 +150,7 @@ def _launch(
     x: Tensor,
     g: Tensor,
     rows: Rows,
-    given: Rows,
+    g_rows: Rows,
     out: Sequence[Tensor],
     layout: Layout,
     tables: int,
@@ -142,27 +162,27 @@ def _launch(
     key = (_table_gradient, shapes, x.device, layout, conjugate)
     launch = LAUNCHES.get(key)
     if launch is None:
-        room = 1 << (pairs - 1).bit_length()
-        tokens = max(1, 512 // room)
-        aligned = alignment(16 // x.element_size(), *rows.strides[:3], *given.strides[:3])
-        blocks_a_batch = -(-rows.seq // tokens)
-        strides = [stride // aligned for r in (rows, given) for stride in r.strides[:3]]
+        padded_pairs = 1 << (pairs - 1).bit_length()
+        tokens = max(1, 512 // padded_pairs)
+        aligned = alignment(16 // x.element_size(), *rows.strides[:3], *g_rows.strides[:3])
+        blocks_per_batch = -(-rows.seq // tokens)
+        strides = [stride // aligned for r in (rows, g_rows) for stride in r.strides[:3]]
         constants = {
             "HEADS": rows.heads,
             "TABLES": tables,
             "X_STEP": rows.strides[3],
-            "G_STEP": given.strides[3],
+            "G_STEP": g_rows.strides[3],
             "PAIRS": pairs,
             "START": layout.start,
             "INTERLEAVED": layout.interleaved,
-            "ROOM": room,
+            "PADDED_PAIRS": padded_pairs,
             "TOKENS": tokens,
             "ALIGN": aligned,
             "CONJUGATE": conjugate,
-            "WIDE": is_wide(rows.reach(), given.reach()),
+            "WIDE": is_wide(rows.reach(), g_rows.reach()),
         }
-        programs = rows.batch * tables * blocks_a_batch
+        programs = rows.batch * tables * blocks_per_batch
         launch = LAUNCHES.keep(
-            key, Launch(_table_gradient, programs, (rows.seq, blocks_a_batch, *strides), constants, 4)
+            key, Launch(_table_gradient, programs, (rows.seq, blocks_per_batch, *strides), constants, 4)
         )
     launch(x.device, *tensors)
