@@ -61,7 +61,8 @@ BY_HAND: dict[str, tuple[str, str]] = {
 NOTES: dict[str, str] = {
     **dict.fromkeys(("neucodec", "xcodec2"), "positions are the numbers of the heads"),
     **dict.fromkeys(
-        ("wav2vec2-bert", "wav2vec2-conformer", "seamless_m4t"), "turns the states before q and k are made"
+        ("wav2vec2-bert", "wav2vec2-conformer", "seamless_m4t"),
+        "rotates the hidden states before the projections to q and k",
     ),
 }
 ROTARY = {"position_embeddings_type": "rotary"}

@@ -21,9 +21,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 AGREES, REORDERS, DIFFERS, UNBUILDABLE = "agrees", "agrees, features reordered", "differs", "not built"
 # Families that a spec cannot say, and why; whatever else differs is a fault of ours.
 CANNOT = {
-    "gemma4_vision": "each axis has a block of the head of its own, in halves: two RopeSpecs with rotary_slice say it",
+    "gemma4_vision": "each axis has its own block of the head, in halves; use two RopeSpecs with rotary_slice",
     "hunyuan_vl_text": "transformers gives the two features of a pair different axes; the model's own code does not",
-    "mistral_large4_text": "frequencies and a factor on queries are learned, and stand in the checkpoint",
+    "mistral_large4_text": "frequencies and a factor on queries are learned, and stored in the checkpoint",
 }
 
 
@@ -122,7 +122,7 @@ def _without(x: Tensor, spec: RopeSpec, amplitude: float) -> Tensor:
 
 
 def _in_halves(x: Tensor, spec: RopeSpec) -> Tensor:
-    """The features that turn, first ones of all pairs before second ones: what transformers' DeepSeek gives back."""
+    """The rotated features, first ones of all pairs before second ones: what transformers' DeepSeek gives back."""
     start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.rotated_dim
     rotated = x[..., start : start + spec.rotated_dim]
     halves = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), dim=-1)
@@ -146,16 +146,16 @@ def page(rows: list[Row]) -> str:
     reordered = {row.model_type for row in rows if row.verdict == REORDERS}
     every, agreeing = {row.model_type for row in rows}, built - differing
     by_hand = {row.model_type for row in rows if row.seen == "function"}
-    text = f"""transformers {transformers.__version__} has {len(every)} families with a rotary embedding of their own; a
-family is a config class. {len(built)} could be built offline, and {len(agreeing)} of these agree with `load_spec`:
-{100 * len(agreeing) / len(built):.1f} %, or {100 * len(agreeing) / len(every):.1f} % of all. A model is made small and
-run on one input with its rotation and without; its queries and keys are taken at the attention kernel, and
-`RotaryEmbedding(load_spec(config))` must turn the ones into the others: pairing, slice, sign, axes, amplitude,
-temperature, and layers without rotation. Configs are the defaults of their classes, with sizes and a few switches
-changed. {len(by_hand)} families are not run whole: their rotary module and their apply function are called by hand, and
-the table says "function". {len(reordered)} families read interleaved pairs and write them in halves: scores are the
-same, and a key cache of one is not that of the other. `python -m hub.conformance` in tests/ writes the page, and `make
-test-all` compares it."""
+    text = f"""transformers {transformers.__version__} has {len(every)} families with a rotary embedding of their own;
+a family is a config class. {len(built)} could be built offline, and {len(agreeing)} of these agree with `load_spec`:
+{100 * len(agreeing) / len(built):.1f} %, or {100 * len(agreeing) / len(every):.1f} % of all. A small model of each
+family is run on one input with and without its rotation. Queries and keys are captured at the attention kernel, and
+`RotaryEmbedding(load_spec(config))` must map the unrotated ones to the rotated ones. This checks pairing, slice,
+sign, axes, amplitude, temperature, and layers without rotation. Configs are the defaults of their classes, with other
+sizes and a few changed options. {len(by_hand)} families are not run as a whole: the test calls their rotary module
+and their apply function directly, and the table contains "function". {len(reordered)} families read interleaved pairs
+and write them in halves: scores are the same, but their key caches are not interchangeable. `python -m
+hub.conformance` in tests/ writes this page, and `make test-all` checks it."""
     lines = [
         "# Conformance with transformers",
         "",
