@@ -34,8 +34,8 @@ def main() -> None:
         longer = [x.requires_grad_() for x in longer]
         ends = torch.tensor([0, 5, 300, 590], device="cuda")
         read = [linear_attention(*longer, rope=rope, cu_seqlens=ends)]
-        # Sums by segments, and by programs that walk.
-        for linear_launch._ENOUGH_WALKERS in (1000, 1):
+        # Sums by segments, and by programs that scan.
+        for linear_launch._ENOUGH_SCANS in (1000, 1):
             read += [linear_attention(*longer, rope=rope, causal=causal) for causal in (True, False)]
         torch.autograd.grad(read, longer, read)
         with torch.no_grad():

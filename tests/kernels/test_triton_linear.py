@@ -104,8 +104,8 @@ def test_grouped_heads_share_sums(causal):
     [(torch.bfloat16, 10**6), (torch.bfloat16, 1), (torch.float16, 10**6), (torch.float32, 10**6)],
 )
 def test_errors_are_at_most_twice_those_of_the_formula(dtype, enough, monkeypatch):
-    # By segments, and by programs that walk, which bfloat16 has.
-    monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
+    # By segments, and by programs that scan, which bfloat16 has.
+    monkeypatch.setattr(linear_launch, "_ENOUGH_SCANS", enough)
     seq = 130 if DEVICE.type == "cpu" else 1000
     inputs, rope = drawn(1, 2, 1, seq, 64, 64, dtype), rw.RotaryEmbedding(64)
     cotangent = drawn(1, 2, 2, seq, 64, 64, seed=7)[2]
@@ -121,7 +121,7 @@ def test_errors_are_at_most_twice_those_of_the_formula(dtype, enough, monkeypatc
 
 
 @pytest.mark.parametrize(("pairing", "given", "reverse"), [("half", True, False), ("interleaved", False, True)])
-def test_sums_are_the_same_by_segments_and_by_a_walk(pairing, given, reverse, monkeypatch):
+def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, monkeypatch):
     q, _, v = (x.to(DEVICE) for x in drawn(2, 3, 1, 700 if DEVICE.type == "cuda" else 150, 70, 66, torch.bfloat16))
     wide, rope = v.repeat_interleave(3, dim=1), rw.RotaryEmbedding(70, pairing=pairing).to(DEVICE)
     side, before = (
@@ -130,9 +130,9 @@ def test_sums_are_the_same_by_segments_and_by_a_walk(pairing, given, reverse, mo
     )
     totals = []
     for enough in (1, 10**6):
-        monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", enough)
+        monkeypatch.setattr(linear_launch, "_ENOUGH_SCANS", enough)
         call = linear_launch._Call(side, Side(v, "elu"), v, Layout(pairing == "interleaved", 0, -2), True, None)
-        assert (call.walker(call.key_plan) is None) == (enough > 1)
+        assert (call.scan_block(call.key_plan) is None) == (enough > 1)
         rotated = call.rotated(side, call.key_plan, None)
         totals.append(call.sums(rotated, call.key_plan, wide, before, reverse=reverse))
     for name, a, b in zip(linear_launch.Totals._fields, *totals, strict=True):
@@ -282,7 +282,7 @@ class _Unlaunched:
 
 @pytest.mark.parametrize("name", ["elu", "relu", "identity"])
 def test_nothing_runs_beside_the_kernels(name, monkeypatch):
-    kernels = "rotate_rows", "sum_segments", "run_totals", "walk_segments", "read_below", "read_values", "divide_rows"
+    kernels = "rotate_rows", "sum_segments", "run_totals", "scan_segments", "read_below", "read_values", "divide_rows"
     for kernel in (*kernels, "read_features"):
         monkeypatch.setattr(linear_launch, kernel, _Unlaunched())
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn(2, 4, 2, 70, 16, 16, torch.bfloat16)]
@@ -330,15 +330,15 @@ def test_what_the_kernels_cannot_do_is_said():
 MUTANTS = {
     "a rotated denominator": ("triton_read", "tl.sum(a * sum_a + b * sum_b", "tl.sum(u * sum_a + w * sum_b"),
     "a denominator of blocks alone": ("triton_read", "sum_a += tl.dot(seen, e", "sum_a += tl.dot(0 * seen, e"),
-    "a head that is read twice": ("triton_sums", "group * TOGETHER + member", "group * TOGETHER"),
+    "a head that is read twice": ("triton_sums", "group * HEADS_PER_PROGRAM + member", "group * HEADS_PER_PROGRAM"),
     "no mask": ("triton_read", "tl.where(seen, scores, 0.0)", "tl.where(seen, scores, scores)"),
     "a chunk too few": ("triton_read", "first = index * 0\n", "first = index * 0 + 1\n"),
-    "sums that stand still": ("triton_sums", "    return total + own\n", "    return own\n"),
-    "a segment that is read twice": ("triton_sums", "own + 2 * step * SIZE", "own + step * SIZE"),
+    "sums that stand still": ("triton_sums", "    return total + segment_sum\n", "    return segment_sum\n"),
+    "a segment that is read twice": ("triton_sums", "source + 2 * step * SIZE", "source + step * SIZE"),
     "blocks that count themselves": ("triton_sums", "(block < last)", "(block <= last)"),
-    "a walk that forgets": ("triton_walk", "total += part", "total = part"),
-    "a walk without plain sums": ("triton_walk", "total += own", "total += 0 * own"),
-    "a walk along another head": ("triton_walk", "member = head * GROUP", "member = 0 * head"),
+    "a scan that forgets": ("triton_scan", "total += part", "total = part"),
+    "a scan without plain sums": ("triton_scan", "total += segment_sum", "total += 0 * segment_sum"),
+    "a scan along another head": ("triton_scan", "member = head * GROUP", "member = 0 * head"),
 }
 
 
@@ -347,7 +347,7 @@ MUTANTS = {
 def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     wrong, old, new = MUTANTS[name]
     modules = {}
-    for stem in ("triton_sums", "triton_read", "triton_walk"):
+    for stem in ("triton_sums", "triton_read", "triton_scan"):
         text = (pathlib.Path(linear_launch.__file__).parent / f"{stem}.py").read_text(encoding="utf-8")
         assert stem != wrong or text.count(old) == 1
         path = tmp_path / f"{stem}_{abs(hash(name))}.py"
@@ -365,18 +365,18 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
         monkeypatch.setattr(linear_launch, kernel, getattr(modules["triton_sums"], kernel))
     for kernel in ("read_below", "read_values"):
         monkeypatch.setattr(linear_launch, kernel, getattr(modules["triton_read"], kernel))
-    monkeypatch.setattr(linear_launch, "walk_segments", modules["triton_walk"].walk_segments)
-    monkeypatch.setattr(linear_launch, "_ENOUGH_WALKERS", 1)
-    walks = wrong == "triton_walk"
-    dim, dtype, near = (64, torch.bfloat16, 0.02) if walks else (16, torch.float32, 1e-3)
-    seq = 2500 if DEVICE.type == "cuda" else 200 if walks else 600
+    monkeypatch.setattr(linear_launch, "scan_segments", modules["triton_scan"].scan_segments)
+    monkeypatch.setattr(linear_launch, "_ENOUGH_SCANS", 1)
+    scans = wrong == "triton_scan"
+    dim, dtype, near = (64, torch.bfloat16, 0.02) if scans else (16, torch.float32, 1e-3)
+    seq = 2500 if DEVICE.type == "cuda" else 200 if scans else 600
     q, k, v = (x.to(DEVICE) for x in drawn(1, 2, 2, seq, dim, dim, dtype))
     rope = rw.RotaryEmbedding(dim).to(DEVICE)
     side = [Side(x, "elu", None, rope.shared_tables(x, None, Placement())) for x in (q, k)]
     out, total, *_ = linear_launch.linear_attention(*side, v, None, Layout(True, 0, -2), causal=True)
     truth, above, _ = direct_sums(*(x.double().cpu() for x in (q, k, v)), rope)
     errors = [error(out, truth)]
-    if walks:
+    if scans:
         errors.append(error(total[:, : dim * dim], above.flatten(2).flatten(0, 1)))
     # An error of NaN, from memory that no kernel wrote, is noticed too.
     assert not all(value <= near for value in errors)

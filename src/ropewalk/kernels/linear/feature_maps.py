@@ -1,4 +1,4 @@
-"""The feature maps of linear attention in torch: those that `FeatureMap` names."""
+"""The feature maps of `FeatureMap` in torch."""
 
 import torch
 from torch import Tensor
@@ -9,10 +9,15 @@ __all__ = ["map_features", "row_shift"]
 
 
 def map_features(x: Tensor, name: FeatureMapName, shift: Tensor | None = None) -> Tensor:
-    """The features of x, in its dtype; `shift` is taken off before an exponential.
+    """Return the features of x, in its dtype.
 
-    elu is x + 1 above 0 and exp(x) below (Katharopoulos et al., 2006.16236, eq. 7), written so that it does not reach
-    0 where exp does not.
+    "elu" is x + 1 above 0 and exp(x) below (Katharopoulos et al., 2006.16236, eq. 7), computed so that it is 0 only if
+    exp(x) is 0.
+
+    Args:
+        x: Queries or keys.
+        name: Name of the feature map.
+        shift: Subtracted from x before an exponential.
 
     >>> x, names = torch.tensor([-1.0, 2.0]), ("elu", "relu", "squared_relu", "identity", "exp")
     >>> [[round(v, 4) for v in map_features(x, name).tolist()] for name in names]
@@ -20,7 +25,7 @@ def map_features(x: Tensor, name: FeatureMapName, shift: Tensor | None = None) -
     """
     match name:
         case "elu":
-            # Above 0 the exponential is of 0, which is 1: it can neither overflow nor pass on a gradient.
+            # Above 0 the exponential is exp(0) = 1: it does not overflow and has no gradient.
             return torch.relu(x) + torch.exp(x.clamp_max(0))
         case "relu":
             return torch.relu(x)
@@ -33,10 +38,10 @@ def map_features(x: Tensor, name: FeatureMapName, shift: Tensor | None = None) -
 
 
 def row_shift(q: Tensor, name: FeatureMapName) -> Tensor | None:
-    """What may be taken off the queries before their exponential: the largest feature of each.
+    """Return the shift of queries before their exponential: the largest feature of each query, or None.
 
-    A factor on all features of a query stands above and below the line and cancels, so that queries of any size stay
-    finite. Keys have no such freedom: exp of a key must be finite itself.
+    A common factor of all features of a query cancels between numerator and denominator, so the shift keeps queries of
+    any size finite. Keys cannot be shifted: exp of a key must be finite.
 
     >>> row_shift(torch.tensor([[1.0, 3.0]]), "exp").tolist()
     [[3.0]]

@@ -1,4 +1,4 @@
-"""Segments: the runs of tokens of which linear attention on a GPU keeps sums."""
+"""Segments: runs of consecutive tokens, for each of which linear attention on a GPU stores sums."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ from ropewalk.kernels.constructors import arange, new_zeros
 
 __all__ = ["OPERANDS", "Plan", "count_segments", "segment_length"]
 
-# As what operands of products lie in memory: float16 has too little range for sums.
+# Dtype in which operands of matrix products are stored: float16 has too little range for sums.
 OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 
 
 def segment_length(width: int, v_dim: int) -> int:
-    """How many tokens a segment has: fewer have less to read of each other, and more sums to keep.
+    """Return the number of tokens per segment. Short segments have fewer scores within a segment, but more sums.
 
     >>> segment_length(128, 128), segment_length(256, 256)
     (256, 512)
@@ -23,20 +23,24 @@ def segment_length(width: int, v_dim: int) -> int:
 
 
 def count_segments(length: int, sequences: int | None, segment: int) -> int:
-    """How many segments `length` tokens may have: one sequence, or so many packed ones.
+    """Return the largest number of segments in `length` tokens: of one sequence, or of `sequences` packed ones.
 
     >>> count_segments(600, None, 512), count_segments(600, 3, 512)
     (2, 4)
     """
-    # How many packed sequences have only the device knows: as many as there can be.
+    # Only the device knows the lengths of packed sequences, so this is an upper bound.
     return (length + segment - 1) // segment if sequences is None else length // segment + sequences
 
 
 class Plan(NamedTuple):
-    """Tokens cut into segments: how long one is, how many there are, and for packed sequences where each begins.
+    """Tokens split into segments.
 
-    `begins` has the first token and the one past the last of each segment, then its sequence; `starts` the first
-    segment of each sequence.
+    Args:
+        segment: Tokens per segment.
+        number: Number of segments.
+        begins: For packed sequences, the first token and the end of each segment, then the sequence of each segment.
+        starts: For packed sequences, the first segment of each sequence.
+        sequences: Number of sequences.
 
     >>> Plan.of(torch.ones(1, 1, 300, 4), torch.tensor([0, 100, 300]), 128).begins.tolist()
     [0, 100, 100, 228, 228, 300, 356, 356, 0, 1, 1, 1]
@@ -50,11 +54,11 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(x: Tensor, cu_seqlens: Tensor | None, segment: int) -> "Plan":
-        """The plan for rows of x, [batch, heads, seq, width]."""
+        """Return the plan for x [batch, heads, seq, width]."""
         batch, _, length, _ = x.shape
         if cu_seqlens is None:
             return Plan(segment, count_segments(length, None, segment), None, None, batch)
-        # Ends past the last token, which only the device could know, would be read there.
+        # Only the device knows the ends. Clamping keeps kernels from reading past the last token.
         ends = cu_seqlens.to(torch.int64).clamp(0, length)
         sequences = len(ends) - 1
         count = count_segments(length, sequences, segment)
@@ -63,6 +67,6 @@ class Plan(NamedTuple):
         each = arange(count, device=ends.device)
         owner = (torch.searchsorted(starts, each, right=True) - 1).clamp_max(sequences - 1)
         begin = ends[owner] + (each - starts[owner]) * segment
-        # What is past the last segment ends where it begins.
+        # Unused segments are empty: they end where they begin.
         end = torch.maximum(torch.minimum(begin + segment, ends[owner + 1]), begin)
         return Plan(segment, count, torch.cat([torch.stack([begin, end], dim=1).flatten(), owner]), starts, sequences)

@@ -1,4 +1,4 @@
-"""Which tiles the kernels of linear attention work on, by the width of features and values."""
+"""Tile sizes of the kernels of linear attention, by the width of features and values."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,15 @@ __all__ = ["Block", "Tile", "tile_of"]
 
 
 class Block(NamedTuple):
-    """What a program of one kernel takes: lanes, columns, rows, tokens at a time, warps, and loads that are under way.
+    """Size of a program of one kernel.
 
-    Rows are those that read; a program that sums has none.
+    Args:
+        lanes: Pairs of features.
+        columns: Columns of values.
+        rows: Rows that read sums. 0 for programs that compute sums.
+        chunk: Tokens per step.
+        warps: Warps per program.
+        stages: Pipeline stages of the loads.
 
     >>> Block(32, 64, 0, 64, 4).options()
     {'LANES': 32, 'COLUMNS': 64, 'CHUNK': 64, 'num_warps': 4, 'num_stages': 2}
@@ -24,18 +30,25 @@ class Block(NamedTuple):
     stages: int = 2
 
     def options(self) -> dict[str, int]:
-        """The block as what a kernel is launched with."""
+        """Return the block as keyword arguments of a launch."""
         sizes = {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk}
         rows = {"ROWS": self.rows} if self.rows else {}
         return sizes | rows | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class Tile(NamedTuple):
-    """Lanes in all, rows that are turned at once and by how many warps, and the blocks of the kernels that multiply.
+    """Tile sizes of all kernels of a call.
 
-    `read_values` has all lanes, `read_features` all columns. Without a block to `walk` with, there is no walking.
+    Args:
+        lanes: Pairs of features, padded to a power of two.
+        low: Rows per block of the kernels that rotate.
+        rotation_warps: Warps of the kernels that rotate.
+        sums: Block of `sum_segments`.
+        scan: Block of `scan_segments`, or None if it is not used.
+        values: Block of `read_values`, which has all lanes.
+        features: Block of `read_features`, which has all columns.
 
-    >>> tile_of(128, 128, torch.float32).walk is None
+    >>> tile_of(128, 128, torch.float32).scan is None
     True
     """
 
@@ -43,16 +56,16 @@ class Tile(NamedTuple):
     low: int
     rotation_warps: int
     sums: Block
-    walk: Block | None
+    scan: Block | None
     values: Block
     features: Block
 
 
 def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
-    """What was fastest on an H200.
+    """Return the tile that was fastest on an H200.
 
-    Two warps multiply by instructions of their own. Four or more take 64 rows at once where there are as many: sums
-    have 2 * lanes rows. Triton 3.6 gives wrong numbers where eight warps have 64 rows: no block asks for that.
+    Two warps use other matrix instructions than four or more, which process 64 rows at once if there are as many. Sums
+    have 2 * lanes rows. Triton 3.6 computes wrong numbers if eight warps have 64 rows; no block uses that.
 
     >>> tile_of(80, 64, torch.bfloat16).lanes  # 40 pairs, up to a power of 2
     64

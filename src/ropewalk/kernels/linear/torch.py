@@ -1,4 +1,4 @@
-"""Linear attention in chunks of tokens, as matrix products: any device, any derivative. Packed sequences too."""
+"""Linear attention in chunks of tokens, by matrix products: for any device and any derivative."""
 
 import itertools
 from collections.abc import Callable
@@ -18,11 +18,11 @@ from ropewalk.kernels.types import Features, Layout, Side, Sums, Tables
 
 __all__ = ["CHUNK", "attend", "attend_packed", "divide", "linear_attention"]
 
-# Tokens whose scores are formed. More cost more there and save less in states; fewer leave a BLAS without a batched
-# product with matrices too small for it.
+# Tokens per chunk, within which scores are computed. Larger chunks have more scores; smaller ones have matrices that
+# are too small for a BLAS without batched products.
 CHUNK = 128
 
-# Rotates features by their tables: (features, tables, layout).
+# Rotates features: (features, tables, layout) -> rotated features.
 Rotate = Callable[[Tensor, Tables, Layout], Tensor]
 
 
@@ -40,20 +40,32 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     rotate: Rotate = _by_formula,
 ) -> tuple[Tensor, Sums]:
-    """What queries read of keys and values, [batch, heads, seq, v_dim] in the dtype of v, and the sums at the end.
+    """Return the output of linear attention, and the sums after the last key.
 
-    Everything is computed in float32, in float64 for float64, and rounded once. Sums have a row per sequence of
-    `cu_seqlens`, where that is given. Packed sequences are computed one after the other where the host may look at
-    their ends, else by `attend_packed`.
+    Everything is computed in float32 (float64 for float64) and rounded once. Packed sequences are computed one after
+    the other if the host can read their ends, and otherwise by `attend_packed`.
+
+    Args:
+        q: Queries, their feature map and tables.
+        k: Keys, their feature map and tables.
+        v: Values [batch, kv_heads, seq, v_dim].
+        before: Sums over earlier keys, or None.
+        layout: Layout of the rotation.
+        causal: Whether a query reads only keys up to its own index.
+        cu_seqlens: Ends of packed sequences [sequences + 1], starting with 0.
+        rotate: Function that rotates features.
+
+    Returns:
+        The output [batch, heads, seq, v_dim] in the dtype of v, and the sums, with one row per packed sequence.
 
     >>> x, v = torch.zeros(1, 1, 2, 2), torch.tensor([[[[1.0], [3.0]]]])
     >>> linear_attention(Side(x, "elu"), Side(x, "elu"), v, None, Layout(True, 0, -2), False)[0].flatten().tolist()
     [2.0, 2.0]
     """
-    # A meta tensor has no autocast of its own.
+    # There is no autocast for meta tensors.
     with torch.autocast("cpu" if v.is_meta else v.device.type, enabled=False):
         working, ends, total = working_dtype(v), None, q.x.shape[2]
-        # Features of padding behind the last sequence may have no finite derivative: it has none here.
+        # Excluded, because features of padding after the last sequence may have no finite derivative.
         if cu_seqlens is not None and is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
             ends = cu_seqlens.tolist()
             if ends[-1] < total:
@@ -66,7 +78,7 @@ def linear_attention(
         if cu_seqlens is None:
             out, after = attend(queries, keys, values, before, causal=causal)
         elif ends is not None:
-            out, after = _one_by_one(queries, keys, values, before, ends, total, causal=causal)
+            out, after = _attend_each(queries, keys, values, before, ends, total, causal=causal)
         else:
             out, after = attend_packed(queries, keys, values, before, cu_seqlens, causal=causal)
         return out.to(v.dtype), after
@@ -78,10 +90,10 @@ def _features(side: Side, layout: Layout, working: torch.dtype, role: str, rotat
     return Features(plain, plain if side.tables is None else rotate(plain, side.tables, layout))
 
 
-def _one_by_one(
+def _attend_each(
     q: Features, k: Features, values: Tensor, before: Sums | None, ends: list[int], total: int, *, causal: bool
 ) -> tuple[Tensor, Sums]:
-    """Packed sequences of `total` tokens, one after the other: no sequence can reach another, whatever it holds."""
+    """Compute packed sequences one after the other. NaN in one sequence cannot reach another. `total`: all tokens."""
     outputs: list[Tensor] = []
     sums: list[Sums] = []
     for sequence, (start, stop) in enumerate(itertools.pairwise(ends)):
@@ -98,11 +110,17 @@ def _one_by_one(
 def attend(
     q: Features, k: Features, v: Tensor, before: Sums | None, *, causal: bool, chunk: int = CHUNK
 ) -> tuple[Tensor, Sums]:
-    """o_i = sum_j (R q_i . R k_j) v_j / sum_j q_i . k_j over the keys that query i may see, and the sums over all.
+    """Return o_i = sum_j (R q_i . R k_j) v_j / sum_j q_i . k_j over the visible keys, and the sums over all keys.
 
-    RoFormer, 2104.09864, eq. 19. q is [batch, heads, q_seq, width], k and v have kv_heads, of which heads is a
-    multiple; all of one dtype, which is what is worked in. Causal queries are as many as the keys. The chunk changes
-    the order of the sums and nothing else.
+    RoFormer, 2104.09864, eq. 19.
+
+    Args:
+        q: Features of queries [batch, heads, q_seq, width].
+        k: Features of keys [batch, kv_heads, seq, width]. heads is a multiple of kv_heads.
+        v: Values [batch, kv_heads, seq, v_dim]. q, k and v have one dtype, in which everything is computed.
+        before: Sums over earlier keys, or None.
+        causal: Whether query i reads only keys up to i. It requires as many queries as keys.
+        chunk: Tokens per chunk. It changes only the order of summation.
 
     >>> ones = Features(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
     >>> out, after = attend(ones, ones, torch.tensor([[[[1.0], [3.0]]]]), None, causal=True)
@@ -110,7 +128,7 @@ def attend(
     ([1.0, 2.0], [2.0, 2.0])
     """
     batch, kv_heads, keys, width = k.plain.shape
-    before = before if before is not None else _nothing(k.plain, v)
+    before = before if before is not None else _zero_sums(k.plain, v)
     group, queries = q.plain.shape[1] // kv_heads, q.plain.shape[2]
     if not causal or keys <= 1:
         after = Sums(before.above + k.rotated.transpose(-1, -2) @ v, before.below + k.plain.sum(dim=-2))
@@ -124,18 +142,18 @@ def attend(
     missing = count * size - keys
     padded = [*q, *k, v]
     if torch.compiler.is_compiling() or missing:
-        # Rows of zeros are keys that add nothing, and queries whose output is cut off again; a graph has every length.
-        # Not by `pad`: of no rows it has other strides than a graph for every length was told.
+        # Padding keys of zeros add nothing, and the outputs of padding queries are cut off. A compiled graph always
+        # pads, because it is for every length. Not by `pad`, whose strides differ if there is nothing to pad.
         padded = [torch.cat([x, new_zeros(x, *x.shape[:2], missing, x.shape[-1])], dim=2) for x in padded]
     q_plain, q_rotated = (
         x.view(batch, kv_heads, group, count, size, width).transpose(2, 3).flatten(3, 4) for x in padded[:2]
     )
     k_plain, k_rotated, v = (x.unflatten(2, (count, size)) for x in padded[2:])
-    # A copy: on ARM each product with a transposed view costs more than its arithmetic.
+    # Contiguous, because on ARM a product with a transposed view costs more than its arithmetic.
     k_columns = k_rotated.transpose(-1, -2).contiguous()
-    own = Sums(k_columns @ v, k_plain.sum(dim=-2))
+    chunk_sums = Sums(k_columns @ v, k_plain.sum(dim=-2))
     running = Sums(
-        *(torch.cat([x.unsqueeze(2), each], dim=2).cumsum(dim=2) for x, each in zip(before, own, strict=True))
+        *(torch.cat([x.unsqueeze(2), each], dim=2).cumsum(dim=2) for x, each in zip(before, chunk_sums, strict=True))
     )
     earlier, after = Sums(*(x[:, :, :-1] for x in running)), Sums(*(x[:, :, -1] for x in running))
     scores = _lower_triangle((q_rotated @ k_columns).unflatten(-2, (group, size))).flatten(-3, -2)
@@ -147,7 +165,7 @@ def attend(
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """The quotient; 0, with gradients that are 0, where the denominator is 0: no key that is seen has a feature.
+    """Return the quotient, and 0 with zero gradients if the denominator is 0: all features of visible keys are 0.
 
     >>> divide(torch.tensor([6.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [3.0, 0.0]
@@ -156,13 +174,13 @@ def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def _lower_triangle(fresh: Tensor) -> Tensor:
-    """In place, which is ten times as fast on a CPU; vmap has no rule for that."""
+    """Return the lower triangle, in place except under vmap: ten times as fast on a CPU."""
     if torch.compiler.is_compiling() or is_transformed():
         return fresh.tril()
     return fresh.tril_()
 
 
-def _nothing(k: Tensor, v: Tensor) -> Sums:
+def _zero_sums(k: Tensor, v: Tensor) -> Sums:
     batch, kv_heads, _, width = k.shape
     return Sums(new_zeros(v, batch, kv_heads, width, v.shape[-1]), new_zeros(v, batch, kv_heads, width))
 
@@ -170,11 +188,14 @@ def _nothing(k: Tensor, v: Tensor) -> Sums:
 def attend_packed(
     q: Features, k: Features, v: Tensor, before: Sums | None, cu_seqlens: Tensor, *, causal: bool, chunk: int = CHUNK
 ) -> tuple[Tensor, Sums]:
-    """`linear_torch.attend` for each sequence of `cu_seqlens`, and their sums, [sequences, ..].
+    """Return `attend` of each packed sequence, and their sums [sequences, ...].
 
-    For compilers, and calls that may not wait. Tokens are laid into chunks that no two sequences share. Which chunks a
-    chunk reads is a matrix of zeros and ones, so that the work grows with the square of their number, and what is not
-    finite reaches other sequences: in eager mode, where the host may look at the ends, they go one after the other.
+    It is for compilers, and for calls that must not block the host. Tokens are copied into chunks that contain one
+    sequence each. A matrix of zeros and ones specifies which chunks a chunk reads. Therefore the cost grows with the
+    square of the number of chunks, and a NaN can reach other sequences. In eager mode, if the host can read the ends,
+    sequences are computed one after the other instead.
+
+    Arguments are those of `attend`, and `cu_seqlens` [sequences + 1].
 
     >>> ones = Features(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
     >>> v, ends = torch.tensor([[[[1.0], [3.0], [7.0]]]]), torch.tensor([0, 2, 3])
@@ -187,7 +208,7 @@ def attend_packed(
     count, begins = plan.number, cast(Tensor, plan.begins)
     bounds, owner = begins[: 2 * count].view(count, 2), begins[2 * count :]
     slots = bounds[:, :1] + arange(chunk, device=v.device)
-    # A row of zeros behind the last token stands for what a chunk does not have.
+    # Padding of chunks reads a row of zeros after the last token.
     slots = torch.where(slots < bounds[:, 1:], slots, length).flatten()
 
     def cut(x: Tensor) -> Tensor:
@@ -195,15 +216,15 @@ def attend_packed(
 
     k_plain, k_rotated, values = cut(k.plain), cut(k.rotated), cut(v)
     q_plain, q_rotated = (cut(x).unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(2, 3) for x in q)
-    own = (k_rotated.transpose(-1, -2) @ values).flatten(2), k_plain.sum(dim=-2)
+    chunk_sums = (k_rotated.transpose(-1, -2) @ values).flatten(2), k_plain.sum(dim=-2)
     start = [new_zeros(v, sequences, *shape) for shape in ((kv_heads, width, v_dim), (kv_heads, width))]
     first = [x.flatten(2).transpose(0, 1) for x in (start if before is None else before)]
     members = (owner == arange(sequences, device=v.device)[:, None]).to(v.dtype)
-    after = [x + members @ mine for x, mine in zip(first, own, strict=True)]
+    after = [x + members @ part for x, part in zip(first, chunk_sums, strict=True)]
     if causal:
         number = arange(count, device=v.device)
         reads = ((owner[:, None] == owner) & (number[:, None] > number)).to(v.dtype)
-        earlier = [x[:, owner] + reads @ mine for x, mine in zip(first, own, strict=True)]
+        earlier = [x[:, owner] + reads @ part for x, part in zip(first, chunk_sums, strict=True)]
         scores = (q_rotated @ k_rotated.transpose(-1, -2)).unflatten(-2, (group, chunk)).tril().flatten(-3, -2)
         near, seen = scores @ values, k_plain.cumsum(dim=-2)
     else:
@@ -212,7 +233,7 @@ def attend_packed(
     below = (seen + earlier[1].unsqueeze(-2)).unsqueeze(2)
     denominator = (q_plain.unflatten(2, (group, chunk)) * below).sum(dim=-1).flatten(2, 3).unsqueeze(-1)
     out = divide(numerator, denominator).unflatten(2, (group, chunk)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-    laid = new_zeros(v, kv_heads * group, length + 1, v_dim).index_copy(1, slots, out)
+    padded_out = new_zeros(v, kv_heads * group, length + 1, v_dim).index_copy(1, slots, out)
     shapes = (width, v_dim), (width,)
-    left = Sums(*(x.transpose(0, 1).unflatten(-1, shape) for x, shape in zip(after, shapes, strict=True)))
-    return laid[None, :, :length], left
+    sums = Sums(*(x.transpose(0, 1).unflatten(-1, shape) for x, shape in zip(after, shapes, strict=True)))
+    return padded_out[None, :, :length], sums

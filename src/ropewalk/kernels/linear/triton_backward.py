@@ -1,8 +1,8 @@
-"""The gradients of linear attention on a GPU that are not those of values: of queries and of keys."""
+"""Gradients of queries and keys of linear attention on a GPU."""
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
-# A kernel is Triton's language, in which a constexpr is whatever it was given.
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
 import triton
 import triton.language as tl
@@ -29,18 +29,18 @@ def divide_rows(
     out, cotangent, below, scale, weight, o_b, o_h, o_n, g_b, g_h, g_n, length, rows,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The denominator of each row, infinite where there is none, and its cotangent, -(g . o) / denominator."""
+    """Store the denominator of each row, infinity instead of 0, and its cotangent -(g . o) / denominator."""
     flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = flat < rows
+    valid = flat < rows
     token, batch, head = flat % length, flat // length // HEADS, flat // length % HEADS
     column = tl.arange(0, COLUMNS)
-    mask = there[:, None] & (column < V_DIM)[None, :]
+    mask = valid[:, None] & (column < V_DIM)[None, :]
     o = tl.load((out + batch * o_b + head * o_h + token * o_n)[:, None] + column[None, :], mask=mask, other=0.0)
     g = tl.load((cotangent + batch * g_b + head * g_h + token * g_n)[:, None] + column[None, :], mask=mask, other=0.0)
-    under = tl.load(below + flat, mask=there, other=0.0)
+    under = tl.load(below + flat, mask=valid, other=0.0)
     under = tl.where(under == 0, float("inf"), under)
-    tl.store(scale + flat, under, mask=there)
-    tl.store(weight + flat, -tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1) / under, mask=there)
+    tl.store(scale + flat, under, mask=valid)
+    tl.store(weight + flat, -tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1) / under, mask=valid)
 
 
 @triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
@@ -53,10 +53,11 @@ def read_features(
     PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x: of queries, from the keys y before them and their values v, with p their cotangents.
+    """Compute the gradient of x.
 
-    REVERSE: of keys, from the queries y behind them and their cotangents v, with p the values. `rotated` are features
-    of y, of queries over `scale`; `weight` is the cotangent of the denominator.
+    Forward order: x are queries, y the keys before them, v the values of y, and p the cotangents of x. REVERSE: x are
+    keys, y the queries after them, v the cotangents of y, and p the values of x. `rotated` contains rotated features of
+    y, which are divided by `scale` if y are queries. `weight` is the cotangent of the denominator.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SHARED: tl.constexpr = X_HEADS // X_GROUP
@@ -66,27 +67,27 @@ def read_features(
     feature, has, place, known = slots(tl.arange(0, 2 * LANES), offset, LANES, FEATURES)
     column = tl.arange(0, COLUMNS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
-    above = sums + own * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
-    mine = index * ROWS + tl.arange(0, ROWS)
-    token = begin + mine
-    there = token < end
-    given = load_values(p, batch * p_b + head * p_h + token * p_n, there, column, V_DIM, KIND)
-    top = tl.dot(given, tl.trans(load_sums(above, feature, has, column, V_DIM, KIND)), input_precision=PRECISION)
-    own = plain + own * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
-    below = tl.load(own + feature, mask=has, other=0.0)
+    sums_index = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    above = sums + sums_index * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
+    row_index = index * ROWS + tl.arange(0, ROWS)
+    token = begin + row_index
+    valid = token < end
+    cotangents = load_values(p, batch * p_b + head * p_h + token * p_n, valid, column, V_DIM, KIND)
+    top = tl.dot(cotangents, tl.trans(load_sums(above, feature, has, column, V_DIM, KIND)), input_precision=PRECISION)
+    source = plain + sums_index * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
+    below = tl.load(source + feature, mask=has, other=0.0)
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
             member = (head // X_GROUP) * Y_GROUP + step % Y_GROUP
-            theirs = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
-            key = begin + theirs
+            other_index = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            key = begin + other_index
             has_key = key < end
             base = (batch * (SHARED * Y_GROUP) + member) * length + begin
-            t = load_rotated(rotated, base, theirs, has_key, place, known, HALF)
+            t = load_rotated(rotated, base, other_index, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
-            pull = tl.dot(given, tl.trans(z), input_precision=PRECISION)
-            seen = mine[:, None] <= theirs[None, :] if REVERSE else mine[:, None] >= theirs[None, :]
+            pull = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
+            seen = row_index[:, None] <= other_index[None, :] if REVERSE else row_index[:, None] >= other_index[None, :]
             top = tl.dot(tl.where(seen, pull, 0.0).to(KIND), t, top, input_precision=PRECISION)
         if REVERSE:
             first, last = (index + 1) * (ROWS // LOW), index * 0 + SEGMENT // LOW
@@ -97,36 +98,36 @@ def read_features(
         )
     under = tl.zeros((ROWS, 2 * LANES), tl.float32) + below[None, :]
     if CAUSAL:
-        seen = mine[:, None] <= mine[None, :] if REVERSE else mine[:, None] >= mine[None, :]
+        seen = row_index[:, None] <= row_index[None, :] if REVERSE else row_index[:, None] >= row_index[None, :]
         ones = tl.where(seen, 1.0, 0.0).to(KIND)
         for other in range(0, Y_GROUP):
             member = (head // X_GROUP) * Y_GROUP + other
             at_y = offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length)
-            mask = there[:, None] & has[None, :]
+            mask = valid[:, None] & has[None, :]
             FILL: tl.constexpr = NOTHING[Y_MAP]
             near = tl.load(y + at_y[0][:, None] + feature[None, :], mask=mask, other=FILL)
-            moved = tl.zeros((ROWS,), tl.float32)
+            shifts = tl.zeros((ROWS,), tl.float32)
             if Y_MAP == EXP:
-                moved = tl.load(y_shift + at_y[1], mask=there, other=0.0)
-            near = mapped(near, moved, Y_MAP)
+                shifts = tl.load(y_shift + at_y[1], mask=valid, other=0.0)
+            near = mapped(near, shifts, Y_MAP)
             if REVERSE:
-                near = near * tl.load(weight + at_y[1], mask=there, other=0.0)[:, None]
+                near = near * tl.load(weight + at_y[1], mask=valid, other=0.0)[:, None]
             under = tl.dot(ones, near.to(KIND), under, input_precision=PRECISION)
     at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
     if not REVERSE:
-        top = top / tl.load(scale + at[1], mask=there, other=1.0)[:, None]
-        under = under * tl.load(weight + at[1], mask=there, other=0.0)[:, None]
+        top = top / tl.load(scale + at[1], mask=valid, other=1.0)[:, None]
+        under = under * tl.load(weight + at[1], mask=valid, other=0.0)[:, None]
     top_a, top_b = halves(top, FEATURES)
     under_a, under_b = halves(under, FEATURES)
     lane = offset + tl.arange(0, LANES)
     if FEATURES[1]:
-        c, s = tables_of(cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
+        c, s = tables_of(cos, sin, (row, table_b, table_h), batch, head, token, valid, lane, FEATURES)
         top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
-    m, n = load_pairs(x + at[0], there, offset, LANES, FEATURES, X_MAP)
-    moved = tl.zeros((ROWS,), tl.float32)
+    m, n = load_pairs(x + at[0], valid, offset, LANES, FEATURES, X_MAP)
+    shifts = tl.zeros((ROWS,), tl.float32)
     if X_MAP == EXP:
-        moved = tl.load(x_shift + at[1], mask=there, other=0.0)
-    grad_a = (top_a + under_a) * slope(m, moved, X_MAP)
-    grad_b = (top_b + under_b) * slope(n, moved, X_MAP)
+        shifts = tl.load(x_shift + at[1], mask=valid, other=0.0)
+    grad_a = (top_a + under_a) * slope(m, shifts, X_MAP)
+    grad_b = (top_b + under_b) * slope(n, shifts, X_MAP)
     target = out + batch * d_b + head * d_h + token * d_n
-    store_pairs(target, there, offset, grad_a, grad_b, LANES, FEATURES)
+    store_pairs(target, valid, offset, grad_a, grad_b, LANES, FEATURES)

@@ -1,8 +1,8 @@
-"""The feature maps of linear attention in Triton: their values, their derivatives, and what they map to 0."""
+"""The feature maps of linear attention in Triton: values, derivatives, and inputs that are mapped to 0."""
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
-# A kernel is Triton's language, in which a constexpr is whatever it was given.
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
 import triton
 import triton.language as tl
@@ -17,22 +17,22 @@ SQUARED_RELU = tl.constexpr(FeatureMap.squared_relu.value)
 IDENTITY = tl.constexpr(FeatureMap.identity.value)
 EXP = tl.constexpr(FeatureMap.exp.value)
 
-# What each map makes 0 of: lanes without a feature are filled with it, and then add nothing.
+# The input that each map maps to 0. Padding lanes are filled with it, and so add nothing.
 NOTHING = tl.constexpr(tuple(feature_map.zero for feature_map in FeatureMap))
 
 
 @triton.jit
 def exponential(x):
-    """exp(x), by the power of 2: one instruction where subnormal results are 0, which exp spends three more on."""
+    """Return exp(x) by exp2, which is one instruction and flushes subnormal results to 0. exp needs three more."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
 def mapped(x, shift, MAP: tl.constexpr):
-    """The feature map, in float32. MAP is the number of a FeatureMap."""
+    """Return the feature map of x, in float32. MAP is the number of a FeatureMap."""
     x = x.to(tl.float32)
     if MAP == ELU:
-        # By comparison: a minimum or maximum would make a number of NaN. What overflows is not taken.
+        # Not by minimum or maximum, which would replace NaN by a number. An overflow is not selected.
         x = tl.where(x > 0, x + 1, exponential(x))
     elif MAP == RELU:
         x = tl.where(x <= 0, 0.0, x)
@@ -46,7 +46,7 @@ def mapped(x, shift, MAP: tl.constexpr):
 
 @triton.jit
 def slope(x, shift, MAP: tl.constexpr):
-    """The derivative of the feature map."""
+    """Return the derivative of the feature map."""
     x = x.to(tl.float32)
     if MAP == ELU:
         x = tl.where(x > 0, 1.0, exponential(x))

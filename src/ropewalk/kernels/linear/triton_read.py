@@ -1,8 +1,8 @@
-"""What rows read of the sums before them, and of the tokens of their own segment: outputs, and gradients of values."""
+"""Products of rows with the sums before them and with the tokens of their segment: outputs, gradients of values."""
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
-# A kernel is Triton's language, in which a constexpr is whatever it was given.
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
 import triton
 import triton.language as tl
@@ -27,29 +27,30 @@ from ropewalk.kernels.linear.triton_sums import (
 def sums_of(
     begins, batch, shared, segment, count, SHARED: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Which of the sums rows of a segment read: its running ones, or, without an order, those of the sequence.
+    """Return the index of the sums that the rows of a segment read.
 
-    Running sums lie apart, those with values and plain ones; sums of all lie behind each other.
+    Causal: the running sums of the segment, which are stored in two tensors. Otherwise: the sums of the sequence, which
+    are stored in one tensor.
     """
     if CAUSAL:
-        own = (batch * SHARED + shared) * count + segment
+        index = (batch * SHARED + shared) * count + segment
     elif PACKED:
-        own = tl.load(begins + 2 * count + segment) * SHARED + shared
+        index = tl.load(begins + 2 * count + segment) * SHARED + shared
     else:
-        own = batch * SHARED + shared
-    return own
+        index = batch * SHARED + shared
+    return index
 
 
 @triton.jit
 def load_sums(sums, feature, has, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
-    """A block of sum (R k) v^T, [features, columns], as what products take."""
+    """Load a block of the sum of (R k) v^T [features, columns] as an operand."""
     mask = has[:, None] & (column < V_DIM)[None, :]
     return tl.load(sums + feature[:, None] * V_DIM + column[None, :], mask=mask, other=0.0).to(KIND)
 
 
 @triton.jit
 def chunks_of(begin, end, index, ROWS: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr):
-    """The chunks of a segment that a block of rows sees: up to its own last, or, REVERSE, from its own first."""
+    """Return the range of chunks that a block of rows reads: up to its last token, or from its first if REVERSE."""
     tokens = (end - begin).to(tl.int32)
     if REVERSE:
         first = index * (ROWS // CHUNK)
@@ -68,7 +69,7 @@ def read_below(
     Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr,
     LANES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Features of queries x, turned, and their denominators: what the plain ones read of the plain sums of keys y."""
+    """Store rotated features of queries x, and their denominators: unrotated queries times sums of keys y."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     BLOCKS: tl.constexpr = SEGMENT // LOW
     SHARED: tl.constexpr = X_HEADS // X_GROUP
@@ -76,16 +77,16 @@ def read_below(
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     lane, shared = tl.arange(0, LANES), head // X_GROUP
     token = begin + index * LOW + tl.arange(0, LOW)
-    there = token < end
+    valid = token < end
     at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
-    a, b = features(x, x_shift, at, there, LANES, FEATURES, X_MAP)
-    u, w = rotated_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, there, lane, FEATURES)
-    store_rotated(rotated, at[1], there, u, w, LANES, FEATURES)
-    own = sums_of(begins, batch, shared, number, count, SHARED, CAUSAL, PACKED)
-    own = plain + own * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
+    a, b = features(x, x_shift, at, valid, LANES, FEATURES, X_MAP)
+    u, w = rotated_pairs(a, b, cos, sin, (row, table_b, table_h), batch, head, token, valid, lane, FEATURES)
+    store_rotated(rotated, at[1], valid, u, w, LANES, FEATURES)
+    sums_index = sums_of(begins, batch, shared, number, count, SHARED, CAUSAL, PACKED)
+    source = plain + sums_index * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
     first, second, has_first, has_second = members(lane, FEATURES)
-    low_a = tl.load(own + first, mask=has_first, other=0.0)
-    low_b = tl.load(own + second, mask=has_second, other=0.0)
+    low_a = tl.load(source + first, mask=has_first, other=0.0)
+    low_b = tl.load(source + second, mask=has_second, other=0.0)
     if CAUSAL:
         known, owner, others = lane < HALF, batch * SHARED + shared, owners // X_GROUP
         place_a, place_b = places(lane, FEATURES)
@@ -94,11 +95,11 @@ def read_below(
     sum_a, sum_b = low_a[None, :], low_b[None, :]
     if CAUSAL:
         at_y = offsets(token, (y_b, y_h, y_n), batch, shared, SHARED, length)
-        e, f = features(y, y_shift, at_y, there, LANES, FEATURES, Y_MAP)
+        e, f = features(y, y_shift, at_y, valid, LANES, FEATURES, Y_MAP)
         seen = tl.where(token[:, None] >= token[None, :], 1.0, 0.0).to(KIND)
         sum_a += tl.dot(seen, e.to(KIND), input_precision=PRECISION)
         sum_b += tl.dot(seen, f.to(KIND), input_precision=PRECISION)
-    tl.store(below + at[1], tl.sum(a * sum_a + b * sum_b, axis=1), mask=there)
+    tl.store(below + at[1], tl.sum(a * sum_a + b * sum_b, axis=1), mask=valid)
 
 
 @triton.jit(do_not_specialize=["length", "owners", "count"])
@@ -110,45 +111,45 @@ def read_values(
     ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What rows of turned features read of the values: forward, queries of keys and values, over their denominator.
+    """Compute the output of linear attention: rotated queries times sums of keys and values, over the denominator.
 
-    A row reads what was summed before its segment, and the tokens of the segment up to itself. REVERSE, for the
-    gradient of values: keys read of the queries behind them, and there is no denominator. X_GROUP heads of `rows`
-    share a sum, Y_GROUP heads of `rotated` are in one.
+    A row reads the sums before its segment, and the tokens of its segment up to itself. REVERSE is for the gradient of
+    values: keys read the queries after them, and there is no denominator. X_GROUP heads of `rows` share one sum, to
+    which Y_GROUP heads of `rotated` contribute.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SHARED: tl.constexpr = X_HEADS // X_GROUP
     batch, head, number, index = place_of(owners, X_HEADS, SEGMENT // ROWS)
     if not REVERSE:
-        index = SEGMENT // ROWS - 1 - index  # those that read most begin first
+        index = SEGMENT // ROWS - 1 - index  # blocks with the most work start first
     feature, has, place, known = slots(tl.arange(0, 2 * LANES), 0, LANES, FEATURES)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    own = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
-    own = sums + own * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
-    mine = index * ROWS + tl.arange(0, ROWS)
-    token = begin + mine
-    there = token < end
+    sums_index = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
+    source = sums + sums_index * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
+    row_index = index * ROWS + tl.arange(0, ROWS)
+    token = begin + row_index
+    valid = token < end
     flat = (batch * X_HEADS + head) * length + begin
-    row = load_rotated(rows, flat, mine, there, place, known, HALF)
-    total = tl.dot(row, load_sums(own, feature, has, column, V_DIM, KIND), input_precision=PRECISION)
+    row = load_rotated(rows, flat, row_index, valid, place, known, HALF)
+    total = tl.dot(row, load_sums(source, feature, has, column, V_DIM, KIND), input_precision=PRECISION)
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
             member = (head // X_GROUP) * Y_GROUP + step % Y_GROUP
-            theirs = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
-            key = begin + theirs
+            other_index = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
+            key = begin + other_index
             has_key = key < end
             base = (batch * (SHARED * Y_GROUP) + member) * length + begin
-            t = load_rotated(rotated, base, theirs, has_key, place, known, HALF)
+            t = load_rotated(rotated, base, other_index, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
             scores = tl.dot(row, tl.trans(t), input_precision=PRECISION)
-            seen = mine[:, None] <= theirs[None, :] if REVERSE else mine[:, None] >= theirs[None, :]
+            seen = row_index[:, None] <= other_index[None, :] if REVERSE else row_index[:, None] >= other_index[None, :]
             total = tl.dot(tl.where(seen, scores, 0.0).to(KIND), z, total, input_precision=PRECISION)
     if not REVERSE:
-        # No feature of any key that is seen: 0, as `linear_torch.divide` has it.
-        under = tl.load(below + flat + mine, mask=there, other=1.0)
+        # Division by 0 gives 0, as in `linear.torch.divide`: all features of the visible keys are 0.
+        under = tl.load(below + flat + row_index, mask=valid, other=1.0)
         total = total / tl.where(under == 0, float("inf"), under)[:, None]
     target = out + batch * o_b + head * o_h + token * o_n
-    mask = there[:, None] & (column < V_DIM)[None, :]
+    mask = valid[:, None] & (column < V_DIM)[None, :]
     tl.store(target[:, None] + column[None, :], total.to(out.dtype.element_ty), mask=mask)

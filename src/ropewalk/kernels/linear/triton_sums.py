@@ -1,13 +1,13 @@
-"""Linear attention on a GPU: features, turned; sums over segments of tokens, and their running totals.
+"""Linear attention on a GPU: rotated features, sums over segments of tokens, and their running totals.
 
-Features are kept as first and second members of pairs, so that the rotation is arithmetic between two tiles. Features
-that do not turn are paired with each other. Where products take them, a row has all first members before all second
-ones, or both in turns where pairs are interleaved, so that memory is read and written without gaps.
+Features are stored as first and second members of pairs, so that the rotation is arithmetic between two tiles.
+Unrotated features are paired with each other. Rows of operands of matrix products contain all first members before all
+second ones, or both alternately if pairs are interleaved. Memory is therefore accessed without gaps.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
-# A kernel is Triton's language, in which a constexpr is whatever it was given.
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
 import triton
 import triton.language as tl
@@ -17,9 +17,9 @@ from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped
 
 @triton.jit
 def members(lane, FEATURES: tl.constexpr):
-    """Which features lane `lane` holds, and whether there are such.
+    """Return the indices of both features of a lane, and whether these features exist.
 
-    FEATURES are width, pairs that turn, the first feature that turns, and whether pairs are interleaved.
+    FEATURES is (width, rotated pairs, first rotated feature, whether pairs are interleaved).
     """
     WIDTH: tl.constexpr = FEATURES[0]
     PAIRS: tl.constexpr = FEATURES[1]
@@ -29,21 +29,21 @@ def members(lane, FEATURES: tl.constexpr):
         has_first = first < WIDTH
         has_second = second < WIDTH
     else:
-        STILL: tl.constexpr = WIDTH - 2 * PAIRS
-        HALF: tl.constexpr = (STILL + 1) // 2
+        REST: tl.constexpr = WIDTH - 2 * PAIRS
+        HALF: tl.constexpr = (REST + 1) // 2
         BASE: tl.constexpr = 0 if START > 0 else 2 * PAIRS
         is_rotated = lane < PAIRS
         rest = lane - PAIRS
         first = tl.where(is_rotated, START + lane, BASE + rest)
         second = tl.where(is_rotated, START + PAIRS + lane, BASE + HALF + rest)
         has_first = is_rotated | (rest < HALF)
-        has_second = is_rotated | (HALF + rest < STILL)
+        has_second = is_rotated | (HALF + rest < REST)
     return first, second, has_first, has_second
 
 
 @triton.jit
 def halves(x, FEATURES: tl.constexpr):
-    """First and second members of a tile of whole rows."""
+    """Split a tile of rows into first and second members."""
     ROWS: tl.constexpr = x.shape[0]
     LANES: tl.constexpr = x.shape[1] // 2
     pairs = tl.reshape(x, (ROWS, LANES, 2) if FEATURES[3] else (ROWS, 2, LANES))
@@ -51,68 +51,68 @@ def halves(x, FEATURES: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(source, there, offset, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
-    """First and second members at rows that start at `source`; where there is nothing, what the map makes 0 of."""
+def load_pairs(source, valid, offset, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
+    """Load first and second members of rows at `source`, with padding that the feature map maps to 0."""
     FILL: tl.constexpr = NOTHING[MAP]
     if FEATURES[3]:
         feature = 2 * offset + tl.arange(0, 2 * LANES)
-        mask = there[:, None] & (feature < FEATURES[0])[None, :]
+        mask = valid[:, None] & (feature < FEATURES[0])[None, :]
         a, b = halves(tl.load(source[:, None] + feature[None, :], mask=mask, other=FILL), FEATURES)
     else:
         first, second, has_first, has_second = members(offset + tl.arange(0, LANES), FEATURES)
-        a = tl.load(source[:, None] + first[None, :], mask=there[:, None] & has_first[None, :], other=FILL)
-        b = tl.load(source[:, None] + second[None, :], mask=there[:, None] & has_second[None, :], other=FILL)
+        a = tl.load(source[:, None] + first[None, :], mask=valid[:, None] & has_first[None, :], other=FILL)
+        b = tl.load(source[:, None] + second[None, :], mask=valid[:, None] & has_second[None, :], other=FILL)
     return a, b
 
 
 @triton.jit
-def store_pairs(target, there, offset, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
-    """Writes first and second members to rows that start at `target`."""
+def store_pairs(target, valid, offset, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
+    """Store first and second members to rows at `target`."""
     kind = target.dtype.element_ty
     if FEATURES[3]:
         ROWS: tl.constexpr = a.shape[0]
         feature = 2 * offset + tl.arange(0, 2 * LANES)
-        mask = there[:, None] & (feature < FEATURES[0])[None, :]
+        mask = valid[:, None] & (feature < FEATURES[0])[None, :]
         both = tl.reshape(tl.join(a.to(kind), b.to(kind)), (ROWS, 2 * LANES))
         tl.store(target[:, None] + feature[None, :], both, mask=mask)
     else:
         first, second, has_first, has_second = members(offset + tl.arange(0, LANES), FEATURES)
-        tl.store(target[:, None] + first[None, :], a.to(kind), mask=there[:, None] & has_first[None, :])
-        tl.store(target[:, None] + second[None, :], b.to(kind), mask=there[:, None] & has_second[None, :])
+        tl.store(target[:, None] + first[None, :], a.to(kind), mask=valid[:, None] & has_first[None, :])
+        tl.store(target[:, None] + second[None, :], b.to(kind), mask=valid[:, None] & has_second[None, :])
 
 
 @triton.jit
-def tables(cos, sin, rows, there, lane, FEATURES: tl.constexpr):
-    """cos and sin of rows of the tables; 1 and 0 for features that do not turn."""
+def tables(cos, sin, rows, valid, lane, FEATURES: tl.constexpr):
+    """Load rows of cos and sin, with 1 and 0 for unrotated features."""
     PAIRS: tl.constexpr = FEATURES[1]
     pair = lane - FEATURES[2] // 2 if FEATURES[3] else lane
-    known = there[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
+    known = valid[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
     at = rows[:, None] * PAIRS + pair[None, :]
     return tl.load(cos + at, mask=known, other=1.0), tl.load(sin + at, mask=known, other=0.0)
 
 
 @triton.jit
-def features(x, shift, at, there, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
-    """First and second members of the features of rows. `at` are the offsets of rows in x and in shift."""
-    a, b = load_pairs(x + at[0], there, 0, LANES, FEATURES, MAP)
-    moved = tl.zeros(at[1].shape, tl.float32)
+def features(x, shift, at, valid, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
+    """Return first and second members of the features of rows. `at` is the offsets of rows in x and in shift."""
+    a, b = load_pairs(x + at[0], valid, 0, LANES, FEATURES, MAP)
+    shifts = tl.zeros(at[1].shape, tl.float32)
     if MAP == EXP:
-        moved = tl.load(shift + at[1], mask=there, other=0.0)
-    return mapped(a, moved, MAP), mapped(b, moved, MAP)
+        shifts = tl.load(shift + at[1], mask=valid, other=0.0)
+    return mapped(a, shifts, MAP), mapped(b, shifts, MAP)
 
 
 @triton.jit
 def places(lane, FEATURES: tl.constexpr):
-    """Where the two members of a lane stand in a row for products."""
+    """Return the positions of both members of a lane in an operand row."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     return (2 * lane, 2 * lane + 1) if FEATURES[3] else (lane, HALF + lane)
 
 
 @triton.jit
 def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
-    """Of a tile of whole rows from lane `offset` on: each one's feature, and its place in a row for products.
+    """Return the feature and the position in an operand row of each slot of a tile, from lane `offset` on.
 
-    What is no feature, or no place, comes with False.
+    Each comes with a mask that is False if there is no such feature, or no such position.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     if FEATURES[3]:
@@ -120,7 +120,7 @@ def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
         known = place < 2 * HALF
         feature, has = place, place < FEATURES[0]
     else:
-        # Written so that the compiler sees which of them lie side by side.
+        # In a form from which the compiler can derive which elements are contiguous.
         place = offset + slot + (slot // LANES) * (HALF - LANES)
         lane = offset + slot % LANES
         known = lane < HALF
@@ -135,7 +135,7 @@ def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
 
 @triton.jit
 def segment_of(begins, number, length, SEGMENT: tl.constexpr, PACKED: tl.constexpr):
-    """The tokens of a segment: from the first to before the last."""
+    """Return the first token of a segment and the end of the segment."""
     if PACKED:
         begin, end = tl.load(begins + 2 * number), tl.load(begins + 2 * number + 1)
     else:
@@ -146,7 +146,7 @@ def segment_of(begins, number, length, SEGMENT: tl.constexpr, PACKED: tl.constex
 
 @triton.jit
 def place_of(owners, HEADS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Batch, head, segment and block in it of a program: heads first, so that neighbours read the same tables."""
+    """Return batch, head, segment and block of a program. Neighbouring programs differ in heads and share tables."""
     owner = (tl.program_id(0) % owners).to(tl.int64)
     block = tl.program_id(0) // owners
     return owner // HEADS, owner % HEADS, block // BLOCKS, block % BLOCKS
@@ -154,86 +154,87 @@ def place_of(owners, HEADS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def offsets(token, strides, batch, head, HEADS: tl.constexpr, length):
-    """Where rows lie in the tensor, and in [batch, heads, seq]."""
+    """Return the offsets of rows in the tensor, and in a contiguous [batch, heads, seq]."""
     return batch * strides[0] + head * strides[1] + token * strides[2], (batch * HEADS + head) * length + token
 
 
 @triton.jit
-def tables_of(cos, sin, place, batch, head, token, there, lane, FEATURES: tl.constexpr):
-    """cos and sin of tokens. `place` is their first row in the tables, and the strides of batch and head."""
-    return tables(cos, sin, place[0] + batch * place[1] + head * place[2] + token, there, lane, FEATURES)
+def tables_of(cos, sin, place, batch, head, token, valid, lane, FEATURES: tl.constexpr):
+    """Load cos and sin of tokens. `place` is their first row in the tables, and the strides of batch and head."""
+    return tables(cos, sin, place[0] + batch * place[1] + head * place[2] + token, valid, lane, FEATURES)
 
 
 @triton.jit
-def rotated_pairs(a, b, cos, sin, place, batch, head, token, there, lane, FEATURES: tl.constexpr):
-    """Pairs of features, each turned by its angle."""
+def rotated_pairs(a, b, cos, sin, place, batch, head, token, valid, lane, FEATURES: tl.constexpr):
+    """Rotate pairs of features."""
     if FEATURES[1]:
-        c, s = tables_of(cos, sin, place, batch, head, token, there, lane, FEATURES)
+        c, s = tables_of(cos, sin, place, batch, head, token, valid, lane, FEATURES)
         a, b = a * c - b * s, a * s + b * c
     return a, b
 
 
 @triton.jit
-def store_rotated(rotated, flat, there, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
-    """Turned features, as rows for products."""
+def store_rotated(rotated, flat, valid, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
+    """Store rotated features as operand rows."""
     WIDTH: tl.constexpr = FEATURES[0] + FEATURES[0] % 2
-    # In such a row all features turn, from the first on.
+    # In an operand row all features are pairs, from the first on.
     ROW: tl.constexpr = (WIDTH, WIDTH // 2, 0, FEATURES[3])
-    store_pairs(rotated + flat * WIDTH, there, 0, a, b, LANES, ROW)
+    store_pairs(rotated + flat * WIDTH, valid, 0, a, b, LANES, ROW)
 
 
 @triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners"])
 def rotate_rows(
     x, shift, scale, weight, cos, sin, begins, rotated, low,
     x_b, x_h, x_n, length, row, table_b, table_h, owners,
-    HEADS: tl.constexpr, TOGETHER: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr, SCALED: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr,
+    SCALED: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Features of rows, turned, and the plain ones summed over each block of LOW rows.
+    """Store rotated features of rows, and the sums of unrotated features over each block of LOW rows.
 
-    A program takes TOGETHER heads, which have their tables in common, and reads the next ones while it works on one.
-    SCALED, for queries in the backward: turned ones are over the row's `scale`, plain ones times its `weight`.
+    A program processes HEADS_PER_PROGRAM heads that share their tables, and prefetches the next head. SCALED is for
+    queries in the backward: rotated features are divided by the row's `scale`, unrotated ones multiplied by its
+    `weight`.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     BLOCKS: tl.constexpr = SEGMENT // LOW
-    batch, group, number, index = place_of(owners // TOGETHER, HEADS // TOGETHER, BLOCKS)
+    batch, group, number, index = place_of(owners // HEADS_PER_PROGRAM, HEADS // HEADS_PER_PROGRAM, BLOCKS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
     lane = tl.arange(0, LANES)
     token = begin + index * LOW + tl.arange(0, LOW)
-    there = token < end
+    valid = token < end
     place_a, place_b = places(lane, FEATURES)
     if FEATURES[1]:
         place = row, table_b, table_h
-        c, s = tables_of(cos, sin, place, batch, group * TOGETHER, token, there, lane, FEATURES)
-    for member in tl.range(0, TOGETHER, num_stages=3):
-        head = group * TOGETHER + member
+        c, s = tables_of(cos, sin, place, batch, group * HEADS_PER_PROGRAM, token, valid, lane, FEATURES)
+    for member in tl.range(0, HEADS_PER_PROGRAM, num_stages=3):
+        head = group * HEADS_PER_PROGRAM + member
         at = offsets(token, (x_b, x_h, x_n), batch, head, HEADS, length)
-        a, b = features(x, shift, at, there, LANES, FEATURES, MAP)
+        a, b = features(x, shift, at, valid, LANES, FEATURES, MAP)
         u, w = a, b
         if FEATURES[1]:
             u, w = a * c - b * s, a * s + b * c
         if SCALED:
-            over = tl.load(scale + at[1], mask=there, other=1.0)[:, None]
-            factor = tl.load(weight + at[1], mask=there, other=0.0)[:, None]
+            over = tl.load(scale + at[1], mask=valid, other=1.0)[:, None]
+            factor = tl.load(weight + at[1], mask=valid, other=0.0)[:, None]
             a, b, u, w = a * factor, b * factor, u / over, w / over
-        store_rotated(rotated, at[1], there, u, w, LANES, FEATURES)
-        own = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
-        tl.store(own + place_a, tl.sum(a, axis=0), mask=lane < HALF)
-        tl.store(own + place_b, tl.sum(b, axis=0), mask=lane < HALF)
+        store_rotated(rotated, at[1], valid, u, w, LANES, FEATURES)
+        target = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
+        tl.store(target + place_a, tl.sum(a, axis=0), mask=lane < HALF)
+        tl.store(target + place_b, tl.sum(b, axis=0), mask=lane < HALF)
 
 
 @triton.jit
-def load_rotated(rotated, base, index, there, place, known, HALF: tl.constexpr):
-    """Rows that `rotate_rows` wrote, `index` of them past row `base`; 0 where there is nothing."""
-    mask = there[:, None] & known[None, :]
-    # Within a segment 32 bits count: less arithmetic where it is done most often.
+def load_rotated(rotated, base, index, valid, place, known, HALF: tl.constexpr):
+    """Load operand rows that `rotate_rows` stored, at indices `base + index`, padded with 0."""
+    mask = valid[:, None] & known[None, :]
+    # Indices within a segment have 32 bits: less arithmetic in the innermost loops.
     return tl.load(rotated + base * (2 * HALF) + (index[:, None] * (2 * HALF) + place[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit
-def load_values(v, at, there, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Rows of values, as what products take: KIND."""
-    mask = there[:, None] & (column < V_DIM)[None, :]
+def load_values(v, at, valid, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
+    """Load rows of values as operands of dtype KIND."""
+    mask = valid[:, None] & (column < V_DIM)[None, :]
     return tl.load(v + at[:, None] + column[None, :], mask=mask, other=0.0).to(KIND)
 
 
@@ -241,7 +242,7 @@ def load_values(v, at, there, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
 def low_sums(
     low, place, known, first, last, number, owners, owner, HALF: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr
 ):
-    """The plain sums of a segment's blocks from `first` to before `last`, over the heads of a group."""
+    """Return the sum of blocks `first` .. `last - 1` of a segment, over the heads of a group."""
     block = tl.arange(0, BLOCKS)
     mask = ((block >= first) & (block < last))[:, None] & known[None, :]
     rows = (number * BLOCKS + block).to(tl.int64) * owners + owner * GROUP
@@ -259,7 +260,7 @@ def sum_segments(
     SEGMENT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
     LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of each segment the sums of (R x) v^T and of x, over the GROUP heads that share a sum."""
+    """Sum (R x) v^T and x over each segment, and over the GROUP heads that share a sum."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     batch, head, number, _ = place_of(owners, KV_HEADS, 1)
     block = tl.program_id(1)
@@ -272,44 +273,44 @@ def sum_segments(
         member = head * GROUP + step % GROUP
         index = (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
         token = begin + index
-        there = token < end
+        valid = token < end
         base = (batch * (KV_HEADS * GROUP) + member) * length + begin
-        t = load_rotated(rotated, base, index, there, place, known, HALF)
-        y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
+        t = load_rotated(rotated, base, index, valid, place, known, HALF)
+        y = load_values(v, batch * v_b + member * v_h + token * v_n, valid, column, V_DIM, KIND)
         total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
     owner = batch * KV_HEADS + head
-    own = sums + (owner * count + number) * (FEATURES[0] * (V_DIM + 1))
+    target = sums + (owner * count + number) * (FEATURES[0] * (V_DIM + 1))
     inside = has[:, None] & (column < V_DIM)[None, :]
-    tl.store(own + feature[:, None] * V_DIM + column[None, :], total, mask=inside)
+    tl.store(target + feature[:, None] * V_DIM + column[None, :], total, mask=inside)
     if block // LANE_BLOCKS == 0:
         plain = low_sums(low, place, known, 0, BLOCKS, number, owners * GROUP, owner, HALF, BLOCKS, GROUP)
-        tl.store(own + FEATURES[0] * V_DIM + feature, plain, mask=has)
+        tl.store(target + FEATURES[0] * V_DIM + feature, plain, mask=has)
 
 
 @triton.jit
-def carried(total, own, running, plain, place, at, there, ABOVE: tl.constexpr, SIZE: tl.constexpr):
-    """Writes the total before a segment, where it is there, and gives the total behind it."""
-    tl.store(running + place * ABOVE + at, total.to(running.dtype.element_ty), mask=there & (at < ABOVE))
-    tl.store(plain + place * (SIZE - ABOVE) + at - ABOVE, total, mask=there & (at >= ABOVE) & (at < SIZE))
-    return total + own
+def carried(total, segment_sum, running, plain, place, at, valid, ABOVE: tl.constexpr, SIZE: tl.constexpr):
+    """Store the total before a segment if it is valid, and return the total after it."""
+    tl.store(running + place * ABOVE + at, total.to(running.dtype.element_ty), mask=valid & (at < ABOVE))
+    tl.store(plain + place * (SIZE - ABOVE) + at - ABOVE, total, mask=valid & (at >= ABOVE) & (at < SIZE))
+    return total + segment_sum
 
 
 @triton.jit(do_not_specialize=["heads", "count"])
 def run_totals(
     sums, before, after, running, plain, starts, heads, count,
-    ABOVE: tl.constexpr, SIZE: tl.constexpr, GIVEN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+    ABOVE: tl.constexpr, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The total of the segments before each segment, or behind it where REVERSE; `after` is of all.
+    """Store the total of the segments before each segment, or after it if REVERSE, and the total of all in `after`.
 
-    Of the SIZE sums, the ABOVE first go to `running`, as products take them, the others to `plain`. `starts` says at
-    which segment each packed sequence starts.
+    Of the SIZE sums, the first ABOVE are stored in `running`, in the dtype of operands, the others in `plain`. `starts`
+    contains the first segment of each packed sequence.
     """
     owner = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = at < SIZE
     total = tl.zeros((WIDTH,), tl.float32)
-    if GIVEN:
+    if HAS_BEFORE:
         total = tl.load(before + owner * SIZE + at, mask=inside, other=0.0)
     if PACKED:
         sequence, head = owner // heads, owner % heads
@@ -322,14 +323,14 @@ def run_totals(
         place, step = base + stop - 1, -1
     else:
         place, step = base + start, 1
-    # Four segments are read before the first is added: a GPU waits long for what it reads.
+    # Four segments are loaded before the first is added, to hide the latency of memory.
     for segment in range(0, (stop - start).to(tl.int32), 4):
         left = tl.where(inside, (stop - start).to(tl.int32) - segment, 0)
-        own = sums + place * SIZE + at
-        first = tl.load(own, mask=left > 0, other=0.0)
-        second = tl.load(own + step * SIZE, mask=left > 1, other=0.0)
-        third = tl.load(own + 2 * step * SIZE, mask=left > 2, other=0.0)
-        fourth = tl.load(own + 3 * step * SIZE, mask=left > 3, other=0.0)
+        source = sums + place * SIZE + at
+        first = tl.load(source, mask=left > 0, other=0.0)
+        second = tl.load(source + step * SIZE, mask=left > 1, other=0.0)
+        third = tl.load(source + 2 * step * SIZE, mask=left > 2, other=0.0)
+        fourth = tl.load(source + 3 * step * SIZE, mask=left > 3, other=0.0)
         total = carried(total, first, running, plain, place, at, left > 0, ABOVE, SIZE)
         total = carried(total, second, running, plain, place + step, at, left > 1, ABOVE, SIZE)
         total = carried(total, third, running, plain, place + 2 * step, at, left > 2, ABOVE, SIZE)

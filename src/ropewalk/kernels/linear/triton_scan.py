@@ -1,11 +1,11 @@
-"""Running sums by programs that walk along a whole sequence, where there are heads enough to keep a GPU busy so.
+"""Running sums by programs that scan a whole sequence, if there are enough heads to keep a GPU busy.
 
-Sums of single segments, which `sum_segments` writes and `run_totals` reads, stay in registers.
+The sums of single segments, which `sum_segments` stores and `run_totals` loads, stay in registers here.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
-# A kernel is Triton's language, in which a constexpr is whatever it was given.
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
 import triton
 import triton.language as tl
@@ -14,34 +14,34 @@ from ropewalk.kernels.linear.triton_sums import load_rotated, load_values, low_s
 
 
 @triton.jit
-def walk_plain(
+def scan_plain(
     low, before, after, plain, owner, owners, count, LANES: tl.constexpr, FEATURES: tl.constexpr, BLOCKS: tl.constexpr,
-    GROUP: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr,
+    GROUP: tl.constexpr, HAS_BEFORE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of plain features before each segment, from those of its blocks; `before` and `after` are of all."""
+    """Store the sum of unrotated features before each segment, from sums of blocks, and the sum of all in `after`."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     feature, has, place, _ = slots(tl.arange(0, 2 * LANES), 0, LANES, FEATURES)
     total = tl.zeros((2 * LANES,), tl.float32)
-    if GIVEN:
+    if HAS_BEFORE:
         total = tl.load(before + feature, mask=has, other=0.0)
     for step in tl.range(0, count, num_stages=3):
         number = count - 1 - step if REVERSE else step
-        own = low_sums(low, place, has, 0, BLOCKS, number, owners * GROUP, owner, HALF, BLOCKS, GROUP)
+        segment_sum = low_sums(low, place, has, 0, BLOCKS, number, owners * GROUP, owner, HALF, BLOCKS, GROUP)
         tl.store(plain + (owner * count + number) * FEATURES[0] + feature, total, mask=has)
-        total += own
+        total += segment_sum
     tl.store(after + feature, total, mask=has)
 
 
 @triton.jit(do_not_specialize=["length", "owners", "count"])
-def walk_segments(
+def scan_segments(
     rotated, v, low, before, after, running, plain, v_b, v_h, v_n, length, owners, count,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, SEGMENT: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr,
-    TILES: tl.constexpr, GIVEN: tl.constexpr, REVERSE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, HAS_BEFORE: tl.constexpr, REVERSE: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sum of (R x) v^T and of x before each segment, or behind it where REVERSE; `after` is of all.
+    """Store the sums of (R x) v^T and of x before each segment, or after it if REVERSE, and of all in `after`.
 
-    Each program has a tile of the sums; of each sequence and head the last one has the plain ones.
+    Each program computes a tile of the sums. The last program of each sequence and head computes the sums of x.
     """
     WIDTH: tl.constexpr = FEATURES[0]
     HALF: tl.constexpr = (WIDTH + 1) // 2
@@ -51,9 +51,9 @@ def walk_segments(
     after += owner * (WIDTH * (V_DIM + 1))
     if tile == TILES:
         above: tl.constexpr = WIDTH * V_DIM
-        walk_plain(
+        scan_plain(
             low, before + above, after + above, plain, owner, owners, count, LANE_BLOCKS * LANES, FEATURES, BLOCKS,
-            GROUP, GIVEN, REVERSE,
+            GROUP, HAS_BEFORE, REVERSE,
         )  # fmt: skip
     else:
         feature, has, place, known = slots(tl.arange(0, 2 * LANES), (tile % LANE_BLOCKS) * LANES, LANES, FEATURES)
@@ -61,24 +61,24 @@ def walk_segments(
         inside = has[:, None] & (column < V_DIM)[None, :]
         at = feature[:, None] * V_DIM + column[None, :]
         total = tl.zeros((2 * LANES, COLUMNS), tl.float32)
-        if GIVEN:
+        if HAS_BEFORE:
             total = tl.load(before + at, mask=inside, other=0.0)
         part = tl.zeros((2 * LANES, COLUMNS), tl.float32)
         STEPS: tl.constexpr = GROUP * (SEGMENT // CHUNK)
         for step in range(0, count * STEPS):
             number = owner * 0 + (count - 1 - step // STEPS if REVERSE else step // STEPS)  # 64 bits, for offsets
             if step % STEPS == 0:
-                # A segment's own sum is added as a whole: into a large total a product adds with fewer digits.
+                # Each segment is summed separately and then added: products added to a large total lose digits.
                 total += part
                 part = tl.zeros((2 * LANES, COLUMNS), tl.float32)
-                own = running + (owner * count + number) * (WIDTH * V_DIM)
-                tl.store(own + at, total.to(running.dtype.element_ty), mask=inside)
+                target = running + (owner * count + number) * (WIDTH * V_DIM)
+                tl.store(target + at, total.to(running.dtype.element_ty), mask=inside)
             member = head * GROUP + step % GROUP
             index = (step % STEPS // GROUP) * CHUNK + tl.arange(0, CHUNK)
             token = number * SEGMENT + index
-            there = token < length
+            valid = token < length
             base = (batch * (KV_HEADS * GROUP) + member) * length + number * SEGMENT
-            t = load_rotated(rotated, base, index, there, place, known, HALF)
-            y = load_values(v, batch * v_b + member * v_h + token * v_n, there, column, V_DIM, KIND)
+            t = load_rotated(rotated, base, index, valid, place, known, HALF)
+            y = load_values(v, batch * v_b + member * v_h + token * v_n, valid, column, V_DIM, KIND)
             part = tl.dot(tl.trans(t), y, part, input_precision=PRECISION)
         tl.store(after + at, total + part, mask=inside)
