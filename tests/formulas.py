@@ -71,10 +71,15 @@ def _yarn(rule: Any, dim: int) -> np.ndarray:
 
 
 def amplitude(rule: Any, length: int | None = None) -> float:
-    """The factor on cos and sin. Of YaRN only the paper's, 0.1 ln(factor) + 1, and an explicit attention_factor."""
+    """The factor on cos and sin: of YaRN the paper's, 0.1 ln(factor) + 1, or that of DeepSeek's model code."""
     match type(rule).__name__:
         case "Yarn":
-            return 0.1 * math.log(rule.factor) + 1 if rule.attention_factor is None else rule.attention_factor
+            if rule.attention_factor is not None:
+                return rule.attention_factor
+            if rule.policy == "deepseek":
+                weights = 1.0 if rule.mscale is None else rule.mscale, rule.mscale_all_dim or 0.0
+                return (0.1 * weights[0] * math.log(rule.factor) + 1) / (0.1 * weights[1] * math.log(rule.factor) + 1)
+            return 0.1 * math.log(rule.factor) + 1
         case "LongRope":
             if rule.short_amplitude is not None:
                 is_long = length is not None and length > rule.trained_length
@@ -110,6 +115,20 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, star
     u, w = a * cos - b * sin, a * sin + b * cos
     rotated = torch.stack([u, w], dim=-1).flatten(-2) if interleaved else torch.cat([u, w], dim=-1)
     return torch.cat([x[..., :start], rotated, x[..., start + width :]], dim=-1)
+
+
+def rotate_by_tables(x: Tensor, cos: Tensor, sin: Tensor, layout: Any, row: int = 0, conjugate: bool = False) -> Tensor:
+    """`rotate_pairs` with tables [rows, pairs], [batch, rows, pairs] or [batch, heads, rows, pairs] of a kernel.
+
+    Row `row` belongs to the first token. x is [..., heads, seq, dim], or [..., seq, heads, dim] if `layout.seq_dim` is
+    -3.
+    """
+    x = x if layout.seq_dim == -2 else x.transpose(-2, -3)
+    tables = [table[..., row : row + x.shape[-2], :] for table in (cos, -sin if conjugate else sin)]
+    if cos.dim() == 3:
+        tables = [table.unflatten(0, (-1, *[1] * (x.dim() - 3))) for table in tables]
+    y = rotate_pairs(x, *tables, interleaved=layout.interleaved, start=layout.start)
+    return y if layout.seq_dim == -2 else y.transpose(-2, -3)
 
 
 def rotate_by_spec(x: Tensor, spec: Any, positions: Tensor, *, length: int | None = None, role: str = "k") -> Tensor:

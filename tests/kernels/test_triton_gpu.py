@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, qk_norm_rope
+from ropewalk import RopewalkError, RotaryEmbedding, qk_norm_rope
 from ropewalk.kernels.backend import Backend, Operation, register
 from ropewalk.kernels.triton_launch import Launch
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.reference.qk_norm import qk_norm_rotate
+from strategies import theta
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,11 +37,10 @@ def _unfilled():
 
 
 def check(y, x, positions, pairing, tokens):
-    """Holds some tokens of y, [batch, heads, seq, dim], to the reference."""
-    theta = torch.as_tensor(RopeSpec(x.shape[-1]).inv_freq())
-    here, ids = x[:, :, tokens].cpu(), positions[..., tokens].cpu()
-    wanted = rotate(here.double(), ids, theta, pairing=pairing)
-    assert_within_budget(y[:, :, tokens].cpu(), wanted, rotary_dim=x.shape[-1], pairing=pairing)
+    """Compare some tokens of y [batch, heads, seq, dim] with the reference."""
+    chosen, ids = x[:, :, tokens].cpu(), positions[..., tokens].cpu()
+    expected = rotate(chosen.double(), ids, theta(x.shape[-1]), pairing=pairing)
+    assert_within_budget(y[:, :, tokens].cpu(), expected, rotary_dim=x.shape[-1], pairing=pairing)
 
 
 @pytest.mark.usefixtures("_unfilled")
@@ -75,9 +75,8 @@ def test_strides_past_2_to_the_31(dim, pairing):
     check(rope(x, positions=ids), x, ids, pairing, range(4))
     weight = torch.rand(64, device="cuda")
     normed, _ = qk_norm_rope(x, x, rope, q_weight=weight, k_weight=weight, positions=ids)
-    theta = torch.as_tensor(rope.spec.inv_freq())
-    wanted = qk_norm_rotate(x.cpu().double(), weight.cpu().double(), ids.cpu(), theta, pairing=pairing)
-    assert_within_budget(normed.cpu(), wanted, rotary_dim=64, pairing=pairing, copied=False)
+    expected = qk_norm_rotate(x.cpu().double(), weight.cpu().double(), ids.cpu(), theta(64), pairing=pairing)
+    assert_within_budget(normed.cpu(), expected, rotary_dim=64, pairing=pairing, copied=False)
     before = x.clone()
     rope.rotate_(x, positions=ids)
     check(x, before, ids, pairing, range(4))

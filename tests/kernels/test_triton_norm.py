@@ -4,16 +4,17 @@ import mpmath
 import pytest
 import torch
 
+from formulas import rms_norm, rotate_by_tables
 from kernels.triton_device import DEVICE
 from ropewalk import RopeSpec, RotaryEmbedding, ops, qk_norm_rope
 from ropewalk.kernels import triton_launch as launch_triton
 from ropewalk.kernels.angles.triton import cos_sin
 from ropewalk.kernels.backends.triton import TRITON
-from ropewalk.kernels.qk_norm.torch import norm_rotate_traceable as norm_rotate
 from ropewalk.kernels.qk_norm.triton_kernels import norm_rotate_kernel
 from ropewalk.kernels.types import Layout, Norm
 from ropewalk.reference import assert_within_budget
 from ropewalk.reference.qk_norm import qk_norm_rotate
+from strategies import theta
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +24,31 @@ def _fresh():
 
 def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def formula(x, weight, cos, sin, layout, norm):
+    """RMSNorm and rotation, in the dtype of x."""
+    return rotate_by_tables(rms_norm(x, weight, norm.eps, plus_one=norm.plus_one), cos, sin, layout)
+
+
+def formula_with_gradients(tensors, weights, tables, layout, norm, cotangents):
+    """`formula` in float64, and the gradients of the tensors and of the distinct weights that need one."""
+    wide = {id(x): x.detach().double().requires_grad_() for x in (*tensors, *weights) if x is not None}
+    pairs = zip(tensors, weights, strict=True)
+    outputs = [formula(wide[id(x)], None if w is None else wide[id(w)], *tables, layout, norm) for x, w in pairs]
+    learned = [wide[id(x)] for x in dict.fromkeys((*tensors, *weights)) if x is not None and x.requires_grad]
+    return [*outputs, *torch.autograd.grad(outputs, learned, [g.double() for g in cotangents])]
+
+
+def plain_tables(ids, dim):
+    """cos and sin of the plain frequencies in float64."""
+    angles = ids.double()[..., None] * theta(dim).to(DEVICE)
+    return angles.cos(), angles.sin()
+
+
+def layout_of(spec):
+    start = 0 if spec.rotary_slice == "leading" else spec.head_dim - spec.rotary_dim
+    return Layout(spec.pairing == "interleaved", start, -2)
 
 
 SPECS = {
@@ -45,13 +71,13 @@ def test_within_budget(name, plus_one, dtype):
     ids = torch.tensor([[0, 5, 7, 1 << 20, 3], [1, 2, 3, 4, 9]], device=DEVICE)
     rotated = qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], plus_one=plus_one, positions=ids)
     assert len([key for key in launch_triton.LAUNCHES if key[0] is norm_rotate_kernel]) == 1
-    theta = torch.as_tensor(spec.inv_freq())
     for x, weight, y in zip((q, k), weights, rotated, strict=True):
-        how = {"pairing": spec.pairing, "rotary_slice": spec.rotary_slice}
-        wanted = qk_norm_rotate(x.cpu().double(), weight.cpu().double(), ids.cpu(), theta, plus_one=plus_one, **how)
+        layout = {"pairing": spec.pairing, "rotary_slice": spec.rotary_slice}
+        inputs = x.cpu().double(), weight.cpu().double(), ids.cpu(), theta(spec.rotary_dim)
+        expected = qk_norm_rotate(*inputs, plus_one=plus_one, **layout)
         assert y.stride() == x.stride()
-        rotated_dim = {"rotary_dim": spec.rotated_dim, "copied": False, "farthest": float(1 << 20)}
-        assert assert_within_budget(y.cpu(), wanted, **rotated_dim, **how) <= 1
+        budget = {"rotary_dim": spec.rotary_dim, "copied": False, "farthest": float(1 << 20)}
+        assert assert_within_budget(y.cpu(), expected, **budget, **layout) <= 1
 
 
 @pytest.mark.parametrize("weighted", [True, False])
@@ -64,28 +90,27 @@ def test_gradients_are_those_of_the_formula(name, weighted):
     dims = [spec.head_dim] * 2 if weighted else []
     weights = [random(dim, dtype=torch.float64, seed=i).requires_grad_() for i, dim in enumerate(dims)] or [None, None]
     norm = Norm(1e-6, plus_one=weighted)
-    mine = ops.norm_rotate(q, k, *weights, cos, sin, rope.layout, norm, backend="triton")
-    formula = [norm_rotate(x, w, cos, sin, rope.layout, norm) for x, w in zip((q, k), weights, strict=True)]
-    given = [q, k, *(w for w in weights if w is not None)]
+    outputs = ops.norm_rotate(q, k, *weights, cos, sin, rope.layout, norm, backend="triton")
+    inputs = [q, k, *(w for w in weights if w is not None)]
     cotangents = [random(*x.shape, dtype=torch.float64, seed=9) for x in (q, k)]
-    found = torch.autograd.grad(mine, given, cotangents)
-    for own, wanted in zip(found, torch.autograd.grad(formula, given, cotangents), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-10, atol=1e-10)
-        assert own.dtype == wanted.dtype
+    results = [*outputs, *torch.autograd.grad(outputs, inputs, cotangents)]
+    expected = formula_with_gradients((q, k), weights, (cos, sin), layout_of(spec), norm, cotangents)
+    for result, truth in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, truth, rtol=1e-10, atol=1e-10)
 
 
 def test_many_blocks_of_rows_are_summed():
-    # More rows than the programs of the backward take in one turn each.
+    # Each program of the backward handles several blocks of rows.
     q, k = random(2, 4, 300, 8).requires_grad_(), random(2, 1, 300, 8).requires_grad_()
     weight = torch.ones(8, device=DEVICE, requires_grad=True)
-    ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
-    grads = []
-    for rope in ropes:
-        rotated = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight)
-        total = sum((y * random(*y.shape, seed=3)).sum() for y in rotated)
-        grads.append(torch.autograd.grad(total, [q, k, weight]))
-    for own, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(own, wanted, rtol=2e-5, atol=2e-5)
+    rope = RotaryEmbedding(8, backend="triton").to(DEVICE)
+    rotated = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight)
+    cotangents = [random(*y.shape, seed=3) for y in rotated]
+    results = [*rotated, *torch.autograd.grad(rotated, [q, k, weight], cotangents)]
+    tables = plain_tables(torch.arange(300, device=DEVICE), 8)
+    expected = formula_with_gradients((q, k), (weight, weight), tables, Layout(True, 0, -2), Norm(1e-6), cotangents)
+    for result, truth in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("plus_one", [False, True])
@@ -94,11 +119,14 @@ def test_rounds_where_transformers_does(plus_one):
     weight, norm = random(16, dtype=torch.bfloat16, seed=1), Norm.as_transformers(1e-6, plus_one)
     rope = RotaryEmbedding(16, backend="triton").to(DEVICE)
     cos, sin = rope.at(torch.arange(5, device=DEVICE))
-    mine, _ = ops.norm_rotate(q, q, weight, weight, cos, sin, rope.layout, norm, backend="triton")
-    formula = norm_rotate(q, weight, cos, sin, rope.layout, norm)
-    once = norm_rotate(q, weight, cos, sin, rope.layout, norm._replace(rounding=0))
-    assert (mine == formula).float().mean() > 0.99
-    assert (once == formula).float().mean() < 0.95
+    y, _ = ops.norm_rotate(q, q, weight, weight, cos, sin, rope.layout, norm, backend="triton")
+    # The norms of Gemma and of Llama in transformers, written from their description.
+    scaled = q.float() * torch.rsqrt(q.float().square().mean(-1, keepdim=True) + 1e-6)
+    wide = scaled * (weight.float() + (1.0 if plus_one else 0.0))
+    rounded = wide.bfloat16() if plus_one else weight * scaled.bfloat16()
+    expected, once = (rotate_by_tables(x.float(), cos, sin, Layout(True, 0, -2)).bfloat16() for x in (rounded, wide))
+    assert (y == expected).float().mean() > 0.99
+    assert (once == expected).float().mean() < 0.95
 
 
 STRANGE = {
@@ -116,15 +144,14 @@ STRANGE = {
 def test_tensors_that_lie_strangely(name):
     q, k = (x.detach().requires_grad_() for x in STRANGE[name]())
     weight = random(8, seed=4).requires_grad_()
-    seq = q.shape[-2]
-    ropes = [RotaryEmbedding(8, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
-    results = []
-    for rope in ropes:
-        rotated = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=torch.arange(seq, device=DEVICE))
-        cotangents = [random(*y.shape, seed=5) for y in rotated]
-        results.append([*rotated, *torch.autograd.grad(rotated, [q, k, weight], cotangents)])
-    for own, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+    ids, rope = torch.arange(q.shape[-2], device=DEVICE), RotaryEmbedding(8, backend="triton").to(DEVICE)
+    rotated = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=ids)
+    cotangents = [random(*y.shape, seed=5) for y in rotated]
+    results = [*rotated, *torch.autograd.grad(rotated, [q, k, weight], cotangents)]
+    tables, layout = plain_tables(ids, 8), Layout(True, 0, -2)
+    expected = formula_with_gradients((q, k), (weight, weight), tables, layout, Norm(1e-6), cotangents)
+    for result, truth in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=1e-5, atol=1e-5)
 
 
 def test_second_derivatives():
@@ -145,46 +172,44 @@ FAR = [0, 1, -1, 5, 4095, 131_071, -131_072, (1 << 20) - 1, (1 << 24) - 1, 1 - (
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float64])
 def test_angles_are_exact(dtype):
-    theta = torch.as_tensor(RopeSpec(16).inv_freq(), device=DEVICE)
+    inv_freq = theta(16).to(DEVICE)
     ids = torch.tensor(FAR, dtype=dtype, device=DEVICE)
     scale = torch.tensor(1.25, dtype=torch.float64, device=DEVICE)
     with mpmath.workdps(40):
-        angles = [[mpmath.mpf(m) * mpmath.mpf(t) for t in theta.tolist()] for m in FAR]
+        angles = [[mpmath.mpf(m) * mpmath.mpf(t) for t in inv_freq.tolist()] for m in FAR]
         rows = [[[float(f(a)) for a in row] for row in angles] for f in (mpmath.cos, mpmath.sin)]
     truth = torch.tensor(rows, dtype=torch.float64)
-    for mine, wanted in zip(cos_sin(ids, theta, None, scale, torch.float32), truth, strict=True):
-        assert mine.dtype == torch.float32
-        assert float((mine.cpu().double() / 1.25 - wanted).abs().max()) <= 2**-24
+    for table, expected in zip(cos_sin(ids, inv_freq, None, scale, torch.float32), truth, strict=True):
+        assert table.dtype == torch.float32
+        assert float((table.cpu().double() / 1.25 - expected).abs().max()) <= 2**-24
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
-    for mine, wanted in zip(cos_sin(ids, theta, None, one, torch.float64), truth, strict=True):
-        assert float((mine.cpu() - wanted).abs().max()) <= 2**-28
+    for table, expected in zip(cos_sin(ids, inv_freq, None, one, torch.float64), truth, strict=True):
+        assert float((table.cpu() - expected).abs().max()) <= 2**-28
 
 
 def test_angles_past_the_reduction_are_those_of_float64():
-    theta = torch.tensor([1.0, 0.1], dtype=torch.float64, device=DEVICE)
+    inv_freq = torch.tensor([1.0, 0.1], dtype=torch.float64, device=DEVICE)
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
     ids = torch.tensor([1 << 27, -(1 << 40), 1 << 52], device=DEVICE)
-    angles = ids.cpu().double()[:, None] * theta.cpu()
-    cos, sin = cos_sin(ids, theta, None, one, torch.float32)
+    angles = ids.cpu().double()[:, None] * inv_freq.cpu()
+    cos, sin = cos_sin(ids, inv_freq, None, one, torch.float32)
     assert float((cos.cpu().double() - angles.cos()).abs().max()) <= 2**-24
     assert float((sin.cpu().double() - angles.sin()).abs().max()) <= 2**-24
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 7)])
-@pytest.mark.parametrize("kind", ["plain", "a head", "axes"])
+@pytest.mark.parametrize("kind", ["plain", "per head", "axes"])
 def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
-    from ropewalk.kernels.angles import torch as formula
-
-    inv_freq = random(3, 4, dtype=torch.float64) if kind == "a head" else random(4, dtype=torch.float64)
+    inv_freq = random(3, 4, dtype=torch.float64) if kind == "per head" else random(4, dtype=torch.float64)
     axes = torch.tensor([[1.0, 0, 0, 1], [0, 1, 1, 0.5]], device=DEVICE).double() if kind == "axes" else None
     ids = torch.arange(torch.Size(shape).numel() * (1 if axes is None else 2), device=DEVICE)
     ids = ids.view(shape if axes is None else (2, *shape)) * 3 - 7
     one = torch.ones((), dtype=torch.float64, device=DEVICE)
-    # A launch for fewer tokens must not serve more.
+    # A launch that is cached for fewer tokens must not be used for more.
     cos_sin(ids[..., :3], inv_freq, None, one, torch.float32, axes)
     if len(shape) == 2:
         cos_sin(ids[..., :1, :], inv_freq, None, one, torch.float32, axes)
-    mine = cos_sin(
+    tables = cos_sin(
         ids.transpose(-1, -2).contiguous().transpose(-1, -2) if len(shape) == 2 else ids,
         inv_freq,
         None,
@@ -192,27 +217,33 @@ def test_angles_have_the_shape_and_value_of_the_formula(kind, shape):
         torch.float32,
         axes,
     )
-    for own, wanted in zip(mine, formula.cos_sin(ids, inv_freq, None, one, torch.float32, axes), strict=True):
-        assert own.shape == wanted.shape
-        torch.testing.assert_close(own, wanted, rtol=0, atol=2**-24)
+    if kind == "per head":
+        angles = ids.double().view(-1, 1, 7, 1) * inv_freq[:, None]
+    elif axes is None:
+        angles = ids.double()[..., None] * inv_freq
+    else:
+        angles = torch.einsum("a...,ap->...p", ids.double(), axes) * inv_freq
+    for table, expected in zip(tables, (angles.cos(), angles.sin()), strict=True):
+        assert table.shape == expected.shape
+        torch.testing.assert_close(table.double(), expected, rtol=0, atol=2**-24)
 
 
 def test_angles_that_need_more_than_the_kernel_has():
-    one, theta, ids = torch.ones((), dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.tensor([1])
-    one, theta, ids = one.to(DEVICE), theta.to(DEVICE), ids.to(DEVICE)
+    one, inv_freq, ids = torch.ones((), dtype=torch.float64), torch.ones(2, dtype=torch.float64), torch.tensor([1])
+    one, inv_freq, ids = one.to(DEVICE), inv_freq.to(DEVICE), ids.to(DEVICE)
 
     supports = TRITON.operations["cos_sin"].supports
     assert supports is not None
 
-    def why_not(ids, theta, one):
-        return supports(ids, theta, None, one, torch.float32, None)
+    def why_not(ids, inv_freq, one):
+        return supports(ids, inv_freq, None, one, torch.float32, None)
 
-    assert why_not(ids, theta, one) is None
-    assert why_not(ids, theta.float(), one) == "frequencies in float32, or several amplitudes"
-    assert why_not(ids.to(torch.uint32), theta, one) == "unsigned positions"
-    assert why_not(ids, theta, one.float()) == "frequencies in float32, or several amplitudes"
-    assert why_not(ids, theta, torch.ones(2).double().to(DEVICE)) == "frequencies in float32, or several amplitudes"
-    assert why_not(ids, theta.requires_grad_(), one) == "gradients of positions, frequencies or amplitudes"
+    assert why_not(ids, inv_freq, one) is None
+    assert why_not(ids, inv_freq.float(), one) == "frequencies in float32, or several amplitudes"
+    assert why_not(ids.to(torch.uint32), inv_freq, one) == "unsigned positions"
+    assert why_not(ids, inv_freq, one.float()) == "frequencies in float32, or several amplitudes"
+    assert why_not(ids, inv_freq, torch.ones(2).double().to(DEVICE)) == "frequencies in float32, or several amplitudes"
+    assert why_not(ids, inv_freq.requires_grad_(), one) == "gradients of positions, frequencies or amplitudes"
 
 
 def test_launches_are_kept_by_all_that_they_depend_on():
@@ -225,26 +256,28 @@ def test_launches_are_kept_by_all_that_they_depend_on():
         for weights in ((other, other), (weight, other), (other, weight), (weight, None), (None, weight), (None, None)):
             if norm.plus_one and None in weights:
                 continue
-            found = []
-            for backend in ("triton", "torch"):
-                layout = Layout(True, 0, -2)
-                rotated = ops.norm_rotate(q, k, *weights, cos, sin, layout, norm, backend=backend)
-                asked = [q, k, *(w for w in weights if w is weight)]
-                found.append([*rotated, *torch.autograd.grad([y.sum() for y in rotated], asked)])
-            for own, wanted in zip(*found, strict=True):
-                torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-5)
+            layout = Layout(True, 0, -2)
+            rotated = ops.norm_rotate(q, k, *weights, cos, sin, layout, norm, backend="triton")
+            inputs, ones = [q, k, *(w for w in weights if w is weight)], [torch.ones_like(x) for x in (q, k)]
+            results = [*rotated, *torch.autograd.grad(rotated, inputs, ones)]
+            tables = cos.double(), sin.double()
+            for result, truth in zip(
+                results, formula_with_gradients((q, k), weights, tables, layout, norm, ones), strict=True
+            ):
+                torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-5)
 
 
-def test_leading_dimensions_with_a_row_a_batch():
+def test_leading_dimensions_with_positions_per_batch():
     q, ids = random(2, 3, 5, 4, 8).requires_grad_(), torch.arange(10, device=DEVICE).view(2, 5)
-    weight = random(8, seed=1).requires_grad_()
-    results = []
-    for backend in ("triton", "torch"):
-        rope = RotaryEmbedding(8, seq_dim=-3, backend=backend).to(DEVICE)
-        rotated = qk_norm_rope(q, q * 2, rope, q_weight=weight, k_weight=weight, positions=ids)
-        results.append([*rotated, *torch.autograd.grad([y.square().sum() for y in rotated], [q, weight])])
-    for own, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+    k, weight = (2 * q.detach()).requires_grad_(), random(8, seed=1).requires_grad_()
+    rope = RotaryEmbedding(8, seq_dim=-3, backend="triton").to(DEVICE)
+    rotated = qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, positions=ids)
+    cotangents = [2 * y.detach() for y in rotated]
+    results = [*rotated, *torch.autograd.grad(rotated, [q, k, weight], cotangents)]
+    tables, layout = plain_tables(ids, 8), Layout(True, 0, -3)
+    expected = formula_with_gradients((q, k), (weight, weight), tables, layout, Norm(1e-6), cotangents)
+    for result, truth in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), truth, rtol=1e-4, atol=1e-4)
 
 
 def test_first_derivatives_are_the_same_with_and_without_a_graph_and_in_batches():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from formulas import rotate_by_tables
 from kernels.triton_device import DEVICE, on_device
 from nn.module import by_module, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding, ops
@@ -13,9 +14,9 @@ from ropewalk.kernels.backends import triton as triton_backend
 from ropewalk.kernels.backends.triton import TRITON
 from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.rotate import triton as rotate_triton
-from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.types import Layout
 from ropewalk.reference import check_rotation
+from strategies import theta
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 # What Triton's interpreter runs in seconds: one case of each kind.
@@ -50,10 +51,16 @@ def random(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(DEVICE)
 
 
+def plain_tables(seq, dim, dtype=torch.float32, first=0):
+    """cos and sin of the plain frequencies at positions `first` .. `first` + seq - 1."""
+    angles = torch.outer(torch.arange(first, first + seq).double(), theta(dim))
+    return tuple(table.to(dtype).to(DEVICE) for table in (angles.cos(), angles.sin()))
+
+
 def close(rotated, x, cos, sin, layout, row=0, conjugate=False):
-    wanted = rotate_traceable(x.double(), cos.double(), sin.double(), layout, row, conjugate)
+    expected = rotate_by_tables(x.double(), cos.double(), sin.double(), layout, row, conjugate)
     limit = 1e-6 if x.dtype == torch.float32 else 1e-12 if x.dtype == torch.float64 else 2e-2
-    torch.testing.assert_close(rotated.double(), wanted, rtol=limit, atol=limit)
+    torch.testing.assert_close(rotated.double(), expected, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -90,7 +97,7 @@ def test_q_and_k_in_one_launch(monkeypatch, seq_dim, interleaved, start, wide):
     for x, y in zip((q, k), rotated, strict=True):
         close(y, x, cos, sin, layout, 1)
         assert y.stride() == x.stride()
-        # Features that do not turn are copied bit for bit.
+        # Features that are not rotated are copied bit for bit.
         still = [i for i in range(16) if not start <= i < start + 12]
         assert torch.equal(y[..., still], x[..., still])
 
@@ -172,7 +179,8 @@ def test_gradients_lie_as_the_input_does():
     (gradient,) = torch.autograd.grad(rope(x), x, cotangent)
     assert gradient.stride() == x.stride() != cotangent.stride()
     (expanded,) = torch.autograd.grad(rope(x).sum(), x)
-    torch.testing.assert_close(expanded, rope.unrotate(torch.ones_like(x)))
+    ones = rotate_by_tables(torch.ones_like(x), *plain_tables(5, 8), Layout(True, 0, -2), conjugate=True)
+    torch.testing.assert_close(expanded, ones.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_one_of_two_cotangents():
@@ -181,19 +189,20 @@ def test_one_of_two_cotangents():
     rotated_q, rotated_k = rope(q, k)
     (rotated_k * 2).sum().backward()
     assert k.grad is not None
-    torch.testing.assert_close(k.grad, rope.unrotate(torch.full_like(k, 2)))
+    cotangent = rotate_by_tables(torch.full_like(k, 2), *plain_tables(3, 8), Layout(True, 0, -2), conjugate=True)
+    torch.testing.assert_close(k.grad, cotangent.detach(), rtol=1e-5, atol=1e-6)
     assert rotated_q.grad_fn is not None
     assert q.grad is None or not q.grad.any()
 
 
-TABLES = {"shared": (5, 4), "a row a batch": (2, 5, 4), "one row for all": (1, 5, 4), "a head": (1, 3, 5, 4)}
+TABLES = {"shared": (5, 4), "per batch": (2, 5, 4), "one batch for all": (1, 5, 4), "per head": (1, 3, 5, 4)}
 
 
 @pytest.mark.parametrize("conjugate", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape", TABLES)
 def test_gradients_of_cos_and_sin(shape, interleaved, conjugate):
-    heads = (3, 3) if shape == "a head" else (4, 2)
+    heads = (3, 3) if shape == "per head" else (4, 2)
     q, k = (random(2, n, 5, 12, dtype=torch.float64, seed=n).requires_grad_() for n in heads)
     cos, sin = (table.requires_grad_() for table in tables(*TABLES[shape], dtype=torch.float64))
     layout = Layout(interleaved, 2 if interleaved else 0, -2)
@@ -202,11 +211,12 @@ def test_gradients_of_cos_and_sin(shape, interleaved, conjugate):
     def total(rotated):
         return sum((y * y * w).sum() for y, w in zip(rotated, weights, strict=True))
 
-    mine = total(ops.rotate(q, k, cos, sin, layout, conjugate=conjugate, backend="triton"))
-    formula = total(rotate_traceable(x, cos, sin, layout, 0, conjugate) for x in (q, k))
-    given = [q, k, cos, sin]
-    for own, wanted in zip(torch.autograd.grad(mine, given), torch.autograd.grad(formula, given), strict=True):
-        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=1e-12)
+    by_kernel = total(ops.rotate(q, k, cos, sin, layout, conjugate=conjugate, backend="triton"))
+    by_formula = total(rotate_by_tables(x, cos, sin, layout, 0, conjugate) for x in (q, k))
+    inputs = [q, k, cos, sin]
+    gradients = [torch.autograd.grad(function, inputs) for function in (by_kernel, by_formula)]
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives():
@@ -224,14 +234,16 @@ def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives()
 
 
 def test_learned_frequencies():
-    x = random(2, 3, 5, 8)
-    ropes = [RotaryEmbedding(8, learned=True, backend=backend).to(DEVICE) for backend in ("triton", "torch")]
-    grads = []
-    for rope in ropes:
-        (rope(x, offset=3) * random(2, 3, 5, 8, seed=4)).sum().backward()
-        assert rope.log_scale is not None
-        grads.append(rope.log_scale.grad)
-    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+    x, cotangent = random(2, 3, 5, 8), random(2, 3, 5, 8, seed=4)
+    rope = RotaryEmbedding(8, learned=True, backend="triton").to(DEVICE)
+    (rope(x, offset=3) * cotangent).sum().backward()
+    assert rope.log_scale is not None
+    log_scale = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    angles = torch.outer(torch.arange(3, 8).double(), theta(8)) * log_scale.exp()
+    rotated = rotate_by_tables(x.double().cpu(), angles.cos(), angles.sin(), Layout(True, 0, -2))
+    (rotated * cotangent.double().cpu()).sum().backward()
+    assert rope.log_scale.grad is not None
+    torch.testing.assert_close(rope.log_scale.grad.double().cpu(), log_scale.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_it_refuses_what_it_cannot_serve():
@@ -262,16 +274,16 @@ def test_launches_are_kept_by_all_that_they_depend_on():
     wide = random(2, 3, 5, 32)[..., ::2]
     for layout in (Layout(True, 0, -2), Layout(False, 0, -2), Layout(True, 8, -2)):
         for conjugate in (False, True):
-            own = x.clone()
-            rotate_triton.rotate(own, None, cos, sin, layout, 0, conjugate, in_place=True)
+            written = x.clone()
+            rotate_triton.rotate(written, None, cos, sin, layout, 0, conjugate, in_place=True)
             (y,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
             close(y, x, cos, sin, layout, 0, conjugate)
-            assert torch.equal(own, y)
+            assert torch.equal(written, y)
             (again,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
             assert torch.equal(again, y)
             for out in (torch.empty_like(wide), torch.empty_strided(x.shape, (240, 16, 48, 1), device=DEVICE)):
-                (there,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate, out=(out,))
-                assert torch.equal(there, y)
+                (into_out,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate, out=(out,))
+                assert torch.equal(into_out, y)
             (twice,) = rotate_triton.rotate(wide, None, cos, sin, layout, 0, conjugate)
             close(twice, wide, cos, sin, layout, 0, conjugate)
             mixed = torch.stack((sin, sin), -1)[..., 0]
@@ -285,12 +297,12 @@ def test_launches_are_kept_by_all_that_they_depend_on():
         Layout(True, 0, -2),
     )
     learned = [table.requires_grad_() for table in (cos, sin)]
-    for way in (False, True):
-        (mine,) = ops.rotate(x, None, *learned, Layout(True, 0, -2), conjugate=way, backend="triton")
-        formula = rotate_traceable(x, *learned, Layout(True, 0, -2), 0, way)
-        grads = [torch.autograd.grad((y * x).sum() + y.sum(), learned) for y in (mine, formula)]
-        for own, wanted in zip(*grads, strict=True):
-            torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5)
+    for conjugate in (False, True):
+        (y,) = ops.rotate(x, None, *learned, Layout(True, 0, -2), conjugate=conjugate, backend="triton")
+        expected = rotate_by_tables(x, *learned, Layout(True, 0, -2), conjugate=conjugate)
+        gradients = [torch.autograd.grad((z * x).sum() + z.sum(), learned) for z in (y, expected)]
+        for gradient, expected_gradient in zip(*gradients, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_before_the_table_is_not_read(monkeypatch):
@@ -303,20 +315,17 @@ def test_a_row_before_the_table_is_not_read(monkeypatch):
     assert block.start > 0
     direct = Choice("kernel", "triton", TRITON.operations["rotate"])
     assert ops.rotate_directly(direct, x, None, block.cos, block.sin, rope.layout, -block.start, block.stop, 8) is None
-    close(rope(x), x, *rope.at(torch.arange(5, device=DEVICE)), rope.layout)
+    close(rope(x), x, *plain_tables(5, 8), Layout(True, 0, -2))
 
 
-def test_leading_dimensions_with_a_row_a_batch():
+def test_leading_dimensions_with_tables_per_batch():
     rope = RotaryEmbedding(8, seq_dim=-3, backend="triton").to(DEVICE)
-    formula = RotaryEmbedding(8, seq_dim=-3, backend="torch").to(DEVICE)
-    q, ids = random(2, 3, 5, 4, 8), torch.arange(10, device=DEVICE).view(2, 5)
+    q, angles = random(2, 3, 5, 4, 8), [table.view(2, 5, 4).requires_grad_() for table in plain_tables(10, 8)]
     results = []
-    for module in (rope, formula):
-        angles = tuple(table.requires_grad_() for table in module.at(ids))
-        rotated = module(q, angles=angles)
+    for rotated in (rope(q, angles=tuple(angles)), rotate_by_tables(q, *angles, Layout(True, 0, -3))):
         results.append([rotated, *torch.autograd.grad((rotated * q).sum(), angles)])
-    for mine, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+    for result, expected in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_first_derivatives_are_the_same_with_and_without_a_graph():
@@ -325,7 +334,7 @@ def test_first_derivatives_are_the_same_with_and_without_a_graph():
     layout = Layout(True, 0, -2)
 
     def twice():
-        # q and k are one tensor, and what is turned again was made from it by the same cos and sin.
+        # q and k are one tensor, and their rotations are rotated again with the same cos and sin.
         q, k = ops.rotate(x, x, cos, sin, layout, backend="triton")
         return ops.rotate(q, k * q, cos, sin, layout, backend="triton")
 
