@@ -11,7 +11,7 @@ from nn.test_cache import K, cache_for, same_as
 from ropewalk import AcrossHeads, DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
-from ropewalk.nn.attention.scores import Biased, Sight, attend
+from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias
 from strategies import vector
@@ -33,9 +33,9 @@ WHOLE = RotaryEmbedding(RopeSpec(WIDTH, AcrossHeads(1e4, HEADS)))
         ({"encoding": torch.nn.Linear(2, 2)}, "(Linear)"),
         ({"encoding": RotaryEmbedding(8)}, "a rope with head_dim=6"),
         ({"encoding": RotaryEmbedding(WIDTH, seq_dim=-3)}, "seq_dim=-2"),
-        ({"encoding": RotaryEmbedding(RopeSpec(WIDTH, DynamicNTK(1e4, 2, 64)))}, "the length that its frequencies"),
+        ({"encoding": RotaryEmbedding(RopeSpec(WIDTH, DynamicNTK(1e4, 2, 64)))}, "the length that determines its frequencies"),
         ({"encoding": AlibiBias(3)}, "AlibiBias for 3 heads"),
-        ({"encoding": WHOLE, "num_kv_heads": 2}, "leave num_kv_heads out"),
+        ({"encoding": WHOLE, "num_kv_heads": 2}, "omit num_kv_heads"),
         ({"encoding": WHOLE, "num_heads": 2, "head_dim": WIDTH}, "for 4 heads"),
         ({"causal": 1}, "Attention(causal=...)"),
         ({"dropout": 1.0}, "from 0 to below 1"),
@@ -92,10 +92,10 @@ X = vector(0, 2, 5, DIM)
         ({"cache": cache_for(2, v_dim=3)}, "v_dim=3"),
         ({"cache": cache_for(2, device="meta")}, "on meta"),
         ({"cache": cache_for(2, dtype=torch.float32)}, "of torch.float32 on cpu"),
-        ({"cache": cache_for(2, 4)}, "at most 4, since 0 may be there"),
+        ({"cache": cache_for(2, 4)}, "at most 4, because 0 slots may be filled"),
         ({"cache": cache_for(2), "counts": torch.tensor([5, 6])}, "from 0 to 5"),
         ({"cache": cache_for(2), "key_mask": torch.ones(2, 5, dtype=torch.bool)}, "max_length of the cache"),
-        ({"x": X[:1], "cache": cache_for(1), "cu_seqlens": torch.tensor([0, 5])}, "give a sequence a row"),
+        ({"x": X[:1], "cache": cache_for(1), "cu_seqlens": torch.tensor([0, 5])}, "one row of the batch per sequence"),
     ],
 )
 def test_calls_that_cannot_be(arguments, said):
@@ -150,7 +150,7 @@ def test_a_bias_of_the_wrong_shape():
     with pytest.raises(RopewalkError, match="a bias that broadcasts to"):
         Attention(DIM, HEADS, encoding=Wrong())(X.float())
     q = torch.zeros(2, 3, 5, 4)
-    assert attend(q, q, q, Sight(), scale=1.0, biased=Biased(Wrong(), ids, ids)).shape == q.shape
+    assert attend(q, q, q, Visibility(), scale=1.0, score_bias=ScoreBias(Wrong(), ids, ids)).shape == q.shape
 
 
 @pytest.mark.parametrize(

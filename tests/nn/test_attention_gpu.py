@@ -9,7 +9,7 @@ from ropewalk import RotaryEmbedding
 from ropewalk.nn.attention import scores
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
-from ropewalk.nn.attention.scores import Biased, Sight, attend, documents_of
+from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from strategies import vector
 
@@ -51,14 +51,14 @@ def layer(kind, **options):
     return Attention(DIM, HEADS, num_kv_heads=2, encoding=encoding_for(kind), **options).cuda().eval()
 
 
-def sights(queries, keys):
+def visibilities(queries, keys):
     hidden = (torch.rand(2, keys, generator=torch.Generator().manual_seed(1)) > 0.5).cuda()
     hidden[-1] = False
     starts = torch.tensor([keys - queries, 2], device="cuda")
     if queries != keys:
-        return Sight(), Sight(True, starts), Sight(True, starts[0]), Sight(True, starts, hidden)
+        return Visibility(), Visibility(True, starts), Visibility(True, starts[0]), Visibility(True, starts, hidden)
     documents = documents_of(torch.tensor([0, 5, 130, 190], device="cuda"), keys)
-    return Sight(True), Sight(False, None, None, documents), Sight(True, None, hidden, documents)
+    return Visibility(True), Visibility(False, None, None, documents), Visibility(True, None, hidden, documents)
 
 
 # Few of them: each is compiled forward and backward.
@@ -70,18 +70,18 @@ def test_flex_attention_and_the_mask_agree(kind, queries, keys):
     sizes = (4, queries), (2, keys), (2, keys)
     given = [vector(n, 2, *size, WIDTH).float().cuda() for n, size in enumerate(sizes)]
     places = torch.arange(keys - queries, keys, device="cuda"), torch.arange(keys, device="cuda").expand(2, -1)
-    biased = None if made is None else Biased(made, *places)
-    for sight in sights(queries, keys):
+    score_bias = None if made is None else ScoreBias(made, *places)
+    for visibility in visibilities(queries, keys):
         found = []
         for flex in (True, False):
             leaves = [x.clone().requires_grad_() for x in given]
-            y = attend(*leaves, sight, scale=0.1, biased=biased, flex=flex)
+            y = attend(*leaves, visibility, scale=0.1, score_bias=score_bias, flex=flex)
             cotangent = vector(3, *y.shape).float().cuda()
             found.append([y, *torch.autograd.grad(y, [*leaves, *learned], cotangent)])
         for a, b in zip(*found, strict=True):
             assert torch.isfinite(a).all()
-            assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.detach().abs().max()) + 1e-6), sight
-        if sight.key_mask is not None:
+            assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.detach().abs().max()) + 1e-6), visibility
+        if visibility.key_mask is not None:
             assert not found[0][0][1].any()
 
 
@@ -120,7 +120,7 @@ def test_no_bias_is_written_out(kind, work):
     leaves = [*(x.requires_grad_(work != "forward") for x in (q, k, v)), *made.parameters()]
 
     def call():
-        y = attend(q, k, v, Sight(True), scale=0.1, biased=Biased(made, places, places))
+        y = attend(q, k, v, Visibility(True), scale=0.1, score_bias=ScoreBias(made, places, places))
         if work != "forward":
             torch.autograd.grad(y, leaves, v.detach())
 

@@ -12,7 +12,7 @@ from ropewalk.nn.attention import layer as layer_module
 from ropewalk.nn.attention import scores
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
-from ropewalk.nn.attention.scores import Biased, Sight, attend, documents_of
+from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from strategies import vector
@@ -30,16 +30,16 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(scores, "FLEX_DTYPES", (torch.float64,))
 
 
-def sights(batch, queries, keys):
+def visibilities(batch, queries, keys):
     starts = torch.tensor([keys - queries, 2])[:batch]
     hidden = torch.rand(batch, keys, generator=torch.Generator().manual_seed(1)) > 0.5
     hidden[-1] = False
-    yield from (Sight(), Sight(True, starts), Sight(True, starts[0]), Sight(False, None, hidden))
-    yield Sight(True, starts, hidden)
+    yield from (Visibility(), Visibility(True, starts), Visibility(True, starts[0]), Visibility(False, None, hidden))
+    yield Visibility(True, starts, hidden)
     if queries == keys:
         documents = documents_of(torch.tensor([0, 5, 12]), keys)
-        yield from (Sight(True), Sight(True, None, hidden), Sight(False, None, None, documents))
-        yield Sight(True, None, hidden, documents)
+        yield from (Visibility(True), Visibility(True, None, hidden), Visibility(False, None, None, documents))
+        yield Visibility(True, None, hidden, documents)
 
 
 @flex_in_eager_mode
@@ -51,12 +51,16 @@ def test_flex_attention_and_the_mask_agree(kind):
         q, k, v = vector(0, 2, 4, queries, 16), vector(1, 2, 2, keys, 16), vector(2, 2, 2, keys, 16)
         shared = torch.arange(keys - queries, keys), torch.arange(keys)
         rows = torch.stack([shared[0], shared[0] * 2]), torch.stack([shared[1], shared[1] + 3])
-        for sight, places in zip(sights(2, queries, keys), itertools.cycle((rows, shared, (shared[0], rows[1]), rows))):
-            biased = None if made is None else Biased(made, *places)
+        for visibility, places in zip(
+            visibilities(2, queries, keys), itertools.cycle((rows, shared, (shared[0], rows[1]), rows))
+        ):
+            score_bias = None if made is None else ScoreBias(made, *places)
             with torch.no_grad():
-                y, z = (attend(q, k, v, sight, scale=0.3, biased=biased, flex=flex) for flex in (True, False))
-            assert torch.allclose(y, z, **CLOSE), (sight, places)
-            if sight.key_mask is not None:
+                y, z = (
+                    attend(q, k, v, visibility, scale=0.3, score_bias=score_bias, flex=flex) for flex in (True, False)
+                )
+            assert torch.allclose(y, z, **CLOSE), (visibility, places)
+            if visibility.key_mask is not None:
                 assert not y[1].any()
 
 
@@ -110,19 +114,19 @@ def test_compiled_gradients_of_t5s_numbers_by_flex_attention(monkeypatch):
 
 def test_flex_attention_is_chosen_where_it_serves(monkeypatch):
     q = vector(0, 2, 4, 17, 16)
-    assert not scores._flex_serves(q, q)
+    assert not scores._supports_flex(q, q)
     assert scores.FLEX_DEVICES in ((), ("cuda",))
     assert torch.float64 not in scores.FLEX_DTYPES
     as_on_a_gpu(monkeypatch)
-    assert scores._flex_serves(q, q)
+    assert scores._supports_flex(q, q)
     for other in (q[:, :, :16], q[..., :15], q.float(), q[:0]):
-        assert not scores._flex_serves(other, other)
-    assert not scores._flex_serves(q, q[:, :, :0])
-    assert not torch.func.vmap(lambda x: torch.tensor(scores._flex_serves(x[None], x[None])))(q).any()
+        assert not scores._supports_flex(other, other)
+    assert not scores._supports_flex(q, q[:, :, :0])
+    assert not torch.func.vmap(lambda x: torch.tensor(scores._supports_flex(x[None], x[None])))(q).any()
     # With dropout, or for what kernels know without a mask, it is not asked.
     monkeypatch.setattr(scores, "_by_flex", lambda *given: pytest.fail("FlexAttention was asked"))
-    for sight, dropout in ((Sight(), 0.0), (Sight(True), 0.0), (Sight(True, torch.tensor(0)), 0.5)):
-        attend(q, q, q, sight, scale=1.0, dropout=dropout)
+    for visibility, dropout in ((Visibility(), 0.0), (Visibility(True), 0.0), (Visibility(True, torch.tensor(0)), 0.5)):
+        attend(q, q, q, visibility, scale=1.0, dropout=dropout)
 
 
 class Other:
@@ -136,7 +140,7 @@ def test_heads_are_grouped_where_a_kernel_takes_them_so():
     expected = {"cpu": [True] * 4, "cuda": [True, False, False, False], "mps": [False] * 4}
     for device, said in expected.items():
         cases = itertools.product((torch.bfloat16, torch.float32), (None, torch.ones(1)))
-        assert [scores._groups_serve(Other(device, dtype), mask) for dtype, mask in cases] == said
+        assert [scores._has_grouped_kernel(Other(device, dtype), mask) for dtype, mask in cases] == said
 
 
 class OnlyBias(Encoding):
@@ -150,19 +154,21 @@ class OnlyBias(Encoding):
 
 def test_a_bias_without_score_mod_is_a_mask_on_every_device():
     q = vector(0, 1, 2, 4, 16)
-    biased = Biased(OnlyBias(), torch.arange(4), torch.arange(4))
-    y, z = (attend(q, q, q, Sight(True), scale=1.0, biased=biased, flex=flex) for flex in (True, False))
+    score_bias = ScoreBias(OnlyBias(), torch.arange(4), torch.arange(4))
+    y, z = (attend(q, q, q, Visibility(True), scale=1.0, score_bias=score_bias, flex=flex) for flex in (True, False))
     assert torch.equal(y, z)
-    nothing = Biased(Encoding(), torch.arange(4), torch.arange(4))
-    assert torch.equal(attend(q, q, q, Sight(True), scale=1.0, biased=nothing), attend(q, q, q, Sight(True), scale=1.0))
+    nothing = ScoreBias(Encoding(), torch.arange(4), torch.arange(4))
+    assert torch.equal(
+        attend(q, q, q, Visibility(True), scale=1.0, score_bias=nothing), attend(q, q, q, Visibility(True), scale=1.0)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_bias_is_not_rounded_with_the_queries(dtype):
     # Slope 1/256: biases of -15.625 and -15.59375, which bfloat16 cannot tell apart.
-    biased = Biased(AlibiBias(1), torch.tensor([4000]), torch.tensor([0, 8]))
+    score_bias = ScoreBias(AlibiBias(1), torch.tensor([4000]), torch.tensor([0, 8]))
     q, k, v = torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 2, 4), torch.tensor([0.0, 1.0]).view(1, 1, 2, 1)
-    y = attend(q.to(dtype), k.to(dtype), v.to(dtype), Sight(), scale=1.0, biased=biased)
+    y = attend(q.to(dtype), k.to(dtype), v.to(dtype), Visibility(), scale=1.0, score_bias=score_bias)
     assert abs(float(y) - float(torch.sigmoid(torch.tensor(8 / 256)))) <= 2**-9
 
 
@@ -214,7 +220,7 @@ def test_no_kernel_is_given_a_query_that_sees_nothing(kind, sdpa_calls):
 def test_repeated_heads_give_what_grouped_ones_do(kind, monkeypatch):
     attention, x = layer(kind), vector(0, 2, 9, DIM)
     expected = attention(x)
-    monkeypatch.setattr(scores, "_groups_serve", lambda q, mask: False)
+    monkeypatch.setattr(scores, "_has_grouped_kernel", lambda q, mask: False)
     assert torch.allclose(attention(x), expected, **CLOSE)
 
 

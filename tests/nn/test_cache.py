@@ -164,12 +164,12 @@ def test_a_shorter_sequence_is_emptied_and_may_start_anew():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (encoding("sinusoidal", dim=DIM, num_heads=HEADS), "where it is absolute, reset()"),
+        (encoding("sinusoidal", dim=DIM, num_heads=HEADS), "if it is absolute, call reset()"),
         (encoding("learned", dim=DIM, num_heads=HEADS, length=9), "LearnedEncoding"),
         (RotaryEmbedding(8), "a rope with head_dim=6"),
         (RotaryEmbedding(WIDTH, seq_dim=-3), "seq_dim=-2"),
         (RotaryEmbedding(RopeSpec(WIDTH, angles="float32")), "whose rotations compose"),
-        (RotaryEmbedding(RopeSpec(8, axes=Axes.repeated(2, 8))), "over one axis"),
+        (RotaryEmbedding(RopeSpec(8, axes=Axes.repeated(2, 8))), "with one axis"),
         ("rope", "'rope'"),
     ],
     ids=["sinusoidal", "learned", "head_dim", "seq_dim", "float32", "axes", "a name"],
@@ -226,7 +226,7 @@ def test_a_cache_that_is_full_says_so_and_keeps_what_it_has():
             lambda: cache.append(*[torch.ones(2, 2, 2, WIDTH).double()] * 2),
             lambda: attention(x[:, :2], cache=cache, counts=torch.tensor([1, 1])),
         ):
-            with pytest.raises(RopewalkError, match="at most 1, since 9 may be there"):
+            with pytest.raises(RopewalkError, match="at most 1, because 9 slots may be filled"):
                 call()
             same_as(cache, before)
         attention(x[:, :1], cache=cache)

@@ -96,7 +96,7 @@ def test_ids_of_any_whole_type(name, dtype):
 BAD_POSITIONS = {
     "a list": ([0, 1, 2, 3, 4], "wrap them"),
     "bool": (torch.ones(5, dtype=torch.bool), "torch.bool"),
-    "half precision": (torch.arange(5).half(), "half-precision"),
+    "half precision": (torch.arange(5).half(), "bfloat16 and float16 do not represent"),
     "complex": (torch.arange(5).to(torch.complex64), "complex64"),
     "too few": (torch.arange(4), "positions [5] or [2, 5]"),
     "another batch": (torch.zeros(3, 5).long(), "positions [5] or [2, 5]"),
@@ -142,7 +142,7 @@ def test_bad_tokens(name, x, said):
 
 @pytest.mark.parametrize("name", [name for name in EMBEDDING if name != "sinusoidal"])
 def test_tokens_on_another_device_than_the_parameters(name):
-    with pytest.raises(RopewalkError, match="tokens on meta, where its parameters are"):
+    with pytest.raises(RopewalkError, match="tokens on meta, the device of its parameters"):
         made(name).to("meta").embed(X)
 
 
@@ -238,24 +238,24 @@ def test_the_cache_is_nothing_to_the_others():
         ("t5", {"bidirectional": True}, "options of 't5': causal, num_buckets, max_distance"),
         ("rope", {"theta": 1e4}, "options of 'rope': spec, head_dim, base, pairing, at_length, context_length"),
         ("learned", {"dim": 8, "base": 2.0}, "options of 'learned': length"),
-        ("learned", {}, "expected: length=, without which it cannot be made"),
+        ("learned", {}, "expected: length=, which is required"),
         ("learned", {"length": 0}, r"LearnedEncoding(length=...)"),
         ("multiplicative", {"length": 2.5}, "MultiplicativeEncoding(length=...)"),
         ("concatenated", {"length": 4}, "expected: width="),
         ("concatenated", {"width": 3}, "an even integer of at least 2"),
-        ("concatenated", {"width": 4, "length": 4, "base": 2.0}, "a length, for a learned table, or a base"),
+        ("concatenated", {"width": 4, "length": 4, "base": 2.0}, "a length for a learned table, or a base"),
         ("sinusoidal", {"dim": 7}, "an even width"),
         ("sinusoidal", {"base": -1.0}, "base"),
         ("recurrent", {"dim": 2.5}, "encoding('recurrent', dim=...)"),
         ("rope", {"dim": 9}, "9 / 2"),
         ("rope", {"head_dim": 3}, "an even head_dim"),
         ("rope", {"head_dim": "4"}, "encoding('rope', head_dim=...)"),
-        ("rope", {"spec": RopeSpec(8)}, "heads of 4 features\ngot:      one for 8"),
+        ("rope", {"spec": RopeSpec(8)}, "heads of 4 features\ngot:      a RopeSpec for 8"),
         ("rope", {"spec": {"head_dim": 4}}, "a RopeSpec for heads of 4 features"),
         ("rope", {"spec": RopeSpec(4), "base": 2.0}, "a spec alone"),
-        ("rope", {"spec": RopeSpec(4, DynamicNTK(1e4, 2.0, 16))}, "the length that its frequencies are for"),
+        ("rope", {"spec": RopeSpec(4, DynamicNTK(1e4, 2.0, 16))}, "the length that determines its frequencies"),
         ("rope", {"spec": RopeSpec(4, DynamicNTK(1e4, 2.0, 16)), "at_length": 0}, "at_length"),
-        ("rope", {"at_length": 64}, "no length: it needs none"),
+        ("rope", {"at_length": 64}, "expected: no at_length"),
         ("rope-across-heads", {"spec": RopeSpec(4)}, "options of 'rope-across-heads': head_dim, base, pairing"),
         ("xpos", {}, "pass RopeSpec(head_dim, xpos=XPos(length))"),
         ("xpos", {"spec": RopeSpec(4)}, "a spec with xpos=XPos(length)"),

@@ -61,7 +61,7 @@ Q2, K2 = torch.tensor([[0, 7, 90], [5, 4, 3]]), torch.tensor([[1, 2, 70, 8], [0,
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("q", "k"), list(itertools.product([Q2[0], Q2[:1], Q2], [K2[0], K2[:1], K2])))
-def test_one_row_of_positions_a_sequence(kind, q, k):
+def test_one_row_of_positions_per_sequence(kind, q, k):
     made = KINDS[kind]
     added = made.bias(q, k)
     if q.dim() == k.dim() == 1:
@@ -81,6 +81,15 @@ def test_one_row_of_positions_a_sequence(kind, q, k):
             assert modify(score.float(), *index).dtype == torch.float32
 
 
+def reference_bias(encoding, q, k):
+    """The reference's bias, of positions [seq] or [batch, seq]."""
+    if q.dim() == 2:
+        return torch.stack([reference_bias(encoding, *rows) for rows in zip(q, k, strict=True)])
+    if isinstance(encoding, AlibiBias):
+        return alibi_bias(q, k, encoding.num_heads)
+    return t5_bias(q, k, encoding.weight, causal=encoding.causal, max_distance=encoding.max_distance)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("hook", ["score_mod", "score_mod_once"])
@@ -93,7 +102,7 @@ def test_inside_flex_attention(kind, batched, hook):
     places = (Q2, K2) if batched else (Q2[0], K2[0])
     scale = made.scale or 8**-0.5
     out = flex_attention(q, k, v, score_mod=getattr(made, hook)(*places), scale=scale)
-    truth = softmax_attention(q, k, v, bias=made.bias(*places), scale=scale)
+    truth = softmax_attention(q, k, v, bias=reference_bias(made, *places), scale=scale)
     assert torch.allclose(out, truth, rtol=0, atol=1e-12)
     parameters = list(made.parameters())
     if parameters:
@@ -166,9 +175,9 @@ BAD = {
     "no positions": (None, torch.arange(3), "q_positions", "expected: a tensor [seq] or [batch, seq]"),
     "a list": (torch.arange(3), [0, 1], "k_positions", "wrap them"),
     "bool": (torch.ones(3, dtype=torch.bool), torch.arange(3), "q_positions", "torch.bool"),
-    "half precision": (torch.arange(3), torch.arange(3).bfloat16(), "k_positions", "half-precision"),
+    "half precision": (torch.arange(3), torch.arange(3).bfloat16(), "k_positions", "bfloat16 and float16 do not represent"),
     "three dimensions": (torch.zeros(1, 1, 3).long(), torch.arange(3), "q_positions", "[seq] or [batch, seq]"),
-    "two batches": (torch.zeros(2, 3).long(), torch.zeros(3, 3).long(), "k_positions", "of one batch"),
+    "two batches": (torch.zeros(2, 3).long(), torch.zeros(3, 3).long(), "k_positions", "with the same batch"),
     "two devices": (torch.arange(3), torch.arange(3, device="meta"), "k_positions", "on meta"),
     "NaN": (torch.tensor([float("nan")]), torch.arange(3), "q_positions", "or"),
 }

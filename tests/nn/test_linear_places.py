@@ -190,7 +190,7 @@ class Rotated(rw.Encoding):
 def test_hooks_that_would_not_be_called_are_refused():
     with pytest.raises(rw.RopewalkError, match="differs from query to query"):
         rw.LinearAttention(16, 2, encoding=Biased())
-    with pytest.raises(rw.RopewalkError, match="a rotate of its own"):
+    with pytest.raises(rw.RopewalkError, match="which overrides rotate"):
         rw.LinearAttention(16, 2, encoding=Rotated())
 
 

@@ -12,7 +12,7 @@ from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import one_head, operations
 from ropewalk.claims.samples import EXACT, largest, normal, rank
 from ropewalk.claims.sources import CHINESE_1, LINEAR
-from ropewalk.nn.attention.scores import Sight, attend
+from ropewalk.nn.attention.scores import Visibility, attend
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -35,7 +35,7 @@ def _associated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The attention of `Attention`, for one head."""
-    return attend(q[None, None], k[None, None], v[None, None], Sight(), scale=q.shape[-1] ** -0.5)[0, 0]
+    return attend(q[None, None], k[None, None], v[None, None], Visibility(), scale=q.shape[-1] ** -0.5)[0, 0]
 
 
 def _rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

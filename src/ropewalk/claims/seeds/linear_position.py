@@ -9,7 +9,7 @@ from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import one_head, token_by_token
 from ropewalk.claims.samples import EXACT, largest, normal, rank, theta
 from ropewalk.claims.sources import CHINESE_1, ROFORMER
-from ropewalk.nn.attention.scores import Biased, Sight, attend
+from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -72,7 +72,7 @@ def _() -> Finding:
     product = torch.exp(scores) * torch.exp(bias)
     error = largest(torch.exp(scores + bias) / product - 1)
     q, k, v = (x[None, None] for x in (Q, K, EYE))
-    weights = attend(q, k, v, Sight(), scale=DIM**-0.5, biased=Biased(_t5(seed=0), IDS, IDS))[0, 0]
+    weights = attend(q, k, v, Visibility(), scale=DIM**-0.5, score_bias=ScoreBias(_t5(seed=0), IDS, IDS))[0, 0]
     ours = largest(weights / (product / product.sum(-1, keepdim=True)) - 1)
     return Finding(f"relative errors {error:.1e} and {ours:.1e}", stated=max(error, ours) < EXACT)
 

@@ -1,4 +1,4 @@
-"""KVCache: keys and values of the tokens that were read, for decoding."""
+"""KVCache: keys and values of past tokens, for decoding."""
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,34 @@ __all__ = ["KVCache", "check_counts", "check_room"]
 
 
 class KVCache:
-    """Keys [batch, num_kv_heads, max_length, head_dim], values beside them, and how many of each sequence there are.
+    """Cache of the keys and values of one attention layer, with a fixed size and without gradients.
 
-    All memory is taken at once. Tokens of a sequence lie one after the other from slot 0 on; `lengths` [batch], on the
-    device, says how many, and differs between sequences where `counts` were given. Slots past it hold zeros. Keys are
-    stored as they are given: rotated. Each slot keeps the position of its token too, `positions` [batch, max_length],
-    for encodings that add a bias.
+    All memory is allocated at creation. The tokens of a sequence are stored in slots 0, 1, ... Slots past the length of
+    the sequence contain zeros. Keys are stored as they are passed: rotated.
 
-    Nothing asks the device: `filled_at_most` is what the host knows of the longest sequence, and tokens that may not
-    fit are refused by it. `encoding_state` is for encodings that carry something from token to token; a new cache has
-    None. A cache serves one layer, without gradients.
+    No method synchronizes with the device. The host only knows an upper bound of the longest sequence,
+    `filled_at_most`, and tokens that may not fit raise an error.
+
+    Args:
+        batch: Number of sequences.
+        num_kv_heads: Number of key heads.
+        max_length: Number of slots per sequence.
+        head_dim: Width of a key head.
+        v_dim: Width of a value head; None for head_dim.
+        dtype: Floating-point dtype of keys and values; None for the default dtype.
+        device: Device of the cache; None for the default device.
+
+    Attributes:
+        keys: [batch, num_kv_heads, max_length, head_dim].
+        values: [batch, num_kv_heads, max_length, v_dim].
+        lengths: Number of tokens per sequence [batch], int64, on the device. Lengths differ if `counts` were passed.
+        positions: Position of the token in each slot [batch, max_length], int64, for encodings that add a bias.
+        encoding_state: State of an encoding that needs one between calls; None in a new cache.
+        filled_at_most: Upper bound of `lengths`, known to the host.
+        even: Whether the host knows that every sequence has `filled_at_most` tokens.
+
+    Raises:
+        RopewalkError: If a size is not an integer of at least 1, or if the dtype is not floating-point.
 
     >>> cache = KVCache(2, 1, max_length=8, head_dim=4)
     >>> cache.append(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4), torch.tensor([3, 1]))  # the second is padded
@@ -55,7 +73,7 @@ class KVCache:
         self.v_dim: int = sizes["v_dim"]
         dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype, "KVCache(dtype=...)")
         shape = self.batch, self.num_kv_heads, self.max_length
-        # What is born in inference mode could not be written outside of it.
+        # Tensors created in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             self.keys: Tensor = zeros(*shape, self.head_dim, dtype=dtype, device=device)
             self.values: Tensor = zeros(*shape, self.v_dim, dtype=dtype, device=device)
@@ -67,27 +85,34 @@ class KVCache:
         self.even: bool = True
 
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None, *, positions: Tensor | None = None) -> None:
-        """Puts keys [batch, num_kv_heads, seq, head_dim] and values behind those of each sequence.
+        """Append keys and values to each sequence. If an error is raised, nothing was written.
 
-        `counts` [batch] says how many of them are tokens; those that follow are padding and leave no trace.
-        `positions`, whole, [seq] or [batch, seq], are where the tokens stand; unless given they go on counting from
-        `lengths`. What does not fit is refused, and then nothing was written.
+        Args:
+            k: Keys [batch, num_kv_heads, seq, head_dim].
+            v: Values [batch, num_kv_heads, seq, v_dim].
+            counts: Number of tokens per sequence [batch]; the rest of `seq` is padding, which is not stored. None for
+                no padding.
+            positions: Whole positions [seq] or [batch, seq]; None continues from `lengths`.
+
+        Raises:
+            RopewalkError: If a shape, dtype or device does not match, if a tensor requires a gradient, or if the tokens
+                may not fit.
 
         >>> cache = KVCache(1, 1, 2, 1)
         >>> cache.append(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
         >>> cache.append(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1))
         Traceback (most recent call last):
         ropewalk.errors.RopewalkError: asked:    more tokens in a KVCache of max_length=2
-        expected: at most 0, since 2 may be there
+        expected: at most 0, because 2 slots may be filled
         got:      1
-        do this:  make a longer cache, or drop old tokens with evict_prefix
+        do this:  create a longer cache, or drop old tokens with evict_prefix
         """
         self._check_append(k, v, counts, positions)
         seq = k.shape[2]
         steps = arange(seq, device=k.device)
         rows, slots = arange(self.batch, device=k.device)[:, None], self.lengths[:, None] + steps
         if counts is not None:
-            # Zeros: hidden values are still multiplied, and 0 times what padding may hold could be NaN.
+            # Padding is stored as zeros: hidden values are still multiplied by 0, which is NaN for NaN or infinity.
             padding = (steps >= counts[:, None])[:, None, :, None]
             k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
         for buffer, new in ((self.keys, k), (self.values, v)):
@@ -101,11 +126,18 @@ class KVCache:
                 self.filled_at_most = int(self.lengths.max())
 
     def evict_prefix(self, count: int, rope: RotaryEmbedding | Encoding | None) -> None:
-        """Drops the first `count` tokens of each sequence and moves the rest to the front, as if they had been first.
+        """Drop the first `count` tokens of each sequence, and move the others to the front. Positions start at 0 again.
 
-        Keys that `rope` rotated are rotated back by rope.shift(k, by=-count), so that positions count from 0 again;
-        each such move rounds once more. Give the encoding that made the keys, or None where keys hold no position. What
-        holds absolute positions cannot be moved and is refused. A sequence of fewer tokens is emptied.
+        Rotated keys are rotated by rope.shift(k, by=-count), which rounds once more per call. A sequence with fewer
+        than `count` tokens becomes empty.
+
+        Args:
+            count: Number of tokens to drop.
+            rope: The encoding that the keys were rotated with, or None if keys contain no position.
+
+        Raises:
+            RopewalkError: If `count` is larger than `filled_at_most`, if `rope` does not match the keys, or if it is an
+                absolute encoding, whose keys cannot be moved.
 
         >>> rope, cache = RotaryEmbedding(2), KVCache(1, 1, 4, 2)
         >>> k = torch.ones(1, 1, 3, 2)
@@ -114,28 +146,34 @@ class KVCache:
         >>> cache.lengths.tolist(), torch.allclose(cache.keys[:, :, :2], rope(k[:, :, :2]))
         ([2], True)
         """
-        number = require_count(count, asked="KVCache.evict_prefix(count)", do="pass how many tokens to drop")
+        number = require_count(count, asked="KVCache.evict_prefix(count)", do="pass the number of tokens to drop")
         if number > self.filled_at_most:
             raise RopewalkError(
                 asked=f"KVCache.evict_prefix({number})",
-                expected=f"at most {self.filled_at_most} tokens, which may be there",
+                expected=f"at most {self.filled_at_most} tokens, the number of slots that may be filled",
                 got=f"{number}",
                 do="drop fewer, or call reset() to drop them all",
             )
-        (rotation, length), left = _rope_of_keys(rope, self.head_dim), self.filled_at_most - number
+        (rotation, length), remaining = _rope_of_keys(rope, self.head_dim), self.filled_at_most - number
         keys = self.keys[:, :, number : self.filled_at_most]
-        # Copies: what is moved overlaps where it goes.
+        # Copies: source and destination overlap.
         keys = keys.clone() if rotation is None else rotation.shift(keys, by=-number, length=length)
         values = self.values[:, :, number : self.filled_at_most].clone()
         positions = self.positions[:, number : self.filled_at_most] - number
         for buffer, rest in ((self.keys, keys), (self.values, values), (self.positions[:, None], positions[:, None])):
-            buffer[:, :, :left] = rest
-            buffer[:, :, left : self.filled_at_most] = 0
+            buffer[:, :, :remaining] = rest
+            buffer[:, :, remaining : self.filled_at_most] = 0
         self.lengths.sub_(number).clamp_(min=0)
-        self.filled_at_most, self.even = left, self.even or left == 0
+        self.filled_at_most, self.even = remaining, self.even or remaining == 0
 
     def reorder(self, index: Tensor) -> None:
-        """Sequence b becomes what sequence index[b] was, for beam search; index is [batch].
+        """Replace sequence b by sequence index[b], for beam search.
+
+        Args:
+            index: int32 or int64 [batch], on the device of the cache.
+
+        Raises:
+            RopewalkError: If the shape, dtype or device does not match, or if an index is out of range.
 
         >>> cache = KVCache(2, 1, 4, 1)
         >>> cache.append(torch.tensor([5.0, 7.0]).view(2, 1, 1, 1), torch.zeros(2, 1, 1, 1))
@@ -150,7 +188,7 @@ class KVCache:
             self.encoding_state = self.encoding_state.index_select(0, index)
 
     def reset(self) -> None:
-        """Forgets everything, and keeps the memory.
+        """Remove all tokens. The memory stays allocated.
 
         >>> cache = KVCache(1, 1, 2, 1)
         >>> cache.append(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
@@ -163,7 +201,17 @@ class KVCache:
         self.encoding_state, self.filled_at_most, self.even = None, 0, True
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
-        """Moves everything to a device, and casts keys and values to a dtype; returns the cache itself.
+        """Move the cache to a device, and cast keys and values to a dtype.
+
+        Args:
+            device: The new device; None for no change.
+            dtype: The new floating-point dtype of keys and values; None for no change.
+
+        Returns:
+            The cache itself.
+
+        Raises:
+            RopewalkError: If the dtype is not floating-point.
 
         >>> KVCache(1, 1, 2, 1).to(dtype=torch.float64).keys.dtype
         torch.float64
@@ -178,12 +226,12 @@ class KVCache:
 
     def __repr__(self) -> str:
         sizes = f"{self.batch}, {self.num_kv_heads}, {self.max_length}, {self.head_dim}"
-        wide = "" if self.v_dim == self.head_dim else f", v_dim={self.v_dim}"
-        home = f"dtype={self.keys.dtype}, device={str(self.keys.device)!r}"
-        return f"KVCache({sizes}{wide}, {home}), filled_at_most={self.filled_at_most}"
+        v_dim = "" if self.v_dim == self.head_dim else f", v_dim={self.v_dim}"
+        options = f"dtype={self.keys.dtype}, device={str(self.keys.device)!r}"
+        return f"KVCache({sizes}{v_dim}, {options}), filled_at_most={self.filled_at_most}"
 
     def _check_append(self, k: Tensor, v: Tensor, counts: Tensor | None, positions: Tensor | None) -> None:
-        """Raise unless keys and values belong into the cache, and fit as far as the host knows."""
+        """Raise unless keys and values match the cache, and fit by what the host knows."""
         for name, x, buffer in (("k", k, self.keys), ("v", v, self.values)):
             fits = isinstance(x, Tensor) and x.dim() == 4 and x.dtype == buffer.dtype and x.device == buffer.device
             if not fits or x.shape[:2] != buffer.shape[:2] or x.shape[3] != buffer.shape[3]:
@@ -192,14 +240,14 @@ class KVCache:
                     asked=f"KVCache.append({name})",
                     expected=f"[{batch}, {heads}, seq, {width}] of {buffer.dtype} on {buffer.device}",
                     got=described(x),
-                    do="give it keys and values of the batch, heads and dtype that it was made with, or make another",
+                    do="pass keys and values of the batch, heads and dtype of the cache, or create another cache",
                 )
         if k.shape[2] != v.shape[2]:
             raise RopewalkError(
                 asked="KVCache.append(k, v)",
                 expected="as many values as keys",
                 got=f"{k.shape[2]} keys and {v.shape[2]} values",
-                do="give both for the same tokens",
+                do="pass both for the same tokens",
             )
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise RopewalkError(
@@ -218,26 +266,26 @@ class KVCache:
 
 
 def check_room(cache: KVCache, seq: int, counts: Tensor | None) -> None:
-    """Raise unless `seq` more tokens fit, as far as the host knows.
+    """Raise if `seq` more tokens may not fit, by what the host knows.
 
     >>> check_room(KVCache(1, 1, 4, 1), 4, None)
     """
-    room = cache.max_length - cache.filled_at_most
-    if seq <= room:
+    free = cache.max_length - cache.filled_at_most
+    if seq <= free:
         return
-    # A compiler cannot print what changes from step to step.
+    # torch.compile cannot format numbers that change between steps.
     known = not torch.compiler.is_compiling()
-    do = "make a longer cache, or drop old tokens with evict_prefix"
+    do = "create a longer cache, or drop old tokens with evict_prefix"
     raise RopewalkError(
         asked=f"more tokens in a KVCache of max_length={cache.max_length}",
-        expected=f"at most {room}, since {cache.filled_at_most} may be there" if known else "no more than fit",
+        expected=f"at most {free}, because {cache.filled_at_most} slots may be filled" if known else "no more than fit",
         got=f"{seq}" if known else "more",
-        do=do if counts is None else f"{do}; padding takes room too while it is written",
+        do=do if counts is None else f"{do}; padding needs slots too while it is written",
     )
 
 
 def check_counts(cache: KVCache, counts: Tensor, seq: int) -> None:
-    """Raise unless `counts` has, per sequence, how many of `seq` tokens are no padding.
+    """Raise unless `counts` has the number of tokens per sequence, from 0 to `seq`. The rest is padding.
 
     >>> check_counts(KVCache(2, 1, 4, 1), torch.tensor([3, 1]), 3)
     """
@@ -247,10 +295,10 @@ def check_counts(cache: KVCache, counts: Tensor, seq: int) -> None:
     if fits and (not may_look(counts) or bool(((counts >= 0) & (counts <= seq)).all())):
         return
     raise RopewalkError(
-        asked=f"counts of tokens in {seq} that may be padded",
+        asked=f"counts= for {seq} tokens with padding",
         expected=f"whole numbers [{len(lengths)}] from 0 to {seq}, one per sequence, on {lengths.device}",
         got=f"{counts.tolist()}" if fits else described(counts),
-        do="pass how many tokens of each sequence are no padding; padding comes last",
+        do="pass the number of tokens per sequence that are not padding; padding is at the end",
     )
 
 
@@ -268,14 +316,14 @@ def _checked_dtype(dtype: torch.dtype, asked: str) -> torch.dtype:
 def _rope_of_keys(
     encoding: RotaryEmbedding | Encoding | None, head_dim: int
 ) -> tuple[RotaryEmbedding | None, int | None]:
-    """The rope that rotated the keys and can move them, None if keys hold no position; and the length it did so for."""
+    """Return the rope that rotated the keys, or None if keys contain no position; and the length it was used with."""
     rope = rope_in(encoding)
     if rope is not None and rope.spec.axes is not None:
         raise RopewalkError(
             asked="KVCache.evict_prefix(count, rope)",
-            expected="a rope over one axis: as many tokens as are dropped, so far the rest moves",
+            expected="a rope with one axis, on which positions move by the number of dropped tokens",
             got=f"{rope}",
-            do="over several axes that is not so: reset(), and read the last tokens again",
+            do="call reset(), and read the last tokens again",
         )
     if rope is not None and rope.spec.head_dim == head_dim and rope.seq_dim == -2:
         return rope, getattr(encoding, "at_length", None)
@@ -284,8 +332,8 @@ def _rope_of_keys(
         return None, None
     raise RopewalkError(
         asked="KVCache.evict_prefix(count, rope)",
-        expected=f"what made these keys and can move them: a rope with head_dim={head_dim} and seq_dim=-2, an encoding "
-        "that has such a rope or only adds a bias, or None where keys hold no position",
+        expected=f"a rope with head_dim={head_dim} and seq_dim=-2, an encoding that has such a rope or only adds a "
+        "bias, or None if keys contain no position",
         got=f"{encoding}" if isinstance(encoding, nn.Module) else shown(encoding),
-        do="pass the encoding of the layer; where it is absolute, reset() and read the last tokens again",
+        do="pass the encoding of the layer; if it is absolute, call reset() and read the last tokens again",
     )

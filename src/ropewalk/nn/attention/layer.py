@@ -1,4 +1,4 @@
-"""Attention: softmax attention with any encoding; grouped heads, padding, packed sequences, a cache."""
+"""Attention: a layer of softmax attention with any encoding, grouped heads, padding, packed sequences and a cache."""
 
 import itertools
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from ropewalk.errors import RopewalkError, as_float, shown
 from ropewalk.kernels.constructors import arange, zeros_like
 from ropewalk.nn.attention.cache import KVCache, check_counts, check_room
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
-from ropewalk.nn.attention.scores import Biased, Sight, attend, documents_of
+from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_in
 from ropewalk.nn.position_checks import check_ends, check_ids, check_positions, described, may_look
@@ -21,25 +21,37 @@ __all__ = ["Attention"]
 
 
 class Attention(ProjectedHeads):
-    """A layer of attention: softmax(q k^T / sqrt(head_dim) + bias) v for each head (Vaswani et al., 1706.03762, eq. 1).
+    """Softmax attention: softmax(q k^T / sqrt(head_dim) + bias) v for each head (Vaswani et al., 1706.03762, eq. 1).
 
-    q, k, v are projections of x, split into heads; `num_kv_heads` key heads each serve num_heads / num_kv_heads query
-    heads (GQA, 2305.13245). `encoding` brings position in: it rotates q and k, or adds its bias to the scores, and may
-    set another scale; None brings none. An encoding that embeds is called once by the model, at its bottom, and not
-    here. It may be shared between layers.
+    q, k and v are projections of x, split into heads. Each key head is shared by num_heads / num_kv_heads query heads
+    (GQA, 2305.13245). The projections are named as in most checkpoints: q_proj, k_proj, v_proj and o_proj.
 
-    `causal` hides the tokens that come after a query. `dropout` is the share of weights that are dropped in training.
-    `qkv_bias` and `out_bias` add one to the projections before and after. `device` and `dtype` are the projections',
-    whose names are those of most checkpoints: q_proj, k_proj, v_proj and o_proj.
+    On the CPU a mask or a bias is a tensor [..., seq, seq]. On a CUDA device FlexAttention computes it per score,
+    except in float64, with dropout, or for few queries.
 
-    Where a mask or a bias is needed it is a tensor [.., seq, seq] on the CPU; on a CUDA device FlexAttention works it
-    out score by score, except in float64, with dropout, or for a few queries.
+    Args:
+        dim: Width of the model.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key heads, a divisor of `num_heads`; None for `num_heads`.
+        head_dim: Width of a head; None for dim / num_heads.
+        encoding: Rotates q and k, or adds a bias to the scores, and can set another scale. It can be shared between
+            layers. The `embed` hook is not called here: the model calls it once, before the first layer. None adds no
+            position.
+        causal: Hide the tokens after a query.
+        dropout: Probability of dropping an attention weight in training.
+        qkv_bias: Whether q_proj, k_proj and v_proj have a bias.
+        out_bias: Whether o_proj has a bias.
+        device: Device of the projections.
+        dtype: Dtype of the projections.
+
+    Raises:
+        RopewalkError: If an argument is invalid, or if the encoding does not match the heads.
 
     >>> attention = Attention(2, num_heads=1)
     >>> eye, none = torch.eye(2), torch.zeros(2, 2)
     >>> for layer, weight in zip(attention.children(), (none, none, eye, eye)):
     ...     _ = layer.load_state_dict({"weight": weight})
-    >>> attention(torch.tensor([[[1.0, 0.0], [3.0, 2.0]]])).tolist()  # equal scores: the mean of what is seen
+    >>> attention(torch.tensor([[[1.0, 0.0], [3.0, 2.0]]])).tolist()  # equal scores: the mean of the visible values
     [[[1.0, 0.0], [2.0, 1.0]]]
     """
 
@@ -68,7 +80,7 @@ class Attention(ProjectedHeads):
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by before a bias is added: the encoding's scale, else 1/sqrt(head_dim).
+        """Factor on the scores before a bias is added: the scale of the encoding, or 1/sqrt(head_dim).
 
         >>> Attention(8, num_heads=2).scale
         0.5
@@ -78,7 +90,7 @@ class Attention(ProjectedHeads):
 
     @property
     def axes(self) -> int:
-        """How many positions a token has: more than one where a rope has axes.
+        """Number of positions per token: more than one if a rope has axes.
 
         >>> Attention(8, num_heads=2).axes
         1
@@ -96,19 +108,25 @@ class Attention(ProjectedHeads):
         cu_seqlens: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Tensor:
-        """x [batch, seq, dim] -> [batch, seq, dim].
+        """Apply the layer to tokens.
 
-        `positions`, [seq] or [batch, seq], say where tokens stand; unless given, from 0 on, or from where the cache or
-        a packed sequence stands. They matter to the encoding alone: what is causal goes by the order of the tokens.
+        Args:
+            x: Tokens [batch, seq, dim].
+            positions: [seq] or [batch, seq]; [axes, seq] or [axes, batch, seq] if tokens have several axes. None
+                continues from the cache, starts at 0 in each packed sequence, or is 0 .. seq-1. Only the encoding uses
+                positions: causality depends on the order of the tokens.
+            cache: Contains the tokens before x, which are visible too. The tokens of x are appended to it.
+            key_mask: bool [batch, seq], or [batch, max_length] with a cache. False hides a key.
+            cu_seqlens: Cumulated lengths [sequences + 1] of sequences packed in a batch of 1. Each sequence only sees
+                itself. Tokens past the last sequence are padding, and see no key.
+            counts: Number of tokens per sequence [batch], if sequences are padded at the end. Requires a cache. The
+                output for padding is undefined.
 
-        `cache` holds the tokens before x, which are seen too, and takes those of x; `counts` [batch] says how many of
-        them are tokens, where sequences differ and are padded at their end. What comes out for padding is of no use.
+        Returns:
+            Tensor [batch, seq, dim]. The output for a query without a visible key is o_proj(0).
 
-        `key_mask`, bool, True where a key may be seen, [batch, seq], or [batch, max_length] of the cache. What a query
-        that sees no key gives is o_proj(0).
-
-        `cu_seqlens` [sequences + 1] are the ends of sequences that are laid end to end in a batch of 1; each sees
-        itself alone. Tokens past the last end are padding, and see nothing.
+        Raises:
+            RopewalkError: If a shape, dtype or device does not match, or if the tokens may not fit in the cache.
 
         >>> attention = Attention(8, num_heads=2, encoding=RotaryEmbedding(4))
         >>> x, cache = torch.randn(1, 5, 8), KVCache(1, 2, max_length=16, head_dim=4)
@@ -123,12 +141,12 @@ class Attention(ProjectedHeads):
                 asked="attention(x, cache=...)",
                 expected="a KVCache, or None",
                 got=shown(cache),
-                do="make one for each layer: KVCache(batch, num_kv_heads, max_length, head_dim)",
+                do="create one per layer: KVCache(batch, num_kv_heads, max_length, head_dim)",
             )
         self._check_call(x, positions, cache, key_mask, cu_seqlens, counts)
         seq = x.shape[1]
         if positions is None and self.axes == 1:
-            # Without any the rotation takes a plain range, which is faster.
+            # Otherwise positions stay None: the rotation then uses a plain range, which is faster.
             if cache is not None:
                 positions = range_positions(seq, cache.lengths[0] if cache.even else cache.lengths, x.device)
             elif cu_seqlens is not None:
@@ -137,7 +155,7 @@ class Attention(ProjectedHeads):
         if self.encoding is not None:
             q, k = (rotated.to(v.dtype) for rotated in self.encoding.rotate(q, k, positions))
         if key_mask is not None:
-            # Hidden values are still multiplied, by 0, and what padding holds may be no number.
+            # Hidden values are still multiplied by 0, which is NaN if padding contains NaN or infinity.
             hidden = ~key_mask if cache is None else ~_next_slots(key_mask, cache.lengths, seq)
             k, v = (heads.masked_fill(hidden[:, None, :, None], 0) for heads in (k, v))
         if cache is not None:
@@ -145,7 +163,7 @@ class Attention(ProjectedHeads):
         elif cu_seqlens is not None:
             y = self._packed(q, k, v, positions, cu_seqlens, key_mask)
         else:
-            y = self._attend(q, k, v, Sight(self.causal, None, key_mask), positions, positions)
+            y = self._attend(q, k, v, Visibility(self.causal, None, key_mask), positions, positions)
         return self.joined(y)
 
     # nn.Module declares that a call returns Any.
@@ -163,17 +181,23 @@ class Attention(ProjectedHeads):
         ) -> Tensor: ...
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, q_positions: Tensor | None, k_positions: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visibility: Visibility,
+        q_positions: Tensor | None,
+        k_positions: Tensor | None,
     ) -> Tensor:
-        biased = None
+        score_bias = None
         if self.encoding is not None and self._adds_bias:
             q_positions, k_positions = (
                 arange(x.shape[2], device=x.device) if ids is None else ids
                 for x, ids in ((q, q_positions), (k, k_positions))
             )
-            biased = Biased(self.encoding, q_positions, k_positions)
+            score_bias = ScoreBias(self.encoding, q_positions, k_positions)
         dropout = self.dropout if self.training else 0.0
-        return attend(q, k, v, sight, scale=self.scale, dropout=dropout, biased=biased)
+        return attend(q, k, v, visibility, scale=self.scale, dropout=dropout, score_bias=score_bias)
 
     @property
     def _adds_bias(self) -> bool:
@@ -183,16 +207,16 @@ class Attention(ProjectedHeads):
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, cu_seqlens: Tensor, key_mask: Tensor | None
     ) -> Tensor:
         if not may_look(cu_seqlens):
-            sight = Sight(self.causal, None, key_mask, documents_of(cu_seqlens, q.shape[2]))
-            return self._attend(q, k, v, sight, positions, positions)
-        # One after the other: less work than a mask, and what is not finite stays where it is.
+            visibility = Visibility(self.causal, None, key_mask, documents_of(cu_seqlens, q.shape[2]))
+            return self._attend(q, k, v, visibility, positions, positions)
+        # One call per sequence: less work than a mask, and NaN cannot reach other sequences.
         ends, parts = cu_seqlens.tolist(), []
         for start, end in itertools.pairwise(ends):
             tokens = slice(start, end)
             ids = None if positions is None else positions[..., tokens]
-            seen = None if key_mask is None else key_mask[:, tokens]
-            sight = Sight(self.causal, None, seen)
-            parts.append(self._attend(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], sight, ids, ids))
+            visible = None if key_mask is None else key_mask[:, tokens]
+            visibility = Visibility(self.causal, None, visible)
+            parts.append(self._attend(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], visibility, ids, ids))
         return torch.cat([*parts, zeros_like(q[:, :, ends[-1] :])], dim=2)
 
     def _with_cache(
@@ -208,21 +232,21 @@ class Attention(ProjectedHeads):
         seq, empty, even = q.shape[2], cache.filled_at_most == 0, cache.even
         starts = (cache.lengths[0] if even else cache.lengths).clone()
         cache.append(k, v, counts, positions=positions if self._adds_bias else None)
-        # A compiler is given the whole memory, so that shapes stay what they are from step to step.
+        # torch.compile reads the whole cache, so that shapes do not change between steps.
         filled = cache.max_length if torch.compiler.is_compiling() else cache.filled_at_most
-        reach = seq if empty else filled
-        keys, values = cache.keys[:, :, :reach], cache.values[:, :, :reach]
-        seen = None if key_mask is None else key_mask[:, :reach]
+        length = seq if empty else filled
+        keys, values = cache.keys[:, :, :length], cache.values[:, :, :length]
+        visible = None if key_mask is None else key_mask[:, :length]
         if empty:
-            sight = Sight(True, None, seen)
+            visibility = Visibility(True, None, visible)
         elif even and seq == 1 and not torch.compiler.is_compiling():
-            sight = Sight(False, None, seen)
+            visibility = Visibility(False, None, visible)
         else:
-            sight = Sight(True, starts, seen)
-        return self._attend(q, keys, values, sight, positions, cache.positions[:, :reach])
+            visibility = Visibility(True, starts, visible)
+        return self._attend(q, keys, values, visibility, positions, cache.positions[:, :length])
 
     def extra_repr(self) -> str:
-        """The sizes, and what is not the default."""
+        """Return the sizes, and options that are not the default."""
         return super().extra_repr() + (f", dropout={self.dropout}" if self.dropout else "")
 
     def _check_call(
@@ -234,7 +258,7 @@ class Attention(ProjectedHeads):
         cu_seqlens: Tensor | None,
         counts: Tensor | None,
     ) -> None:
-        """Raise unless the arguments of `forward` fit x and each other."""
+        """Raise unless the arguments of `forward` match x and each other."""
         batch, seq = x.shape[:2]
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens)
@@ -243,9 +267,9 @@ class Attention(ProjectedHeads):
             if cache is None:
                 raise RopewalkError(
                     asked="attention(x, counts=...)",
-                    expected="a cache, which keeps the padding out",
+                    expected="a cache, which does not store the padding",
                     got="no cache",
-                    do="hide padding with key_mask= where there is no cache",
+                    do="without a cache, hide padding with key_mask=",
                 )
             check_counts(cache, counts, seq)
         if positions is not None:
@@ -257,18 +281,18 @@ class Attention(ProjectedHeads):
             if batch != 1:
                 raise RopewalkError(
                     asked="attention(x, cu_seqlens=...)",
-                    expected="a batch of 1, in which all sequences lie end to end",
+                    expected="a batch of 1 that contains the concatenated sequences",
                     got=f"a batch of {batch}",
-                    do="lay them end to end: x.flatten(0, 1).unsqueeze(0)",
+                    do="concatenate them: x.flatten(0, 1).unsqueeze(0)",
                 )
             asked = "attention(cu_seqlens=...)"
             check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
             if cu_seqlens.device != x.device or len(cu_seqlens) == 0:
                 raise RopewalkError(
                     asked=asked,
-                    expected=f"ends of sequences from 0 on, on {x.device}",
+                    expected=f"cumulated lengths that start at 0, on {x.device}",
                     got=described(cu_seqlens),
-                    do="put a 0 before the cumulated lengths, and move them where x is",
+                    do="put a 0 before the cumulated lengths, and move them to the device of x",
                 )
             if may_look(cu_seqlens):
                 check_ends(cu_seqlens, seq, asked=asked)
@@ -277,26 +301,27 @@ class Attention(ProjectedHeads):
         if not self.causal or cu_seqlens is not None:
             raise RopewalkError(
                 asked="attention(x, cache=...)",
-                expected="causal attention over a batch: tokens in a cache were read without those that come now",
+                expected="causal attention over a batch: tokens in a cache were read without the later tokens",
                 got="cu_seqlens" if self.causal else "causal=False",
-                do="give a sequence a row of the batch, and counts= where they differ in length"
+                do="use one row of the batch per sequence, and counts= if the lengths differ"
                 if self.causal
-                else "leave the cache out and read the whole sequence",
+                else "omit the cache, and read the whole sequence",
             )
-        wanted = x.shape[0], self.num_kv_heads, self.head_dim, self.head_dim
+        expected_sizes = x.shape[0], self.num_kv_heads, self.head_dim, self.head_dim
         sizes = cache.batch, cache.num_kv_heads, cache.head_dim, cache.v_dim
-        if wanted != sizes or cache.keys.device != x.device:
+        if expected_sizes != sizes or cache.keys.device != x.device:
             names = "batch", "num_kv_heads", "head_dim", "v_dim"
             raise RopewalkError(
                 asked="attention(x, cache=...)",
-                expected=", ".join(f"{name}={n}" for name, n in zip(names, wanted, strict=True)) + f" on {x.device}",
+                expected=", ".join(f"{name}={n}" for name, n in zip(names, expected_sizes, strict=True))
+                + f" on {x.device}",
                 got=", ".join(f"{name}={n}" for name, n in zip(names, sizes, strict=True)) + f" on {cache.keys.device}",
-                do="make a cache for this layer and this batch",
+                do="create a cache for this layer and this batch",
             )
 
 
 def _next_slots(key_mask: Tensor, lengths: Tensor, seq: int) -> Tensor:
-    """Of a mask over the slots of a cache, those that the next `seq` tokens take."""
+    """Return the part of a mask over cache slots that belongs to the next `seq` tokens."""
     slots = lengths[:, None] + arange(seq, device=lengths.device)
     return key_mask.gather(1, slots.clamp_max(key_mask.shape[1] - 1))
 
@@ -308,18 +333,18 @@ def _check_key_mask(key_mask: Tensor, x: Tensor, shape: tuple[int, int], *, cach
             asked="attention(key_mask=...)",
             expected=f"bool {list(shape)} on {x.device}: [batch, {'max_length of the cache' if cached else 'seq'}]",
             got=described(key_mask),
-            do="True is a key that may be seen; write ids != padding, or mask.bool()",
+            do="True is a visible key; pass ids != padding, or mask.bool()",
         )
 
 
 def _checked_dropout(dropout: float) -> float:
-    """The share of the weights to drop, from 0 to below 1."""
+    """Return `dropout` as a float. Raise unless it is from 0 to below 1."""
     number = as_float(dropout)
     if number is None or not 0 <= number < 1:
         raise RopewalkError(
             asked="Attention(dropout=...)",
             expected="a number from 0 to below 1",
             got=shown(dropout),
-            do="pass the share of attention weights to drop in training, or leave it out",
+            do="pass the probability of dropping an attention weight in training, or omit it",
         )
     return number

@@ -1,4 +1,4 @@
-"""What layers of attention share: their sizes, and the projections before and after the heads."""
+"""Base class of attention layers: sizes of heads, and the projections before and after the heads."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,13 @@ __all__ = ["HeadSizes", "ProjectedHeads"]
 
 
 class HeadSizes(NamedTuple):
-    """The width of the model, the numbers of query heads and of key heads, and the width of a head.
+    """Sizes of an attention layer.
+
+    Attributes:
+        dim: Width of the model.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key heads.
+        head_dim: Width of a head.
 
     >>> HeadSizes.checked(8, 4, None, None, layer="a doctest")
     HeadSizes(dim=8, num_heads=4, num_kv_heads=4, head_dim=2)
@@ -29,7 +35,20 @@ class HeadSizes(NamedTuple):
     def checked(
         cls, dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None, *, layer: str
     ) -> "HeadSizes":
-        """The sizes of a layer of that name; `num_kv_heads` defaults to `num_heads`, `head_dim` to dim / num_heads.
+        """Check and complete the sizes of a layer.
+
+        Args:
+            dim: Width of the model.
+            num_heads: Number of query heads.
+            num_kv_heads: Number of key heads; None for `num_heads`.
+            head_dim: Width of a head; None for dim / num_heads.
+            layer: Name of the layer, for errors.
+
+        Returns:
+            The sizes.
+
+        Raises:
+            RopewalkError: If a size is not an integer of at least 1, or if the sizes do not divide.
 
         >>> HeadSizes.checked(8, 4, 2, None, layer="a doctest").num_kv_heads
         2
@@ -37,12 +56,12 @@ class HeadSizes(NamedTuple):
         do = "pass a whole number above 0"
         dim = require_count(dim, asked=f"{layer}(dim=...)", do=do)
         heads = require_count(num_heads, asked=f"{layer}(num_heads=...)", do=do)
-        shared = heads if num_kv_heads is None else num_kv_heads
-        kv_heads = require_count(shared, asked=f"{layer}(num_kv_heads=...)", do=do)
+        kv_heads = heads if num_kv_heads is None else num_kv_heads
+        kv_heads = require_count(kv_heads, asked=f"{layer}(num_kv_heads=...)", do=do)
         if heads % kv_heads:
             raise RopewalkError(
                 asked=f"{layer}(num_heads={heads}, num_kv_heads={kv_heads})",
-                expected="num_heads a multiple of num_kv_heads: each key head serves as many query heads",
+                expected="num_heads a multiple of num_kv_heads: all key heads have the same number of query heads",
                 got=f"{heads} and {kv_heads}",
                 do=f"use a num_kv_heads that divides {heads}",
             )
@@ -58,7 +77,17 @@ class HeadSizes(NamedTuple):
 
 
 class ProjectedHeads(nn.Module):
-    """q_proj, k_proj, v_proj and o_proj, named as in checkpoints; what happens between them is up to the layer.
+    """A layer with the projections q_proj, k_proj, v_proj and o_proj, named as in most checkpoints.
+
+    Subclasses implement the attention between them.
+
+    Args:
+        sizes: Sizes of the layer.
+        causal: Whether a query sees no later tokens.
+        qkv_bias: Whether q_proj, k_proj and v_proj have a bias.
+        out_bias: Whether o_proj has a bias.
+        device: Device of the projections.
+        dtype: Dtype of the projections.
 
     >>> layer = ProjectedHeads(HeadSizes(8, num_heads=4, num_kv_heads=2, head_dim=2))
     >>> q, k, v = layer.heads_of(torch.zeros(1, 5, 8))
@@ -94,7 +123,7 @@ class ProjectedHeads(nn.Module):
     __prepare_scriptable__ = refuse_scripting
 
     def heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [batch, seq, dim] as q, k and v, [batch, heads, seq, head_dim].
+        """Project tokens [batch, seq, dim] to q, k and v, each [batch, heads, seq, head_dim].
 
         >>> [heads.shape[1] for heads in ProjectedHeads(HeadSizes(4, 2, 2, 2)).heads_of(torch.zeros(1, 3, 4))]
         [2, 2, 2]
@@ -110,7 +139,7 @@ class ProjectedHeads(nn.Module):
         return q, k, v
 
     def joined(self, y: Tensor) -> Tensor:
-        """The outputs of the heads, [batch, heads, seq, head_dim], as tokens [batch, seq, dim].
+        """Project the outputs of the heads [batch, heads, seq, head_dim] to tokens [batch, seq, dim].
 
         >>> ProjectedHeads(HeadSizes(4, 2, 2, 2)).joined(torch.zeros(1, 2, 3, 2)).shape
         torch.Size([1, 3, 4])
@@ -118,7 +147,7 @@ class ProjectedHeads(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
-        """The sizes, and whether it is causal."""
+        """Return the sizes, and whether the layer is causal."""
         heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         return f"{self.dim}, {heads}, causal={self.causal}"
 
@@ -130,16 +159,16 @@ class ProjectedHeads(nn.Module):
                 asked="attention(x)",
                 expected=f"floating-point tokens [batch, seq, {self.dim}]",
                 got=described(x),
-                do="give it tokens before their heads are split, with a batch of 1 where there is one sequence",
+                do="pass tokens before the heads are split; for one sequence use a batch of 1",
             )
-        # Layers that were put in its place, sharded or offloaded, check themselves what they accept.
+        # Projections that were replaced, sharded or offloaded check their input themselves.
         if type(self.q_proj) is not nn.Linear or self.q_proj.weight.is_meta:
             return
         weight = self.q_proj.weight
         if x.device != weight.device or not (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)):
             raise RopewalkError(
                 asked="attention(x)",
-                expected=f"tokens of {weight.dtype} on {weight.device}, as the projections are",
+                expected=f"tokens of {weight.dtype} on {weight.device}, as the projections",
                 got=f"{x.dtype} on {x.device}",
                 do="cast or move one of them: attention.to(x.device, x.dtype)",
             )

@@ -1,1 +1,1 @@
-"""Encodings: position for a model, by embedding, rotation or bias; each has a name."""
+"""Position encodings for a model: embeddings, rotations and biases, each with a name."""

@@ -1,7 +1,7 @@
-"""Absolute encodings, by the `embed` hook: a token is changed by where it stands, at the bottom of a model.
+"""Absolute encodings, which implement the `embed` hook: they change each token by its position, before the first layer.
 
-x is [batch, seq, dim], or [.., seq, dim] with the batch first. What a position adds is formed in float64 or in the
-dtype of the parameters, and the result is rounded once to the dtype of x.
+x is [batch, seq, dim], or [..., seq, dim] with the batch first. The vector of a position is computed in float64 or in
+the dtype of the parameters, and the result is rounded once to the dtype of x.
 """
 
 from typing import ClassVar
@@ -20,12 +20,12 @@ from ropewalk.spec.frequencies import Plain
 
 __all__ = ["ConcatenatedEncoding", "LearnedEncoding", "MultiplicativeEncoding", "SinusoidalEncoding"]
 
-# What a learned table is drawn with at first, as in BERT and GPT-2.
+# Standard deviation of the initial table, as in BERT and GPT-2.
 STD = 0.02
 
 
 class _Table(Encoding):
-    """A parameter `weight` [length, dim]: one row per position, and nothing past its length."""
+    """An encoding with a parameter `weight` [length, dim]: one row per position."""
 
     relative = False
 
@@ -41,7 +41,7 @@ class _Table(Encoding):
         return self._length
 
     def reset_parameters(self) -> None:
-        """Draws the table anew, as initialisation after `to_empty` wants it."""
+        """Initialise the table, as required after `to_empty`."""
         nn.init.normal_(self.weight, std=STD)
 
     def _rows(self, x: Tensor, positions: Tensor | None) -> Tensor:
@@ -54,10 +54,17 @@ class _Table(Encoding):
 
 
 class LearnedEncoding(_Table):
-    """x_m + p_m with p_m row m of a trained table (Gehring et al., 1705.03122, section 3.1; BERT and GPT-2 have it).
+    """x_m + p_m, where p_m is row m of a learned table (Gehring et al., 1705.03122, section 3.1; BERT, GPT-2).
 
-    Absolute. Not defined past `length`: such positions, and negative ones, are an error. Ids on a GPU or under a
-    compiler are not looked at, and there it is the device's index error. The table is drawn with a deviation of 0.02.
+    Absolute. Positions from `length` on and negative positions raise an error. Ids on a GPU or under torch.compile are
+    not checked; the device raises an index error instead. The table is initialised with a standard deviation of 0.02.
+
+    Args:
+        dim: Width of the model.
+        length: Number of positions, which is the number of rows of the table.
+
+    Raises:
+        RopewalkError: If an argument is not an integer of at least 1.
 
     >>> learned = LearnedEncoding(2, length=3)
     >>> learned.load_state_dict({"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])})
@@ -73,10 +80,17 @@ class LearnedEncoding(_Table):
 
 
 class MultiplicativeEncoding(_Table):
-    """x_m * p_m, feature by feature, with p_m row m of a trained table that starts at 1.
+    """x_m * p_m per feature, where p_m is row m of a learned table that is initialised to 1.
 
-    The product instead of the sum, as the notes on absolute encodings propose it; at first it changes nothing.
-    Absolute, and not defined past `length`, as `LearnedEncoding`.
+    A product instead of the sum of `LearnedEncoding`. With the initial table it is the identity. Absolute. Positions
+    from `length` on and negative positions raise an error, as in `LearnedEncoding`.
+
+    Args:
+        dim: Width of the model.
+        length: Number of positions, which is the number of rows of the table.
+
+    Raises:
+        RopewalkError: If an argument is not an integer of at least 1.
 
     >>> gate = MultiplicativeEncoding(2, length=3)
     >>> gate.load_state_dict({"weight": torch.tensor([[1.0, 1.0], [2.0, 0.5], [1.0, 1.0]])})
@@ -97,8 +111,16 @@ class MultiplicativeEncoding(_Table):
 class SinusoidalEncoding(Encoding):
     """x_m + p_m with p_{m,2i} = sin(m base^(-2i/d)), p_{m,2i+1} = cos(m base^(-2i/d)) (1706.03762, section 3.5).
 
-    Absolute. Defined at every position, whole or not, negative or large; no table is kept, and no cast of the module
-    touches its frequencies. Differs from code that puts all sines before all cosines: they alternate, as in the paper.
+    Absolute. Defined at every position: fractional, negative and large ones too. No table is stored, and casting the
+    module does not change the frequencies. Sines and cosines alternate, as in the paper; some code puts all sines
+    before all cosines.
+
+    Args:
+        dim: Width of the model. It must be even.
+        base: Base of the frequencies.
+
+    Raises:
+        RopewalkError: If `dim` is not even, or if `base` is invalid.
 
     >>> y = SinusoidalEncoding(2).embed(torch.zeros(1, 2, 2))
     >>> [round(wave, 4) for wave in y.flatten().tolist()]  # sin 0, cos 0; sin 1, cos 1
@@ -124,11 +146,20 @@ class SinusoidalEncoding(Encoding):
 
 
 class ConcatenatedEncoding(Encoding):
-    """W [x_m ; p_m]: x and a vector of `width` for its position, side by side, taken back to dim features by a matrix.
+    """W [x_m ; p_m]: concatenates x and a vector p_m for its position, and projects back to dim features.
 
-    With `length`, p_m is row m of a trained table, and nothing is defined past it; without, p_m is sinusoidal, with
-    the frequencies of `base` over `width`. Absolute. W is [dim, dim + width], the features of x first, without a bias;
-    `projection.weight` of the state holds it. Differs from an added encoding, which is W = [1 1] with width = dim.
+    With `length`, p_m is row m of a learned table, and positions past it raise an error. Without, p_m is sinusoidal.
+    Absolute. W is `projection.weight` [dim, dim + width], with the features of x first, and has no bias. An added
+    encoding is the special case W = [1 1] with width = dim.
+
+    Args:
+        dim: Width of the model.
+        width: Number of features of p_m. It must be even without `length`.
+        length: Number of positions of a learned table; None for sines and cosines.
+        base: Base of the frequencies of sines and cosines, over `width`. Defaults to 10000. Not allowed with `length`.
+
+    Raises:
+        RopewalkError: If a size is invalid, or if both `length` and `base` are passed.
 
     >>> joined = ConcatenatedEncoding(1, width=2)  # sin and cos of the position
     >>> _ = joined.projection.load_state_dict({"weight": torch.tensor([[1.0, 10.0, 100.0]])})
@@ -147,14 +178,14 @@ class ConcatenatedEncoding(Encoding):
         if length is not None and base is not None:
             raise RopewalkError(
                 asked=f"{asked}(length=..., base=...)",
-                expected="a length, for a learned table, or a base, for sines and cosines",
+                expected="a length for a learned table, or a base for sines and cosines",
                 got=f"length={length!r} and base={base!r}",
-                do="leave one of them out",
+                do="omit one of them",
             )
         self._length: int | None = None if length is None else _rows_of(length, asked)
         self.width: int = (_even if length is None else _width)(width, f"{asked}(width=...)")
         rule = Plain() if base is None else Plain(base)
-        # Without sines there are no frequencies to hold, and no others to be mistaken for them.
+        # A learned table has no frequencies: the attribute is empty.
         has_waves = self._length is None
         self._theta: Tensor = plain_frequencies(rule.base, self.width) if has_waves else constant([], torch.float64)
         self.base: float | None = None if self._length is not None else rule.base
@@ -168,7 +199,7 @@ class ConcatenatedEncoding(Encoding):
         return self._length
 
     def reset_parameters(self) -> None:
-        """Draws the table and the matrix anew, as initialisation after `to_empty` wants it."""
+        """Initialise the table and the matrix, as required after `to_empty`."""
         self.projection.reset_parameters()
         if self.weight is not None:
             nn.init.normal_(self.weight, std=STD)
@@ -180,7 +211,7 @@ class ConcatenatedEncoding(Encoding):
             vector = _waves(self._theta, x, positions, asked)
         else:
             vector = _rows(self.weight, self._length, x, positions, asked)
-        # Sines and cosines are rounded to what the product is worked in.
+        # Sines and cosines are rounded to the dtype of the product.
         dtype = torch.promote_types(x.dtype, matrix.dtype)
         vector = vector.to(dtype).expand(*x.shape[:-1], self.width)
         return functional.linear(torch.cat((x.to(dtype), vector), dim=-1), matrix.to(dtype)).to(x.dtype)
@@ -191,7 +222,7 @@ class ConcatenatedEncoding(Encoding):
 
 
 def _rows(table: Tensor, length: int, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
-    """The rows of `table` at the positions of x, shaped to broadcast. A position without a row is an error."""
+    """Return the rows of `table` at the positions of x, shaped to broadcast. Raise if a position has no row."""
     if positions is None:
         if x.shape[-2] > length:
             raise _past(length, 0, x.shape[-2] - 1, asked)
@@ -199,7 +230,7 @@ def _rows(table: Tensor, length: int, x: Tensor, positions: Tensor | None, asked
     check_token_positions(positions, x, asked=asked, whole=True)
     ids = positions.to(torch.int64)
     if not may_look(ids):
-        # An exported graph may count negative ids from the end, as ONNX does: past the table they are errors there too.
+        # An exported graph can index negative ids from the end, as ONNX does. An id past the table raises there too.
         ids = torch.where(ids < 0, length, ids)
     elif ids.numel():
         first, last = (int(end) for end in ids.aminmax())
@@ -213,31 +244,31 @@ def _past(length: int, first: int, last: int, asked: str) -> RopewalkError:
         asked=f"{asked}(positions)",
         expected=f"positions from 0 to {length - 1}, the rows of the table",
         got=f"positions from {first} to {last}",
-        do="a trained table is not defined past its length: train a longer one, or use an encoding by formula",
+        do="a learned table has no rows past its length: train a longer table, or use an encoding with a formula",
     )
 
 
 def _waves(theta: Tensor, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
-    """sin and cos, alternating, of positions times theta, shaped to broadcast: float64, or float32 on MPS."""
+    """Return alternating sin and cos of positions times theta, shaped to broadcast: float64, or float32 on MPS."""
     if positions is not None:
         check_token_positions(positions, x, asked=asked)
-    places: Tensor = arange(x.shape[-2], device=x.device) if positions is None else positions
+    all_positions: Tensor = arange(x.shape[-2], device=x.device) if positions is None else positions
     no_float64 = x.device.type == "mps"
-    ids = places.cpu() if no_float64 else places
+    ids = all_positions.cpu() if no_float64 else all_positions
     angles = angles_at(ids, placed(theta, ids.device))
     waves = torch.stack((torch.sin(angles), torch.cos(angles)), dim=-1).flatten(-2)
     return _lined_up(waves.to(torch.float32).to(x.device) if no_float64 else waves, x)
 
 
 def _lined_up(rows: Tensor, x: Tensor) -> Tensor:
-    """[seq, width], or [batch, seq, width] with the batch at the first dimension of x."""
+    """Reshape [seq, width] or [batch, seq, width] to broadcast with x, whose first dimension is the batch."""
     if rows.dim() == 2:
         return rows
     return rows.view(rows.shape[0], *[1] * (x.dim() - 3), *rows.shape[1:])
 
 
 def _width(dim: object, asked: str) -> int:
-    return require_count(dim, asked=asked, do="pass how many features there are")
+    return require_count(dim, asked=asked, do="pass the number of features")
 
 
 def _even(dim: object, asked: str) -> int:
@@ -245,4 +276,4 @@ def _even(dim: object, asked: str) -> int:
 
 
 def _rows_of(length: object, name: str) -> int:
-    return require_count(length, asked=f"{name}(length=...)", do="pass how many positions the table is to have")
+    return require_count(length, asked=f"{name}(length=...)", do="pass the number of positions of the table")

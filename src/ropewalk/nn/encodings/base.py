@@ -1,4 +1,4 @@
-"""Encoding: the three hooks by which position enters a model, and what an encoding says of itself."""
+"""Encoding: the base class of all encodings, with the three hooks that add position to a model."""
 
 from collections.abc import Callable
 from typing import ClassVar, Protocol
@@ -22,7 +22,10 @@ _TOKENS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class EncodingCache(Protocol):
-    """A cache in which an encoding stores what the next tokens need from the tokens so far; `KVCache` is one.
+    """A cache in which an encoding stores state between calls. `KVCache` implements it.
+
+    Attributes:
+        encoding_state: The state that the next tokens need; None before the first token.
 
     >>> from ropewalk.nn.attention.cache import KVCache
     >>> cache: EncodingCache = KVCache(1, 1, max_length=4, head_dim=2)
@@ -34,19 +37,22 @@ class EncodingCache(Protocol):
 
 
 class Encoding(nn.Module):
-    """Where a token stands, brought into a model by one or more of three hooks; what is not overridden does nothing.
+    """Base class of encodings, which add position to a model by one or more of three hooks.
 
-    `embed` changes the tokens [batch, seq, dim], once, at the bottom of a model. `rotate` changes queries and keys
-    [batch, heads, seq, head_dim] in every layer. `bias` is added to the scores [heads, q, k] or [batch, heads, q, k].
-    Positions are [seq] or [batch, seq]; None is 0 .. seq-1.
+    - `embed` changes the tokens [batch, seq, dim]. The model calls it once, before the first layer.
+    - `rotate` changes queries and keys [batch, heads, seq, head_dim]. Every attention layer calls it.
+    - `bias` returns a bias [heads, q, k] or [batch, heads, q, k] that is added to the scores.
+
+    A hook that is not overridden does nothing, so `Encoding()` is the encoding "none". Positions are [seq] or
+    [batch, seq]. None is 0 .. seq-1.
 
     Attributes:
-        name: The name by which `ropewalk.encoding` makes it.
+        name: Name of the encoding in `ropewalk.encoding`.
         relative: Whether attention is unchanged when all positions shift by a constant.
         linear: Whether linear attention supports it: whether it acts on each token alone.
-        held: Names of tensors made by `kernels.constructors.constant`. They follow the device and nothing else that is
-            done to a module.
-        flex_options: `kernel_options` for FlexAttention beside `score_mod`; None for the defaults.
+        held: Names of tensors created by `kernels.constructors.constant`. They follow the device of the module, and
+            ignore casts and `to_empty`.
+        flex_options: `kernel_options` for FlexAttention, used with `score_mod`; None for the defaults.
 
     >>> Encoding().bias(None, None) is None
     True
@@ -60,34 +66,69 @@ class Encoding(nn.Module):
 
     @property
     def length(self) -> int | None:
-        """The number of positions it is defined for, from 0 on; None if there is no end."""
+        """Number of positions that the encoding supports, from 0 on; None for no limit."""
         return None
 
     @property
     def scale(self) -> float | None:
-        """The factor that scores are multiplied by; None for the usual 1/sqrt(head_dim)."""
+        """Factor on the scores; None for the usual 1/sqrt(head_dim)."""
         return None
 
     def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
-        """The tokens with their positions in them. A `cache` keeps what the next tokens need of these."""
+        """Add position to the tokens.
+
+        Args:
+            x: Tokens [batch, seq, dim].
+            positions: [seq] or [batch, seq]; None is 0 .. seq-1.
+            cache: Stores the state of an encoding that needs one for the next tokens. Other encodings ignore it.
+
+        Returns:
+            Tensor of the shape and dtype of x.
+        """
         return x
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor | None = None, *, k_positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Queries and keys with their positions in them; `k_positions` defaults to `positions`."""
+        """Add position to queries and keys.
+
+        Args:
+            q: Queries [batch, heads, seq, head_dim].
+            k: Keys [batch, kv_heads, keys, head_dim].
+            positions: Positions of q [seq] or [batch, seq]; None is 0 .. seq-1.
+            k_positions: Positions of k [keys] or [batch, keys]; None is `positions`.
+
+        Returns:
+            q and k, of the same shapes and dtypes.
+        """
         return q, k
 
     def bias(self, q_positions: Tensor | None, k_positions: Tensor | None) -> Tensor | None:
-        """What is added to each score, in float32 or in the dtype of its parameters; None where nothing is."""
+        """Return the bias that is added to the scores.
+
+        Args:
+            q_positions: Positions of queries [q] or [batch, q].
+            k_positions: Positions of keys [k] or [batch, k].
+
+        Returns:
+            Bias [heads, q, k] or [batch, heads, q, k] in float32 or in the dtype of the parameters; None for no bias.
+        """
         return None
 
     def score_mod(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod | None:
-        """`bias` as a function of one score at a time, for FlexAttention, which keeps no [q, k] in memory."""
+        """Return `bias` as a function of one score, for FlexAttention, which does not store a tensor [q, k].
+
+        Args:
+            q_positions: Positions of queries [q] or [batch, q].
+            k_positions: Positions of keys [k] or [batch, k].
+
+        Returns:
+            A `score_mod` (score, batch, head, query index, key index) -> score; None for no such function.
+        """
         return None
 
     def score_mod_once(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod | None:
-        """`score_mod` for one call: it may hold what was made of parameters in place of the parameters."""
+        """Return `score_mod` for one call. It may use tensors computed from parameters instead of the parameters."""
         return self.score_mod(q_positions, k_positions)
 
     __prepare_scriptable__ = refuse_scripting
@@ -96,10 +137,10 @@ class Encoding(nn.Module):
         super()._apply(fn, recurse)
         for name in self.held:
             tensor = getattr(self, name)
-            # fn may cast, move or empty; where it moves to is all that concerns these.
+            # fn can cast, move or empty tensors. These only follow its device.
             device = fn(empty(0, device=tensor.device)).device
-            # There is no float64 on MPS: what is float64 is used on the CPU then. Fake tensors may be on a device that
-            # does not exist.
+            # float64 tensors stay on the CPU for MPS, which has no float64. Fake tensors can be on a device that does
+            # not exist.
             if (
                 device.type != "meta"
                 and fake_mode() is None
@@ -110,7 +151,7 @@ class Encoding(nn.Module):
 
 
 def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = None) -> None:
-    """Raise unless `x` is a tensor of tokens [.., seq, dim] on the device of the encoding's `parameter`.
+    """Raise unless `x` is a tensor of tokens [..., seq, dim] on the device of the encoding's `parameter`.
 
     >>> check_tokens(torch.zeros(2, 5, 8), 8, asked="a doctest")
     """
@@ -120,19 +161,19 @@ def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = 
             asked=f"{asked}(x)",
             expected=f"tokens [batch, seq, {dim}] in float32, float64, bfloat16 or float16",
             got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
-            do="give it the tokens before their heads are split, or make it with the dim that they have",
+            do="pass the tokens before the heads are split, or create the encoding with their dim",
         )
     if parameter is not None and parameter.device != x.device:
         raise RopewalkError(
             asked=f"{asked}(x)",
-            expected=f"tokens on {parameter.device}, where its parameters are",
+            expected=f"tokens on {parameter.device}, the device of its parameters",
             got=f"tokens on {x.device}",
             do="move one of them: encoding.to(x.device)",
         )
 
 
 def check_token_positions(positions: Tensor, x: Tensor, *, asked: str, whole: bool = False) -> None:
-    """Raise unless `positions` has one number per token of `x`, on its device; `whole` rejects floating-point ones.
+    """Raise unless `positions` has one number per token of `x`, on its device. `whole` rejects floating-point dtypes.
 
     >>> check_token_positions(torch.arange(5), torch.zeros(2, 5, 8), asked="a doctest")
     """

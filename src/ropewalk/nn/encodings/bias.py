@@ -1,6 +1,6 @@
-"""Relative encodings, by the `bias` hook: a number for each query, key and head is added to their score.
+"""Relative encodings, which implement the `bias` hook: they add one number per query, key and head to the score.
 
-Queries and keys stand at [q] and [k], or at [batch, q] and [batch, k]. `score_mod` adds the same numbers inside
+Positions of queries and keys are [q] and [k], or [batch, q] and [batch, k]. `score_mod` adds the same numbers inside
 FlexAttention, one score at a time.
 """
 
@@ -19,23 +19,33 @@ from ropewalk.theory import alibi_slopes, t5_buckets
 
 __all__ = ["AlibiBias", "T5Bias"]
 
-# No context is this long, and the buckets of all distances are kept.
+# The largest max_distance, longer than any context. The buckets of all distances are stored.
 FARTHEST = 1 << 20
 
-# Copies of T5's numbers in `score_mod_once`, and how many numbers of a head all copies may have.
+# Number of copies of T5's weights in `score_mod_once`, and the largest number of elements of all copies of one head.
 COPIES, MOST_NUMBERS = 64, 1 << 16
 
 
 class T5Bias(Encoding):
     """One learned number per bucket of distances and head, added to the scores (T5, 1910.10683, section 2.1).
 
-    Near distances have a bucket each, farther ones share buckets that widen with the logarithm, and everything from
-    `max_distance` on is in the last. Causal models have num_buckets for the keys before a query; others, like T5's
-    encoder, have half of them for each side. Relative; defined at every whole position; not for linear attention, which
-    has no scores. Scores are not divided by sqrt(head_dim), which T5 leaves out: `scale` is 1.
+    Each small distance has its own bucket. Larger distances share buckets whose width grows logarithmically, and all
+    distances from `max_distance` on share the last bucket. Causal models use all buckets for the keys before a query.
+    Other models, such as T5's encoder, use half of them per side. Scores are not divided by sqrt(head_dim), as in T5:
+    `scale` is 1.
 
-    The parameter is `weight` [num_buckets, num_heads], as T5's checkpoints hold it, and starts at 0. Differs from T5's
-    code, which takes a float32 logarithm: buckets are `reference.t5_bucket`'s, whose edges are found in whole numbers.
+    Relative. Defined at every whole position. Not supported by linear attention, which has no scores. The parameter is
+    `weight` [num_buckets, num_heads], as in T5's checkpoints, and is initialised to 0. Differs from T5's code, which
+    computes a float32 logarithm: buckets are those of `reference.t5_bucket`, whose edges are exact integers.
+
+    Args:
+        num_heads: Number of query heads.
+        causal: Whether keys after a query are hidden.
+        num_buckets: Number of buckets.
+        max_distance: Distance at which the last bucket starts.
+
+    Raises:
+        RopewalkError: If an argument is invalid.
 
     >>> t5 = T5Bias(1, causal=True)
     >>> _ = t5.load_state_dict({"weight": torch.arange(32.0)[:, None]})  # bucket b gives b
@@ -46,20 +56,20 @@ class T5Bias(Encoding):
     name = "t5"
     linear = False
     held: ClassVar[tuple[str, ...]] = ("_buckets",)
-    # Else what is looked up for each score is kept in shared memory for scores to come, and may not fit there.
+    # More stages prefetch the lookups of later scores into shared memory, where they may not fit.
     flex_options: ClassVar[dict[str, object] | None] = {"num_stages": 1}
 
     def __init__(self, num_heads: int, *, causal: bool = False, num_buckets: int = 32, max_distance: int = 128) -> None:
         super().__init__()
         self.num_heads: int = _heads(num_heads, "T5Bias")
         self.causal: bool = require_flag(causal, asked="T5Bias(causal=...)")
-        self.max_distance: int = require_count(max_distance, asked="T5Bias(max_distance=...)", do="T5 has 128")
+        self.max_distance: int = require_count(max_distance, asked="T5Bias(max_distance=...)", do="T5 uses 128")
         if self.max_distance > FARTHEST:
             raise RopewalkError(
                 asked="T5Bias(max_distance=...)",
                 expected=f"at most {FARTHEST}",
                 got=f"{max_distance}",
-                do="T5 has 128; every distance from there on shares the last bucket",
+                do="T5 uses 128; all distances from max_distance on share the last bucket",
             )
         distances = range(-self.max_distance, self.max_distance + 1)
         # The bucket of key - query, from -max_distance to max_distance.
@@ -75,7 +85,7 @@ class T5Bias(Encoding):
         return 1.0
 
     def reset_parameters(self) -> None:
-        """Puts all numbers to 0, as initialisation after `to_empty` wants it."""
+        """Set all numbers to 0, as required after `to_empty`."""
         nn.init.zeros_(self.weight)
 
     def bias(self, q_positions: Tensor | None, k_positions: Tensor | None) -> Tensor:
@@ -83,8 +93,8 @@ class T5Bias(Encoding):
         distance = (k.unsqueeze(-2) - q.unsqueeze(-1)).clamp(-self.max_distance, self.max_distance)
         bucket = placed(self._buckets, q.device)[distance + self.max_distance]
         *batch, queries, keys = bucket.shape
-        # A copy of the numbers per query: gradients are summed per query, and then over the queries. Into one copy
-        # a GPU adds them one after the other, most of them to the last bucket: 45 times as long for 4096 tokens.
+        # One copy of the numbers per query: gradients are summed per query first, and then over queries. With a single
+        # copy a GPU adds them one after the other, most of them to the last bucket: 45 times slower for 4096 tokens.
         numbers = self.weight.t().unsqueeze(1).expand(*batch, self.num_heads, queries, self.num_buckets)
         return numbers.gather(-1, bucket.unsqueeze(-3).expand(*batch, self.num_heads, queries, keys))
 
@@ -104,8 +114,8 @@ class T5Bias(Encoding):
             return self.score_mod(q_positions, k_positions)
         q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
         q_at, k_at, farthest = _reader(q), _reader(k), self.max_distance
-        # By distance, not by bucket: one lookup per score. And copies of it, which the queries take in turns,
-        # where there are gradients: into one place a GPU adds them one after the other.
+        # Indexed by distance instead of bucket, for one lookup per score. With gradients there are several copies, and
+        # query i uses copy i % copies: a GPU adds gradients to one address one after the other.
         numbers = self.weight[placed(self._buckets, q.device)].t()
         learns = torch.is_grad_enabled() and self.weight.requires_grad
         copies = min(COPIES, MOST_NUMBERS // numbers.shape[1]) if learns else 1
@@ -125,12 +135,18 @@ class T5Bias(Encoding):
 class AlibiBias(Encoding):
     """-slope_h |m - n|, added to the score of query m and key n (ALiBi, 2108.12409, section 3).
 
-    Slopes are 2^(-8h/n) for heads h = 1 .. n, with n a power of 2; else those of the power of 2 below, then every other
-    of the one above. They are fixed: no parameters. Relative; defined at every position, whole or not; not for linear
-    attention, which has no scores. Differs from the paper: |m - n| gives future keys a distance too, for attention that
-    is not causal.
+    Slopes are 2^(-8h/n) for heads h = 1 .. n if n is a power of 2. Otherwise they are the slopes of the next lower
+    power of 2, followed by every other slope of the next higher one. They are fixed: there are no parameters.
 
-    The bias is float32, or float64 once the module is made float64; no other cast touches it.
+    Relative. Defined at every position, also fractional ones. Not supported by linear attention, which has no scores.
+    Differs from the paper: |m - n| also gives future keys a distance, for attention that is not causal. The bias is
+    float32, or float64 after the module is cast to float64. Other casts do not change it.
+
+    Args:
+        num_heads: Number of query heads.
+
+    Raises:
+        RopewalkError: If `num_heads` is not an integer of at least 1.
 
     >>> AlibiBias(2).bias(torch.tensor([2]), torch.arange(4)).tolist()  # slopes 1/16 and 1/256
     [[[-0.125, -0.0625, -0.0, -0.0625]], [[-0.0078125, -0.00390625, -0.0, -0.00390625]]]
@@ -162,7 +178,7 @@ class AlibiBias(Encoding):
         return add
 
     def _falling(self, device: torch.device) -> Tensor:
-        """-slope_h, [heads], in the dtype of the bias; cast before it is moved, for devices without float64."""
+        """Return -slope_h [heads] in the dtype of the bias. Casts before it moves, for devices without float64."""
         return -placed(self._slopes, self._slopes.device).to(self._dtype).to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AlibiBias":
@@ -192,32 +208,32 @@ def _pair(
     whole: bool = False,
     parameter: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The positions of queries and keys, checked; whole numbers as int64, which distances of unsigned ids need."""
+    """Check the positions of queries and keys, and convert integers to int64: unsigned distances would wrap."""
     q_positions = _checked(q_positions, f"{asked}(q_positions)", whole)
     k_positions = _checked(k_positions, f"{asked}(k_positions)", whole)
     devices = {x.device for x in (q_positions, k_positions, parameter) if x is not None}
     if len(devices) > 1:
         raise RopewalkError(
             asked=f"{asked}(q_positions, k_positions)",
-            expected="positions on one device, that of the parameters if there are any",
+            expected="positions on one device, which is that of the parameters if there are any",
             got=f"q_positions on {q_positions.device}, k_positions on {k_positions.device}"
             + ("" if parameter is None else f", parameters on {parameter.device}"),
-            do="make them there, or move them once",
+            do="create them on that device, or move them once",
         )
     rows = [ids.shape[0] for ids in (q_positions, k_positions) if ids.dim() == 2]
     if len(rows) == 2 and rows[0] != rows[1] and 1 not in rows:
         raise RopewalkError(
             asked=f"{asked}(q_positions, k_positions)",
-            expected="[q] and [k], or [batch, q] and [batch, k] of one batch",
+            expected="[q] and [k], or [batch, q] and [batch, k] with the same batch",
             got=f"{list(q_positions.shape)} and {list(k_positions.shape)}",
-            do="give each sequence of the batch its positions",
+            do="pass positions for each sequence of the batch",
         )
     q, k = (ids if ids.is_floating_point() else ids.to(torch.int64) for ids in (q_positions, k_positions))
     return q, k
 
 
 def _checked(ids: Tensor | None, asked: str, whole: bool) -> Tensor:
-    # None is rejected by the check, as everything that is no tensor.
+    # check_ids rejects None, like any object that is not a tensor.
     positions = cast(Tensor, ids)
     check_ids(positions, asked=asked, whole=whole)
     if may_look(positions):
@@ -226,7 +242,7 @@ def _checked(ids: Tensor | None, asked: str, whole: bool) -> Tensor:
 
 
 def _reader(ids: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The position of token i of sequence b, as a function of the indices that FlexAttention passes."""
+    """Return a function of indices (b, i), as FlexAttention passes them, to the position of token i of sequence b."""
     if ids.dim() == 2 and ids.shape[0] > 1:
         return lambda b, i: ids[b, i]
     row = ids.reshape(-1)

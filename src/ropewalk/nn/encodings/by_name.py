@@ -1,6 +1,6 @@
-"""encoding: any encoding by its name.
+"""encoding: create an encoding by its name.
 
-A new encoding is a class in a file of its own and, here, its name, its overload and its line of the table.
+To add an encoding, write its class in a separate file, and add its name, its overload and its table entry here.
 """
 
 import inspect
@@ -44,7 +44,8 @@ EncodingName = Literal[
     "xpos",
 ]
 
-# What makes each. Parameters dim and num_heads receive the sizes of the model; the keyword-only ones are its options.
+# The function that creates each encoding. Parameters dim and num_heads receive the sizes of the model. Keyword-only
+# parameters are the options of the encoding.
 ENCODINGS: dict[EncodingName, Callable[..., Encoding]] = {
     "none": Encoding,
     "learned": LearnedEncoding,
@@ -59,10 +60,10 @@ ENCODINGS: dict[EncodingName, Callable[..., Encoding]] = {
     "xpos": xpos_for_model,
 }
 
-# What to do when an option without a default is left out.
+# The fix if an option without a default is missing.
 _NEEDED = {
-    "length": "pass how many positions the table is to have",
-    "width": "pass how many features a position is to have",
+    "length": "pass the number of positions of the table",
+    "width": "pass the number of features of a position",
     "spec": "pass RopeSpec(head_dim, xpos=XPos(length))",
 }
 
@@ -137,24 +138,24 @@ def encoding(
     **options: Unpack[RopeOptions],
 ) -> XPosEncoding: ...
 def encoding(name: EncodingName, *, dim: int, num_heads: int, **options: object) -> Encoding:
-    """The encoding called `name`, for a model of width `dim` with `num_heads` query heads. docs/encodings.md has them.
+    """Create the encoding `name` for a model of width `dim` with `num_heads` query heads. See docs/encodings.md.
 
     Args:
-        name: none; learned (length); sinusoidal (base); recurrent; multiplicative (length); concatenated (width, and
-            length or base); t5 (causal, num_buckets, max_distance); alibi; rope (base and pairing, or spec),
-            rope-across-heads (base, pairing) and xpos (spec).
-        dim: The width of the model.
-        num_heads: The number of query heads.
-        **options: Those of the encoding, in brackets above. The rotary ones also accept head_dim, for heads that are
-            not dim / num_heads wide, at_length (not rope-across-heads), and context_length, learned, backend and
-            check_ids of `RotaryEmbedding`.
+        name: Name of the encoding, here with its options in parentheses: none; learned (length); sinusoidal (base);
+            recurrent; multiplicative (length); concatenated (width, and length or base); t5 (causal, num_buckets,
+            max_distance); alibi; rope (base and pairing, or spec); rope-across-heads (base, pairing); xpos (spec).
+        dim: Width of the model.
+        num_heads: Number of query heads.
+        **options: Options of the encoding. Rotary encodings also accept `head_dim` if it is not dim / num_heads,
+            `at_length` (except rope-across-heads), and `context_length`, `learned`, `backend` and `check_ids` of
+            `RotaryEmbedding`.
 
     Returns:
-        The encoding, of the class that the name stands for.
+        An instance of the subclass of `Encoding` with this name.
 
     Raises:
-        RopewalkError: A name or an option that does not exist, with the names of those that do; an option without a
-            default that is missing; a value that the encoding rejects.
+        RopewalkError: If the name or an option does not exist, if a required option is missing, or if a value is
+            invalid. The message lists the names that exist.
 
     >>> encoding("alibi", dim=512, num_heads=8)
     AlibiBias(8)
@@ -162,7 +163,7 @@ def encoding(name: EncodingName, *, dim: int, num_heads: int, **options: object)
     torch.Size([32])
     """
     require_choice(name, ENCODINGS, asked="encoding(name)")
-    make = ENCODINGS[name]
+    create = ENCODINGS[name]
     sizes = {
         "dim": require_count(dim, asked=f"encoding({name!r}, dim=...)", do="pass the width of the model"),
         "num_heads": require_count(
@@ -170,12 +171,12 @@ def encoding(name: EncodingName, *, dim: int, num_heads: int, **options: object)
         ),
     }
     _check_options(name, options)
-    parameters = inspect.signature(make).parameters
-    return make(**{size: number for size, number in sizes.items() if size in parameters}, **options)
+    parameters = inspect.signature(create).parameters
+    return create(**{size: number for size, number in sizes.items() if size in parameters}, **options)
 
 
 def options_of(name: EncodingName) -> dict[str, bool]:
-    """The options of an encoding, in the order of its signature, and whether each is required.
+    """Return the options of an encoding in the order of its signature, and whether each is required.
 
     >>> options_of("concatenated")
     {'width': True, 'length': False, 'base': False}
@@ -185,7 +186,7 @@ def options_of(name: EncodingName) -> dict[str, bool]:
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
             options[parameter.name] = parameter.default is inspect.Parameter.empty
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            # Either **options: Unpack[RopeOptions], or nn.Module's own, which has no annotation.
+            # Either **options: Unpack[RopeOptions], or **kwargs of nn.Module, which has no annotation.
             for unpacked in get_args(parameter.annotation):
                 options |= dict.fromkeys(unpacked.__annotations__, False)
     return options
@@ -199,13 +200,13 @@ def _check_options(name: EncodingName, options: dict[str, object]) -> None:
                 asked=f"encoding({name!r}, {option}=...)",
                 expected=f"options of {name!r}: {', '.join(known) if known else 'it has none'}",
                 got=f"{option}={shown(value)}",
-                do="leave it out, or check how it is spelt",
+                do="omit it, or check its spelling",
             )
     for option, required in known.items():
         if required and option not in options:
             raise RopewalkError(
                 asked=f"encoding({name!r}, ...)",
-                expected=f"{option}=, without which it cannot be made",
+                expected=f"{option}=, which is required",
                 got=", ".join(options) if options else "no options",
                 do=_NEEDED.get(option, f"pass {option}="),
             )

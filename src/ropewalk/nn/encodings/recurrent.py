@@ -1,4 +1,4 @@
-"""RecurrentEncoding: a network that reads the tokens in order, before a transformer that has no order."""
+"""RecurrentEncoding: a recurrent network over the tokens, before the first layer of the model."""
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +12,22 @@ __all__ = ["RecurrentEncoding"]
 
 
 class RecurrentEncoding(Encoding):
-    """h_m = tanh(A x_m + B h_{m-1} + c), with h before the first token 0 (Elman, Finding structure in time, 1990).
+    """h_m = tanh(A x_m + B h_{m-1} + c), with h = 0 before the first token (Elman, Finding structure in time, 1990).
 
-    Each token is replaced by what the network holds after it. Tokens are read from the lowest position to the highest;
-    only that order matters, so nothing moves when all positions shift, and there is no last position. It takes one step
-    per token, one after the other, and a compiler unrolls them. A, B and c are drawn evenly from +-1/sqrt(dim), as in
-    `torch.nn.RNN`. Worked in float32, or float64 where x or a parameter is, and rounded once.
+    Each token is replaced by the state of the network after it. Tokens are read from the lowest position to the
+    highest. Only this order matters, so the encoding is relative and has no last position. Tokens are processed
+    sequentially, and torch.compile unrolls the loop. A, B and c are initialised uniformly in +-1/sqrt(dim), as in
+    `torch.nn.RNN`. Computed in float32, or in float64 if x or a parameter is float64, and rounded once.
 
-    A `cache` carries h from call to call in its attribute `encoding_state` [batch, dim], so that a prefill and steps
-    give what the whole sequence would; the calls must come in order, and gradients go through it. Padding is read like
-    any token: a state is right for sequences of one length.
+    A `cache` stores h between calls in its attribute `encoding_state` [batch, dim]. A prefill followed by steps then
+    returns the same as one call on the whole sequence. The calls must be in order, and gradients flow through the
+    state. Padding is read like any token, so a state is correct only for sequences of the same length.
+
+    Args:
+        dim: Width of the model.
+
+    Raises:
+        RopewalkError: If `dim` is not an integer of at least 1.
 
     >>> network = RecurrentEncoding(1)
     >>> for parameter, value in zip(network.parameters(), (1.0, 1.0, 0.0)):
@@ -35,14 +41,14 @@ class RecurrentEncoding(Encoding):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.dim: int = require_count(dim, asked="RecurrentEncoding(dim)", do="pass how many features there are")
+        self.dim: int = require_count(dim, asked="RecurrentEncoding(dim)", do="pass the number of features")
         self.input_weight: nn.Parameter = nn.Parameter(torch.empty(self.dim, self.dim))
         self.state_weight: nn.Parameter = nn.Parameter(torch.empty(self.dim, self.dim))
         self.input_bias: nn.Parameter = nn.Parameter(torch.empty(self.dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as initialisation after `to_empty` wants it."""
+        """Initialise the parameters, as required after `to_empty`."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.dim**-0.5), self.dim**-0.5)
 
@@ -55,11 +61,11 @@ class RecurrentEncoding(Encoding):
         self._check_state(before, x)
         if x.shape[-2] == 0:
             return x
-        # Rounding errors would add up from token to token.
+        # At least float32: rounding errors accumulate from token to token.
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.input_weight.dtype), torch.float32)
         order = None if positions is None else _order(positions, x)
-        tokens = x if order is None else _taken(x, order)
-        # What does not depend on the state is one product for all tokens.
+        tokens = x if order is None else _reordered(x, order)
+        # The part that does not depend on the state is one product for all tokens.
         inputs = functional.linear(tokens.to(dtype), self.input_weight.to(dtype), self.input_bias.to(dtype))
         inputs = inputs.flatten(0, -3) if x.dim() > 2 else inputs.unsqueeze(0)
         recurrence = self.state_weight.to(dtype).t()
@@ -71,12 +77,12 @@ class RecurrentEncoding(Encoding):
         for token in inputs.unbind(1):
             state = torch.tanh(torch.addmm(token, state, recurrence))
             states.append(state)
-        read = torch.stack(states, dim=1).view(x.shape)
+        outputs = torch.stack(states, dim=1).view(x.shape)
         if order is not None:
-            read = _taken(read, order.argsort(dim=-1))
+            outputs = _reordered(outputs, order.argsort(dim=-1))
         if cache is not None:
             cache.encoding_state = state.view(*x.shape[:-2], self.dim)
-        return read.to(x.dtype)
+        return outputs.to(x.dtype)
 
     def _check_state(self, state: Tensor | None, x: Tensor) -> None:
         shape = (*x.shape[:-2], self.dim)
@@ -86,7 +92,7 @@ class RecurrentEncoding(Encoding):
             asked="RecurrentEncoding.embed(cache=...)",
             expected=f"an encoding_state {list(shape)} on {x.device}, one row per sequence; None at the first token",
             got=f"{list(state.shape)} on {state.device}" if isinstance(state, Tensor) else shown(state),
-            do="continue the sequences that the cache was filled with, or give a new cache",
+            do="continue the sequences that the cache was filled with, or pass a new cache",
         )
 
     def extra_repr(self) -> str:
@@ -94,12 +100,12 @@ class RecurrentEncoding(Encoding):
 
 
 def _order(positions: Tensor, x: Tensor) -> Tensor:
-    """Which token of x is read first, second, ..: from the lowest position to the highest, equal ones as they stand."""
-    # Not every integer type can be sorted.
+    """Return the indices that sort tokens by position. Equal positions keep their order."""
+    # Some integer dtypes cannot be sorted.
     positions = positions if positions.is_floating_point() else positions.to(torch.int64)
     order = positions.argsort(dim=-1, stable=True)
     return order if order.dim() == 1 else order.view(order.shape[0], *[1] * (x.dim() - 3), order.shape[1])
 
 
-def _taken(x: Tensor, order: Tensor) -> Tensor:
+def _reordered(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(-2, order.unsqueeze(-1).expand(x.shape))

@@ -1,4 +1,4 @@
-"""RotaryEncoding: a RotaryEmbedding behind the `rotate` hook, made for the heads of a model and checked with them."""
+"""RotaryEncoding: a RotaryEmbedding as an encoding, and checks that an encoding matches the heads of a layer."""
 
 from typing import NoReturn, TypedDict, Unpack
 
@@ -26,16 +26,22 @@ __all__ = [
 
 
 class RotaryEncoding(Encoding):
-    """Rotates queries and keys by angles that grow with their positions (RoFormer, 2104.09864, eq. 34), by `rope`.
+    """Rotate queries and keys by angles proportional to their positions (RoFormer, 2104.09864, eq. 34).
 
-    Relative: the angle between a query and a key depends on their distance, up to rounding. A query_temperature in the
-    spec multiplies queries by a function of their position, and makes it absolute. Defined past any length unless the
-    module has a context_length. For linear attention too, since each token is rotated by itself. A spec with a
-    softmax_scale, as DeepSeek's YaRN has it, multiplies the usual 1/sqrt(head_dim): `scale` has the product.
+    Relative: scores depend on the distance between query and key, up to rounding. A query_temperature in the spec makes
+    the encoding absolute, because it multiplies queries by a function of their position. There is no limit on positions
+    unless the module has a context_length. Linear attention supports it, because each token is rotated separately. The
+    softmax_scale of a spec, as in DeepSeek's YaRN, multiplies the usual 1/sqrt(head_dim): `scale` is the product.
 
-    Rules that depend on the length (DynamicNTK, LongRope) are given it once, as `at_length`: keys in a cache stay as
-    they were rotated, so the length must not move under them. With a spec of A axes positions are [A, seq] or
-    [A, batch, seq].
+    Rules that depend on the length (DynamicNTK, LongRope) use the fixed length `at_length`, because rotated keys in a
+    cache do not change. For a spec with A axes positions are [A, seq] or [A, batch, seq].
+
+    Args:
+        rope: The rotation, with seq_dim=-2.
+        at_length: Length for rules that depend on it: required for them, and not allowed for others.
+
+    Raises:
+        RopewalkError: If `rope` is not a RotaryEmbedding with seq_dim=-2, or if `at_length` does not match its rule.
 
     >>> import torch
     >>> rope = RotaryEncoding(RotaryEmbedding(2))
@@ -55,26 +61,24 @@ class RotaryEncoding(Encoding):
                 asked=f"{asked}(rope)",
                 expected="a RotaryEmbedding with seq_dim=-2, for [batch, heads, seq, head_dim]",
                 got=shown(rope),
-                do="make one: RotaryEmbedding(head_dim, pairing=...)",
+                do="create one: RotaryEmbedding(head_dim, pairing=...)",
             )
         if rope.spec.varies != (at_length is not None):
             rule = type(rope.spec.frequencies).__name__
             raise RopewalkError(
                 asked=f"{asked}(rope, at_length=...) with {rule}",
-                expected="the length that its frequencies are for" if rope.spec.varies else "no length: it needs none",
+                expected="the length that determines its frequencies" if rope.spec.varies else "no at_length",
                 got=f"at_length={at_length!r}",
-                do="pass the longest length that is to come" if rope.spec.varies else "leave at_length out",
+                do="pass the longest length that will be used" if rope.spec.varies else "omit at_length",
             )
         if at_length is not None:
-            at_length = require_count(
-                at_length, asked=f"{asked}(at_length=...)", do="pass how many positions there are"
-            )
+            at_length = require_count(at_length, asked=f"{asked}(at_length=...)", do="pass the number of positions")
         self.rope: RotaryEmbedding = rope
         self.at_length: int | None = at_length
 
     @property
     def relative(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether attention stays as it is when all positions shift: not with a query temperature."""
+        """Whether attention is unchanged when all positions shift by a constant: False with a query temperature."""
         return self.rope.spec.query_temperature is None
 
     @property
@@ -98,11 +102,17 @@ class RotaryEncoding(Encoding):
 
 
 class AcrossHeadsEncoding(RotaryEncoding):
-    """One rotation over the width of the model, made before the heads are split: each head has its own frequencies.
+    """One rotation over the whole width of the model, before the heads are split: each head has different frequencies.
 
-    theta_i = base^(-2i/d) over d = num_heads * head_dim, of which head 0 has the fastest; the usual rotation gives
-    every head the same. Keys must have as many heads as queries: grouped ones have no frequencies that fit all their
-    queries, and are refused.
+    theta_i = base^(-2i/d) with d = num_heads * head_dim. Head 0 has the highest frequencies. In the usual rotation all
+    heads have the same. Keys must have as many heads as queries: a key head that several query heads share would need
+    several frequencies, and raises an error.
+
+    Args:
+        rope: A rotation whose spec has `AcrossHeads` frequencies.
+
+    Raises:
+        RopewalkError: If the spec has other frequencies.
 
     >>> from ropewalk.spec import RopeSpec
     >>> encoding = AcrossHeadsEncoding(RotaryEmbedding(RopeSpec(2, AcrossHeads(10_000, num_heads=2))))
@@ -124,10 +134,17 @@ class AcrossHeadsEncoding(RotaryEncoding):
 
 
 class XPosEncoding(RotaryEncoding):
-    """RoPE whose queries grow and keys shrink with position, so that scores fall with distance (2212.10554, eq. 17).
+    """RoPE with queries that grow and keys that shrink with position, so that scores decay (2212.10554, eq. 17).
 
-    The factors of a query and a key multiply to zeta_i^((m - n) / scale_base): relative, as the rotation is. Defined
-    for the length of `XPos`. Whatever else the spec says holds too.
+    The product of the factors of query m and key n is zeta_i^((m - n) / scale_base), so the encoding is relative.
+    Positions are limited to the length of `XPos`. All other fields of the spec apply too.
+
+    Args:
+        rope: A rotation whose spec has `xpos`.
+        at_length: As in `RotaryEncoding`.
+
+    Raises:
+        RopewalkError: If the spec has no `xpos`, or if `at_length` does not match its rule.
 
     >>> from ropewalk.spec import RopeSpec, XPos
     >>> XPosEncoding(RotaryEmbedding(RopeSpec(64, xpos=XPos(1024)))).length
@@ -172,13 +189,29 @@ def rope_for_model(
     at_length: int | None = None,
     **options: Unpack[RopeOptions],
 ) -> RotaryEncoding:
-    """`encoding("rope")`: a RotaryEncoding for a model of width `dim`, from a spec, or from a base and a pairing.
+    """Create `encoding("rope")` for a model of width `dim`, from a spec, or from a base and a pairing.
+
+    Args:
+        dim: Width of the model.
+        num_heads: Number of query heads.
+        spec: The rotation; None for a plain one.
+        head_dim: Width of a head; None for dim / num_heads.
+        base: Base of the frequencies, without a spec.
+        pairing: Pairing of the features, without a spec.
+        at_length: As in `RotaryEncoding`.
+        **options: Options of `RotaryEmbedding`.
+
+    Returns:
+        The encoding.
+
+    Raises:
+        RopewalkError: If the sizes or the options are invalid.
 
     >>> rope_for_model(8, 2, pairing="half").rope.spec.head_dim
     4
     """
     width = _head_dim("rope", dim, num_heads, head_dim)
-    # A spec with a base beside it is rejected by the module.
+    # RotaryEmbedding rejects a base or a pairing together with a spec.
     head = width if spec is None else _fitting("rope", spec, width)
     return RotaryEncoding(RotaryEmbedding(head, base=base, pairing=pairing, **options), at_length=at_length)
 
@@ -192,7 +225,7 @@ def across_heads_for_model(
     pairing: Pairing = "interleaved",
     **options: Unpack[RopeOptions],
 ) -> AcrossHeadsEncoding:
-    """`encoding("rope-across-heads")`: an AcrossHeadsEncoding for a model of width `dim`.
+    """Create `encoding("rope-across-heads")` for a model of width `dim`. Arguments are those of `rope_for_model`.
 
     >>> across_heads_for_model(4, 2).rope.inv_freq.tolist()
     [[1.0], [0.01]]
@@ -211,7 +244,7 @@ def xpos_for_model(
     at_length: int | None = None,
     **options: Unpack[RopeOptions],
 ) -> XPosEncoding:
-    """`encoding("xpos")`: an XPosEncoding for a model of width `dim`.
+    """Create `encoding("xpos")` for a model of width `dim`. Arguments are those of `rope_for_model`.
 
     >>> from ropewalk.spec import XPos
     >>> xpos_for_model(8, 2, spec=RopeSpec(4, xpos=XPos(64))).length
@@ -227,7 +260,7 @@ def _head_dim(name: str, dim: int, num_heads: int, head_dim: int | None) -> int:
     if dim % num_heads:
         raise RopewalkError(
             asked=f"encoding({name!r}, dim={dim}, num_heads={num_heads})",
-            expected="a dim that divides into the heads, or head_dim=",
+            expected="a dim that is a multiple of num_heads, or head_dim=",
             got=f"{dim} / {num_heads}",
             do="pass the width of one head as head_dim=",
         )
@@ -240,13 +273,13 @@ def _fitting(name: str, spec: RopeSpec, head_dim: int) -> RopeSpec:
     raise RopewalkError(
         asked=f"encoding({name!r}, spec=...)",
         expected=f"a RopeSpec for heads of {head_dim} features",
-        got=f"one for {spec.head_dim}" if isinstance(spec, RopeSpec) else shown(spec),
-        do="make it with that head_dim, or say head_dim= where heads are not dim / num_heads wide",
+        got=f"a RopeSpec for {spec.head_dim}" if isinstance(spec, RopeSpec) else shown(spec),
+        do="create the spec with that head_dim, or pass head_dim= if it is not dim / num_heads",
     )
 
 
 def as_encoding(encoding: Encoding | RotaryEmbedding | None) -> Encoding | None:
-    """The encoding of a layer: a RotaryEmbedding is wrapped in a RotaryEncoding.
+    """Return the encoding of a layer. A RotaryEmbedding is wrapped in a RotaryEncoding.
 
     >>> as_encoding(RotaryEmbedding(4)).name
     'rope'
@@ -255,7 +288,7 @@ def as_encoding(encoding: Encoding | RotaryEmbedding | None) -> Encoding | None:
 
 
 def rope_in(encoding: object) -> RotaryEmbedding | None:
-    """The RotaryEmbedding that an encoding is, or has as `rope`; None if it has none.
+    """Return `encoding` if it is a RotaryEmbedding, else its attribute `rope`; None if it has none.
 
     >>> rope_in(Encoding()) is None
     True
@@ -267,7 +300,17 @@ def rope_in(encoding: object) -> RotaryEmbedding | None:
 def check_encoding(
     encoding: Encoding | RotaryEmbedding, head_dim: int, num_heads: int, num_kv_heads: int, *, layer: str
 ) -> None:
-    """Raise unless `encoding` is one, and was made for the heads of this layer.
+    """Raise unless `encoding` is an encoding that matches the heads of a layer.
+
+    Args:
+        encoding: The encoding to check.
+        head_dim: Width of a head.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key heads.
+        layer: Name of the layer, for the error.
+
+    Raises:
+        RopewalkError: If it is not an encoding, or if its sizes do not match.
 
     >>> check_encoding(RotaryEmbedding(4), 4, 2, 2, layer="a doctest")
     """
@@ -277,29 +320,40 @@ def check_encoding(
             asked=f"{layer}(encoding=...)",
             expected="an Encoding, a RotaryEmbedding, or None for no position",
             got=shown(encoding),
-            do='make one: ropewalk.encoding("rope", dim=dim, num_heads=num_heads)',
+            do='create one: ropewalk.encoding("rope", dim=dim, num_heads=num_heads)',
         )
     if rope is not None and (rope.spec.head_dim != head_dim or rope.seq_dim != -2):
         raise RopewalkError(
             asked=f"{layer}(encoding=...) with head_dim={head_dim}",
             expected=f"a rope with head_dim={head_dim} and seq_dim=-2",
             got=f"{rope}",
-            do="make it for the heads of this layer",
+            do="create it for the heads of this layer",
         )
-    of_rope = None if rope is None else rope.heads
-    per_head = of_rope is not None
-    made_for = of_rope if per_head else getattr(encoding, "num_heads", num_heads)
-    if made_for != num_heads or (per_head and num_kv_heads != num_heads):
+    rope_heads = None if rope is None else rope.heads
+    per_head = rope_heads is not None
+    encoding_heads = rope_heads if per_head else getattr(encoding, "num_heads", num_heads)
+    if encoding_heads != num_heads or (per_head and num_kv_heads != num_heads):
         raise RopewalkError(
             asked=f"{layer}(num_heads={num_heads}, num_kv_heads={num_kv_heads}, encoding=...)",
-            expected=f"an encoding for {num_heads} heads" + (", and as many key heads" if per_head else ""),
-            got=f"{type(encoding).__name__} for {made_for} heads" + (", each with its own" if per_head else ""),
-            do=f"make it with num_heads={num_heads}" + (", and leave num_kv_heads out" if per_head else ""),
+            expected=f"an encoding for {num_heads} heads" + (", and the same number of key heads" if per_head else ""),
+            got=f"{type(encoding).__name__} for {encoding_heads} heads"
+            + (", with different frequencies per head" if per_head else ""),
+            do=f"create it with num_heads={num_heads}" + (", and omit num_kv_heads" if per_head else ""),
         )
 
 
 def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> RotaryEmbedding | None:
-    """The rotation of an encoding, or None if it has none; an encoding with a bias is rejected, with the reason.
+    """Return the rotation of an encoding for linear attention; None if it has none.
+
+    Args:
+        encoding: An encoding, a rotation, or None.
+        asked: The first line of the error.
+
+    Returns:
+        The RotaryEmbedding, or None.
+
+    Raises:
+        RopewalkError: If linear attention does not support the encoding, for example if it adds a bias.
 
     >>> rope_for_linear(None, "a doctest") is None
     True
@@ -309,27 +363,27 @@ def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> 
     elif isinstance(encoding, Encoding):
         kind, rope = type(encoding), getattr(encoding, "rope", None)
         if not encoding.linear or (kind.bias is not Encoding.bias):
-            _refuse_bias(encoding, asked)
+            _raise_bias(encoding, asked)
         if rope is None and kind.rotate is not Encoding.rotate:
             raise RopewalkError(
                 asked=asked,
                 expected="an encoding that rotates features by a RotaryEmbedding, its `rope`",
-                got=f"{kind.__name__}, with a rotate of its own",
-                do="give it a `rope`, or rotate the features in a feature map",
+                got=f"{kind.__name__}, which overrides rotate and has no `rope`",
+                do="add an attribute `rope` to it, or rotate the features in a feature map",
             )
     else:
         raise RopewalkError(
             asked=asked,
             expected="a RotaryEmbedding, an Encoding, or None",
             got=shown(encoding),
-            do='make one: RotaryEmbedding(head_dim), or encoding("rope", dim=..., num_heads=...)',
+            do='create one: RotaryEmbedding(head_dim), or encoding("rope", dim=..., num_heads=...)',
         )
     if rope is not None and rope.seq_dim != -2:
         raise RopewalkError(
             asked=asked,
             expected="a RotaryEmbedding with seq_dim=-2, for [batch, heads, seq, dim]",
             got=f"seq_dim={rope.seq_dim}",
-            do="make it with seq_dim=-2; features are rotated in that layout",
+            do="create it with seq_dim=-2; features are rotated in that layout",
         )
     if rope is not None:
         _check_factors(rope, asked)
@@ -337,25 +391,26 @@ def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> 
 
 
 def _check_factors(rope: RotaryEmbedding, asked: str) -> None:
-    """Raise if cos and sin have a factor: in softmax it scales the scores, here it would multiply the output."""
+    """Raise if cos and sin have a factor: it scales the scores of softmax, but would scale the output here."""
     if rope.keeps_norms:
         return
     raise RopewalkError(
         asked=asked,
-        expected="a rotation alone: an amplitude of 1 and no query_temperature",
+        expected="a rotation without a factor: an amplitude of 1 and no query_temperature",
         got=f"{rope.spec}",
-        do="a factor above the line alone would scale the outputs: make the spec without it, with attention_factor=1.0 "
-        "for Yarn and LongRope",
+        do="a factor in the numerator only would scale the outputs: create the spec without it, with "
+        "attention_factor=1.0 for Yarn and LongRope",
     )
 
 
-def _refuse_bias(encoding: Encoding, asked: str) -> NoReturn:
+def _raise_bias(encoding: Encoding, asked: str) -> NoReturn:
     raise RopewalkError(
         asked=f"{asked} with {encoding.name}",
         expected="an encoding that acts on each token alone: none, an embedding, or a rotation",
-        got=f"{encoding.name}, which adds a number to the score of each query and key. Its exponential P[i, j] stands "
-        "inside the sum over keys, sum_j (phi(q_i) . phi(k_j)) P[i, j] v_j, and differs from query to query: no sum "
-        "over keys can be taken once for all of them, which is what makes linear attention linear",
-        do="use rope, xpos or an embedding, or softmax Attention. (Where P is a product of a part for i and one for j "
-        "it can be taken: causal ALiBi, exp(-m (i - j)), would be a decay of the sums; no kernel here has one)",
+        got=f"{encoding.name}, which adds a bias to the score of each query and key. Its exponential P[i, j] is inside "
+        "the sum over keys, sum_j (phi(q_i) . phi(k_j)) P[i, j] v_j, and differs from query to query. Linear attention "
+        "needs sums over keys that all queries share",
+        do="use rope, xpos or an embedding, or softmax Attention. (If P[i, j] is a product of a function of i and a "
+        "function of j, the sums can be shared: causal ALiBi, exp(-m (i - j)), would be a decay of the sums. No kernel "
+        "here implements it)",
     )

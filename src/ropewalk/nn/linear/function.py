@@ -27,7 +27,7 @@ __all__ = ["LinearOptions", "linear_attention"]
 
 
 class LinearOptions(TypedDict, total=False):
-    """The options of `linear_attention` but for return_state, for type checkers.
+    """Keyword arguments of `linear_attention` except return_state, for type checkers.
 
     >>> "feature_map" in LinearOptions.__annotations__
     True
@@ -74,28 +74,41 @@ def linear_attention(
     length: int | Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]:
-    """sum_n [(R_m phi(q_m)) . (R_n phi(k_n))] v_n / sum_n phi(q_m) . phi(k_n), in time that grows as seq does.
+    """Linear attention with RoPE, in time proportional to the number of tokens.
 
-    RoFormer, 2104.09864, eq. 19: what is above the line is rotated, what is below is not, so that the denominator of
-    positive features stays positive. The weights of values may be negative and need not sum to 1. Without `rope` it is
-    the linear attention of Katharopoulos et al., 2006.16236. Where no key that is seen has a feature, which can be with
-    relu, the output is 0 and so is its gradient.
+    out_m = sum_n [(R_m phi(q_m)) . (R_n phi(k_n))] v_n / sum_n phi(q_m) . phi(k_n) (RoFormer, 2104.09864, eq. 19).
+    The numerator is rotated and the denominator is not, so the denominator of positive features stays positive. The
+    weights of the values can be negative, and need not sum to 1. Without `rope` this is the linear attention of
+    Katharopoulos et al., 2006.16236. If the visible keys of a query have no features, which is possible with relu, the
+    output and its gradient are 0. Computed in float32 (float64 for float64) and rounded once.
 
-    q is [batch, heads, seq, dim], k [batch, kv_heads, keys, dim], v [batch, kv_heads, keys, v_dim]; heads is a multiple
-    of kv_heads. Causal queries are the last of the sequence. Worked in float32 (float64 for float64), rounded once.
+    Args:
+        q: Queries [batch, heads, seq, dim]. Causal queries are the last tokens of the sequence.
+        k: Keys [batch, kv_heads, keys, dim]. heads is a multiple of kv_heads.
+        v: Values [batch, kv_heads, keys, v_dim].
+        rope: Rotates the features; its head_dim is the number of features. None for no rotation.
+        positions: Positions of q [seq] or [batch, seq], and also of k unless `k_positions` is passed. Defaults to
+            0 .. keys-1, or continues from the state.
+        k_positions: Positions of k [keys] or [batch, keys].
+        cu_seqlens: Cumulated lengths [sequences + 1] of sequences packed in a batch of 1.
+        key_mask: bool [batch, keys]. False hides a key from all queries.
+        feature_map: "elu" (elu(x) + 1), "relu", "squared_relu", "identity", "exp", a function such as `FavorFeatures`
+            that can change the number of features, or a tuple for queries and keys. "exp" subtracts the largest feature
+            of a query, which cancels; exp(k) must be finite, which requires keys below 88.
+        causal: Hide the keys after a query.
+        state: State after the previous tokens, from an earlier call; None at the first token.
+        return_state: Also return the state after these tokens. Packed sequences have one row of the state each.
+        length: As in `RotaryEmbedding.forward`, for rules that depend on the length.
+        backend: Force a backend; None chooses one.
 
-    `feature_map` is "elu" (elu(x) + 1), "relu", "squared_relu", "identity", "exp", a function such as `FavorFeatures`
-    that may change the width, or a pair, for queries and for keys. `rope` rotates features, and has their width. Of
-    "exp" the largest feature of a query is taken off, which cancels; exp(k) must be finite: keys below 88.
+    Returns:
+        Tensor [batch, heads, seq, v_dim], or a tuple of it and a `LinearState`.
 
-    `positions` are those of queries, and of keys unless `k_positions` says otherwise; 0 .. keys-1 unless given, or from
-    where the state stands. `cu_seqlens` are the ends of sequences laid end to end in a batch of 1. `key_mask`
-    [batch, keys] is False for keys that nobody may see. `length` is for rules that vary with it, as in rope(q, k).
+    Raises:
+        RopewalkError: If a shape, dtype or device does not match, if the state does not match the call, or if the
+            encoding is not supported.
 
-    `return_state` also gives a `LinearState`; with it as `state` the next tokens go on where these stopped, one or many
-    at a time. Packed sequences have one row of it each.
-
-    >>> q = k = torch.zeros(1, 1, 3, 2)  # equal features: the mean of the values that a query may see
+    >>> q = k = torch.zeros(1, 1, 3, 2)  # equal features: the mean of the visible values
     >>> v = torch.tensor([[[[1.0], [3.0], [5.0]]]])
     >>> linear_attention(q, k, v).flatten().tolist()
     [1.0, 2.0, 3.0]
@@ -111,21 +124,21 @@ def linear_attention(
             asked=f"linear_attention(rope=...) with {rope.name}",
             expected="an encoding that rotates q and k, or None",
             got=f"{rope.name}, which changes tokens before they are projected",
-            do="call its embed(x, positions) at the bottom of the model, and leave rope out",
+            do="call its embed(x, positions) before the first layer of the model, and omit rope",
         )
     length = getattr(rope, "at_length", None) if length is None else length
     if length is not None and rotation is None:
         raise RopewalkError(
             asked="linear_attention(length=...)",
-            expected="a length only where something rotates by it",
+            expected="a length only together with a rope",
             got="a length and no rope",
-            do="leave length out; it is for rules such as DynamicNTK",
+            do="omit length, which is for rules such as DynamicNTK",
         )
     backend = require_backend(backend)
     maps = resolve_maps(feature_map, "linear_attention")
     if cu_seqlens is not None:
         _check_packed(cu_seqlens, q, k)
-        # Not every dtype that can count can be compared or subtracted.
+        # Some of the accepted dtypes do not support comparison or subtraction.
         cu_seqlens = cu_seqlens.to(torch.int64)
     if key_mask is not None:
         _check_mask(key_mask, k)
@@ -133,7 +146,7 @@ def linear_attention(
     learned = rotation is not None and rotation.log_scale is not None
     map_names = map_name(maps[0]), map_name(maps[1])
     if isinstance(maps[0], str) != isinstance(maps[1], str):
-        # One function makes features here; those of the other side are made beside them.
+        # If one map is a function, the features of the other side are computed here too.
         maps = _as_function(maps[0], "q"), _as_function(maps[1], "k")
     padding = None
     if cu_seqlens is not None and callable(maps[0]):
@@ -144,9 +157,9 @@ def linear_attention(
     if queries.shape[-1] != keys.shape[-1]:
         raise RopewalkError(
             asked="linear_attention(feature_map=...)",
-            expected="as many features of keys as of queries",
+            expected="the same number of features for queries and keys",
             got=f"{queries.shape[-1]} and {keys.shape[-1]}",
-            do="the two maps of a pair must have one width",
+            do="use two maps with the same number of features",
         )
     rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     before = checked_state(
@@ -159,20 +172,20 @@ def linear_attention(
         asked="linear_attention",
     )
     if hidden is not None:
-        # What each map makes 0 of, so that a hidden key adds nothing above or below the line.
+        # The input that each map sends to 0: a hidden key adds nothing to numerator and denominator.
         keys, v = keys.masked_fill(hidden, NamedMap[k_name].zero), v.masked_fill(hidden, 0.0)
     start = 0 if state is None else state.start(rows)
-    places = _places(rotation, queries, keys, positions, k_positions, cu_seqlens, start, length)
-    sides, layout = _sides(rotation, queries, keys, (q_name, k_name), places)
+    placement = _placement(rotation, queries, keys, positions, k_positions, cu_seqlens, start, length)
+    sides, layout = _sides(rotation, queries, keys, (q_name, k_name), placement)
     if rotation is not None and rotation.spec.varies and length is None and k.shape[2]:
         length = k.shape[2]
     check_length(state, spec, length, "linear_attention")
     earlier = k.shape[2] - q.shape[2] if causal else 0
     if earlier:
-        # Keys before the first query: their sums, and then the rest as one sequence.
-        none = sides[0]._replace(x=queries[:, :, :0])
+        # Keys before the first query are summed first. The other keys and the queries are then one sequence.
+        no_queries = sides[0]._replace(x=queries[:, :, :0])
         head = sides[1]._replace(x=keys[:, :, :earlier])
-        _, before = run(none, head, v[:, :, :earlier], before, layout, causal=False)
+        _, before = run(no_queries, head, v[:, :, :earlier], before, layout, causal=False)
         tail = sides[1]._replace(x=keys[:, :, earlier:])
         if tail.tables is not None:
             tail = tail._replace(tables=tail.tables._replace(row=tail.tables.row + earlier))
@@ -181,11 +194,11 @@ def linear_attention(
     if not return_state:
         return out
     key_ids = positions if k_positions is None else k_positions
-    # Over several axes a token has more than one position: tokens are counted.
+    # With several axes a token has several positions. The state then counts tokens.
     key_ids = key_ids if spec is None or spec.axes is None else None
     following = _next(start, key_ids, cu_seqlens, key_mask, k)
     if k.shape[2] == 0:
-        # No key was rotated: the length is that of the keys before, if there are any.
+        # No key was rotated: the length is that of the earlier keys, if there are any.
         length = None if state is None else state.length
     return out, LinearState(*after, following, spec, map_names, learned, length)
 
@@ -201,29 +214,34 @@ def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:
     return mapped
 
 
-def _mapped(x: Tensor, feature_map: FeatureMap, name: str, *unread: Tensor | None) -> tuple[Tensor, FeatureMapName]:
-    """The tensor for the kernel, and the map it is to apply: a function is applied here.
+def _mapped(x: Tensor, feature_map: FeatureMap, name: str, *ignored: Tensor | None) -> tuple[Tensor, FeatureMapName]:
+    """Return the tensor for the kernel, and the map that the kernel applies. A function is applied here.
 
-    `unread` are masks of tokens that nothing reads, which a kernel leaves out by itself.
+    `ignored` are masks of tokens that do not reach the output. Kernels skip these tokens themselves.
     """
     if not callable(feature_map):
         return x, feature_map
-    for mask in unread:
-        # A function of what such tokens hold may be infinite, and 0 times its derivative no number.
+    for mask in ignored:
+        # A function of such tokens can be infinite, and 0 times its derivative is then NaN.
         x = x if mask is None else x.masked_fill(mask, 0.0)
-    made = feature_map(x)
-    if not isinstance(made, Tensor) or made.shape[:3] != x.shape[:3] or made.dim() != 4 or not made.is_floating_point():
+    features = feature_map(x)
+    if (
+        not isinstance(features, Tensor)
+        or features.shape[:3] != x.shape[:3]
+        or features.dim() != 4
+        or not features.is_floating_point()
+    ):
         raise RopewalkError(
             asked="linear_attention(feature_map=...)",
             expected=f"features of {name}, floating-point [{', '.join(map(str, x.shape[:3]))}, any width]",
-            got=f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else shown(made),
-            do="a feature map works on the last dimension alone",
+            got=f"{features.dtype} {list(features.shape)}" if isinstance(features, Tensor) else shown(features),
+            do="a feature map must change the last dimension only",
         )
-    # What is worked in, whatever the function gives: features of both sides and their cos and sin have one dtype.
-    return made.to(working_dtype(x)), "identity"
+    # The working dtype, whatever the function returns: features of q and k and their cos and sin have one dtype.
+    return features.to(working_dtype(x)), "identity"
 
 
-def _places(
+def _placement(
     rope: RotaryEmbedding | None,
     q: Tensor,
     k: Tensor,
@@ -233,32 +251,32 @@ def _places(
     start: int | Tensor,
     length: int | Tensor | None,
 ) -> Placement:
-    """Where the tokens are, as rope(q, k, ...) is told."""
+    """Return the positions of q and k as arguments of rope(q, k, ...)."""
     explicit = positions is not None or k_positions is not None
     queries, keys = q.shape[2], k.shape[2]
     if rope is None:
         if explicit:
             raise RopewalkError(
                 asked="linear_attention(positions=...)",
-                expected="positions only where something rotates by them",
+                expected="positions only together with a rope",
                 got="positions and no rope",
-                do="pass rope=RotaryEmbedding(width of the features), or leave positions out",
+                do="pass rope=RotaryEmbedding(number of features), or omit positions",
             )
         return Placement()
     if explicit:
         if positions is None and k_positions is not None and k_positions.shape[-1:] == (keys,) and queries <= keys:
-            # Queries are the last of the keys, wherever those are.
+            # Queries are the last tokens of the keys.
             positions = k_positions[..., keys - queries :]
         return Placement(positions, k_positions, length=length)
     if cu_seqlens is not None:
         return Placement(packed_positions(cu_seqlens, keys, start), length=length)
     if queries == keys and not (isinstance(start, Tensor) and start.is_floating_point()):
-        # No offset from 0 on: a rule that varies with the length knows a whole sequence by that.
+        # None for 0: a rule that depends on the length then uses the number of tokens as the length.
         return Placement(offset=None if isinstance(start, int) and start == 0 else start, length=length)
     if queries > keys:
         raise RopewalkError(
             asked="linear_attention(q, k, v, rope=...)",
-            expected="positions where there are more queries than keys",
+            expected="positions, because there are more queries than keys",
             got=f"{queries} queries, {keys} keys and no positions",
             do="pass positions= for the queries and k_positions= for the keys",
         )
@@ -272,19 +290,19 @@ def _sides(
     q: Tensor,
     k: Tensor,
     names: tuple[FeatureMapName, FeatureMapName],
-    places: Placement,
+    placement: Placement,
 ) -> tuple[tuple[Side, Side], Layout]:
-    """Queries and keys with their cos and sin, and the layout of their features."""
+    """Return queries and keys with their cos and sin, and the layout of their features."""
     if rope is None:
         return (Side(q, names[0]), Side(k, names[1])), Layout(False, 0, -2)
     if rope.spec.head_dim != q.shape[-1]:
         raise RopewalkError(
             asked="linear_attention(..., rope=...)",
-            expected=f"a rope of {q.shape[-1]}, the width of the features",
+            expected=f"a rope with head_dim={q.shape[-1]}, the number of features",
             got=f"head_dim={rope.spec.head_dim}",
-            do="the rotation comes after the feature map: make it with the width of the features",
+            do="the rotation is applied after the feature map: create the rope with the number of features",
         )
-    parts = rope.parts(q, k, places)
+    parts = rope.parts(q, k, placement)
     q_side, k_side = Side(q, names[0], None, parts[0].tables), Side(k, names[1], None, parts[-1].tables)
     return (q_side, k_side), rope.layout
 
@@ -292,13 +310,13 @@ def _sides(
 def _next(
     start: int | Tensor, key_ids: Tensor | None, cu_seqlens: Tensor | None, key_mask: Tensor | None, k: Tensor
 ) -> int | Tensor:
-    """The position of the token after these: after the last key that may be seen, or `start` if there is none.
+    """Return the position after the last visible key, or `start` if there is none.
 
-    `key_ids` are the positions of the keys, if the caller passed them.
+    `key_ids` are the positions of the keys if the caller passed them.
     """
     keys = k.shape[2]
     if key_ids is not None and not key_ids.is_floating_point():
-        key_ids = key_ids.to(torch.int64)  # one more than the last must not wrap
+        key_ids = key_ids.to(torch.int64)  # the last position + 1 must not overflow
     if keys == 0 or (key_ids is None and key_mask is None):
         return start + keys if cu_seqlens is None else cu_seqlens.diff() + start
     tokens = arange(keys, device=k.device)
@@ -309,7 +327,7 @@ def _next(
         ids = ids.expand(len(k), keys)
     else:
         seen = tokens if key_mask is None else torch.where(key_mask[0], tokens, -1)
-        # The last that is seen before each token, and before none of them: an empty sequence may be the first.
+        # Entry i is the last visible token before token i. Entry 0 is -1, because the first sequence can be empty.
         before = torch.cat([new_full(seen, (1,), -1), seen]).cummax(0).values
         begins, last = cu_seqlens[:-1], before[cu_seqlens[1:]]
         ids = packed_positions(cu_seqlens, keys, start) if key_ids is None else key_ids
@@ -319,7 +337,7 @@ def _next(
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    """Raise unless q, k and v belong together."""
+    """Raise unless q, k and v match each other."""
     asked = "linear_attention"
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_strided(x, asked=f"{asked}({name})")
@@ -344,22 +362,22 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
             asked=f"{asked}(q, k, v)",
             expected="one dtype, on one device",
             got=", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)),
-            do="cast or move them; sums are float32 whatever the dtype is",
+            do="cast or move them; sums are float32 for every dtype except float64",
         )
 
 
 def _name_mismatch(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: str) -> None:
-    """Raise with the dimension that does not fit, if the number of dimensions does."""
-    heads = "[batch, heads, seq, dim] is the layout: transpose(1, 2) makes it of [batch, seq, heads, dim]"
+    """Raise an error that names the first dimension that does not match."""
+    heads = "the layout is [batch, heads, seq, dim]; for [batch, seq, heads, dim] call transpose(1, 2)"
     mismatches = [
-        (len({len(q), len(k), len(v)}) > 1, "one batch", [len(q), len(k), len(v)], "give all three the same batch"),
-        (q.shape[3] != k.shape[3], "as many features of k as of q", [q.shape[3], k.shape[3]], "project both alike"),
-        (k.shape[2] != v.shape[2], "a value for each key", [k.shape[2], v.shape[2]], "k and v have one length"),
-        (k.shape[1] != v.shape[1], "as many heads of v as of k", [k.shape[1], v.shape[1]], heads),
-        (k.shape[1] == 0 or q.shape[1] % max(k.shape[1], 1) > 0, "a multiple of kv_heads, the heads of k, as "
-         "heads of q", [q.shape[1], k.shape[1]], heads),
-        (causal and q.shape[2] > k.shape[2], "no more queries than keys, where it is causal", [q.shape[2], k.shape[2]],
-         "causal queries are the last of the keys; for attention to other keys pass causal=False"),
+        (len({len(q), len(k), len(v)}) > 1, "one batch", [len(q), len(k), len(v)], "pass all with the same batch"),
+        (q.shape[3] != k.shape[3], "the same width of q and k", [q.shape[3], k.shape[3]], "project to the same width"),
+        (k.shape[2] != v.shape[2], "one value per key", [k.shape[2], v.shape[2]], "pass k and v of one length"),
+        (k.shape[1] != v.shape[1], "the same number of heads of k and v", [k.shape[1], v.shape[1]], heads),
+        (k.shape[1] == 0 or q.shape[1] % max(k.shape[1], 1) > 0, "a number of heads of q that is a "
+         "multiple of kv_heads, the heads of k", [q.shape[1], k.shape[1]], heads),
+        (causal and q.shape[2] > k.shape[2], "no more queries than keys if causal", [q.shape[2], k.shape[2]],
+         "causal queries are the last tokens of the keys; for attention to other keys pass causal=False"),
     ]  # fmt: skip
     for wrong, expected, sizes, do in mismatches:
         if wrong:
@@ -370,28 +388,28 @@ def _name_mismatch(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: str) ->
 
 
 def _check_mask(key_mask: Tensor, k: Tensor) -> None:
-    """Raise unless `key_mask` is a bool per key."""
+    """Raise unless `key_mask` has one bool per key."""
     shape = (k.shape[0], k.shape[2])
     fits = isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and tuple(key_mask.shape) == shape
     if not fits or key_mask.device != k.device:
         raise RopewalkError(
             asked="linear_attention(key_mask=...)",
-            expected=f"a bool tensor {list(shape)} on {k.device}, True where a key may be seen",
+            expected=f"a bool tensor {list(shape)} on {k.device}: True for a visible key",
             got=described(key_mask),
-            do="True is for tokens and False for padding",
+            do="use True for tokens and False for padding",
         )
 
 
 def _check_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
-    """Raise unless `cu_seqlens` are ends of the sequences in q and k."""
+    """Raise unless `cu_seqlens` are cumulated lengths of the sequences in q and k."""
     asked = "linear_attention(cu_seqlens=...)"
     check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
     if q.shape[0] != 1 or q.shape[2] != k.shape[2] or len(cu_seqlens) < 2 or cu_seqlens.device != q.device:
         raise RopewalkError(
             asked=asked,
-            expected=f"a batch of 1 with as many queries as keys, and at least two ends, on {q.device}",
-            got=f"q {list(q.shape)}, k {list(k.shape)}, {len(cu_seqlens)} ends on {cu_seqlens.device}",
-            do="lay the sequences end to end along seq",
+            expected=f"a batch of 1 with as many queries as keys, and at least two cumulated lengths, on {q.device}",
+            got=f"q {list(q.shape)}, k {list(k.shape)}, {len(cu_seqlens)} cumulated lengths on {cu_seqlens.device}",
+            do="concatenate the sequences along seq",
         )
     if may_look(cu_seqlens):
         check_ends(cu_seqlens, q.shape[2], asked=asked)

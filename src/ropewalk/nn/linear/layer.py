@@ -1,4 +1,4 @@
-"""LinearAttention: a layer of linear attention, with its step for decoding."""
+"""LinearAttention: a layer of linear attention, with a step for decoding."""
 
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 
@@ -24,11 +24,27 @@ class _Options(TypedDict, total=False):
 
 
 class LinearAttention(ProjectedHeads):
-    """A layer of linear attention: `linear_attention` between projections, with any encoding that acts on tokens alone.
+    """A layer of linear attention: `linear_attention` between projections (RoFormer, 2104.09864, eq. 19).
 
-    `encoding` rotates features, or is an embedding that the model calls at its bottom; one with a bias is rejected, and
-    the error has the reason. `feature_map` is as in `linear_attention`, or "favor" for `FavorFeatures` with
-    `num_features`, by default head_dim. The projections are those of `Attention`: q_proj, k_proj, v_proj and o_proj.
+    The projections are named as in `Attention`: q_proj, k_proj, v_proj and o_proj.
+
+    Args:
+        dim: Width of the model.
+        num_heads: Number of query heads.
+        num_kv_heads: Number of key heads, a divisor of `num_heads`; None for `num_heads`.
+        head_dim: Width of a head; None for dim / num_heads.
+        encoding: Rotates the features. The `embed` hook is not called here: the model calls it once, before the first
+            layer. An encoding with a bias raises an error. None adds no position.
+        feature_map: As in `linear_attention`, or "favor" for `FavorFeatures`.
+        num_features: Number of features for "favor"; None for head_dim.
+        causal: Hide the tokens after a query.
+        qkv_bias: Whether q_proj, k_proj and v_proj have a bias.
+        out_bias: Whether o_proj has a bias.
+        device: Device of the projections.
+        dtype: Dtype of the projections.
+
+    Raises:
+        RopewalkError: If an argument is invalid, or if the encoding does not match the heads or the features.
 
     >>> layer = LinearAttention(8, num_heads=2, encoding=RotaryEmbedding(4))
     >>> x = torch.randn(1, 5, 8)
@@ -67,9 +83,9 @@ class LinearAttention(ProjectedHeads):
         elif num_features is not None:
             raise RopewalkError(
                 asked="LinearAttention(num_features=...)",
-                expected='num_features beside feature_map="favor" alone',
+                expected='num_features only with feature_map="favor"',
                 got=f"feature_map={shown(feature_map)}",
-                do="other maps have a width of their own: leave num_features out",
+                do="omit num_features: the other maps determine the number of features",
             )
         maps = resolve_maps(feature_map, "LinearAttention")
         width = getattr(maps[0], "num_features", None)
@@ -78,12 +94,12 @@ class LinearAttention(ProjectedHeads):
                 asked=f"LinearAttention(encoding=...) with {map_name(maps[0])}",
                 expected=f"a rope of {width}, the width of the features",
                 got=f"head_dim={rope.spec.head_dim}",
-                do=f"the rotation comes after the feature map: pass RotaryEmbedding({width})",
+                do=f"the rotation is applied after the feature map: pass RotaryEmbedding({width})",
             )
         if encoding is not None and rope is not None and all(isinstance(side, str) for side in maps):
             check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads, layer=layer)
         self.encoding: Encoding | None = as_encoding(encoding)
-        # A map that is a module is registered, and saved with the layer: once, if both sides share it.
+        # A map that is a module is registered, and saved with the layer: only once if q and k share it.
         self.q_map: FeatureMap = maps[0]
         if maps[1] is not maps[0]:
             self.k_map: FeatureMap = maps[1]
@@ -98,9 +114,22 @@ class LinearAttention(ProjectedHeads):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, LinearState]:
-        """x [batch, seq, dim] -> [batch, seq, dim], and the state after it if `return_state`.
+        """Apply the layer to tokens.
 
-        The arguments are those of `linear_attention`.
+        Args:
+            x: Tokens [batch, seq, dim].
+            positions: [seq] or [batch, seq]; None continues from the state, starts at 0 in each packed sequence, or is
+                0 .. seq-1.
+            state: State after the previous tokens; None at the first token.
+            key_mask: bool [batch, seq]. False hides a key.
+            cu_seqlens: Cumulated lengths [sequences + 1] of sequences packed in a batch of 1.
+            return_state: Also return the state after x.
+
+        Returns:
+            Tensor [batch, seq, dim], or a tuple of it and the state.
+
+        Raises:
+            RopewalkError: If a shape, dtype or device does not match, or if there is a state and causal=False.
 
         >>> LinearAttention(8, num_heads=2)(torch.zeros(1, 3, 8)).shape
         torch.Size([1, 3, 8])
@@ -154,15 +183,24 @@ class LinearAttention(ProjectedHeads):
         def __call__(self, *arguments: object, **options: object) -> Tensor | tuple[Tensor, LinearState]: ...
 
     def extra_repr(self) -> str:
-        """The sizes, and the feature map if it has a name."""
+        """Return the sizes, and the feature map if it is named."""
         maps = self._maps
         shown_maps = maps[0] if maps[0] == maps[1] else maps
         named = f", feature_map={shown_maps!r}" if all(isinstance(side, str) for side in maps) else ""
         return super().extra_repr() + named
 
     def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
-        """The next tokens [batch, seq, dim] behind `state`: their output and the new state, at a cost that is the same
-        at every position.
+        """Process the next tokens. The cost per token does not depend on the position.
+
+        Args:
+            x: Tokens [batch, seq, dim].
+            state: State after the previous tokens; None at the first token.
+
+        Returns:
+            Tensor [batch, seq, dim], and the new state.
+
+        Raises:
+            RopewalkError: As in `forward`, and if causal=False.
 
         >>> y, state = LinearAttention(8, num_heads=2).step(torch.zeros(1, 1, 8))
         >>> state.position
@@ -178,8 +216,8 @@ class LinearAttention(ProjectedHeads):
     def _require_causal(self) -> None:
         if not self.causal:
             raise RopewalkError(
-                asked="a LinearAttention that goes on from a state",
-                expected="causal attention: tokens in a state were read without those that come now",
+                asked="a LinearAttention that continues from a state",
+                expected="causal attention: tokens in a state were read without the later tokens",
                 got="causal=False",
-                do="leave the state out and read the whole sequence",
+                do="omit the state, and read the whole sequence",
             )

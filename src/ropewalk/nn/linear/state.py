@@ -1,4 +1,4 @@
-"""LinearState: what linear attention keeps of the tokens behind it, which does not grow with their number."""
+"""LinearState: the state of linear attention after past tokens. Its size does not depend on their number."""
 
 from dataclasses import dataclass, replace
 
@@ -14,21 +14,23 @@ from ropewalk.spec.rope import RopeSpec
 __all__ = ["LinearState", "check_length", "checked_state"]
 
 
-# Without ==: what it would compare is tensors, which have no one answer.
+# eq=False: comparing tensors does not return one bool.
 @dataclass(frozen=True, repr=False, eq=False)
 class LinearState:
-    """Sums over all keys so far, and the position of the next token.
+    """Sums over all past keys, and the position of the next token.
 
-    Keys were rotated when they entered: nothing in a state is rotated again.
+    `linear_attention` returns it with return_state=True, and accepts it as `state`. Keys are rotated before they are
+    added to the sums, so the sums are not rotated again.
 
     Attributes:
-        above: [batch, kv_heads, width, v_dim], the sum of (R_n k_n) v_n^T, float32, or float64 for float64 inputs.
-        below: [batch, kv_heads, width], the sum of k_n, in the same dtype.
-        position: That of the next token: an int, or a tensor with one per sequence.
-        spec: The rotation that it was made with, or None.
-        feature_map: The name of the feature map that it was made with, or one for q and one for k; None if unknown.
-        learned: Whether the frequencies were parameters.
-        length: The length that the frequencies were for, if they vary with it; None if unknown.
+        above: Sum of (R_n phi(k_n)) v_n^T, for the numerator: [batch, kv_heads, width, v_dim], float32, or float64 for
+            float64 inputs.
+        below: Sum of phi(k_n), for the denominator: [batch, kv_heads, width], in the same dtype.
+        position: Position of the next token: an int, or a tensor [batch] with one position per sequence.
+        spec: The rotation of the keys, or None.
+        feature_map: Name of the feature map, or a tuple of names for q and k; None if unknown.
+        learned: Whether the frequencies are parameters.
+        length: The length that determined the frequencies, if the rule depends on it; None if unknown.
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -43,7 +45,16 @@ class LinearState:
     length: int | Tensor | None = None
 
     def reorder(self, index: Tensor) -> "LinearState":
-        """The rows `index` of the batch: for beam search, or sequences that end.
+        """Select rows of the batch, for beam search or to drop finished sequences.
+
+        Args:
+            index: int32 or int64 [rows], on the device of the state.
+
+        Returns:
+            A state with the selected rows.
+
+        Raises:
+            RopewalkError: If the shape, dtype or device does not match, or if an index is out of range.
 
         >>> LinearState(torch.ones(2, 1, 1, 1), torch.tensor([[[1.0]], [[2.0]]])).reorder(torch.tensor([1])).below
         tensor([[[2.]]])
@@ -57,7 +68,13 @@ class LinearState:
         return replace(self, above=self.above[index], below=self.below[index], position=position, length=length)
 
     def start(self, rows: int) -> int | Tensor:
-        """The position of the next token: an int, or a tensor [rows], int64 unless positions are fractions.
+        """Return the position of the next token.
+
+        Args:
+            rows: Number of sequences.
+
+        Returns:
+            An int, or a tensor [rows]: int64, or floating-point if positions are.
 
         >>> LinearState(torch.zeros(2, 1, 1, 1), torch.zeros(2, 1, 1), torch.tensor(7)).start(2)
         tensor([7, 7])
@@ -68,7 +85,13 @@ class LinearState:
         return position.expand(rows)
 
     def to(self, device: torch.device | str) -> "LinearState":
-        """The same on another device.
+        """Move the state to a device.
+
+        Args:
+            device: The new device.
+
+        Returns:
+            A state on the new device.
 
         >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).to("cpu").above.device
         device(type='cpu')
@@ -78,16 +101,19 @@ class LinearState:
         return replace(self, above=above, below=below, position=position, length=length)
 
     def __repr__(self) -> str:
-        """Sizes and place: the sums themselves say nothing to a reader."""
+        """Return sizes, dtype, device and position, without the values of the sums."""
         sequences, kv_heads, width, v_dim = self.above.shape
-        place = self.position if isinstance(self.position, int) else f"of shape {list(self.position.shape)}"
+        position = self.position if isinstance(self.position, int) else f"of shape {list(self.position.shape)}"
         return (
             f"LinearState({sequences} sequences, {kv_heads} key heads, {width} features, {v_dim} values, "
-            f"{self.above.dtype} on {self.above.device}, position {place})"
+            f"{self.above.dtype} on {self.above.device}, position {position})"
         )
 
     def detach(self) -> "LinearState":
-        """The same without a graph: for training on one part of a long sequence after the other.
+        """Detach the sums from the autograd graph, to train on a long sequence in parts.
+
+        Returns:
+            A state with the same values that requires no gradient.
 
         >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).detach().above.requires_grad
         False
@@ -105,7 +131,22 @@ def checked_state(
     feature_map: tuple[str, str],
     asked: str,
 ) -> Sums | None:
-    """The sums of a state, if it belongs to this call; None for None. `sizes` are rows, key heads, features, values.
+    """Return the sums of a state if it matches the call; None if `state` is None.
+
+    Args:
+        state: The state, or None.
+        sizes: Required sizes: rows, key heads, features, and width of values.
+        v: Values of the call, for dtype and device.
+        spec: The rotation of the call, or None.
+        learned: Whether the frequencies of the call are parameters.
+        feature_map: Names of the maps of q and k.
+        asked: The function, for errors.
+
+    Returns:
+        The sums, or None.
+
+    Raises:
+        RopewalkError: If the state does not match.
 
     >>> options = {"spec": None, "learned": False, "feature_map": ("elu", "elu"), "asked": "a doctest"}
     >>> checked_state(None, (1, 1, 4, 3), torch.ones(1, 1, 2, 3), **options) is None
@@ -114,10 +155,10 @@ def checked_state(
     if state is None:
         return None
     working = torch.float64 if v.dtype == torch.float64 else torch.float32
-    do = "give each layer the state that it returned itself, or start with None"
+    do = "pass to each layer the state that the same layer returned, or start with None"
     if not isinstance(state, LinearState):
         if isinstance(state, tuple):
-            do = "a call with return_state=True gives the output and the state: pass the second"
+            do = "a call with return_state=True returns the output and the state: pass the second"
         got = type(state).__name__ if isinstance(state, tuple | Tensor) else shown(state)
         raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
     shapes, rows = (sizes, sizes[:3]), sizes[0]
@@ -158,14 +199,14 @@ def checked_state(
             asked=f"{asked}(state=...)",
             expected=expected,
             got=got,
-            do="keys in a state were rotated when they entered, and cannot be rotated again: start with None",
+            do="keys in a state are already rotated, and cannot be rotated again: start with None",
         )
-    made_with = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
-    if made_with is not None and made_with != feature_map:
+    state_maps = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
+    if state_maps is not None and state_maps != feature_map:
         raise RopewalkError(
             asked=f"{asked}(state=..., feature_map={shown(feature_map)})",
-            expected="the feature map that the state was made with",
-            got=shown(made_with),
+            expected="the feature map that the state was computed with",
+            got=shown(state_maps),
             do=do,
         )
     return Sums(state.above, state.below)
@@ -178,19 +219,19 @@ def check_length(state: LinearState | None, spec: RopeSpec | None, length: int |
 
     >>> check_length(None, None, None, "a doctest")
     """
-    kept = None if state is None else state.length
-    if spec is None or not spec.varies or kept is None or length is None or torch.compiler.is_compiling():
+    state_length = None if state is None else state.length
+    if spec is None or not spec.varies or state_length is None or length is None or torch.compiler.is_compiling():
         return
-    if not all(may_look(x) for x in (kept, length) if isinstance(x, Tensor)):
+    if not all(may_look(x) for x in (state_length, length) if isinstance(x, Tensor)):
         return
-    one, other = (x.flatten().tolist() if isinstance(x, Tensor) else [x] for x in (kept, length))
-    rows = max(len(one), len(other))
-    pairs = zip(*(x * rows if len(x) == 1 else x for x in (one, other)), strict=False)
+    old, new = (x.flatten().tolist() if isinstance(x, Tensor) else [x] for x in (state_length, length))
+    rows = max(len(old), len(new))
+    pairs = zip(*(x * rows if len(x) == 1 else x for x in (old, new)), strict=False)
     if all(a == b or np.array_equal(spec.inv_freq(a), spec.inv_freq(b)) for a, b in pairs):
         return
     raise RopewalkError(
         asked=f"{asked}(state=..., length={shown(length)})",
-        expected="a length with the frequencies that keys in the state were rotated by",
-        got=f"a state of length {shown(kept)}",
-        do="give the first call the length that is to come, and every call the same",
+        expected="a length with the same frequencies as the keys in the state",
+        got=f"a state of length {shown(state_length)}",
+        do="pass the final length in every call, from the first on",
     )
