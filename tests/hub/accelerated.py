@@ -24,7 +24,7 @@ ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediat
 LAYERS = ["sliding_attention", "full_attention"]
 # Names of config and model, what a family needs besides, the rotation that is to be found, and what becomes of QK-norm.
 HALF, PARTLY = "apply_rotary_pos_emb, half pairs", "apply_rotary_pos_emb, half pairs of the leading features"
-OVER_ALL = "not fused, its norms are not the last that happens to q and k before the rotation"
+OVER_ALL = "not fused, its norms are not the last operation on q and k before the rotation"
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str | None]] = {
     "llama": ("Llama", "Llama", {}, HALF, None),
     "mistral": ("Mistral", "Mistral", {}, HALF, None),
@@ -47,8 +47,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str | None]] = {
         "DeepseekV3",
         "DeepseekV3",
         {"num_key_value_heads": 4, "num_experts_per_tok": 2} | LATENT | ROUTED,
-        "apply_rotary_pos_emb_interleave, interleaved pairs, results sorted into halves; " + HALF,
-        "not fused, its rotation takes no norm",
+        "apply_rotary_pos_emb_interleave, interleaved pairs, results reordered into halves; " + HALF,
+        "not fused, a norm cannot be fused with its rotation",
     ),
     "gpt_oss": ("GptOss", "GptOss", {"head_dim": 16, "layer_types": LAYERS} | EXPERTS, HALF, None),
     "cohere": ("Cohere", "Cohere", {}, "apply_rotary_pos_emb, interleaved pairs", None),

@@ -55,7 +55,7 @@ def test_a_model_where_the_unfinished_output_would_stand_is_not_removed(tmp_path
     for place in (tmp_path / "out.ropewalk-partial", tmp_path / "out.ropewalk-partial" / "inner"):
         model = llama(place)
         before = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
-        refused(model, "a model that is not in 'out.ropewalk-partial'", tmp_path / "out")
+        refused(model, "a model that is not inside 'out.ropewalk-partial'", tmp_path / "out")
         assert {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()} == before
 
 
@@ -66,7 +66,7 @@ def test_further_layers_beside_layers_of_which_some_do_not_rotate(tmp_path):
         if "self_attn" in name
     }
     config = CONFIG | {"model_type": "smollm3", "no_rope_layers": [1, 0]}
-    refused(llama(tmp_path / "model", config=config, **further), "layers that all rotate beside those that predict")
+    refused(llama(tmp_path / "model", config=config, **further), "only layers that rotate, since no key")
 
 
 def test_not_a_model(tmp_path, model):
@@ -83,7 +83,7 @@ def test_not_a_model(tmp_path, model):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pytorch_model.bin", "a pickle, which runs whatever code"),
+        ("pytorch_model.bin", "a pickle, which can run arbitrary code"),
         ("consolidated.00.pth", "a pickle"),
         ("model.gguf", "GGUF"),
         ("tf_model.h5", "neither"),
@@ -98,33 +98,33 @@ def test_adapters_and_quantised_weights(model):
     (model / "adapter_config.json").write_text("{}")
     refused(model, "an adapter")
     (model / "adapter_config.json").unlink()
-    refused(changed(model, quantization_config={"quant_method": "gptq"}), r"quantised weights: .*\('gptq'\)")
+    refused(changed(model, quantization_config={"quant_method": "gptq"}), r"quantized weights: .*\('gptq'\)")
     changed(model)
     for name, dtype in ((f"{Q}_scale_inv", np.float32), (Q.replace("weight", "qweight"), np.int32)):
         save_file(weights() | {name: np.ones((2, 2), dtype)}, model / "model.safetensors")
-        refused(model, "quantised weights")
+        refused(model, "quantized weights")
     save_file(weights() | {Q: np.ones((32, 32), np.int8)}, model / "model.safetensors")
-    refused(model, "quantised weights: .* has dtype I8")
+    refused(model, "quantized weights: .* has dtype I8")
     save_file(weights() | {Q.replace("weight", "lora_A.weight"): np.ones((2, 2))}, model / "model.safetensors")
     refused(model, "an adapter")
 
 
 def test_pairings_that_are_asked_for(model):
     refused(model, "did you mean 'interleaved'", to="interleave")
-    refused(model, "'half' already: nothing to do", to="half")
-    refused(model, "'half', which its family has", from_pairing="interleaved")
+    refused(model, "weights that are already 'half'", to="half")
+    refused(model, "'half', the pairing of its family", from_pairing="interleaved")
     refused(model, "'interleaved' or 'half'", from_pairing="neox")
     refused(changed(model, model_type="mine"), "add from_pairing='half' if its code")
     refused(changed(model, model_type=None), "add from_pairing='half' if its code")
     refused(changed(model, ropewalk={"pairing": "interleaved"}), "ropewalk")
     record = {"pairing": "interleaved", "converted_from": "half", "model_code": "half"}
-    refused(changed(model, ropewalk=record), "'interleaved' already")
-    refused(model, "'interleaved', which its record says", to="half", from_pairing="half")
+    refused(changed(model, ropewalk=record), "already 'interleaved'")
+    refused(model, "'interleaved', as recorded in config.json", to="half", from_pairing="half")
 
 
 def test_families_whose_tensors_are_not_known(model):
     refused(changed(model, model_type="deepseek_v4", layer_types=None), "convert a checkpoint|rope_parameters")
-    refused(changed(model, model_type="roformer"), "a family whose tensors are known: .*llama")
+    refused(changed(model, model_type="roformer"), "a model_type whose tensor names ropewalk knows: .*llama")
     save_file(weights() | {"model.layers.0.self_attn.indexer.wk.weight": np.ones((2, 2))}, model / "model.safetensors")
     refused(changed(model), "'model.layers.0.self_attn.indexer.wk.weight'")
     save_file(weights() | {"model.layers.0.cross.q_proj.weight": np.ones((2, 2))}, model / "model.safetensors")
@@ -134,18 +134,18 @@ def test_families_whose_tensors_are_not_known(model):
     tensors = weights()
     del tensors["model.layers.1.self_attn.v_proj.weight"]
     save_file(tensors, model / "model.safetensors")
-    refused(model, "the keys are the values too")
+    refused(model, "keys that are also the values")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_attention_heads": 8, "head_dim": 8}, r"the shape \[64, 32\], by the config"),
-        ({"num_key_value_heads": 4}, r"k_proj.*\n.*the shape \[32, 32\], by the config\n.*\[16, 32\]"),
-        ({"hidden_size": 64, "head_dim": 8}, r"the shape \[16, 64\], by the config"),
-        ({"num_key_value_heads": 3}, "a divisor of 4 query heads"),
+        ({"num_attention_heads": 8, "head_dim": 8}, r"the shape \[64, 32\], according to the config"),
+        ({"num_key_value_heads": 4}, r"k_proj.*\n.*the shape \[32, 32\], according to the config\n.*\[16, 32\]"),
+        ({"hidden_size": 64, "head_dim": 8}, r"the shape \[16, 64\], according to the config"),
+        ({"num_key_value_heads": 3}, "a divisor of 4, the number of query heads"),
         ({"num_hidden_layers": 1}, "1 layers .*\n.*layer 1"),
-        ({"num_hidden_layers": 3}, "none in layer 2"),
+        ({"num_hidden_layers": 3}, "no attention in layer 2"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_attention_heads": None, "head_dim": 8}, "num_attention_heads"),
     ],
@@ -165,13 +165,13 @@ def test_shapes_that_contradict_the_config(model, changes, message):
 )
 def test_shapes_of_biases_and_norms(model, name, shape):
     save_file(weights() | {name: np.ones(shape, np.float32)}, model / "model.safetensors")
-    refused(model, "by the config")
+    refused(model, "according to the config")
 
 
 def test_layers_of_which_the_config_does_not_say_whether_they_rotate(model):
     changes = {"model_type": "cohere2", "sliding_window": 8}
-    refused(changed(model, **changes), "the kind of each layer", to="half")
-    refused(changed(model, **changes, sliding_window_pattern="LG"), "a whole number", to="half")
+    refused(changed(model, **changes), "one layer type per layer", to="half")
+    refused(changed(model, **changes, sliding_window_pattern="LG"), "an integer of at least 1", to="half")
     refused(changed(model, **changes, layer_types=["full_attention"]), "one entry for each of 2", to="half")
     refused(changed(model, **changes, layer_types=["full_attention"] * 2), "layers that rotate", to="half")
 
@@ -180,7 +180,7 @@ def test_layers_of_which_the_config_does_not_say_whether_they_rotate(model):
 def test_a_file_that_is_cut_off(model, keep):
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    refused(model, "cut off or corrupt")
+    refused(model, "truncated or corrupt")
 
 
 ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
@@ -209,7 +209,7 @@ ENTRY = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 def test_a_header_that_cannot_be(model, header, data):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     (model / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
-    refused(model, "cut off or corrupt")
+    refused(model, "truncated or corrupt")
 
 
 @given(at=st.integers(0, 1200), value=st.integers(0, 255))
@@ -237,7 +237,7 @@ def test_an_index_that_leads_out_of_the_folder(tmp_path, sharded, file):
     index = json.loads((sharded / INDEX).read_text())
     index["weight_map"]["model.embed_tokens.weight"] = file
     (sharded / INDEX).write_text(json.dumps(index))
-    refused(sharded, "plain names of .safetensors files")
+    refused(sharded, "names of .safetensors files in the same folder")
 
 
 def test_an_index_that_is_not_true(sharded):
@@ -245,8 +245,8 @@ def test_an_index_that_is_not_true(sharded):
     for changes, message in (
         ({"weight_map": {}}, "weight_map"),
         ({"weight_map": ["a"]}, "weight_map"),
-        ({"weight_map": {"a": "model-00009-of-00003.safetensors"}}, "which is not"),
-        ({"weight_map": {"a": "model-00001-of-00003.safetensors"}}, "'a' is not in 'model-00001"),
+        ({"weight_map": {"a": "model-00009-of-00003.safetensors"}}, "which does not exist"),
+        ({"weight_map": {"a": "model-00001-of-00003.safetensors"}}, "no 'a' in 'model-00001"),
     ):
         (sharded / INDEX).write_text(json.dumps(json.loads(text) | changes))
         refused(sharded, message)
@@ -254,24 +254,24 @@ def test_an_index_that_is_not_true(sharded):
     refused(sharded, "an index in JSON")
     (sharded / INDEX).write_text(text)
     shutil.copy(sharded / "model-00001-of-00003.safetensors", sharded / "model-00002-of-00003.safetensors")
-    refused(sharded, "each tensor in one file")
+    refused(sharded, "each tensor in one file only")
 
 
 def test_places_that_cannot_be_written(tmp_path, model):
-    refused(model, "something that is there", model)
+    refused(model, "a path that exists", model)
     refused(model, "a folder outside of the model's", model / "out")
     refused(model, "a folder outside of the model's", model / ".." / "model" / "out")
     refused(model, "no folder", tmp_path / "no" / "out")
-    refused(model, "a folder that can be written|room for", Path("/proc/out"))
+    refused(model, "a writable folder|free disk space", Path("/proc/out"))
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
-    refused(model, "something that is there", tmp_path / "link")
+    refused(model, "a path that exists", tmp_path / "link")
     (tmp_path / "inside").symlink_to(model)
     refused(model, "a folder outside of the model's", tmp_path / "inside" / "out")
 
 
 def test_a_full_disk_is_seen_before(monkeypatch, model):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 0))
-    refused(model, "room for 0.00 GB")
+    refused(model, "0.00 GB of free disk space")
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -292,7 +292,7 @@ def test_a_disk_that_fills_leaves_nothing(monkeypatch, tmp_path, sharded, number
         refused(sharded, "No space left on device")
     else:
         # Three shards, the index, the config, and then the folder itself.
-        refused(sharded, "written to its end")
+        refused(sharded, "written completely")
 
 
 def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path, model):
@@ -301,7 +301,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_living_one_writes_is_n
     (partial / "sub" / "old").write_text("left over")
     handle = os.open(partial, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    refused(model, "is being written")
+    refused(model, "another process that is writing")
     assert (partial / "sub" / "old").exists()
     os.close(handle)
     convert_checkpoint(model, tmp_path / "out", to="interleaved")
@@ -313,7 +313,7 @@ def test_a_link_in_the_place_of_the_partial_folder_is_not_followed(tmp_path, mod
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("kept")
     (tmp_path / f"out{folders.SUFFIX}").symlink_to(tmp_path / "precious")
-    refused(model, "a folder that can be written")
+    refused(model, "a writable folder")
     assert (tmp_path / "precious" / "file").read_text() == "kept"
 
 
@@ -321,7 +321,7 @@ def test_an_output_that_came_meanwhile_is_not_replaced(monkeypatch, tmp_path, mo
     def progress(what, done, total):
         (tmp_path / "out").mkdir(exist_ok=True)
 
-    with pytest.raises(RopewalkError, match="something that came while we wrote"):
+    with pytest.raises(RopewalkError, match="a path that was created during the conversion"):
         convert_checkpoint(model, tmp_path / "out", to="interleaved", progress=progress)
     assert list((tmp_path / "out").iterdir()) == []
     assert not (tmp_path / f"out{folders.SUFFIX}").exists()
@@ -332,7 +332,7 @@ def test_a_source_that_shrinks_while_it_is_read(model):
     shard = read_shard(ModelFolder(path.parent), path.name)
     os.truncate(path, shard.header + 10)
     first = next(iter(shard.tensors.values()))
-    with path.open("rb") as file, pytest.raises(RopewalkError, match="cut off while it was read"):
+    with path.open("rb") as file, pytest.raises(RopewalkError, match="truncated while it was read"):
         list(tensor_blocks(file, first))
 
 
@@ -347,9 +347,7 @@ def test_an_unproven_output_is_not_kept(monkeypatch, tmp_path, model):
             path.write_bytes(data)
 
     monkeypatch.setattr("ropewalk.hub.convert.conversion.write_file", flawed)
-    with pytest.raises(
-        UnprovenError, match=r"1 tensors or layers are not what they must be: model\.layers\.\d\.self_attn"
-    ) as caught:
+    with pytest.raises(UnprovenError, match=r"after the conversion: 1, such as model\.layers\.\d\.self_attn") as caught:
         convert_checkpoint(model, tmp_path / "out", to="interleaved", verify=True)
     assert not caught.value.proof.holds
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -357,5 +355,5 @@ def test_an_unproven_output_is_not_kept(monkeypatch, tmp_path, model):
 
 def test_a_proof_wants_a_record(tmp_path, model):
     other = shutil.copytree(model, tmp_path / "other")
-    with pytest.raises(RopewalkError, match="no key 'ropewalk' in either"):
+    with pytest.raises(RopewalkError, match="the key 'ropewalk', in one of the two configs"):
         verify_conversion(model, other)

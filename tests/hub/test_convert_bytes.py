@@ -282,8 +282,8 @@ def test_a_member_is_changed_and_nothing_else(outer, inner, style, key, value):
 def test_texts_that_are_not_parsed():
     for data, message in (
         (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
-        (b"[" * 100_000, "without end"),
-        (b"[" + b"[]," * 300_000 + b"[]]", "values, where at most"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"[" + b"[]," * 300_000 + b"[]]", "values; the limit is"),
         (b"\xff", "utf-8"),
         (b"1" * 5000, "digits"),
         (b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b',"99999":1}', "the key '99999' occurs twice"),

@@ -215,7 +215,7 @@ def test_a_folder_that_cannot_be_listed_can_be_passed_through(tmp_path, model, m
         convert_checkpoint(snapshot, tmp_path / "out", to="interleaved", verify=True)
         return
     monkeypatch.delattr(os, "O_PATH", raising=False)
-    assert "exchanged" not in refused(snapshot, "Permission denied")
+    assert "replaced" not in refused(snapshot, "Permission denied")
 
 
 def test_links_inside_the_folder_are_read(tmp_path, model):
@@ -290,7 +290,7 @@ def test_what_is_no_regular_file_is_refused_by_name(model, name, kind):
     (model / name).unlink(missing_ok=True)
     SPECIAL[kind](model / name)
     # A file with a hole is a file; as weights, config and index it is refused, and beside them for want of room.
-    refused(model, "room for" if "huge" in kind and name not in FILES[:3] else name)
+    refused(model, "free disk space" if "huge" in kind and name not in FILES[:3] else name)
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, model, monkeypatch):
@@ -344,7 +344,7 @@ def test_a_file_that_is_exchanged_for_a_link_is_never_read(tmp_path, model, priv
     for rotate in range(1, total + 1):
         calls.clear()
         number[0] = rotate
-        with pytest.raises(RopewalkError, match="exchanged") as caught:
+        with pytest.raises(RopewalkError, match="replaced") as caught:
             convert_checkpoint(model, tmp_path / "out", to="interleaved", verify=True)
         assert repr(os.path.basename(calls[-1])) in str(caught.value)
         assert not (tmp_path / "out").exists()
@@ -366,7 +366,7 @@ def test_a_folder_that_is_exchanged_for_a_link_is_never_read(tmp_path, model, pr
     other = shutil.copytree(private.parent, tmp_path / "other")
     model.rename(tmp_path / "gone")
     other.rename(model)
-    with pytest.raises(RopewalkError, match="exchanged"):
+    with pytest.raises(RopewalkError, match="replaced"):
         folder.open("key")
 
 

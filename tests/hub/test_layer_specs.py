@@ -29,7 +29,7 @@ def test_layers_with_a_window_are_those_of_transformers():
 
 
 def test_what_is_not_said_is_asked_for():
-    with pytest.raises(RopewalkError, match="the kind of each layer, since they differ"):
+    with pytest.raises(RopewalkError, match="one layer type per layer, since these differ"):
         specs_by_number(Keys({}), Family(), {"full_attention": ONE, "sliding_attention": TWO}, 4)
     with pytest.raises(RopewalkError, match="one entry for each of 4 layers"):
         specs_by_number(Keys({"layer_types": ["full_attention"]}), Family(), {"full_attention": ONE, "other": None}, 4)

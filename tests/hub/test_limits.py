@@ -157,7 +157,7 @@ def test_the_same_inside_of_the_rope_parameters(key, huge):
         ({"layer_types": ["a"] * (MOST_COUNT + 1)}, f"{MOST_COUNT + 1} entries"),
         ({"model_type": "smollm3", "no_rope_layers": [1] * (MOST_COUNT + 1)}, f"{MOST_COUNT + 1} entries"),
         ({"model_type": "granite_swa", "layer_rope_theta": [1e4] * (MOST_COUNT + 1)}, f"{MOST_COUNT + 1} entries"),
-        ({"model_type": "granite_swa", "layer_rope_theta": [float(n) for n in range(1, 99)]}, "kinds of layers"),
+        ({"model_type": "granite_swa", "layer_rope_theta": [float(n) for n in range(1, 99)]}, "layer types"),
         ({"rope_scaling": LONG | {"long_factor": [1.0] * (MOST_COUNT + 1)}}, f"{MOST_COUNT + 1} entries"),
         ({"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [10**9, 1, 1]}}, "mrope_section"),
         ({"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [10**30, 1, 1]}}, "mrope_section"),
@@ -178,7 +178,7 @@ def test_more_kinds_of_layers_than_a_model_has():
         parameters = {name: {"rope_theta": 1e4 + number} for number, name in enumerate(names)}
         return LLAMA | {"head_dim": head_dim, "layer_types": names, "rope_parameters": parameters}
 
-    refused(nested(MOST_KINDS + 1, 64), f"at most {MOST_KINDS} kinds of layers")
+    refused(nested(MOST_KINDS + 1, 64), f"at most {MOST_KINDS} layer types")
     assert len(load_spec(nested(MOST_KINDS, 64))) == MOST_KINDS
     with pytest.raises(RopewalkError, match="at most 65536 frequencies"):
         inspect_model(nested(MOST_KINDS, 2064))

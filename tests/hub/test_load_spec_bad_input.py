@@ -9,15 +9,15 @@ from ropewalk import RopewalkError
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"model_type": "unheard_of"}, "a family that ropewalk knows, or pairing="),
+        ({"model_type": "unheard_of"}, "a model_type that ropewalk knows, or pairing="),
         ({"model_type": None}, "model_type None"),
         ({"model_type": "lama"}, "did you mean 'llama'"),
         ({"model_type": "qwen9_vl", "vocab_size": None, "patch_size": 14}, "a vision config with model_type"),
         ({"model_type": 7}, "'model_type'\nexpected: a string"),
-        ({"hidden_size": None}, "'hidden_size'\nexpected: a whole number\ngot:      nothing; files leave out"),
+        ({"hidden_size": None}, "'hidden_size'\nexpected: an integer; files may omit keys"),
         ({"num_attention_heads": 0}, "'num_attention_heads'\nexpected: a number of at least 1"),
-        ({"num_attention_heads": 2.5}, "a whole number"),
-        ({"head_dim": 63}, "an even number of features that turn"),
+        ({"num_attention_heads": 2.5}, "an integer\ngot:      2.5"),
+        ({"head_dim": 63}, "an even number of rotated features"),
         ({"head_dim": "128"}, "'head_dim'\nexpected: a number"),
         ({"rope_theta": -1.0}, "a number above 0"),
         ({"rope_theta": float("nan")}, "'rope_theta'\nexpected: a number\ngot:      nan"),
@@ -25,13 +25,13 @@ from ropewalk import RopewalkError
         ({"rope_scaling": {"type": "liner", "factor": 2.0}}, "did you mean 'linear'"),
         (
             {"rope_scaling": {"type": "linear"}},
-            "rope_scaling.factor'\nexpected: a number of at least 1\ngot:      nothing",
+            "rope_scaling.factor'\nexpected: a number of at least 1\ngot:      no such key",
         ),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "a number of at least 1\ngot:      0.5"),
         ({"rope_scaling": {"type": "linear", "factor": None}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "one rope type"),
-        ({"rope_scaling": "linear"}, "'rope_scaling'\nexpected: an object"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "transformers would silently take max_position_embeddings"),
+        ({"rope_scaling": "linear"}, "'rope_scaling'\nexpected: a JSON object"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "transformers would silently use max_position_embeddings"),
         ({"rope_scaling": YARN | {"original_max_position_embeddings": 1}}, "at least 2"),
         ({"rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 32.0}}, "beta_fast not below beta_slow"),
         ({"rope_scaling": YARN | {"truncate": "no"}}, "true or false"),
@@ -47,25 +47,25 @@ from ropewalk import RopewalkError
         ({"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "a rotary_dim of at least 4"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-            "remove one",
+            "remove the wrong one",
         ),
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000 beside 500000"),
-        ({"partial_rotary_factor": 0.5, "rotary_dim": 32, "model_type": "phi3"}, "one number of features that turn"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "10000, and 500000.0"),
+        ({"partial_rotary_factor": 0.5, "rotary_dim": 32, "model_type": "phi3"}, "one number of rotated features"),
         ({"partial_rotary_factor": 1.5, "model_type": "phi3"}, "a share from 0 to 1"),
         ({"partial_rotary_factor": 0.0, "model_type": "phi3"}, "from 2 to head_dim = 128"),
-        ({"rope_parameters": {"full": {"rope_type": "default"}}}, "a layer type of this model"),
+        ({"rope_parameters": {"full": {"rope_type": "default"}}}, "the name of a layer type of this model"),
         ({"layer_types": "full", "rope_parameters": {}}, "a list of strings"),
         ({"layer_types": ["a"], "rope_parameters": {"a": 3}}, "an object or null"),
-        ({"layer_types": ["a"], "rope_parameters": {"a": {}, "factor": 2.0}}, "nothing beside the layer types"),
-        ({"rope_parameters": {"mrope_section": [16, 24, 24]}}, "known to have several positions"),
+        ({"layer_types": ["a"], "rope_parameters": {"a": {}, "factor": 2.0}}, "only layer types at this level"),
+        ({"rope_parameters": {"mrope_section": [16, 24, 24]}}, "knows to have several positions"),
         ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16, 24, 25]}}, "that sum to 64"),
         ({"model_type": "qwen2_vl_text", "rope_parameters": {"mrope_section": [16.5, 24, 24]}}, "that sum to 64"),
-        ({"model_type": "gpt_oss"}, "those of this family are not plain"),
+        ({"model_type": "gpt_oss"}, "the defaults of this family are not plain RoPE"),
         (
             {"model_type": "mimo_v2_flash", "rope_theta": 5e6, "rope_parameters": {"rope_type": "default"}},
             "one set for",
         ),
-        ({"rope_scaling": YARN | {"extrapolation_factor": 2.0}}, "1, or nothing"),
+        ({"rope_scaling": YARN | {"extrapolation_factor": 2.0}}, "1, as in every released model"),
         ({"model_type": "smollm3", "no_rope_layers": [2]}, "a list of 0 and 1"),
         ({"model_type": "granite_swa", "layer_rope_theta": [-1, 1e4]}, "bases above 0"),
     ],
@@ -105,7 +105,7 @@ def test_files_that_are_no_configs_are_refused(tmp_path):
     ("options", "message"),
     [
         ({"pairing": "halves"}, "did you mean 'half'"),
-        ({"pairing": "interleaved"}, "'half', which that family has"),
+        ({"pairing": "interleaved"}, "'half', the pairing of this family"),
         ({"policy": "hf"}, "'transformers' or 'deepseek' or 'vllm'"),
         ({"angles": "bf16"}, "'exact' or 'float32'"),
     ],
@@ -118,7 +118,7 @@ def test_options_are_checked(options, message):
 def test_a_pairing_must_agree_with_a_flag_too():
     latent = {"model_type": "deepseek_v3", "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
     assert load_spec(latent | {"rope_interleave": False}, pairing="half").pairing == "half"
-    with pytest.raises(RopewalkError, match="pairing='interleaved', which the config says"):
+    with pytest.raises(RopewalkError, match="pairing='interleaved', as in the config"):
         load_spec(latent, pairing="half")
 
 
@@ -126,8 +126,8 @@ def test_a_pairing_must_agree_with_a_flag_too():
     ("params", "message"),
     [
         ({"dim": 64, "n_heads": 4}, "'rope_theta'"),
-        ({"dim": 64, "n_heads": 4, "use_scaled_rope": True}, "only Llama 1 and 2"),
-        ({"dim": 64, "n_heads": 4, "multiple_of": 8, "vocab_size": 128256}, "only Llama 1 and 2"),
+        ({"dim": 64, "n_heads": 4, "use_scaled_rope": True}, "only the files of Llama 1 and 2"),
+        ({"dim": 64, "n_heads": 4, "multiple_of": 8, "vocab_size": 128256}, "only the files of Llama 1 and 2"),
         ({"dim": 64, "n_heads": 4, "rope_theta": 5e5, "use_scaled_rope": "yes"}, "true or false"),
         ({"dim": 64, "n_heads": 4, "rope_theta": 5e5, "use_scaled_rope": 1}, "true or false"),
         ({"dim": 64, "n_heads": 4, "rope_theta": "5e5", "use_scaled_rope": True}, "'rope_theta'\nexpected: a number"),
@@ -136,7 +136,7 @@ def test_a_pairing_must_agree_with_a_flag_too():
             {"dim": 64, "n_heads": 4, "use_scaled_rope": True, "rope_theta": 5e5, "rope_scaling_factor": 16},
             "Llama 1 to",
         ),
-        ({"dim": 64, "n_heads": 4, "rope_theta": 1e4, "qk_rope_head_dim": 64}, "load its config.json"),
+        ({"dim": 64, "n_heads": 4, "rope_theta": 1e4, "qk_rope_head_dim": 64}, "load the config.json of the model"),
     ],
 )
 def test_params_of_others_are_refused(params, message):

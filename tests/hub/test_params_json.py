@@ -52,7 +52,7 @@ def test_a_factor_that_the_file_does_not_state_is_warned_of(params, head_dim):
     spec, names = loaded(params)
     assert (spec.frequencies, spec.head_dim) == (rw.Llama3(5e5, 8, 8192, 1, 4), head_dim)
     assert names == ["factor-not-stated"]
-    assert "has 32" in dict(read_model(params).warnings)["factor-not-stated"]
+    assert "it is 32" in dict(read_model(params).warnings)["factor-not-stated"]
 
 
 def test_frequencies_by_the_formula_of_metas_code():
@@ -106,7 +106,7 @@ def test_the_command_shows_it(tmp_path, monkeypatch, capsys):
 
 def test_a_pairing_beside_it_must_agree():
     assert load_spec(LLAMA_1, pairing="interleaved") == load_spec(LLAMA_1)
-    with pytest.raises(rw.RopewalkError, match="'interleaved', which that family has"):
+    with pytest.raises(rw.RopewalkError, match="'interleaved', the pairing of this family"):
         load_spec(LLAMA_1, pairing="half")
 
 

@@ -124,7 +124,7 @@ def test_calls_that_were_not_probed_go_to_the_models_own_function():
     ids=["nothing", "keys left", "keys back", "scaled", "swapped", "no result", "reversed"],
 )
 def test_what_is_no_rotation_gets_a_reason(function):
-    assert rotation_of(function) == "it computes no rotation of pairs that ropewalk knows"
+    assert rotation_of(function) == "it computes no rotation of pairs that ropewalk supports"
 
 
 def test_a_function_that_needs_more_gets_a_reason():
@@ -150,7 +150,7 @@ class Tables(nn.Module):
 def test_tables_are_asked_for_several_axes():
     assert table_widths(Tables(mixed=False), "halves") == frozenset({4})
     # With one axis both halves are the same: only an image would show that they are not.
-    assert table_widths(Tables(mixed=True), "halves") == "Tables gives the features of a pair different angles"
+    assert table_widths(Tables(mixed=True), "halves") == "Tables has different angles for the two features of a pair"
     assert "different angles" in table_widths(Tables(mixed=False), "neighbours")
 
 
@@ -170,13 +170,13 @@ class Scaled(nn.Module):
 def test_norms_are_known_by_what_they_compute():
     found: Any = norm_kind(Scaled())
     assert (found.eps, found.norm.plus_one, found.norm.rounding) == ("eps", False, 0)
-    assert norm_kind(Scaled(power=2.1)) == "Scaled is no RMSNorm"
-    assert norm_kind(Scaled(bias=0.01)) == "Scaled is no RMSNorm"
+    assert norm_kind(Scaled(power=2.1)) == "Scaled is not an RMSNorm"
+    assert norm_kind(Scaled(bias=0.01)) == "Scaled is not an RMSNorm"
     wrong = Scaled()
     wrong.eps = 1e-2
     wrong.forward = types.MethodType(lambda self, x: Scaled.forward(Scaled(), x), wrong)
-    assert norm_kind(wrong) == "Scaled is no RMSNorm"
-    assert norm_kind(nn.Identity()) == "Identity has no weight for each feature of a head"
+    assert norm_kind(wrong) == "Scaled is not an RMSNorm"
+    assert norm_kind(nn.Identity()) == "Identity has no weight per feature of a head"
 
 
 class Attention(nn.Module):
@@ -237,10 +237,11 @@ def test_norms_are_taken_out_only_where_they_come_right_before():
     assert "apply_rotary_pos_emb" not in found.code.co_names
     for method in ("touched", "read", "in_a_branch", "one_alone", "other_dimensions", "after"):
         reason = fused_method(getattr(Attention, method), "apply_rotary_pos_emb")
-        assert reason == "its norms are not the last that happens to q and k before the rotation", method
+        assert reason == "its norms are not the last operation on q and k before the rotation", method
 
 
 def test_code_without_its_source_is_left_alone():
     space: dict[str, Any] = {}
     exec("def forward(self, q, k, cos, sin):\n    q = self.q_norm(q)\n    return q\n", space)
-    assert fused_method(space["forward"], "apply_rotary_pos_emb") == "its source is not there, or is not what runs"
+    reason = "its source is not available, or differs from the running code"
+    assert fused_method(space["forward"], "apply_rotary_pos_emb") == reason

@@ -134,11 +134,11 @@ def test_the_functions_have_what_the_commands_write(capsys, monkeypatch, tmp_pat
     [
         (lambda: hub.load_spec(BRANDNEW), "load_spec: a config with model_type 'brandnew'", 'pairing="half"'),
         (lambda: hub.read_model(BRANDNEW), "read_model: a config with model_type 'brandnew'", 'pairing="half"'),
-        (lambda: hub.inspect_model("nowhere"), "inspect_model('nowhere')", "or the config itself as a dict"),
+        (lambda: hub.inspect_model("nowhere"), "inspect_model('nowhere')", "or its contents as a dict"),
         (
             lambda: hub.inspect_model({"model_type": "falcon", "head_dim": 64, "alibi": True}),
-            "inspect_model: the rotation of a model",
-            "there is no RoPE",
+            "inspect_model: the RoPE of a model",
+            "use a model with RoPE",
         ),
         (lambda: hub.extend_model({"model_type": "gpt_oss"}, 9), "extend_model: the key 'rope_p", "AutoConfig"),
         (lambda: hub.extend_model(LLAMA_2, 8192, rule="yarm"), "extend_model(rule='yarm')", "did you mean 'yarn'"),

@@ -62,7 +62,7 @@ def test_a_new_family_is_asked_for_its_pairing(tmp_path):
     assert "--from half if its code rotates two halves" in result.stderr
     result = ropewalk(model, out, "--to", "half", "--from", "interleaved", "--json", tmp_path / "done.json")
     assert result.returncode == 0
-    assert "note: nothing is known of 'mine'" in result.stdout
+    assert "note: model_type 'mine' is unknown" in result.stdout
     assert json.loads((tmp_path / "done.json").read_text())["proof"] is None
 
 

@@ -283,7 +283,7 @@ BAD = {
     "list": ("list.json", "a JSON object"),
     "empty": ("empty.json", "model_type None"),
     "family": ("unknown.json", "--pairing half or --pairing interleaved"),
-    "no rope": ("alibi.json", "of which no layer does"),
+    "no rope": ("alibi.json", "in which no layer rotates"),
     "key": ("key.json", "the key 'rope_parameters.rope_theta'"),
 }
 

@@ -1,6 +1,6 @@
-"""What models in the wild do: their configs read, inspected and extended, their checkpoints converted.
+"""Released models: functions that read, inspect and extend their configs and convert their checkpoints.
 
-Names load on first use, and none of them needs torch; `rw.accelerate` does.
+Names are imported on first use. None of them needs torch; `rw.accelerate` does.
 
 >>> from ropewalk import hub
 >>> hub.read_model({"model_type": "llama", "head_dim": 64}).layers[0][1].pairing

@@ -1,4 +1,4 @@
-"""What a config says of a model's RoPE, in figures: frequencies, bands, lengths, pitfalls; what `inspect` shows."""
+"""The RoPE of a model in numbers: frequencies, bands, lengths and pitfalls. The content of `ropewalk inspect`."""
 
 import json
 import math
@@ -16,10 +16,10 @@ from ropewalk.theory import Band, bands, critical_dimension, first_negative_dist
 
 __all__ = ["Inspection", "Layer", "View", "inspect_model", "inspection_of", "kind_of"]
 
-# How far the score sum is looked at, and how many terms that may have: a third of a second. A model may have many kinds
-# of layers, which share twice that.
+# The largest distance at which the score sum is computed, and the largest number of its terms: a third of a second. The
+# layer types of a model share twice that number of terms.
 FARTHEST, TERMS = 1 << 20, 1 << 27
-# Frequencies of all kinds of layers together: each is a row of figures.
+# The largest number of frequencies over all layer types. Each is one row of the output.
 MOST_PAIRS = 1 << 16
 
 
@@ -27,8 +27,15 @@ MOST_PAIRS = 1 << 16
 class View:
     """The frequencies of a layer at one length.
 
-    `length` is None where they are the same at any length. `plain` are the frequencies without the rule. The score sum
-    is not negative up to `score_length`; None where that holds as far as `looked_to`.
+    Attributes:
+        length: The length. None if the frequencies do not depend on it.
+        inv_freq: The frequency of each pair.
+        plain: The frequencies without the rule.
+        bands: Runs of pairs that the rule changes in the same way.
+        amplitude: The factor on cos and sin.
+        score_length: The score sum is not negative at distances below this one. None if it is not negative up to
+            `looked_to`.
+        looked_to: The largest distance at which the score sum was computed.
     """
 
     length: int | None
@@ -46,11 +53,11 @@ class View:
 
     @property
     def kinds(self) -> list[str]:
-        """What became of each pair."""
+        """How the rule changes each pair, such as "unchanged" or "interpolated"."""
         return [band.kind for band in self.bands for _ in range(band.first, band.last + 1)]
 
     def counted(self) -> dict[str, int]:
-        """How many pairs there are of each kind, in the order in which they come."""
+        """Return the number of pairs of each kind, in the order of their first pair."""
         counts: dict[str, int] = {}
         for kind in self.kinds:
             counts[kind] = counts.get(kind, 0) + 1
@@ -59,10 +66,15 @@ class View:
 
 @dataclass(frozen=True)
 class Layer:
-    """A kind of layer: its figures at one length, or at two where frequencies follow the length.
+    """A layer type of a model.
 
-    `spec` is None and there are no `views` where it does not rotate. `reach` is what its rule was made for: the factor
-    times the trained length.
+    Attributes:
+        name: The name of the layer type. "" if all layers have the same rotation.
+        spec: Its rotation. None if it does not rotate.
+        kind: The kind of RoPE, in a few words.
+        critical_dimension: The number of features whose pairs completed a rotation in training. None if unknown.
+        reach: The length that the rule is made for: the factor times the trained length. None if unknown.
+        views: Its frequencies: at one length, or at two if they depend on the length. Empty if it does not rotate.
     """
 
     name: str
@@ -74,12 +86,17 @@ class Layer:
 
     @property
     def title(self) -> str:
+        """The name, or "all layers"."""
         return self.name or "all layers"
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model, and the figures of each kind of layer that it has.
+    """The RoPE of a model in numbers.
+
+    Attributes:
+        model: The model.
+        layers: One entry per layer type.
 
     >>> inspection = inspect_model({"model_type": "llama", "head_dim": 64})
     >>> [layer.kind for layer in inspection.layers], inspection.model.model_type
@@ -90,7 +107,7 @@ class Inspection:
     layers: tuple[Layer, ...]
 
     def as_json(self) -> dict[str, object]:
-        """All that is known, pair by pair, as JSON stores it.
+        """Return the inspection as JSON-serializable data, with one entry per pair.
 
         >>> inspect_model({"model_type": "llama", "head_dim": 4}).as_json()["layers"][0]["views"][0]["bands"]
         [{'kind': 'unchanged', 'first': 0, 'last': 1}]
@@ -110,17 +127,18 @@ class Inspection:
 
 
 def inspect_model(config: ConfigSource, *, pairing: Pairing | None = None) -> Inspection:
-    """What a config says of a model's RoPE: what `ropewalk inspect` shows.
+    """Inspect the RoPE of a model: the content of `ropewalk inspect`.
 
     Args:
-        config: A path, a dict or a config object, as `load_spec` accepts them.
-        pairing: Which features form a pair, for a family that is not known.
+        config: A path, a dict or a config object, as in `load_spec`.
+        pairing: Which features form a pair. Required for an unknown family.
 
     Returns:
-        The model and, for each kind of layer, its rule, frequencies, bands and how far its scores are told apart.
+        The model and, per layer type, its rule, frequencies, bands, and the distance up to which its score sum is not
+        negative.
 
     Raises:
-        RopewalkError: What `load_spec` raises, and a model of which no layer rotates.
+        RopewalkError: If `load_spec` would raise, or if no layer of the model rotates.
 
     >>> scaling = {"rope_type": "linear", "factor": 4.0}
     >>> (layer,) = inspect_model({"model_type": "llama", "head_dim": 8, "rope_scaling": scaling}).layers
@@ -131,26 +149,30 @@ def inspect_model(config: ConfigSource, *, pairing: Pairing | None = None) -> In
 
 
 def inspection_of(model: Model) -> Inspection:
-    """The figures of a model that was read."""
+    """Inspect a model that was already read.
+
+    Raises:
+        RopewalkError: If no layer rotates, or if there are too many frequencies.
+    """
     if all(spec is None for _, spec in model.layers):
         raise RopewalkError(
-            asked=model.config.caller.asked("the rotation of a model"),
+            asked=model.config.caller.asked("the RoPE of a model"),
             expected="a model that rotates queries and keys",
-            got=f"{model.model_type}, of which no layer does",
-            do="nothing: there is no RoPE to look at",
+            got=f"{model.model_type}, in which no layer rotates",
+            do="use a model with RoPE",
         )
     lengths = model.lengths
-    at = {name: [] if spec is None else _lengths_to_view(spec, lengths) for name, spec in model.layers}
-    pairs = sum(len(at[name]) * spec.rotated_dim // 2 for name, spec in model.layers if spec is not None)
+    viewed = {name: [] if spec is None else _lengths_to_view(spec, lengths) for name, spec in model.layers}
+    pairs = sum(len(viewed[name]) * spec.rotated_dim // 2 for name, spec in model.layers if spec is not None)
     if pairs > MOST_PAIRS:
         raise RopewalkError(
-            asked=model.config.caller.asked("the figures of a model"),
-            expected=f"at most {MOST_PAIRS} frequencies in all kinds of layers",
+            asked=model.config.caller.asked("the frequencies of a model"),
+            expected=f"at most {MOST_PAIRS} frequencies over all layer types",
             got=f"{pairs}",
-            do="look at the kinds one by one: load_spec(...) gives a spec for each",
+            do="inspect the layer types one by one: load_spec(...) returns one spec per layer type",
         )
-    terms = min(TERMS, 2 * TERMS // sum(map(len, at.values())))
-    return Inspection(model, tuple(_layer(name, spec, lengths, at[name], terms) for name, spec in model.layers))
+    terms = min(TERMS, 2 * TERMS // sum(map(len, viewed.values())))
+    return Inspection(model, tuple(_layer(name, spec, lengths, viewed[name], terms) for name, spec in model.layers))
 
 
 def _reach(spec: RopeSpec) -> int | None:
@@ -160,7 +182,7 @@ def _reach(spec: RopeSpec) -> int | None:
 
 
 def _lengths_to_view(spec: RopeSpec, lengths: Lengths) -> list[int | None]:
-    """Two lengths where frequencies follow the length, else None alone."""
+    """Return two lengths if the frequencies depend on the length, and [None] otherwise."""
     trained = getattr(spec.frequencies, "trained_length", None)
     if not spec.varies or trained is None:
         return [None]
@@ -168,10 +190,10 @@ def _lengths_to_view(spec: RopeSpec, lengths: Lengths) -> list[int | None]:
     return [trained, longer[0]]
 
 
-def _layer(name: str, spec: RopeSpec | None, lengths: Lengths, at: list[int | None], terms: int) -> Layer:
+def _layer(name: str, spec: RopeSpec | None, lengths: Lengths, viewed: list[int | None], terms: int) -> Layer:
     if spec is None:
         return Layer(name, None, "no rotation", None, None, ())
-    views = tuple(_view(spec, length, terms) for length in at)
+    views = tuple(_view(spec, length, terms) for length in viewed)
     return Layer(name, spec, kind_of(spec), _critical(spec, lengths.trained), _reach(spec), views)
 
 
@@ -184,24 +206,24 @@ def _view(spec: RopeSpec, length: int | None, terms: int) -> View:
         plain=tuple(plain.tolist()),
         bands=tuple(bands(inv_freq, plain)),
         amplitude=spec.amplitude(length),
-        # Distances below this one are fine, and they are those of a sequence of that many tokens.
+        # A sequence of n tokens has distances below n, so the first negative distance is the length.
         score_length=first_negative_distance(inv_freq, looked_to),
         looked_to=looked_to,
     )
 
 
 def _critical(spec: RopeSpec, trained: int | None) -> int | None:
-    """The critical dimension, where its formula has a meaning: one sequence of frequencies, by a base above 1."""
+    """Return the critical dimension, or None if its formula does not apply: it needs one base above 1."""
     base = getattr(spec.frequencies, "base", 0.0)
     shared = spec.axes is None or spec.axes.dim == spec.rotated_dim
     if trained is None or trained < 7 or base <= 1 or not shared:
         return None
-    # Pairs that stand still saw no turn, whatever the base says of them.
+    # Pairs that are not rotated completed no rotation.
     return min(critical_dimension(spec.rotated_dim, base, trained), 2 * int(np.count_nonzero(spec.inv_freq())))
 
 
 def kind_of(spec: RopeSpec) -> str:
-    """The kind of RoPE in a few words.
+    """Describe the kind of RoPE in a few words.
 
     >>> kind_of(RopeSpec(128, rotary_dim=32))
     'plain RoPE, partial'

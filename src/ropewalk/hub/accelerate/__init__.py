@@ -1,1 +1,1 @@
-"""The fused rotation, in a model of transformers that is already loaded."""
+"""Replaces the rotation of a loaded transformers model by the fused one."""

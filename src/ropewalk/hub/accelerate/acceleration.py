@@ -1,8 +1,8 @@
-"""accelerate: ropewalk's fused rotation in a model of transformers that is already loaded, and out of it again.
+"""accelerate: replaces the rotation of a loaded transformers model by ropewalk's fused rotation, and undoes it.
 
-A module that rotates is given a subclass of its class, made for this model alone, in whose methods the name of the
-model's rotation function stands for the fused one. Other models of the class, the modeling file and what is loaded
-later have nothing to do with it.
+Each module that rotates gets a new class: a subclass of its own class, created for this model only. In the methods of
+the subclass, the name of the model's rotation function refers to the fused one. Other models of the same class, the
+modeling file and models that are loaded later are not affected.
 """
 
 import threading
@@ -18,15 +18,20 @@ from ropewalk.hub.accelerate.plan import PLAIN, Part, bound_methods, plain_state
 
 __all__ = ["Acceleration", "accelerate"]
 
-# Two threads with one model would each make a handle, of which one could never undo.
-_ONE_AT_A_TIME = threading.Lock()
+# Without the lock, two threads could each accelerate one model, and one of the two handles could never undo it.
+_LOCK = threading.Lock()
 
 
 @dataclass(eq=False, repr=False)
 class Acceleration:
-    """What `accelerate` did to a model: `patched` and `left` say it module by module, `undo` takes it back.
+    """The handle that `accelerate` returns.
 
-    As a context manager it undoes at the end of the block. Printed, it says what was found.
+    As a context manager, it undoes the acceleration at the end of the block. Its repr summarizes what was changed.
+
+    Attributes:
+        model: The class name of the model.
+        patched: The modules with the fused rotation.
+        left: The modules that were not changed, with the reasons.
 
     >>> Acceleration("Nothing", (), (), []).active
     False
@@ -43,18 +48,22 @@ class Acceleration:
         return bool(self._modules)
 
     def undo(self) -> None:
-        """Gives every module its own class back. What is undone stays so: a second call does nothing."""
-        changed = [module for module, made in self._modules if type(module) is not made]
+        """Restore the class of every module. A second call does nothing.
+
+        Raises:
+            RopewalkError: If the class of a module was changed after `accelerate`, for example by sharding the model.
+        """
+        changed = [module for module, subclass in self._modules if type(module) is not subclass]
         if changed:
             raise RopewalkError(
                 asked="handle.undo()",
-                expected="modules of the classes that accelerate gave them",
-                got=f"{len(changed)} with another class since, the first {type(changed[0]).__name__}",
-                do="take back what came after accelerate first; a sharded model keeps the fused rotation",
+                expected="modules that still have the class set by accelerate",
+                got=f"another class in {len(changed)} of {len(self._modules)} modules, the first {type(changed[0]).__name__}",
+                do="undo the later changes of the model first; a sharded model keeps the fused rotation",
             )
-        for module, made in self._modules:
+        for module, subclass in self._modules:
             state = plain_state(module)
-            module.__class__ = getattr(made, PLAIN)
+            module.__class__ = getattr(subclass, PLAIN)
             module.__dict__.update(state)
         self._modules.clear()
 
@@ -67,24 +76,36 @@ class Acceleration:
     def __repr__(self) -> str:
         state = "" if self.active else ", undone"
         lines = [f"Acceleration of {self.model}: {len(self.patched)} modules with ropewalk's rotation{state}"]
-        for parts, title in ((self.patched, ""), (self.left, "left alone: ")):
+        for parts, title in ((self.patched, ""), (self.left, "not changed: ")):
             lines += [f"  {title}{count} x {text}" for text, count in Counter(map(str, parts)).items()]
         return "\n".join(lines)
 
 
 def accelerate(model: nn.Module) -> Acceleration:
-    """Puts the fused rotation, and the fused QK-norm, into a loaded model; the handle's `undo` takes them out.
+    """Replace the rotation of a loaded model by the fused rotation, and fuse its QK-norm where possible.
 
-    Every method of the model's modules that calls a function of cos and sin is looked at. The code of the function is
-    read: what it computes must not depend on sizes, dtypes, values, modes or earlier calls. It is then called on random
-    numbers, and is replaced if it is a rotation: of half or interleaved pairs, of all features or of the first or last
-    of them. cos and sin stay those that the model makes; the module that makes them is read and called as well, to see
-    that both features of a pair have one angle. RMSNorm over a head that comes right before goes into the same pass.
-    Queries and keys are turned in float32 and rounded once, so that results are those of the model up to the rounding
-    of its own arithmetic.
+    The methods of all modules that call a function of cos and sin are examined. The source of the function is analyzed:
+    its result must not depend on sizes, dtypes, values, modes or earlier calls. Then the function is called with random
+    numbers. It is replaced if it computes a rotation of half or interleaved pairs, of all features or of the first or
+    last ones. cos and sin are still computed by the model. The module that computes them is analyzed and called as
+    well, to check that both features of a pair have the same angle. An RMSNorm per head directly before the rotation is
+    fused into the same pass.
 
-    Nothing is stored in the model: its state_dict is the same, and a copy, a pickle or torch.save of it is the plain
-    model. One that is accelerated already is refused, as is one in which there is nothing to replace.
+    Queries and keys are rotated in float32 and rounded once, so results agree with those of the model up to the
+    rounding of its own arithmetic.
+
+    No parameters or buffers change: the state_dict is the same, and a copy, a pickle or a torch.save of the model
+    contains the plain model.
+
+    Args:
+        model: The model, or a part of one that contains its rotary embedding.
+
+    Returns:
+        The handle. `handle.undo()` restores the model, as does the end of a `with` block.
+
+    Raises:
+        RopewalkError: If `model` is not a module, is already accelerated, or has no rotation that can be replaced. The
+            error lists the reason per module.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 50}
@@ -96,41 +117,41 @@ def accelerate(model: nn.Module) -> Acceleration:
     >>> handle.active
     False
     """
-    with _ONE_AT_A_TIME:
-        return _accelerated(model)
+    with _LOCK:
+        return _accelerate(model)
 
 
-def _accelerated(model: nn.Module) -> Acceleration:
+def _accelerate(model: nn.Module) -> Acceleration:
     asked = "accelerate(model)"
     if not isinstance(model, nn.Module):
-        do = "pass the model itself; a pipeline has it as .model"
-        raise RopewalkError(asked=asked, expected="a model, a torch.nn.Module", got=shown(model), do=do)
+        do = "pass the model; a pipeline stores it as .model"
+        raise RopewalkError(asked=asked, expected="a model (torch.nn.Module)", got=shown(model), do=do)
     name = type(model).__name__
     if any(hasattr(type(module), PLAIN) for module in model.modules()):
         raise RopewalkError(
             asked=asked,
             expected="a model that is not accelerated",
-            got=f"{name} with the fused rotation already in it",
-            do="keep the first handle, or call its undo() before",
+            got=f"{name}, which already has the fused rotation",
+            do="use the first handle, or call its undo() first",
         )
     plans, left = planned(model)
     if not plans:
         raise RopewalkError(
             asked=asked,
-            expected="modules that call a rotation of q and k by cos and sin that ropewalk knows",
+            expected="modules that rotate q and k by cos and sin in a way that ropewalk supports",
             got=f"{name}: " + ("; ".join(dict.fromkeys(map(str, left))) or "no module calls a function of cos and sin"),
-            do="leave it as it is, or rotate with ropewalk.RotaryEmbedding in its own code",
+            do="use the model without accelerate, or call ropewalk.RotaryEmbedding in its code",
         )
     handle = Acceleration(name, tuple(part for *_, part in plans), tuple(left), [])
     try:
-        for module, made, _ in plans:
-            plain = [getattr(type(module), name) for name in vars(made) if hasattr(type(module), name)]
+        for module, subclass, _ in plans:
+            plain = [getattr(type(module), name) for name in vars(subclass) if hasattr(type(module), name)]
             for attribute, method in bound_methods(module, plain).items():
-                module.__dict__[attribute] = types.MethodType(getattr(made, method), module)
-            module.__class__ = made
-            handle._modules.append((module, made))
+                module.__dict__[attribute] = types.MethodType(getattr(subclass, method), module)
+            module.__class__ = subclass
+            handle._modules.append((module, subclass))
     except BaseException:
-        # An interrupt, at worst: no model is left half changed, without a handle to change it back.
+        # For example an interrupt: no model is left half changed, without a handle to undo it.
         handle.undo()
         raise
     return handle

@@ -1,6 +1,6 @@
-"""What takes the place of a model's rotation function: the fused rotation, with the cos and sin that the model made.
+"""The replacement of a model's rotation function: the fused rotation, with the cos and sin of the model.
 
-Calls that are not what was probed (other lengths, tables of another width, no keys) go to the model's own function.
+Calls that differ from what was probed (other lengths, tables of another width, no keys) use the model's own function.
 """
 
 from collections.abc import Callable
@@ -21,34 +21,40 @@ __all__ = ["fused_norm_rotation", "fused_rotation"]
 def fused_rotation(
     original: Callable[..., Any], rotation: Rotation, widths: frozenset[int] | None
 ) -> Callable[..., Any]:
-    """A function like `original`, which computes `rotation`, in one pass over memory.
+    """Return a function with the signature of `original` that rotates in one pass over memory.
 
-    `widths` are those of the tables in which both features of a pair have one angle; None where that does not matter.
+    Args:
+        original: The rotation function of the model.
+        rotation: What it computes.
+        widths: The widths of tables in which both features of a pair have the same angle. None if it does not matter.
+
+    Returns:
+        The fused function. It calls `original` for arguments that it does not support.
 
     >>> from ropewalk.hub.accelerate.rotation_probe import rotation_of
     >>> def apply_rotary_pos_emb(x, cos, sin):
     ...     return torch.cat((x[..., :1] * cos - x[..., 1:] * sin, x[..., 1:] * cos + x[..., :1] * sin), dim=-1)
-    >>> found = Rotation("half", "single", False, False, False, None, ((None, -2),), False, False)
+    >>> rotation = Rotation("half", "single", False, False, False, None, ((None, -2),), False, False)
     >>> x, quarter = torch.tensor([1.0, 0.0]).expand(1, 1, 1, 2), (torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
-    >>> fused_rotation(apply_rotary_pos_emb, found, None)(x, *quarter).tolist()
+    >>> fused_rotation(apply_rotary_pos_emb, rotation, None)(x, *quarter).tolist()
     [[[[0.0, 1.0]]]]
     """
     names = list(parameters_of(original))
     defaults = {name: value.default for name, value in parameters_of(original).items()}
-    usual, seq_dims = defaults.get("unsqueeze_dim"), dict(rotation.seq_dims)
+    default_dim, seq_dims = defaults.get("unsqueeze_dim"), dict(rotation.seq_dims)
     first = [name for name in names if name not in ("cos", "sin")][: 2 if rotation.both else 1]
     known = {*first, "cos", "sin", "unsqueeze_dim"}
 
-    def rotated(*args: Any, **more: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | more
-        seq_dim = seq_dims.get(given.get("unsqueeze_dim", usual))
-        tensors = [given.get(name) for name in first]
-        if seq_dim is None or len(args) > len(names) or any(name not in known for name in given):
-            return original(*args, **more)
-        ready = _ready(tensors, given.get("cos"), given.get("sin"), rotation, widths, seq_dim)
-        if ready is None:
-            return original(*args, **more)
-        xs, cos, sin, layout = ready
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        seq_dim = seq_dims.get(arguments.get("unsqueeze_dim", default_dim))
+        tensors = [arguments.get(name) for name in first]
+        if seq_dim is None or len(args) > len(names) or any(name not in known for name in arguments):
+            return original(*args, **kwargs)
+        prepared = _prepared(tensors, arguments.get("cos"), arguments.get("sin"), rotation, widths, seq_dim)
+        if prepared is None:
+            return original(*args, **kwargs)
+        xs, cos, sin, layout = prepared
         other = xs[1] if rotation.both else None
         results = rotate(xs[0], other, cos, sin, layout, conjugate=rotation.conjugate)
         if rotation.reorders:
@@ -61,41 +67,52 @@ def fused_rotation(
 def fused_norm_rotation(
     rotated: Callable[..., Any], rotation: Rotation, widths: frozenset[int] | None, norms: type, eps: str, norm: Norm
 ) -> Callable[..., Any]:
-    """A function of both norms, q, k, cos and sin that normalises and rotates q and k in one pass over memory.
+    """Return a function of both norms, q, k, cos and sin that normalizes and rotates q and k in one pass over memory.
 
-    `norms` is the class of the norms that were probed, `eps` the name of their epsilon. Where one is another, has hooks
-    or weights of another dtype, it is called, and then `rotated`, which is what `fused_rotation` gave.
+    If a norm is of another class, has hooks, or has weights of another dtype, the function calls the norms and then
+    `rotated`.
+
+    Args:
+        rotated: The result of `fused_rotation`.
+        rotation: What it computes.
+        widths: As in `fused_rotation`.
+        norms: The class of the norms that were probed.
+        eps: The name of their attribute with the epsilon.
+        norm: What they compute.
+
+    Returns:
+        The fused function.
 
     >>> from ropewalk.hub.accelerate.rotation_probe import Rotation
-    >>> found = Rotation("half", "single", False, False, False, None, ((None, -2),), True, False)
-    >>> fused = fused_norm_rotation(lambda q, k, cos, sin: (q, k), found, None, torch.nn.RMSNorm, "eps", Norm(1e-9))
+    >>> rotation = Rotation("half", "single", False, False, False, None, ((None, -2),), True, False)
+    >>> fused = fused_norm_rotation(lambda q, k, cos, sin: (q, k), rotation, None, torch.nn.RMSNorm, "eps", Norm(1e-9))
     >>> one, x = torch.nn.RMSNorm(2, eps=1e-9), torch.tensor([3.0, 4.0]).expand(1, 1, 1, 2)
     >>> q, k = fused(one, one, x, x, torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
     >>> [round(value, 4) for value in q.flatten().tolist()]
     [-1.1314, 0.8485]
     """
-    usual = dict(rotation.seq_dims).get(1, dict(rotation.seq_dims).get(None))
+    seq_dim = dict(rotation.seq_dims).get(1, dict(rotation.seq_dims).get(None))
 
     def normed_and_rotated(q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        ready = None if usual is None else _ready([q, k], cos, sin, rotation, widths, usual)
-        # Where cos makes a wider dtype of q, the norm has to round before.
-        fits = (
-            ready is not None
-            and ready[0][0].dtype == q.dtype
+        prepared = None if seq_dim is None else _prepared([q, k], cos, sin, rotation, widths, seq_dim)
+        # If cos promotes q to a wider dtype, the norm has to round before the rotation.
+        supported = (
+            prepared is not None
+            and prepared[0][0].dtype == q.dtype
             and _is_plain(q_norm, norms, q)
             and _is_plain(k_norm, norms, k)
         )
-        if ready is None or not fits or getattr(q_norm, eps) != getattr(k_norm, eps):
+        if prepared is None or not supported or getattr(q_norm, eps) != getattr(k_norm, eps):
             return rotated(q_norm(q), k_norm(k), cos, sin)
-        _, cos, sin, layout = ready
-        how = norm._replace(eps=getattr(q_norm, eps))
-        return norm_rotate(q, k, q_norm.weight, k_norm.weight, cos, sin, layout, how)
+        _, cos, sin, layout = prepared
+        current_norm = norm._replace(eps=getattr(q_norm, eps))
+        return norm_rotate(q, k, q_norm.weight, k_norm.weight, cos, sin, layout, current_norm)
 
     return normed_and_rotated
 
 
 def _is_plain(module: Any, norms: type, x: Tensor) -> bool:
-    """Whether nothing but the norm itself would run if this module were called on x, with weights like x."""
+    """Return whether calling the module on x only runs the norm, with weights of the dtype and device of x."""
     weight: Any = getattr(module, "weight", None)
     return (
         type(module) is norms
@@ -108,12 +125,12 @@ def _is_plain(module: Any, norms: type, x: Tensor) -> bool:
     )
 
 
-def _ready(
+def _prepared(
     tensors: list[Any], cos: Any, sin: Any, rotation: Rotation, widths: frozenset[int] | None, seq_dim: int
 ) -> tuple[list[Tensor], Tensor, Tensor, Layout] | None:
-    """The tensors, and cos and sin as the kernels take them; None where these are not the shapes that were probed.
+    """Return the tensors, and cos and sin as the kernels accept them, or None if the shapes were not probed.
 
-    Decoding waits for this: nothing is asked twice.
+    This is on the critical path of decoding, so nothing is computed twice.
     """
     if not isinstance(cos, Tensor) or not isinstance(sin, Tensor) or not isinstance(tensors[0], Tensor):
         return None
@@ -147,7 +164,7 @@ def _ready(
 
 
 def _pairs(table: Tensor, rotation: Rotation) -> Tensor:
-    """One angle a pair."""
+    """Return the table with one angle per pair."""
     if rotation.table == "single":
         return table
     return table[..., : table.shape[-1] // 2] if rotation.table == "halves" else table[..., ::2]

@@ -1,4 +1,4 @@
-"""The source of a function that runs: found, parsed, and compared with the code that was compiled from it."""
+"""Finds and parses the source of a function, and checks that it matches the running code."""
 
 import ast
 import linecache
@@ -10,7 +10,7 @@ __all__ = ["Sources"]
 
 
 class Sources:
-    """Files that were parsed, each once: a modeling file has many functions, and thousands of lines.
+    """Parsed source files. Each is parsed once: a modeling file has many functions and thousands of lines.
 
     >>> import textwrap
     >>> Sources().definition(textwrap.dedent).name
@@ -21,26 +21,26 @@ class Sources:
         self._files: dict[str, _File | None] = {}
 
     def definition(self, function: types.FunctionType) -> ast.FunctionDef | None:
-        """The function in its parsed file; None where there is no source, or it is not what runs."""
-        own, file = function.__code__, self._file(function)
-        place = own.co_name, own.co_firstlineno
+        """Return the parsed function, or None if there is no source or it differs from the running code."""
+        code, file = function.__code__, self._file(function)
+        place = _place(code)
         if file is None or len(file.definitions.get(place, ())) != 1 or len(file.codes.get(place, ())) != 1:
             return None
-        # A file may have changed since it was loaded.
-        return file.definitions[place][0] if _parts(file.codes[place][0]) == _parts(own) else None
+        # The file may have changed since it was loaded.
+        return file.definitions[place][0] if _parts(file.codes[place][0]) == _parts(code) else None
 
     def recompiled(self, function: types.FunctionType, body: list[ast.stmt]) -> types.CodeType:
-        """The code of a function that has a definition, with another body."""
-        definition, file, own = self.definition(function), self._file(function), function.__code__
+        """Compile a function with another body. Raise a LookupError if `definition` returns None."""
+        definition, file, original = self.definition(function), self._file(function), function.__code__
         if definition is None or file is None:
             raise LookupError(f"{function.__name__} has no source")
         before, definition.body = definition.body, body
         try:
             ast.fix_missing_locations(definition)
-            made = compile(file.tree, own.co_filename, "exec", dont_inherit=True)
+            compiled = compile(file.tree, original.co_filename, "exec", dont_inherit=True)
         finally:
             definition.body = before
-        return next(code for code in _codes(made) if _place(code) == _place(own))
+        return next(code for code in _codes(compiled) if _place(code) == _place(original))
 
     def _file(self, function: types.FunctionType) -> "_File | None":
         name = function.__code__.co_filename
@@ -52,15 +52,15 @@ class Sources:
         return self._files[name]
 
 
-# A function by its name and its first line, which is that of its first decorator.
+# A function, by its name and its first line. With decorators, the line of the first one.
 _Place = tuple[str, int]
 
 
 class _File:
-    """A file that was parsed and compiled, with all of its functions."""
+    """A parsed and compiled file, with all its functions."""
 
     def __init__(self, name: str, text: str) -> None:
-        # The whole file: how a call is compiled depends on what the file imports.
+        # The whole file, since the compilation of a call depends on the imports of the file.
         self.tree = ast.parse(text)
         self.definitions: dict[_Place, list[ast.FunctionDef]] = {}
         for node in _definitions(self.tree):
@@ -72,7 +72,7 @@ class _File:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.FunctionDef]:
-    """Every function inside, found among statements."""
+    """Yield every function defined by a statement inside `node`."""
     for field in ("body", "orelse", "handlers", "finalbody", "cases"):
         inside = getattr(node, field, None)
         for statement in inside if isinstance(inside, list) else []:
@@ -93,12 +93,12 @@ def _place(code: types.CodeType) -> _Place:
 
 
 def _parts(code: types.CodeType) -> list[Any]:
-    """What makes two pieces of code one: all but where they stand."""
+    """Return what must be equal for two code objects to be the same, apart from their location."""
     return [code.co_code, code.co_names, code.co_varnames, code.co_freevars, _constants(code)]
 
 
 def _constants(code: types.CodeType) -> list[Any]:
-    """What stands in code besides its names, with the types that make 1 and 1.0 differ; of inner functions theirs."""
+    """Return the constants of code with their types, since 1 == 1.0, including those of inner functions."""
     return [
         _constants(value) if isinstance(value, types.CodeType) else (type(value), value) for value in code.co_consts
     ]

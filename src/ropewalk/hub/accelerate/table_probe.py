@@ -1,8 +1,8 @@
-"""The tables of cos and sin that reach a rotation: whether both features of a pair have one angle in them.
+"""Checks that both features of a pair have the same angle in the tables of cos and sin that a module computes.
 
-A function may read a wide table as if they had, and only the module that makes the table can say that they do. It is
-called, for positions on one axis and on several, near and far; and its code is read, which has to end in the tables
-being doubled: no position, length or mode leads to others then.
+The fused rotation reads one angle per pair, which is only correct if the table has the same angle for both. The module
+is called for positions on one axis and on several, small and large. Its source is also analyzed: the tables must be
+duplicated at the end, so that no position, length or mode leads to different angles.
 """
 
 import ast
@@ -20,51 +20,60 @@ from ropewalk.kernels.torch_internals import own_tensors
 
 __all__ = ["table_widths", "why_not_doubled"]
 
-# What may come after the doubling: each changes a number alone, wherever it stands.
+# Operations allowed after the duplication. Each changes every element separately.
 _ELEMENTWISE = frozenset(
     ["bfloat16", "clone", "contiguous", "cos", "double", "float", "half", "sin", "to", "type", "type_as"]
 )
-# Whose decorators are known: torch.no_grad, and those that update frequencies before the tables are made.
+# Packages whose decorators are accepted: torch.no_grad, and those that update frequencies before the call.
 _KNOWN_PACKAGES = ("torch", "transformers")
 
 
 def table_widths(module: nn.Module, table: Table) -> frozenset[int] | str:
-    """How wide the cos and sin are that the module makes, if both features of each pair have one angle in them.
+    """Return the widths of the cos and sin of a module, if both features of each pair have the same angle.
 
-    It is asked for positions on one axis and on several, in a copy, so that nothing it remembers changes.
+    A copy of the module is called, so that its state does not change.
+
+    Args:
+        module: A module that computes cos and sin from positions.
+        table: Where the two angles of a pair are stored.
+
+    Returns:
+        The widths, or the reason why the tables are not supported.
 
     >>> from transformers import LlamaConfig
     >>> from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     >>> small = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4))
     >>> table_widths(small, "halves"), table_widths(small, "neighbours")
-    (frozenset({16}), 'LlamaRotaryEmbedding gives the features of a pair different angles')
+    (frozenset({16}), 'LlamaRotaryEmbedding has different angles for the two features of a pair')
     """
     name, widths = type(module).__name__, set()
-    for cos, sin in _made(module):
-        for made in (cos, sin):
-            pairs = made.shape[-1] // 2
+    for cos, sin in _computed_tables(module):
+        for values in (cos, sin):
+            pairs = values.shape[-1] // 2
             first, second = (
-                (made[..., :pairs], made[..., pairs:]) if table == "halves" else (made[..., ::2], made[..., 1::2])
+                (values[..., :pairs], values[..., pairs:])
+                if table == "halves"
+                else (values[..., ::2], values[..., 1::2])
             )
             if first.shape != second.shape or not torch.equal(first, second):
-                return f"{name} gives the features of a pair different angles"
+                return f"{name} has different angles for the two features of a pair"
         widths.add(cos.shape[-1])
-    return frozenset(widths) if widths else f"the cos and sin of {name} could not be looked at"
+    return frozenset(widths) if widths else f"the cos and sin of {name} could not be computed"
 
 
-def _made(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """The cos and sin, [1, seq, width], that the module makes of positions: one axis, then 2, 3 and 4 that differ."""
+def _computed_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the cos and sin [1, seq, width] of a module for positions on one axis, and on 2, 3 and 4 different axes."""
     names = parameters_of(module.forward)
     if len(names) < 2 or any(buffer.is_meta for buffer in module.buffers()):
         return
     config = getattr(module, "config", None)
     kinds = sorted(set(getattr(config, "layer_types", None) or [])) if "layer_type" in names else []
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        asked = copy.deepcopy(module).cpu()
-        # Axes that differ everywhere but at the start, as an image among words has them.
+        copied = copy.deepcopy(module).cpu()
+        # Axes that differ after the start, as for an image within text.
         numbers = torch.tensor([[0, 1, 2, 5, 9], [0, 3, 1, 4, 8], [0, 2, 7, 6, 3], [0, 4, 3, 1, 6]], device="cpu")
         trained = getattr(config, "max_position_embeddings", None)
-        # One step far from the start, many tokens, and tokens past the length that the model was trained for.
+        # One token at a large position, many tokens, and tokens beyond the trained length.
         far = (2 * trained if isinstance(trained, int) else 2**17) + torch.arange(3, device="cpu")[None]
         rows = (
             numbers[:1],
@@ -75,12 +84,12 @@ def _made(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         )
         for positions in rows:
             for kind in kinds or [None]:
-                more = {} if kind is None else {"layer_type": kind}
+                kwargs = {} if kind is None else {"layer_type": kind}
                 seq = positions.shape[-1]
                 try:
-                    result = asked(torch.zeros(1, seq, 4, device="cpu"), positions, **more)
+                    result = copied(torch.zeros(1, seq, 4, device="cpu"), positions, **kwargs)
                 except Exception:
-                    # It knows no such number of axes, or no such kind of layer.
+                    # The module does not support this number of axes or this layer type.
                     continue
                 tables = isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)
                 if tables and result[0].shape == result[1].shape and tuple(result[0].shape[:2]) == (1, seq):
@@ -88,42 +97,50 @@ def _made(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def why_not_doubled(module: nn.Module, table: Table, sources: Sources) -> str | None:
-    """Why the two features of a pair may have different angles in some of the module's tables; None if they cannot.
+    """Return why the two features of a pair may have different angles in a module's tables, or None if they cannot.
 
-    Each table has to be cat((x, x), dim=-1), or repeat_interleave(x, 2, dim=-1) for a table of neighbours, of any x.
-    After that it may be multiplied by single numbers and be put through functions of one number.
+    Each table must be cat((x, x), dim=-1), or repeat_interleave(x, 2, dim=-1) for "neighbours", of any x. After that
+    only products with scalars and elementwise functions are allowed.
+
+    Args:
+        module: A module that computes cos and sin.
+        table: Where the two angles of a pair are stored.
+        sources: Parsed source files.
+
+    Returns:
+        The reason, or None.
 
     >>> from transformers import LlamaConfig
     >>> from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     >>> small = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4))
     >>> why_not_doubled(small, "halves", Sources())
     >>> why_not_doubled(small, "neighbours", Sources())
-    'the code of LlamaRotaryEmbedding does not show that the features of a pair have one angle'
+    'the code of LlamaRotaryEmbedding does not guarantee the same angle for both features of a pair'
     """
     forward = inspect.getattr_static(type(module), "forward", None)
-    # Packages that replace forward in an instance keep the method, and call it.
-    kept = [value for value in vars(module).values() if getattr(value, "__func__", None) is forward]
-    called = type(module).__call__ is nn.Module.__call__ and ("forward" not in vars(module) or kept)
-    if called and _Tables(module, table, sources).returned(forward) == [True, True]:
+    # Packages that replace forward in an instance store the original method, and call it.
+    stored = [value for value in vars(module).values() if getattr(value, "__func__", None) is forward]
+    is_called = type(module).__call__ is nn.Module.__call__ and ("forward" not in vars(module) or stored)
+    if is_called and _Tables(module, table, sources).returned(forward) == [True, True]:
         return None
-    return f"the code of {type(module).__name__} does not show that the features of a pair have one angle"
+    return f"the code of {type(module).__name__} does not guarantee the same angle for both features of a pair"
 
 
 class _Tables:
-    """Follows the tables through the code of a module: which names hold one that is doubled, which hold numbers."""
+    """Tracks which names in the code of a module are duplicated tables, and which are scalars."""
 
     def __init__(self, module: nn.Module, table: Table, sources: Sources) -> None:
         self.module, self.table, self.sources = module, table, sources
         self.depth = 0
-        # Not what a property or an inner module holds: a tensor there may differ within a pair, now or later.
+        # Without properties and submodules: a tensor there may differ within a pair, now or later.
         attributes = {**vars(module), **own_tensors(module)}
         self.numbers = {name for name, value in attributes.items() if _is_one_number(value)}
         self.others = {*attributes, *dir(type(module))} - self.numbers
 
     def returned(self, function: object) -> list[bool]:
-        """Of each item of what a function returns, whether it is doubled by each return."""
+        """Return, per item of the result of a function, whether every return statement returns a duplicated table."""
         while isinstance(function, types.FunctionType) and "__wrapped__" in vars(function):
-            # By where the code of a decorator is: the module that it names is that of what it wraps.
+            # __globals__ and not __module__: a wrapper has the __module__ of the function that it wraps.
             if not _is_known(function.__globals__.get("__name__")):
                 return []
             function = vars(function)["__wrapped__"]
@@ -139,11 +156,11 @@ class _Tables:
             results = self._block(definition.body, _Names(definition.args.args[0].arg))
         finally:
             self.depth -= 1
-        same = len({len(result) for result in results}) == 1
-        return [all(items) for items in zip(*results, strict=True)] if same else []
+        same_length = len({len(result) for result in results}) == 1
+        return [all(items) for items in zip(*results, strict=True)] if same_length else []
 
     def _block(self, statements: list[ast.stmt], names: "_Names") -> list[list[bool]]:
-        """What the returns in these statements give; `names` are followed."""
+        """Return, per return statement, which items are duplicated tables. Update `names`."""
         results: list[list[bool]] = []
         for statement in statements:
             if isinstance(statement, ast.Assign | ast.Return) and self._writes(statement, names):
@@ -160,9 +177,9 @@ class _Tables:
                 case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value) if all(map(_name_of, targets)):
                     items = value.elts if isinstance(value, ast.Tuple) else [None] * len(targets)
                     number = self._number(value, names)
-                    found = [(item is not None and self._doubled(item, names), number) for item in items]
-                    for target, one in zip(targets, found, strict=False):
-                        names.set(_name_of(target), *one)
+                    flags = [(item is not None and self._doubled(item, names), number) for item in items]
+                    for target, pair in zip(targets, flags, strict=False):
+                        names.set(_name_of(target), *pair)
                 case ast.With(body=body):
                     results += self._block(body, names)
                 case ast.If(body=body, orelse=otherwise):
@@ -172,7 +189,7 @@ class _Tables:
                 case ast.Expr(value=ast.Constant()):
                     pass
                 case _:
-                    # Loops, writes into a tensor and calls for their own sake: a table may be one that they change.
+                    # Loops, in-place writes and calls without a result: they may change a table.
                     names.doubled = frozenset()
                     for node in ast.walk(statement):
                         if isinstance(node, ast.Name):
@@ -203,7 +220,7 @@ class _Tables:
         return False
 
     def _writes(self, statement: ast.stmt, names: "_Names") -> bool:
-        """Whether a statement calls what may change a table in place."""
+        """Return whether a statement contains a call that may change a table in place."""
         for node in ast.walk(statement):
             if not isinstance(node, ast.Call):
                 continue
@@ -211,25 +228,25 @@ class _Tables:
                 case ast.Name(id="getattr"):
                     continue
                 case ast.Attribute(value=value, attr=name) if not name.endswith("_"):
-                    mine = isinstance(value, ast.Name) and value.id == names.owner
+                    of_owner = isinstance(value, ast.Name) and value.id == names.owner
                     tables = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} & names.doubled
-                    if not (mine and tables) and all(word.arg not in (None, "out") for word in node.keywords):
+                    if not (of_owner and tables) and all(word.arg not in (None, "out") for word in node.keywords):
                         continue
             return True
         return False
 
     def _doubles(self, name: str, args: list[ast.expr], words: list[ast.keyword]) -> bool:
-        """Whether this operation makes a table of pairs from any tensor."""
-        along = [word.value for word in words if word.arg == "dim"]
+        """Return whether this operation duplicates its input as a table of pairs."""
+        dims = [word.value for word in words if word.arg == "dim"]
         match (self.table, name, args):
             case ("halves", "cat", [ast.Tuple(elts=[one, two]) | ast.List(elts=[one, two]), *rest]):
-                return isinstance(one, ast.Name) and ast.dump(one) == ast.dump(two) and _is_last([*rest, *along])
+                return isinstance(one, ast.Name) and ast.dump(one) == ast.dump(two) and _is_last([*rest, *dims])
             case ("neighbours", "repeat_interleave", [_, ast.Constant(value=2), *rest]):
-                return _is_last([*rest, *along])
+                return _is_last([*rest, *dims])
         return False
 
     def _number(self, node: ast.expr, names: "_Names") -> bool:
-        """Whether this is one number, whichever feature it is for: a constant, or an attribute of the module."""
+        """Return whether this is a scalar, the same for all features: a constant, or an attribute of the module."""
         match node:
             case ast.Constant():
                 return True
@@ -242,18 +259,18 @@ class _Tables:
             case ast.IfExp(body=one, orelse=two):
                 return self._number(one, names) and self._number(two, names)
             case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=owner), called]):
-                # Part of the name may come from the call, as f"{layer_type}_attention_scaling" has it.
+                # Part of the name may depend on the call, as in f"{layer_type}_attention_scaling".
                 parts = [node.value for node in ast.walk(called) if isinstance(node, ast.Constant)]
                 fit = [name for name in (*self.numbers, *self.others) if all(str(part) in name for part in parts)]
                 return owner == names.owner and bool(fit) and self.numbers.issuperset(fit)
             case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name), args=[arg], keywords=[]):
-                # transformers' functions of a config return frequencies and the one factor of the tables.
+                # The functions of a config in transformers return frequencies and a scalar factor.
                 module = getattr(getattr(self.module, name, None), "__module__", None) or ""
                 return owner == names.owner and module.startswith("transformers.") and self._in_config(arg, names)
         return False
 
     def _in_config(self, node: ast.expr, names: "_Names") -> bool:
-        """Whether this is the module's config, or what stands in it: words and numbers, as a file has them."""
+        """Return whether this is the module's config or a value in it: strings and numbers, as in a file."""
         match node:
             case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == names.owner:
                 return _is_config(vars(self.module).get(name))
@@ -263,7 +280,7 @@ class _Tables:
 
 
 class _Names:
-    """Names that hold a doubled table, and names that hold numbers; `owner` is the name of the module itself."""
+    """The names of duplicated tables and of scalars. `owner` is the name of the module itself, usually self."""
 
     def __init__(
         self, owner: str, doubled: frozenset[str] = frozenset(), numbers: frozenset[str] = frozenset()
@@ -278,7 +295,7 @@ class _Names:
         return _Names(self.owner, self.doubled, self.numbers)
 
     def join(self, other: "_Names") -> None:
-        """What holds whichever of two branches was run."""
+        """Keep what is true after both of two branches."""
         self.doubled, self.numbers = self.doubled & other.doubled, self.numbers & other.numbers
 
 
@@ -287,13 +304,13 @@ def _is_one_number(value: object) -> bool:
 
 
 def _is_config(value: object) -> bool:
-    """Whether this is a config of transformers, with no tensor in it."""
+    """Return whether this is a config of transformers that contains no tensor."""
     bases = [base for base in type(value).__mro__ if _is_known(base.__module__)]
     if not any(base.__name__ in ("PreTrainedConfig", "PretrainedConfig") for base in bases):
         return False
-    held = list(vars(value).values())
-    held += [item for inner in held if isinstance(inner, dict) for item in inner.values()]
-    return not any(isinstance(item, Tensor) for item in held)
+    values = list(vars(value).values())
+    values += [item for inner in values if isinstance(inner, dict) for item in inner.values()]
+    return not any(isinstance(item, Tensor) for item in values)
 
 
 def _is_known(module: str | None) -> bool:
@@ -301,10 +318,10 @@ def _is_known(module: str | None) -> bool:
 
 
 def _is_last(nodes: list[ast.expr]) -> bool:
-    """Whether the one dimension that is named is the last."""
+    """Return whether there is exactly one dimension argument, and it is -1."""
     return [ast.unparse(node) for node in nodes] == ["-1"]
 
 
 def _name_of(target: ast.expr) -> str:
-    """The name of what is written to; that of nothing where it is no name."""
+    """Return the name of an assignment target, or "" if it is not a name."""
     return target.id if isinstance(target, ast.Name) else ""

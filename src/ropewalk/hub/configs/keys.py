@@ -1,4 +1,4 @@
-"""A config as plain data, checked key by key. Errors are written in the words of whoever asked for the config."""
+"""A config as plain data with checked access to its keys. Errors name the function or command that read the config."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from ropewalk.spec.value import without_repeats
 
 __all__ = ["MOST_BYTES", "NAMES", "Caller", "ConfigError", "ConfigSource", "HasToDict", "Keys", "read_config"]
 
-# Files that a folder may hold a config in, in the order in which they are looked for.
+# File names of a config in a folder, in the order in which they are tried.
 NAMES = ("config.json", "params.json")
 
 
@@ -36,51 +36,60 @@ class HasToDict(Protocol):
     """A config object, such as those of transformers."""
 
     def to_dict(self) -> Mapping[str, object]:
-        """The config as plain data."""
+        """Return the config as plain data."""
         ...
 
 
-# The path of a config or of its folder, the config itself, or a config object of transformers.
+# The path of a config or of its folder, the contents of a config, or a config object of transformers.
 ConfigSource: TypeAlias = str | Path | Mapping[str, object] | HasToDict
 
 
 @dataclass(frozen=True)
 class Caller:
-    """How a caller names itself and what it can pass: errors are written in these words, here those of Python.
+    """The function that reads a config, as errors name it, and the advice that errors give to its users.
 
-    Commands have a subclass with the words of a command line.
+    The defaults are for a Python function. Commands use a subclass with the options of a command line.
+
+    Attributes:
+        call: The name of the function or command.
+        pass_path: Advice if a path is not a config.
+        pass_config: Advice if the data is not a config.
+        pass_whole_config: Advice if a file omits keys that are needed.
+        find_pairing: Advice on the pairing of an unknown family.
+        converted_weights: Advice if the pairing differs from that of a known family.
 
     >>> Caller("load_spec").asked("the key 'factor'"), Caller("load_spec").option("pairing", "half")
     ("load_spec: the key 'factor'", "pairing='half'")
     """
 
     call: str
-    # What to do about a path that is no config, about data that is none, and about a file that leaves too much out.
-    pass_path: str = "pass the path of a config, or the config itself as a dict"
+    pass_path: str = "pass the path of a config, or its contents as a dict"
     pass_config: str = "pass the config.json of a model"
     pass_whole_config: str = "pass the config object: AutoConfig.from_pretrained(...)"
-    # How to find the pairing of a new family, and what else to do where the pairing of a known one is another.
-    find_pairing: str = 'look at its model code: rotate_half over two halves is pairing="half", else "interleaved"'
+    find_pairing: str = (
+        'look at the code of the model: if rotate_half splits a head into two halves, pass pairing="half";'
+        ' otherwise pass pairing="interleaved"'
+    )
     converted_weights: str = "; for converted weights use dataclasses.replace(spec, pairing=...)"
 
     def asked(self, subject: str) -> str:
-        """The call, and what it is about."""
+        """Return the call and what it reads, for the first line of an error."""
         return f"{self.call}: {subject}"
 
     def asked_for(self, config: object) -> str:
-        """The call with this config."""
+        """Return the call with `config` as its argument."""
         return f"{self.call}({repr(config) if isinstance(config, str) else shown(config)})"
 
     def asked_with(self, name: str, value: object) -> str:
-        """The call with this option."""
+        """Return the call with one option."""
         return f"{self.call}({self.option(name, value)})"
 
     def option(self, name: str, value: object = None) -> str:
-        """An option with its value, or its bare name."""
+        """Return an option with its value, or the option alone if `value` is None."""
         return f"{name}=" if value is None else f"{name}={value!r}"
 
     def leave_out(self, name: str) -> str:
-        """The advice to leave an option out."""
+        """Return the advice to leave an option out."""
         return f"leave {name} out"
 
 
@@ -90,11 +99,21 @@ _EXPECTED = "a readable config.json or params.json, or a folder with one"
 
 
 class ConfigError(RopewalkError):
-    """The error of a key in a config, which names the key."""
+    """An invalid key of a config. The error names the key."""
 
 
 def read_config(config: object, caller: Caller = _LOAD_SPEC) -> dict[str, Any]:
-    """The config as a dict that belongs to nobody else.
+    """Read a config into a new dict.
+
+    Args:
+        config: A path, a dict or a config object.
+        caller: The function that errors name.
+
+    Returns:
+        A deep copy of the config. Its keys are strings.
+
+    Raises:
+        RopewalkError: If the config cannot be read, is not JSON, or exceeds the limits of `hub.configs.limits`.
 
     >>> read_config({"model_type": "llama"})
     {'model_type': 'llama'}
@@ -110,7 +129,7 @@ def read_config(config: object, caller: Caller = _LOAD_SPEC) -> dict[str, Any]:
             asked=f"{caller.call}(config)",
             expected="the path of a config.json or of its folder, a dict, or a config of transformers",
             got=shown(config),
-            do='pass for example "models/llama/config.json"',
+            do='pass a path such as "models/llama/config.json"',
         )
     copied = _copied(data, 0, "config", caller, [MOST_VALUES])
     if not isinstance(copied, dict):
@@ -127,10 +146,10 @@ def _read_file(path: Path, caller: Caller) -> Any:
     path = _in_folder(path, caller)
     expected, do = _EXPECTED, caller.pass_path
     text = read_text(path, most=MOST_BYTES, asked=caller.asked_for(str(path)), expected=expected, do=do)
-    # Each value follows a comma or a bracket: more values than these there cannot be, and none is made to know it.
+    # Each value follows a comma or a bracket, so this is an upper bound. It is computed without parsing.
     values = 1 + sum(map(text.count, ",[{"))
     if values > MOST_VALUES:
-        raise _unreadable(caller, path, f"about {values} values; the limit is {MOST_VALUES}")
+        raise _unreadable(caller, path, f"up to {values} values; the limit is {MOST_VALUES}")
     try:
         return json.loads(text, object_pairs_hook=without_repeats)
     except (ValueError, RecursionError) as error:
@@ -138,11 +157,11 @@ def _read_file(path: Path, caller: Caller) -> Any:
 
 
 def _in_folder(path: Path, caller: Caller) -> Path:
-    """The config of a folder, and a path that is no folder as it is."""
+    """Return the config file of a folder. Return any other path unchanged."""
     try:
         if not path.is_dir():
             return path
-        # Not is_file: what has the name and is no file is an error that says so.
+        # Not is_file: if the name exists but is not a file, opening it raises an error that says so.
         files = [path / name for name in NAMES if os.path.lexists(path / name)]
     except (OSError, ValueError) as error:
         raise _unreadable(caller, path, f"{type(error).__name__}: {error}") from None
@@ -152,42 +171,43 @@ def _in_folder(path: Path, caller: Caller) -> Path:
 
 
 def _copied(value: Any, depth: int, name: str, caller: Caller, left: list[int]) -> Any:
-    """A deep copy with plain strings as keys, that refuses what no config has.
+    """Return a deep copy with strings as keys. Raise for values that no config has.
 
-    `left` is how many values may still come: dicts can contain themselves, or one list a thousand times.
+    `left` contains the number of values that may follow. A dict can contain itself, or one list a thousand times.
     """
-    refused = Keys({}, caller=caller).error
+    error = Keys({}, caller=caller).error
     left[0] -= 1
     if left[0] < 0:
-        raise refused(name, f"at most {MOST_VALUES} values in a config", "more", caller.pass_config)
+        raise error(name, f"a config with at most {MOST_VALUES} values", "more values", caller.pass_config)
     if depth > DEEPEST:
-        raise refused(name, f"at most {DEEPEST} levels", "more", caller.pass_config)
+        raise error(name, f"at most {DEEPEST} levels of nesting", "more levels", caller.pass_config)
     if isinstance(value, dict):
         names = [(_copied_key(key, name, caller), entry) for key, entry in value.items()]
         return {key: _copied(entry, depth + 1, key, caller, left) for key, entry in names}
     if isinstance(value, list | tuple):
         return [_copied(entry, depth + 1, name, caller, left) for entry in value]
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise refused(name, "a number that a float can hold", f"one of {value.bit_length()} bits", caller.pass_config)
+        got = f"an integer of {value.bit_length()} bits"
+        raise error(name, "a number within the range of a float", got, caller.pass_config)
     if isinstance(value, str) and not _is_text(value):
-        raise refused(name, "text", "half of a surrogate pair, which is no letter", caller.pass_config)
+        raise error(name, "valid Unicode text", "half of a surrogate pair", caller.pass_config)
     return value
 
 
 def _copied_key(key: object, name: str, caller: Caller) -> str:
-    """A key as a string. Config objects have labels by number; other keys no JSON has."""
-    refused = Keys({}, caller=caller).error
+    """Return a key as a string. Config objects have integer keys for labels; JSON has no other types."""
+    error = Keys({}, caller=caller).error
     number = as_int(key)
     if not isinstance(key, str) and (number is None or number.bit_length() > MOST_BITS):
-        raise refused(name, "keys that are strings", f"a key of type {type(key).__name__}", caller.pass_config)
+        raise error(name, "strings as keys", f"a key of type {type(key).__name__}", caller.pass_config)
     text = str(key)
     if len(text) > MOST_LETTERS or not _is_text(text):
-        raise refused(name, f"keys of at most {MOST_LETTERS} letters", f"{text[:40]!r}...", caller.pass_config)
+        raise error(name, f"keys of at most {MOST_LETTERS} characters", f"{text[:40]!r}...", caller.pass_config)
     return text
 
 
 def _is_text(text: str) -> bool:
-    """Whether a string can be written: JSON can contain halves of surrogate pairs."""
+    """Return whether a string can be encoded. JSON can contain halves of surrogate pairs."""
     return text.isascii() or _SURROGATE.search(text) is None
 
 
@@ -196,10 +216,15 @@ def _unreadable(caller: Caller, path: Path, reason: str) -> RopewalkError:
 
 
 class Keys:
-    """A part of a config that checks what is read from it, and remembers which keys were read.
+    """A part of a config with checked access. It records which keys were read.
 
-    `place` is the key under which the part is stored. Errors are written in the words of `caller`, and `warn` adds to
-    the list `pitfalls`; parts of one config share both.
+    All methods that return a value raise a `ConfigError` that names the key if its value is invalid.
+
+    Args:
+        data: The part of the config.
+        place: The key under which the part is stored; "" for the whole config.
+        caller: The function that errors name. Parts of one config share it.
+        pitfalls: The list that `warn` appends to. Parts of one config share it.
 
     >>> keys = Keys({"factor": 4, "typo": 1})
     >>> keys.number("factor"), keys.unread()
@@ -220,59 +245,61 @@ class Keys:
         self._place, self._read = place, set[str]()
 
     def of(self, data: dict[str, Any], place: str) -> "Keys":
-        """Another part of the same config."""
+        """Return another part of the same config."""
         return Keys(data, place, caller=self.caller, pitfalls=self.pitfalls)
 
     def under(self, key: str) -> "Keys":
-        """The keys of the object under a key: none where there is no object."""
+        """Return the object under `key` as a part. It is empty if the key is missing or null."""
         return self.of(self.part(key), self.name(key))
 
     def warn(self, name: str, text: str) -> None:
-        """Adds a pitfall, by a name of PITFALLS."""
+        """Add a pitfall. `name` is one of PITFALLS."""
         if name not in PITFALLS:
             raise KeyError(name)
         self.pitfalls.append((name, text))
 
     def error(self, key: str, expected: str, got: str, do: str) -> ConfigError:
-        """The error of a key, which is named in full."""
+        """Return the error for a key, given by its full name."""
         name = repr(key) if len(key) <= 200 else f"{key[:200]!r}..."
         return ConfigError(asked=self.caller.asked(f"the key {name}"), expected=expected, got=got, do=do)
 
     def name(self, key: str) -> str:
-        """The key in full, as an error names it."""
+        """Return the full name of a key, such as "rope_parameters.factor"."""
         return f"{self._place}.{key}" if self._place else key
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Return whether the config contains the key with a value other than null."""
         self._read.add(key)
         return self.data.get(key) is not None
 
-    def stands(self, key: str) -> bool:
-        """Whether the key is there, be it null."""
+    def contains(self, key: str) -> bool:
+        """Return whether the config contains the key. Its value may be null."""
         return key in self.data
 
     def raw(self, key: str) -> Any:
-        """What stands there, unchecked; None if nothing does."""
+        """Return the value of a key without a check, or None if the key is missing."""
         self._read.add(key)
         return self.data.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that nobody asked for."""
+        """Return the keys that were never read."""
         return [key for key in self.data if key not in self._read]
 
     def number(self, key: str, default: float | None = None, *, at_least: float | None = None) -> float:
-        """A finite number. One that is missing and has no default is an error."""
+        """Return a finite number. Raise if it is missing and there is no default."""
         value = self.raw(key)
         if value is None and default is not None:
             return default
         number = as_float(value)
         if number is None or (at_least is not None and number < at_least):
             expected = "a number" + ("" if at_least is None else f" of at least {at_least:g}")
-            raise self.error(self.name(key), expected, self._shown(key), f"set {key} as the model was trained")
+            raise self.error(
+                self.name(key), expected, self._shown(key), f"set {key} to the value the model was trained with"
+            )
         return number
 
     def whole(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
-        """A whole number, up to the limit of its key; 4096.0 is one."""
+        """Return an integer up to the limit of its key. A float such as 4096.0 is accepted."""
         value, most = self.raw(key), LIMITS.get(key, MOST_LENGTH)
         if value is None and default is not None:
             return default
@@ -280,45 +307,47 @@ class Keys:
         if number > most:
             raise self._above(key, most)
         if number != int(number):
-            raise self.error(self.name(key), "a whole number", self._shown(key), f"set {key} to a whole number")
+            raise self.error(self.name(key), "an integer", self._shown(key), f"set {key} to an integer")
         return int(number)
 
     def check_limits(self) -> None:
-        """Raises for more keys than a model has, and for counts that are above their limits.
+        """Raise if there are too many keys, or if a number of layers or heads exceeds its limit.
 
-        Counts are read from plain data, in several places. Other numbers are checked where they are read: a number that
-        nobody reads may be anything.
+        These numbers are also read from plain data, in several modules. All other numbers are checked when they are
+        read; numbers that are never read are not checked.
         """
         if len(self.data) > MOST_KEYS:
             name = self._place or "config"
-            raise self.error(name, f"at most {MOST_KEYS} keys", f"{len(self.data)}", self.caller.pass_config)
+            raise self.error(name, f"at most {MOST_KEYS} keys", f"{len(self.data)} keys", self.caller.pass_config)
         for names in (LAYERS, CACHED_HEADS):
             for key in names:
                 value = self.data.get(key)
-                # A bool is no number, and below every limit. NaN is not below.
+                # `not <=` instead of `>`: NaN must raise.
                 if isinstance(value, int | float) and not value <= LIMITS[key]:
                     raise self._above(key, LIMITS[key])
-                # Whoever reads the count takes the first that is one.
+                # Readers use the first key that has a positive integer.
                 if (as_int(value) or 0) > 0:
                     break
 
     def _above(self, key: str, most: int) -> ConfigError:
-        do = f"set {key} as the model was trained"
+        do = f"set {key} to the value the model was trained with"
         return self.error(self.name(key), f"a number of at most {most}", self._shown(key), do)
 
     def numbers(self, key: str) -> list[float]:
-        """A list of finite numbers."""
+        """Return a list of finite numbers."""
         values = self.raw(key)
         if not isinstance(values, list) or not values:
-            raise self.error(self.name(key), "a list of numbers", self._shown(key), f"copy {key} from the model")
+            raise self.error(
+                self.name(key), "a list of numbers", self._shown(key), f"copy {key} from the original config"
+            )
         if len(values) > MOST_COUNT:
             expected, got = f"a list of at most {MOST_COUNT} numbers", f"{len(values)} entries"
-            raise self.error(self.name(key), expected, got, f"copy {key} from the model")
+            raise self.error(self.name(key), expected, got, f"copy {key} from the original config")
         parts = self.of({str(i): value for i, value in enumerate(values)}, self.name(key))
         return [parts.number(str(i)) for i in range(len(values))]
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a bool."""
         value = self.raw(key)
         if value is None:
             return default
@@ -327,29 +356,30 @@ class Keys:
         return value
 
     def part(self, key: str) -> dict[str, Any]:
-        """An object; an empty one where there is none."""
+        """Return an object, or an empty one if the key is missing or null."""
         value = self.raw(key)
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self.error(self.name(key), "an object", self._shown(key), f"make {key} an object, or null")
+            raise self.error(self.name(key), "a JSON object", self._shown(key), f"set {key} to an object or to null")
         return cast("dict[str, Any]", value)
 
     def text(self, key: str, default: str | None = None) -> str | None:
-        """A string that is a name: it can be printed, and is not long."""
+        """Return a string that is a name: printable and short."""
         value = self.raw(key)
         if value is None:
             return default
         if not isinstance(value, str):
-            raise self.error(self.name(key), "a string", self._shown(key), f"make {key} a string")
+            raise self.error(self.name(key), "a string", self._shown(key), f"set {key} to a string")
         return self.as_name(value, key)
 
     def as_name(self, value: str, key: str) -> str:
-        """A string under this key, if it can be printed and has at most as many letters as a name may have."""
+        """Return `value`, which is stored under `key`. Raise if it is not printable or too long."""
         if len(value) > MOST_LETTERS or not value.isprintable():
-            expected = f"a name: at most {MOST_LETTERS} letters that can be printed"
-            raise self.error(self.name(key), expected, self._shown(key), f"set {key} as the model was trained")
+            expected = f"a name of at most {MOST_LETTERS} printable characters"
+            do = f"copy {key} from the original config"
+            raise self.error(self.name(key), expected, self._shown(key), do)
         return value
 
     def _shown(self, key: str) -> str:
-        return shown(self.data[key]) if key in self.data else "nothing"
+        return shown(self.data[key]) if key in self.data else "no such key"

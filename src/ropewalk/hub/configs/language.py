@@ -1,7 +1,8 @@
-"""Which part of a config says how text is rotated, and of which family it is.
+"""Finds the language model in a config, and its family.
 
-That is the language model of a composite model. The family may be one that ropewalk knows, one that is known to have no
-RoPE, or a new one; a checkpoint that ropewalk converted has a record of the pairing of its weights.
+In a composite model, such as one with a vision tower, the language model is a part of the config. Its family is known
+to ropewalk, known to have no RoPE, or unknown. A checkpoint converted by ropewalk contains a record of the pairing of
+its weights.
 """
 
 import difflib
@@ -27,17 +28,22 @@ __all__ = [
     "refuse_without_rope",
 ]
 
-# Where composite models keep the config of their language model.
+# Keys under which composite models store the config of their language model.
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "text_encoder")
-# Keys by which a model that took the name of a family without RoPE says that it rotates after all.
+# Keys that mean RoPE even if the model_type is that of a family without RoPE.
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_dim", "rotary_pct", "rotary_emb_base")
-# The key of the record that `ropewalk convert` writes, at the top of a config.json.
+# The key of the record that `ropewalk convert` writes at the top level of a config.json.
 KEY = "ropewalk"
 
 
 @dataclass(frozen=True)
 class Record:
-    """A conversion: the pairing of the weights, the one that they had, and the one that the model's code rotates in.
+    """A conversion of a checkpoint from one pairing to the other.
+
+    Attributes:
+        pairing: The pairing of the weights now.
+        converted_from: The pairing of the weights before the conversion.
+        model_code: The pairing that the code of the model uses.
 
     >>> Record("interleaved", "half", "half").as_dict()
     {'pairing': 'interleaved', 'converted_from': 'half', 'model_code': 'half'}
@@ -48,16 +54,20 @@ class Record:
     model_code: Pairing
 
     def as_dict(self) -> dict[str, str]:
-        """The record as it is stored in a config."""
+        """Return the record as stored in a config."""
         return {"pairing": self.pairing, "converted_from": self.converted_from, "model_code": self.model_code}
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """The part of a config that says how text is rotated.
+    """The language model of a config.
 
-    `data` is that part and `place` the keys that lead to it: () if it is the whole config. `family` is that of the
-    model's code, and `known` says whether it is one of FAMILIES. `record` is that of a conversion, if there was one.
+    Attributes:
+        data: Its part of the config.
+        place: The keys that lead to this part; () if it is the whole config.
+        family: The family of the model code.
+        known: Whether the family is in FAMILIES.
+        record: The record of a conversion. None if the checkpoint was not converted.
     """
 
     data: dict[str, Any]
@@ -68,7 +78,17 @@ class LanguageModel:
 
 
 def language_model(keys: Keys, pairing: str | None) -> LanguageModel:
-    """The language model of a config. A family that is not known needs a pairing; one that is must agree with it.
+    """Find the language model of a config.
+
+    Args:
+        keys: The whole config.
+        pairing: The pairing passed by the caller. Required for an unknown family. For a known one it must agree.
+
+    Returns:
+        The language model.
+
+    Raises:
+        RopewalkError: If the family is unknown and `pairing` is None, or if `pairing` contradicts the config.
 
     >>> part = language_model(Keys({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}), None)
     >>> part.place, part.data["model_type"], part.family.pairing
@@ -79,7 +99,7 @@ def language_model(keys: Keys, pairing: str | None) -> LanguageModel:
         require_choice(pairing, PAIRINGS, asked=caller.asked_with("pairing", pairing))
     record = read_record(keys)
     if record is not None and pairing not in (None, record.pairing):
-        expected = f"{caller.option('pairing', record.pairing)}, to which the weights were converted"
+        expected = f"{caller.option('pairing', record.pairing)}, the pairing that the weights were converted to"
         raise keys.error(f"{KEY}.pairing", expected, caller.option("pairing", pairing), caller.leave_out("pairing"))
     part = _locate(keys)
     family, known = _family(keys, part, pairing if record is None else record.model_code)
@@ -87,7 +107,7 @@ def language_model(keys: Keys, pairing: str | None) -> LanguageModel:
 
 
 def has_known_family(keys: Keys) -> bool:
-    """Whether the language model of a config is of a family that ropewalk knows, so that no pairing need be passed.
+    """Return whether the family of a config is known, so that no pairing is needed.
 
     >>> has_known_family(Keys({"model_type": "llama"})), has_known_family(Keys({"model_type": "brandnew"}))
     (True, False)
@@ -98,7 +118,7 @@ def has_known_family(keys: Keys) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """The config of a language model or, where there is none, of a tower that sees."""
+    """The config of a language model, or of a vision tower if there is no language model."""
 
     data: dict[str, Any]
     place: tuple[str, ...]
@@ -124,44 +144,44 @@ def _locate(keys: Keys) -> _Part:
 
 
 def known_family(model_type: str | None, *, tower: bool = False) -> Family | None:
-    """The family of a model_type, None where it is not known. `tower` says that the config is of a tower that sees.
+    """Return the family of a model_type, or None if it is unknown. `tower` means that the config is a vision tower's.
 
     >>> known_family("llama") == Family(), known_family("brandnew")
     (True, None)
     """
-    # A composite model whose config is flat, as it was in transformers 4, is its language model.
+    # In transformers 4 some composite models had a flat config. It describes the language model.
     known = FAMILIES.get(model_type or "") or FAMILIES.get(f"{model_type}_text")
     if not tower:
         return known
-    # Towers used to carry the name of the model that they see for.
+    # Older configs of vision towers have the model_type of the whole model.
     return FAMILIES.get(f"{model_type}_vision") or (known if known and callable(known.axes) else None)
 
 
 def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]:
-    """The family, and whether it is known."""
+    """Return the family, and whether it is known."""
     model_type, tower, caller = part.model_type, part.tower, keys.caller
     known = known_family(model_type, tower=tower)
     if known is None and pairing is None:
         near = difflib.get_close_matches(model_type or "", FAMILIES, n=1)
         raise RopewalkError(
             asked=caller.asked(f"a {'vision ' if tower else ''}config with model_type {model_type!r}"),
-            expected=f"a family that ropewalk knows, or {caller.option('pairing')}",
-            got="neither: no config says which features form a pair, or whether any do",
-            do=(f"did you mean {near[0]!r}? Else " if near else "") + caller.find_pairing,
+            expected=f"a model_type that ropewalk knows, or {caller.option('pairing')}",
+            got="an unknown model_type and no pairing; configs do not specify which features form a pair",
+            do=(f"did you mean {near[0]!r}? Otherwise " if near else "") + caller.find_pairing,
         )
     if known is None:
         keys.warn(
             "unknown-family",
-            f"nothing is known of {model_type!r}: where its config does not say otherwise, whole heads turn, by a base"
-            " of 10000, in layers that are alike",
+            f"model_type {model_type!r} is unknown. Unless its config specifies otherwise, all features of a head are"
+            " rotated, the base is 10000, and all layers have the same rotation",
         )
-        chosen: Pairing = "half" if pairing == "half" else "interleaved"
-        guessed = Family(chosen, axes="chunked", reads_share=True, reads_alpha=True, base_keys=BASE_KEYS, windows=None)
-        return guessed, False
+        checked: Pairing = "half" if pairing == "half" else "interleaved"
+        assumed = Family(checked, axes="chunked", reads_share=True, reads_alpha=True, base_keys=BASE_KEYS, windows=None)
+        return assumed, False
     if pairing is not None and known.interleave_key is None and pairing != known.pairing:
         raise RopewalkError(
             asked=f"{caller.asked_with('pairing', pairing)}: a config with model_type {model_type!r}",
-            expected=f"{known.pairing!r}, which that family has",
+            expected=f"{known.pairing!r}, the pairing of this family",
             got=repr(pairing),
             do=caller.leave_out("pairing") + caller.converted_weights,
         )
@@ -169,7 +189,10 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
 
 
 def read_record(keys: Keys) -> Record | None:
-    """The record of a config; None where its weights were not converted.
+    """Return the record of a conversion, or None if the weights were not converted.
+
+    Raises:
+        RopewalkError: If the record is invalid.
 
     >>> read_record(Keys({"model_type": "llama"})) is None
     True
@@ -179,30 +202,30 @@ def read_record(keys: Keys) -> Record | None:
         return None
     names = ("pairing", "converted_from", "model_code")
     if not isinstance(record, dict) or any(record.get(name) not in PAIRINGS for name in names):
-        expected = f"{', '.join(names)}, each {' or '.join(map(repr, PAIRINGS))}"
+        expected = f"an object with {', '.join(names)}, each {' or '.join(map(repr, PAIRINGS))}"
         raise keys.error(KEY, expected, shown(record), "copy it from the config that ropewalk convert wrote")
     return Record(*(record[name] for name in names))
 
 
 def refuse_without_rope(data: Mapping[str, Any], caller: Caller) -> None:
-    """Raises for a config of a family that is known to have no RoPE, and says what it has instead.
+    """Raise if the family of a config is known to have no RoPE. The error names the encoding that it has instead.
 
     >>> refuse_without_rope({"model_type": "llama"}, Caller("load_spec"))
     """
     name = data.get("model_type")
-    if not isinstance(name, str) or name not in WITHOUT_ROPE or _asks_for_rope(data):
+    if not isinstance(name, str) or name not in WITHOUT_ROPE or _has_rope_keys(data):
         return
     encoding = WITHOUT_ROPE[name]
     raise RopewalkError(
-        asked=caller.asked(f"the rotation of a config with model_type {name!r}"),
+        asked=caller.asked(f"the RoPE of a config with model_type {name!r}"),
         expected="a model that rotates queries and keys (RoPE)",
         got=f"{name}, which has {encoding} and no RoPE",
-        do=DRAWN_BY.get(encoding, "nothing: there is no RoPE to look at"),
+        do=DRAWN_BY.get(encoding, "use a model with RoPE"),
     )
 
 
-def _asks_for_rope(data: Mapping[str, Any]) -> bool:
-    inner = data.get("attn_config")
-    asked = isinstance(inner, dict) and bool(inner.get("rope"))
+def _has_rope_keys(data: Mapping[str, Any]) -> bool:
+    attention = data.get("attn_config")
+    flag = isinstance(attention, dict) and bool(attention.get("rope"))
     kinds = (data.get("position_embedding_type"), data.get("position_embeddings_type"))
-    return asked or any(kind in ("rope", "rotary") for kind in kinds) or any(data.get(key) for key in _ROPE_KEYS)
+    return flag or any(kind in ("rope", "rotary") for kind in kinds) or any(data.get(key) for key in _ROPE_KEYS)

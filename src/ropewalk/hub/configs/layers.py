@@ -1,4 +1,4 @@
-"""The layers of a model: which rope parameters each kind has, which layer is of which kind, which see a window only."""
+"""The layers of a model: the rope parameters of each layer type, the type of each layer, and the attention windows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,20 +11,29 @@ from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["kinds_by_number", "layer_count", "layer_kinds", "parameters_by_layer", "specs_by_number", "window_of"]
 
-# The rope parameters of each kind of layer, and whether they are nested in the config; None for no rotation.
+# Per layer type: its rope parameters (None for no rotation), and whether they are nested in the config.
 Layers = dict[str, tuple[Keys | None, bool]]
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def parameters_by_layer(whole: Keys, family: Family) -> Layers:
-    """Rope parameters for each layer type, and whether they are nested in the config; None for no rotation.
+    """Return the rope parameters of each layer type, and whether they are nested in the config.
 
-    The key is "" where all layers are alike.
+    Args:
+        whole: The config of the language model.
+        family: Its family.
+
+    Returns:
+        One (parameters, nested) per layer type. The parameters are None for layers that do not rotate. The key is "" if
+        all layers have the same rotation.
+
+    Raises:
+        RopewalkError: If the parameters are invalid or missing.
     """
     layers = _by_layer(whole, family)
     if len(layers) > MOST_KINDS:
-        kinds, do = f"at most {MOST_KINDS} kinds of layers", whole.caller.pass_config
-        raise whole.error("layer_types", kinds, f"{len(layers)} that rotate in ways of their own", do)
+        expected, do = f"at most {MOST_KINDS} layer types with different rotations", whole.caller.pass_config
+        raise whole.error("layer_types", expected, f"{len(layers)}", do)
     return layers
 
 
@@ -32,19 +41,20 @@ def _by_layer(whole: Keys, family: Family) -> Layers:
     parameters, types = _parameters(whole), _layer_types(whole)
     names = types | set(family.labels) | {"full_attention", "sliding_attention", "chunked_attention"}
     nested = {key: value for key, value in parameters.items() if key in names}
-    strange = [key for key, value in parameters.items() if isinstance(value, dict) and key not in names]
-    if strange:
+    unknown = [key for key, value in parameters.items() if isinstance(value, dict) and key not in names]
+    if unknown:
         raise whole.error(
-            f"rope_parameters.{strange[0]}",
-            f"a layer type of this model: {', '.join(sorted(types)[:8]) or 'it has none'}",
+            f"rope_parameters.{unknown[0]}",
+            f"the name of a layer type of this model: {', '.join(sorted(types)[:8]) or 'layer_types is missing'}",
             "an object under another name",
-            "rename it, or add the type to layer_types",
+            "rename the key, or add it to layer_types",
         )
     if family.needs_parameters and not nested and (family.labels or not parameters):
         raise whole.error(
             "rope_parameters",
-            "rope parameters: those of this family are not plain, and a file that leaves them out means its class's",
-            "nothing" if not parameters else "one set for all layers",
+            "rope parameters" + (" per layer type" if family.labels else "") + "; the defaults of this family are not"
+            " plain RoPE, and are only in its config class",
+            "no such key" if not parameters else "one set for all layers",
             whole.caller.pass_whole_config,
         )
     if not nested:
@@ -53,19 +63,20 @@ def _by_layer(whole: Keys, family: Family) -> Layers:
         place = "rope_scaling" if whole.part("rope_scaling") else "rope_parameters"
         return {name: (None if part is None else whole.of(part, place), False) for name, part in split.items()}
     loose = [key for key in parameters if key not in nested]
-    # transformers writes the base of the model beside the layer types, which have their own.
+    # transformers also writes the base of the model next to the layer types, which have their own.
     if set(loose) - {"rope_theta", "rope_type", "partial_rotary_factor"}:
         raise whole.error(
             f"rope_parameters.{loose[0]}",
-            "nothing beside the layer types",
+            "only layer types at this level, since rope_parameters contains some",
             shown(parameters[loose[0]]),
-            "move it into the layer types that it is for",
+            "move the key into the layer types that it applies to",
         )
     layers: Layers = {}
     for name, value in nested.items():
         place = f"rope_parameters.{name}"
         if value is not None and not isinstance(value, dict):
-            raise whole.error(place, "an object or null", shown(value), "make it an object")
+            do = "set it to an object, or to null for layers that do not rotate"
+            raise whole.error(place, "an object or null", shown(value), do)
         with_base = None if value is None else _with_base(whole, family, value, strict=False)
         layers[name] = (None if with_base is None else whole.of(with_base, place), True)
     return layers
@@ -74,57 +85,62 @@ def _by_layer(whole: Keys, family: Family) -> Layers:
 def _layer_types(whole: Keys) -> set[str]:
     types = _listed_values(whole, "layer_types")
     if not all(isinstance(name, str) for name in types):
-        raise whole.error("layer_types", "a list of strings", shown(types), "name the type of each layer")
+        raise whole.error("layer_types", "a list of strings", shown(types), "write one layer type per layer")
     return {whole.as_name(name, "layer_types") for name in types}
 
 
 def _listed_values(whole: Keys, key: str) -> list[Any]:
-    """A list with an entry per layer, of whatever type; an empty one where there is none."""
+    """Return a list with one entry per layer, of any type. It is empty if the key is missing."""
     values = whole.raw(key)
     if values is None:
         return []
     if not isinstance(values, list) or len(values) > MOST_COUNT:
         got = f"{len(values)} entries" if isinstance(values, list) else shown(values)
-        expected = f"a list of {'strings' if key == 'layer_types' else '0 and 1'}, at most {MOST_COUNT}"
-        raise whole.error(key, expected, got, "write one entry for each layer")
+        entries = "strings" if key == "layer_types" else "0 and 1"
+        expected = f"a list of {entries}, with at most {MOST_COUNT} entries"
+        raise whole.error(key, expected, got, "write one entry per layer")
     return values
 
 
 def _parameters(whole: Keys) -> dict[str, Any]:
-    """rope_parameters of transformers 5, or rope_scaling of 4; both, if they say the same."""
+    """Return rope_parameters of transformers 5 or rope_scaling of transformers 4. Raise if they differ."""
     new, old = whole.part("rope_parameters"), whole.part("rope_scaling")
     if new and old and new != old:
         raise whole.error(
             "rope_scaling",
-            "what rope_parameters says, or nothing",
-            f"{shown(old)} beside {shown(new)}",
-            "remove one; transformers would take rope_scaling",
+            "the same value as rope_parameters, or no such key",
+            f"rope_scaling {shown(old)} and rope_parameters {shown(new)}",
+            "remove the wrong one; transformers would use rope_scaling",
         )
     return new or old
 
 
 def _with_base(whole: Keys, family: Family, parameters: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-    """The parameters with the base of the config, if it is stored outside of them; strict rejects two."""
+    """Return the parameters with the base that is outside of them, if there is one. `strict`: raise if two differ."""
     merged = dict(parameters)
     for key in BASE_KEYS:
         if not whole.has(key):
             continue
         if key not in family.base_keys:
-            whole.warn("key-ignored", f"{key!r} is not read by this family, whose base is rope_theta")
+            whole.warn("key-ignored", f"{key!r} is not read for this family; rope_theta is")
             continue
         base, inside = whole.number(key), merged.get("rope_theta")
         if strict and inside is not None and inside != base:
             raise whole.error(
-                key, "the base that rope_parameters has", f"{base:g} beside {shown(inside)}", "remove one of them"
+                key,
+                "the same base as in the rope parameters",
+                f"{base:g}, and {shown(inside)} in the rope parameters",
+                "remove the wrong one",
             )
         merged.setdefault("rope_theta", base)
-    # DBRX keeps it among the settings of its attention.
+    # DBRX stores the base in attn_config.
     inner = whole.under("attn_config")
     if inner.has("rope_theta"):
         base = inner.number("rope_theta")
         if merged.setdefault("rope_theta", base) != base or len(merged) == 1:
             whole.warn(
-                "key-ignored", f"'attn_config.rope_theta' is not read by transformers 5; here {merged['rope_theta']}"
+                "key-ignored",
+                f"'attn_config.rope_theta' is not read by transformers 5. {merged['rope_theta']} is used",
             )
     return merged
 
@@ -138,49 +154,51 @@ def _none(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any
 
 
 def _gemma(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """Gemma 3 as transformers 4 wrote it: the scaling and rope_theta are for full attention alone."""
+    """Gemma 3 as written by transformers 4: the scaling and rope_theta are for full attention only."""
     local = {"rope_theta": whole.number("rope_local_base_freq")} if whole.has("rope_local_base_freq") else {}
     return {"sliding_attention": local, "full_attention": shared}
 
 
 def _modernbert(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """Two bases, and one scaling for both."""
+    """Two bases, with the same scaling."""
     keys = {"sliding_attention": "local_rope_theta", "full_attention": "global_rope_theta"}
     bases = {name: {"rope_theta": whole.number(key)} if whole.has(key) else {} for name, key in keys.items()}
     return {name: shared | base for name, base in bases.items()}
 
 
 def _olmo(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """One base; the scaling is for full attention alone."""
+    """One base. The scaling is for full attention only."""
     plain = {"rope_theta": shared["rope_theta"]} if "rope_theta" in shared else {}
     return {"sliding_attention": plain, "full_attention": shared}
 
 
 def _sliding(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """Only layers with a window rotate; without any window, all do."""
+    """Only layers with a window rotate. If there is no window, all layers rotate."""
     if not whole.has("sliding_window") and "sliding_attention" not in types:
         return {"": shared}
     return {"sliding_attention": shared, "full_attention": None}
 
 
 def _listed(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """no_rope_layers has a 1 for each layer that rotates, whatever its name says; or every n-th does not."""
+    """no_rope_layers contains 1 for layers that rotate, in spite of its name. Without it, every n-th layer does not."""
     listed = _listed_values(whole, "no_rope_layers")
     if any(flag not in (0, 1) for flag in listed):
-        raise whole.error("no_rope_layers", "a list of 0 and 1", shown(listed), "1 is a layer that rotates")
+        do = "write 1 for each layer that rotates and 0 for each that does not"
+        raise whole.error("no_rope_layers", "a list of 0 and 1", shown(listed), do)
     flags = set(listed or (1, 0))
     return {name: part for flag, name, part in ((1, "rope", shared), (0, "no_rope", None)) if flag in flags}
 
 
 def _bases(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """One base per layer, 0 for none."""
+    """One base per layer; 0 for no rotation."""
     if not whole.has("layer_rope_theta"):
         return {"": shared}
     bases = dict.fromkeys(whole.numbers("layer_rope_theta"))
     if len(bases) == 1 and 0 not in bases:
         return {"": shared | {"rope_theta": next(iter(bases))}}
     if any(base < 0 for base in bases):
-        raise whole.error("layer_rope_theta", "bases above 0, or 0 for none", shown(list(bases)), "set them")
+        expected, do = "bases above 0, or 0 for no rotation", "set them as the model was trained"
+        raise whole.error("layer_rope_theta", expected, shown(list(bases)), do)
     return {
         "no_rope" if base == 0 else f"rope_theta={base:g}": None if base == 0 else shared | {"rope_theta": base}
         for base in bases
@@ -188,15 +206,15 @@ def _bases(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, An
 
 
 def _own_bases(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """One base per layer, of which the class in transformers has a pattern that a file may leave out."""
+    """One base per layer. Files may omit the list, since the class in transformers has a default pattern."""
     if not whole.has("layer_rope_theta"):
         do = whole.caller.pass_whole_config
-        raise whole.error("layer_rope_theta", "one base per layer, 0 for none", "nothing", do)
+        raise whole.error("layer_rope_theta", "one base per layer, 0 for no rotation", "no such key", do)
     return _bases(whole, shared, types)
 
 
 def _optional(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """Families of which some models have another encoding."""
+    """Families in which some models have another encoding."""
     kinds = [whole.text(key) for key in ("position_embedding_type", "position_embeddings_type")]
     other = any(kind is not None and kind not in ("rope", "rotary") for kind in kinds)
     other = other or whole.flag("alibi", False)
@@ -204,7 +222,7 @@ def _optional(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str,
 
 
 def _asked(whole: Keys, shared: dict[str, Any], types: set[str]) -> dict[str, Any]:
-    """Families that have another encoding unless a key asks for this one."""
+    """Families that have another encoding unless a key selects RoPE."""
     kinds = [whole.text(key) for key in ("position_embedding_type", "position_embeddings_type")]
     wanted = any(kind in ("rope", "rotary") for kind in kinds) or whole.flag("use_mem_rope", False)
     return {"": shared if wanted else None}
@@ -226,7 +244,7 @@ _SPLITS: dict[Sharing, Callable[[Keys, dict[str, Any], set[str]], dict[str, Any]
 
 
 def layer_count(part: Mapping[str, Any]) -> int | None:
-    """How many layers a language model has; None where its config does not say it.
+    """Return the number of layers of a language model, or None if its config does not specify it.
 
     >>> layer_count({"n_layer": 28}), layer_count({})
     (28, None)
@@ -235,9 +253,9 @@ def layer_count(part: Mapping[str, Any]) -> int | None:
 
 
 def window_of(part: Mapping[str, Any]) -> int | None:
-    """How many positions a layer with a window sees; None where the config has no window, or does not use it.
+    """Return the size of the attention window, or None if the config has no window or does not use it.
 
-    A window of more positions than there can be is none.
+    A window that is larger than any supported length counts as no window.
 
     >>> window_of({"sliding_window": 4096}), window_of({"sliding_window": 4096, "use_sliding_window": False})
     (4096, None)
@@ -247,9 +265,16 @@ def window_of(part: Mapping[str, Any]) -> int | None:
 
 
 def layer_kinds(part: Mapping[str, Any], family: Family) -> list[str] | None:
-    """The kind of attention of each layer; None where neither the config nor its family says it.
+    """Return the layer type of each layer, or None if neither the config nor its family specifies it.
 
-    `part` is the config of the language model. layer_types says it, else the windows of the family.
+    layer_types of the config takes precedence over the windows of the family.
+
+    Args:
+        part: The config of the language model.
+        family: Its family.
+
+    Returns:
+        One layer type per layer, such as "full_attention".
 
     >>> config = {"num_hidden_layers": 4, "sliding_window": 4096}
     >>> layer_kinds(config, Family(windows=LayerPattern(2)))
@@ -262,7 +287,7 @@ def layer_kinds(part: Mapping[str, Any], family: Family) -> list[str] | None:
         return None
     if types is not None:
         return list(types) if isinstance(types, list) and len(types) == count else None
-    # Towers that see have axes by a rule, and layers that nobody counts here.
+    # Vision towers have a function for their axes. The types of their layers are not known.
     if windows is None or callable(family.axes):
         return None
     if isinstance(windows, LayerPattern):
@@ -282,12 +307,12 @@ def _by_pattern(part: Mapping[str, Any], count: int, pattern: LayerPattern) -> l
     every = as_int(part[key]) if key is not None and part.get(key) is not None else pattern.every
     if every is None or every < 1:
         return None
-    seeing = every - 1 if pattern.sees_everything == "last" else 0
-    return [_FULL if i % every == seeing else pattern.other for i in range(count)]
+    full = every - 1 if pattern.sees_everything == "last" else 0
+    return [_FULL if i % every == full else pattern.other for i in range(count)]
 
 
 def kinds_by_number(whole: Keys, family: Family) -> tuple[str, ...] | None:
-    """The kind of each layer, by the names that rope parameters have where these differ; None where it is not known.
+    """Return the layer type of each layer, with the names used for rope parameters, or None if it is not known.
 
     >>> kinds_by_number(Keys({"num_hidden_layers": 4}), Family(layers="listed"))
     ('rope', 'rope', 'rope', 'no_rope')
@@ -302,7 +327,7 @@ def kinds_by_number(whole: Keys, family: Family) -> tuple[str, ...] | None:
 
 
 def _listed_kinds(whole: Keys, count: int) -> list[str]:
-    """Every n-th layer does not rotate, or those that are listed with a 0."""
+    """Return "rope" or "no_rope" per layer, from no_rope_layers or no_rope_layer_interval."""
     every = whole.whole("no_rope_layer_interval", 4)
     flags = whole.raw("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
     return ["rope" if flag else "no_rope" for flag in flags]
@@ -311,10 +336,19 @@ def _listed_kinds(whole: Keys, count: int) -> list[str]:
 def specs_by_number(
     whole: Keys, family: Family, layers: Mapping[str, RopeSpec | None], count: int
 ) -> list[RopeSpec | None]:
-    """The spec of each of `count` layers, None for one that does not rotate.
+    """Return the spec of each layer, or None for a layer that does not rotate.
 
-    `whole` is the config of the language model, `layers` has its specs by kind. A config that does not say which layers
-    rotate is an error, unless all do and the kinds differ in their frequencies alone.
+    Args:
+        whole: The config of the language model.
+        family: Its family.
+        layers: One spec per layer type.
+        count: The number of layers.
+
+    Returns:
+        `count` specs. If the layer types are not known and differ only in their frequencies, the first spec for all.
+
+    Raises:
+        RopewalkError: If the config does not specify which layers rotate, or has too few entries in layer_types.
 
     >>> spec, whole = RopeSpec(8), Keys({"no_rope_layers": [1, 0, 1]})
     >>> [s is spec for s in specs_by_number(whole, Family(layers="listed"), {"rope": spec, "no_rope": None}, 3)]
@@ -322,11 +356,12 @@ def specs_by_number(
     """
     if set(layers) == {""}:
         return [layers[""]] * count
-    kinds = _stated_kinds(whole, family, count)
+    kinds = _configured_kinds(whole, family, count)
     if kinds is not None:
         if len(kinds) < count:
-            raise whole.error("layer_types", f"one entry for each of {count} layers", f"{len(kinds)}", "complete it")
-        # A kind without rope parameters, such as a convolution, does not rotate.
+            expected, got = f"one entry for each of {count} layers", f"{len(kinds)} entries"
+            raise whole.error("layer_types", expected, got, "add the missing entries")
+        # A layer type without rope parameters, such as a convolution, does not rotate.
         return [layers.get(kind) for kind in kinds[:count]]
     specs = list(layers.values())
     shapes = {None if spec is None else (spec.head_dim, spec.rotated_dim, spec.rotary_slice) for spec in specs}
@@ -334,14 +369,14 @@ def specs_by_number(
         return [specs[0]] * count
     raise whole.error(
         "layer_types",
-        f"the kind of each layer, since they differ: {', '.join(layers)}",
-        "nothing",
-        "add layer_types, as transformers writes it: AutoConfig.from_pretrained(...).layer_types",
+        f"one layer type per layer, since these differ: {', '.join(layers)}",
+        "no such key",
+        "add layer_types from transformers: AutoConfig.from_pretrained(...).layer_types",
     )
 
 
-def _stated_kinds(whole: Keys, family: Family, count: int) -> list[str] | None:
-    """The kind of each layer as the config itself says it; None where it does not."""
+def _configured_kinds(whole: Keys, family: Family, count: int) -> list[str] | None:
+    """Return the layer type of each layer according to the config alone, or None if it does not specify it."""
     if family.layers == "listed":
         return _listed_kinds(whole, count)
     types = whole.raw("layer_types")
@@ -351,5 +386,6 @@ def _stated_kinds(whole: Keys, family: Family, count: int) -> list[str] | None:
     if family.layers != "sliding" or every is None:
         return None
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise whole.error("sliding_window_pattern", "a whole number", shown(every), "write layer_types instead")
+        do = "write layer_types instead"
+        raise whole.error("sliding_window_pattern", "an integer of at least 1", shown(every), do)
     return [_FULL if (i + 1) % every == 0 else _SLIDING for i in range(count)]

@@ -1,4 +1,4 @@
-"""A model as its config tells it, in one value: the rotation of each kind of layer, the lengths, what to beware of."""
+"""A model as described by its config: the rotation of each layer type, the lengths, and the pitfalls of the config."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,9 +18,11 @@ _ORIGINAL = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many positions a model was trained on before its context was extended, and how many its config allows.
+    """The number of positions of a model.
 
-    None is what the config does not say.
+    Attributes:
+        trained: The trained length, before the context was extended. None if the config does not specify it.
+        configured: The longest sequence according to the config. None if the config does not specify it.
 
     >>> Lengths(trained=8192, configured=131_072).trained
     8192
@@ -32,13 +34,19 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Model:
-    """What a config says of a model's rotation.
+    """The rotation of a model, as described by its config.
 
-    `name` is what to call it: the folder or file that it was read from, else its model_type. `layers` has a name and a
-    spec for each kind of layer, None where it does not rotate; the name is "" where all layers are alike. `warnings`
-    are the pitfalls that `load_spec` warns of, as name and text. `path` is the file or folder as it was passed. `kinds`
-    has the kind of each single layer, None where that is not known, and `window` is that of layers which have one.
-    `config` is the parsed config, of which all of this is made.
+    Attributes:
+        name: The name of the folder or file that the config was read from, or the model_type for a dict.
+        model_type: The model_type of the config.
+        layers: One (name, spec) per layer type. The spec is None for layers that do not rotate. The name is "" if all
+            layers have the same rotation.
+        lengths: The trained and the configured length.
+        warnings: One (name, text) per pitfall that `load_spec` warns about.
+        path: The file or folder as passed by the caller. None for a config that was passed as data.
+        kinds: The layer type of each single layer. None if it is not known.
+        window: The size of the attention window of layers that have one. None if no layer has one.
+        config: The parsed config.
 
     >>> model = read_model({"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096})
     >>> model.name, model.lengths.configured, model.kinds
@@ -57,17 +65,17 @@ class Model:
 
 
 def read_model(config: ConfigSource, *, pairing: Pairing | None = None) -> Model:
-    """The model of a config: its rotation, its lengths and the pitfalls of its config, in one value.
+    """Read the rotation, the lengths and the pitfalls of a model from its config.
 
     Args:
-        config: A path, a dict or a config object, as `load_spec` accepts them.
-        pairing: Which features form a pair, for a family that is not known.
+        config: A path, a dict or a config object, as in `load_spec`.
+        pairing: Which features form a pair. Required for an unknown family.
 
     Returns:
-        The model. Its warnings are kept in it, and not emitted.
+        The model. Warnings are stored in `Model.warnings` and not emitted.
 
     Raises:
-        RopewalkError: What `load_spec` raises, and a family that is known to have no RoPE.
+        RopewalkError: If `load_spec` would raise, or if the family is known to have no RoPE.
 
     >>> model = read_model({"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096})
     >>> [(name, spec.frequencies) for name, spec in model.layers], model.lengths.trained, model.warnings
@@ -77,7 +85,7 @@ def read_model(config: ConfigSource, *, pairing: Pairing | None = None) -> Model
 
 
 def model_for(caller: Caller, config: ConfigSource, pairing: str | None) -> Model:
-    """`read_model` for a caller, in whose words errors are written.
+    """`read_model` with errors that name `caller` and its options.
 
     >>> model_for(Caller("inspect_model"), {"model_type": "llama", "head_dim": 128}, None).name
     'llama'
@@ -98,7 +106,7 @@ def model_for(caller: Caller, config: ConfigSource, pairing: str | None) -> Mode
 
 
 def _name(path: Path | None) -> str | None:
-    """The folder of a config.json, else the name of the file without its ending."""
+    """Return the folder name of a config.json, or the file name without its suffix for other files."""
     if path is None:
         return None
     if path.is_dir() or path.name in NAMES:
@@ -107,11 +115,19 @@ def _name(path: Path | None) -> str | None:
 
 
 def lengths_of(whole: Keys, family: Family, specs: Iterable[RopeSpec | None]) -> Lengths:
-    """The lengths of a language model whose config is `whole` and whose kinds of layers rotate by `specs`.
+    """Return the trained and the configured length of a language model.
 
-    The trained length is that of the rule, else original_max_position_embeddings; where no frequency is scaled it is
-    the configured one. Rules that know of no length, such as PI, leave it unsaid: configs differ in whether
-    max_position_embeddings is then the length before or after.
+    The trained length is that of the frequency rule, or else original_max_position_embeddings. If no frequency is
+    scaled, it is the configured length. For rules without a length, such as PI, it is None: configs differ in whether
+    max_position_embeddings is then the length before or after the extension.
+
+    Args:
+        whole: The config of the language model.
+        family: Its family.
+        specs: The spec of each layer type.
+
+    Returns:
+        The lengths.
 
     >>> lengths_of(Keys({"max_position_embeddings": 4096}), Family(), [RopeSpec(128)])
     Lengths(trained=4096, configured=4096)

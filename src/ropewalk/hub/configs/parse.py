@@ -1,4 +1,4 @@
-"""A config, parsed once into one value: its language model, the family of that, a RopeSpec for each kind of layer."""
+"""Parses a config once: its language model, the family of the language model, and one RopeSpec per layer type."""
 
 import difflib
 import functools
@@ -22,15 +22,22 @@ from ropewalk.spec.temperature import StepTemperature
 
 __all__ = ["Config", "load_spec", "parse_config"]
 
+_WHOLE_HEADS = "all features of a head are rotated"
+
 
 @dataclass(frozen=True)
 class Config:
-    """A config, parsed.
+    """A parsed config.
 
-    `data` is the whole of it and `language` the part that says how text is rotated. `layers` has a spec for each kind
-    of layer, None where it does not rotate, under "" where all layers are alike. `pitfalls` are names and texts of what
-    stacks read differently. `path` is where the config was read from, None if it was passed itself; `pairing` is what
-    the caller specified, and errors are written in the words of `caller`.
+    Attributes:
+        data: The whole config.
+        language: Its language model.
+        layers: One spec per layer type, or None for layers that do not rotate. The key is "" if all layers have the
+            same rotation.
+        pitfalls: One (name, text) per pitfall.
+        path: The path that the config was read from. None if it was passed as data.
+        pairing: The pairing passed by the caller.
+        caller: The function that errors name.
     """
 
     data: dict[str, Any]
@@ -43,15 +50,15 @@ class Config:
 
     @property
     def model_type(self) -> str | None:
-        """The model_type of the whole config, else that of its language model."""
+        """The model_type of the whole config, or of its language model if the config has none."""
         return Keys(self.data, caller=self.caller).text("model_type") or self.keys().text("model_type")
 
     def keys(self) -> Keys:
-        """The keys of the language model, to read more of them."""
+        """Return the keys of the language model."""
         return Keys(self.language.data, caller=self.caller)
 
     def with_language(self, keys: Mapping[str, object], drop: Container[str] = ()) -> dict[str, Any]:
-        """The whole config, with these keys in the part of its language model and without those to drop."""
+        """Return the whole config with `keys` set in its language model and the keys of `drop` removed there."""
 
         def changed(part: dict[str, Any], place: tuple[str, ...]) -> dict[str, Any]:
             if place:
@@ -63,7 +70,7 @@ class Config:
 
 @dataclass(frozen=True)
 class _Options:
-    """What the caller specified, and whether the config is an object: transformers fills in what a file lacks."""
+    """The options of the caller. `filled`: the config is an object in which transformers filled in missing keys."""
 
     pairing: str | None
     policy: Policy | None
@@ -78,27 +85,31 @@ def load_spec(
     policy: Policy | None = None,
     angles: AnglePrecision = "float32",
 ) -> RopeSpec | dict[str, RopeSpec | None] | None:
-    """The RopeSpec of a model, from its config.
+    """Return the RopeSpec of a model from its config.
 
-    Keys may be those of transformers 4 (rope_scaling, rope_theta, rotary_pct, ..) or 5 (rope_parameters, flat or by
-    layer type), with vLLM's extra ones. Of a composite model it is the language model.
+    The keys of transformers 4 (rope_scaling, rope_theta, rotary_pct, ...), those of transformers 5 (rope_parameters,
+    flat or per layer type) and the additional keys of vLLM are supported. For a composite model, such as one with a
+    vision tower, the spec of the language model is returned.
 
     Args:
-        config: The path of a config.json, of Mistral's or Meta's params.json or of a folder with one, a dict, or a
-            config object of transformers.
-        pairing: Which features form a pair. No config says it: it follows from model_type. A family that is not known
-            needs it; beside a known one it must agree.
-        policy: Whose reading of YaRN's amplitude holds; by default that of the family in transformers.
-        angles: "float32" forms angles as transformers forms them, "exact" forms them exactly.
+        config: The path of a config.json, of a params.json by Mistral or Meta, or of a folder that contains one of
+            them; a dict; or a config object of transformers.
+        pairing: Which features form a pair: "interleaved" or "half". Configs do not specify it, so it follows from
+            model_type. Required for an unknown model_type. For a known one it must agree with it.
+        policy: Which implementation of YaRN's amplitude to follow: "transformers", "deepseek" or "vllm". Defaults to
+            that of the model's code in transformers.
+        angles: "float32" computes angles in the same order of operations as transformers. "exact" computes them
+            exactly.
 
     Returns:
-        The spec of all layers, None if they do not rotate; a dict with one per layer type where these differ.
+        The spec of all layers, or None if no layer rotates. If layer types differ, a dict with one spec (or None) per
+        layer type.
 
     Raises:
-        RopewalkError: A config that no model can have, or that does not say enough.
+        RopewalkError: If the config is invalid, or does not contain enough information.
 
     Warns:
-        RopeConfigWarning: What stacks read differently, by name.
+        RopeConfigWarning: If different stacks read the config differently. Its `name` identifies the pitfall.
 
     >>> spec = load_spec({"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "rope_theta": 500000.0})
     >>> spec.head_dim, spec.frequencies, spec.pairing
@@ -119,10 +130,22 @@ def parse_config(
     angles: AnglePrecision = "float32",
     pairing_overrules: bool = False,
 ) -> Config:
-    """Reads a config, once: everything else that hub does with a model starts from the result.
+    """Parse a config. All functions of `ropewalk.hub` start from the result.
 
-    Options are those of `load_spec`. A family that is known to have no RoPE is an error, unless a `pairing` is passed
-    and `pairing_overrules` the list of such families.
+    Args:
+        config: A path, a dict or a config object, as in `load_spec`.
+        caller: The function that errors name.
+        pairing: As in `load_spec`.
+        policy: As in `load_spec`.
+        angles: As in `load_spec`.
+        pairing_overrules: Whether a family that is known to have no RoPE is accepted if `pairing` is passed.
+
+    Returns:
+        The parsed config. Its pitfalls are not emitted as warnings.
+
+    Raises:
+        RopewalkError: If the config is invalid, does not contain enough information, or belongs to a family without
+            RoPE.
 
     >>> parsed = parse_config({"model_type": "llama", "head_dim": 64}, Caller("load_spec"))
     >>> parsed.layers[""].frequencies, parsed.language.place
@@ -151,30 +174,30 @@ def parse_config(
 
 
 def _warn_of_temperature(whole: Keys, family: Family) -> None:
-    """Llama 4's layers without rotation, of which a spec of None cannot say that they have a temperature."""
+    """Warn if layers without rotation have a temperature, as in Llama 4. Their spec is None and cannot contain it."""
     if family.temperature != "without rotation" or not whole.flag("attn_temperature_tuning", True):
         return
     scale, step = whole.number("attn_scale", 0.1), whole.whole("floor_scale", 8192)
     whole.warn(
         "temperature-without-rotation",
-        f"layers without rotation multiply their queries by StepTemperature({scale:g}, {step}, first=1): do that in"
-        " the model, for a spec of None cannot say it",
+        f"layers without rotation multiply their queries by StepTemperature({scale:g}, {step}, first=1). Their spec is"
+        " None and does not contain it: apply it in the model code",
     )
 
 
 def _warn_of_unread_keys(whole: Keys, *, known: bool) -> None:
-    """Keys that nobody reads, and that look like ones that matter: misspelt, or of a family that is not known."""
+    """Warn about unread keys that look relevant: misspelled ones, and those of an unknown family."""
     for key in whole.unread():
         near = _nearest(key)
-        strange = not known and ("rope" in key or "rotary" in key)
-        if near or strange or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
-            meant = f"; {near!r} is" if near else ", nor is anything like it"
-            whole.warn("key-ignored", f"{key!r} is not read{meant}")
+        unfamiliar = not known and ("rope" in key or "rotary" in key)
+        if near or unfamiliar or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
+            hint = f"; did you mean {near!r}?" if near else ", and no similar key is"
+            whole.warn("key-ignored", f"{key!r} is not read{hint}")
 
 
 @functools.lru_cache(maxsize=1024)
 def _nearest(key: str) -> str | None:
-    """The key that this one may be a misspelling of. Configs have the same keys, over and over."""
+    """Return the key that this one may be a misspelling of. Cached: most configs contain the same keys."""
     read = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_pct", "rotary_dim")
     return next(iter(difflib.get_close_matches(key, read, n=1, cutoff=0.85)), None)
 
@@ -193,7 +216,7 @@ def _spec(
         original=whole.whole(original, at_least=2) if whole.has(original) else None,
         nested=nested,
         filled=options.filled,
-        # vLLM computes latent attention as DeepSeek's code does, whatever its config calls the type.
+        # vLLM uses DeepSeek's formula for latent attention, independent of the rope type in the config.
         policy="deepseek" if family.latent else options.policy or family.policy,
         alpha=family.reads_alpha,
         rotary_dim=rotary_dim if axes is None else axes.dim,
@@ -205,7 +228,7 @@ def _spec(
         beta = parameters.number("llama_4_scaling_beta", at_least=0)
         temperature = StepTemperature(beta, step) if beta else None
     if axes is not None and type_of(parameters) == "yarn":
-        text = "vLLM computes YaRN's ramp from four times the original length where there are axes"
+        text = "vLLM computes YaRN's ramp from four times the original length if tokens have several positions"
         whole.warn("vllm-mrope-yarn", text)
     return RopeSpec(
         head_dim,
@@ -221,44 +244,44 @@ def _spec(
 
 
 def _pairing(whole: Keys, language: LanguageModel, pairing: str | None) -> Pairing:
-    """The pairing of the weights: that of a conversion, of a flag of the config, or of the family."""
+    """Return the pairing of the weights: that of a conversion, of a flag in the config, or of the family."""
     if language.record is not None:
         return language.record.pairing
     family, caller = language.family, whole.caller
-    stated = family.pairing
+    configured = family.pairing
     if family.interleave_key is not None:
-        stated = "interleaved" if whole.flag(family.interleave_key, stated == "interleaved") else "half"
-    if pairing is not None and pairing != stated:
+        configured = "interleaved" if whole.flag(family.interleave_key, configured == "interleaved") else "half"
+    if pairing is not None and pairing != configured:
         raise whole.error(
             family.interleave_key or "model_type",
-            f"{caller.option('pairing', stated)}, which the config says",
+            f"{caller.option('pairing', configured)}, as in the config",
             caller.option("pairing", pairing),
             caller.leave_out("pairing"),
         )
-    return stated
+    return configured
 
 
 def _dims(whole: Keys, family: Family, layer: str, parameters: Keys) -> tuple[int, int]:
-    """head_dim and rotary_dim."""
+    """Return head_dim and rotary_dim."""
     if family.latent:
-        # Multi-head latent attention: features that do not turn, then features that do.
-        still, rotated_dim = whole.whole("qk_nope_head_dim", at_least=0), whole.whole("qk_rope_head_dim")
-        return still + rotated_dim, rotated_dim
+        # Multi-head latent attention: features that are not rotated, then features that are.
+        plain_dim, rotated_dim = whole.whole("qk_nope_head_dim", at_least=0), whole.whole("qk_rope_head_dim")
+        return plain_dim + rotated_dim, rotated_dim
     head_dim = _head_dim_of_layer(whole, family, layer)
     if head_dim is None:
         head_dim = next((whole.whole(key) for key in family.head_dim if whole.has(key)), None)
     if head_dim is None:
         head_dim = _derived_head_dim(whole, family)
-        if whole.stands("head_dim") and type_of(parameters) in ("dynamic", "yarn", "longrope"):
+        if whole.contains("head_dim") and type_of(parameters) in ("dynamic", "yarn", "longrope"):
             whole.warn(
-                "head-dim-null", f"head_dim is null, which some versions of transformers cannot read; here {head_dim}"
+                "head-dim-null", f"head_dim is null, which some versions of transformers reject; {head_dim} is used"
             )
     return head_dim, _rotary_dim(whole, family, parameters, head_dim)
 
 
 def _derived_head_dim(whole: Keys, family: Family) -> int:
-    """The head_dim of a config that names none: that of the class, or the width of the model over its heads."""
-    if family.usual_head_dim is not None and not whole.stands("head_dim"):
+    """Return the head_dim of a config without one: the default of the class, or hidden_size / num_attention_heads."""
+    if family.usual_head_dim is not None and not whole.contains("head_dim"):
         return family.usual_head_dim
     width, heads = (
         next((whole.whole(key) for key in keys if whole.has(key)), None) for keys in (family.width, family.heads)
@@ -267,18 +290,19 @@ def _derived_head_dim(whole: Keys, family: Family) -> int:
         missing = family.width[0] if width is None else family.heads[0]
         raise whole.error(
             missing,
-            "a whole number",
-            "nothing; files leave out what is the default of a class in transformers",
+            "an integer; files may omit keys that have a default in transformers",
+            "no such key",
             f"set head_dim, or {missing}, or {whole.caller.pass_whole_config}",
         )
     if width // heads > MOST_HEAD:
-        expected, do = f"a head_dim of at most {MOST_HEAD}", "set both as the model was trained"
+        expected = f"a head_dim of at most {MOST_HEAD}"
+        do = f"set {family.width[0]} and {family.heads[0]} as the model was trained"
         raise whole.error(family.width[0], expected, f"{width} features in {heads} heads", do)
     return width // heads
 
 
 def _head_dim_of_layer(whole: Keys, family: Family, layer: str) -> int | None:
-    """The head_dim that a layer type has for itself: under a key of its own, or in per_layer_config."""
+    """Return the head_dim of one layer type, if it differs: from a separate key, or from per_layer_config."""
     if layer not in family.head_dims:
         return None
     key, usual = family.head_dims[layer]
@@ -294,50 +318,50 @@ def _head_dim_of_layer(whole: Keys, family: Family, layer: str) -> int | None:
 
 
 def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) -> int:
-    said: dict[str, int] = {}
+    configured: dict[str, int] = {}
     if family.rotary_dim is not None:
         return family.rotary_dim(head_dim)
     for keys in (parameters, whole):
         for key in ("rotary_dim", "rope_dim"):
             if keys.has(key) and key in family.unread:
-                whole.warn(
-                    "key-ignored", f"{keys.name(key)!r} is not read by this family, which reads partial_rotary_factor"
-                )
+                whole.warn("key-ignored", f"{keys.name(key)!r} is not read for this family; partial_rotary_factor is")
             elif keys.has(key) and (family.reads_share or family.usual_rotary_dim or type_of(parameters) != "default"):
-                said[keys.name(key)] = keys.whole(key)
+                configured[keys.name(key)] = keys.whole(key)
             elif keys.has(key) and keys.whole(key) != head_dim:
-                whole.warn("key-ignored", f"{keys.name(key)!r} is not read by this family, which turns whole heads")
+                whole.warn("key-ignored", f"{keys.name(key)!r} is not read for this family: {_WHOLE_HEADS}")
         for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_pct"):
             if not keys.has(key) or (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
                 continue
             if not family.reads_share and type_of(parameters) == "default":
                 if keys.number(key) != 1:
-                    whole.warn("key-ignored", f"{keys.name(key)!r} is not read by this family, which turns whole heads")
+                    whole.warn("key-ignored", f"{keys.name(key)!r} is not read for this family: {_WHOLE_HEADS}")
             else:
                 share = keys.number(key, at_least=0)
                 if share > 1:
-                    raise whole.error(keys.name(key), "a share from 0 to 1", f"{share:g}", "rotary_dim is a number")
-                said[keys.name(key)] = int(head_dim * share)
+                    do = "set the share of the features of a head that are rotated, or use rotary_dim for their number"
+                    raise whole.error(keys.name(key), "a share from 0 to 1", f"{share:g}", do)
+                configured[keys.name(key)] = int(head_dim * share)
                 if abs(head_dim * share - round(head_dim * share)) > 1e-6:
                     whole.warn(
                         "partial-truncated",
-                        f"{keys.name(key)!r} = {share:g} of head_dim {head_dim} is {head_dim * share:g}, which"
-                        f" transformers cuts off to {int(head_dim * share)}",
+                        f"{keys.name(key)!r} = {share:g} times head_dim = {head_dim} is {head_dim * share:g};"
+                        f" transformers rounds it down to {int(head_dim * share)}",
                     )
-    if len(set(said.values())) > 1:
-        got = ", ".join(f"{key} ({value} features)" for key, value in said.items())
-        raise whole.error(next(iter(said)), "one number of features that turn", got, "remove all but one")
+    if len(set(configured.values())) > 1:
+        got = ", ".join(f"{key} ({value} features)" for key, value in configured.items())
+        expected = "one number of rotated features"
+        raise whole.error(next(iter(configured)), expected, got, "remove all keys but one")
     usual = min(head_dim, family.usual_rotary_dim or int(head_dim * family.share))
-    rotary_dim = next(iter(said.values()), usual)
+    rotary_dim = next(iter(configured.values()), usual)
     if not 2 <= rotary_dim <= min(head_dim, MOST_FEATURES) or rotary_dim % 2:
-        key = next(iter(said), "partial_rotary_factor")
-        expected = f"an even number of features that turn, from 2 to head_dim = {head_dim}"
-        raise whole.error(key, expected, f"{rotary_dim}", "set it as the model was trained")
+        key = next(iter(configured), "partial_rotary_factor")
+        expected = f"an even number of rotated features, from 2 to head_dim = {head_dim}"
+        raise whole.error(key, expected, f"{rotary_dim}", f"set {key} to the value the model was trained with")
     return rotary_dim
 
 
 def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axes | None:
-    """Which position turns which pair, where tokens have several."""
+    """Return which position rotates which pair, or None if tokens have one position."""
     key = "xdrope_section" if parameters.has("xdrope_section") else "mrope_section"
     if parameters.text("rope_type") == "openpangu":
         return Axes.rarest_first(_sections(parameters, key, rotary_dim))
@@ -345,36 +369,38 @@ def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axe
         if parameters.has(key):
             raise whole.error(
                 parameters.name(key),
-                "a family that is known to have several positions per token",
+                "a model_type that ropewalk knows to have several positions per token",
                 f"{shown(parameters.raw(key))} for model_type {whole.raw('model_type')!r}",
-                "make the spec yourself: RopeSpec(..., axes=Axes.chunked(sections))",
+                "build the spec in Python: RopeSpec(..., axes=Axes.chunked(sections))",
             )
         return None
     if not isinstance(family.axes, str):
         return family.axes(rotary_dim)
     if not parameters.has(key) and family.sections is None:
         return None
-    dealt = family.axes == "interleaved" or parameters.flag("mrope_interleaved", False)
-    sections = _sections(parameters, key, rotary_dim, family.sections, fill=not dealt)
-    if dealt:
+    interleaved = family.axes == "interleaved" or parameters.flag("mrope_interleaved", False)
+    sections = _sections(parameters, key, rotary_dim, family.sections, fill=not interleaved)
+    if interleaved:
         return Axes.interleaved(sections, rotary_dim // 2)
     return Axes.ernie(sections) if family.axes == "ernie" else Axes.chunked(sections)
 
 
 def _sections(
-    parameters: Keys, key: str, rotary_dim: int, usual: tuple[int, ...] | None = None, *, fill: bool = True
+    parameters: Keys, key: str, rotary_dim: int, default: tuple[int, ...] | None = None, *, fill: bool = True
 ) -> list[int]:
-    """How many pairs each axis has; `usual` where the config has no sections. Those that are dealt out need not `fill`
-    the pairs: the first axis has the rest."""
+    """Return the number of pairs per axis, or `default` if the config has no sections.
+
+    With `fill` the sections must sum to the number of pairs. Otherwise the first axis has the remaining pairs.
+    """
     pairs = rotary_dim // 2
-    numbers = list(usual) if usual is not None and not parameters.has(key) else parameters.numbers(key)
+    numbers = list(default) if default is not None and not parameters.has(key) else parameters.numbers(key)
     sections = [int(size) for size in numbers]
-    whole = sections == numbers and all(0 <= size <= MOST_HEAD for size in sections) and any(sections)
-    if not whole or len(sections) > MOST_SECTIONS or (fill and sum(sections) != pairs):
+    valid = sections == numbers and all(0 <= size <= MOST_HEAD for size in sections) and any(sections)
+    if not valid or len(sections) > MOST_SECTIONS or (fill and sum(sections) != pairs):
         raise parameters.error(
             parameters.name(key),
-            f"at most {MOST_SECTIONS} whole numbers that sum to {pairs}, half of the features that turn",
+            f"at most {MOST_SECTIONS} integers that sum to {pairs}, the number of rotated pairs",
             shown(numbers),
-            "copy the sections from the model",
+            "copy the sections from the original config",
         )
     return sections

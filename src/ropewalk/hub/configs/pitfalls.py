@@ -1,4 +1,4 @@
-"""What a config may say that one stack or another misreads: warnings with a name, and what to do about each."""
+"""Named warnings about config keys that transformers, vLLM and other stacks read differently, with advice for each."""
 
 import sys
 import warnings
@@ -6,72 +6,71 @@ from collections.abc import Iterable
 
 __all__ = ["ADVICE", "PITFALLS", "RopeConfigWarning", "emit"]
 
-# Every name that a warning may have, what it is about, and what to do about it. docs/config.md lists the names; a test
-# compares the two.
+# Per warning name: its subject and the advice. docs/config.md lists the names, and a test compares the two lists.
 _PITFALLS = {
     "amplitude-differs": (
-        "stacks disagree on the amplitude that these YaRN keys mean",
-        "compare the amplitude above with that of the stack you serve with; load_spec(policy=...)",
+        "transformers, vLLM and DeepSeek's code compute different amplitudes from these YaRN keys",
+        "compare the amplitude above with that of the stack you deploy with; load_spec(policy=...) selects one",
     ),
     "dynamic-batch": (
-        "transformers grows a dynamic base with the longest sequence of the batch, and keeps it",
-        "give each sequence its own length: rope(q, k, length=...)",
+        "transformers increases a dynamic base with the longest sequence of the batch, and keeps it for later keys",
+        "pass one length per sequence: rope(q, k, length=...)",
     ),
     "factor-differs": (
-        "factor is not max_position_embeddings / original_max_position_embeddings",
-        "set the factor that the model was tuned with; nothing, if it is the one in the config",
+        "factor differs from max_position_embeddings / original_max_position_embeddings",
+        "set the factor that the model was fine-tuned with; change nothing if the config already has it",
     ),
     "factor-not-stated": (
-        "Meta's params.json says that the frequencies are scaled, and not by how much",
-        "compare with the config.json of the model; Llama 3.2 1B and 3B have a factor of 32 there",
+        "Meta's params.json specifies that the frequencies are scaled, but not the factor",
+        "compare with the config.json of the model; the factor of Llama 3.2 1B and 3B is 32 there",
     ),
     "head-dim-null": (
-        "head_dim is null, which some rope types of transformers cannot read",
-        "write the number, or remove the key",
+        "head_dim is null, which some rope types of transformers do not support",
+        "set head_dim to a number, or remove the key",
     ),
     "int-for-float": (
-        "a stack refuses or ignores a whole number here",
-        "write the number with a point, such as 4.0",
+        "an integer where transformers or vLLM expects a float",
+        "write the number with a decimal point, such as 4.0",
     ),
     "key-ignored": (
-        "transformers ignores a key without a word, or with one in its log",
-        "remove the key, or say the same by one that is read",
+        "transformers ignores a key, silently or with a line in its log",
+        "remove the key, or replace it by the key that is read",
     ),
     "legacy-type": (
-        "an old name of a rope type, which transformers rewrites",
-        'write "longrope"',
+        "an old name of a rope type; transformers replaces it for some families only",
+        'use the new name, "longrope"',
     ),
     "nested-truncate": (
-        "transformers ignores truncate inside a layer type",
+        "transformers ignores truncate in the parameters of a layer type",
         "expect other frequencies from transformers than from stacks that read the key",
     ),
     "no-ramp": (
-        "the two bounds on turns are equal: a step, of which transformers warns",
-        "nothing, if the model was trained so, as Llama 4 Scout was",
+        "low_freq_factor equals high_freq_factor: a step instead of a ramp, and transformers warns about it",
+        "change nothing if the model was trained this way, as Llama 4 Scout was",
     ),
     "original-is-extended": (
-        "transformers may have filled in the extended length for the original one",
-        "set original_max_position_embeddings to the length before the extension",
+        "original_max_position_embeddings may be the extended length, filled in by transformers",
+        "set original_max_position_embeddings to the trained length, before the extension",
     ),
     "partial-truncated": (
-        "head_dim * partial_rotary_factor is no whole number, and transformers cuts it off",
-        "nothing, if the model was trained with transformers",
+        "head_dim * partial_rotary_factor is not an integer; transformers rounds it down",
+        "change nothing if the model was trained with transformers",
     ),
     "temperature-without-rotation": (
-        "layers without rotation multiply their queries by a temperature",
-        "multiply the queries of those layers yourself",
+        "layers without rotation scale their queries by a temperature, which no spec contains",
+        "multiply the queries of these layers in the model code",
     ),
     "unknown-family": (
-        "nothing is known of the family: what its config does not say is guessed",
-        "hold what is shown here against the model's own code",
+        "the family is unknown: defaults replace what its config does not specify",
+        "compare the result with the code of the model",
     ),
     "vllm-mrope-yarn": (
-        "vLLM computes YaRN's ramp from four times the length where there are several axes",
+        "vLLM computes YaRN's ramp from four times the original length if tokens have several positions",
         "expect other frequencies from vLLM than from transformers",
     ),
     "zero-is-unset": (
-        "transformers takes 0 for a key that is not there",
-        "remove the key, or write the number that is meant",
+        "transformers treats 0 as if the key were missing",
+        "remove the key, or set it to the intended number",
     ),
 }
 PITFALLS = {name: subject for name, (subject, _) in _PITFALLS.items()}
@@ -79,7 +78,11 @@ ADVICE = {name: advice for name, (_, advice) in _PITFALLS.items()}
 
 
 class RopeConfigWarning(UserWarning):
-    """A config that stacks read differently. `name` says which pitfall it is; PITFALLS explains each.
+    """A config that different stacks read differently, or that is probably wrong.
+
+    Attributes:
+        name: The name of the pitfall, such as "dynamic-batch". docs/config.md lists all names.
+        text: What was found in this config.
 
     >>> RopeConfigWarning("dynamic-batch", "the base grows").name
     'dynamic-batch'
@@ -95,13 +98,13 @@ class RopeConfigWarning(UserWarning):
 
 
 def emit(pitfalls: Iterable[tuple[str, str]]) -> None:
-    """Warns of each pitfall, given as name and text. The line that is shown is that of the caller of this package."""
+    """Emit one warning per (name, text). Each is attributed to the line of user code that called `ropewalk.hub`."""
     for name, text in pitfalls:
         warnings.warn(RopeConfigWarning(name, text), stacklevel=_depth_of_caller())
 
 
 def _depth_of_caller() -> int:
-    """How many frames to go back to leave this package."""
+    """Return the stacklevel of the first frame outside of `ropewalk.hub`."""
     depth, frame = 1, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith("ropewalk.hub"):
         depth, frame = depth + 1, frame.f_back

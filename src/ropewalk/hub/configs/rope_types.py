@@ -1,11 +1,11 @@
-"""The rope types of configs, as transformers, vLLM and Mistral write them: a reader for each, which makes its rule."""
+"""The rope types of configs, as in transformers, vLLM and Mistral's files: one function per type returns its rule."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.errors import RopewalkError, require_choice, shown
 from ropewalk.hub.configs.keys import ConfigError, Keys
 from ropewalk.spec.by_parts import Llama3, Policy, Yarn
 from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
@@ -14,9 +14,9 @@ from ropewalk.spec.stretched import NTK, DynamicNTK, LongRope, NTKFixed, NTKMixe
 
 __all__ = ["Around", "rule_of", "type_of"]
 
-# Keys that say something about the model or the axes, and nothing to a rule.
+# Keys that belong to the model or the axes and not to a frequency rule.
 _FOR_OTHERS = {"mrope_section", "mrope_interleaved", "xdrope_section", "llama_4_scaling_beta", "type", "rope_dim"}
-# Other names of rope types, and what transformers makes of them.
+# Other names of rope types, and the type that transformers uses for each.
 _ALIASES = {
     "su": "longrope",
     "mrope": "default",
@@ -29,10 +29,18 @@ _ALIASES = {
 
 @dataclass(frozen=True)
 class Around:
-    """What a rule reads from outside of its own keys: the base that is used where none is given, the longest sequence,
-    the original length of Phi-3's configs, whether layer types each have keys of their own, whether transformers has
-    filled in what a file lacked, the policy of amplitudes, whether the dynamic type reads alpha, and how many features
-    turn."""
+    """What a rule needs beyond its rope parameters.
+
+    Attributes:
+        base: The base if the parameters contain none.
+        longest: The longest sequence according to the config.
+        original: The original length, if it is stored outside of the parameters, as in Phi-3's configs.
+        nested: Whether the config has rope parameters per layer type.
+        filled: Whether transformers filled in keys that the file omits.
+        policy: Which implementation of YaRN's amplitude to follow.
+        alpha: Whether the dynamic type reads alpha.
+        rotary_dim: The number of rotated features.
+    """
 
     base: float
     longest: int | None
@@ -45,18 +53,28 @@ class Around:
 
 
 def type_of(parameters: Keys) -> str:
-    """The rope type, by its new name; "default" where none is said."""
+    """Return the rope type by its current name, or "default" if there is none."""
     new, old = parameters.text("rope_type"), parameters.text("type")
     if new is not None and old is not None and _ALIASES.get(new, new) != _ALIASES.get(old, old):
         raise parameters.error(
-            parameters.name("rope_type"), "one rope type", f"rope_type {new!r} and type {old!r}", "remove one"
+            parameters.name("rope_type"), "one rope type", f"rope_type {new!r} and type {old!r}", "remove the wrong one"
         )
     name = new or old or "default"
     return _ALIASES.get(name, name)
 
 
 def rule_of(parameters: Keys, around: Around) -> Frequencies:
-    """The rule that the parameters say. Keys that nobody reads are warned of.
+    """Return the frequency rule of rope parameters. Add a pitfall for keys that are not read.
+
+    Args:
+        parameters: The rope parameters.
+        around: What the rule needs beyond them.
+
+    Returns:
+        The rule.
+
+    Raises:
+        RopewalkError: If the rope type is unknown or its keys are invalid.
 
     >>> around = Around(10_000.0, 8192, None, False, False, "transformers", False, 128)
     >>> rule_of(Keys({"rope_type": "linear", "factor": 2.0}), around)
@@ -65,7 +83,7 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
     rope_type = type_of(parameters)
     if "su" in (parameters.raw("rope_type"), parameters.raw("type")):
         parameters.warn(
-            "legacy-type", "rope type 'su' is the old name of 'longrope'; transformers rewrites it for Phi-3 alone"
+            "legacy-type", "rope type 'su' is the old name of 'longrope'; transformers replaces it for Phi-3 only"
         )
     read = _READERS.get(rope_type)
     if read is None:
@@ -75,16 +93,17 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
         read = functools.partial(_stated, rules[rope_type])
     base = parameters.number("rope_theta", around.base)
     if base <= 0:
-        raise parameters.error(parameters.name("rope_theta"), "a number above 0", f"{base:g}", "10000 is usual")
+        do = "set rope_theta as the model was trained; 10000 is the most common base"
+        raise parameters.error(parameters.name("rope_theta"), "a number above 0", f"{base:g}", do)
     parameters.raw("partial_rotary_factor")
     try:
         rule = read(parameters, base, around)
-        # Lists of the wrong length are found here, where the key is known.
+        # This raises for lists of the wrong length, while the key is known.
         RopeSpec(around.rotary_dim, rule)
     except ConfigError:
         raise
     except RopewalkError as error:
-        # A rule names its own field; whoever reads it wants to know that it came from a config.
+        # The error of a rule names its Python field. The user needs the key of the config.
         raise parameters.error(
             parameters.name(f"rope_type {rope_type!r}"), f"{error.asked}: {error.expected}", error.got, error.do
         ) from None
@@ -96,7 +115,7 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
 
 
 def _stated(rule: type[Frequencies], parameters: Keys, base: float, around: Around) -> Frequencies:
-    """A rule that reads nothing but its own keys, which its class names."""
+    """Return a rule that needs no more than the config keys that its class lists."""
     values = {key: parameters.raw(key) for key in rule.config_keys.values()}
     return rule.from_parameters(values | {"rope_theta": base})
 
@@ -109,14 +128,14 @@ def _linear(parameters: Keys, base: float, around: Around) -> Frequencies:
     if type(parameters.raw("factor")) is int:
         parameters.warn(
             "int-for-float",
-            f"{parameters.name('factor')!r} is a whole number, over which vLLM iterates: write it with a point",
+            f"{parameters.name('factor')!r} is an integer, which vLLM tries to iterate over. Write a decimal point",
         )
     return PositionInterpolation(base, parameters.number("factor", at_least=1))
 
 
 def _dynamic(parameters: Keys, base: float, around: Around) -> Frequencies:
     if parameters.has("alpha") and around.alpha:
-        # HunYuan's: static, whatever the name says.
+        # HunYuan's type is static in spite of its name.
         alpha = parameters.number("alpha", at_least=1)
         parameters.raw("factor")
         return NTK(base, alpha)
@@ -126,43 +145,44 @@ def _dynamic(parameters: Keys, base: float, around: Around) -> Frequencies:
         parameters.warn(
             "key-ignored",
             f"{parameters.name('original_max_position_embeddings')!r} is not read for rope type 'dynamic': transformers"
-            " takes max_position_embeddings for the length that was trained",
+            " uses max_position_embeddings as the trained length",
         )
     if longest is None:
-        raise parameters.error("max_position_embeddings", "the length that was trained", "nothing", "set it")
+        do = "set max_position_embeddings to the trained length"
+        raise parameters.error("max_position_embeddings", "the trained length", "no such key", do)
     parameters.warn(
         "dynamic-batch",
-        "transformers grows a dynamic base with the longest sequence of the batch and keeps it for keys that come"
-        " later; here the length is an argument, one per sequence",
+        "transformers increases a dynamic base with the longest sequence of the batch and keeps it for later keys."
+        " Here the length is an argument, one per sequence",
     )
     return DynamicNTK(base, parameters.number("factor", at_least=1), longest)
 
 
 def _original(parameters: Keys, around: Around, factor: float | None) -> int:
-    """The trained length: required, since transformers silently takes the extended one for it."""
+    """Return the trained length. It is required: without it, transformers silently uses the extended length."""
     key = "original_max_position_embeddings"
     if around.original is None and not parameters.has(key):
         raise parameters.error(
             parameters.name(key),
-            "the length that was trained before the context was extended",
-            "nothing; transformers would silently take max_position_embeddings, and compute other frequencies",
-            f"set {key}",
+            "the trained length, before the context was extended",
+            "no such key; transformers would silently use max_position_embeddings and compute wrong frequencies",
+            f"set {key} to the trained length",
         )
-    # transformers lets the key beside the parameters win, as Phi-3 has it.
+    # In transformers the key outside of the parameters takes precedence, as in Phi-3's configs.
     original = parameters.whole(key, at_least=2) if around.original is None else around.original
     parameters.raw(key)
     if around.longest is not None and factor is not None and factor != 1:
         if around.longest == original and around.filled:
             parameters.warn(
                 "original-is-extended",
-                f"{parameters.name(key)!r} is {original}, as max_position_embeddings is, though factor is {factor:g}:"
-                " transformers fills it in where a config has none, and then all frequencies are off",
+                f"{parameters.name(key)!r} and max_position_embeddings are both {original}, but factor is {factor:g}."
+                " If the file omits the key, transformers fills it in, and then the frequencies are wrong",
             )
         elif around.longest != original and abs(around.longest / original - factor) > 1e-6 * factor:
             parameters.warn(
                 "factor-differs",
                 f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is"
-                f" {around.longest / original:g}; the factor is what counts",
+                f" {around.longest / original:g}. The factor is used",
             )
     return original
 
@@ -172,34 +192,37 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
     original = _original(parameters, around, factor)
     if factor is None:
         if around.longest is None:
-            raise parameters.error(parameters.name("factor"), "a number of at least 1", "nothing", "set the factor")
+            do = "set factor, or max_position_embeddings"
+            raise parameters.error(parameters.name("factor"), "a number of at least 1", "no such key", do)
         factor = around.longest / original
     fields: dict[str, Any] = {}
-    for key, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+    for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         if parameters.raw(key) == 0:
             parameters.warn(
-                "zero-is-unset", f"{parameters.name(key)!r} is 0, for which transformers takes {usual:g}, as here"
+                "zero-is-unset", f"{parameters.name(key)!r} is 0. {default:g} is used instead, as in transformers"
             )
-        fields[key] = parameters.number(key, usual) or usual
+        fields[key] = parameters.number(key, default) or default
     for key in ("mscale", "mscale_all_dim"):
         if parameters.raw(key) == 0:
-            parameters.warn("zero-is-unset", f"{parameters.name(key)!r} is 0, for which transformers takes no {key}")
+            parameters.warn("zero-is-unset", f"{parameters.name(key)!r} is 0. transformers ignores it then")
         fields[key] = parameters.number(key, at_least=0) if parameters.has(key) else None
     fields["truncate"] = parameters.flag("truncate", True)
     if around.nested and not fields["truncate"]:
         parameters.warn(
             "nested-truncate",
-            f"{parameters.name('truncate')!r} is false, which transformers reads from a flat config only: it truncates",
+            f"{parameters.name('truncate')!r} is false. transformers ignores it in the parameters of a layer type and"
+            " truncates",
         )
     fields["attention_factor"] = _yarn_attention(parameters, around, Yarn(base, factor, original))
     pair = bool(fields["mscale"]), bool(fields["mscale_all_dim"])
     if pair[0] != pair[1] and fields["attention_factor"] is None:
         parameters.warn(
             "amplitude-differs",
-            "of mscale and mscale_all_dim one is set, which counts for DeepSeek's amplitude and not for transformers'",
+            "only one of mscale and mscale_all_dim is set. DeepSeek's code uses it for the amplitude; transformers does"
+            " not",
         )
         if around.policy != "vllm":
-            # What transformers computes, whatever the policy says about the softmax scale.
+            # The amplitude of transformers, independent of the policy for the softmax scale.
             fields["attention_factor"] = Yarn(base, factor, original).amplitude()
     return Yarn(base, factor, original, **fields, policy=around.policy)
 
@@ -209,23 +232,26 @@ def _yarn_attention(parameters: Keys, around: Around, plain: Yarn) -> float | No
     if parameters.has(other):
         stack = "vLLM" if around.policy == "vllm" else "transformers"
         parameters.warn(
-            "amplitude-differs", f"{parameters.name(other)!r} is not read by {stack}, which calls it {key!r}"
+            "amplitude-differs", f"{parameters.name(other)!r} is not read by {stack}, which reads {key!r} instead"
         )
     if parameters.number("extrapolation_factor", 1.0) != 1:
         raise parameters.error(
-            parameters.name("extrapolation_factor"), "1, or nothing", "another number", "no released model has one"
+            parameters.name("extrapolation_factor"),
+            "1, as in every released model",
+            shown(parameters.raw("extrapolation_factor")),
+            "remove the key; other values are not supported",
         )
     if not parameters.flag("apply_yarn_scaling", True):
         if around.policy == "vllm":
-            # vLLM then takes attn_factor as it is, where its policy multiplies it by g.
+            # vLLM then uses attn_factor unchanged. Its policy would multiply it by g.
             return parameters.number("attn_factor", 1.0) / plain.amplitude()
         parameters.warn(
-            "key-ignored", f"{parameters.name('apply_yarn_scaling')!r} is vLLM's; transformers does not read it"
+            "key-ignored", f"{parameters.name('apply_yarn_scaling')!r} is read by vLLM only; transformers ignores it"
         )
     if not parameters.has(key):
         return None
     if type(parameters.raw(key)) is int:
-        parameters.warn("int-for-float", f"{parameters.name(key)!r} is a whole number, of which transformers warns")
+        parameters.warn("int-for-float", f"{parameters.name(key)!r} is an integer, about which transformers warns")
     return parameters.number(key)
 
 
@@ -249,7 +275,8 @@ def _llama3(parameters: Keys, base: float, around: Around) -> Frequencies:
     factor = parameters.number("factor", at_least=1)
     bounds = [parameters.number(key) for key in ("low_freq_factor", "high_freq_factor")]
     if bounds[0] == bounds[1]:
-        parameters.warn("no-ramp", f"low_freq_factor and high_freq_factor are both {bounds[0]:g}: a step and no ramp")
+        text = f"low_freq_factor and high_freq_factor are both {bounds[0]:g}: a step instead of a ramp"
+        parameters.warn("no-ramp", text)
     return Llama3(base, factor, _original(parameters, around, None), *bounds)
 
 
@@ -265,7 +292,7 @@ def _ntk(parameters: Keys, base: float, around: Around) -> Frequencies:
     return NTKFixed(base, factor)
 
 
-# Rope types whose reading is more than the keys that the class of the rule names.
+# Rope types that need more than the config keys that the class of the rule lists.
 _READERS: dict[str, Callable[[Keys, float, Around], Frequencies]] = {
     "default": _default,
     "linear": _linear,

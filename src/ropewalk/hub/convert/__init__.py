@@ -1,1 +1,1 @@
-"""Checkpoints, from one pairing to the other."""
+"""Checkpoints converted from one pairing to the other."""

@@ -1,4 +1,4 @@
-"""Checkpoints from one pairing to the other: q and k permuted, all else as it was, written whole or not at all."""
+"""Converts checkpoints from one pairing to the other: permutes q and k, copies everything else, writes atomically."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from ropewalk.hub.convert.checkpoint import (
     tensor_blocks,
 )
 from ropewalk.hub.convert.config_file import CONFIG, converted_config, read_config_file
-from ropewalk.hub.convert.folders import require_room, whole_folder, write_file
+from ropewalk.hub.convert.folders import atomic_folder, require_writable, write_file
 from ropewalk.hub.convert.model_folder import ModelFolder
 from ropewalk.hub.convert.permutation import Plan, permuted_blocks, plan_of
 from ropewalk.hub.convert.proof import Proof, prove
@@ -30,23 +30,35 @@ from ropewalk.spec.rope import PAIRINGS, Pairing
 
 __all__ = ["Conversion", "Progress", "UnprovenError", "convert_checkpoint", "convert_for", "verify_conversion"]
 
-# What is done, how many bytes of it are done, and of how many.
+# Called with the name of the stage, the bytes processed so far, and the total number of bytes.
 Progress = Callable[[str, int, int], None]
-# Warnings about a config that matter to which rows are permuted.
-_TOLD = ("unknown-family", "partial-truncated")
+# Pitfalls of a config that affect which rows are permuted.
+_NOTED = ("unknown-family", "partial-truncated")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did.
+    """The result of a conversion.
 
-    `model_code` is the pairing in which the family's own code, such as that of transformers, rotates the output: where
-    it is not `to`, the output is for other stacks. `permuted` are the tensors of q and k, `still` the layers that do
-    not rotate, `left_out` the files that were not copied.
+    Attributes:
+        model: The folder of the source.
+        out: The folder that was written.
+        model_type: The model_type of the config.
+        converted_from: The pairing of the source's weights.
+        to: The pairing of the converted weights.
+        model_code: The pairing that the code of the model, such as that in transformers, uses for the output. If it is
+            not `to`, the output is for other stacks.
+        permuted: The names of the tensors whose rows were permuted: those of q and k.
+        tensors: The number of tensors in the checkpoint.
+        still: The layers that do not rotate.
+        nbytes: The number of bytes of the weights.
+        left_out: The files and folders that were not copied.
+        notes: Notes about the config that affect the conversion.
+        proof: The proof of the conversion. None if it was not requested.
 
     >>> pairings = ("half", "interleaved", "half")
-    >>> done = Conversion(Path("model"), Path("out"), "llama", *pairings, ("q", "k"), 9, (), 64, (), (), None)
-    >>> done.converted_from, done.to, done.as_json()["tensors"]
+    >>> conversion = Conversion(Path("model"), Path("out"), "llama", *pairings, ("q", "k"), 9, (), 64, (), (), None)
+    >>> conversion.converted_from, conversion.to, conversion.as_json()["tensors"]
     ('half', 'interleaved', 9)
     """
 
@@ -65,7 +77,7 @@ class Conversion:
     proof: Proof | None
 
     def as_json(self) -> dict[str, object]:
-        """All of it, as JSON stores it."""
+        """Return the result as JSON-serializable data."""
         return {
             "model": str(self.model),
             "out": str(self.out),
@@ -84,22 +96,25 @@ class Conversion:
 
 
 class UnprovenError(Exception):
-    """A conversion whose output is not what it must be, with the proof that says where. Nothing of it is kept.
+    """The output of a conversion is wrong. It was removed.
+
+    Attributes:
+        proof: The proof, which lists the tensors and layers that are wrong.
 
     >>> str(UnprovenError(Proof((), 3, ("layers.0.q_proj.weight",))))
-    '1 tensors or layers are not what they must be: layers.0.q_proj.weight'
+    'wrong tensors or layers after the conversion: 1, such as layers.0.q_proj.weight'
     """
 
     def __init__(self, proof: Proof) -> None:
         self.proof: Proof = proof
         wrong = [*proof.differing, *(layer.layer for layer in proof.layers if not layer.equal)]
-        super().__init__(f"{len(wrong)} tensors or layers are not what they must be: {', '.join(wrong[:5])}")
+        names = ", ".join(wrong[:5])
+        super().__init__(f"wrong tensors or layers after the conversion: {len(wrong)}, such as {names}")
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A model that was read and planned, with nothing written yet: its config, with its text, a character per byte, and
-    the pairing of its weights."""
+    """A model before its conversion. `text` is its config.json, decoded as Latin-1: one character per byte."""
 
     checkpoint: Checkpoint
     config: Config
@@ -109,9 +124,11 @@ class _Source:
 
 
 @dataclass(frozen=True)
-class _Others:
-    """What a model's folder has beside its shards: files to copy, their bytes, the folders that they are in with their
-    permissions, and the names of what is left out."""
+class _OtherFiles:
+    """The files of a model's folder that are not shards.
+
+    `files` are copied and have `nbytes` bytes, `modes` are the permissions of their folders, `left_out` is not copied.
+    """
 
     files: tuple[str, ...]
     nbytes: int
@@ -128,35 +145,37 @@ def convert_checkpoint(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Writes the checkpoint in the folder `model` to the folder `out` in the pairing `to`.
+    """Convert the checkpoint in the folder `model` to the pairing `to`, and write it to the folder `out`.
 
-    Within the features that rotate, pair i of d/2 is (2i, 2i + 1) or (i, i + d/2). The rows of the q and k projections,
-    their biases and the weights of their norms are put in that order, head by head; scores q·k do not see an order that
-    both share (RoFormer, 2104.09864, eq. 15). Bytes are moved and nothing is computed. All else is copied as it is; in
-    config.json two members may change, the record of the conversion and a flag of the family, and every other byte is
-    the same. So a conversion and its inverse give the same files, byte for byte. (Where config.json had a record before
-    the first of the two, that one is not written again.)
+    Within the d rotated features of a head, pair i is (2i, 2i + 1) if interleaved and (i, i + d/2) if half. The rows of
+    the q and k projections, their biases and the weights of their norms are permuted to that order, head by head. The
+    scores q·k do not depend on an order that q and k share (RoFormer, 2104.09864, eq. 15). Bytes are moved; nothing is
+    computed or rounded.
 
-    Only safetensors are read, a block at a time, and quantised weights are refused. Whatever happens, `out` is there
-    whole or not at all, and the source is never written. Links are followed inside of the model's folder and, in the
-    cache of a hub, to the blobs of the same model; a link that leads elsewhere is refused, and so are FIFOs, sockets
-    and devices. No file or folder of `out` has wider permissions than the one that it was made from.
+    All other tensors and files are copied. In config.json at most two keys change: the record of the conversion and a
+    flag of the family. All other bytes stay the same, so a conversion and its inverse restore every file byte for byte.
+    The exception is a record that config.json contained before the first conversion: it is not restored.
+
+    Only safetensors files are read, one block at a time. Quantized weights raise an error. `out` is written completely
+    or not at all, and the source is never written to. Links are followed inside the folder of the model and, in the
+    cache of a hub, to the blobs of the same model. Links to other places, FIFOs, sockets and devices raise an error. No
+    file or folder of `out` has wider permissions than its source.
 
     Args:
-        model: A folder with config.json and safetensors.
-        out: The folder to write, which must not be there yet.
-        to: The pairing that `out` is to have.
-        from_pairing: The pairing of the weights in `model`. By default that of the family, or of the record that an
-            earlier conversion left in config.json; where neither says it, it must be passed.
-        verify: Whether to prove the output before it gets its name, as `verify_conversion` does.
-        progress: Is called with what is done, how many bytes of it are done, and of how many.
+        model: A folder with config.json and safetensors files.
+        out: The folder to write. It must not exist.
+        to: The pairing of the output.
+        from_pairing: The pairing of the weights in `model`. Defaults to that of the family, or to that of the record
+            that an earlier conversion wrote to config.json. Required for an unknown family without a record.
+        verify: Whether to prove the output before it is renamed to `out`, as `verify_conversion` does.
+        progress: Called with the name of the stage, the bytes processed so far, and the total number of bytes.
 
     Returns:
-        What was done.
+        The result of the conversion.
 
     Raises:
-        RopewalkError: A checkpoint that cannot be converted, or a folder that cannot be written.
-        UnprovenError: The proof failed, and nothing is left.
+        RopewalkError: If the checkpoint cannot be converted, or `out` cannot be written.
+        UnprovenError: If the proof fails. The output is removed.
 
     >>> import json, tempfile
     >>> import numpy as np
@@ -186,40 +205,40 @@ def convert_for(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """`convert_checkpoint` for a caller, in whose words errors are written."""
-    wanted = _require_pairing(to, caller, "to")
+    """`convert_checkpoint` with errors that name `caller` and its options."""
+    target_pairing = _require_pairing(to, caller, "to")
     target = Path(out)
-    tell = progress or _tell_nobody
+    report = progress or _no_progress
     checkpoint = read_checkpoint(ModelFolder(Path(model)))
     folder = checkpoint.model.path
     source = _read_source(caller, checkpoint, from_pairing)
-    others = _others(checkpoint)
+    others = _other_files(checkpoint)
     weights = sum(shard.nbytes for shard in checkpoint.shards)
-    require_room(target, folder, weights + others.nbytes)
-    if source.pairing == wanted:
+    require_writable(target, folder, weights + others.nbytes)
+    if source.pairing == target_pairing:
         raise RopewalkError(
             asked=f"convert {str(folder)!r} to {to!r}",
             expected="weights in the other pairing",
-            got=f"weights that are {to!r} already: nothing to do",
-            do=f"use it as it is, or convert it to {next(p for p in PAIRINGS if p != to)!r}",
+            got=f"weights that are already {to!r}",
+            do=f"use the model without a conversion, or convert it to {next(p for p in PAIRINGS if p != to)!r}",
         )
-    config, model_code = converted_config(source.text, source.config, source.pairing, wanted)
+    config, model_code = converted_config(source.text, source.config, source.pairing, target_pairing)
     proof = None
-    with whole_folder(target, others.modes) as partial:
+    with atomic_folder(target, others.modes) as partial:
         for name in others.files:
             with checkpoint.model.open(name) as file:
-                # As many bytes as it has now: a file that grows as fast as it is copied would have no end.
+                # Copies the current size only: a file that grows while it is copied would never end.
                 blocks = blocks_of(file, folder / name, os.fstat(file.fileno()).st_size)
                 blocks = iter([config.encode("latin-1")]) if name == CONFIG else blocks
                 write_file(partial / name, blocks, _mode(file))
-        done = 0
+        written = 0
         for shard in checkpoint.shards:
             with checkpoint.model.open(shard.name) as file:
-                blocks = _told(_shard_blocks(file, shard, source.plan, wanted), done, weights, tell)
+                blocks = _reported(_shard_blocks(file, shard, source.plan, target_pairing), written, weights, report)
                 write_file(partial / shard.name, blocks, _mode(file))
-            done += shard.nbytes
+            written += shard.nbytes
         if verify:
-            proof = _proven(source, ModelFolder(partial), wanted, tell)
+            proof = _prove(source, ModelFolder(partial), target_pairing, report)
             if not proof.holds:
                 raise UnprovenError(proof)
     pitfalls = dict.fromkeys(source.config.pitfalls)
@@ -228,43 +247,43 @@ def convert_for(
         out=target,
         model_type=source.config.model_type,
         converted_from=source.pairing,
-        to=wanted,
+        to=target_pairing,
         model_code=model_code,
         permuted=tuple(source.plan.parts),
         tensors=len(checkpoint.tensors),
         still=source.plan.still,
         nbytes=weights,
         left_out=others.left_out,
-        notes=tuple(text for name, text in pitfalls if name in _TOLD),
+        notes=tuple(text for name, text in pitfalls if name in _NOTED),
         proof=proof,
     )
 
 
-def _others(checkpoint: Checkpoint) -> _Others:
-    """What is beside the shards. Left out are other weights, folders whose name begins with a dot, links to folders."""
+def _other_files(checkpoint: Checkpoint) -> _OtherFiles:
+    """List the files that are not shards. Left out: other weights, folders that begin with a dot, links to folders."""
     files: list[str] = []
-    left: list[str] = []
+    left_out: list[str] = []
     nbytes, modes = 0, {"": checkpoint.model.mode}
     folders: dict[str, int] = {}
     shards = {shard.name for shard in checkpoint.shards}
     for entry in checkpoint.model.entries():
         if entry.folder:
             if entry.link or os.path.basename(entry.name).startswith("."):
-                left.append(f"{entry.name}/")
+                left_out.append(f"{entry.name}/")
             else:
                 folders[entry.name] = stat.S_IMODE((checkpoint.model.path / entry.name).stat().st_mode)
         elif entry.name in shards:
             continue
         elif is_weights(entry.name) and not (checkpoint.index and entry.name == INDEX):
-            left.append(entry.name)
+            left_out.append(entry.name)
         else:
             with checkpoint.model.open(entry.name) as file:
                 nbytes += os.fstat(file.fileno()).st_size
             files.append(entry.name)
-            # Folders in which nothing is copied are not made.
+            # Folders without a copied file are not created.
             parents = [str(parent) for parent in reversed(Path(entry.name).parents) if parent != Path()]
             modes |= {parent: folders[parent] for parent in parents}
-    return _Others(tuple(files), nbytes, modes, tuple(left))
+    return _OtherFiles(tuple(files), nbytes, modes, tuple(left_out))
 
 
 def _mode(file: BinaryIO) -> int:
@@ -276,26 +295,27 @@ def _require_pairing(pairing: str, caller: Caller, name: str) -> Pairing:
     return "half" if pairing == "half" else "interleaved"
 
 
-def _tell_nobody(what: str, done: int, total: int) -> None:
-    """The progress of a conversion whose caller does not want to know it."""
+def _no_progress(stage: str, processed: int, total: int) -> None:
+    """Ignore the progress."""
 
 
 def verify_conversion(model: str | Path, converted: str | Path, *, progress: Progress | None = None) -> Proof:
-    """Holds the folder `converted` to the folder `model` that it was made from.
+    """Check that the folder `converted` is a correct conversion of the folder `model`.
 
-    For every layer that rotates: attention scores of random inputs at random positions, each checkpoint under its own
-    pairing, in float64, equal to 1e-12 of |q| |k|. For every tensor: the bytes that it must have.
+    For every layer that rotates, attention scores of random inputs at random positions are computed in float64, from
+    each checkpoint with its own pairing. They must agree within 1e-12 of |q| |k|. For every tensor, the bytes of the
+    two checkpoints are compared, after the permutation for those of q and k.
 
     Args:
         model: The folder that was converted.
         converted: The folder that the conversion wrote.
-        progress: Is called with what is done, how many bytes of it are done, and of how many.
+        progress: Called with the name of the stage, the bytes processed so far, and the total number of bytes.
 
     Returns:
-        The proof, which holds or does not.
+        The proof. `Proof.holds` is the result.
 
     Raises:
-        RopewalkError: A folder that cannot be read, or two folders of which neither is a conversion of the other.
+        RopewalkError: If a folder cannot be read, or if neither config contains the record of a conversion.
 
     >>> import json, tempfile
     >>> import numpy as np
@@ -316,78 +336,78 @@ def verify_conversion(model: str | Path, converted: str | Path, *, progress: Pro
     if after is not None:
         to, pairing = after.pairing, after.converted_from
     elif before is not None:
-        # Converted back: the record is gone.
+        # The model was converted back, which removes the record.
         to, pairing = before.converted_from, before.pairing
     else:
         raise RopewalkError(
             asked=f"verify_conversion({str(model)!r}, {str(converted)!r})",
-            expected="a record of the conversion in one of the two configs",
-            got=f"no key {KEY!r} in either",
-            do="pass the folder that was converted, then the one that ropewalk convert wrote",
+            expected=f"a record of the conversion, the key {KEY!r}, in one of the two configs",
+            got="no record in either config",
+            do="pass the folder that was converted, then the folder that ropewalk convert wrote",
         )
     source = _read_source(caller, read_checkpoint(folders[0]), pairing)
-    return _proven(source, folders[1], to, progress or _tell_nobody)
+    return _prove(source, folders[1], to, progress or _no_progress)
 
 
-def _proven(source: _Source, converted: ModelFolder, to: Pairing, tell: Progress) -> Proof:
-    total, done = sum(tensor.nbytes for tensor in source.checkpoint.tensors.values()), 0
+def _prove(source: _Source, converted: ModelFolder, to: Pairing, report: Progress) -> Proof:
+    total, verified = sum(tensor.nbytes for tensor in source.checkpoint.tensors.values()), 0
 
     def advance(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        tell("verifying", done, total)
+        nonlocal verified
+        verified += nbytes
+        report("verifying", verified, total)
 
     return prove(source.checkpoint, read_checkpoint(converted), source.plan, (source.pairing, to), advance)
 
 
 def _read_source(caller: Caller, checkpoint: Checkpoint, from_pairing: str | None) -> _Source:
-    """The model of a checkpoint, and what is to be permuted in it."""
+    """Read the config of a checkpoint and plan what to permute."""
     specified = None if from_pairing is None else _require_pairing(from_pairing, caller, "from_pairing")
     text, data = read_config_file(checkpoint.model, caller)
     config = _parse(caller, data, specified)
     record = config.language.record
-    # Kinds of layers differ in their frequencies, and never in their pairing.
+    # Layer types differ in their frequencies, but never in their pairing.
     rotating = [spec for spec in config.layers.values() if spec is not None]
     pairing = rotating[0].pairing if rotating else config.language.family.pairing
     if specified is not None and specified != pairing:
         other = Record(specified, pairing, pairing if record is None else record.model_code)
         raise RopewalkError(
             asked=f"convert {str(checkpoint.model.path)!r} from {from_pairing!r}",
-            expected=f"{pairing!r}, which {'its family has' if record is None else 'its record says'}",
+            expected=f"{pairing!r}, {'the pairing of its family' if record is None else 'as recorded in config.json'}",
             got=repr(from_pairing),
-            do="leave it out; if the weights were permuted by other means, write the record into config.json:"
+            do="leave it out; if another program permuted the weights, add this record to config.json:"
             f' "{KEY}": {json.dumps(other.as_dict())}',
         )
     return _Source(checkpoint, config, text, pairing, plan_of(checkpoint, config))
 
 
 def _parse(caller: Caller, data: dict[str, Any], from_pairing: Pairing | None) -> Config:
-    """The config of a checkpoint; `from_pairing` is for a family that is not known, and is not looked at for others."""
+    """Parse the config of a checkpoint. `from_pairing` is only used for an unknown family."""
     refuse_without_rope(data, caller)
     keys = Keys(data, caller=caller)
     known = read_record(keys) is not None or has_known_family(keys)
     if not known and from_pairing is None:
         half, interleaved = (caller.option("from_pairing", pairing) for pairing in ("half", "interleaved"))
         raise RopewalkError(
-            asked=caller.asked(f"a model of the family {shown(data.get('model_type'))}"),
-            expected=f"a family whose pairing is known, or the pairing: {caller.option('from_pairing')}",
-            got="neither: no config says which features form a pair",
+            asked=caller.asked(f"a model with model_type {shown(data.get('model_type'))}"),
+            expected=f"a model_type that ropewalk knows, or {caller.option('from_pairing')}",
+            got="an unknown model_type and no pairing; configs do not specify which features form a pair",
             do=f"add {half} if its code rotates two halves (rotate_half), {interleaved} otherwise",
         )
     return parse_config(data, caller, pairing=None if known else from_pairing)
 
 
 def _shard_blocks(file: BinaryIO, shard: Shard, plan: Plan, to: Pairing) -> Iterator[bytes]:
-    """The bytes of a shard as they shall be: its header as it is, then each tensor."""
+    """Yield the bytes of a converted shard: its unchanged header, then each tensor."""
     yield file.read(shard.header)
     for name, tensor in shard.tensors.items():
         part = plan.parts.get(name)
         yield from tensor_blocks(file, tensor) if part is None else permuted_blocks(file, tensor, part, to)
 
 
-def _told(blocks: Iterator[bytes], done: int, total: int, tell: Progress) -> Iterator[bytes]:
-    """The blocks of a shard, with word of how many bytes are written when the next one is asked for."""
+def _reported(blocks: Iterator[bytes], written: int, total: int, report: Progress) -> Iterator[bytes]:
+    """Yield the blocks of a shard, and report the progress after each one is written."""
     for block in blocks:
         yield block
-        done += len(block)
-        tell("writing", done, total)
+        written += len(block)
+        report("writing", written, total)

@@ -1,4 +1,4 @@
-"""A folder that is there whole, or not at all: written beside its place under another name, and renamed at the end."""
+"""Writes a folder completely or not at all: it has a temporary name until it is complete, and is renamed at the end."""
 
 import contextlib
 import fcntl
@@ -10,49 +10,62 @@ from pathlib import Path
 
 from ropewalk.errors import RopewalkError
 
-__all__ = ["SUFFIX", "require_room", "whole_folder", "write_file"]
+__all__ = ["SUFFIX", "atomic_folder", "require_writable", "write_file"]
 
-# What the name of a folder ends with as long as it is not whole.
+# Suffix of the folder's name until it is complete.
 SUFFIX = ".ropewalk-partial"
 
 
-def require_room(out: Path, source: Path, nbytes: int) -> None:
-    """Refuses an `out` that is there, lies in the source, or has no room, before anything is written."""
+def require_writable(out: Path, source: Path, nbytes: int) -> None:
+    """Raise if `out` exists, is inside `source`, or if its disk has fewer than `nbytes` free bytes.
+
+    Args:
+        out: The folder to write.
+        source: The folder of the model.
+        nbytes: The number of bytes that will be written.
+
+    Raises:
+        RopewalkError: If `out` cannot be written. Nothing has been written.
+    """
     place = out.parent.resolve() / out.name
     if os.path.lexists(out):
-        raise _refused(out, "a name that is free", "something that is there", "name another folder, or remove that one")
+        raise _error(out, "a path that does not exist", "a path that exists", "use another path, or remove this one")
     if not out.name or place.is_relative_to(source.resolve()):
-        raise _refused(out, "a folder outside of the model's", f"one in {str(source)!r}", "name a folder beside it")
+        got = f"a folder inside {str(source)!r}"
+        raise _error(out, "a folder outside of the model's folder", got, "use a folder next to it")
     partial = place.with_name(place.name + SUFFIX)
     if source.resolve().is_relative_to(partial):
-        # What lies there would be taken for the rest of an earlier try, and removed.
-        raise _refused(
-            out, f"a model that is not in {partial.name!r}", repr(str(source)), "name another folder to write"
-        )
+        # The source would look like the remains of an interrupted conversion, and be removed.
+        expected = f"a model that is not inside {partial.name!r}"
+        raise _error(out, expected, repr(str(source)), "use another output folder")
     if not out.parent.is_dir():
-        raise _refused(out, "a folder to put it in", f"no folder {str(out.parent)!r}", "make it first")
+        raise _error(
+            out, "an existing parent folder", f"no folder {str(out.parent)!r}", "create the parent folder first"
+        )
     free = shutil.disk_usage(out.parent).free
     if free < nbytes:
-        raise _refused(
-            out, f"room for {nbytes / 1e9:.2f} GB", f"{free / 1e9:.2f} GB", "free some, or name another disk"
-        )
+        expected, got = f"{nbytes / 1e9:.2f} GB of free disk space", f"{free / 1e9:.2f} GB"
+        raise _error(out, expected, got, "free some disk space, or use another disk")
 
 
 @contextlib.contextmanager
-def whole_folder(out: Path, modes: Mapping[str, int]) -> Iterator[Path]:
-    """A folder to write into, which is `out` once the block is done, and gone if it fails.
+def atomic_folder(out: Path, modes: Mapping[str, int]) -> Iterator[Path]:
+    """Context manager: a folder to write to. It is renamed to `out` if the block succeeds, and removed if it fails.
 
-    As long as it is written it is called `out` and SUFFIX, and locked. What a process that was killed has left there
-    is removed by the next one that writes `out`; what a living process writes is refused.
+    While the block runs, the folder is named `out` + SUFFIX and is locked. If a process is killed, the next one that
+    writes `out` removes what is left. If another running process writes `out`, an error is raised.
 
     Args:
         out: The folder.
-        modes: The permissions of the folders that it is made from, by their paths in it, each after the one that it is
-            in; its own under "". These folders are made, and nobody has a permission there that is not in `modes`,
-            but for their owner as long as they are written.
+        modes: The permissions of the source folders by relative path, parents first; that of the root under "". These
+            folders are created. They never have a permission that is not in `modes`, except that the owner may write
+            while the block runs.
 
     Yields:
-        The folder to write into.
+        The folder to write to.
+
+    Raises:
+        RopewalkError: If the folder cannot be written.
     """
     partial = out.with_name(out.name + SUFFIX)
     try:
@@ -60,18 +73,20 @@ def whole_folder(out: Path, modes: Mapping[str, int]) -> Iterator[Path]:
             partial.mkdir(modes[""] & 0o777 | 0o700)
         handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
-        raise _refused(out, "a folder that can be written", _reason(error), "name another folder") from None
+        raise _error(out, "a writable folder", _reason(error), "use another output folder") from None
     try:
         try:
-            # The kernel takes the lock back when the process ends, however it ends.
+            # The kernel releases the lock when the process ends, even if it is killed.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise _refused(out, "nobody else who writes it", f"{partial.name!r} is being written", "wait") from None
+            got = f"another process that is writing {partial.name!r}"
+            raise _error(out, "no other process that writes it", got, "wait until it ends") from None
         if not partial.exists() or not os.path.samestat(os.fstat(handle), partial.stat()):
-            raise _refused(out, "nobody else who writes it", "another process that was faster", "run it again")
+            got = "another process that has just written it"
+            raise _error(out, "no other process that writes it", got, "run it again")
         try:
             _empty(partial)
-            # What was left may have had other permissions.
+            # A folder left by a killed process may have other permissions.
             _narrow(handle, modes[""] | 0o700)
             for name, mode in modes.items():
                 if name:
@@ -80,15 +95,16 @@ def whole_folder(out: Path, modes: Mapping[str, int]) -> Iterator[Path]:
             for name, mode in reversed(list(modes.items())):
                 _finish(partial / name, mode)
             if os.path.lexists(out):
-                raise _refused(out, "a name that is still free", "something that came while we wrote", "name another")
+                got = "a path that was created during the conversion"
+                raise _error(out, "a path that does not exist", got, "use another path")
             os.rename(partial, out)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 _empty(partial)
                 partial.rmdir()
             if isinstance(error, OSError):
-                do = "free some room, or name a folder on another disk; nothing is left of this try"
-                raise _refused(out, "a folder that can be written to its end", _reason(error), do) from None
+                do = "free some disk space, or use another disk; the incomplete output was removed"
+                raise _error(out, "a folder that can be written completely", _reason(error), do) from None
             raise
         _finish(out.parent)
     finally:
@@ -96,8 +112,8 @@ def whole_folder(out: Path, modes: Mapping[str, int]) -> Iterator[Path]:
 
 
 def write_file(path: Path, blocks: Iterable[bytes], mode: int) -> None:
-    """A new file from its blocks, on the disk when this returns, with the permissions of `mode` less the umask."""
-    # One that is there is no file of ours: its name differs from another one's in a way that this disk does not see.
+    """Write blocks to a new file and flush it to the disk. Its permissions are `mode` without the umask."""
+    # O_EXCL: on some file systems, names that differ in case only are the same file.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode & 0o777)
     with open(handle, "wb") as file:
         for block in blocks:
@@ -107,8 +123,8 @@ def write_file(path: Path, blocks: Iterable[bytes], mode: int) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Removes what is in a folder, which stays: it is what is locked."""
-    # The folders of a model that is read-only are so, too.
+    """Remove the contents of a folder, but not the folder itself, which is locked."""
+    # Folders copied from a read-only model are read-only.
     os.chmod(folder, stat.S_IMODE(folder.stat().st_mode) | 0o700)
     for entry in list(folder.iterdir()):
         if entry.is_dir() and not entry.is_symlink():
@@ -119,7 +135,7 @@ def _empty(folder: Path) -> None:
 
 
 def _finish(folder: Path, mode: int = 0o777) -> None:
-    """The names in a folder, on the disk, and its permissions no wider than `mode`."""
+    """Flush the entries of a folder to the disk, and remove permissions that are not in `mode`."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         _narrow(handle, mode)
@@ -129,7 +145,7 @@ def _finish(folder: Path, mode: int = 0o777) -> None:
 
 
 def _narrow(handle: int, mode: int) -> None:
-    """Takes the permissions from a file or folder that are not in `mode`."""
+    """Remove the permissions of an open file or folder that are not in `mode`."""
     current = stat.S_IMODE(os.fstat(handle).st_mode)
     if current & 0o777 & ~mode:
         os.fchmod(handle, current & ~(0o777 & ~mode))
@@ -139,5 +155,5 @@ def _reason(error: OSError) -> str:
     return f"{error.strerror or error}" + (f": {error.filename!r}" if error.filename else "")
 
 
-def _refused(out: Path, expected: str, got: str, do: str) -> RopewalkError:
+def _error(out: Path, expected: str, got: str, do: str) -> RopewalkError:
     return RopewalkError(asked=f"write the converted model to {str(out)!r}", expected=expected, got=got, do=do)

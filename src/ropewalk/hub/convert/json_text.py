@@ -1,10 +1,10 @@
-"""JSON as text: parsed within limits, and changed member by member, with every other byte as it was.
+"""Parses JSON within limits, and edits single members of a JSON text without changing any other byte.
 
-A config that is parsed and written anew has other spaces, other escapes and other spellings of its numbers: 1e-5 for
-0.00001. Here the text is cut at the members that change and nowhere else.
+Parsing a config and writing it again would change spaces, escapes and the notation of numbers: 1e-5 for 0.00001. Here
+only the text of the edited members changes.
 
-A text to be changed may be UTF-8 that was decoded as Latin-1, a character per byte, which takes a quarter of the memory
-where there is an emoji: what JSON is made of is ASCII, and so are the keys that are looked for.
+The text to edit may be UTF-8 decoded as Latin-1: one character per byte, which needs a quarter of the memory if the
+text contains an emoji. This is safe because JSON's syntax and the edited keys are ASCII.
 """
 
 import json
@@ -17,34 +17,34 @@ from ropewalk.spec.value import without_repeats
 
 __all__ = ["parse", "with_member", "without_member"]
 
-# Values in a text. The index of a model with a trillion parameters has 140,000; this many fill some 50 MB.
+# The limit on values in a text. The index of a model with a trillion parameters has 140,000. This many need 50 MB.
 _MOST_VALUES = 1 << 18
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def parse(data: bytes) -> Any:
-    """What a text in UTF-8 says. One with a key twice, or with more values than memory should hold, is a ValueError.
+    """Parse JSON in UTF-8. Raise a ValueError if it is invalid, has a duplicate key, or has too many values.
 
     >>> parse(b'{"a": [1, 2]}')
     {'a': [1, 2]}
     """
-    # Every value but the first follows one of these. Commas in strings count too, and are few.
+    # Every value except the first follows one of these. Commas in strings are counted too, which is harmless.
     values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
     if values > _MOST_VALUES:
-        raise ValueError(f"about {values} values, where at most {_MOST_VALUES} are read")
+        raise ValueError(f"about {values} values; the limit is {_MOST_VALUES}")
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=without_repeats)
     except RecursionError:
-        raise ValueError("values in values without end") from None
+        raise ValueError("values are nested too deeply") from None
     except ValueError as error:
-        # A key that is there twice is shown, and may be long.
+        # The message contains a duplicate key, which may be long.
         raise ValueError(str(error)[:200]) from None
 
 
 @dataclass(frozen=True)
 class _Member:
-    """A key and its value: where the key begins and ends, and the value likewise."""
+    """A key, where it starts and ends in the text (`start`, `colon`), and where its value does (`value`, `end`)."""
 
     key: str
     start: int
@@ -59,7 +59,7 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _members(text: str, at: int) -> list[_Member]:
-    """The members of the object that begins at `at`."""
+    """Return the members of the object that starts at `at`."""
     members: list[_Member] = []
     at = _after_space(text, at + 1)
     while text[at] != "}":
@@ -74,7 +74,7 @@ def _members(text: str, at: int) -> list[_Member]:
 
 
 def _object(text: str, place: Sequence[str]) -> tuple[int, list[_Member]]:
-    """Where the object under the keys of `place` begins, and its members."""
+    """Return where the object under the keys of `place` starts, and its members."""
     at = _after_space(text, 0)
     members = _members(text, at)
     for key in place:
@@ -84,9 +84,9 @@ def _object(text: str, place: Sequence[str]) -> tuple[int, list[_Member]]:
 
 
 def with_member(text: str, place: Sequence[str], key: str, value: object) -> str:
-    """A JSON text in which the object under the keys of `place` has this member, with every other byte as it was.
+    """Set a member of the object under the keys of `place`. All other text is unchanged.
 
-    A member that is there keeps its place. A new one is the last, and is written as the one before it is.
+    An existing member stays in its place. A new one is added at the end, with the spacing of the member before it.
 
     >>> with_member('{"a": 1.0, "b":{"c" : 1e5}}', ["b"], "c", True)
     '{"a": 1.0, "b":{"c" : true}}'
@@ -105,7 +105,7 @@ def with_member(text: str, place: Sequence[str], key: str, value: object) -> str
 
 
 def without_member(text: str, place: Sequence[str], key: str) -> str:
-    """A JSON text in which the object under the keys of `place` lacks this member: the inverse of adding it.
+    """Remove a member of the object under the keys of `place`: the inverse of adding it.
 
     >>> without_member('{"a":1,"b":null}', [], "b")
     '{"a":1}'
@@ -123,13 +123,13 @@ def without_member(text: str, place: Sequence[str], key: str) -> str:
 
 
 def _style(text: str, at: int, member: _Member) -> tuple[str, str]:
-    """What is between a key and its value, and between the key and what is before it."""
+    """Return the text between a key and its value, and the space before the key."""
     before = text[at + 1 : member.start]
     return text[member.colon : member.value], before[len(before.rstrip(" \t\n\r")) :]
 
 
 def _written(value: object, colon: str, gap: str) -> str:
-    """A value; the members of an object in lines of their own where `gap`, which is before its key, has a new line."""
+    """Format a value. Members of an object are on separate lines if `gap`, the space before its key, has a newline."""
     if not isinstance(value, dict) or not value:
         return json.dumps(value)
     indent = gap[gap.rfind("\n") + 1 :]

@@ -1,9 +1,9 @@
-"""A model's folder, read without trust: its regular files, none of which is outside of the model.
+"""Reads the folder of an untrusted model: only regular files, and only files that belong to the model.
 
-Links are followed as far as the model goes: its own folder and, in the cache of a hub, the snapshot and the blobs of
-the same model (models--NAME/snapshots/REVISION and models--NAME/blobs). A blob may itself be a link to a file in the
-store that all models of the cache share (blobs/XX/HASH beside models--NAME). A link to a private file elsewhere would
-make that file a part of the output, which may be published.
+Links are followed inside the folder and, in the cache of a hub, inside the snapshot and the blobs of the same model
+(models--NAME/snapshots/REVISION and models--NAME/blobs). A blob may be a link to a file in the store that all models of
+the cache share (blobs/XX/HASH next to models--NAME). Other links are rejected: a link to a private file would make that
+file a part of the output, which may be published.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from ropewalk.hub.files import open_regular
 
 __all__ = ["Entry", "ModelFolder"]
 
-# Folders in folders; those of models have two or three levels, and a hostile one has as many as a path can have.
+# The limit on nested folders. Models have two or three levels; a malicious folder can have as many as a path allows.
 _DEEPEST = 32
-_INSIDE = "files inside of the model's folder, or links to such files or to blobs of the same model in a hub's cache"
-# What the shared store of a hub's cache has: a file that marks it as one, and files by their hash.
+_INSIDE = "files inside the model's folder, or links to such files or to blobs of the same model in a hub's cache"
+# The shared store of a hub's cache contains a marker file, and files that are named by their hash.
 _MARKER = ".huggingface-shared-blobs"
 _HASH = re.compile("[0-9a-f]{64}")
-# Links to links that are followed; Linux follows as many.
+# The limit on chained links; the same as in Linux.
 _MOST_LINKS = 40
-# What the system says of a path in which a folder has become a link, a file, or nothing.
-_EXCHANGED = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+# Errors for a path in which a folder was replaced by a link or a file, or removed.
+_REPLACED = (None, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Something in a model's folder, by its path in it: a file, a folder, or a link to a folder."""
+    """An entry of a model's folder: its relative path, whether it is a folder, and whether it is a link."""
 
     name: str
     folder: bool
@@ -43,7 +43,13 @@ class Entry:
 
 
 class ModelFolder:
-    """A folder whose files are opened by name, and only if they are inside of the model.
+    """The folder of a model. Files are opened by relative path, and only if they belong to the model.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        RopewalkError: If it is not a folder.
 
     >>> ModelFolder(Path(__file__).parent).read("__init__.py", most=100)[3:14]
     b'Checkpoints'
@@ -53,14 +59,14 @@ class ModelFolder:
         self.path: Path = path
         try:
             place = Path(os.path.realpath(path, strict=True))
-            # What these folders are is remembered, so that another one in the place of one of them is seen.
+            # The status of these folders is stored, to detect that one of them was replaced.
             snapshot, self._blobs, self._store = _of_cache(place)
             roots = (place, snapshot, self._blobs, self._store)
             self._roots: dict[Path, os.stat_result] = {root: os.lstat(root) for root in roots if root is not None}
         except (OSError, ValueError):
             raise _no_folder(path, "no such folder") from None
         if not stat.S_ISDIR(self._roots[place].st_mode):
-            raise _no_folder(path, "something else than a folder")
+            raise _no_folder(path, "a path that is not a folder")
 
     @property
     def mode(self) -> int:
@@ -68,18 +74,20 @@ class ModelFolder:
         return stat.S_IMODE(next(iter(self._roots.values())).st_mode)
 
     def names(self) -> list[str]:
-        """What is in the folder, sorted."""
+        """Return the names of the entries of the folder, sorted."""
         return [entry.name for entry in self._listed("")]
 
     def entries(self) -> Iterator[Entry]:
-        """What is in the folder and in its folders, each before what it holds, of which the caller opens what it wants.
+        """Yield the entries of the folder and of its subfolders, each folder before its contents.
 
-        Links to folders and folders whose name begins with a dot are not looked into. A link that leads outside, or
-        nowhere, is refused.
+        The contents of links to folders and of folders that begin with a dot are skipped.
+
+        Raises:
+            RopewalkError: If a link is broken or leads outside of the model, or if folders are nested too deeply.
         """
-        waiting = self._listed("")[::-1]
-        while waiting:
-            entry = waiting.pop()
+        pending = self._listed("")[::-1]
+        while pending:
+            entry = pending.pop()
             if entry.link:
                 root, inner = self._place(entry.name)
                 yield Entry(entry.name, (root / inner).is_dir(), link=True)
@@ -87,75 +95,82 @@ class ModelFolder:
             yield entry
             if entry.folder and not os.path.basename(entry.name).startswith("."):
                 if entry.name.count("/") + 1 >= _DEEPEST:
-                    got = f"more in {entry.name[:40] + '...'!r}"
-                    raise self._refused("", f"at most {_DEEPEST} levels of folders", got, "remove what is no model")
-                waiting += self._listed(entry.name)[::-1]
+                    got = f"more levels in {entry.name[:40] + '...'!r}"
+                    do = "remove folders that do not belong to the model"
+                    raise self._error("", f"at most {_DEEPEST} levels of folders", got, do)
+                pending += self._listed(entry.name)[::-1]
 
     def open(self, name: str) -> BinaryIO:
-        """Opens a regular file of the model, by its path in the folder.
+        """Open a regular file of the model by its relative path.
 
-        Where links lead is found first and opened next; that the open file is the one in that place is then checked
-        along a path without links. So nothing can be exchanged in between.
+        Links are resolved first, then the file is opened, then the open file is compared with the resolved path, which
+        has no links. So the file cannot be replaced between the check and its use.
+
+        Raises:
+            RopewalkError: If the file does not belong to the model, is not a regular file, or was replaced.
         """
         root, inner = self._place(name)
-        words = {"expected": "a regular file", "do": "download the model again, or remove what is no part of it"}
+        advice = {
+            "expected": "a regular file",
+            "do": "download the model again, or remove files that do not belong to it",
+        }
         with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open_regular(root / inner, asked=self._asked(name), **words))
+            file = stack.enter_context(open_regular(root / inner, asked=self._asked(name), **advice))
             try:
                 same = os.path.samestat(os.fstat(file.fileno()), self._status(root, inner))
             except OSError as error:
-                if error.errno not in _EXCHANGED:
+                if error.errno not in _REPLACED:
                     got = f"{name!r}: {error.strerror}"
-                    raise self._refused(name, "folders that can be opened", got, "change their permissions") from None
+                    raise self._error(name, "folders that can be opened", got, "change their permissions") from None
                 same = False
             if not same:
-                got = f"{name!r}, which was exchanged while it was opened"
-                raise self._refused(name, _INSIDE, got, "leave the folder alone, and run it again")
+                got = f"{name!r}, which was replaced while it was opened"
+                raise self._error(name, _INSIDE, got, "run it again while nothing changes the folder")
             stack.pop_all()
             return file
 
     def read(self, name: str, *, most: int) -> bytes:
-        """The bytes of a file of the model that has at most `most` of them."""
+        """Return the bytes of a file of the model. Raise if it has more than `most` bytes."""
         with self.open(name) as file:
             try:
                 data = file.read(most + 1)
             except OSError as error:
-                raise self._refused(name, "a readable file", f"{error}", "download the model again") from None
+                raise self._error(name, "a readable file", f"{error}", "download the model again") from None
         if len(data) > most:
-            raise self._refused(name, f"at most {most >> 20} MiB", "more", "download the model again")
+            raise self._error(name, f"a file of at most {most >> 20} MiB", "a larger file", "download the model again")
         return data
 
     def _listed(self, name: str) -> list[Entry]:
-        """What a folder of the model has, sorted by name."""
+        """Return the entries of a folder of the model, sorted by name."""
         try:
-            with os.scandir(self.path / name) as found:
+            with os.scandir(self.path / name) as items:
                 entries = [
                     Entry(os.path.join(name, item.name), item.is_dir(follow_symlinks=False), item.is_symlink())
-                    for item in found
+                    for item in items
                 ]
         except OSError as error:
             got = f"{name!r}: {error.strerror or error}"
-            raise self._refused("", "folders that can be listed", got, "change its permissions") from None
+            raise self._error("", "folders that can be listed", got, "change its permissions") from None
         return sorted(entries, key=lambda entry: entry.name)
 
     def _place(self, name: str) -> tuple[Path, Path]:
-        """Where a file or folder of the model is: one of the roots, and a path without links in it."""
+        """Resolve a path: return one of the roots, and a path without links relative to it."""
         path = self.path / name
         try:
             place = Path(os.path.realpath(path, strict=True))
         except (OSError, ValueError) as error:
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-            raise self._refused(name, _INSIDE, f"{self._led(name)}: {reason}", "download the model again") from None
+            raise self._error(name, _INSIDE, f"{self._target(name)}: {reason}", "download the model again") from None
         root = next((root for root in self._roots if place.is_relative_to(root)), None)
         if root is None or (root == self._store and not self._is_shared_blob(path, place)):
-            do = "put a copy of the file in the place of the link, or remove the link"
-            raise self._refused(name, _INSIDE, self._led(name), do)
+            do = "replace the link by a copy of the file, or remove the link"
+            raise self._error(name, _INSIDE, self._target(name), do)
         return root, place.relative_to(root)
 
     def _is_shared_blob(self, path: Path, place: Path) -> bool:
-        """Whether a path leads to a file of the shared store, and does so through a blob of this model.
+        """Return whether a path leads to a file of the shared store through a blob of this model.
 
-        The store has files of other models, too: a blob of this one is what says that such a file is a part of it.
+        The store also contains files of other models. Only the files that a blob of this model links to belong to it.
         """
         folder, name = place.parent, place.name
         if self._store != folder.parent or not _HASH.fullmatch(name) or folder.name != name[:2]:
@@ -170,8 +185,8 @@ class ModelFolder:
             path = target
         return False
 
-    def _led(self, name: str) -> str:
-        """A name, and where it leads."""
+    def _target(self, name: str) -> str:
+        """Format a name for an error, with the target if it is a link."""
         path = self.path / name
         if not path.is_symlink():
             return repr(name)
@@ -179,19 +194,19 @@ class ModelFolder:
         return f"{name!r}, a link to {link!r}" + ("" if link == end else f", which is {end!r}")
 
     def _status(self, root: Path, inner: Path) -> os.stat_result:
-        """The status of a file, found from the root through folders that are no links."""
+        """Return the status of a file. Every folder from the root to the file is opened without following links."""
         with contextlib.ExitStack() as stack:
 
-            def entered(part: "Path | str", place: int | None) -> int:
-                # To pass through a folder, one needs no right to list it. Linux alone can open one without that.
-                reading = getattr(os, "O_PATH", os.O_RDONLY)
-                handle = os.open(part, reading | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+            def entered(part: "Path | str", parent: int | None) -> int:
+                # O_PATH needs no permission to list the folder. Only Linux has it.
+                access = getattr(os, "O_PATH", os.O_RDONLY)
+                handle = os.open(part, access | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
                 stack.callback(os.close, handle)
                 return handle
 
             handle = entered(root, None)
             if not os.path.samestat(os.fstat(handle), self._roots[root]):
-                raise OSError(f"{root} is another folder than it was")
+                raise OSError(f"{root} was replaced by another folder")
             for part in inner.parts[:-1]:
                 handle = entered(part, handle)
             return os.stat(inner.name, dir_fd=handle, follow_symlinks=False)
@@ -199,21 +214,22 @@ class ModelFolder:
     def _asked(self, name: str) -> str:
         return f"read the model in {str(self.path)!r}" + (f": {name!r}" if name else "")
 
-    def _refused(self, name: str, expected: str, got: str, do: str) -> RopewalkError:
+    def _error(self, name: str, expected: str, got: str, do: str) -> RopewalkError:
         return RopewalkError(asked=self._asked(name), expected=expected, got=got, do=do)
 
 
 def _of_cache(place: Path) -> tuple[Path | None, Path | None, Path | None]:
-    """The snapshot that a folder is or is in, the blobs of its model, and the store that the models of a cache share.
+    """Return the snapshot that contains a folder, the blobs of its model, and the shared store of the cache.
 
-    None for what is not there, and for what is a link.
+    Each is None if it does not exist or is a link.
     """
     for snapshot in (place, *place.parents):
         model = snapshot.parent.parent
         if snapshot.parent.name == "snapshots" and model.name.startswith("models--"):
             blobs, store = model / "blobs", model.parent / "blobs"
-            own = blobs if _is_folder(blobs) else None
-            return snapshot, own, store if own is not None and _is_folder(store) and _is_marked(store) else None
+            model_blobs = blobs if _is_folder(blobs) else None
+            shared = model_blobs is not None and _is_folder(store) and _is_marked(store)
+            return snapshot, model_blobs, store if shared else None
     return None, None, None
 
 
@@ -222,7 +238,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_marked(store: Path) -> bool:
-    """Whether a folder has the file by which the hub knows a store that it has made itself."""
+    """Return whether a folder contains the marker file of a store created by the hub."""
     try:
         return stat.S_ISREG(os.lstat(store / _MARKER).st_mode)
     except OSError:
@@ -234,5 +250,5 @@ def _no_folder(path: Path, got: str) -> RopewalkError:
         asked=f"read the model in {str(path)!r}",
         expected="a model folder",
         got=got,
-        do="pass the folder that has config.json",
+        do="pass the folder that contains config.json",
     )

@@ -1,7 +1,7 @@
-"""Which rows of which tensors change places when a checkpoint goes from one pairing to the other.
+"""Plans and computes the permutation of rows that converts a checkpoint from one pairing to the other.
 
-Weights that are quantised or unknown are refused, and shapes that the config contradicts. Rows are equal runs of bytes,
-so that any dtype can be permuted without being understood, and nothing is rounded.
+Quantized weights, unknown tensors and shapes that contradict the config raise an error. A row is a fixed number of
+bytes, so every dtype is permuted in the same way and nothing is rounded.
 """
 
 import functools
@@ -25,14 +25,14 @@ from ropewalk.spec.rope import Pairing, RopeSpec
 
 __all__ = ["Part", "Plan", "permuted_blocks", "plan_of", "row_order"]
 
-# Modules that see or hear, whose attention is not the language model's; and kinds of layers that do not rotate.
+# Modules of vision and audio towers, whose attention is not the language model's; and layer types without rotation.
 _TOWER = re.compile(r"(^|_)(vision|visual|image|img|vit|vqmodel|audio|speech|mm|multi_modal)")
 _NOT_ROTATED = re.compile(r"\.(linear_attn|cross_attn|mamba|mixer)\.")
-# What looks like a projection of queries or keys, wherever it stands.
+# Names that look like a projection of queries or keys, in any module.
 _LIKE_ATTENTION = re.compile(
     r"(^|[._])(q|k|qk|qkv|query|key|query_key_value|Wqkv|wq|wk|wqkv|q_b|kv_a|kv_a_proj_with_mqa)(_proj)?(\.linear)?\.weight$"
 )
-_QUANTISED = re.compile(
+_QUANTIZED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|nested_absmax|weight_scale\w*|weight_packed"
     r"|weight_shape|weight_zero_point|input_scale|k_scale|v_scale|\w+_blocks|\w+_scales)$|\.quant_state"
 )
@@ -41,36 +41,50 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor with queries or keys in it: the heads that its rows belong to, and the layer's spec.
+    """A tensor of queries, keys or both.
 
-    `what` is "weight" or "bias" of a projection, or "norm.weight" or "norm.bias". `width` is how many rows a head has,
-    `turning` the row of a head at which the features that turn begin.
+    Attributes:
+        name: The name of the tensor.
+        layer: The name of its attention module.
+        kind: "weight" or "bias" of a projection, or "norm.weight" or "norm.bias".
+        heads: The rows of each head.
+        width: The number of rows per head.
+        rotated_start: The first rotated row of a head.
+        spec: The spec of the layer.
     """
 
     name: str
     layer: str
-    what: str
+    kind: str
     heads: Heads
     width: int
-    rotated_dim: int
+    rotated_start: int
     spec: RopeSpec
 
     def starts(self) -> list[int]:
-        """The rows at which runs of features that turn begin."""
-        return sorted(start + self.rotated_dim for start in (*self.heads.queries, *self.heads.keys))
+        """Return the first rotated row of each head."""
+        return sorted(start + self.rotated_start for start in (*self.heads.queries, *self.heads.keys))
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion touches: the parts by name, and the layers that do not rotate."""
+    """The tensors to permute by name (`parts`), and the layers that do not rotate (`still`)."""
 
     parts: dict[str, Part]
     still: tuple[str, ...]
 
 
 def row_order(rotary_dim: int, to: Pairing) -> NDArray[np.int64]:
-    """Which row comes where: new row j is old row order[j]. Pair i is (2i, 2i+1) in one pairing, (i, i + d/2) in the
-    other.
+    """Return the permutation of the rows of a head: new row j is old row order[j].
+
+    Pair i is (2i, 2i + 1) if interleaved and (i, i + d/2) if half.
+
+    Args:
+        rotary_dim: The number of rotated features, d.
+        to: The pairing to convert to, from the other one.
+
+    Returns:
+        The order [rotary_dim].
 
     >>> row_order(6, "interleaved").tolist(), row_order(6, "half").tolist()
     ([0, 3, 1, 4, 2, 5], [0, 2, 4, 1, 3, 5])
@@ -80,7 +94,7 @@ def row_order(rotary_dim: int, to: Pairing) -> NDArray[np.int64]:
 
 
 def permuted_blocks(file: BinaryIO, tensor: Stored, part: Part, to: Pairing) -> Iterator[bytes]:
-    """The bytes of a tensor with the rows that turn in the order of the pairing `to`; no more than a head at once."""
+    """Yield the bytes of a tensor with its rotated rows permuted to the pairing `to`, at most one head at a time."""
     order, row, at = row_order(part.spec.rotated_dim, to), tensor.nbytes // part.heads.rows, 0
     file.seek(tensor.start)
     for start in part.starts():
@@ -92,48 +106,62 @@ def permuted_blocks(file: BinaryIO, tensor: Stored, part: Part, to: Pairing) -> 
 
 
 def plan_of(checkpoint: Checkpoint, config: Config) -> Plan:
-    """What is permuted in a checkpoint with this config."""
+    """Plan the permutation of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        config: Its parsed config.
+
+    Returns:
+        The tensors to permute, and the layers that do not rotate.
+
+    Raises:
+        RopewalkError: If the weights are quantized, if tensors are unknown, or if they contradict the config.
+    """
     part, family = config.language.data, config.language.family
-    _refuse_quantised(checkpoint, config.data, part)
+    _refuse_quantized(checkpoint, config.data, part)
     model_type = part.get("model_type")
     layout = _layout(model_type)
-    counted = config.keys()
+    keys = config.keys()
     modules = dict(_modules(checkpoint, layout))
-    count = next((counted.whole(key) for key in ("num_hidden_layers", "n_layer", "n_layers") if counted.has(key)), None)
+    count = next((keys.whole(key) for key in ("num_hidden_layers", "n_layer", "n_layers") if keys.has(key)), None)
     if count is None:
-        raise counted.error("num_hidden_layers", "a whole number", "nothing", "set it as the model was trained")
-    # Layers that predict further tokens are numbered on from the others, or stand in a module of their own.
-    more = counted.whole("num_nextn_predict_layers", 0, at_least=0)
-    specs = specs_by_number(counted, family, config.layers, count)
-    specs += [next((spec for spec in reversed(specs) if spec is not None), None)] * more
+        do = "set num_hidden_layers as the model was trained"
+        raise keys.error("num_hidden_layers", "an integer", "no such key", do)
+    # Layers for multi-token prediction have the numbers after the others, or are in a separate module, mtp.
+    extra = keys.whole("num_nextn_predict_layers", 0, at_least=0)
+    specs = specs_by_number(keys, family, config.layers, count)
+    specs += [next((spec for spec in reversed(specs) if spec is not None), None)] * extra
     parts: dict[str, Part] = {}
     still: list[str] = []
     seen: set[int] = set()
     for module, (number, leaves) in modules.items():
-        apart = module.startswith("mtp.")
-        if not apart and number >= len(specs):
+        separate = module.startswith("mtp.")
+        if not separate and number >= len(specs):
             raise _contradiction(module, f"{count} layers (num_hidden_layers)", f"layer {number}")
-        if apart and len({spec is None for spec in specs[:count]}) > 1:
-            wanted = "layers that all rotate beside those that predict further tokens, of which no key says it"
-            raise _unconvertible(model_type, wanted, f"some that do not, and {module}")
-        spec = specs[-1] if apart else specs[number]
-        seen |= set() if apart else {number}
+        if separate and len({spec is None for spec in specs[:count]}) > 1:
+            expected = (
+                "only layers that rotate, since no key specifies whether the layers for multi-token prediction do"
+            )
+            raise _unconvertible(model_type, expected, f"some layers that do not rotate, and {module}")
+        spec = specs[-1] if separate else specs[number]
+        seen |= set() if separate else {number}
         if spec is None:
             still.append(module)
             continue
-        parts |= {p.name: p for p in _parts(checkpoint, layout, module, leaves, spec, counted, family)}
+        parts |= {p.name: p for p in _parts(checkpoint, layout, module, leaves, spec, keys, family)}
     missing = [number for number in range(count) if number not in seen]
     if missing and not layout.gaps:
-        raise _contradiction("the model", f"attention in {count} layers", f"none in layer {missing[0]}")
+        raise _contradiction("the model", f"attention in {count} layers", f"no attention in layer {missing[0]}")
     if not parts:
-        raise _unconvertible(model_type, "layers that rotate", "none: no layer of this model turns queries and keys")
-    _refuse_strangers(checkpoint, modules)
+        raise _unconvertible(model_type, "layers that rotate queries and keys", "a model in which no layer does")
+    _refuse_unknown(checkpoint, modules)
     return Plan(parts, tuple(still))
 
 
 def _in_tower(name: str) -> bool:
-    """Whether a module before the last dot of a name is one that sees or hears."""
-    # One search per step, each from the last character that no name has: the time grows as the name does.
+    """Return whether a tensor belongs to a vision or audio tower, according to the modules in its name."""
+    # One search per part of the name, in its last word only, so that the time is linear in the length of the name.
     for step in name.split(".")[:-1]:
         word = re.split(r"\W", step)[-1]
         if _TOWER.search(word if word == step else f"-{word}"):
@@ -142,19 +170,20 @@ def _in_tower(name: str) -> bool:
 
 
 def _layout(model_type: object) -> Layout:
-    # A composite model whose config is flat is its language model.
+    # A flat config of a composite model describes its language model.
     names = (str(model_type), f"{model_type}_text")
     known = next((LAYOUTS[name] for name in names if name in LAYOUTS), None)
     if known is not None:
         return known
     if any(name in FAMILIES for name in names):
-        raise _unconvertible(model_type, f"a family whose tensors are known: {', '.join(sorted(LAYOUTS))}", "another")
-    # Nothing is known of it: the names of most models are tried, and every other name is refused.
+        expected = f"a model_type whose tensor names ropewalk knows: {', '.join(sorted(LAYOUTS))}"
+        raise _unconvertible(model_type, expected, f"model_type {shown(model_type)}")
+    # For an unknown family the most common names are tried. All other names raise an error.
     return SEPARATE
 
 
 def _modules(checkpoint: Checkpoint, layout: Layout) -> Iterator[tuple[str, tuple[int, list[str]]]]:
-    """The attention modules of the language model, with the layer's number and the names behind it."""
+    """Yield each attention module of the language model, with its layer number and the names of its tensors."""
     pattern = re.compile(rf"((?:\w+\.)*?){layout.attention}\.(.+)")
     modules: dict[str, tuple[int, list[str]]] = {}
     prefixes: dict[str, str] = {}
@@ -167,9 +196,9 @@ def _modules(checkpoint: Checkpoint, layout: Layout) -> Iterator[tuple[str, tupl
         module = name[: match.start(3) - 1]
         modules.setdefault(module, (int(match[2]), []))[1].append(match[3])
     if not modules:
-        raise _unconvertible("this model", f"tensors named like {layout.attention!r}", "none")
+        raise _unconvertible("this model", f"tensors whose names match {layout.attention!r}", "no such tensor")
     if len(prefixes) > 1:
-        raise _unconvertible("this model", "one language model", f"several: {shown(list(prefixes.values()))}")
+        raise _unconvertible("this model", "one language model", f"several, with {shown(list(prefixes.values()))}")
     yield from modules.items()
 
 
@@ -182,50 +211,54 @@ def _parts(
     config: Keys,
     family: Family,
 ) -> Iterator[Part]:
-    """The parts of one attention module, each held to the shape that the config gives it."""
+    """Yield the parts of one attention module. Raise if a shape contradicts the config."""
     counts = _counts(config, family, spec, module, checkpoint)
     roles: set[str] = set()
     for leaf in leaves:
         name = f"{module}.{leaf}"
         tensor = checkpoint.tensors[name]
-        stem, _, kind = leaf.rpartition(".")
+        stem, _, suffix = leaf.rpartition(".")
         role = layout.norm(leaf)
-        if stem in layout.projections and kind in ("weight", "bias"):
+        if stem in layout.projections and suffix in ("weight", "bias"):
             heads = _heads(layout.projections[stem], counts)
             roles |= {r for r, starts in (("q", heads.queries), ("k", heads.keys)) if starts}
-            _require_projection(name, tensor, heads, kind, config, family, stem)
+            _require_projection(name, tensor, heads, suffix, config, family, stem)
             width = heads.rows if layout.values is None and stem == "kv_a_proj_with_mqa" else counts.head_dim
-            what = kind
+            kind = suffix
         elif role is not None:
-            heads, width, what = _norm_heads(name, tensor, role, counts), counts.head_dim, f"norm.{kind}"
+            heads, width, kind = _norm_heads(name, tensor, role, counts), counts.head_dim, f"norm.{suffix}"
         elif layout.stays(leaf):
             continue
         else:
-            raise _strange(name)
+            raise _unknown(name)
         if tensor.dtype not in _FLOATS:
-            raise _quantised(f"{name!r} has dtype {tensor.dtype}")
-        rotated_dim = width - spec.rotated_dim if spec.rotary_slice == "trailing" else 0
-        yield Part(name, module, what, heads, width, rotated_dim, spec)
+            raise _quantized(f"{name!r} has dtype {tensor.dtype}")
+        rotated_start = width - spec.rotated_dim if spec.rotary_slice == "trailing" else 0
+        yield Part(name, module, kind, heads, width, rotated_start, spec)
     if roles != {"q", "k"}:
-        raise _contradiction(module, "queries and keys", shown(sorted(leaves)))
+        raise _contradiction(module, "tensors for queries and for keys", shown(sorted(leaves)))
     if layout.values is not None and f"{layout.values}.weight" not in leaves:
-        raise _unconvertible(module, "values of their own", "none: the keys are the values too, and cannot be permuted")
+        got = "keys that are also the values, and so cannot be permuted"
+        raise _unconvertible(module, "a separate projection for values", got)
 
 
 def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoint: Checkpoint) -> Counts:
     queries = next((config.whole(key) for key in family.heads if config.has(key)), None)
     if queries is None:
-        raise config.error(family.heads[0], "a whole number", "nothing", "set it as the model was trained")
-    inner = config.under("attn_config")
-    names = ((config, "num_key_value_heads"), (config, "num_kv_heads"), (inner, "kv_n_heads"))
+        do = f"set {family.heads[0]} as the model was trained"
+        raise config.error(family.heads[0], "an integer", "no such key", do)
+    attention = config.under("attn_config")
+    names = ((config, "num_key_value_heads"), (config, "num_kv_heads"), (attention, "kv_n_heads"))
     keys = next((part.whole(key) for part, key in names if part.has(key)), None)
-    alone = checkpoint.tensors.get(f"{module}.k_proj.weight")
-    if keys is None and alone is not None and alone.shape and alone.shape[0] % spec.head_dim == 0:
-        # Files leave out what is the default of a class in transformers; the tensor has it.
-        keys = alone.shape[0] // spec.head_dim
+    k_proj = checkpoint.tensors.get(f"{module}.k_proj.weight")
+    if keys is None and k_proj is not None and k_proj.shape and k_proj.shape[0] % spec.head_dim == 0:
+        # Files may omit a default of the class in transformers. The shape of the tensor implies it.
+        keys = k_proj.shape[0] // spec.head_dim
     keys = queries if keys is None else keys
     if keys < 1 or queries % keys:
-        raise config.error("num_key_value_heads", f"a divisor of {queries} query heads", f"{keys}", "set it")
+        do = "set num_key_value_heads as the model was trained"
+        expected = f"a divisor of {queries}, the number of query heads"
+        raise config.error("num_key_value_heads", expected, f"{keys}", do)
     return Counts(
         queries,
         keys,
@@ -238,32 +271,32 @@ def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoin
 
 @functools.lru_cache(maxsize=64)
 def _heads(rows: Callable[[Counts], Heads], counts: Counts) -> Heads:
-    """The heads of a projection, which are the same in thousands of layers."""
+    """Return the heads of a projection. Cached: they are the same in all layers."""
     return rows(counts)
 
 
 def _require_projection(
-    name: str, tensor: Stored, heads: Heads, kind: str, config: Keys, family: Family, stem: str
+    name: str, tensor: Stored, heads: Heads, suffix: str, config: Keys, family: Family, stem: str
 ) -> None:
-    """The shape that the config gives a projection: one row per feature, one column per feature of the model."""
-    wanted: list[int | None] = [heads.rows]
-    if kind == "weight":
+    """Raise if the shape of a projection is not [features of all heads, width of the model], as in the config."""
+    expected: list[int | None] = [heads.rows]
+    if suffix == "weight":
         names = ("q_lora_rank",) if stem == "q_b_proj" else family.width
         width = next((config.whole(key) for key in names if config.has(key)), None)
-        # A file may leave the width out; then any number of columns will do.
-        wanted.append(width if width is not None or len(tensor.shape) != 2 else tensor.shape[1])
-    if list(tensor.shape) != wanted:
-        raise _contradiction(name, f"the shape {wanted}, by the config", str(list(tensor.shape)))
+        # A file may omit the width. Then any number of columns is accepted.
+        expected.append(width if width is not None or len(tensor.shape) != 2 else tensor.shape[1])
+    if list(tensor.shape) != expected:
+        raise _contradiction(name, f"the shape {expected}, according to the config", str(list(tensor.shape)))
 
 
 @functools.lru_cache(maxsize=64)
 def _starts(rows: int, width: int) -> tuple[int, ...]:
-    """The rows at which heads of `width` rows begin."""
+    """Return the first row of each head of `width` rows."""
     return tuple(range(0, rows, width))
 
 
 def _norm_heads(name: str, tensor: Stored, role: str, counts: Counts) -> Heads:
-    """A norm with a weight for each feature of a head, or for each feature of every head."""
+    """Return the heads of a norm, whose weights are per feature of a head, or per feature of all heads."""
     heads = counts.queries if role == "q" else counts.keys
     whole = heads * counts.head_dim
     if tensor.shape == (counts.head_dim,):
@@ -271,63 +304,65 @@ def _norm_heads(name: str, tensor: Stored, role: str, counts: Counts) -> Heads:
     elif tensor.shape in ((whole,), (heads, counts.head_dim)):
         starts = _starts(whole, counts.head_dim)
     else:
-        raise _contradiction(
-            name, f"the shape [{counts.head_dim}] or [{whole}], by the config", f"{list(tensor.shape)}"
-        )
+        expected = f"the shape [{counts.head_dim}] or [{whole}], according to the config"
+        raise _contradiction(name, expected, f"{list(tensor.shape)}")
     rows = starts[-1] + counts.head_dim
     return Heads(rows, starts) if role == "q" else Heads(rows, (), starts)
 
 
-def _refuse_quantised(checkpoint: Checkpoint, *configs: dict[str, Any]) -> None:
+def _refuse_quantized(checkpoint: Checkpoint, *configs: dict[str, Any]) -> None:
     for config in configs:
         if config.get("quantization_config"):
             method = config["quantization_config"]
             method = method.get("quant_method") if isinstance(method, dict) else method
-            raise _quantised(f"quantization_config in the config ({shown(method)})")
+            raise _quantized(f"quantization_config in the config ({shown(method)})")
     for name in checkpoint.tensors:
         if "lora_" in name or ".adapter" in name:
-            raise _unconvertible("this model", "weights of a whole model", f"{name!r}: an adapter; merge it first")
-        if _QUANTISED.search(name) and not _in_tower(name):
-            raise _quantised(repr(name))
+            raise _unconvertible(
+                "this model", "the weights of a complete model", f"{name!r}: an adapter; merge it first"
+            )
+        if _QUANTIZED.search(name) and not _in_tower(name):
+            raise _quantized(repr(name))
 
 
-def _refuse_strangers(checkpoint: Checkpoint, modules: Container[str]) -> None:
-    """Tensors that look like queries or keys outside of the modules that are known."""
+def _refuse_unknown(checkpoint: Checkpoint, modules: Container[str]) -> None:
+    """Raise if a tensor outside of the known modules looks like a projection of queries or keys."""
     for name in checkpoint.tensors:
-        # What matches is at the end and shorter than this; names may have a thousand characters.
+        # A match is at the end and shorter than this. Names may have a thousand characters.
         if not _LIKE_ATTENTION.search(name[-80:]) or _in_tower(name) or _NOT_ROTATED.search(name):
             continue
         steps = name.split(".")
         if not any(".".join(steps[:end]) in modules for end in range(1, len(steps))):
-            raise _strange(name)
+            raise _unknown(name)
 
 
-def _strange(name: str) -> RopewalkError:
-    return _unconvertible("this model", "tensors of attention that are known", f"{name!r}")
+def _unknown(name: str) -> RopewalkError:
+    return _unconvertible("this model", "only attention tensors that ropewalk knows", f"{name!r}")
 
 
-def _quantised(got: str) -> RopewalkError:
+def _quantized(got: str) -> RopewalkError:
     return RopewalkError(
         asked="convert a checkpoint",
-        expected="weights as F64, F32, F16 or BF16: scales of blocks of rows would have to move with the rows",
-        got=f"quantised weights: {got}",
-        do="convert the checkpoint that it was quantised from, then quantise that",
+        expected="weights in F64, F32, F16 or BF16; the scales of quantized blocks of rows cannot be permuted",
+        got=f"quantized weights: {got}",
+        do="convert the checkpoint before quantization, then quantize the result",
     )
 
 
-def _contradiction(what: str, expected: str, got: str) -> RopewalkError:
+def _contradiction(subject: str, expected: str, got: str) -> RopewalkError:
     return RopewalkError(
-        asked=f"convert a checkpoint: {what}",
+        asked=f"convert a checkpoint: {subject}",
         expected=expected,
         got=got,
         do="check that config.json belongs to these weights",
     )
 
 
-def _unconvertible(what: object, expected: str, got: str) -> RopewalkError:
+def _unconvertible(subject: object, expected: str, got: str) -> RopewalkError:
+    name = subject if isinstance(subject, str) and subject.isprintable() else shown(subject)
     return RopewalkError(
-        asked=f"convert a checkpoint: {what if isinstance(what, str) and what.isprintable() else shown(what)}",
+        asked=f"convert a checkpoint: {name}",
         expected=expected,
         got=got,
-        do="open an issue with the name of the model; a guess here would give weights that are silently wrong",
+        do="open an issue with the name of the model; guessing could silently produce wrong weights",
     )

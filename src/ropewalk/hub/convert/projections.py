@@ -1,4 +1,4 @@
-"""Where a family's layers keep queries and keys: the names of the tensors, and the rows that each head has in them."""
+"""The tensors with queries and keys per family: their names, and the rows of each head."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +9,16 @@ __all__ = ["LAYOUTS", "SEPARATE", "Counts", "Heads", "Layout"]
 
 @dataclass(frozen=True)
 class Counts:
-    """How many query heads, key heads and features in a head a layer has; the latent width of MLA; flags of Falcon."""
+    """The sizes of a layer.
+
+    Attributes:
+        queries: The number of query heads.
+        keys: The number of key heads.
+        head_dim: The number of features per head.
+        latent: The number of rows of the latent projection of MLA; 0 without MLA.
+        multi_query: A flag of Falcon.
+        grouped: A flag of Falcon (new_decoder_architecture).
+    """
 
     queries: int
     keys: int
@@ -21,7 +30,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Heads:
-    """The rows of a projection: how many there are, and at which the heads of the queries and of the keys begin."""
+    """The number of rows of a projection, and the first row of each query head and of each key head."""
 
     rows: int
     queries: tuple[int, ...] = ()
@@ -29,11 +38,11 @@ class Heads:
 
 
 def _grouped(groups: int, order: str, head_dim: int) -> Heads:
-    """`groups` times the heads that `order` names, a letter each: q, k, and others that do not turn."""
-    at: dict[str, list[int]] = {"q": [], "k": []}
+    """Return `groups` repetitions of the heads in `order`, one letter per head: q, k, or another without rotation."""
+    starts: dict[str, list[int]] = {"q": [], "k": []}
     for number, letter in enumerate(order * groups):
-        at.setdefault(letter, []).append(number * head_dim)
-    return Heads(groups * len(order) * head_dim, tuple(at["q"]), tuple(at["k"]))
+        starts.setdefault(letter, []).append(number * head_dim)
+    return Heads(groups * len(order) * head_dim, tuple(starts["q"]), tuple(starts["k"]))
 
 
 def _queries(n: Counts) -> Heads:
@@ -45,12 +54,12 @@ def _keys(n: Counts) -> Heads:
 
 
 def _gated_queries(n: Counts) -> Heads:
-    """Each query head is followed by as many rows of a gate: Qwen3-Next."""
+    """Each query head is followed by a gate with the same number of rows: Qwen3-Next."""
     return _grouped(n.queries, "qg", n.head_dim)
 
 
 def _latent_key(n: Counts) -> Heads:
-    """The latent of keys and values, then one key that all heads share: DeepSeek."""
+    """The latent of keys and values, then one key shared by all heads: DeepSeek."""
     return Heads(n.latent, (), (0,))
 
 
@@ -65,19 +74,19 @@ def _by_role(n: Counts) -> Heads:
 
 
 def _by_key(n: Counts) -> Heads:
-    """The query heads of the first key head, it, its value; those of the second, ...: InternLM2."""
+    """Per key head: its query heads, the key head, its value head: InternLM2."""
     return _grouped(n.keys, "q" * (n.queries // n.keys) + "kv", n.head_dim)
 
 
 def _falcon(n: Counts) -> Heads:
-    """Three layouts, of which two flags of the config choose."""
+    """One of three layouts, selected by two flags of the config."""
     if n.grouped:
         return _by_key(n)
     return _grouped(1, "q" * n.queries + "kv", n.head_dim) if n.multi_query else _by_head(n)
 
 
 def _codegen(n: Counts) -> Heads:
-    """Four parts for four devices, each with the values before the keys."""
+    """Four parts, one per device, each with the values before the keys."""
     quarter = n.queries // 4
     return _grouped(4, "q" * quarter + "v" * quarter + "k" * quarter, n.head_dim)
 
@@ -86,19 +95,21 @@ _NORMS = {
     rf"({role}_norm|{role}_layernorm|{long}_layernorm)(\.norms\.\d+)?\.(weight|bias)": letter
     for letter, role, long in (("q", "q", "query"), ("k", "k", "key"))
 }
-# What attention modules hold besides, and what no pairing touches: buffers of old checkpoints are among it.
+# Other tensors of attention modules, which do not depend on the pairing, including buffers of old checkpoints.
 _STILL = r"(v_proj|o_proj|out_proj|dense|Wo|wo|kv_b_proj|q_a_proj|kv_a_layernorm|q_a_layernorm|g_proj|gate_proj)\..*"
 _STILL += r"|(rotary_emb|attn_sub_norm|groupnorm)\..*|sinks|bias|dense_bias|masked_bias|causal_mask|lambda_[qk][12]"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tensors of an attention layer are, by the ends of their names.
+    """The names of the tensors of an attention layer.
 
-    `attention` is the path of the attention module behind the model's prefix, with the layer's number as its group;
-    `projections` the names that hold queries, keys or both, with the rows of their heads. `gaps` is whether layers of
-    other kinds, without attention, stand between. `values` is the projection that must be there beside separate keys:
-    without one the keys are the values too, and must not be reordered.
+    Attributes:
+        projections: Per projection with queries, keys or both: a function that returns the rows of its heads.
+        attention: A regular expression for the attention module after the prefix. Its group is the layer number.
+        gaps: Whether the model also has layers without attention.
+        values: The projection of values that must exist if keys have a separate projection. Without it, the keys are
+            also the values and must not be permuted.
     """
 
     projections: dict[str, Callable[[Counts], Heads]]
@@ -107,7 +118,7 @@ class Layout:
     values: str | None = "v_proj"
 
     def norm(self, leaf: str) -> str | None:
-        """ "q" or "k" for a norm of queries or keys, by the name behind the attention module.
+        """Return "q" or "k" for a norm of queries or keys, or None for other names in the attention module.
 
         >>> LAYOUTS["qwen3"].norm("q_norm.weight"), LAYOUTS["qwen3"].norm("o_proj.weight")
         ('q', None)
@@ -115,7 +126,7 @@ class Layout:
         return next((role for pattern, role in _NORMS.items() if re.fullmatch(pattern, leaf)), None)
 
     def stays(self, leaf: str) -> bool:
-        """Whether a tensor of the attention module is known to be the same in both pairings.
+        """Return whether a tensor of the attention module is known to be the same in both pairings.
 
         >>> LAYOUTS["llama"].stays("o_proj.weight"), LAYOUTS["llama"].stays("q_proj.weight")
         (True, False)
@@ -143,7 +154,7 @@ qwen3_vl_text seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma
 """
 _WITH_GAPS = "bamba falcon_h1 granitemoehybrid lfm2 lfm2_moe mllama_text_model"
 _WITH_LATENTS = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 youtu"
-# By model_type of the language model. What is not here is refused: a guess would give weights that are wrong.
+# By model_type of the language model. Other families raise an error: guessing could produce wrong weights.
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(_SEPARATE.split(), SEPARATE),
     **dict.fromkeys(_WITH_GAPS.split(), _HYBRID),

@@ -1,4 +1,4 @@
-"""The proof that a conversion changed nothing but the pairing: attention scores, and the bytes of every tensor."""
+"""Proves that a conversion changed only the pairing: compares attention scores, and the bytes of every tensor."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,27 +15,37 @@ from ropewalk.spec.rope import Pairing
 
 __all__ = ["TOLERANCE", "LayerScores", "Proof", "prove"]
 
-# How far scores may be apart, as a share of |q| |k|: sums of float64 in another order, and nothing else.
+# The largest difference of scores, relative to |q| |k|. It only allows for float64 sums in another order.
 TOLERANCE = 1e-12
 _TOKENS = 4
 
 
 @dataclass(frozen=True)
 class LayerScores:
-    """The scores of one layer: the largest difference between the two checkpoints, as a share of |q| |k|."""
+    """The comparison of the scores of one layer.
+
+    Attributes:
+        layer: The name of the attention module.
+        difference: The largest difference between the two checkpoints, relative to |q| |k|.
+    """
 
     layer: str
     difference: float
 
     @property
     def equal(self) -> bool:
-        """Whether they are the same score, but for the order in which it is summed. NaN is not."""
+        """Whether the difference is within the tolerance. False for NaN."""
         return self.difference <= TOLERANCE
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The scores of each layer that rotates, and the tensors whose bytes are not as they should be.
+    """The comparison of a converted checkpoint with its source.
+
+    Attributes:
+        layers: The scores of each layer that rotates.
+        tensors: The number of tensors of the source.
+        differing: The names of the tensors whose bytes are wrong, and of missing and additional tensors.
 
     >>> Proof((LayerScores("layers.0", 1e-16),), tensors=3, differing=()).holds
     True
@@ -47,16 +57,16 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether every layer has its scores and every tensor its bytes."""
+        """Whether all scores and all bytes are correct."""
         return not self.differing and all(layer.equal for layer in self.layers)
 
     @property
     def worst(self) -> LayerScores:
-        """The layer whose scores are furthest apart; NaN is further than all."""
+        """The layer with the largest difference. NaN counts as the largest."""
         return max(self.layers, key=lambda layer: (layer.difference != layer.difference, layer.difference))
 
     def as_json(self) -> dict[str, object]:
-        """The proof as JSON stores it.
+        """Return the proof as JSON-serializable data.
 
         >>> Proof((LayerScores("layers.0", 0.0),), 3, ()).as_json()["holds"]
         True
@@ -77,14 +87,24 @@ def prove(
     pairings: tuple[Pairing, Pairing],
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> Proof:
-    """Holds the converted checkpoint to its source, of which `pairings` are those of the two.
+    """Compare a converted checkpoint with its source.
 
-    Scores are computed in float64 from random inputs at random positions: the rows of q and k, their biases, an RMS
-    norm with the layer's weights where it has some, the rotation of each pairing as it is defined. The bytes of tensors
-    that do not turn are compared as they are, those of the others in the order that they must have.
+    Scores are computed in float64 from random inputs at random positions: the projections of q and k, their biases, an
+    RMS norm if the layer has one, and the rotation by the definition of each pairing. The bytes of permuted tensors are
+    compared after the permutation, those of all other tensors directly.
 
-    What scores show is where each weight is, whatever its value is. So a weight that is NaN or infinite counts as a
-    finite number with the same sign and significand, and bytes decide whether it is the same NaN.
+    The scores test where each weight is, and not its value. So a weight that is NaN or infinite is replaced by a finite
+    number with the same sign and significand. The comparison of bytes tests whether it is the same NaN.
+
+    Args:
+        source: The checkpoint that was converted.
+        converted: The result.
+        plan: The plan of the conversion.
+        pairings: The pairings of the two checkpoints.
+        advance: Called with the number of bytes of each tensor.
+
+    Returns:
+        The proof.
     """
     differing = [name for name in source.tensors if name not in converted.tensors]
     differing += [name for name in converted.tensors if name not in source.tensors]
@@ -95,9 +115,9 @@ def prove(
             if other is None:
                 continue
             part = plan.parts.get(name)
-            wanted = files.blocks(tensor) if part is None else files.permuted(tensor, part, pairings[1])
-            same = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
-            if not same or not _equal(wanted, files.blocks(other)):
+            expected = files.blocks(tensor) if part is None else files.permuted(tensor, part, pairings[1])
+            same_form = (tensor.dtype, tensor.shape) == (other.dtype, other.shape)
+            if not same_form or not _equal(expected, files.blocks(other)):
                 differing.append(name)
         layers = tuple(
             LayerScores(layer, _difference(source, converted, parts, pairings, files))
@@ -107,7 +127,7 @@ def prove(
 
 
 class _Files(contextlib.ExitStack):
-    """Files that are open as long as the proof runs."""
+    """The open files of both checkpoints."""
 
     def __init__(self, *checkpoints: Checkpoint) -> None:
         super().__init__()
@@ -130,9 +150,9 @@ class _Files(contextlib.ExitStack):
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    """Numbers whose products are finite: NaN, infinity and what is beyond 2^300 with the exponent of 1 to 2.
+    """Replace NaN, infinity and numbers beyond 2^300 by numbers from 1 to 2, so that products are finite.
 
-    Sign and significand stay, so that two weights which differ in them still do.
+    Sign and significand are kept, so that weights that differ in them still differ.
     """
     beyond = ~(np.abs(values) < 2.0**300)
     bits = values.view(np.uint64) & np.uint64(0x800F_FFFF_FFFF_FFFF) | np.uint64(0x3FF0_0000_0000_0000)
@@ -140,14 +160,14 @@ def _finite(values: np.ndarray) -> np.ndarray:
 
 
 def _equal(left: Iterable[bytes], right: Iterable[bytes]) -> bool:
-    """Whether two streams have the same bytes, whatever their blocks are."""
+    """Return whether two streams have the same bytes. Their blocks may differ in size."""
     right, rest = iter(right), b""
     for block in left:
         while len(rest) < len(block):
-            more = next(right, b"")
-            if not more:
+            chunk = next(right, b"")
+            if not chunk:
                 return False
-            rest += more
+            rest += chunk
         if rest[: len(block)] != block:
             return False
         rest = rest[len(block) :]
@@ -155,7 +175,7 @@ def _equal(left: Iterable[bytes], right: Iterable[bytes]) -> bool:
 
 
 def _by_layer(plan: Plan, source: Checkpoint, converted: Checkpoint) -> Iterator[tuple[str, list[Part]]]:
-    """The parts of each layer, of those that the converted checkpoint has whole and in the same form."""
+    """Yield the parts of each layer whose tensors all have the same dtype and shape in both checkpoints."""
 
     def form(checkpoint: Checkpoint, name: str) -> tuple[str, tuple[int, ...]] | None:
         tensor = checkpoint.tensors.get(name)
@@ -172,11 +192,11 @@ def _by_layer(plan: Plan, source: Checkpoint, converted: Checkpoint) -> Iterator
 def _difference(
     source: Checkpoint, converted: Checkpoint, parts: list[Part], pairings: tuple[Pairing, Pairing], files: _Files
 ) -> float:
-    """The largest difference of the scores of a layer, as a share of |q| |k|."""
+    """Return the largest difference of the scores of a layer, relative to |q| |k|."""
     scores: list[np.ndarray] = []
     scale = np.ones(())
     for checkpoint, pairing in zip((source, converted), pairings, strict=True):
-        # The same draw for both.
+        # The same random numbers for both checkpoints.
         random = np.random.default_rng(0)
         q = _states(checkpoint, parts, "q", pairing, random, files)
         k = _states(checkpoint, parts, "k", pairing, random, files)
@@ -192,29 +212,29 @@ def _difference(
 def _states(
     checkpoint: Checkpoint, parts: list[Part], role: str, pairing: str, random: np.random.Generator, files: _Files
 ) -> np.ndarray:
-    """Rotated queries or keys [heads, tokens, features] of random inputs at random positions."""
-    chosen = {
-        part.what if not part.what.startswith("norm") else part.name: part
+    """Return rotated queries or keys [heads, tokens, features] of random inputs at random positions."""
+    selected = {
+        part.kind if not part.kind.startswith("norm") else part.name: part
         for part in parts
         if (part.heads.queries if role == "q" else part.heads.keys)
     }
-    weight = chosen["weight"]
-    latent = any(part.width != weight.width for part in parts if part.what == "weight")
+    weight = selected["weight"]
+    latent = any(part.width != weight.width for part in parts if part.kind == "weight")
     starts = weight.heads.queries if role == "q" else weight.heads.keys
     x = random.standard_normal((checkpoint.tensors[weight.name].shape[1], _TOKENS))
-    # Of latent attention the features that turn are the ones that queries and keys share.
-    first, count = (weight.rotated_dim, weight.spec.rotated_dim) if latent else (0, weight.width)
+    # In latent attention, queries and keys share the rotated features only.
+    first, count = (weight.rotated_start, weight.spec.rotated_dim) if latent else (0, weight.width)
     tensor, rows = checkpoint.tensors[weight.name], weight.heads.rows
     heads = np.stack([(files.rows(tensor, start + first, count, rows) @ x).T for start in starts])
-    if "bias" in chosen:
-        biases = files.rows(checkpoint.tensors[chosen["bias"].name], 0, rows, rows)[:, 0]
+    if "bias" in selected:
+        biases = files.rows(checkpoint.tensors[selected["bias"].name], 0, rows, rows)[:, 0]
         heads += np.stack([biases[start + first : start + first + count] for start in starts])[:, None]
-    heads = _normed(heads, [part for part in chosen.values() if part.what.startswith("norm")], checkpoint, files)
-    return _rotated(heads, weight, 0 if latent else weight.rotated_dim, pairing, random)
+    heads = _normed(heads, [part for part in selected.values() if part.kind.startswith("norm")], checkpoint, files)
+    return _rotated(heads, weight, 0 if latent else weight.rotated_start, pairing, random)
 
 
 def _normed(heads: np.ndarray, norms: list[Part], checkpoint: Checkpoint, files: _Files) -> np.ndarray:
-    """The states behind a root-mean-square norm: over a head, or over all heads where the weights are one row."""
+    """Apply a root-mean-square norm: per head, or over all heads if the weights are one row."""
     if not norms:
         return heads
     values: dict[str, list[np.ndarray]] = {"norm.weight": [], "norm.bias": []}
@@ -222,20 +242,20 @@ def _normed(heads: np.ndarray, norms: list[Part], checkpoint: Checkpoint, files:
     for part in norms:
         tensor = checkpoint.tensors[part.name]
         whole |= len(tensor.shape) == 1 and part.heads.rows > part.width
-        values[part.what].append(files.rows(tensor, 0, part.heads.rows, part.heads.rows).reshape(-1, 1, part.width))
+        values[part.kind].append(files.rows(tensor, 0, part.heads.rows, part.heads.rows).reshape(-1, 1, part.width))
     axes = (0, 2) if whole else (2,)
     rms = np.sqrt(np.mean(heads**2, axis=axes, keepdims=True))
     heads = heads / np.where(rms == 0, 1.0, rms)
-    for what, rows in values.items():
+    for kind, rows in values.items():
         if rows:
             row = np.concatenate(rows)
-            # Some families multiply by 1 + weight, which may be 0 as made: what is multiplied must not vanish.
-            heads = heads * (row if row.any() else 1 + row) if what == "norm.weight" else heads + row
+            # Some families multiply by 1 + weight and initialize the weight to 0. The product must not be 0.
+            heads = heads * (row if row.any() else 1 + row) if kind == "norm.weight" else heads + row
     return heads
 
 
 def _rotated(heads: np.ndarray, part: Part, first: int, pairing: str, random: np.random.Generator) -> np.ndarray:
-    """The states with their features turned, by the definition of each pairing."""
+    """Rotate queries or keys by the definition of the pairing."""
     spec, end = part.spec, first + part.spec.rotated_dim
     inv_freq = np.atleast_2d(spec.inv_freq())[:, None]
     angles = random.integers(0, 1 << 20, _TOKENS)[:, None] * inv_freq
@@ -246,7 +266,7 @@ def _rotated(heads: np.ndarray, part: Part, first: int, pairing: str, random: np
         "interleaved": (slice(first, end, 2), slice(first + 1, end, 2)),
         "half": (slice(first, half), slice(half, end)),
     }
-    one, two = pairs[pairing]
-    rotated[..., one] = heads[..., one] * cos - heads[..., two] * sin
-    rotated[..., two] = heads[..., one] * sin + heads[..., two] * cos
+    x, y = pairs[pairing]
+    rotated[..., x] = heads[..., x] * cos - heads[..., y] * sin
+    rotated[..., y] = heads[..., x] * sin + heads[..., y] * cos
     return rotated

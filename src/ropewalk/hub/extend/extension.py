@@ -45,7 +45,7 @@ class ModelExtension:
         model: The model.
         start: The starting point: the layers to extend, their base and trained length.
         length: The number of positions to extend to.
-        turns: The number of full rotations of the slowest pair within the trained length.
+        rotations: The number of full rotations of the slowest pair within the trained length.
         window: The sliding window of layers of the extended type, if there is one.
         windowed: The number of layers with the window and the number of all layers. None if unknown.
         cache: The bytes of the keys and values of one sequence in bfloat16. None if unknown.
@@ -68,7 +68,7 @@ class ModelExtension:
     offers: tuple[Offer, ...]
 
     def config(self, rule: RuleName) -> dict[str, object]:
-        """The complete config of the extended model, with keys of the same transformers version as the original.
+        """Return the complete config of the extended model, with keys of the same transformers version as the original.
 
         Args:
             rule: The rule.
@@ -99,7 +99,7 @@ class ModelExtension:
         return extended_config(self.model.config, old[0] if old and has_old_keys else offer.forms[0])
 
     def as_json(self) -> dict[str, object]:
-        """Everything as a dict that can be written as JSON."""
+        """Return the extension as JSON-serializable data."""
         start = self.start
         return {
             "model": self.model.name,
@@ -154,13 +154,13 @@ def extend_model(
     (4.0, '--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 4096 -c 16384')
     """
     caller = Caller("extend_model")
-    chosen = check_request(caller, to, rule, trained)
-    return extension_of(model_for(caller, config, pairing), to, rule=chosen, trained=trained)
+    checked_rule = check_request(caller, to, rule, trained)
+    return extension_of(model_for(caller, config, pairing), to, rule=checked_rule, trained=trained)
 
 
 def check_request(caller: Caller, to: int, rule: str | None, trained: int | None) -> RuleName | None:
-    """Check the arguments before a config is read. Returns `rule`; raises `RopewalkError` for bad names and lengths."""
-    chosen = None if rule is None else require_rule(rule, caller)
+    """Check the arguments before a config is read. Return `rule`. Raise `RopewalkError` if one is invalid."""
+    checked_rule = None if rule is None else require_rule(rule, caller)
     asked = caller.asked(f"an extension to {to} positions")
     require_count(to, asked=asked, do="specify the number of positions to extend to", at_least=2)
     if trained is not None:
@@ -170,13 +170,13 @@ def check_request(caller: Caller, to: int, rule: str | None, trained: int | None
         raise RopewalkError(
             asked=asked, expected=f"at most {LONGEST} positions", got=f"{to}", do="specify a smaller length"
         )
-    return chosen
+    return checked_rule
 
 
 def extension_of(
     model: Model, length: int, *, rule: RuleName | None = None, trained: int | None = None
 ) -> ModelExtension:
-    """Apply every rule, or only `rule`, to a model. Raises `RopewalkError` if `rule` does not apply."""
+    """Apply every rule, or only `rule`, to a model. Raise `RopewalkError` if `rule` does not apply."""
     caller, language = model.config.caller, model.config.language
     start = start_of(model, trained)
     offers = tuple(_offer(model, start, extension, length) for extension in extensions(start, length, rule, caller))

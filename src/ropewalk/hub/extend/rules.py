@@ -25,7 +25,7 @@ RULE_NAMES: tuple[RuleName, ...] = get_args(RuleName)
 
 # `base-bound` tries bases from FIRST * length to HIGHEST, each STEP times the previous one.
 FIRST, STEP, HIGHEST = 1.5, 1.004, 1e15
-# Features of a head up to which bases are tried: twice as many take twice as long, and no model has more.
+# The largest number of features per head for which bases are tried. The time is proportional to it; no model has more.
 WIDEST = 512
 _CALLER = Caller("extensions")
 
@@ -228,7 +228,7 @@ def extensions(start: Start, length: int, rule: RuleName | None = None, caller: 
             asked=caller.asked(f"an extension to {length} positions"),
             expected=f"more than the {start.reach} positions that the model supports according to {source}",
             got=f"{length}",
-            do="use the model as it is, or specify a larger length",
+            do="use the model without an extension, or specify a larger length",
         )
     makers = RULES.values() if rule is None else [RULES[require_rule(rule, caller)]]
     results = [make(start, length, length / start.trained) for make in makers]
@@ -254,7 +254,7 @@ def _notes(start: Start, extension: Extension) -> list[str]:
 
 
 def _replaced_rule(current: Frequencies, extension: Extension) -> list[str]:
-    """A note on how the extension changes the model's own rule."""
+    """Return a note on how the extension changes the model's own rule."""
     if extension.spec is None:
         return []
     if isinstance(current, DynamicNTK) and extension.rule == "dynamic":
@@ -264,8 +264,8 @@ def _replaced_rule(current: Frequencies, extension: Extension) -> list[str]:
     return [f"replaces the model's own {type(current).__name__}, with which its weights were tuned"]
 
 
-def _applied(start: Start, rule: RuleName, does: str, frequencies: Frequencies, **more: Any) -> Extension:
-    return Extension(rule, does, dataclasses.replace(start.spec, frequencies=frequencies), **more)
+def _applied(start: Start, rule: RuleName, does: str, frequencies: Frequencies, **fields: Any) -> Extension:
+    return Extension(rule, does, dataclasses.replace(start.spec, frequencies=frequencies), **fields)
 
 
 def _rebased(start: Start, base: float) -> Frequencies:
@@ -274,7 +274,7 @@ def _rebased(start: Start, base: float) -> Frequencies:
 
 
 def _not_for_p_rope(start: Start, rule: RuleName, does: str) -> Extension | None:
-    """The result of rules that no engine implements for p-RoPE, where some pairs are not rotated."""
+    """Return the result for p-RoPE, where some pairs are not rotated, or None for other models."""
     if isinstance(start.rule, Proportional):
         return Extension(rule, does, None, "no engine implements it for p-RoPE, where some pairs are not rotated")
     return None

@@ -1,7 +1,7 @@
-"""The families of models, by model_type: how each pairs, slices and places its rotation; and those without one.
+"""The families of models by model_type: pairing, rotated slice, base and layers of each; and the families without RoPE.
 
-The table repeats what transformers' own model code computes: docs/conformance.md lists each family beside it, and
-tests/hub measures them anew. A new family is a line here.
+The table describes what the model code of transformers computes. docs/conformance.md compares each family with it, and
+tests/hub repeats the comparison. To add a family, add one line here.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ def _axial(kind: Callable[[int, int], Axes], count: int = 2) -> Callable[[int], 
 
 
 def _reversed(rotary_dim: int) -> Axes:
-    """Axes in turn, the second first: Kimi's vision tower turns the first pair with the width."""
+    """Alternating axes in reverse order: Kimi's vision tower rotates the first pair by the width."""
     axes = Axes.alternating(2, rotary_dim)
     return replace(axes, weights=axes.weights[::-1])
 
 
 def _video(head_dim: int) -> int:
-    """Three axes of whole pairs, and what is left over stands still: MiniMax-M3."""
+    """Three axes of whole pairs; the remaining features are not rotated: MiniMax-M3."""
     return 3 * (2 * (head_dim // 3 // 2))
 
 
@@ -42,7 +42,7 @@ pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen2 qwen
 qwen3_omni_moe_talker_code_predictor seed_oss starcoder2 step3p5 t5_gemma_module timesfm2_5 unlimited_ocr_text
 vaultgemma voxtral_realtime_encoder voxtral_realtime_text xcodec2
 """
-# Remote code that transformers does not hold, as published with the checkpoints.
+# Families whose code is published with the checkpoints and not in transformers.
 _REMOTE = "internlm internlm2 internlm3 exaone minicpm orion"
 _VISION = """
 cohere_compass_vision ernie4_5_vl_moe_vision exaone4_5_vision glm4v_vision glm4v_moe_vision glm5_next_vision
@@ -86,7 +86,7 @@ FAMILIES: dict[str, Family] = {
     **_each(Family(share=0.5), "nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp"),
     **_each(Family(labels=("full_attention", "sliding_attention")), "laguna mimo_v2_flash mellum ultrabert"),
     "zaya": Family(labels=("hybrid", "hybrid_sliding")),
-    # CLVP turns 32 features, or half of a wide head.
+    # CLVP rotates 32 features, or half of a wide head.
     "clvp_encoder": Family(rotary_dim=lambda head_dim: max(head_dim // 2, 32)),
     # Pairs (0,1), (2,3), ...
     **_each(replace(_INTERLEAVED, base=2e4), "pe_audio_encoder pe_audio_video_encoder pe_video_encoder"),
@@ -102,7 +102,7 @@ FAMILIES: dict[str, Family] = {
     "llama4_text": replace(_INTERLEAVED, base=5e5, layers="listed", temperature="without rotation"),
     "mistral params.json": replace(_INTERLEAVED, temperature="everywhere"),
     "meta params.json": _INTERLEAVED,
-    # Layers of their own kind.
+    # Layer types that differ.
     **_each(replace(_INTERLEAVED, layers="sliding"), "cohere2 cohere2_moe"),
     **_each(_SLIDING, "afmoe exaone4 exaone_moe flint kolibri1 beam"),
     **_each(_GEMMA, "gemma3_text gemma3n_text t5gemma2_text t5gemma2_decoder"),
@@ -116,7 +116,7 @@ FAMILIES: dict[str, Family] = {
     **_each(Family(layers="asked"), "esm granitemoehybrid zamba2"),
     **_each(Family(layers="asked", base_keys=_SPEECH), "wav2vec2-bert wav2vec2-conformer"),
     "seamless_m4t": Family(layers="asked", base_keys=_SPEECH, heads=("speech_encoder_attention_heads",)),
-    # Latent attention: the features that turn come last.
+    # Latent attention: the rotated features come last.
     **_each(_LATENT, "deepseek_v2 deepseek_v32 axk2 bailing_hybrid glm_moe_dsa"),
     **_each(replace(_LATENT, interleave_key="rope_interleave"), "deepseek_v3 kimi_k2 axk1 glm4_moe_lite youtu"),
     "longcat_flash": replace(_LATENT, base=1e7),
@@ -125,7 +125,7 @@ FAMILIES: dict[str, Family] = {
     **_each(replace(_LATENT, pairing="half"), "minicpm3 hy_v4"),
     **_each(replace(_LATENT, layers="none"), "kimi_linear glm5_next_text"),
     "deepseek_v4": Family("interleaved", "trailing", labels=("main", "compress"), bases={"compress": 160_000.0}),
-    # Several positions a token: text with images.
+    # Several positions per token: text with images.
     **_each(replace(_CHUNKED, base=1e6, sections=(16, 24, 24)), "qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text"),
     "qwen2_5_omni_talker": replace(_CHUNKED, base=1e6, sections=(16, 24, 24)),
     "paddleocr_vl_text": replace(_CHUNKED, base=5e5, sections=(16, 24, 24)),
@@ -142,7 +142,7 @@ FAMILIES: dict[str, Family] = {
     "cosmos3_edge_text": replace(_DEALT, base=1e8, sections=(24, 20, 20)),
     "cohere_compass_text": replace(_DEALT, sections=(24, 20, 20)),
     "neomme": Family(axes=lambda rotary_dim: Axes.interleaved([rotary_dim // 4, rotary_dim // 4])),
-    # Towers that see: height and width, or time before them.
+    # Vision towers: height and width, or time, height and width.
     **_each(Family(axes=_axial(Axes.repeated)), _VISION),
     "qwen2_vl_vision": Family(axes=_axial(Axes.repeated), width=("embed_dim",)),
     **_each(_CENTRED, "dinov3_vit eomt_dinov3 sapiens2"),
@@ -161,7 +161,7 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-# Classes of transformers that have a head_dim of their own: files may leave it out.
+# Classes of transformers with a default head_dim, which files may omit.
 _USUAL_HEAD_DIMS = {
     64: "gpt_oss muse_spark_text neomme neucodec openai_privacy_filter voxtral_realtime_encoder xcodec2",
     80: "timesfm2_5",
@@ -176,18 +176,18 @@ _USUAL_HEAD_DIMS = {
         t5gemma2_text vaultgemma""",
     512: "deepseek_v4",
 }
-# Classes whose default is scaled, or has several ropes.
+# Classes whose default rope is scaled, or which have several ropes.
 _NEED_PARAMETERS = """apertus beam cwm deepseek_v4 diffusion_gemma_text embedding_gemma2_text gemma4_text
 gemma4_unified_text gpt_oss higgs_audio_v2 laguna mellum mimo_v2_flash ministral3 mistral4 mistral_large4_text neomme
 openai_privacy_filter step3p5 ultrabert zaya"""
-# Families whose default type turns a part of a head if it is told to; the others turn whole heads.
+# Families whose default rope type reads partial_rotary_factor. The others rotate whole heads.
 _READ_SHARE = """bamba codegen deepseek_v4 glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_image_text glm_ocr_text
 glmasr_encoder gpt_neox gpt_neox_japanese gptj laguna mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text moonshine
 moonshine_streaming nemotron nemotron3_5_transcribe_asr_audio nemotron3_5_transcribe_word_timestamp
 nemotron3_diarization_audio neomme persimmon phi phi3 phi4_multimodal qwen3_5_moe_text qwen3_5_text qwen3_next
 qwen4_exp_text recurrent_gemma solar_open stablelm step3p5 zaya"""
-# Families whose layers differ in ways of their own: only layer_types says how.
-_WINDOWS_OF_THEIR_OWN = """
+# Families whose layer types are known from layer_types only.
+_WINDOWS_FROM_LAYER_TYPES = """
 axk2 bailing_hybrid bamba beam cohere2_moe cohere_compass_text deepseek_v32 deepseek_v4 diffusion_gemma_text doge dots1
 embedding_gemma2_text falcon_h1 flint gemma4_text gemma4_unified_text glm5_next_text glm_moe_dsa granitemoehybrid hy_v4
 kimi_linear kolibri1 kyutai_speech_to_text laguna lfm2 lfm2_moe llama4_text mellum mimi mimi_decoder mimi_encoder
@@ -196,7 +196,7 @@ muse_glimmer_text muse_spark_text neomme olmo_hybrid openai_privacy_filter pocke
 pocket_tts_audio_tokenizer_decoder pocket_tts_audio_tokenizer_encoder qwen4_exp_text recurrent_gemma step3p5 ultrabert
 unlimited_ocr_text voxtral_realtime_encoder voxtral_realtime_text zamba2 zaya
 """
-# Which layers have a window where a file has no layer_types, as the classes of transformers do it.
+# Which layers have a window if a file has no layer_types, as in the classes of transformers.
 _EVERY_KEY = "global_attn_every_n_layers"
 _WINDOWS: dict[str, Windows | None] = {
     "gemma2 vaultgemma t5_gemma_module gpt_oss": LayerPattern(2),
@@ -214,7 +214,7 @@ _WINDOWS: dict[str, Windows | None] = {
     deepseek_ocr2_encoder""": "from a layer on",
     "mistral": "all by default",
     "mixtral starcoder2 phi3 phi4_multimodal phimoe": "all",
-    _WINDOWS_OF_THEIR_OWN: None,
+    _WINDOWS_FROM_LAYER_TYPES: None,
 }
 _FLAGS = {
     "needs_parameters": _NEED_PARAMETERS,
@@ -232,7 +232,7 @@ for _names, _kind in _WINDOWS.items():
         FAMILIES[_name] = replace(FAMILIES[_name], windows=_kind)
 FAMILIES["mistral params.json"] = replace(FAMILIES["mistral params.json"], windows="all")
 
-# Well-known families without rotary embeddings, and what they have instead.
+# Well-known families without RoPE, and the encoding that they have instead.
 _LEARNED, _SINUSOIDAL, _ALIBI = "learned position embeddings", "sinusoidal position embeddings", "ALiBi"
 _BUCKETS = "T5's relative position bias"
 _WITHOUT_ROPE = {
@@ -244,15 +244,15 @@ _WITHOUT_ROPE = {
     "sinusoidal positions in the encoder and learned ones in the decoder": "whisper",
     _ALIBI: "bloom mpt",
     _BUCKETS: "longt5 mpnet mt5 switch_transformers t5 udop umt5",
-    "relative positions within its attention": "deberta deberta-v2 funnel xlnet",
+    "relative positions inside its attention": "deberta deberta-v2 funnel xlnet",
     "a convolution for positions": "hubert wav2vec2 wavlm",
     "no position encoding: order comes from its recurrence": "falcon_mamba jamba mamba mamba2 rwkv",
 }
-# What each family has in place of a rotation.
-WITHOUT_ROPE = {name: what for what, names in _WITHOUT_ROPE.items() for name in names.split()}
-# The command that draws what they have.
+# The encoding of each family without RoPE.
+WITHOUT_ROPE = {name: encoding for encoding, names in _WITHOUT_ROPE.items() for name in names.split()}
+# Per encoding, the command that plots it.
 DRAWN_BY = {
-    _ALIBI: "`ropewalk plot bias` draws ALiBi",
-    _BUCKETS: "`ropewalk plot bias` draws its buckets",
-    _SINUSOIDAL: "`ropewalk plot sinusoidal` draws such a table",
+    _ALIBI: "use `ropewalk plot bias`, which plots ALiBi",
+    _BUCKETS: "use `ropewalk plot bias`, which plots its buckets",
+    _SINUSOIDAL: "use `ropewalk plot sinusoidal`, which plots such a table",
 }
