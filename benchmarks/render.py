@@ -1,7 +1,7 @@
 """Writes the measured figures of README.md and docs/ from the records in this folder.
 
-`python benchmarks/render.py` rewrites what is between `<!-- figures: NAME -->` and `<!-- /figures -->` on every page.
-`--check` changes nothing and exits with 1 where a page differs. A record that was edited by hand, misses a floor or was
+`python benchmarks/render.py` rewrites the text between `<!-- figures: NAME -->` and `<!-- /figures -->` on every page.
+`--check` changes nothing and exits with 1 if a page differs. A record that was edited by hand, misses a floor or was
 measured with `--quick` is an error.
 """
 
@@ -22,7 +22,7 @@ from ropewalk.tools.bench.records import read_sealed
 
 RECORDS = Path(__file__).parent
 BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->)(?P<content>.*?)(<!-- /figures -->)", re.DOTALL)
-# What `processor` returns on machines whose kernel names a part number alone.
+# Names of processors for which `processor` returns only a part number.
 PROCESSORS = {"0xd0c": "Neoverse-N1"}
 FORMULA = "transformers' formula"
 BLOCKS: dict[str, Callable[[str], str]] = {}
@@ -402,7 +402,7 @@ def precision(page: str) -> str:
 
 
 def rendered(page: str) -> str:
-    """A page with the content of each block written anew."""
+    """A page with new content in each block."""
 
     def content(match: re.Match[str]) -> str:
         name = match["name"]

@@ -248,9 +248,9 @@ class Parses:
         text = Path(path).read_text(encoding="utf-8")
         loads = json.loads
 
-        def counted(source: Any, *args: Any, **more: Any) -> Any:
+        def counted(source: Any, *args: Any, **kwargs: Any) -> Any:
             self.parsed += source == text or source == text.encode()
-            return loads(source, *args, **more)
+            return loads(source, *args, **kwargs)
 
         # json.load calls json.loads by this name too.
         json.loads = counted

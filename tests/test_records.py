@@ -79,7 +79,7 @@ def test_an_edited_record_is_an_error(tmp_path, render):
     code, _, err = render("--check", script=benchmarks / "render.py")
     assert code == 2
     assert "the record gpu.json" in err
-    assert "a digest that does not fit the content" in err
+    assert "a digest that does not match the content" in err
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
@@ -100,7 +100,7 @@ def test_a_record_that_misses_a_floor_or_leaves_cases_out_is_not_published(tmp_p
     with pytest.raises(RopewalkError, match="measure without --quick"):
         read_sealed(target)
     target.write_text("{}")
-    with pytest.raises(RopewalkError, match="a digest that does not fit"):
+    with pytest.raises(RopewalkError, match="a digest that does not match"):
         read_sealed(target)
     assert digest({"a": [1, 2]}) == digest({"a": (1, 2), "digest": "b"})
 

@@ -136,7 +136,7 @@ def _() -> Finding:
     single = _even_and_odd(x.float(), *_float32_table(4, 8)).dtype
     ours = apply_rope(x, *build_rotary_frequencies(8, 4)).dtype
     return Finding(
-        f"{described} as described, {ours} here",
+        f"{described} as described, {ours} with apply_rope",
         stated=described == x.dtype,
         amended=single == torch.float32 and ours == x.dtype,
     )

@@ -85,7 +85,7 @@ def _() -> Finding:
     RUSSIAN_1,
     method="drift of ⟨R_m q, R_n k⟩, and of ⟨R_m q, v_n⟩ with v not rotated, as in attention",
     expected="none for q·k; q·v drifts, and attention never computes it",
-    fails="it should say q and k; v is averaged, never multiplied by q",
+    fails="the statement should name q and k; v is averaged, never multiplied by q",
 )
 def _() -> Finding:
     v = normal(DIM, seed=2)

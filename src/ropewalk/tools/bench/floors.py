@@ -1,6 +1,7 @@
 """The speed that ropewalk must reach: checked when a benchmark writes its record.
 
-A floor is stated for the machine of the committed records (benchmarks/*.json). Elsewhere a missed floor is information.
+A floor applies to the machine of the committed records (benchmarks/*.json). On other machines a missed floor is only
+information.
 """
 
 from collections.abc import Iterator, Sequence
@@ -97,8 +98,8 @@ def _gpu(cases: Sequence[Case]) -> Iterator[str]:
             if ours > 6:
                 yield f"{_title(case)}: {ours:.1f} µs, above 6"
             if host["ropewalk"] > host["bare Triton launch"] + 5:
-                more = host["ropewalk"] - host["bare Triton launch"]
-                yield f"{_title(case)}: {more:.1f} µs of host time more than a bare launch, above 5"
+                excess = host["ropewalk"] - host["bare Triton launch"]
+                yield f"{_title(case)}: {excess:.1f} µs of host time more than a bare launch, above 5"
         elif work == "forward":
             least = 0.96 if not norm and shape in (TRAINING, LONG) else 0.9
             if shape == LONG and case["memory"] == "contiguous":

@@ -49,7 +49,7 @@ def shown_missed(missed: list[str]) -> str:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a record that is published: one that nobody edited and that misses no floor.
+    """Read a published record: not edited since it was written, and without missed floors.
 
     Args:
         path: The file that a benchmark wrote with `--json`.
@@ -58,17 +58,18 @@ def read_sealed(path: Path) -> dict[str, Any]:
         The record.
 
     Raises:
-        RopewalkError: If the digest does not fit the content, if a floor is missed, or if `--quick` left cases out.
+        RopewalkError: If the digest does not match the content, if a floor is missed, or if cases are missing due to
+            `--quick`.
     """
     asked = f"the record {path.name}"
     do = "measure again with the command in the record"
     record = json.loads(read_text(path, most=MOST_BYTES, asked=asked, expected="a record", do=do))
     if record.get("digest") != digest(record):
-        expected = "a record as the benchmark wrote it"
-        raise RopewalkError(asked=asked, expected=expected, got="a digest that does not fit the content", do=do)
+        expected = "an unchanged record of a benchmark"
+        raise RopewalkError(asked=asked, expected=expected, got="a digest that does not match the content", do=do)
     if "--quick" in record["command"]:
         raise RopewalkError(asked=asked, expected="all cases", got=record["command"], do="measure without --quick")
     if record["missed"]:
         got = "; ".join(record["missed"])
-        raise RopewalkError(asked=asked, expected="no missed floor", got=got, do="mend the regression, then " + do)
+        raise RopewalkError(asked=asked, expected="no missed floor", got=got, do="fix the regression, then " + do)
     return record

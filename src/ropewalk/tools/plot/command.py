@@ -277,8 +277,8 @@ def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | Non
     keys = Keys(read_config(config))
     name, buckets = keys.text("model_type"), "relative_attention_num_buckets"
     if keys.has(buckets):
-        max_distance = keys.whole("relative_attention_max_distance", 128)
-        return False, True, None, keys.whole(buckets), max_distance
+        max_distance = keys.integer("relative_attention_max_distance", 128)
+        return False, True, None, keys.integer(buckets), max_distance
     inner = Keys(keys.part("attn_config"), "attn_config")
     if name == "bloom" or keys.flag("alibi", False) or inner.flag("alibi", False):
         if inner.number("alibi_bias_max", 8.0) != 8.0:
@@ -289,7 +289,7 @@ def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | Non
                 do="use a config with these slopes: no others are supported",
             )
         heads = next((key for key in ("n_head", "n_heads", "num_attention_heads") if keys.has(key)), "n_head")
-        return True, False, keys.whole(heads), None, None
+        return True, False, keys.integer(heads), None, None
     raise RopewalkError(
         asked=f"{asked} {config}",
         expected="the config of a model with ALiBi (bloom, mpt, falcon with alibi) or T5's buckets",
