@@ -58,7 +58,8 @@ class Acceleration:
             raise RopewalkError(
                 asked="handle.undo()",
                 expected="modules that still have the class set by accelerate",
-                got=f"another class in {len(changed)} of {len(self._modules)} modules, the first {type(changed[0]).__name__}",
+                got=f"another class in {len(changed)} of {len(self._modules)} modules, the first"
+                f" {type(changed[0]).__name__}",
                 do="undo the later changes of the model first; a sharded model keeps the fused rotation",
             )
         for module, subclass in self._modules:

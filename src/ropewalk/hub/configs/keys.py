@@ -298,7 +298,7 @@ class Keys:
             )
         return number
 
-    def whole(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, at_least: int = 1) -> int:
         """Return an integer up to the limit of its key. A float such as 4096.0 is accepted."""
         value, most = self.raw(key), LIMITS.get(key, MOST_LENGTH)
         if value is None and default is not None:

@@ -25,7 +25,7 @@ __all__ = [
     "known_family",
     "language_model",
     "read_record",
-    "refuse_without_rope",
+    "require_rope",
 ]
 
 # Keys under which composite models store the config of their language model.
@@ -207,10 +207,10 @@ def read_record(keys: Keys) -> Record | None:
     return Record(*(record[name] for name in names))
 
 
-def refuse_without_rope(data: Mapping[str, Any], caller: Caller) -> None:
+def require_rope(data: Mapping[str, Any], caller: Caller) -> None:
     """Raise if the family of a config is known to have no RoPE. The error names the encoding that it has instead.
 
-    >>> refuse_without_rope({"model_type": "llama"}, Caller("load_spec"))
+    >>> require_rope({"model_type": "llama"}, Caller("load_spec"))
     """
     name = data.get("model_type")
     if not isinstance(name, str) or name not in WITHOUT_ROPE or _has_rope_keys(data):

@@ -114,7 +114,7 @@ def _name(path: Path | None) -> str | None:
     return path.stem
 
 
-def lengths_of(whole: Keys, family: Family, specs: Iterable[RopeSpec | None]) -> Lengths:
+def lengths_of(model_keys: Keys, family: Family, specs: Iterable[RopeSpec | None]) -> Lengths:
     """Return the trained and the configured length of a language model.
 
     The trained length is that of the frequency rule, or else original_max_position_embeddings. If no frequency is
@@ -122,7 +122,7 @@ def lengths_of(whole: Keys, family: Family, specs: Iterable[RopeSpec | None]) ->
     max_position_embeddings is then the length before or after the extension.
 
     Args:
-        whole: The config of the language model.
+        model_keys: The config of the language model.
         family: Its family.
         specs: The spec of each layer type.
 
@@ -133,13 +133,13 @@ def lengths_of(whole: Keys, family: Family, specs: Iterable[RopeSpec | None]) ->
     Lengths(trained=4096, configured=4096)
     """
     rotating = [spec for spec in specs if spec is not None]
-    nested = [whole.under(key) for key in ("rope_parameters", "rope_scaling")]
-    places = [*((whole, key) for key in family.longest), *((inner, "max_position_embeddings") for inner in nested)]
-    configured = next((keys.whole(key) for keys, key in places if keys.has(key)), None)
+    nested = [model_keys.under(key) for key in ("rope_parameters", "rope_scaling")]
+    places = [*((model_keys, key) for key in family.longest), *((inner, "max_position_embeddings") for inner in nested)]
+    configured = next((keys.integer(key) for keys, key in places if keys.has(key)), None)
     rules = (getattr(spec.frequencies, "trained_length", None) for spec in rotating)
     trained = max((length for length in rules if length is not None), default=None)
     if trained is None:
-        trained = next((keys.whole(_ORIGINAL) for keys in (whole, *nested) if keys.has(_ORIGINAL)), None)
+        trained = next((keys.integer(_ORIGINAL) for keys in (model_keys, *nested) if keys.has(_ORIGINAL)), None)
     if trained is None and rotating and not any(_is_scaled(spec) for spec in rotating):
         trained = configured
     return Lengths(trained, configured)

@@ -66,7 +66,7 @@ def from_params(keys: Keys) -> tuple[dict[str, Any], str]:
             "load the config.json of the model",
         )
         raise keys.error("qk_rope_head_dim", expected, shown(keys.raw("qk_rope_head_dim")), do)
-    dim, heads = keys.whole("dim"), keys.whole("n_heads")
+    dim, heads = keys.integer("dim"), keys.integer("n_heads")
     if not keys.has("head_dim") and dim % heads:
         expected, do = f"a divisor of dim = {dim}, or the key head_dim", "set dim and n_heads as the model was trained"
         raise keys.error("n_heads", expected, f"{heads}", do)
@@ -94,7 +94,7 @@ def _from_meta(keys: Keys) -> dict[str, Any]:
     data = {**keys.data, "rope_theta": keys.number("rope_theta", 10_000.0)}
     if not scaled:
         return data
-    if (keys.whole("dim"), as_int(keys.raw("n_layers"))) not in _WITH_FACTOR_8:
+    if (keys.integer("dim"), as_int(keys.raw("n_layers"))) not in _WITH_FACTOR_8:
         keys.warn(
             "factor-not-stated",
             f"use_scaled_rope does not specify the factor. {_FACTOR:g} is used, as in Meta's code. In the config.json"
@@ -125,14 +125,14 @@ def _from_mistral(keys: Keys) -> dict[str, Any]:
     parameters: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": yarn.whole("original_max_position_embeddings", at_least=2),
+        "original_max_position_embeddings": yarn.integer("original_max_position_embeddings", at_least=2),
         "beta_fast": yarn.number("beta", 32.0),
         "beta_slow": yarn.number("alpha", 1.0),
     }
     if not yarn.flag("apply_scale", True):
         parameters["attention_factor"] = 1.0
     if keys.has("llama_4_scaling"):
-        length = temperature.whole("original_max_position_embeddings", at_least=2)
+        length = temperature.integer("original_max_position_embeddings", at_least=2)
         if length != parameters["original_max_position_embeddings"]:
             name = temperature.name("original_max_position_embeddings")
             expected = f"{parameters['original_max_position_embeddings']}, the value under yarn"

@@ -9,11 +9,11 @@ from typing import Any
 
 from ropewalk.errors import require_choice, shown
 from ropewalk.hub.configs.keys import Caller, ConfigSource, Keys, read_config
-from ropewalk.hub.configs.language import LanguageModel, language_model, refuse_without_rope
+from ropewalk.hub.configs.language import LanguageModel, language_model, require_rope
 from ropewalk.hub.configs.layers import parameters_by_layer
 from ropewalk.hub.configs.limits import MOST_HEAD, MOST_SECTIONS
 from ropewalk.hub.configs.pitfalls import emit
-from ropewalk.hub.configs.rope_types import Around, rule_of, type_of
+from ropewalk.hub.configs.rope_types import RuleContext, rule_of, type_of
 from ropewalk.hub.families.family import Family
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.by_parts import POLICIES, Policy
@@ -153,46 +153,48 @@ def parse_config(
     """
     data = read_config(config, caller)
     if pairing is None or not pairing_overrules:
-        refuse_without_rope(data, caller)
+        require_rope(data, caller)
     pitfalls: list[tuple[str, str]] = []
     language = language_model(Keys(data, caller=caller, pitfalls=pitfalls), pairing)
     if policy is not None:
         require_choice(policy, POLICIES, asked=caller.asked_with("policy", policy))
     require_choice(angles, ANGLES, asked=caller.asked_with("angles", angles))
     options = _Options(pairing, policy, angles, filled=not isinstance(config, str | Path | Mapping))
-    whole = Keys(language.data, caller=caller, pitfalls=pitfalls)
-    whole.check_limits()
+    model_keys = Keys(language.data, caller=caller, pitfalls=pitfalls)
+    model_keys.check_limits()
     layers = {
-        name: None if parameters is None else _spec(whole, language, name, parameters, nested=nested, options=options)
-        for name, (parameters, nested) in parameters_by_layer(whole, language.family).items()
+        name: None
+        if parameters is None
+        else _spec(model_keys, language, name, parameters, nested=nested, options=options)
+        for name, (parameters, nested) in parameters_by_layer(model_keys, language.family).items()
     }
-    _warn_of_unread_keys(whole, known=language.known)
+    _warn_of_unread_keys(model_keys, known=language.known)
     if None in layers.values():
-        _warn_of_temperature(whole, language.family)
+        _warn_of_temperature(model_keys, language.family)
     path = Path(config) if isinstance(config, str | Path) else None
     return Config(data, language, layers, tuple(pitfalls), path, pairing, caller)
 
 
-def _warn_of_temperature(whole: Keys, family: Family) -> None:
+def _warn_of_temperature(model_keys: Keys, family: Family) -> None:
     """Warn if layers without rotation have a temperature, as in Llama 4. Their spec is None and cannot contain it."""
-    if family.temperature != "without rotation" or not whole.flag("attn_temperature_tuning", True):
+    if family.temperature != "without rotation" or not model_keys.flag("attn_temperature_tuning", True):
         return
-    scale, step = whole.number("attn_scale", 0.1), whole.whole("floor_scale", 8192)
-    whole.warn(
+    scale, step = model_keys.number("attn_scale", 0.1), model_keys.integer("floor_scale", 8192)
+    model_keys.warn(
         "temperature-without-rotation",
         f"layers without rotation multiply their queries by StepTemperature({scale:g}, {step}, first=1). Their spec is"
         " None and does not contain it: apply it in the model code",
     )
 
 
-def _warn_of_unread_keys(whole: Keys, *, known: bool) -> None:
+def _warn_of_unread_keys(model_keys: Keys, *, known: bool) -> None:
     """Warn about unread keys that look relevant: misspelled ones, and those of an unknown family."""
-    for key in whole.unread():
+    for key in model_keys.unread():
         near = _nearest(key)
         unfamiliar = not known and ("rope" in key or "rotary" in key)
         if near or unfamiliar or key in ("rope_ratio", "use_dynamic_ntk", "use_logn_attn", "original_rope"):
             hint = f"; did you mean {near!r}?" if near else ", and no similar key is"
-            whole.warn("key-ignored", f"{key!r} is not read{hint}")
+            model_keys.warn("key-ignored", f"{key!r} is not read{hint}")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -203,17 +205,17 @@ def _nearest(key: str) -> str | None:
 
 
 def _spec(
-    whole: Keys, language: LanguageModel, layer: str, parameters: Keys, *, nested: bool, options: _Options
+    model_keys: Keys, language: LanguageModel, layer: str, parameters: Keys, *, nested: bool, options: _Options
 ) -> RopeSpec:
     family = language.family
-    head_dim, rotary_dim = _dims(whole, family, layer, parameters)
-    longest = next((whole.whole(key) for key in family.longest if whole.has(key)), None)
+    head_dim, rotary_dim = _dims(model_keys, family, layer, parameters)
+    longest = next((model_keys.integer(key) for key in family.longest if model_keys.has(key)), None)
     original = "original_max_position_embeddings"
-    axes = _axes(whole, family, parameters, rotary_dim)
-    around = Around(
+    axes = _axes(model_keys, family, parameters, rotary_dim)
+    context = RuleContext(
         base=family.bases.get(layer, family.base),
-        longest=parameters.whole("max_position_embeddings") if parameters.has("max_position_embeddings") else longest,
-        original=whole.whole(original, at_least=2) if whole.has(original) else None,
+        longest=parameters.integer("max_position_embeddings") if parameters.has("max_position_embeddings") else longest,
+        original=model_keys.integer(original, at_least=2) if model_keys.has(original) else None,
         nested=nested,
         filled=options.filled,
         # vLLM uses DeepSeek's formula for latent attention, independent of the rope type in the config.
@@ -221,20 +223,20 @@ def _spec(
         alpha=family.reads_alpha,
         rotary_dim=rotary_dim if axes is None else axes.dim,
     )
-    rule = rule_of(parameters, around)
+    rule = rule_of(parameters, context)
     temperature = None
     if family.temperature == "everywhere" and parameters.has("llama_4_scaling_beta"):
-        step = parameters.whole(original, at_least=1)
+        step = parameters.integer(original, at_least=1)
         beta = parameters.number("llama_4_scaling_beta", at_least=0)
         temperature = StepTemperature(beta, step) if beta else None
     if axes is not None and type_of(parameters) == "yarn":
         text = "vLLM computes YaRN's ramp from four times the original length if tokens have several positions"
-        whole.warn("vllm-mrope-yarn", text)
+        model_keys.warn("vllm-mrope-yarn", text)
     return RopeSpec(
         head_dim,
         rule,
         rotary_dim=rotary_dim,
-        pairing=_pairing(whole, language, options.pairing),
+        pairing=_pairing(model_keys, language, options.pairing),
         rotary_slice=family.rotary_slice,
         axes=axes,
         sign=family.sign,
@@ -243,16 +245,16 @@ def _spec(
     )
 
 
-def _pairing(whole: Keys, language: LanguageModel, pairing: str | None) -> Pairing:
+def _pairing(model_keys: Keys, language: LanguageModel, pairing: str | None) -> Pairing:
     """Return the pairing of the weights: that of a conversion, of a flag in the config, or of the family."""
     if language.record is not None:
         return language.record.pairing
-    family, caller = language.family, whole.caller
+    family, caller = language.family, model_keys.caller
     configured = family.pairing
     if family.interleave_key is not None:
-        configured = "interleaved" if whole.flag(family.interleave_key, configured == "interleaved") else "half"
+        configured = "interleaved" if model_keys.flag(family.interleave_key, configured == "interleaved") else "half"
     if pairing is not None and pairing != configured:
-        raise whole.error(
+        raise model_keys.error(
             family.interleave_key or "model_type",
             f"{caller.option('pairing', configured)}, as in the config",
             caller.option("pairing", pairing),
@@ -261,88 +263,94 @@ def _pairing(whole: Keys, language: LanguageModel, pairing: str | None) -> Pairi
     return configured
 
 
-def _dims(whole: Keys, family: Family, layer: str, parameters: Keys) -> tuple[int, int]:
+def _dims(model_keys: Keys, family: Family, layer: str, parameters: Keys) -> tuple[int, int]:
     """Return head_dim and rotary_dim."""
     if family.latent:
         # Multi-head latent attention: features that are not rotated, then features that are.
-        plain_dim, rotated_dim = whole.whole("qk_nope_head_dim", at_least=0), whole.whole("qk_rope_head_dim")
+        plain_dim, rotated_dim = (
+            model_keys.integer("qk_nope_head_dim", at_least=0),
+            model_keys.integer("qk_rope_head_dim"),
+        )
         return plain_dim + rotated_dim, rotated_dim
-    head_dim = _head_dim_of_layer(whole, family, layer)
+    head_dim = _head_dim_of_layer(model_keys, family, layer)
     if head_dim is None:
-        head_dim = next((whole.whole(key) for key in family.head_dim if whole.has(key)), None)
+        head_dim = next((model_keys.integer(key) for key in family.head_dim if model_keys.has(key)), None)
     if head_dim is None:
-        head_dim = _derived_head_dim(whole, family)
-        if whole.contains("head_dim") and type_of(parameters) in ("dynamic", "yarn", "longrope"):
-            whole.warn(
+        head_dim = _derived_head_dim(model_keys, family)
+        if model_keys.contains("head_dim") and type_of(parameters) in ("dynamic", "yarn", "longrope"):
+            model_keys.warn(
                 "head-dim-null", f"head_dim is null, which some versions of transformers reject; {head_dim} is used"
             )
-    return head_dim, _rotary_dim(whole, family, parameters, head_dim)
+    return head_dim, _rotary_dim(model_keys, family, parameters, head_dim)
 
 
-def _derived_head_dim(whole: Keys, family: Family) -> int:
+def _derived_head_dim(model_keys: Keys, family: Family) -> int:
     """Return the head_dim of a config without one: the default of the class, or hidden_size / num_attention_heads."""
-    if family.usual_head_dim is not None and not whole.contains("head_dim"):
+    if family.usual_head_dim is not None and not model_keys.contains("head_dim"):
         return family.usual_head_dim
     width, heads = (
-        next((whole.whole(key) for key in keys if whole.has(key)), None) for keys in (family.width, family.heads)
+        next((model_keys.integer(key) for key in keys if model_keys.has(key)), None)
+        for keys in (family.width, family.heads)
     )
     if width is None or heads is None:
         missing = family.width[0] if width is None else family.heads[0]
-        raise whole.error(
+        raise model_keys.error(
             missing,
             "an integer; files may omit keys that have a default in transformers",
             "no such key",
-            f"set head_dim, or {missing}, or {whole.caller.pass_whole_config}",
+            f"set head_dim, or {missing}, or {model_keys.caller.pass_whole_config}",
         )
     if width // heads > MOST_HEAD:
         expected = f"a head_dim of at most {MOST_HEAD}"
         do = f"set {family.width[0]} and {family.heads[0]} as the model was trained"
-        raise whole.error(family.width[0], expected, f"{width} features in {heads} heads", do)
+        raise model_keys.error(family.width[0], expected, f"{width} features in {heads} heads", do)
     return width // heads
 
 
-def _head_dim_of_layer(whole: Keys, family: Family, layer: str) -> int | None:
+def _head_dim_of_layer(model_keys: Keys, family: Family, layer: str) -> int | None:
     """Return the head_dim of one layer type, if it differs: from a separate key, or from per_layer_config."""
     if layer not in family.head_dims:
         return None
     key, usual = family.head_dims[layer]
-    if whole.has(key):
-        return whole.whole(key)
-    per_layer = whole.under("per_layer_config")
-    types = whole.raw("layer_types") or []
+    if model_keys.has(key):
+        return model_keys.integer(key)
+    per_layer = model_keys.under("per_layer_config")
+    types = model_keys.raw("layer_types") or []
     for name in (layer, *(str(i) for i, kind in enumerate(types) if kind == layer)):
         overrides = per_layer.under(name)
         if overrides.has("head_dim"):
-            return overrides.whole("head_dim")
+            return overrides.integer("head_dim")
     return usual
 
 
-def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) -> int:
+def _rotary_dim(model_keys: Keys, family: Family, parameters: Keys, head_dim: int) -> int:
     configured: dict[str, int] = {}
     if family.rotary_dim is not None:
         return family.rotary_dim(head_dim)
-    for keys in (parameters, whole):
+    for keys in (parameters, model_keys):
         for key in ("rotary_dim", "rope_dim"):
             if keys.has(key) and key in family.unread:
-                whole.warn("key-ignored", f"{keys.name(key)!r} is not read for this family; partial_rotary_factor is")
+                model_keys.warn(
+                    "key-ignored", f"{keys.name(key)!r} is not read for this family; partial_rotary_factor is"
+                )
             elif keys.has(key) and (family.reads_share or family.usual_rotary_dim or type_of(parameters) != "default"):
-                configured[keys.name(key)] = keys.whole(key)
-            elif keys.has(key) and keys.whole(key) != head_dim:
-                whole.warn("key-ignored", f"{keys.name(key)!r} is not read for this family: {_WHOLE_HEADS}")
+                configured[keys.name(key)] = keys.integer(key)
+            elif keys.has(key) and keys.integer(key) != head_dim:
+                model_keys.warn("key-ignored", f"{keys.name(key)!r} is not read for this family: {_WHOLE_HEADS}")
         for key in ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction", "rope_pct"):
             if not keys.has(key) or (key == "partial_rotary_factor" and type_of(parameters) == "proportional"):
                 continue
             if not family.reads_share and type_of(parameters) == "default":
                 if keys.number(key) != 1:
-                    whole.warn("key-ignored", f"{keys.name(key)!r} is not read for this family: {_WHOLE_HEADS}")
+                    model_keys.warn("key-ignored", f"{keys.name(key)!r} is not read for this family: {_WHOLE_HEADS}")
             else:
                 share = keys.number(key, at_least=0)
                 if share > 1:
                     do = "set the share of the features of a head that are rotated, or use rotary_dim for their number"
-                    raise whole.error(keys.name(key), "a share from 0 to 1", f"{share:g}", do)
+                    raise model_keys.error(keys.name(key), "a share from 0 to 1", f"{share:g}", do)
                 configured[keys.name(key)] = int(head_dim * share)
                 if abs(head_dim * share - round(head_dim * share)) > 1e-6:
-                    whole.warn(
+                    model_keys.warn(
                         "partial-truncated",
                         f"{keys.name(key)!r} = {share:g} times head_dim = {head_dim} is {head_dim * share:g};"
                         f" transformers rounds it down to {int(head_dim * share)}",
@@ -350,27 +358,27 @@ def _rotary_dim(whole: Keys, family: Family, parameters: Keys, head_dim: int) ->
     if len(set(configured.values())) > 1:
         got = ", ".join(f"{key} ({value} features)" for key, value in configured.items())
         expected = "one number of rotated features"
-        raise whole.error(next(iter(configured)), expected, got, "remove all keys but one")
+        raise model_keys.error(next(iter(configured)), expected, got, "remove all keys but one")
     usual = min(head_dim, family.usual_rotary_dim or int(head_dim * family.share))
     rotary_dim = next(iter(configured.values()), usual)
     if not 2 <= rotary_dim <= min(head_dim, MOST_FEATURES) or rotary_dim % 2:
         key = next(iter(configured), "partial_rotary_factor")
         expected = f"an even number of rotated features, from 2 to head_dim = {head_dim}"
-        raise whole.error(key, expected, f"{rotary_dim}", f"set {key} to the value the model was trained with")
+        raise model_keys.error(key, expected, f"{rotary_dim}", f"set {key} to the value the model was trained with")
     return rotary_dim
 
 
-def _axes(whole: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axes | None:
+def _axes(model_keys: Keys, family: Family, parameters: Keys, rotary_dim: int) -> Axes | None:
     """Return which position rotates which pair, or None if tokens have one position."""
     key = "xdrope_section" if parameters.has("xdrope_section") else "mrope_section"
     if parameters.text("rope_type") == "openpangu":
         return Axes.rarest_first(_sections(parameters, key, rotary_dim))
     if family.axes is None:
         if parameters.has(key):
-            raise whole.error(
+            raise model_keys.error(
                 parameters.name(key),
                 "a model_type that ropewalk knows to have several positions per token",
-                f"{shown(parameters.raw(key))} for model_type {whole.raw('model_type')!r}",
+                f"{shown(parameters.raw(key))} for model_type {model_keys.raw('model_type')!r}",
                 "build the spec in Python: RopeSpec(..., axes=Axes.chunked(sections))",
             )
         return None

@@ -12,7 +12,7 @@ from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.stretched import NTK, DynamicNTK, LongRope, NTKFixed, NTKMixed, PositionInterpolation
 
-__all__ = ["Around", "rule_of", "type_of"]
+__all__ = ["RuleContext", "rule_of", "type_of"]
 
 # Keys that belong to the model or the axes and not to a frequency rule.
 _FOR_OTHERS = {"mrope_section", "mrope_interleaved", "xdrope_section", "llama_4_scaling_beta", "type", "rope_dim"}
@@ -28,7 +28,7 @@ _ALIASES = {
 
 
 @dataclass(frozen=True)
-class Around:
+class RuleContext:
     """What a rule needs beyond its rope parameters.
 
     Attributes:
@@ -63,12 +63,12 @@ def type_of(parameters: Keys) -> str:
     return _ALIASES.get(name, name)
 
 
-def rule_of(parameters: Keys, around: Around) -> Frequencies:
+def rule_of(parameters: Keys, context: RuleContext) -> Frequencies:
     """Return the frequency rule of rope parameters. Add a pitfall for keys that are not read.
 
     Args:
         parameters: The rope parameters.
-        around: What the rule needs beyond them.
+        context: What the rule needs beyond them.
 
     Returns:
         The rule.
@@ -76,8 +76,8 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
     Raises:
         RopewalkError: If the rope type is unknown or its keys are invalid.
 
-    >>> around = Around(10_000.0, 8192, None, False, False, "transformers", False, 128)
-    >>> rule_of(Keys({"rope_type": "linear", "factor": 2.0}), around)
+    >>> context = RuleContext(10_000.0, 8192, None, False, False, "transformers", False, 128)
+    >>> rule_of(Keys({"rope_type": "linear", "factor": 2.0}), context)
     PositionInterpolation(base=10000.0, factor=2.0)
     """
     rope_type = type_of(parameters)
@@ -91,15 +91,15 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
         known = {**_READERS, **rules}
         require_choice(rope_type, known, asked=parameters.caller.asked(f"the key {parameters.name('rope_type')!r}"))
         read = functools.partial(_stated, rules[rope_type])
-    base = parameters.number("rope_theta", around.base)
+    base = parameters.number("rope_theta", context.base)
     if base <= 0:
         do = "set rope_theta as the model was trained; 10000 is the most common base"
         raise parameters.error(parameters.name("rope_theta"), "a number above 0", f"{base:g}", do)
     parameters.raw("partial_rotary_factor")
     try:
-        rule = read(parameters, base, around)
+        rule = read(parameters, base, context)
         # This raises for lists of the wrong length, while the key is known.
-        RopeSpec(around.rotary_dim, rule)
+        RopeSpec(context.rotary_dim, rule)
     except ConfigError:
         raise
     except RopewalkError as error:
@@ -114,17 +114,17 @@ def rule_of(parameters: Keys, around: Around) -> Frequencies:
     return rule
 
 
-def _stated(rule: type[Frequencies], parameters: Keys, base: float, around: Around) -> Frequencies:
+def _stated(rule: type[Frequencies], parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     """Return a rule that needs no more than the config keys that its class lists."""
     values = {key: parameters.raw(key) for key in rule.config_keys.values()}
     return rule.from_parameters(values | {"rope_theta": base})
 
 
-def _default(parameters: Keys, base: float, around: Around) -> Frequencies:
+def _default(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     return Plain(base)
 
 
-def _linear(parameters: Keys, base: float, around: Around) -> Frequencies:
+def _linear(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     if type(parameters.raw("factor")) is int:
         parameters.warn(
             "int-for-float",
@@ -133,14 +133,14 @@ def _linear(parameters: Keys, base: float, around: Around) -> Frequencies:
     return PositionInterpolation(base, parameters.number("factor", at_least=1))
 
 
-def _dynamic(parameters: Keys, base: float, around: Around) -> Frequencies:
-    if parameters.has("alpha") and around.alpha:
+def _dynamic(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
+    if parameters.has("alpha") and context.alpha:
         # HunYuan's type is static in spite of its name.
         alpha = parameters.number("alpha", at_least=1)
         parameters.raw("factor")
         return NTK(base, alpha)
     trained = parameters.raw("max_trained_positions")
-    longest = parameters.whole("max_trained_positions") if trained is not None else around.longest
+    longest = parameters.integer("max_trained_positions") if trained is not None else context.longest
     if parameters.has("original_max_position_embeddings") and trained is None:
         parameters.warn(
             "key-ignored",
@@ -158,10 +158,10 @@ def _dynamic(parameters: Keys, base: float, around: Around) -> Frequencies:
     return DynamicNTK(base, parameters.number("factor", at_least=1), longest)
 
 
-def _original(parameters: Keys, around: Around, factor: float | None) -> int:
+def _original(parameters: Keys, context: RuleContext, factor: float | None) -> int:
     """Return the trained length. It is required: without it, transformers silently uses the extended length."""
     key = "original_max_position_embeddings"
-    if around.original is None and not parameters.has(key):
+    if context.original is None and not parameters.has(key):
         raise parameters.error(
             parameters.name(key),
             "the trained length, before the context was extended",
@@ -169,32 +169,32 @@ def _original(parameters: Keys, around: Around, factor: float | None) -> int:
             f"set {key} to the trained length",
         )
     # In transformers the key outside of the parameters takes precedence, as in Phi-3's configs.
-    original = parameters.whole(key, at_least=2) if around.original is None else around.original
+    original = parameters.integer(key, at_least=2) if context.original is None else context.original
     parameters.raw(key)
-    if around.longest is not None and factor is not None and factor != 1:
-        if around.longest == original and around.filled:
+    if context.longest is not None and factor is not None and factor != 1:
+        if context.longest == original and context.filled:
             parameters.warn(
                 "original-is-extended",
                 f"{parameters.name(key)!r} and max_position_embeddings are both {original}, but factor is {factor:g}."
                 " If the file omits the key, transformers fills it in, and then the frequencies are wrong",
             )
-        elif around.longest != original and abs(around.longest / original - factor) > 1e-6 * factor:
+        elif context.longest != original and abs(context.longest / original - factor) > 1e-6 * factor:
             parameters.warn(
                 "factor-differs",
                 f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is"
-                f" {around.longest / original:g}. The factor is used",
+                f" {context.longest / original:g}. The factor is used",
             )
     return original
 
 
-def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
+def _yarn(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     factor = parameters.number("factor", at_least=1) if parameters.has("factor") else None
-    original = _original(parameters, around, factor)
+    original = _original(parameters, context, factor)
     if factor is None:
-        if around.longest is None:
+        if context.longest is None:
             do = "set factor, or max_position_embeddings"
             raise parameters.error(parameters.name("factor"), "a number of at least 1", "no such key", do)
-        factor = around.longest / original
+        factor = context.longest / original
     fields: dict[str, Any] = {}
     for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         if parameters.raw(key) == 0:
@@ -207,13 +207,13 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
             parameters.warn("zero-is-unset", f"{parameters.name(key)!r} is 0. transformers ignores it then")
         fields[key] = parameters.number(key, at_least=0) if parameters.has(key) else None
     fields["truncate"] = parameters.flag("truncate", True)
-    if around.nested and not fields["truncate"]:
+    if context.nested and not fields["truncate"]:
         parameters.warn(
             "nested-truncate",
             f"{parameters.name('truncate')!r} is false. transformers ignores it in the parameters of a layer type and"
             " truncates",
         )
-    fields["attention_factor"] = _yarn_attention(parameters, around, Yarn(base, factor, original))
+    fields["attention_factor"] = _yarn_attention(parameters, context, Yarn(base, factor, original))
     pair = bool(fields["mscale"]), bool(fields["mscale_all_dim"])
     if pair[0] != pair[1] and fields["attention_factor"] is None:
         parameters.warn(
@@ -221,16 +221,18 @@ def _yarn(parameters: Keys, base: float, around: Around) -> Frequencies:
             "only one of mscale and mscale_all_dim is set. DeepSeek's code uses it for the amplitude; transformers does"
             " not",
         )
-        if around.policy != "vllm":
+        if context.policy != "vllm":
             # The amplitude of transformers, independent of the policy for the softmax scale.
             fields["attention_factor"] = Yarn(base, factor, original).amplitude()
-    return Yarn(base, factor, original, **fields, policy=around.policy)
+    return Yarn(base, factor, original, **fields, policy=context.policy)
 
 
-def _yarn_attention(parameters: Keys, around: Around, plain: Yarn) -> float | None:
-    key, other = ("attn_factor", "attention_factor") if around.policy == "vllm" else ("attention_factor", "attn_factor")
+def _yarn_attention(parameters: Keys, context: RuleContext, plain: Yarn) -> float | None:
+    key, other = (
+        ("attn_factor", "attention_factor") if context.policy == "vllm" else ("attention_factor", "attn_factor")
+    )
     if parameters.has(other):
-        stack = "vLLM" if around.policy == "vllm" else "transformers"
+        stack = "vLLM" if context.policy == "vllm" else "transformers"
         parameters.warn(
             "amplitude-differs", f"{parameters.name(other)!r} is not read by {stack}, which reads {key!r} instead"
         )
@@ -242,7 +244,7 @@ def _yarn_attention(parameters: Keys, around: Around, plain: Yarn) -> float | No
             "remove the key; other values are not supported",
         )
     if not parameters.flag("apply_yarn_scaling", True):
-        if around.policy == "vllm":
+        if context.policy == "vllm":
             # vLLM then uses attn_factor unchanged. Its policy would multiply it by g.
             return parameters.number("attn_factor", 1.0) / plain.amplitude()
         parameters.warn(
@@ -255,11 +257,11 @@ def _yarn_attention(parameters: Keys, around: Around, plain: Yarn) -> float | No
     return parameters.number(key)
 
 
-def _longrope(parameters: Keys, base: float, around: Around) -> Frequencies:
+def _longrope(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     factor = parameters.number("factor", at_least=1) if parameters.has("factor") else None
-    original = _original(parameters, around, factor)
-    if factor is None and around.longest is not None:
-        factor = max(1.0, around.longest / original)
+    original = _original(parameters, context, factor)
+    if factor is None and context.longest is not None:
+        factor = max(1.0, context.longest / original)
     scales = {}
     if parameters.has("short_mscale") or parameters.has("long_mscale"):
         scales = {
@@ -271,21 +273,21 @@ def _longrope(parameters: Keys, base: float, around: Around) -> Frequencies:
     return LongRope(base, short, long, original, factor, attention, **scales)
 
 
-def _llama3(parameters: Keys, base: float, around: Around) -> Frequencies:
+def _llama3(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     factor = parameters.number("factor", at_least=1)
     bounds = [parameters.number(key) for key in ("low_freq_factor", "high_freq_factor")]
     if bounds[0] == bounds[1]:
         text = f"low_freq_factor and high_freq_factor are both {bounds[0]:g}: a step instead of a ramp"
         parameters.warn("no-ramp", text)
-    return Llama3(base, factor, _original(parameters, around, None), *bounds)
+    return Llama3(base, factor, _original(parameters, context, None), *bounds)
 
 
-def _proportional(parameters: Keys, base: float, around: Around) -> Frequencies:
+def _proportional(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     fraction = parameters.number("partial_rotary_factor", 1.0, at_least=0)
     return Proportional(base, fraction, parameters.number("factor", 1.0, at_least=1))
 
 
-def _ntk(parameters: Keys, base: float, around: Around) -> Frequencies:
+def _ntk(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     factor = parameters.number("factor", at_least=1)
     if parameters.has("mixed_b"):
         return NTKMixed(base, factor, parameters.number("mixed_b"))
@@ -293,7 +295,7 @@ def _ntk(parameters: Keys, base: float, around: Around) -> Frequencies:
 
 
 # Rope types that need more than the config keys that the class of the rule lists.
-_READERS: dict[str, Callable[[Keys, float, Around], Frequencies]] = {
+_READERS: dict[str, Callable[[Keys, float, RuleContext], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from ropewalk.errors import RopewalkError, require_choice, shown
 from ropewalk.hub.configs.keys import Caller, Keys
-from ropewalk.hub.configs.language import KEY, Record, has_known_family, read_record, refuse_without_rope
+from ropewalk.hub.configs.language import KEY, Record, has_known_family, read_record, require_rope
 from ropewalk.hub.configs.parse import Config, parse_config
 from ropewalk.hub.convert.checkpoint import (
     INDEX,
@@ -383,7 +383,7 @@ def _read_source(caller: Caller, checkpoint: Checkpoint, from_pairing: str | Non
 
 def _parse(caller: Caller, data: dict[str, Any], from_pairing: Pairing | None) -> Config:
     """Parse the config of a checkpoint. `from_pairing` is only used for an unknown family."""
-    refuse_without_rope(data, caller)
+    require_rope(data, caller)
     keys = Keys(data, caller=caller)
     known = read_record(keys) is not None or has_known_family(keys)
     if not known and from_pairing is None:

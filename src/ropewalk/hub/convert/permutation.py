@@ -124,12 +124,12 @@ def plan_of(checkpoint: Checkpoint, config: Config) -> Plan:
     layout = _layout(model_type)
     keys = config.keys()
     modules = dict(_modules(checkpoint, layout))
-    count = next((keys.whole(key) for key in ("num_hidden_layers", "n_layer", "n_layers") if keys.has(key)), None)
+    count = next((keys.integer(key) for key in ("num_hidden_layers", "n_layer", "n_layers") if keys.has(key)), None)
     if count is None:
         do = "set num_hidden_layers as the model was trained"
         raise keys.error("num_hidden_layers", "an integer", "no such key", do)
     # Layers for multi-token prediction have the numbers after the others, or are in a separate module, mtp.
-    extra = keys.whole("num_nextn_predict_layers", 0, at_least=0)
+    extra = keys.integer("num_nextn_predict_layers", 0, at_least=0)
     specs = specs_by_number(keys, family, config.layers, count)
     specs += [next((spec for spec in reversed(specs) if spec is not None), None)] * extra
     parts: dict[str, Part] = {}
@@ -243,13 +243,13 @@ def _parts(
 
 
 def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoint: Checkpoint) -> Counts:
-    queries = next((config.whole(key) for key in family.heads if config.has(key)), None)
+    queries = next((config.integer(key) for key in family.heads if config.has(key)), None)
     if queries is None:
         do = f"set {family.heads[0]} as the model was trained"
         raise config.error(family.heads[0], "an integer", "no such key", do)
     attention = config.under("attn_config")
     names = ((config, "num_key_value_heads"), (config, "num_kv_heads"), (attention, "kv_n_heads"))
-    keys = next((part.whole(key) for part, key in names if part.has(key)), None)
+    keys = next((part.integer(key) for part, key in names if part.has(key)), None)
     k_proj = checkpoint.tensors.get(f"{module}.k_proj.weight")
     if keys is None and k_proj is not None and k_proj.shape and k_proj.shape[0] % spec.head_dim == 0:
         # Files may omit a default of the class in transformers. The shape of the tensor implies it.
@@ -263,7 +263,7 @@ def _counts(config: Keys, family: Family, spec: RopeSpec, module: str, checkpoin
         queries,
         keys,
         spec.head_dim,
-        latent=config.whole("kv_lora_rank", 0, at_least=0) + spec.rotated_dim if family.latent else 0,
+        latent=config.integer("kv_lora_rank", 0, at_least=0) + spec.rotated_dim if family.latent else 0,
         multi_query=config.flag("multi_query", True),
         grouped=config.flag("new_decoder_architecture", False),
     )
@@ -282,7 +282,7 @@ def _require_projection(
     expected: list[int | None] = [heads.rows]
     if suffix == "weight":
         names = ("q_lora_rank",) if stem == "q_b_proj" else family.width
-        width = next((config.whole(key) for key in names if config.has(key)), None)
+        width = next((config.integer(key) for key in names if config.has(key)), None)
         # A file may omit the width. Then any number of columns is accepted.
         expected.append(width if width is not None or len(tensor.shape) != 2 else tensor.shape[1])
     if list(tensor.shape) != expected:

@@ -135,9 +135,9 @@ def cache_bytes(part: Mapping[str, Any], family: Family, head_dim: int, length: 
     """
     layers, heads = layer_count(part), next((n for key in CACHED_HEADS if (n := as_int(part.get(key))) and n > 0), None)
     if part.get("multi_query") and not part.get("new_decoder_architecture"):
-        heads = 1  # the first Falcon models, whatever the other keys contain
+        heads = 1  # the first Falcon models, independent of the other keys
     rank, rotary_dim = (as_int(part.get(key)) for key in ("kv_lora_rank", "qk_rope_head_dim"))
-    # An indexer stores keys of its own, and the config does not contain their dtype.
+    # An indexer stores additional keys, whose dtype is not in the config.
     if layers is None or as_int(part.get("index_head_dim")) is not None:
         return None
     kinds, types = layer_kinds(part, family), part.get("layer_types")

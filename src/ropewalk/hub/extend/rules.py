@@ -300,9 +300,9 @@ def _ntk(start: Start, length: int, factor: float) -> Extension:
 
 def _dynamic(start: Start, length: int, factor: float) -> Extension:
     does = "ntk for the current sequence length: no change up to the trained length"
-    refusal = _not_for_p_rope(start, "dynamic", does)
-    if refusal or start.dim < 4:
-        return refusal or Extension("dynamic", does, None, "two features are a single pair")
+    not_applicable = _not_for_p_rope(start, "dynamic", does)
+    if not_applicable or start.dim < 4:
+        return not_applicable or Extension("dynamic", does, None, "two features are a single pair")
     current = start.rule
     # With factor 1 the base equals that of ntk at every length. With a larger factor it is larger than needed.
     inner = current.factor if isinstance(current, DynamicNTK) else 1.0

@@ -1,1 +1,1 @@
-"""What no config says: how each family of models rotates."""
+"""Families of models: the properties of their rotations that configs do not contain."""

@@ -20,9 +20,9 @@ Sharing: TypeAlias = Literal[
     "sliding",
     "listed",
     "bases",
-    "own bases",
+    "required bases",
     "optional",
-    "asked",
+    "opt-in",
 ]
 # All keys under which some model stores its base.
 BASE_KEYS = ("rope_theta", "rotary_emb_base", "rotary_base", "rotary_embedding_base", "rope_base")
