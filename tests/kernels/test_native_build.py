@@ -82,7 +82,7 @@ def run_sanitized(target: Path, sanitizer: str, script: str) -> subprocess.Compl
     # Python and torch keep what they allocate, which is no business of these tests.
     environment = os.environ | {"LD_PRELOAD": " ".join(runtimes), "ASAN_OPTIONS": "detect_leaks=0"}
     command = [sys.executable, "-c", SWAP.format(path=str(target), tests=str(ROOT / "tests")) + script]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=1500)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_the_compiler_has_nothing_to_say(tmp_path):
@@ -105,7 +105,7 @@ def test_the_loops_for_machines_without_neon_or_avx2(tmp_path):
     target = tmp_path / "_native.so"
     compile_native(target, "-O3", "-DBASELINE=1")
     script = SWAP.format(path=str(target), tests=str(ROOT / "tests")) + "print(module.instructions)\n" + EXERCISE
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=600)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     assert result.stdout.startswith(("sse2", "portable"))
 
@@ -164,7 +164,7 @@ def test_installing_without_a_compiler_works_and_says_so(tmp_path):
     install(source, tmp_path / "without", CC="false")
     told = said(tmp_path / "without")
     assert "the C kernel was not built" in told
-    assert "with gcc or clang at hand" in told
+    assert "install gcc or clang" in told
     assert "asked:" in told
     shutil.rmtree(source / "build", ignore_errors=True)
     install(source, tmp_path / "with")

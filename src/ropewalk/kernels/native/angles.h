@@ -1,5 +1,5 @@
-/* cos and sin at whole positions. exp(i m theta) is a product over the base-256 digits of m; the tables of the three
-   digits are given. Positions past them take libm's cosine. */
+/* cos and sin of integer positions. exp(i m theta) is a product over the base-256 digits of m. The tables of the three
+   digits are arguments. Positions beyond them use cos and sin of libm. */
 #ifndef ROPEWALK_ANGLES_H
 #define ROPEWALK_ANGLES_H
 
@@ -9,7 +9,8 @@
 
 enum { REACH = 1 << 24 };
 
-/* positions [batch, seq] to cos and sin [batch, heads, seq, pairs]; tables [3, 256, heads, pairs] of (cos, sin). */
+/* From positions [batch, seq] to cos and sin [batch, heads, seq, pairs], with tables [3, 256, heads, pairs] of
+   (cos, sin). */
 typedef struct {
     const void *positions;
     int64_t batch_step, seq_step;

@@ -1,4 +1,4 @@
-"""Loads the C extension, one pass over memory on the CPU; a missing or stale build gets its reason."""
+"""Loads the C extension, and states the reason if it is missing or stale."""
 
 import hashlib
 import importlib
@@ -20,14 +20,14 @@ _SOURCES = Path(__file__).parent
 
 
 def _source_hash() -> str | None:
-    """What setup.py computes, or None where the sources were not installed beside the package."""
+    """Return the hash that setup.py computes, or None if the sources are not installed with the package."""
     sources = sorted(_SOURCES.glob("*.[ch]"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest() if sources else None
 
 
 def _load() -> tuple[ModuleType | None, str | None]:
-    """The extension, or the reason why it cannot run."""
-    rebuild = "install ropewalk again with gcc or clang at hand (in a clone: python setup.py build_ext --inplace)"
+    """Return the extension, or the reason why it is not available."""
+    rebuild = "install gcc or clang and then ropewalk again (in a clone: python setup.py build_ext --inplace)"
     try:
         native = importlib.import_module("ropewalk.kernels._native")
     except ImportError as error:
@@ -36,25 +36,25 @@ def _load() -> tuple[ModuleType | None, str | None]:
         return None, f"the C kernel does not load ({error}): {rebuild}"
     sources = _source_hash()
     if sources is not None and sources != native.source_hash:
-        return None, f"the C kernel was built from other sources than {_SOURCES.name}/ has now: {rebuild}"
+        return None, f"the C kernel was built from other sources than those in {_SOURCES.name}/: {rebuild}"
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if exchange is None:
         return None, f"torch {torch.__version__} does not export DLPack's exchange API: use torch 2.11 or later"
     try:
         native.use_torch(Tensor, torch.nn.Parameter, exchange, openmp_team(), MASKS, empty_like)
     except (ImportError, ValueError) as error:
-        return None, f"torch {torch.__version__} exports its tensors in a way that is not known here ({error})"
+        return None, f"torch {torch.__version__} exports its tensors in a way that is not supported ({error})"
     return native, None
 
 
-# The extension, and why it is missing; one of them is None.
+# The extension, and the reason why it is missing. One of them is None.
 NATIVE: ModuleType | None
 MISSING: str | None
 NATIVE, MISSING = _load()
 
 
 def instructions() -> str | None:
-    """The instruction set whose loops run here: "neon", "avx2", "sse2" or "portable"; None without the C kernel.
+    """Return the instruction set that is used: "neon", "avx2", "sse2" or "portable"; None without the C kernel.
 
     >>> instructions() in ("neon", "avx2", "sse2", "portable", None)
     True

@@ -9,14 +9,14 @@
 #define SOURCE_HASH ""
 #endif
 
-/* Elements a thread must have to do before another is worth waking. */
+/* Elements per thread below which another thread does not pay off. */
 enum { GRAIN = 32768 };
 
-static Walk best;
-static PyObject *tests, *empty_like;
+static Loops best;
+static PyObject *checks, *empty_like;
 
-static PyObject *refuse(const char *what) {
-    PyErr_SetString(PyExc_ValueError, what);
+static PyObject *fail(const char *message) {
+    PyErr_SetString(PyExc_ValueError, message);
     return NULL;
 }
 
@@ -28,40 +28,41 @@ static int find_dtype(const Tensor *t, Dtype *out) {
     return 0;
 }
 
-/* use_torch(Tensor, Parameter, exchange API, address of GOMP_parallel or 0, tests, empty_like): each of the tests is a
-   function of a tensor that is true where its memory is not what it says. */
+/* use_torch(Tensor, Parameter, exchange API, address of GOMP_parallel or 0, checks, empty_like): each check is a
+   function of a tensor that returns True if its data pointer must not be read directly. */
 static PyObject *use(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (count != 6 || !PyTuple_Check(args[4])) return refuse("use_torch takes 6 arguments");
+    if (count != 6 || !PyTuple_Check(args[4])) return fail("use_torch expects 6 arguments");
     if (use_torch(args[0], args[1], args[2])) return NULL;
     void *address = PyLong_AsVoidPtr(args[3]);
     if (PyErr_Occurred()) return NULL;
     team = (Team)address;
     Py_INCREF(args[4]), Py_INCREF(args[5]);
-    tests = args[4], empty_like = args[5];
+    checks = args[4], empty_like = args[5];
     Py_RETURN_NONE;
 }
 
-/* Whether the memory of a tensor is a plain CPU tensor's, of a dtype that is known here; -1 with an exception. */
+/* Whether this is a plain CPU tensor of a supported dtype. Returns 1 or 0, or -1 with an exception. */
 static int is_ready(PyObject *object, Tensor *out) {
     if (!exchange || (Py_TYPE(object) != tensor_type && Py_TYPE(object) != parameter_type)) return 0;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tests); i++) {
-        PyObject *answer = PyObject_CallOneArg(PyTuple_GET_ITEM(tests, i), object);
-        if (!answer) return -1;
-        const int odd = PyObject_IsTrue(answer);
-        Py_DECREF(answer);
-        if (odd) return odd < 0 ? -1 : 0;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(checks); i++) {
+        PyObject *result = PyObject_CallOneArg(PyTuple_GET_ITEM(checks, i), object);
+        if (!result) return -1;
+        const int is_masked = PyObject_IsTrue(result);
+        Py_DECREF(result);
+        if (is_masked) return is_masked < 0 ? -1 : 0;
     }
     Dtype dtype;
     if (exchange->borrow(object, out)) {
-        /* A device or a layout that DLPack does not know. */
+        /* A device or memory layout that DLPack does not support. */
         PyErr_Clear();
         return 0;
     }
     return out->device_type == DL_CPU && out->strides && has_memory(out) && find_dtype(out, &dtype);
 }
 
-/* Which way features lie and turn; the dimension of the sequence, from the end; the first row of cos and sin. */
+/* The first row of cos and sin, the first rotated feature, the dimension of the sequence counted from the end, the
+   pairing, and whether the angles are negated. */
 typedef struct {
     int64_t row, start, seq_dim;
     int interleaved, conjugate;
@@ -73,7 +74,7 @@ typedef struct {
     int64_t elements;
 } Job;
 
-/* Describes the rotation of x into y; 1, or 0 with an exception where they do not fit together. */
+/* Describe the rotation of x into y. Returns 1, or 0 with an exception if shapes or dtypes do not match. */
 static int describe(Rotation *r, const Tensor *x, const Tensor *y, const Tensor *cos, const Tensor *sin,
                     const Layout *l, int64_t *elements) {
     const int dims = x->dims, seq = dims + (int)l->seq_dim, heads = l->seq_dim == -2 ? dims - 3 : dims - 2;
@@ -86,7 +87,7 @@ static int describe(Rotation *r, const Tensor *x, const Tensor *y, const Tensor 
     fits = fits && is_type(cos, DL_FLOAT, bits) && is_type(sin, DL_FLOAT, bits);
     for (int i = 0; fits && i < dims; i++) fits = x->shape[i] == y->shape[i];
     for (int i = 0; fits && i < wide; i++) fits = cos->shape[i] == sin->shape[i];
-    if (!fits) return refuse("x, y, cos and sin do not fit together"), 0;
+    if (!fits) return fail("x, y, cos and sin do not fit together"), 0;
     const int64_t pairs = cos->shape[wide - 1], tokens = x->shape[seq];
     fits = l->row <= cos->shape[wide - 2] - tokens && l->start <= x->shape[dims - 1] - 2 * pairs;
     Axis axes[MOST_OTHERS];
@@ -111,7 +112,7 @@ static int describe(Rotation *r, const Tensor *x, const Tensor *y, const Tensor 
             axes[batch].cos += cos->strides[0], axes[batch].sin += sin->strides[0];
         }
     }
-    if (!fits) return refuse("x, cos and sin do not fit together"), 0;
+    if (!fits) return fail("x, cos and sin do not fit together"), 0;
     r->x = x->data, r->y = y->data;
     const size_t width = bits / 8;
     r->cos = (char *)cos->data + l->row * axes[seq].cos * (int64_t)width;
@@ -141,7 +142,7 @@ static int64_t longest(const Rotation *r, int *which) {
     return most;
 }
 
-/* A part of each tensor: a stretch of its longest dimension. */
+/* Rotate one part of each tensor: a range of its longest dimension. */
 static void rotate_part(const void *data, int64_t part, int64_t parts) {
     const Job *job = data;
     for (int i = 0; i < job->count; i++) {
@@ -164,12 +165,13 @@ static int read_norm(PyObject *weight, PyObject *eps, PyObject *rounding, Rotati
     if (borrow(weight, &w, "weight")) return 0;
     if (w.dims != 1 || w.shape[0] != r->features.dim || (w.strides[0] != 1 && w.shape[0] > 1) ||
         !is_type(&w, DL_FLOAT, r->dtype == F64 ? 64 : 32))
-        return refuse("the weight does not fit x"), 0;
+        return fail("the weight does not fit x"), 0;
     r->norm = (Norm){w.data, PyFloat_AsDouble(eps), (int)PyLong_AsLong(rounding)};
     return !PyErr_Occurred();
 }
 
-/* The tensors in `args`, two or one and a None, as a tuple; or new ones like those in `like`, where there are none. */
+/* Return a tuple of the result tensors: those in `args`, or new ones like `like` if `args` is NULL. There are one or
+   two, depending on whether like[1] is None. */
 static PyObject *targets(PyObject *const *args, PyObject *const *like) {
     const int count = like[1] == Py_None ? 1 : 2;
     PyObject *both = PyTuple_New(count);
@@ -184,9 +186,9 @@ static PyObject *targets(PyObject *const *args, PyObject *const *like) {
     return both;
 }
 
-/* Turns q and k, in `given`, into the tensors of `both`, which it returns or lets go. Everything is checked before
-   anything is written. `norm`, if there is one, is q_weight, k_weight, eps, rounding. */
-static PyObject *rotate_both(PyObject *const *given, PyObject *both, PyObject *const *tables, const Layout *layout,
+/* Rotate q and k, in `inputs`, into the tensors of `both`, which is returned, or released on error. All checks are done
+   before anything is written. `norm` is NULL or q_weight, k_weight, eps, rounding. */
+static PyObject *rotate_both(PyObject *const *inputs, PyObject *both, PyObject *const *tables, const Layout *layout,
                       int64_t threads, PyObject *const *norm) {
     Job job = {.count = 0};
     Tensor cos, sin;
@@ -195,7 +197,7 @@ static PyObject *rotate_both(PyObject *const *given, PyObject *both, PyObject *c
         Tensor x, y;
         Rotation *r = &job.rotations[job.count];
         int64_t elements;
-        if (borrow(given[i], &x, i ? "k" : "q") || borrow(PyTuple_GET_ITEM(both, i), &y, i ? "yk" : "yq") ||
+        if (borrow(inputs[i], &x, i ? "k" : "q") || borrow(PyTuple_GET_ITEM(both, i), &y, i ? "yk" : "yq") ||
             !describe(r, &x, &y, &cos, &sin, layout, &elements) ||
             (norm && !read_norm(norm[i], norm[2], norm[3], r))) {
             Py_CLEAR(both);
@@ -217,10 +219,10 @@ static PyObject *rotate_both(PyObject *const *given, PyObject *both, PyObject *c
 }
 
 /* rotate(q, k, yq, yk, cos, sin, row, start, seq_dim, interleaved, conjugate, threads[, q_weight, k_weight, eps,
-   rounding]) -> (yq, yk) or (yq,). k and yk may be None; where yq is None, new tensors are made. */
+   rounding]) -> (yq, yk) or (yq,). k and yk may be None. If yq is None, new tensors are created. */
 static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (!exchange || (count != 12 && count != 16)) return refuse("rotate takes 12 or 16 arguments, after use_torch");
+    if (!exchange || (count != 12 && count != 16)) return fail("rotate expects 12 or 16 arguments, after use_torch");
     const Layout layout = {PyLong_AsLongLong(args[6]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8]),
                            PyObject_IsTrue(args[9]), PyObject_IsTrue(args[10])};
     const int64_t threads = PyLong_AsLongLong(args[11]);
@@ -229,12 +231,12 @@ static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return rotate_both(args, both, args + 4, &layout, threads, count == 16 ? args + 12 : NULL);
 }
 
-/* direct(q, k, cos, sin, row, rows, head_dim, start, seq_dim, interleaved, threads) -> (yq, yk) or (yq,): `rotate` where
-   q and k are plain CPU tensors, of one dtype, with head_dim features and as many tokens as each other and at most
-   `rows`; else None, and nothing is done. threads = 0 asks alone: True where it would rotate. */
+/* direct(q, k, cos, sin, row, rows, head_dim, start, seq_dim, interleaved, threads) -> (yq, yk) or (yq,): `rotate` if q
+   and k are plain CPU tensors of one dtype, with head_dim features and the same number of tokens, at most `rows`.
+   Otherwise it returns None and does nothing. With threads = 0 it returns True instead of rotating. */
 static PyObject *direct(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (!exchange || count != 11) return refuse("direct takes 11 arguments, after use_torch");
+    if (!exchange || count != 11) return fail("direct expects 11 arguments, after use_torch");
     const Layout layout = {PyLong_AsLongLong(args[4]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8]),
                            PyObject_IsTrue(args[9]), 0};
     const int64_t rows = PyLong_AsLongLong(args[5]), head_dim = PyLong_AsLongLong(args[6]);
@@ -244,10 +246,10 @@ static PyObject *direct(PyObject *self, PyObject *const *args, Py_ssize_t count)
     Tensor x[2], cos;
     const int tensors = args[1] == Py_None ? 1 : 2;
     for (int i = 0; i < tensors; i++) {
-        const int fine = is_ready(args[i], &x[i]);
-        if (fine < 0) return NULL;
-        const int64_t dims = fine ? x[i].dims : 0, seq = dims + layout.seq_dim;
-        if (!fine || seq < 0 || dims > MOST_OTHERS || x[i].shape[dims - 1] != head_dim || x[i].shape[seq] > rows ||
+        const int ready = is_ready(args[i], &x[i]);
+        if (ready < 0) return NULL;
+        const int64_t dims = ready ? x[i].dims : 0, seq = dims + layout.seq_dim;
+        if (!ready || seq < 0 || dims > MOST_OTHERS || x[i].shape[dims - 1] != head_dim || x[i].shape[seq] > rows ||
             memcmp(&x[i].dtype, &x[0].dtype, sizeof x[i].dtype) || x[i].shape[seq] != x[0].shape[x[0].dims + layout.seq_dim])
             Py_RETURN_NONE;
     }
@@ -257,10 +259,10 @@ static PyObject *direct(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return rotate_both(args, targets(NULL, args), args + 2, &layout, threads, NULL);
 }
 
-/* cos_sin(positions, inv_freq, tables, amplitude, cos, sin, threads): fills cos and sin. */
+/* cos_sin(positions, inv_freq, tables, amplitude, cos, sin, threads): write cos and sin. */
 static PyObject *cos_sin(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (count != 7) return refuse("cos_sin takes 7 arguments");
+    if (count != 7) return fail("cos_sin expects 7 arguments");
     Tensor p, theta, tables, amplitude, cos, sin;
     if (borrow(args[0], &p, "positions") || borrow(args[1], &theta, "inv_freq") || borrow(args[2], &tables, "tables") ||
         borrow(args[3], &amplitude, "amplitude") || borrow(args[4], &cos, "cos") || borrow(args[5], &sin, "sin"))
@@ -273,19 +275,20 @@ static PyObject *cos_sin(PyObject *self, PyObject *const *args, Py_ssize_t count
     int fits = (p.dims == 1 || p.dims == 2) && (is_type(&p, DL_INT, 64) || is_type(&p, DL_INT, 32));
     fits = fits && (theta.dims == 1 || theta.dims == 2) && is_type(&theta, DL_FLOAT, 64) && amplitude.dims == 0 &&
            is_type(&amplitude, DL_FLOAT, 64) && is_type(&cos, DL_FLOAT, 32) && is_type(&sin, DL_FLOAT, 32);
-    /* Contiguous: each is as long as its shape says, with no gaps. */
-    const Tensor *whole[] = {&theta, &tables, &cos, &sin};
+    /* These tensors must be contiguous. */
+    const Tensor *contiguous[] = {&theta, &tables, &cos, &sin};
     const int64_t sizes[] = {heads * pairs, 3 * 256 * heads * pairs, all, all};
     for (int i = 0; fits && i < 4; i++) {
         int64_t expected = 1;
-        for (int d = whole[i]->dims - 1; d >= 0; d--) {
-            fits = fits && (whole[i]->shape[d] == 1 || all == 0 || whole[i]->strides[d] == expected);
-            expected *= whole[i]->shape[d];
+        for (int d = contiguous[i]->dims - 1; d >= 0; d--) {
+            fits = fits &&
+                   (contiguous[i]->shape[d] == 1 || all == 0 || contiguous[i]->strides[d] == expected);
+            expected *= contiguous[i]->shape[d];
         }
         fits = fits && expected == sizes[i];
     }
-    /* complex128, which DLPack calls code 5. */
-    if (!fits || !is_type(&tables, 5, 128)) return refuse("positions, tables, cos and sin do not fit together");
+    /* complex128, which has code 5 in DLPack. */
+    if (!fits || !is_type(&tables, 5, 128)) return fail("positions, tables, cos and sin do not fit together");
     if (all == 0) Py_RETURN_NONE;
     const Angles job = {p.data,
                         p.dims == 2 ? p.strides[0] : 0,
@@ -323,7 +326,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", NULL, 
 
 PyMODINIT_FUNC PyInit__native(void) {
     const char *name;
-    best = best_walk(&name);
+    best = best_loops(&name);
 #if !defined(_WIN32)
     pthread_atfork(NULL, NULL, after_fork);
 #endif

@@ -1,4 +1,4 @@
-/* What is to be rotated, and the loops over it for every instruction set. */
+/* Description of a rotation, and its loops for every instruction set. */
 #ifndef ROPEWALK_ROTATION_H
 #define ROPEWALK_ROTATION_H
 
@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A test builds with 1, to run what machines without NEON or AVX2 run. */
+/* Tests build with 1, to run the code of machines without NEON and AVX2. */
 #ifndef BASELINE
 #define BASELINE 0
 #endif
@@ -22,21 +22,22 @@
 
 #include "tensors.h"
 
-/* What is compiled for an instruction set is inlined into what is compiled for the same alone. */
+/* Functions compiled for an instruction set are only inlined into functions compiled for the same one. */
 #define INLINE TARGET static inline __attribute__((always_inline))
-/* What is seldom run, kept out of the loops that are. */
+/* Rarely executed functions, which are kept out of the loops. */
 #define APART TARGET static __attribute__((noinline))
 
 typedef enum { F32, F64, BF16, F16 } Dtype;
 
-/* Where the features of a row lie: how many there are, the first that turns, how many pairs turn; the distance of
-   neighbours in x, y, cos and sin; which features form a pair, and which way it turns; whether every store is to be careful. */
+/* The features of a row: their number, the first rotated one, and the number of rotated pairs; the strides of features
+   in x, y, cos and sin; which features form a pair, and whether the angles are negated; whether every store must handle
+   NaN. */
 typedef struct {
     int64_t dim, start, pairs, step, ystep, cos_step, sin_step;
     int interleaved, conjugate, careful;
 } Features;
 
-/* RMSNorm before the rotation. `weight` has the working type, one a feature; NULL for no norm. */
+/* RMSNorm before the rotation. `weight` has one number per feature, in the working type, or is NULL for no norm. */
 typedef struct {
     const void *weight;
     double eps;
@@ -45,14 +46,14 @@ typedef struct {
 
 enum { ROUND_SCALED = 1, ROUND_WEIGHTED = 2 };
 
-/* A dimension of the tensor: its size, and what a step along it is, in elements, in x, y, cos and sin. */
+/* A dimension of the tensor: its size, and its strides in x, y, cos and sin, in elements. */
 typedef struct {
     int64_t size, x, y, cos, sin;
 } Axis;
 
 enum { MOST_OTHERS = 16 };
 
-/* One tensor. `others` are all its dimensions but those of tokens, heads and features. None is empty. */
+/* One tensor. `others` are all dimensions except tokens, heads and features. No dimension is empty. */
 typedef struct {
     const void *x;
     void *y;
@@ -64,8 +65,8 @@ typedef struct {
     Dtype dtype;
 } Rotation;
 
-/* Tokens whose cos and sin stay in a near cache while all heads pass, where heads lie farther apart than tokens. Fewer
-   would fit nearer, and break up the long reads that memory likes. */
+/* Number of tokens whose cos and sin stay in the cache while all heads are processed, if the stride of heads is larger
+   than that of tokens. Fewer tokens would fit in a faster cache, but split the long reads that memory needs. */
 enum { BLOCK = 256 };
 
 static int any_nan(const AnyFloat *numbers, int64_t count) {
@@ -76,11 +77,11 @@ static int any_nan(const AnyFloat *numbers, int64_t count) {
         bits &= 0x7fffffffu;
         largest = bits > largest ? bits : largest;
     }
-    /* Infinity has these bits, and a NaN has more. */
+    /* These are the bits of infinity. Those of a NaN are larger. */
     return largest > 0x7f800000u;
 }
 
-/* Whether a NaN may stand in what a bfloat16 is multiplied with. */
+/* Whether a factor of a bfloat16 number may be NaN. */
 static int needs_care(const Rotation *r) {
     if (r->features.cos_step != 1 || r->features.sin_step != 1) return 1;
     if (r->norm.weight && any_nan((const AnyFloat *)r->norm.weight, r->features.dim)) return 1;
@@ -89,7 +90,7 @@ static int needs_care(const Rotation *r) {
     memcpy(axes + 2, r->others, sizeof r->others);
     const int count = r->other_count + 2;
     int64_t length = r->features.pairs;
-    /* A dimension along which cos and sin stay the same is looked at once; rows without a gap are one. */
+    /* Dimensions that share cos and sin are checked once. Contiguous rows are checked as one. */
     for (int i = 0; i < count; i++)
         if (axes[i].cos == 0 && axes[i].sin == 0) axes[i].size = 1;
     if (axes[0].cos == length && axes[0].sin == length) length *= axes[0].size, axes[0].size = 1;
@@ -119,7 +120,7 @@ static int needs_care(const Rotation *r) {
 #define TARGET
 #include "vectors.h"
 #include "rows.h"
-#include "walk.h"
+#include "loops.h"
 #undef NAME
 #undef LANES
 #undef TARGET
@@ -130,26 +131,26 @@ static int needs_care(const Rotation *r) {
 #define TARGET __attribute__((target("avx2,fma")))
 #include "vectors.h"
 #include "rows.h"
-#include "walk.h"
+#include "loops.h"
 #undef NAME
 #undef LANES
 #undef TARGET
 #endif
 
-typedef void (*Walk)(const Rotation *);
+typedef void (*Loops)(const Rotation *);
 
-/* The best loops for this machine, and what they are called. */
-static Walk best_walk(const char **name) {
+/* The fastest loops for this machine, and their name. */
+static Loops best_loops(const char **name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!BASELINE && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *name = "avx2", walk_32;
+    if (!BASELINE && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return *name = "avx2", loops_32;
     *name = "sse2";
 #elif NEON
     *name = "neon";
 #else
     *name = "portable";
 #endif
-    return walk_16;
+    return loops_16;
 }
 
 #endif

@@ -1,15 +1,14 @@
-/* One row: the features of one head of one token, normalised if a weight is given, and rotated. Included once for
-   each instruction set, after vectors.h.
+/* Rotation of one row: the features of one head of one token, after an optional norm. Included once per instruction
+   set, after vectors.h.
 
-   y_a = a cos - b sin, y_b = b cos + a sin for each pair (a, b); the features that do not turn go as they are. To turn
-   the other way, a and b change places. Pairs are read before they are written, and no pair has to do with another:
-   y may be x. */
+   y_a = a cos - b sin, y_b = b cos + a sin for each pair (a, b). Unrotated features are copied. For the opposite
+   angles, a and b are swapped. Pairs are independent, and each is read before it is written, so y may be x. */
 
-/* T is how x and y are stored, V a vector of the working type W; VECTORS of them, N numbers, are taken at once.
-   LOAD_W and LOAD2_W read N numbers of the working type. */
+/* T is the type of x and y in memory, V a vector of the working type W. VECTORS of them, N numbers, are processed at
+   once. LOAD_W and LOAD2_W load N numbers of the working type. */
 #define DEFINE_ROW(KIND, T, V, W, VECTORS, LOAD_W, LOAD2_W, NEAREST, MINUS, PLUS)                                      \
     enum { NAME(KIND##_N) = VECTORS * sizeof(V) / sizeof(W) };                                                         \
-    /* RMSNorm: x / rms(x) * weight; rounded after either product where transformers rounds. */                        \
+    /* RMSNorm: x / rms(x) * weight, rounded after each product as `rounding` specifies. */                            \
     INLINE void NAME(KIND##_norm)(V *v, const V *weight, W scale, int rounding) {                                      \
         for (int i = 0; i < VECTORS; i++) {                                                                            \
             v[i] = v[i] * scale;                                                                                       \
@@ -18,7 +17,7 @@
             if (rounding & ROUND_WEIGHTED) v[i] = NEAREST(v[i]);                                                       \
         }                                                                                                              \
     }                                                                                                                  \
-    /* 1 / sqrt(mean of squares + eps). As many sums as the longest vectors have, so that every machine rounds alike. */\
+    /* 1 / sqrt(mean of squares + eps). 32 partial sums for any vector length, so that all machines round alike. */    \
     INLINE W NAME(KIND##_scale)(const T *x, const Features *f, double eps) {                                           \
         enum { SUMS = 32, EACH = SUMS * sizeof(W) / sizeof(V) };                                                       \
         _Static_assert(SUMS % NAME(KIND##_N) == 0, "whole loads");                                                     \
@@ -52,7 +51,7 @@
             a[i] = first, b[i] = second;                                                                               \
         }                                                                                                              \
     }                                                                                                                  \
-    /* At most N pairs, wherever their members lie. */                                                                 \
+    /* At most N pairs, with any strides. */                                                                           \
     APART void NAME(KIND##_few)(const T *x, T *y, const W *cosines, const W *sines, const Features *f,                 \
                                  const Norm *norm, W scale, int64_t first, int64_t count) {                            \
         T a[NAME(KIND##_N)] = {0}, b[NAME(KIND##_N)] = {0};                                                            \
@@ -78,8 +77,8 @@
             y[n * f->ystep] = a[i], y[(n + mate) * f->ystep] = b[i];                                                   \
         }                                                                                                              \
     }                                                                                                                  \
-    /* The features that do not turn, from `from` to `to`. */                                                          \
-    APART void NAME(KIND##_still)(const T *x, T *y, const Features *f, const Norm *norm, W scale, int64_t from,        \
+    /* The unrotated features from `from` to `to`. */                                                                  \
+    APART void NAME(KIND##_copy)(const T *x, T *y, const Features *f, const Norm *norm, W scale, int64_t from,         \
                                    int64_t to) {                                                                       \
         if (from == to || (!norm && x == y)) return;                                                                   \
         if (!norm && f->step == 1 && f->ystep == 1) {                                                                  \
@@ -101,16 +100,16 @@
             for (int64_t j = 0; j < count; j++) y[(i + j) * f->ystep] = a[j];                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    /* What is left of a row after its first `done` pairs. */                                                          \
+    /* The rest of a row after its first `done` pairs. */                                                              \
     APART void NAME(KIND##_rest)(const T *x, T *y, const W *cosines, const W *sines, const Features *f,                \
                                  const Norm *norm, W scale, int64_t done) {                                            \
         const int64_t p = f->pairs;                                                                                    \
         for (int64_t i = done; i < p; i += NAME(KIND##_N))                                                             \
             NAME(KIND##_few)(x, y, cosines, sines, f, norm, scale, i, p - i < NAME(KIND##_N) ? p - i : NAME(KIND##_N));\
-        NAME(KIND##_still)(x, y, f, norm, scale, 0, f->start);                                                         \
-        NAME(KIND##_still)(x, y, f, norm, scale, f->start + 2 * p, f->dim);                                            \
+        NAME(KIND##_copy)(x, y, f, norm, scale, 0, f->start);                                                          \
+        NAME(KIND##_copy)(x, y, f, norm, scale, f->start + 2 * p, f->dim);                                             \
     }                                                                                                                  \
-    /* Pairs by N, from features that lie side by side; how many were done. */                                         \
+    /* Pairs in groups of N, from contiguous features. Returns the number of processed pairs. */                       \
     INLINE int64_t NAME(KIND##_many)(const T *x, T *y, const W *cosines, const W *sines, const Features *f,            \
                                      const Norm *norm, W scale, int interleaved, int conjugate) {                      \
         const W *weight = norm ? (const W *)norm->weight + f->start : NULL;                                            \
@@ -140,7 +139,7 @@
         return i;                                                                                                      \
     }                                                                                                                  \
     INLINE void NAME(KIND##_loop)(const T *x, T *y, const W *cosines, const W *sines, const Features *f,               \
-                                  const Norm *norm, const Axis *outer, const Axis *inner, int together,                \
+                                  const Norm *norm, const Axis *outer, const Axis *inner, int contiguous,              \
                                   int interleaved, int conjugate) {                                                    \
         for (int64_t m = 0; m < outer->size; m++)                                                                      \
             for (int64_t n = 0; n < inner->size; n++) {                                                                \
@@ -149,11 +148,11 @@
                 const W *c = cosines + m * outer->cos + n * inner->cos, *s = sines + m * outer->sin + n * inner->sin;  \
                 const W scale = norm ? NAME(KIND##_scale)(from, f, norm->eps) : 1;                                     \
                 int64_t done = 0;                                                                                      \
-                if (together) done = NAME(KIND##_many)(from, to, c, s, f, norm, scale, interleaved, conjugate);        \
+                if (contiguous) done = NAME(KIND##_many)(from, to, c, s, f, norm, scale, interleaved, conjugate);      \
                 if (2 * done < f->dim) NAME(KIND##_rest)(from, to, c, s, f, norm, scale, done);                        \
             }                                                                                                          \
     }                                                                                                                  \
-    /* The rows along two dimensions. What is the same for all of them is decided once. */                             \
+    /* Loops over rows along two dimensions. Options are compile-time constants in each loop. */                       \
     APART void NAME(KIND##_rows)(const T *x, T *y, const W *cosines, const W *sines, const Features *f,                \
                                  const Norm *norm, const Axis *outer, const Axis *inner) {                             \
         if (f->careful || f->step != 1 || f->ystep != 1 || f->cos_step != 1 || f->sin_step != 1)                       \

@@ -1,5 +1,5 @@
-/* Tensors as torch lends them, through the C functions of DLPack's exchange API: no torch header, no copy, no Python
-   attribute. The layouts below are those of DLPack 1.x. */
+/* Access to torch tensors through the C functions of DLPack's exchange API: no torch headers, no copies, no Python
+   attributes. The structs below are those of DLPack 1.x. */
 #ifndef ROPEWALK_TENSORS_H
 #define ROPEWALK_TENSORS_H
 
@@ -31,7 +31,7 @@ typedef struct {
     void *stream;
 } Exchange;
 
-/* Numbers in memory that torch was given from outside may lie at any address. */
+/* torch accepts external memory, so numbers may be unaligned. */
 typedef float AnyFloat __attribute__((aligned(1), may_alias));
 typedef double AnyDouble __attribute__((aligned(1), may_alias));
 typedef uint16_t AnyHalf __attribute__((aligned(1), may_alias));
@@ -43,29 +43,29 @@ enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4 };
 static const Exchange *exchange;
 static PyTypeObject *tensor_type, *parameter_type;
 
-/* Takes over what torch exports; 0, or -1 with an exception. */
+/* Store what torch exports. Returns 0, or -1 with an exception. */
 static int use_torch(PyObject *tensors, PyObject *parameters, PyObject *capsule) {
-    const Exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    if (!found) return -1;
-    if (found->header.major != 1 || !found->borrow) {
-        PyErr_Format(PyExc_ImportError, "torch exports version %u of DLPack's exchange API, and 1 is what is known here",
-                     (unsigned)found->header.major);
+    const Exchange *api = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!api) return -1;
+    if (api->header.major != 1 || !api->borrow) {
+        PyErr_Format(PyExc_ImportError, "torch exports version %u of DLPack's exchange API, but only 1 is supported",
+                     (unsigned)api->header.major);
         return -1;
     }
     Py_INCREF(tensors), Py_INCREF(parameters);
     tensor_type = (PyTypeObject *)tensors, parameter_type = (PyTypeObject *)parameters;
-    exchange = found;
+    exchange = api;
     return 0;
 }
 
-/* Whether there is memory, or no need of any. */
+/* Whether the tensor has memory, or needs none because it is empty. */
 static int has_memory(const Tensor *t) {
     for (int i = 0; i < t->dims; i++)
         if (t->shape[i] == 0) return 1;
     return t->data != NULL;
 }
 
-/* The memory of a plain CPU tensor, for as long as the object lives; 0, or -1 with an exception. */
+/* Describe a plain CPU tensor in `out`, valid while the object lives. Returns 0, or -1 with an exception. */
 static int borrow(PyObject *object, Tensor *out, const char *name) {
     if (!exchange) {
         PyErr_SetString(PyExc_RuntimeError, "use_torch was not called");
@@ -76,7 +76,7 @@ static int borrow(PyObject *object, Tensor *out, const char *name) {
         return -1;
     }
     if (exchange->borrow(object, out)) {
-        /* A device or a memory layout that DLPack does not know; what torch says of it ends in a C++ stack. */
+        /* A device or memory layout that DLPack does not support. torch's message contains a C++ stack trace. */
         PyErr_Clear();
         out->device_type = 0;
     }

@@ -1,5 +1,6 @@
-/* Parts of a job, shared out to threads: torch's own OpenMP team where there is one, so that no two teams fight for the
-   cores; threads made for the call in a forked child, whose team is gone, and where torch has no OpenMP. */
+/* Parts of a job, distributed over threads. The threads are torch's OpenMP team if there is one, so that two teams do
+   not compete for the cores. A forked child, which has lost its team, and builds of torch without OpenMP create threads
+   for each call. */
 #ifndef ROPEWALK_THREADS_H
 #define ROPEWALK_THREADS_H
 
@@ -8,16 +9,16 @@
 #include <pthread.h>
 #endif
 
-/* Does part `part` of `parts` of a job. */
+/* Processes part number `part` of `parts` parts of a job. */
 typedef void (*Work)(const void *job, int64_t part, int64_t parts);
 
-/* GOMP_parallel, the entry that libgomp, and LLVM's and Intel's OpenMP after it, keep for compiled programs. */
+/* GOMP_parallel, the entry point for compiled programs of libgomp, which LLVM's and Intel's OpenMP also provide. */
 typedef void (*Team)(void (*run)(void *), void *data, unsigned threads, unsigned flags);
 
 static Team team;
 static int forked;
 
-enum { MOST_THREADS = 256, PARTS_A_THREAD = 4 };
+enum { MOST_THREADS = 256, PARTS_PER_THREAD = 4 };
 
 typedef struct {
     Work work;
@@ -25,8 +26,8 @@ typedef struct {
     int64_t parts, next;
 } Shared;
 
-/* Takes parts until there are none: it does not matter how many threads come. */
-static void take_parts(void *data) {
+/* Process parts until none is left. Any number of threads may run this. */
+static void process_parts(void *data) {
     Shared *shared = data;
     for (;;) {
         int64_t part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED);
@@ -36,8 +37,8 @@ static void take_parts(void *data) {
 }
 
 #if !defined(_WIN32)
-static void *take_parts_in_thread(void *data) {
-    take_parts(data);
+static void *process_parts_in_thread(void *data) {
+    process_parts(data);
     return NULL;
 }
 
@@ -50,20 +51,21 @@ static void in_threads(Work work, const void *job, int64_t threads) {
         work(job, 0, 1);
         return;
     }
-    Shared shared = {work, job, threads * PARTS_A_THREAD, 0};
+    Shared shared = {work, job, threads * PARTS_PER_THREAD, 0};
     if (team && !forked) {
-        team(take_parts, &shared, (unsigned)threads, 0);
+        team(process_parts, &shared, (unsigned)threads, 0);
         return;
     }
 #if !defined(_WIN32)
     pthread_t others[MOST_THREADS];
-    int made = 0;
-    /* Where no thread can be made, this one does what is left. */
-    while (made < threads - 1 && pthread_create(&others[made], NULL, take_parts_in_thread, &shared) == 0) made++;
-    take_parts(&shared);
-    while (made) pthread_join(others[--made], NULL);
+    int created = 0;
+    /* If no more threads can be created, this thread processes the remaining parts. */
+    while (created < threads - 1 && pthread_create(&others[created], NULL, process_parts_in_thread, &shared) == 0)
+        created++;
+    process_parts(&shared);
+    while (created) pthread_join(others[--created], NULL);
 #else
-    take_parts(&shared);
+    process_parts(&shared);
 #endif
 }
 

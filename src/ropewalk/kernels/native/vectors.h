@@ -1,9 +1,10 @@
-/* Vectors of numbers: how each dtype is read into the type that is computed in, and written with one rounding, to
-   nearest, ties to even. Included once for each instruction set, with LANES floats to a vector and NAME to tell the
-   copies apart.
+/* Vectors of numbers: loads that convert each dtype to the working type, and stores that round once, to nearest, ties
+   to even. Included once per instruction set, with LANES floats per vector, and with NAME, which makes names of the
+   copies distinct.
 
-   Every operation is one to which IEEE arithmetic leaves one result (the build forbids fused multiply-add), so a
-   number is rounded alike in any lane, in any vector and on any machine: a token alone turns as it does among others. */
+   Every operation has exactly one result in IEEE arithmetic, because the build forbids the compiler to fuse multiply
+   and add. A number is therefore rounded in the same way in any lane and any vector, and the rotation of a token does
+   not depend on the other tokens. */
 
 typedef float NAME(F) __attribute__((vector_size(4 * LANES)));
 typedef uint32_t NAME(U) __attribute__((vector_size(4 * LANES)));
@@ -13,7 +14,7 @@ typedef double NAME(D) __attribute__((vector_size(4 * LANES)));
 typedef int64_t NAME(L) __attribute__((vector_size(4 * LANES)));
 
 
-/* u - v w and u + v w, fused where the instruction set has it: NEON, and AVX2 with FMA, which came together. */
+/* u - v w and u + v w, fused if the instruction set supports it: NEON, and AVX2, which is only used with FMA. */
 #if NEON
 INLINE NAME(F) NAME(minus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return vfmsq_f32(u, v, w); }
 INLINE NAME(F) NAME(plus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return vfmaq_f32(u, v, w); }
@@ -35,7 +36,7 @@ INLINE void NAME(load_f32)(const AnyFloat *from, NAME(F) *v) {
     for (int i = 0; i < 4; i++) memcpy(&v[i], from + i * LANES, sizeof v[i]);
 }
 
-/* Tables and weights for 16-bit features: two vectors of float32. */
+/* Tables and weights for 16-bit features are two vectors of float32. */
 INLINE void NAME(load_pair)(const AnyFloat *from, NAME(F) *v) {
     for (int i = 0; i < 2; i++) memcpy(&v[i], from + i * LANES, sizeof v[i]);
 }
@@ -52,7 +53,7 @@ INLINE void NAME(store_f64)(AnyDouble *to, const NAME(D) *v) {
     for (int i = 0; i < 2; i++) memcpy(to + i * (LANES / 2), &v[i], sizeof v[i]);
 }
 
-/* 16-bit numbers as the upper halves of 32-bit words, and back. */
+/* Conversion of 16-bit numbers to the upper halves of 32-bit words, and back. */
 INLINE void NAME(load_upper)(const AnyHalf *from, NAME(U) *v) {
 #if NEON
     NAME(H) both, zero = {0};
@@ -80,14 +81,14 @@ INLINE void NAME(store_upper)(AnyHalf *to, const NAME(U) *v) {
 #endif
 }
 
-/* bfloat16 is the upper half of a float32. To that place: what lies below is to be dropped from what this gives. Half of
-   the place is added, less a little where the place is even, so that a tie stays there. */
+/* bfloat16 is the upper half of a float32. round_bf16 adds half a unit in the last place of bfloat16, minus one bit if
+   that place is even, so that ties go to even. The caller drops the lower half. */
 INLINE NAME(U) NAME(odd_bf16)(NAME(U) bits) { return (NAME(U))((bits & 0x10000u) != 0u); }
 
 INLINE NAME(U) NAME(round_bf16)(NAME(F) v) { return (NAME(U))v - NAME(odd_bf16)((NAME(U))v) + 0x7fffu; }
 
-/* The sum would carry a NaN with nothing but ones in it into zero. A bfloat16 has no such NaN, arithmetic makes none,
-   but float32 cos, sin and weights may have one: `careful_` is for these, and costs two operations more. */
+/* The sum would overflow a NaN whose bits are all ones to zero. No bfloat16 is such a NaN, and arithmetic produces
+   none, but float32 cos, sin and weights may contain one. `careful_` handles these, with two more operations. */
 INLINE NAME(U) NAME(careful_bf16)(NAME(F) v) { return NAME(round_bf16)(v) | (NAME(U))(v != v); }
 
 INLINE NAME(F) NAME(nearest_bf16)(NAME(F) v) { return (NAME(F))(NAME(careful_bf16)(v) & 0xffff0000u); }
@@ -97,7 +98,7 @@ INLINE void NAME(load_bf16)(const AnyHalf *from, NAME(F) *v) { NAME(load_upper)(
 INLINE void NAME(store_bf16)(AnyHalf *to, const NAME(F) *v) {
 #if NEON
     const NAME(U) low = (NAME(U))v[0], high = (NAME(U))v[1], half = vdupq_n_u32(0x7fffu);
-    /* round_bf16, with the sum and the dropping of what lies below in one instruction. */
+    /* round_bf16, with the addition and the dropping of the lower half in one instruction. */
     const uint16x4_t first = vaddhn_u32(low - NAME(odd_bf16)(low), half);
     const uint16x8_t both = vaddhn_high_u32(first, high - NAME(odd_bf16)(high), half);
     memcpy(to, &both, sizeof both);
@@ -117,9 +118,9 @@ INLINE NAME(U) NAME(choose)(NAME(U) mask, NAME(U) yes, NAME(U) no) { return (mas
 /* float16, in the lower half of each word, to float32. */
 INLINE NAME(F) NAME(expand_f16)(NAME(U) bits) {
     NAME(U) sign = (bits & 0x8000u) << 16, size = (bits & 0x7fffu) << 13, exponent = size & (31u << 23);
-    /* The exponent is biased by 15 there and by 127 here; infinity and NaN have the largest in both. */
+    /* The exponent is biased by 15 in float16 and by 127 in float32. Infinity and NaN have the largest one in both. */
     NAME(U) most = (NAME(U))(exponent == (31u << 23)), normal = size + (112u << 23) + (most & (112u << 23));
-    /* What has no leading one: 2^-14 (1 + m) - 2^-14, which is exact. */
+    /* Subnormal numbers: 2^-14 (1 + m) - 2^-14, which is exact. */
     NAME(F) one = (NAME(F))((NAME(U)){0} + (113u << 23));
     NAME(U) tiny = (NAME(U))((NAME(F))(size | (113u << 23)) - one);
     return (NAME(F))(sign | NAME(choose)((NAME(U))(exponent == 0u), tiny, normal));
@@ -159,12 +160,12 @@ INLINE void NAME(store_f16)(AnyHalf *to, const NAME(F) *v) {
 #endif
 }
 
-/* Where every store is careful. */
+/* For other dtypes, careful stores are plain stores. */
 INLINE void NAME(careful_store_f32)(AnyFloat *to, const NAME(F) *v) { NAME(store_f32)(to, v); }
 INLINE void NAME(careful_store_f64)(AnyDouble *to, const NAME(D) *v) { NAME(store_f64)(to, v); }
 INLINE void NAME(careful_store_f16)(AnyHalf *to, const NAME(F) *v) { NAME(store_f16)(to, v); }
 
-/* Neighbours, (0,1), (2,3), .., as two vectors and back. */
+/* Conversion of neighbours (0,1), (2,3), ... to two vectors, and back. */
 #if LANES == 4
 #define EVEN 0, 2, 4, 6
 #define ODD 1, 3, 5, 7
@@ -223,8 +224,8 @@ INLINE void NAME(store2_f64)(AnyDouble *to, const NAME(D) *a, const NAME(D) *b) 
     }
 }
 
-/* Two 16-bit neighbours are one 32-bit word, the first of them below (every machine that this is built for is
-   little-endian). */
+/* Two 16-bit neighbours are one 32-bit word, with the first one in the lower half: all supported machines are
+   little-endian. */
 INLINE void NAME(load2_bf16)(const AnyHalf *from, NAME(F) *a, NAME(F) *b) {
     for (int i = 0; i < 2; i++) {
         NAME(U) words;

@@ -1,7 +1,7 @@
-/* All rows of a tensor, in an order that suits its memory. Included once for each instruction set, after rows.h. */
+/* Loops over all rows of a tensor, in the order of its memory. Included once per instruction set, after rows.h. */
 
-#define DEFINE_WALK(KIND, T, W)                                                                                        \
-    INLINE void NAME(KIND##_walk)(const Rotation *r, const Norm *norm) {                                               \
+#define DEFINE_LOOPS(KIND, T, W)                                                                                       \
+    INLINE void NAME(KIND##_loops)(const Rotation *r, const Norm *norm) {                                              \
         const Axis t = r->tokens, h = r->heads;                                                                        \
         const Features f = r->features;                                                                                \
         const int by_token = llabs(h.x) <= llabs(t.x);                                                                 \
@@ -28,22 +28,22 @@
         }                                                                                                              \
     }
 
-DEFINE_WALK(f32, AnyFloat, AnyFloat)
-DEFINE_WALK(f64, AnyDouble, AnyDouble)
-DEFINE_WALK(bf16, AnyHalf, AnyFloat)
-DEFINE_WALK(f16, AnyHalf, AnyFloat)
-#undef DEFINE_WALK
+DEFINE_LOOPS(f32, AnyFloat, AnyFloat)
+DEFINE_LOOPS(f64, AnyDouble, AnyDouble)
+DEFINE_LOOPS(bf16, AnyHalf, AnyFloat)
+DEFINE_LOOPS(f16, AnyHalf, AnyFloat)
+#undef DEFINE_LOOPS
 
-/* With and without a norm apart, so that what is not asked for costs nothing in the loops. */
+/* Separate loops with and without a norm, so that an unused norm costs nothing. */
 #define CASE(LABEL, KIND)                                                                                              \
     case LABEL:                                                                                                        \
         if (r->norm.weight)                                                                                            \
-            NAME(KIND##_walk)(r, &r->norm);                                                                            \
+            NAME(KIND##_loops)(r, &r->norm);                                                                           \
         else                                                                                                           \
-            NAME(KIND##_walk)(r, NULL);                                                                                \
+            NAME(KIND##_loops)(r, NULL);                                                                               \
         break;
 
-TARGET static void NAME(walk)(const Rotation *r) {
+TARGET static void NAME(loops)(const Rotation *r) {
     switch (r->dtype) {
         CASE(F32, f32)
         CASE(F64, f64)
