@@ -33,7 +33,7 @@ WHOLE = RotaryEmbedding(RopeSpec(WIDTH, AcrossHeads(1e4, HEADS)))
         ({"encoding": torch.nn.Linear(2, 2)}, "(Linear)"),
         ({"encoding": RotaryEmbedding(8)}, "a rope with head_dim=6"),
         ({"encoding": RotaryEmbedding(WIDTH, seq_dim=-3)}, "seq_dim=-2"),
-        ({"encoding": RotaryEmbedding(RopeSpec(WIDTH, DynamicNTK(1e4, 2, 64)))}, "the length that determines its frequencies"),
+        ({"encoding": RotaryEmbedding(RopeSpec(WIDTH, DynamicNTK(1e4, 2, 64)))}, "the length that determines"),
         ({"encoding": AlibiBias(3)}, "AlibiBias for 3 heads"),
         ({"encoding": WHOLE, "num_kv_heads": 2}, "omit num_kv_heads"),
         ({"encoding": WHOLE, "num_heads": 2, "head_dim": WIDTH}, "for 4 heads"),

@@ -72,7 +72,7 @@ def test_whole_layers_by_flex_attention(kind, monkeypatch):
     ends = torch.tensor([0, 4, 20])
     calls = [({}, x), ({"key_mask": mask}, x), ({"cu_seqlens": ends}, x[:1])]
     # Under a compiler cu_seqlens cannot be looked at.
-    monkeypatch.setattr(layer_module, "may_look", lambda ids: False)
+    monkeypatch.setattr(layer_module, "can_read_values", lambda ids: False)
     with torch.inference_mode():
         expected = [attention(x, **given) for given, x in calls]
         as_on_a_gpu(monkeypatch)

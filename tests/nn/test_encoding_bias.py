@@ -175,7 +175,7 @@ BAD = {
     "no positions": (None, torch.arange(3), "q_positions", "expected: a tensor [seq] or [batch, seq]"),
     "a list": (torch.arange(3), [0, 1], "k_positions", "wrap them"),
     "bool": (torch.ones(3, dtype=torch.bool), torch.arange(3), "q_positions", "torch.bool"),
-    "half precision": (torch.arange(3), torch.arange(3).bfloat16(), "k_positions", "bfloat16 and float16 do not represent"),
+    "half precision": (torch.arange(3), torch.arange(3).bfloat16(), "k_positions", "do not represent every integer"),
     "three dimensions": (torch.zeros(1, 1, 3).long(), torch.arange(3), "q_positions", "[seq] or [batch, seq]"),
     "two batches": (torch.zeros(2, 3).long(), torch.zeros(3, 3).long(), "k_positions", "with the same batch"),
     "two devices": (torch.arange(3), torch.arange(3, device="meta"), "k_positions", "on meta"),

@@ -54,7 +54,7 @@ ONE = [x[:1] for x in (Q, K, V)]
         ((Q, Q, Q[..., :3]), {"rope": ROPE, "state": STATE}, "sequences, key heads, features"),
         ((Q, K, V), {"state": STATE}, "cannot be rotated again"),
         ((Q, K, V), {"rope": rw.RotaryEmbedding(8, base=500.0), "state": STATE}, "cannot be rotated again"),
-        ((Q, K, V), {"rope": ROPE, "feature_map": "relu", "state": STATE}, "feature map that the state was computed with"),
+        ((Q, K, V), {"rope": ROPE, "feature_map": "relu", "state": STATE}, "that the state was computed with"),
         (
             (Q, K, V),
             {"rope": ROPE, "feature_map": torch.relu, "state": STATE},

@@ -14,13 +14,13 @@ from ropewalk.nn.memory_layout import check_strided
 
 __all__ = [
     "as_signed",
+    "can_read_values",
     "check_ends",
     "check_finite",
     "check_ids",
     "check_index",
     "check_positions",
     "described",
-    "may_look",
 ]
 
 # Dtypes for positions. bfloat16 cannot represent 257, and float16 cannot represent 2049.
@@ -29,10 +29,10 @@ _UNSIGNED = {torch.uint16, torch.uint32, torch.uint64}
 _COUNTING |= {torch.int16, torch.int32, torch.int64} | _UNSIGNED
 
 
-def may_look(ids: Tensor) -> bool:
+def can_read_values(ids: Tensor) -> bool:
     """Whether the values of `ids` can be read without a device synchronization or a graph break.
 
-    >>> may_look(torch.arange(2)), may_look(torch.arange(2, device="meta"))
+    >>> can_read_values(torch.arange(2)), can_read_values(torch.arange(2, device="meta"))
     (True, False)
     """
     return is_plain(ids) and ids.device.type == "cpu"
@@ -92,7 +92,7 @@ def check_ids(
 
 def _check_uint64(ids: Tensor, asked: str) -> None:
     """Raise unless every number fits int64: 2^63 would become negative."""
-    if may_look(ids) and not bool((ids.view(torch.int64) < 0).any()):
+    if can_read_values(ids) and not bool((ids.view(torch.int64) < 0).any()):
         return
     raise RopewalkError(
         asked=asked,
@@ -191,7 +191,7 @@ def check_index(index: Tensor, sequences: int, device: torch.device, *, asked: s
     """
     fits = isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and index.device == device
     fits = fits and index.dim() == 1 and number in (None, len(index))
-    if fits and (not may_look(index) or bool(((index >= 0) & (index < sequences)).all())):
+    if fits and (not can_read_values(index) or bool(((index >= 0) & (index < sequences)).all())):
         return
     raise RopewalkError(
         asked=asked,

@@ -146,7 +146,7 @@ def grid_positions(*sizes: int, merge: int = 1, device: torch.device | str | Non
             asked=f"grid_positions{sizes} with merge={merge}",
             expected="two sizes or more; the last two are multiples of merge",
             got=f"{sizes}",
-            do="pad the image to whole blocks, or leave merge out",
+            do="pad the image to whole blocks, or omit merge",
         )
     cells = torch.stack(torch.meshgrid(*[arange(size, device=device) for size in sizes], indexing="ij"))
     *front, height, width = cells.shape

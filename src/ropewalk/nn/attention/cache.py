@@ -7,10 +7,10 @@ from ropewalk.errors import RopewalkError, require_count, shown
 from ropewalk.kernels.constructors import arange, zeros
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_in
-from ropewalk.nn.position_checks import check_ids, check_index, check_positions, described, may_look
+from ropewalk.nn.position_checks import can_read_values, check_ids, check_index, check_positions, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
-__all__ = ["KVCache", "check_counts", "check_room"]
+__all__ = ["KVCache", "check_capacity", "check_counts"]
 
 
 class KVCache:
@@ -122,7 +122,7 @@ class KVCache:
         self.filled_at_most += seq
         if counts is not None:
             self.even = False
-            if may_look(self.lengths):
+            if can_read_values(self.lengths):
                 self.filled_at_most = int(self.lengths.max())
 
     def evict_prefix(self, count: int, rope: RotaryEmbedding | Encoding | None) -> None:
@@ -262,13 +262,13 @@ class KVCache:
             asked = "KVCache.append(positions=...)"
             check_ids(positions, asked=asked, whole=True)
             check_positions(positions, k, asked=asked)
-        check_room(self, k.shape[2], counts)
+        check_capacity(self, k.shape[2], counts)
 
 
-def check_room(cache: KVCache, seq: int, counts: Tensor | None) -> None:
+def check_capacity(cache: KVCache, seq: int, counts: Tensor | None) -> None:
     """Raise if `seq` more tokens may not fit, by what the host knows.
 
-    >>> check_room(KVCache(1, 1, 4, 1), 4, None)
+    >>> check_capacity(KVCache(1, 1, 4, 1), 4, None)
     """
     free = cache.max_length - cache.filled_at_most
     if seq <= free:
@@ -292,7 +292,7 @@ def check_counts(cache: KVCache, counts: Tensor, seq: int) -> None:
     lengths = cache.lengths
     fits = isinstance(counts, Tensor) and counts.dtype in (torch.int32, torch.int64)
     fits = fits and counts.shape == lengths.shape and counts.device == lengths.device
-    if fits and (not may_look(counts) or bool(((counts >= 0) & (counts <= seq)).all())):
+    if fits and (not can_read_values(counts) or bool(((counts >= 0) & (counts <= seq)).all())):
         return
     raise RopewalkError(
         asked=f"counts= for {seq} tokens with padding",

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, shown
 from ropewalk.kernels.constructors import arange, zeros_like
-from ropewalk.nn.attention.cache import KVCache, check_counts, check_room
+from ropewalk.nn.attention.cache import KVCache, check_capacity, check_counts
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_in
-from ropewalk.nn.position_checks import check_ends, check_ids, check_positions, described, may_look
+from ropewalk.nn.position_checks import can_read_values, check_ends, check_ids, check_positions, described
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
@@ -206,7 +206,7 @@ class Attention(ProjectedHeads):
     def _packed(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, cu_seqlens: Tensor, key_mask: Tensor | None
     ) -> Tensor:
-        if not may_look(cu_seqlens):
+        if not can_read_values(cu_seqlens):
             visibility = Visibility(self.causal, None, key_mask, documents_of(cu_seqlens, q.shape[2]))
             return self._attend(q, k, v, visibility, positions, positions)
         # One call per sequence: less work than a mask, and NaN cannot reach other sequences.
@@ -262,7 +262,7 @@ class Attention(ProjectedHeads):
         batch, seq = x.shape[:2]
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens)
-            check_room(cache, seq, counts)
+            check_capacity(cache, seq, counts)
         if counts is not None:
             if cache is None:
                 raise RopewalkError(
@@ -294,7 +294,7 @@ class Attention(ProjectedHeads):
                     got=described(cu_seqlens),
                     do="put a 0 before the cumulated lengths, and move them to the device of x",
                 )
-            if may_look(cu_seqlens):
+            if can_read_values(cu_seqlens):
                 check_ends(cu_seqlens, seq, asked=asked)
 
     def _check_cache(self, cache: KVCache, x: Tensor, cu_seqlens: Tensor | None) -> None:

@@ -14,7 +14,7 @@ from ropewalk.errors import RopewalkError, require_count, require_even
 from ropewalk.kernels.angles.torch import angles_at
 from ropewalk.kernels.constructors import arange, constant, placed
 from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens
-from ropewalk.nn.position_checks import may_look
+from ropewalk.nn.position_checks import can_read_values
 from ropewalk.nn.rotary.spec_numbers import plain_frequencies
 from ropewalk.spec.frequencies import Plain
 
@@ -229,7 +229,7 @@ def _rows(table: Tensor, length: int, x: Tensor, positions: Tensor | None, asked
         return table[: x.shape[-2]]
     check_token_positions(positions, x, asked=asked, whole=True)
     ids = positions.to(torch.int64)
-    if not may_look(ids):
+    if not can_read_values(ids):
         # An exported graph can index negative ids from the end, as ONNX does. An id past the table raises there too.
         ids = torch.where(ids < 0, length, ids)
     elif ids.numel():

@@ -10,7 +10,7 @@ from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.constructors import empty
 from ropewalk.kernels.torch_internals import fake_mode
 from ropewalk.nn.memory_layout import check_strided
-from ropewalk.nn.position_checks import check_finite, check_ids, check_positions, may_look
+from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids, check_positions
 from ropewalk.nn.scripting import refuse_scripting
 
 __all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens"]
@@ -180,5 +180,5 @@ def check_token_positions(positions: Tensor, x: Tensor, *, asked: str, whole: bo
     asked = f"{asked}(positions)"
     check_ids(positions, asked=asked, whole=whole)
     check_positions(positions, x, asked=asked, batched=x.dim() > 2)
-    if may_look(positions):
+    if can_read_values(positions):
         check_finite(positions, asked=asked)

@@ -14,7 +14,7 @@ from ropewalk.errors import RopewalkError, require_count, require_flag
 from ropewalk.kernels.constructors import constant, empty, placed
 from ropewalk.kernels.torch_internals import constant_to_compiler
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
-from ropewalk.nn.position_checks import check_finite, check_ids, may_look
+from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids
 from ropewalk.theory import alibi_slopes, t5_buckets
 
 __all__ = ["AlibiBias", "T5Bias"]
@@ -236,7 +236,7 @@ def _checked(ids: Tensor | None, asked: str, whole: bool) -> Tensor:
     # check_ids rejects None, like any object that is not a tensor.
     positions = cast(Tensor, ids)
     check_ids(positions, asked=asked, whole=whole)
-    if may_look(positions):
+    if can_read_values(positions):
         check_finite(positions, asked=asked)
     return positions
 

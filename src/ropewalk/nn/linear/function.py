@@ -16,7 +16,7 @@ from ropewalk.nn.encodings.rotary import rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.state import LinearState, check_length, checked_state
 from ropewalk.nn.memory_layout import check_strided
-from ropewalk.nn.position_checks import check_ends, check_ids, described, may_look
+from ropewalk.nn.position_checks import can_read_values, check_ends, check_ids, described
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -411,5 +411,5 @@ def _check_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
             got=f"q {list(q.shape)}, k {list(k.shape)}, {len(cu_seqlens)} cumulated lengths on {cu_seqlens.device}",
             do="concatenate the sequences along seq",
         )
-    if may_look(cu_seqlens):
+    if can_read_values(cu_seqlens):
         check_ends(cu_seqlens, q.shape[2], asked=asked)

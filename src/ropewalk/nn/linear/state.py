@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_int, shown
 from ropewalk.kernels.types import Sums
-from ropewalk.nn.position_checks import check_ids, check_index, may_look
+from ropewalk.nn.position_checks import can_read_values, check_ids, check_index
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["LinearState", "check_length", "checked_state"]
@@ -222,7 +222,7 @@ def check_length(state: LinearState | None, spec: RopeSpec | None, length: int |
     state_length = None if state is None else state.length
     if spec is None or not spec.varies or state_length is None or length is None or torch.compiler.is_compiling():
         return
-    if not all(may_look(x) for x in (state_length, length) if isinstance(x, Tensor)):
+    if not all(can_read_values(x) for x in (state_length, length) if isinstance(x, Tensor)):
         return
     old, new = (x.flatten().tolist() if isinstance(x, Tensor) else [x] for x in (state_length, length))
     rows = max(len(old), len(new))

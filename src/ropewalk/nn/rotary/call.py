@@ -10,7 +10,7 @@ from ropewalk.errors import RopewalkError, as_int, require_choice, shown
 from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.torch_internals import is_plain
 from ropewalk.nn.memory_layout import check_strided, is_strided
-from ropewalk.nn.position_checks import as_signed, check_ends, check_finite, check_ids, check_positions, may_look
+from ropewalk.nn.position_checks import as_signed, can_read_values, check_ends, check_finite, check_ids, check_positions
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.rope import RopeSpec
@@ -101,17 +101,17 @@ class Limits:
 
         >>> Limits(None, None, False).check_values(torch.arange(3), "a doctest")
         """
-        if not self.may_look(positions):
+        if not self.can_read_values(positions):
             return
         check_finite(positions, asked=asked)
         if positions.numel() and (self.context_length is not None or self.xpos is not None):
             self._check_last(int(positions.max()))
             self._check_first(int(positions.min()))
 
-    def may_look(self, ids: Tensor) -> bool:
+    def can_read_values(self, ids: Tensor) -> bool:
         """Whether the values of ids may be read: not under torch.compile, and on a GPU only if `check_ids` is set.
 
-        >>> Limits(None, None, False).may_look(torch.arange(2))
+        >>> Limits(None, None, False).can_read_values(torch.arange(2))
         True
         """
         if not is_plain(ids) or not (ids.device.type == "cpu" or self.check_ids):
@@ -249,7 +249,7 @@ class Placement(NamedTuple):
         elif self.cu_seqlens is not None:
             ends, asked = self.cu_seqlens, "rope(cu_seqlens=...)"
             check_ids(ends, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
-            if limits.may_look(ends):
+            if limits.can_read_values(ends):
                 check_ends(ends, seq, asked=asked)
             start = None if self.offset is None else checked_offset(self.offset, x, ends.shape[0] - 1, "offset")
             positions = packed_positions(ends.to(x.device), seq, start)
@@ -290,13 +290,13 @@ def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> in
         whole = not offset.is_floating_point() and not offset.is_complex() and offset.dtype != torch.bool
         one_each = offset.dim() == 1 and rows is not None and offset.shape[0] in (1, rows)
         if whole and (offset.dim() == 0 or one_each):
-            readable = may_look(offset)
+            readable = can_read_values(offset)
             if readable and all(abs(number) <= _MOST_OFFSET for number in offset.flatten().tolist()):
                 return offset.to(torch.int64)
             if not readable and offset.dtype != torch.uint64:
                 return offset.to(torch.int64)
         got = f"{offset.dtype} {list(offset.shape)}"
-        if whole and may_look(offset) and offset.numel() and (one_each or offset.dim() == 0):
+        if whole and can_read_values(offset) and offset.numel() and (one_each or offset.dim() == 0):
             got += f" with {max(offset.flatten().tolist(), key=abs)}"
     elif isinstance(offset, torch.SymInt):
         return offset  # pyright: ignore[reportReturnType]  # behaves as an int

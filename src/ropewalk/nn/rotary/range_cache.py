@@ -53,16 +53,16 @@ class RangeCache:
     All blocks are replaced in one assignment, so a thread sees either the old or the new ones. They are dropped when
     the owner is copied or pickled.
 
-    >>> made = []
+    >>> computed = []
     >>> def make(start, stop):
-    ...     made.append((start, stop))
+    ...     computed.append((start, stop))
     ...     return torch.arange(start, stop), torch.arange(start, stop)
     >>> cache = RangeCache()
     >>> key = torch.device("cpu"), torch.float32, 0
     >>> tables = [cache.find(key, start, start + 2, make) for start in (0, 2, 250)]
     >>> [cos[row : row + 2].tolist() for cos, sin, row in tables]
     [[0, 1], [2, 3], [250, 251]]
-    >>> made
+    >>> computed
     [(0, 512)]
     """
 
