@@ -193,7 +193,7 @@ def test_a_query_that_sees_nothing_gives_zero_with_finite_gradients(kind):
 def test_packed_sequences_are_as_if_alone(kind, causal, looked_at, monkeypatch):
     if not looked_at:
         # As on a device: no loop, but a mask.
-        monkeypatch.setattr(layer_module, "may_look", lambda ids: False)
+        monkeypatch.setattr(layer_module, "can_read_values", lambda ids: False)
     attention, x = layer(kind, causal=causal), vector(0, 1, 13, DIM)
     ends = torch.tensor([0, 3, 3, 4, 11], dtype=torch.int32)
     mask, ids = torch.rand(1, 13) > 0.3, torch.randint(0, 30, (13,))
