@@ -29,6 +29,7 @@ from ropewalk.hub import extend_model, inspect_model, read_model
 from ropewalk.hub.configs.limits import LIMITS
 from ropewalk.hub.extend.rules import RULE_NAMES, RuleName
 from ropewalk.hub.families.table import FAMILIES, WITHOUT_ROPE
+from waiting import HANG
 
 __all__ = ["MOST_MEMORY", "MOST_SECONDS", "Tally", "hostile", "run"]
 
@@ -352,7 +353,7 @@ def run(count: int, seed: int, *, sample: bool = False) -> Tally:
 def _try(tally: Tally, name: str, read: Callable[[Any, Any], None], config: Any, pairing: Any, which: str) -> None:
     started, outcome, said = time.thread_time(), "result", ""
     try:
-        with _alarm(60):
+        with _alarm(HANG):
             read(config, pairing)
     except RopewalkError as error:
         outcome, said = "RopewalkError", str(error)

@@ -27,6 +27,7 @@ from hub.checkpoints import llama
 from hub.hostile_folders import SECRET, hostile
 from ropewalk.errors import RopewalkError
 from ropewalk.hub import UnprovenError, convert_checkpoint, verify_conversion
+from waiting import HANG
 
 MEGABYTES, SECONDS = 200, 2.0
 
@@ -162,7 +163,7 @@ def run(seeds: range, limit: float) -> Iterator[tuple[int, str, str, Used]]:
         folder = Path(tempfile.mkdtemp(prefix="hostile-"))
         try:
             # In a process of its own, too: what it leaves in memory is not counted as the conversion's.
-            made, _ = in_child(lambda folder=folder, seed=seed: make(folder, seed), 60)
+            made, _ = in_child(lambda folder=folder, seed=seed: make(folder, seed), HANG)
             if not made.startswith("["):
                 raise RuntimeError(f"the folder of seed {seed} cannot be made: {made}")
             model, out, names = json.loads(made)

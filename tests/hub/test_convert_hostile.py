@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ropewalk.hub.convert.permutation import _QUANTISED, _in_tower
+from waiting import HANG
 
 TESTS = Path(__file__).parents[1]
 
 
 def hostile_run(*arguments: object) -> subprocess.CompletedProcess[str]:
     # Time is not what the suite measures: the limit is there to end a conversion that waits forever.
-    command = [sys.executable, "-m", "hub.hostile_run", *map(str, arguments), "--limit", "60"]
+    command = [sys.executable, "-m", "hub.hostile_run", *map(str, arguments), "--limit", str(HANG)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 

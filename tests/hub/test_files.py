@@ -4,7 +4,6 @@ import importlib
 import io
 import os
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,15 @@ import pytest
 from hub.special_files import SPECIAL
 from ropewalk import RopewalkError
 from ropewalk.hub import files
+from waiting import outcome
 
 WORDS: dict[str, Any] = {"asked": "read the thing", "expected": "a readable thing", "do": "name another"}
 LIMIT = 1 << 20
 
 
 def tried(function: Any, path: Path, **options: Any) -> Any:
-    """The result of a function in a thread, or its error: a test fails where the function waits forever."""
-    results: list[Any] = []
-
-    def call() -> None:
-        try:
-            results.append(function(path, **options, **WORDS))
-        except RopewalkError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert results, "it waits"
-    return results[0]
+    """The result of a function that must not wait, or its error."""
+    return outcome(lambda: function(path, **options, **WORDS))
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
@@ -126,7 +114,7 @@ def test_a_regular_file_that_waits_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("{}")
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
     monkeypatch.setattr(files, "open_regular", lambda *_, **__: Waiting())
-    with pytest.raises(RopewalkError, match="waits for more"):
+    with pytest.raises(RopewalkError, match="blocks until more data"):
         files.read_bytes(tmp_path / "file", most=LIMIT, **WORDS)
     os.close(descriptor)
 

@@ -3,7 +3,6 @@
 import json
 import resource
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hub.special_files import SPECIAL
 from ropewalk.hub import extend_model, inspect_model, read_model
 from ropewalk.hub.configs.keys import read_config
 from ropewalk.tools.cli import main
+from waiting import outcome
 
 MOST_MEMORY = 200 << 20
 FUNCTIONS: dict[str, Callable[[Path], Any]] = {
@@ -36,23 +36,11 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def outcome(function: Callable[[], Any]) -> BaseException | None:
-    """What the function raises. It runs in a thread, so that a test fails where the function waits forever."""
-    before, errors = peak(), list[BaseException | None]()
-
-    def call() -> None:
-        try:
-            function()
-            errors.append(None)
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(60)
-    assert errors, "it waits"
+def raised(function: Callable[[], Any]) -> BaseException | None:
+    """The exception of a function, which neither waits nor uses memory; None where it returns."""
+    before, result = peak(), outcome(function)
     assert peak() - before < MOST_MEMORY
-    return errors[0]
+    return result if isinstance(result, BaseException) else None
 
 
 @pytest.mark.parametrize("name", ["config.json", "params.json"])
@@ -61,7 +49,7 @@ def test_functions_refuse_it(kind, name, tmp_path):
     SPECIAL[kind](tmp_path / name)
     for function in FUNCTIONS.values():
         for path in (tmp_path / name, tmp_path):
-            error = outcome(lambda function=function, path=path: function(path))
+            error = raised(lambda function=function, path=path: function(path))
             assert isinstance(error, rw.RopewalkError), path
             # The folder's error is about the file in it.
             if kind not in ("folder", "link to a folder"):
@@ -81,7 +69,7 @@ def test_commands_refuse_it(kind, name, tmp_path, monkeypatch, capsys):
     for command in COMMANDS:
         for path in (folder / name, folder):
             monkeypatch.setattr(sys, "argv", ["ropewalk", *command, str(path)])
-            stop = outcome(main)
+            stop = raised(main)
             assert isinstance(stop, SystemExit), (command, path)
             assert stop.code == 2
             assert "Traceback" not in capsys.readouterr().err
@@ -112,16 +100,16 @@ def test_what_a_config_of_allowed_length_takes_of_memory(piece, tmp_path):
     start, stop = b'{"model_type": "llama", "head_dim": 64, "more": [', last + b"]}"
     path = tmp_path / "config.json"
     path.write_bytes(start + more * (((16 << 20) - 100) // len(more)) + stop)
-    assert isinstance(outcome(lambda: rw.load_spec(path)), rw.RopewalkError)
+    assert isinstance(raised(lambda: rw.load_spec(path)), rw.RopewalkError)
     path.write_bytes(start + more * 1000 + stop)
-    assert outcome(lambda: rw.load_spec(path)) is None
+    assert raised(lambda: rw.load_spec(path)) is None
 
 
 def test_a_long_text_takes_little_memory(tmp_path):
     # One letter beyond the first plane makes all letters of a string four bytes wide.
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "head_dim": 64, "more": "\N{KNOT}' + "x" * (16_000_000) + '"}', "utf-8")
-    assert outcome(lambda: rw.load_spec(path)) is None
+    assert raised(lambda: rw.load_spec(path)) is None
 
 
 @pytest.mark.parametrize(
@@ -145,7 +133,7 @@ def test_a_long_text_takes_little_memory(tmp_path):
 def test_texts_that_no_config_has_are_refused_at_once(text, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8")
-    error = outcome(lambda: rw.load_spec(path))
+    error = raised(lambda: rw.load_spec(path))
     assert isinstance(error, rw.RopewalkError)
     assert len(str(error)) < 5000
     str(error).encode("utf-8")
@@ -159,11 +147,11 @@ def test_values_that_contain_themselves_are_refused():
     for _ in range(30):
         shared = [shared] * 10
     for value in (endless, shared):
-        error = outcome(lambda value=value: read_config({"model_type": "llama", "head_dim": 64, "more": value}))
+        error = raised(lambda value=value: read_config({"model_type": "llama", "head_dim": 64, "more": value}))
         assert isinstance(error, rw.RopewalkError)
 
 
 @pytest.mark.parametrize("key", [10**5000, ("a",), b"a", 1.5, None, frozenset()], ids=lambda key: type(key).__name__)
 def test_keys_that_no_config_has_are_refused(key):
-    error = outcome(lambda: read_config({"model_type": "llama", "more": {key: 1}}))
+    error = raised(lambda: read_config({"model_type": "llama", "more": {key: 1}}))
     assert isinstance(error, rw.RopewalkError)

@@ -11,9 +11,7 @@ import torch.utils.deterministic as deterministic
 
 from ropewalk import RotaryEmbedding
 from strategies import vector
-
-# Seconds after which a process hangs, however busy the machine is.
-HANG = 600
+from waiting import HANG
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
