@@ -320,7 +320,7 @@ def test_a_compiled_call_is_the_kernel():
 
 def test_what_the_kernels_cannot_do_is_said():
     inputs = [x.to(DEVICE) for x in drawn(1, 1, 1, 4, 16, 8)]
-    with pytest.raises(rw.RopewalkError, match=r"a dtype that it does not have, for torch.float64 \[1, 1, 4, 16\]"):
+    with pytest.raises(rw.RopewalkError, match=r"a dtype that it does not support, for torch.float64 \[1, 1, 4, 16\]"):
         rw.linear_attention(*inputs, backend="triton")
     learned = rw.RotaryEmbedding(16, learned=True).to(DEVICE)
     with pytest.raises(rw.RopewalkError, match="gradients of cos and sin"):

@@ -1,4 +1,4 @@
-"""Operations: which backend computes a call (`dispatch`), torch.library, autograd."""
+"""Operations: choice of the backend (`dispatch`), library ops for torch.compile, and autograd."""
 
 from ropewalk.ops.angles import cos_sin as cos_sin
 from ropewalk.ops.dispatch import backend_reasons as backend_reasons

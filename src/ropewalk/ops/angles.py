@@ -1,4 +1,4 @@
-"""cos and sin from positions, by the backend that `dispatch` chooses, with gradients."""
+"""cos and sin of positions by the backend that `dispatch` chooses, with gradients."""
 
 from typing import Any
 
@@ -24,10 +24,19 @@ def cos_sin(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """amplitude * cos and amplitude * sin of the angles, as `kernels.angles.torch.cos_sin` defines them.
+    """Return amplitude * cos and amplitude * sin of the angles.
 
-    An exporter gets the formula, so that what it writes needs no ropewalk; so does functorch, for which the library op
-    has no rules. A backend that was forced and cannot compute these angles leaves them to the others.
+    torch.export gets the formula, so that exported programs do not need ropewalk. functorch gets it too, because the
+    library op has no rules for it.
+
+    Args:
+        positions: As in `kernels.angles.torch.cos_sin`; the following arguments too.
+        inv_freq: Frequencies.
+        radix_table: Radix table, or None.
+        amplitude: Factor on cos and sin, a float64 tensor.
+        dtype: Dtype of the results.
+        axes: Weights of the position axes, or None.
+        backend: Preferred backend. If it does not support these angles, another one computes them.
 
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> cos, _ = cos_sin(torch.tensor([2]), one, None, one[0], torch.float32)
@@ -39,7 +48,7 @@ def cos_sin(
     if choice.path == "op":
         return torch.ops.ropewalk.cos_sin(*call, choice.backend)
     if choice.path == "formula":
-        # The radix table is looked up by values, which only plain positions have.
+        # The radix table is indexed by the values of positions, which only plain tensors have.
         return cos_sin_formula(positions, inv_freq, None, amplitude, dtype, axes)
     return choice.operation.run(*call)
 
@@ -70,7 +79,7 @@ def _save_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _angles_backward(ctx: Any, cos_grad: Tensor, sin_grad: Tensor) -> tuple[Tensor | None, ...]:
-    # d(a cos φ) = -a sin φ dφ + cos φ da and d(a sin φ) = a cos φ dφ + sin φ da; a cos φ and a sin φ were returned.
+    # d(a cos φ) = -a sin φ dφ + cos φ da and d(a sin φ) = a cos φ dφ + sin φ da. The outputs are a cos φ and a sin φ.
     positions, inv_freq, amplitude, axes, cos, sin = ctx.saved_tensors
     angle_grad = (sin_grad * cos - cos_grad * sin).to(torch.float64)
     needs_positions, needs_frequencies, _, needs_amplitude, *_ = ctx.needs_input_grad
@@ -86,8 +95,8 @@ def _angles_backward(ctx: Any, cos_grad: Tensor, sin_grad: Tensor) -> tuple[Tens
                 pair_grad = torch.stack([(pair_grad * axis).sum(-1) for axis in axes.unbind(0)])
             position_grad = pair_grad.reshape(positions.shape).to(positions.dtype)
     if needs_amplitude:
-        grown = (cos_grad * cos + sin_grad * sin).to(torch.float64) / amplitude
-        amplitude_grad = grown.sum_to_size(amplitude.shape)
+        amplitude_grad = (cos_grad * cos + sin_grad * sin).to(torch.float64) / amplitude
+        amplitude_grad = amplitude_grad.sum_to_size(amplitude.shape)
     return position_grad, theta_grad, None, amplitude_grad, None, None, None
 
 

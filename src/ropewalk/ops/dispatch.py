@@ -1,15 +1,15 @@
-"""The one place that decides which backend computes a call, and by which path.
+"""Choice of the backend that computes a call, and of the path by which it is called.
 
-What a call costs, apart from the work itself, on two Neoverse-N1 cores with torch 2.13 (2026-11): a direct call 2 us,
-an autograd.Function 15 to 22 us, a library op 21 to 58 us. So there are three paths:
+Overhead of a call on two Neoverse-N1 cores with torch 2.13 (2026-11): a direct call 2 us, an autograd.Function 15 to
+22 us, a library op 21 to 58 us. Therefore there are three paths:
 
-- "kernel": plain tensors in an eager call go straight to the function of a backend, through the cheapest
-  autograd.Function where a gradient is needed;
-- "op": a compiler gets a library op, which runs the backend, where the backend is `opaque` and worth the call;
-- "formula": everything else that looks inside (export, functorch, forward-mode AD, tensor subclasses, gradients that no
-  backend has) gets torch operations, which all of them understand.
+- "kernel": plain tensors in an eager call are passed directly to the function of a backend, through the cheapest
+  autograd.Function if a gradient is needed.
+- "op": torch.compile gets a library op that runs the backend, if the backend is `opaque` and worth the overhead.
+- "formula": everything else (export, functorch, forward-mode AD, tensor subclasses, gradients that no backend supports)
+  gets torch operations, which all of them support.
 
-Only plain tensors reach a kernel, so that none reads a pointer that is not there.
+Only plain tensors reach a kernel, so that no kernel reads an invalid pointer.
 """
 
 from collections.abc import Sequence
@@ -40,22 +40,22 @@ def choose(
     *,
     table_gradient: bool = False,
 ) -> Choice:
-    """How a call of an operation is to be computed: the path, the backend and its function.
+    """Return how a call of an operation is computed: the path, the backend and its function.
 
     Args:
-        name: The operation.
-        requested: The backend that was forced, or None. A forced backend computes the call or there is an error. For
-            cos and sin it is a preference: they are the same everywhere within their budget.
-        call: What `Operation.supports` receives: for rotate and norm_rotate (q, k, layout), for linear_attention
-            (q_side, k_side, v, layout), for cos_sin all of its arguments.
-        tensors: Every tensor whose memory a kernel would read; the first is on the device of the call.
+        name: Name of the operation.
+        requested: Name of the forced backend, or None. For cos_sin it is only a preference, because all backends agree
+            within the error budget.
+        call: Arguments of `Operation.supports`: (q, k, layout) for rotate and norm_rotate, (q_side, k_side, v, layout)
+            for linear_attention, all arguments for cos_sin.
+        tensors: All tensors whose memory a kernel would read. The first is on the device of the call.
         table_gradient: Whether gradients of cos and sin are needed.
 
     Returns:
-        The choice. The path is "formula" where no backend can be used.
+        The choice. Its path is "formula" if no backend supports the call.
 
     Raises:
-        RopewalkError: The backend that was forced cannot compute the call; the error says why.
+        RopewalkError: If the forced backend does not support the call. The error contains the reason.
 
     >>> from ropewalk.kernels.types import Layout
     >>> x = torch.ones(3, 4)
@@ -65,22 +65,22 @@ def choose(
     compiling = torch.compiler.is_compiling()
     if compiling:
         if requested is None and name in ("rotate", "norm_rotate") and is_one(call[0].shape[call[2].seq_dim]):
-            # For one token a library op takes longer to call than Inductor's code to run.
+            # For one token, the overhead of a library op exceeds the time of Inductor's code.
             return _FORMULA[name]
         reachable = not (is_exporting() or is_transformed()) and _have_plain_types(tensors)
     else:
         reachable = is_plain(*tensors)
     reason = None
     if reachable:
-        found = find(name, requested, call, compiling=compiling, table_gradient=table_gradient)
-        if isinstance(found, Choice):
-            return found
-        reason = found
+        choice_or_reason = find(name, requested, call, compiling=compiling, table_gradient=table_gradient)
+        if isinstance(choice_or_reason, Choice):
+            return choice_or_reason
+        reason = choice_or_reason
     if requested is None or requested == "torch" or name == "cos_sin":
         return _FORMULA[name]
     got = reason or why_not_plain(*tensors) or ""
     if not compiling:
-        # A compiler would have to fix every length to print it.
+        # Under torch.compile, printing the lengths would make them constants of the graph.
         shown = [f"{x.dtype} {list(x.shape)} on {x.device}" for x in tensors[:2] if x is not None]
         got = f"{got}, for {' and '.join(shown)}"
     raise RopewalkError(
@@ -99,7 +99,9 @@ def find(
     compiling: bool = False,
     table_gradient: bool = False,
 ) -> Choice | str:
-    """The first backend that supports a call on plain tensors, or in words why there is none.
+    """Return the first backend that supports a call on plain tensors, or the reason why there is none.
+
+    Arguments are those of `choose`; `compiling` is whether torch.compile traces the call.
 
     >>> from ropewalk.kernels.types import Layout
     >>> call = torch.ones(3, 4), None, Layout(True, 0, -2)
@@ -126,8 +128,8 @@ def find(
             reason = "a compiler"
             continue
         return choice._replace(path="op") if compiling else choice
-    # Without a reason, a backend that was forced has no such operation, or was taken out of the registry.
-    return reason or f"{name}, which it does not have"
+    # Without a reason, the forced backend does not have the operation, or is no longer registered.
+    return reason or f"{name}, which it does not support"
 
 
 def _have_plain_types(tensors: Sequence[Tensor | None]) -> bool:
@@ -135,7 +137,11 @@ def _have_plain_types(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def direct_rotation(device: torch.device, requested: str | None) -> Choice | None:
-    """The backend that rotates plain tensors on that device, if it has a `run_if_ready`.
+    """Return the backend that rotates plain tensors on a device, or None if it has no `run_if_ready`.
+
+    Args:
+        device: Device of the tensors.
+        requested: Name of the forced backend, or None.
 
     >>> direct_rotation(torch.device("cpu"), "torch") is None
     True
@@ -143,13 +149,16 @@ def direct_rotation(device: torch.device, requested: str | None) -> Choice | Non
     first = next(iter(candidates("rotate", requested, device.type)), None)
     if first is None or first.operation.run_if_ready is None:
         return None
-    # A forced backend may run on a device for which it is not chosen by itself: whether it can is for `choose` to say.
+    # A forced backend may support devices on which it is not chosen automatically. `choose` decides these calls.
     devices = registered(first.backend).devices
     return first if devices is None or device.type in devices else None
 
 
 def require_backend(name: str | None) -> str | None:
-    """`name`, if that backend can run here; None, which leaves the choice to each call, for None.
+    """Return `name` if that backend is available, and None for None, with which each call chooses its backend.
+
+    Raises:
+        RopewalkError: If there is no such backend, or if it is not available.
 
     >>> require_backend("torch")
     'torch'
@@ -159,7 +168,7 @@ def require_backend(name: str | None) -> str | None:
 
 
 def backend_reasons() -> dict[str, str | None]:
-    """Each backend, with the reason why it cannot run here, or None.
+    """Return the reason why each backend is not available, or None, by name.
 
     >>> backend_reasons()["torch"] is None
     True

@@ -1,4 +1,4 @@
-"""Linear attention, by the backend that `dispatch` chooses, with gradients; elsewhere chunks of matrix products."""
+"""Linear attention by the backend that `dispatch` chooses, with gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,10 +29,25 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Sums]:
-    """What queries read of keys and values, [batch, heads, seq, v_dim] in the dtype of v, and the sums at the end.
+    """Return the output of linear attention, and the sums after the last key.
 
-    Everything is computed in float32, in float64 for float64, and rounded once. Sums have a row per sequence of
-    `cu_seqlens`, where that is given.
+    Everything is computed in float32 (float64 for float64) and rounded once.
+
+    Args:
+        q: Queries, their feature map and tables.
+        k: Keys, their feature map and tables.
+        v: Values [batch, kv_heads, seq, v_dim].
+        before: Sums over earlier keys, or None.
+        layout: Layout of the rotation.
+        causal: Whether a query reads only keys up to its own index.
+        cu_seqlens: Ends of packed sequences [sequences + 1], starting with 0.
+        backend: Name of the forced backend, or None.
+
+    Returns:
+        The output [batch, heads, seq, v_dim] in the dtype of v, and the sums, with one row per packed sequence.
+
+    Raises:
+        RopewalkError: If the forced backend does not support the call.
 
     >>> x, v = torch.zeros(1, 1, 2, 2), torch.tensor([[[[1.0], [3.0]]]])
     >>> out, _ = linear_attention(Side(x, "elu"), Side(x, "elu"), v, None, Layout(True, 0, -2), causal=True)
@@ -50,7 +65,7 @@ def linear_attention(
     (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in (q, k))
     inputs = q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, flat, cu_seqlens
     options = q_row, k_row, q.map, k.map, layout.interleaved, layout.start, causal, choice.backend
-    # A library op in eager mode too: it brings its own autograd.
+    # The library op is used in eager mode too, because it contains the autograd formula.
     out, total, *_ = torch.ops.ropewalk.linear_attention(*inputs, *options)
     return out, Sums.from_flat(total, k.x.shape[1], q.x.shape[-1], v.shape[-1])
 
@@ -64,7 +79,7 @@ def _rotate_by_formula(x: Tensor, tables: Tables, layout: Layout) -> Tensor:
 
 
 def _sides(inputs: Sequence[Any], options: Sequence[Any]) -> tuple[Side, Side]:
-    """The sides of a library op's inputs."""
+    """Return the sides in the inputs of a library op."""
     q, k, _, q_cos, q_sin, k_cos, k_sin, *_ = inputs
     q_row, k_row, q_map, k_map, *_ = options
     return (
@@ -141,7 +156,7 @@ _linear_attention_op.register_autograd(_backward, setup_context=_save)
 def _formula_gradients(
     inputs: Sequence[Any], options: Sequence[Any], of_out: Tensor, of_total: Tensor | None, needs: Sequence[bool]
 ) -> list[Any]:
-    """The gradients by the formula, which has derivatives of its own."""
+    """Return the gradients by the formula, which is differentiable again."""
     *_, interleaved, start, causal = options
     q, k, v, *_, before, cu_seqlens = inputs
     wanted, again = (*needs[:3], needs[7]), torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""RMSNorm and rotation of q and k, by the backend that `dispatch` chooses, with gradients in everything."""
+"""RMSNorm and rotation of q and k by the backend that `dispatch` chooses, with gradients of all tensors."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,22 @@ def norm_rotate(
     row: int = 0,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q / rms(q) * weight and the same of k, rotated by cos and sin. Differentiable in everything.
+    """Return the rotation of q / rms(q) * q_weight and of k / rms(k) * k_weight, differentiable in all tensors.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        q_weight: Weight [dim], or None.
+        k_weight: Weight [dim], or None.
+        cos: As `cos_sin` returns it.
+        sin: As `cos_sin` returns it.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        norm: eps, plus_one and rounding of the norm.
+        row: Row of cos and sin that belongs to the first token.
+        backend: Name of the forced backend, or None.
+
+    Raises:
+        RopewalkError: If the forced backend does not support the call.
 
     >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
     >>> y, _ = norm_rotate(x, x, None, None, *quarter, Layout(True, 0, -2), Norm(1e-9))
@@ -58,7 +73,7 @@ def norm_rotate(
         if all(needs) and choice.operation.joint:
             results = _NormRotate.apply(*both, *weights, *options)
         elif any(needs):
-            # One Function for both would give the one that needs no gradient a graph, and free what the other saved.
+            # One Function for both would put a tensor without gradient into the graph, and free what the other saved.
             results = [_NormRotate.apply(*side, *options)[0] for side in sides]  # pyright: ignore[reportOptionalSubscript]
         else:
             results = choice.operation.run(both, weights, cos, sin, layout, norm, row)
@@ -66,7 +81,7 @@ def norm_rotate(
 
 
 class _NormRotate(torch.autograd.Function):
-    """One or two tensors, by the kernel of a backend: the tensors, as many weights, cos, sin and the options."""
+    """Norm and rotation by the kernel of a backend. Inputs: one or two tensors, their weights, cos, sin, options."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -84,7 +99,7 @@ class _NormRotate(torch.autograd.Function):
         both, weights, options = tensors[:count], tensors[count:], [None] * 6
         backward = choice.operation.backward
         if backward is None or torch.is_grad_enabled() or not is_plain(*cotangents, *both, cos, sin):
-            # A derivative of this derivative is wanted, or the backend has none: the formula has all of them.
+            # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
 
             def formula(*inputs: Any) -> list[Tensor]:
                 return norm_rotate_formula(inputs[:count], inputs[count:], cos, sin, layout, norm, row)
@@ -153,12 +168,12 @@ def _norm_rotate_backward_op(
         back = [rotate_traceable(g.to(cos.dtype), cos, sin, layout, conjugate=True) for g in cotangents]
         pairs = [norm_backward(g, x, w, eps) for g, x, w in zip(back, both, factors, strict=True)]
         of_both, of_factors = zip(*pairs, strict=True)
-    laid_out = [_laid_out_as(x, gradient) for x, gradient in zip(both, of_both, strict=True)]
-    return [*laid_out, *of_factors]
+    gradients = [_with_strides_like(x, gradient) for x, gradient in zip(both, of_both, strict=True)]
+    return [*gradients, *of_factors]
 
 
-def _laid_out_as(x: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient in memory as the fake kernel promises it to compilers: as `empty_like(x)` is."""
+def _with_strides_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient with the strides of `empty_like(x)`, which the fake kernel declares."""
     if gradient.stride() == empty_like(x, device="meta").stride():
         return gradient
     return empty_like(x).copy_(gradient)

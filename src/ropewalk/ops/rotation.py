@@ -1,4 +1,4 @@
-"""The rotation: forward by the backend that `dispatch` chooses, backward the rotation by the opposite angle."""
+"""The rotation by the backend that `dispatch` chooses. Its backward is the rotation by the opposite angles."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,10 +27,20 @@ def rotate(
     conjugate: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
-    """q, and k if there is one, rotated by cos and sin as `cos_sin` returns them; by the opposite angle if `conjugate`.
+    """Return rotated q, and k unless it is None. All derivatives of torch are supported, in all tensors.
 
-    Row `row` of cos and sin is the first token's. Differentiable in everything, by every kind of derivative that torch
-    has. The backward of a rotation is the rotation by the opposite angle.
+    Args:
+        q: Queries, or any tensor.
+        k: Keys, or None.
+        cos: As `cos_sin` returns it.
+        sin: As `cos_sin` returns it.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        row: Row of cos and sin that belongs to the first token.
+        conjugate: Whether to rotate by the opposite angles.
+        backend: Name of the forced backend, or None.
+
+    Raises:
+        RopewalkError: If the forced backend does not support the call.
 
     >>> quarter = torch.zeros(1, 1), torch.ones(1, 1)
     >>> rotate(torch.tensor([[1.0, 0.0]]), None, *quarter, Layout(True, 0, -2))[0].tolist()
@@ -62,10 +72,10 @@ def _by_kernel(
     row: int,
     conjugate: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Plain tensors in an eager call, by the kernel of a backend. cos and sin get no gradient."""
+    """Rotate plain tensors in an eager call by the kernel of a backend. cos and sin get no gradient."""
     if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
         if k is not None and q.requires_grad != k.requires_grad:
-            # One Function for both would give the one that needs no gradient a graph.
+            # One Function for both would add the tensor that needs no gradient to the graph.
             return tuple(_by_kernel(choice, x, None, cos, sin, layout, row, conjugate)[0] for x in (q, k))
         return _Rotate.apply(q, k, cos, sin, layout, choice, row, conjugate)  # pyright: ignore[reportReturnType]
     return choice.operation.run(q, k, cos, sin, layout, row, conjugate)
@@ -74,17 +84,17 @@ def _by_kernel(
 def _by_op(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, conjugate: bool, backend: str
 ) -> tuple[Tensor, ...]:
-    """What a compiler gets: a library op."""
+    """Rotate by a library op, for torch.compile."""
     both = [q] if k is None else [q, k]
     options = cos, sin, layout.interleaved, layout.start, layout.seq_dim, backend, conjugate
     if torch.is_grad_enabled() and k is not None and q.requires_grad != k.requires_grad:
-        # One op for both would give the one that needs no gradient a graph.
+        # One op for both would add the tensor that needs no gradient to the graph.
         return tuple(torch.ops.ropewalk.rotate([x], *options)[0] for x in both)
     return tuple(torch.ops.ropewalk.rotate(both, *options))
 
 
 def rows_for(table: Tensor, row: int, x: Tensor, layout: Layout) -> Tensor:
-    """The rows of cos or sin that the tokens of x have, from `row` on: library ops receive no others.
+    """Return the rows of cos or sin for the tokens of x, from `row` on. Library ops receive only these rows.
 
     >>> rows_for(torch.arange(4.0).view(4, 1), 1, torch.ones(2, 6), Layout(True, 0, -2)).flatten().tolist()
     [1.0, 2.0]
@@ -104,11 +114,20 @@ def rotate_directly(
     rows: int,
     head_dim: int,
 ) -> tuple[Tensor, ...] | None:
-    """`rotate` for a plain eager call on tensors that a backend supports as they are; else None, and nothing is done.
+    """Rotate in a plain eager call if a backend supports the tensors directly; otherwise return None.
 
-    It asks in two microseconds what `choose` and the checks of a module ask in ten. `direct` is what `direct_rotation`
-    returned for the device of cos and sin. These are plain, need no gradient, and have `rows` rows for the tokens from
-    `row` on.
+    It checks in two microseconds what `choose` and the checks of a module need ten microseconds for.
+
+    Args:
+        direct: Result of `direct_rotation` for the device of cos and sin.
+        q: Queries.
+        k: Keys, or None.
+        cos: Plain tensor that needs no gradient.
+        sin: Plain tensor that needs no gradient.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        row: Row of cos and sin that belongs to the first token.
+        rows: Number of rows of cos and sin from `row` on.
+        head_dim: Number of features that q and k must have.
 
     >>> from ropewalk.ops.dispatch import direct_rotation
     >>> table, direct = torch.ones(3, 2), direct_rotation(torch.device("cpu"), None)
@@ -134,7 +153,9 @@ def rotation_in_place(
     row: int = 0,
     backend: str | None = None,
 ) -> Callable[[], None]:
-    """What rotates q and k in place when it is called. Whatever can be refused is refused before it is returned.
+    """Return a function that rotates q and k in place. All errors are raised before the function is returned.
+
+    Arguments are those of `rotate`.
 
     >>> x = torch.tensor([[1.0, 0.0]])
     >>> write = rotation_in_place(x, None, torch.zeros(1, 1), torch.ones(1, 1), Layout(True, 0, -2))
@@ -152,7 +173,7 @@ def rotation_in_place(
         def write() -> None:
             run(q, k, cos, sin, layout, row, in_place=True)
             for x in both:
-                # What autograd saved of x before this is no longer there: it must say so.
+                # Autograd must detect that x has changed since it was saved for a backward.
                 if not x.is_inference():
                     torch.autograd.graph.increment_version(x)
 
@@ -167,7 +188,7 @@ def rotation_in_place(
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation of one or two tensors with the opposite rotation as its backward. cos and sin get no gradient."""
+    """Rotation of one or two tensors, with the opposite rotation as its backward. cos and sin get no gradient."""
 
     @staticmethod
     def forward(
@@ -204,16 +225,16 @@ def _rotated_back(
     conjugate: bool,
     strides: Sequence[tuple[int, ...]],
 ) -> list[Tensor | None]:
-    """The cotangents of a rotation, rotated by the opposite angle, in memory laid out as the rotated tensors were.
+    """Return the cotangents of a rotation, rotated by the opposite angles, with the strides of the rotated tensors.
 
-    What is then added to a gradient, or multiplied with a weight, has the strides that autograd expects.
+    These are the strides that autograd expects when it adds gradients, or multiplies them with a weight.
     """
     present = [(g, stride) for g, stride in zip(cotangents, strides, strict=True) if g is not None]
     if not present:
         return [None for _ in cotangents]
     q, k = present[0][0], present[1][0] if len(present) == 2 else None
     if not is_plain(q, k, cos, sin):
-        # Batched cotangents, for one: whatever backend was forced, these have the formula alone.
+        # For example batched cotangents, which only the formula supports, whichever backend was forced.
         rotated = rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate)
     elif choice.operation.into and not torch.is_grad_enabled():
         out = [new_empty_strided(g, g.shape, stride) for g, stride in present]
@@ -227,26 +248,34 @@ def _rotated_back(
 def by_formula(
     function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of a function, each argument's own, by operations that can be differentiated again.
+    """Return the gradients of a function by differentiable operations.
+
+    Args:
+        function: Function of `inputs` that returns a sequence of tensors.
+        inputs: Arguments of the function. The gradient of each is separate, even if a tensor is passed twice.
+        cotangents: One cotangent per result, or None.
+
+    Returns:
+        One gradient per input, or None if it needs none.
 
     >>> x = torch.tensor(3.0, requires_grad=True)
-    >>> by_formula(lambda a, b: [a * b], [x, x], [torch.tensor(1.0)])[0].item()  # of a alone, though b is x too
+    >>> by_formula(lambda a, b: [a * b], [x, x], [torch.tensor(1.0)])[0].item()  # of a only, although b is x too
     3.0
     """
-    again = torch.is_grad_enabled()
+    differentiable = torch.is_grad_enabled()
     with torch.enable_grad():
-        # An alias per argument: of a tensor that is passed twice, or made from another, each gets its own share.
+        # One alias per argument: tensors that are passed twice, or depend on each other, get separate gradients.
         aliases = [None if x is None else x.view_as(x) for x in inputs]
         results = function(*aliases)
     present = [(y, g) for y, g in zip(results, cotangents, strict=True) if g is not None]
     wanted = [x for x in aliases if x is not None and x.requires_grad]
     outputs, seeds = zip(*present, strict=True)
-    gradients = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=again, allow_unused=True))
+    gradients = iter(torch.autograd.grad(outputs, wanted, seeds, create_graph=differentiable, allow_unused=True))
     return [next(gradients) if x is not None and x.requires_grad else None for x in aliases]
 
 
 class _RotateLearned(torch.autograd.Function):
-    """The rotation with gradients for cos and sin too, by a backend that has them. The inputs are `_Rotate`'s."""
+    """Rotation with gradients of cos and sin, by a backend that supports them. Inputs are those of `_Rotate`."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
@@ -263,7 +292,7 @@ class _RotateLearned(torch.autograd.Function):
         if all(g is None for g in cotangents):
             return (*[None] * 4, *options)
         if torch.is_grad_enabled() or not is_plain(*cotangents, cos, sin):
-            # A derivative of this derivative is wanted: the formula has all of them.
+            # For higher derivatives, which the formula supports.
 
             def formula(*inputs: Tensor) -> list[Tensor]:
                 *tensors, c, s = inputs

@@ -53,7 +53,7 @@ def _supports_rotation(q: Tensor, k: Tensor | None, layout: Layout) -> str | Non
         return "tensors that are not on a CUDA device"
     if layout.interleaved and layout.start % 2:
         return _ODD_START
-    return None if q.dtype in FLOATS else "a dtype that it does not have"
+    return None if q.dtype in FLOATS else "a dtype that it does not support"
 
 
 def _supports_angles(
@@ -83,7 +83,7 @@ def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout) -> str | None:
     if not _runs_on(v):
         return "tensors that are not on a CUDA device"
     if v.dtype == torch.float64 or v.dtype not in FLOATS:
-        return "a dtype that it does not have"
+        return "a dtype that it does not support"
     if max(q.x.shape[-1], v.shape[-1]) > WIDEST:
         return "more than 256 features or values"
     if layout.interleaved and layout.start % 2:

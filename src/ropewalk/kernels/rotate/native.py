@@ -19,7 +19,7 @@ def supports(q: Tensor, k: Tensor | None, layout: Layout) -> str | None:
     if not q.is_cpu:
         return "tensors that are not on the CPU"
     if q.dtype not in FLOATS:
-        return "a dtype that it does not have"
+        return "a dtype that it does not support"
     if q.dim() > MOST_DIMS or (k is not None and k.dim() > MOST_DIMS):
         return "too many dimensions"
     return None
