@@ -129,7 +129,7 @@ def test_what_is_no_rotation_gets_a_reason(function):
 
 def test_a_function_that_needs_more_gets_a_reason():
     found = rotation_of(lambda q, k, cos, sin, position_ids: None)
-    assert found == "it needs position_ids besides q, k, cos and sin"
+    assert found == "it requires position_ids in addition to q, k, cos and sin"
 
 
 class Tables(nn.Module):
