@@ -128,7 +128,15 @@ class Encoding(nn.Module):
         return None
 
     def score_mod_once(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod | None:
-        """Return `score_mod` for one call. It may use tensors computed from parameters instead of the parameters."""
+        """Return `score_mod` for one call. It may use tensors computed from parameters instead of the parameters.
+
+        Args:
+            q_positions: Positions of queries [q] or [batch, q].
+            k_positions: Positions of keys [k] or [batch, k].
+
+        Returns:
+            As `score_mod`.
+        """
         return self.score_mod(q_positions, k_positions)
 
     __prepare_scriptable__ = refuse_scripting
