@@ -14,7 +14,7 @@ ROTARY = PACKAGE / "nn" / "rotary"
 # Public by their names, and not by torch's word.
 EXPERIMENTAL = ("torch.fx.experimental",)
 # What a RotaryEmbedding is called elsewhere.
-ROPE = re.compile(r"rope|rotary|turning|rotation|embedding", re.IGNORECASE)
+ROPE = re.compile(r"rope|rotary|rotation|embedding", re.IGNORECASE)
 
 
 def is_private(name: str) -> bool:
@@ -196,7 +196,7 @@ def test_a_private_attribute_of_a_rope_is_found():
     names = private_names_of_rotary()
     assert names, "RotaryEmbedding has private names"
     some = sorted(names)[0]
-    sources = ["rope._place(q)", "self.rope._x", "turning._x", f"other.{some}", f"a.b.{some}()", "getattr(rope, '_x')"]
+    sources = ["rope._place(q)", "self.rope._x", "rotation._x", f"other.{some}", f"a.b.{some}()", "getattr(rope, '_x')"]
     for source in sources:
         assert list(private_rope(ast.parse(source), names)), source
     for source in ("rope.spec", "rope.__class__", "self._x", f"self.{some}", "other._unknown"):

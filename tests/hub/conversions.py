@@ -114,7 +114,7 @@ def rotating_by_definition(model: Any, pairing: str) -> Iterator[None]:
 
 
 def reordered(x: Tensor, spec: Any, to: str) -> Tensor:
-    """The last axis of x, a head or the features of it that turn, in the order of the pairing `to`."""
+    """The last axis of x, a head or its rotated features, in the order of the pairing `to`."""
     width = spec.rotated_dim
     first = x.shape[-1] - width if spec.rotary_slice == "trailing" else 0
     part = x[..., first : first + width]

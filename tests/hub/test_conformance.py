@@ -57,7 +57,7 @@ def test_every_familys_config_goes_through_load_spec_and_to_config():
             old = data.get("rope_parameters") or {}
             share = old.get(name, old).get("partial_rotary_factor") if old else None
             if spec.rotary_slice == "trailing" and share is not None:
-                # The features that turn last are the family's business, and its key stays.
+                # Which features are rotated is fixed for the family, and its key stays.
                 written["rope_parameters"]["partial_rotary_factor"] = share
             if name and name in old:
                 written["rope_parameters"] = {name: written["rope_parameters"]}

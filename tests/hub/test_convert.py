@@ -33,9 +33,9 @@ NAMED = {
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2},  # norms of a head
     "olmo2": {"num_attention_heads": 2, "num_key_value_heads": 2},  # norms of all heads
     "phi3": {"num_attention_heads": 2, "num_key_value_heads": 1},  # fused, by role
-    "gpt_neox": {},  # fused, by head; a quarter turns
+    "gpt_neox": {},  # fused, by head; a quarter of the features is rotated
     "cohere": {"use_qk_norm": True},  # interleaved; norms with a weight for each feature of each head
-    "glm4": {},  # interleaved; half turns
+    "glm4": {},  # interleaved; half of the features are rotated
     "smollm3": {"no_rope_layers": [1, 0, 1, 1], "num_hidden_layers": 4},
 }
 
@@ -162,7 +162,7 @@ def test_layers_that_do_not_rotate_are_left_alone(tmp_path):
 
 
 def test_the_rows_by_hand(tmp_path):
-    """Two heads of six features, of which four turn: (0,2), (1,3) are pairs of halves; 4 and 5 stand still."""
+    """Two heads of six features, of which four are rotated: (0,2), (1,3) are pairs of halves; 4 and 5 are not rotated."""
     config = {
         "model_type": "stablelm",
         "hidden_size": 12,

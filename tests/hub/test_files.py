@@ -58,7 +58,7 @@ def test_what_is_exchanged_between_the_look_and_the_opening_is_refused(exchanged
     SPECIAL[exchanged](path)
     before = set(os.listdir("/proc/self/fd"))
     # The look by name sees a regular file, as it would before the exchange.
-    monkeypatch.setattr(files.os, "stat", lambda name, **_: os.lstat(plain))
+    monkeypatch.setattr(os, "stat", lambda name, **_: os.lstat(plain))
     error = tried(files.open_regular, path)
     monkeypatch.undo()
     assert isinstance(error, RopewalkError)
@@ -97,7 +97,7 @@ def test_the_limit_holds_whatever_size_a_file_claims(size, tmp_path, monkeypatch
     # A file that grows after the look, as those of /proc do that claim a size of 0.
     status = os.stat(tmp_path / "file")
     claimed = os.stat_result((*status[:6], 0, *status[7:]))
-    monkeypatch.setattr(files.os, "fstat", lambda _: claimed)
+    monkeypatch.setattr(os, "fstat", lambda _: claimed)
     with pytest.raises(RopewalkError, match=r"more than 1 MiB, which is the limit"):
         files.read_bytes(tmp_path / "file", most=LIMIT, **WORDS)
 
@@ -122,7 +122,7 @@ def test_a_regular_file_that_waits_is_refused(tmp_path, monkeypatch):
 def test_it_is_opened_without_waiting_and_not_inherited(tmp_path, monkeypatch):
     seen: list[int] = []
     opened = os.open
-    monkeypatch.setattr(files.os, "open", lambda name, flags: seen.append(flags) or opened(name, flags))
+    monkeypatch.setattr(os, "open", lambda name, flags: seen.append(flags) or opened(name, flags))
     (tmp_path / "file").write_text("{}")
     with files.open_regular(tmp_path / "file", **WORDS) as file:
         assert not os.get_inheritable(file.fileno())

@@ -63,8 +63,8 @@ def test_one_that_took_the_name_and_rotates_is_read(keys):
 
 def test_families_whose_code_reads_no_rope_parameters_are_all_known():
     """Such code would load an extended config and compute what it did before."""
-    rotated_dim = [name for name in FAMILIES if name in CONFIG_MAPPING and not callable(FAMILIES[name].axes)]
-    deaf = {name for name in rotated_dim if "rope_parameters" not in code_of(name)}
+    families = [name for name in FAMILIES if name in CONFIG_MAPPING and not callable(FAMILIES[name].axes)]
+    deaf = {name for name in families if "rope_parameters" not in code_of(name)}
     # Kimi Linear does not rotate.
     assert deaf - {"kimi_linear"} == set(FIXED)
 

@@ -71,7 +71,7 @@ def test_float64_agrees_to_the_last_bits(family):
     own = outcome(model, ids)
     with accelerate(model):
         ours = outcome(model, ids)
-    # Cohere turns in float32 and Qwen 3 normalises in float32, whatever they are given.
+    # Cohere rotates in float32 and Qwen 3 normalizes in float32, whatever the dtype of the input.
     size = 1e-5 if family in ("cohere", "qwen3") else 1e-12
     for mine, theirs in zip(ours, own, strict=True):
         assert rms(mine - theirs) < size * rms(theirs)

@@ -41,7 +41,7 @@ def test_logits_and_gradients_are_the_models_own(family, dtype):
         ours = outcome(model, ids)
     for mine, theirs, right in zip(ours, own, truth, strict=True):
         assert rms(mine - right) <= TIMES * rms(theirs - right)
-        # Some families turn in float32, and round to the same bfloat16 numbers.
+        # Some families rotate in float32, and round to the same bfloat16 numbers.
         assert dtype != torch.float32 or rms(mine - theirs) > 0
 
 

@@ -66,7 +66,7 @@ def test_keys_in_the_cache_of_deepseek_lie_as_they_lay():
         with accelerate(model):
             ours = model(ids, use_cache=True).past_key_values.layers[0]
     torch.testing.assert_close(ours.values, own.values, rtol=1e-5, atol=1e-5)
-    assert ours.values.shape[-1] == 8  # the features that turn
+    assert ours.values.shape[-1] == 8  # the rotated features
 
 
 def test_a_static_cache():
@@ -87,7 +87,7 @@ def test_a_static_cache():
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_positions_and_attention_implementations(attention):
     model, ids = tiny("llama", attention=attention), tokens()
-    # One row of positions a sequence, neither of which starts at 0.
+    # One row of positions per sequence, neither of which starts at 0.
     positions = torch.arange(12)[None] + torch.tensor([[3], [4000]])
     own, truth = (run(model, ids, position_ids=positions) for run in (outcome, exact))
     with accelerate(model):

@@ -41,7 +41,7 @@ GEMMA = {"model_type": "gemma3_text", "head_dim": 256, "max_position_embeddings"
         (PARAMS | {"max_seq_len": 32768}, 32768, 32768),
         (PARAMS | {"yarn": {"factor": 16, "original_max_position_embeddings": 16384}}, 16384, None),
         (PLAIN | {"rope_parameters": {"rope_type": "default", "max_position_embeddings": 4096}}, 4096, 4096),
-        # Nothing turns, so nothing was trained to.
+        # No pair is rotated, so that no pair was trained.
         (LLAMA | {"model_type": "falcon", "alibi": True}, None, 131072),
     ],
 )

@@ -27,7 +27,7 @@ def random_config(rope_type: str, rng: random.Random) -> LlamaConfig:
     factor = rng.choice([1.0, rng.uniform(1, 64), float(rng.randint(2, 32))])
     share = rng.choice([1.0, 0.25, 0.5, 0.75])
     rotated_dim = int(head_dim * share) if rope_type != "proportional" else head_dim
-    # Llama's default type turns whole heads, whatever the factor.
+    # Llama's default type rotates whole heads, whatever the factor.
     fits = rotated_dim >= 4 and rotated_dim % 2 == 0 and rope_type != "default"
     share, rotated_dim = (share, rotated_dim) if fits else (1.0, head_dim)
     parameters: dict[str, Any] = {

@@ -130,7 +130,7 @@ def test_no_bias_is_written_out(kind, work):
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
-    # A single [seq, seq] of a byte an element would be 256 MiB; q, k, v and their gradients are 16 MiB each.
+    # A single [seq, seq] of one byte per element would be 256 MiB; q, k, v and their gradients are 16 MiB each.
     assert torch.cuda.max_memory_allocated() - before < 200 * 2**20
 
 

@@ -183,7 +183,7 @@ def test_twelve_layers_with_twelve_specs_are_one_graph():
         layer.compile(fullgraph=True, dynamic=True, backend=counter)
         truth = rotate(q.double(), torch.arange(7), frequencies, amplitude=amplitude)
         assert_within_budget(layer(q), truth, rotary_dim=8)
-    assert counter.frame_count <= 2, "a graph a layer would pass the recompile limit"
+    assert counter.frame_count <= 2, "one graph per layer would pass the recompile limit"
 
 
 @pytest.mark.slow
@@ -207,11 +207,11 @@ def test_inductor_forward_and_backward(pairing, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["frequencies a head", "amplitude", "float32 angles", "transposed ids"])
+@pytest.mark.parametrize("case", ["frequencies per head", "amplitude", "float32 angles", "transposed ids"])
 def test_inductor_serves_every_spec(case):
     x, ids = vector(0, 2, 3, 5, 8).float(), torch.arange(10).view(5, 2).t()
     rope = {
-        "frequencies a head": lambda: RotaryEmbedding(RopeSpec(8, AcrossHeads(50.0, num_heads=3))),
+        "frequencies per head": lambda: RotaryEmbedding(RopeSpec(8, AcrossHeads(50.0, num_heads=3))),
         "amplitude": lambda: module_for(x, theta(8), 1.5),
         "float32 angles": lambda: RotaryEmbedding(RopeSpec(8, Plain(50.0), angles="float32")),
         "transposed ids": lambda: RotaryEmbedding(8),

@@ -36,7 +36,7 @@ def test_the_record(tmp_path, capsys, monkeypatch):
     assert bench.bench_accelerate(str(target), quick=True) == 0
     record = json.loads(target.read_text(encoding="utf-8"))
     assert record["command"] == "python -m ropewalk.tools.bench.accelerate --dtype float32 --quick"
-    assert set(record) == {"command", "date", "hardware", "versions", "rounds", "cases"}
+    assert set(record) == {"command", "date", "hardware", "versions", "rounds", "cases", "missed", "digest"}
     assert record["versions"]["transformers"] == transformers.__version__
     (case,) = record["cases"]
     assert case["family"] == "llama"

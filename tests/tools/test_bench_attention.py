@@ -23,6 +23,7 @@ from ropewalk.tools.bench.attention_record import exponent, growth
 from ropewalk.tools.cli import app
 
 OURS = {"softmax (SDPA)", "ropewalk linear", "ropewalk linear + RoPE"}
+RECORD_KEYS = set("command date device hardware versions rounds cases growth missed digest".split())
 TINY = [AttentionCase((1, 2, seq, 8), "float32") for seq in (1024, 2048)]
 
 
@@ -274,7 +275,7 @@ def test_the_command_writes_table_record_and_picture(tmp_path, capsys):
     assert f"picture: {picture}" in out
     record = json.loads(target.read_text(encoding="utf-8"))
     assert record["command"] == "ropewalk bench attention --device cpu --quick"
-    assert set(record) == {"command", "date", "device", "hardware", "versions", "rounds", "cases", "growth"}
+    assert set(record) == RECORD_KEYS
     assert record["hardware"]["threads"] == torch.get_num_threads()
     assert record["versions"]["torch"] == torch.__version__
     assert [case["shape"] for case in record["cases"]] == [[1, 2, 1024, 8], [1, 2, 2048, 8]]

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from formulas import frequencies, plain_frequencies, score_sums
 from ropewalk.errors import RopewalkError
-from ropewalk.spec import Plain, RopeSpec, Yarn
-from ropewalk.theory import BAND_EDGES, first_negative_distance, score_sum
+from ropewalk.spec import RopeSpec, Yarn
+from ropewalk.theory import BAND_EDGES
 from ropewalk.tools import pictures
 from ropewalk.tools.plot import figures
 from ropewalk.tools.plot.command import Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
@@ -65,9 +66,9 @@ def test_decay_has_the_sums_and_the_means_over_all_integer_distances(target, dra
     assert (curve["score"][0], curve["bound"][0]) == (64.0, 32.5)
     assert curve["edges"] == [1, 32, 64, 128, 256, 512, 1024, 2048, 4096]
     assert curve["distance"] == list(range(4096))
-    theta = Plain(10_000).evaluate(128)
-    assert first_negative_distance(theta, 4096) == next(m for m, s in enumerate(curve["score"]) if s < 0)
-    assert curve["score_means"][-1] == pytest.approx(score_sum(np.arange(2048, 4096), theta).mean())
+    sums = score_sums(plain_frequencies(128), 4096)
+    assert curve["score"] == pytest.approx(sums.tolist(), abs=1e-9)
+    assert curve["score_means"][-1] == pytest.approx(sums[2048:].mean())
     (figure,) = drawn
     assert all(axes.get_xscale() == "log" and axes.get_xlim() == (1, 4096) for axes in figure.axes)
     assert legend(figure) == ["single distances", "mean over a band"]
@@ -81,8 +82,8 @@ def test_a_long_decay_is_sampled_and_its_means_are_not():
     far = decay_of(curve, 20_000)
     assert len(far.distance) < 4200
     assert far.distance[-1] == 19_999
-    assert far.score.tolist() == score_sum(far.distance, curve.inv_freq()).tolist()
-    all_scores = score_sum(np.arange(20_000), curve.inv_freq())
+    all_scores = score_sums(plain_frequencies(128), 20_000)
+    assert far.score.tolist() == pytest.approx(all_scores[far.distance.astype(int)].tolist(), abs=1e-9)
     assert far.score_means[-1] == pytest.approx(all_scores[16_384:].mean(), rel=1e-12)
 
 
@@ -122,8 +123,8 @@ def test_rules_from_options_are_those_of_the_spec(target, drawn):
     assert plot_frequencies([], target, flags) == 0
     plain, yarn = numbers(target)
     assert [plain["name"], yarn["name"]] == ["plain", "yarn ×4"]
-    assert plain["inv_freq"] == Plain(10_000).evaluate(64).tolist()
-    assert yarn["inv_freq"] == Yarn(10_000, 4, 2048).evaluate(64).tolist()
+    assert plain["inv_freq"] == pytest.approx(plain_frequencies(64).tolist(), rel=1e-13)
+    assert yarn["inv_freq"] == pytest.approx(frequencies(Yarn(10_000, 4, 2048), 64).tolist(), rel=1e-13)
 
 
 def test_a_rule_that_depends_on_the_length_is_evaluated_at_it(target, drawn):
@@ -155,8 +156,8 @@ def test_rotation_shows_the_features_of_a_pair_and_their_rotations(target, drawn
     assert plot_rotation([], target, flags, length=4000, pairing=pairing, pairs=(0, 3)) == 0
     pairs = numbers(target)[0]["pairs"]
     assert [pair["features"] for pair in pairs] == features
-    assert pairs[0]["turns"] == pytest.approx(4000 / (2 * math.pi))
-    assert pairs[0]["turns_in_training"] == pytest.approx(1000 / (2 * math.pi))
+    assert pairs[0]["rotations"] == pytest.approx(4000 / (2 * math.pi))
+    assert pairs[0]["rotations_in_training"] == pytest.approx(1000 / (2 * math.pi))
     (figure,) = drawn
     assert figure.axes[0].get_title() == f"pair 0: ({features[0][0]}, {features[0][1]})\n637 rotations"
     seen, unseen = figure.axes[1].collections

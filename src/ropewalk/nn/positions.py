@@ -201,7 +201,7 @@ def mrope_positions(
     Raises:
         RopewalkError: If a run is neither a number of tokens nor a grid of sizes above 0.
 
-    >>> positions, delta = mrope_positions([2, (1, 1, 2), 1])  # two tokens, an image of 1 x 2, a token
+    >>> positions, delta = mrope_positions([2, (1, 1, 2), 1])  # two tokens, an image of 1 x 2, one token
     >>> positions.tolist(), delta
     ([[0, 1, 2, 2, 4], [0, 1, 2, 2, 4], [0, 1, 2, 3, 4]], 0)
     """

@@ -55,10 +55,10 @@ def rotations(inv_freq: InvFreq, length: float) -> Float64[np.ndarray, "pairs"]:
     Raises:
         RopewalkError: If a frequency is not finite or `length` is not positive.
 
-    >>> turns([2 * math.pi, 0.0], 3).tolist()
+    >>> rotations([2 * math.pi, 0.0], 3).tolist()
     [3.0, 0.0]
     """
-    length = require_positive(length, asked="turns(length)", do="pass the number of positions")
+    length = require_positive(length, asked="rotations(length)", do="pass the number of positions")
     return np.abs(frequencies_of(inv_freq, asked="rotations")) * length / (2 * math.pi)
 
 

@@ -46,7 +46,7 @@ def _worst(error: Callable[[complex, complex, int, int], float]) -> float:
 
 @chapter.claim(
     "derivation.initial",
-    "f(q, 0) = q: at position 0 a vector is unchanged.",
+    "f(q, 0) = q: a vector at position 0 is unchanged.",
     CHINESE_2,
     method="the rotation of six vectors to position 0",
     expected="unchanged, bit by bit",

@@ -49,7 +49,7 @@ class NormKind(NamedTuple):
 
 
 def norm_kind(module: nn.Module, sources: Sources | None = None) -> NormKind | str:
-    """Determine which RMSNorm per head a module computes.
+    """Determine the RMSNorm per head that a module computes.
 
     Args:
         module: The norm.

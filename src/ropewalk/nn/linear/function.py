@@ -194,7 +194,7 @@ def linear_attention(
     if not return_state:
         return out
     key_ids = positions if k_positions is None else k_positions
-    # With several axes a token has several positions. The state then counts tokens.
+    # A token has several positions where there are several axes. The state then counts tokens.
     key_ids = key_ids if spec is None or spec.axes is None else None
     following = _next(start, key_ids, cu_seqlens, key_mask, k)
     if k.shape[2] == 0:

@@ -207,8 +207,8 @@ def _spread(pairs: int) -> list[int]:
 
 def _pair(curve: Curve, pair: int, length: int) -> dict[str, Any]:
     theta = curve.inv_freq(length)[pair]
-    rotations_of_pair = {"turns": length * theta / (2 * np.pi)}
-    rotations_of_pair |= {} if curve.trained is None else {"turns_in_training": curve.trained * theta / (2 * np.pi)}
+    rotations_of_pair = {"rotations": length * theta / (2 * np.pi)}
+    rotations_of_pair |= {} if curve.trained is None else {"rotations_in_training": curve.trained * theta / (2 * np.pi)}
     return {"pair": pair, "features": curve.features(pair), "inv_freq": theta} | rotations_of_pair
 
 
