@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from formulas import plain_frequencies, score_sums
 from hub.configs import load_spec
 from ropewalk import RopeSpec, RopewalkError
 from ropewalk.hub import read_model
@@ -23,7 +24,6 @@ from ropewalk.hub.extend.rules import RULES, Extension, Start, extensions, start
 from ropewalk.hub.extend.stacks import flags_for
 from ropewalk.hub.families.family import Family
 from ropewalk.spec import DynamicNTK, Explicit, Llama3, Plain, PositionInterpolation, Proportional, Yarn
-from ropewalk.theory import first_negative_distance
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 LLAMA_2 = Start("", RopeSpec(128, Plain(10_000), pairing="half", angles="float32"), 10_000.0, 4096, 4096)
@@ -76,7 +76,7 @@ def test_the_base_of_the_bound_keeps_the_sum_and_is_near_the_lowest_known(length
     assert base is not None
     # The lowest base of a scan over all integers. Ours are 0.4 % apart and may miss an isolated one.
     assert lowest <= base <= 1.05 * lowest
-    assert first_negative_distance(Plain(base).evaluate(128), length + 1) is None
+    assert (score_sums(plain_frequencies(128, base), length + 1) >= 0).all()
     assert "bases were tried" in made(LLAMA_2, length)["base-bound"].notes[0]
 
 
@@ -104,7 +104,8 @@ def test_the_effect_of_a_new_base():
     assert effect.limit == pytest.approx(2 * math.pi * 40_889.942 ** (92 / 128), rel=1e-6)
     # Pair 46 is the first that completed no rotation. It is divided by 4^(46/63), less than the pairs after it.
     assert effect.seen == pytest.approx(4096 * 4 ** (46 / 63), rel=1e-9)
-    assert effect.negative == first_negative_distance(ntk.spec.inv_freq(), 16_385)
+    sums = score_sums(plain_frequencies(128, 10_000 * 4 ** (128 / 126)), 16_385)
+    assert effect.negative == int(np.flatnonzero(sums < 0)[0])
 
 
 @settings(max_examples=40)

@@ -1,6 +1,6 @@
-"""What every backend in the registry is held to: each operation against its float64 reference, gradients included.
+"""The checks that every registered backend must pass: each operation and its gradients against float64.
 
-It knows backends by name alone, so that one which is registered by a test, or comes later, passes through the same.
+Backends are known by name only, so the checks also apply to backends that a test registers.
 """
 
 import torch
@@ -38,8 +38,8 @@ def check_cos_sin(name: str) -> None:
             if inv_freq.dim() == 2:
                 spread = spread.unsqueeze(-3) if spread.dim() == 3 else spread[None, None]
             angles = spread * (inv_freq if inv_freq.dim() == 1 else inv_freq.unsqueeze(-2))
-            for mine, truth in ((cos, angles.cos()), (sin, angles.sin())):
-                if mine.shape != truth.shape or float((mine.cpu().double() - truth).abs().max()) > 2.0**-24:
+            for table, truth in ((cos, angles.cos()), (sin, angles.sin())):
+                if table.shape != truth.shape or float((table.cpu().double() - truth).abs().max()) > 2.0**-24:
                     raise BudgetError(f"cos_sin of {name} at {ids.tolist()}")
 
 
@@ -83,7 +83,7 @@ def check_norm_rotate(name: str) -> None:
     for pairing in PAIRINGS:
         for dtype, plus_one in ((torch.float32, False), (torch.bfloat16, True)):
             spec = RopeSpec(24, rotary_dim=16, pairing=pairing, rotary_slice="trailing")
-            rope, truth_rope = RotaryEmbedding(spec, backend=name).to(home(name)), RotaryEmbedding(spec)
+            rope = RotaryEmbedding(spec, backend=name).to(home(name))
             inputs = [vector(i, 2, heads, 5, 24).to(dtype) for i, heads in enumerate((3, 2))]
             inputs += [vector(i, 24).to(dtype) for i in (2, 3)]
             cotangents = [vector(9, *x.shape).to(dtype) for x in inputs[:2]]
@@ -91,7 +91,7 @@ def check_norm_rotate(name: str) -> None:
             wide = [x.double().requires_grad_() for x in inputs]
             options = {"eps": 1e-5, "plus_one": plus_one}
             results = qk_norm_rope(*leaves[:2], rope, q_weight=leaves[2], k_weight=leaves[3], **options, offset=7)
-            ids, inv_freq = torch.arange(7, 12), truth_rope.inv_freq
+            ids, inv_freq = torch.arange(7, 12), theta(16)
             placed = {"pairing": pairing, "rotary_slice": "trailing"}
             truths = [
                 reference.qk_norm_rotate(x, w, ids, inv_freq, **options, **placed)
@@ -125,10 +125,10 @@ def check_linear_attention(name: str) -> None:
             out = function(*leaves)
             return [out, *torch.autograd.grad(out, leaves, cotangent.to(out))]
 
-        def call_of(q, k, v, rope=rope):
-            there = rope.to(q.device)
-            sides = [Side(x, "elu", None, there.shared_tables(x, None, Placement())) for x in (q, k)]
-            return *sides, v, None, Layout(there.layout.interleaved, 0, -2)
+        def call_of(q, k, v, rope=rope, pairing=pairing):
+            on_device = rope.to(q.device)
+            sides = [Side(x, "elu", None, on_device.shared_tables(x, None, Placement())) for x in (q, k)]
+            return *sides, v, None, Layout(pairing == "interleaved", 0, -2)
 
         def check(results, plain, true, pairing=pairing):
             for value, other, truth in zip(results, plain, true, strict=True):
@@ -160,7 +160,7 @@ assert tuple(CHECKS) == OPERATIONS
 
 
 def check_backend(name: str) -> list[str]:
-    """Holds every operation that a backend has to its reference; raises BudgetError; returns their names."""
+    """Check every operation of a backend against its reference. Returns their names; raises BudgetError."""
     names = [operation for operation in OPERATIONS if operation in registered(name).operations]
     for operation in names:
         CHECKS[operation](name)

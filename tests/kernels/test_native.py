@@ -278,9 +278,9 @@ def test_tables_of_any_strides(dtype, table_step):
     assert torch.equal(rope(x, angles=flipped), rope(x))
 
 
-def test_angles_in_c_are_those_of_the_torch_path(monkeypatch):
+def test_angles_in_c_are_within_2_to_the_minus_24():
     for spec in (RopeSpec(64), RopeSpec(64, rotary_dim=2)):
-        rope = RotaryEmbedding(spec)
+        rope, inv_freq = RotaryEmbedding(spec, backend="native"), theta(spec.rotary_dim)
         for ids in (
             torch.arange(300),
             torch.randint(-(1 << 24), 1 << 24, (3, 50)),
@@ -289,11 +289,12 @@ def test_angles_in_c_are_those_of_the_torch_path(monkeypatch):
             torch.arange(20, dtype=torch.int16)[::3],
             torch.tensor([(1 << 62), -(1 << 62), (1 << 24) - 1, 1 << 24, -(1 << 24)]),
         ):
-            in_c = rope.at(ids)
-            in_torch = RotaryEmbedding(spec, backend="torch").at(ids)
-            for a, b in zip(in_c, in_torch, strict=True):
-                assert a.shape == b.shape
-                assert (a - b).abs().max() <= 2.0**-24
+            angles = ids.double()[..., None] * inv_freq
+            # The rounding of an angle past 2^24 is larger than the error of the tables.
+            allowed = 2.0**-24 + 2.0**-52 * angles.abs() * (ids.abs() < 1 << 27)[..., None]
+            for table, expected in zip(rope.at(ids), (angles.cos(), angles.sin()), strict=True):
+                assert table.shape == expected.shape
+                assert ((table - expected).abs() <= allowed).all()
 
 
 def test_the_default_device_does_not_matter():

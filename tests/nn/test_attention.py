@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from formulas import rotate_by_spec
 from ropewalk import Axes, RopeSpec, RotaryEmbedding, XPos, Yarn
 from ropewalk.nn.attention import layer as layer_module
 from ropewalk.nn.attention.cache import KVCache
@@ -17,7 +18,7 @@ from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.encodings.by_name import encoding
 from ropewalk.nn.encodings.rotary import RotaryEncoding
-from ropewalk.reference import Projections, alibi_bias, multi_head_attention, rotate, rotate_by_spec, t5_bias
+from ropewalk.reference import Projections, alibi_bias, multi_head_attention, t5_bias
 from strategies import seeds, vector
 
 KINDS = ["none", "rope", "alibi", "t5"]
@@ -43,26 +44,34 @@ def layer(kind, **options):
     return Attention(DIM, HEADS, encoding=made, **given).double().eval()
 
 
+def rotated_by_formula(encoding, q, k, ids):
+    """q and k rotated as the spec of an encoding describes, in their dtype."""
+    if not isinstance(encoding, RotaryEncoding):
+        return q, k
+    return tuple(rotate_by_spec(x, encoding.rope.spec, ids, role=role) for x, role in ((q, "q"), (k, "k")))
+
+
+def reference_bias(encoding, ids):
+    """The bias of an encoding between positions `ids`, from the reference."""
+    if isinstance(encoding, AlibiBias):
+        return alibi_bias(ids, ids, encoding.num_heads)
+    return t5_bias(ids, ids, encoding.weight, causal=encoding.causal, max_distance=encoding.max_distance)
+
+
 def truth(attention, x, positions=None):
     """What the reference computes with the weights of a layer."""
-    found = attention.encoding
+    encoding = attention.encoding
 
     def rotated(q, k, ids):
-        # The reference divides by sqrt(head_dim); any other scale is put on the queries.
-        q = q * attention.scale * attention.head_dim**0.5
-        if not isinstance(found, RotaryEncoding):
-            return q, k
-        if found.rope.spec.xpos is not None:
-            return tuple(rotate_by_spec(x, found.rope.spec, ids, role=role) for x, role in ((q, "q"), (k, "k")))
-        return tuple(rotate(x, ids, found.rope.inv_freq, pairing=found.rope.spec.pairing) for x in (q, k))
+        # The reference divides by sqrt(head_dim). Any other scale is applied to the queries.
+        return rotated_by_formula(encoding, q * attention.scale * attention.head_dim**0.5, k, ids)
 
     def added(ids, _):
-        def one(row):
-            if isinstance(found, AlibiBias):
-                return alibi_bias(row, row, found.num_heads)
-            return t5_bias(row, row, found.weight, causal=found.causal, max_distance=found.max_distance)
-
-        return one(ids) if ids.dim() == 1 else torch.stack([one(row) for row in ids])
+        return (
+            reference_bias(encoding, ids)
+            if ids.dim() == 1
+            else torch.stack([reference_bias(encoding, row) for row in ids])
+        )
 
     return multi_head_attention(
         x,
@@ -72,7 +81,7 @@ def truth(attention, x, positions=None):
         positions=positions,
         causal=attention.causal,
         rotate=rotated,
-        bias=added if isinstance(found, AlibiBias | T5Bias) else None,
+        bias=added if isinstance(encoding, AlibiBias | T5Bias) else None,
     )
 
 
@@ -86,8 +95,8 @@ def test_parity(kind, kv_heads, causal):
             x = vector(seq, 3, seq, DIM)
             rows = torch.stack([torch.arange(seq) * 2, torch.arange(seq).flip(0), torch.arange(seq) - 5])
             for positions in (None, torch.arange(seq) + 9, rows, rows[:1]):
-                found, expected = attention(x, positions), truth(attention, x, positions)
-                assert torch.allclose(found, expected, **CLOSE), (seq, positions)
+                y, expected = attention(x, positions), truth(attention, x, positions)
+                assert torch.allclose(y, expected, **CLOSE), (seq, positions)
 
 
 def test_xpos_and_positions_that_are_no_whole_numbers():
@@ -181,8 +190,8 @@ def test_a_query_that_sees_nothing_gives_zero_with_finite_gradients(kind):
     assert not y[1, :2].any()
     assert y[1, 2:].all()
     y.square().sum().backward()
-    found = [x.grad, *(parameter.grad for parameter in attention.parameters())]
-    assert all(grad is not None and torch.isfinite(grad).all() for grad in found)
+    gradients = [x.grad, *(parameter.grad for parameter in attention.parameters())]
+    assert all(grad is not None and torch.isfinite(grad).all() for grad in gradients)
     assert x.grad is not None
     assert not x.grad[0].any()
 
@@ -248,10 +257,10 @@ def in_dtype(attention, x, dtype):
     q, k, v = ((x.to(dtype) @ weight.T).unflatten(-1, (-1, WIDTH)).transpose(1, 2) for weight in weights[:3])
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
     ids = torch.arange(x.shape[1])
-    q, k = attention.encoding.rotate(q, k) if attention.encoding is not None else (q, k)
+    q, k = rotated_by_formula(attention.encoding, q, k, ids)
     s = q @ k.transpose(-1, -2) * attention.scale
-    bias = None if attention.encoding is None else attention.encoding.bias(ids, ids)
-    s = s if bias is None else s + bias.to(dtype)
+    if isinstance(attention.encoding, AlibiBias | T5Bias):
+        s = s + reference_bias(attention.encoding, ids).to(dtype)
     s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
     return (torch.softmax(s, -1) @ v).transpose(1, 2).flatten(2) @ weights[3].T
 

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import formulas
 from ropewalk import LogTemperature, RopeSpec, RopewalkError, RotaryEmbedding, XPos, Yarn, reference
 from ropewalk.nn.encodings.by_name import ENCODINGS, Encoding, EncodingName, encoding, options_of
 from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RopeOptions, RotaryEncoding, XPosEncoding
-from ropewalk.reference import Projections, multi_head_attention, rotate, rotate_by_spec
-from ropewalk.spec import AcrossHeads, DynamicNTK
-from strategies import seeds, vector
+from ropewalk.reference import Projections, multi_head_attention, rotate
+from ropewalk.spec import DynamicNTK
+from strategies import seeds, theta, vector
 
 DIM, HEADS, LENGTH = 8, 2, 64
 XPOS = RopeSpec(4, xpos=XPos(LENGTH))
@@ -187,14 +188,14 @@ def test_sinusoidal_is_the_references_at_any_position(seed, base, start, dtype):
 def test_rotary_encodings_are_the_references():
     found, whole, xpos = made("rope", base=100.0, pairing="half"), made("rope-across-heads", base=100.0), made("xpos")
     q, k = found.rotate(Q, K, IDS, k_positions=IDS + 1)
-    assert torch.allclose(q, rotate(Q, IDS, found.rope.inv_freq, pairing="half"), atol=1e-10)
-    assert torch.allclose(k, rotate(K, IDS + 1, found.rope.inv_freq, pairing="half"), atol=1e-10)
+    assert torch.allclose(q, rotate(Q, IDS, theta(4, 100.0), pairing="half"), atol=1e-10)
+    assert torch.allclose(k, rotate(K, IDS + 1, theta(4, 100.0), pairing="half"), atol=1e-10)
     # Before the heads are split: one rotation over the width of the model.
-    wide = rotate(Q.transpose(1, 2).flatten(2), IDS, torch.as_tensor(RopeSpec(DIM, AcrossHeads(100.0)).inv_freq()[0]))
+    wide = rotate(Q.transpose(1, 2).flatten(2), IDS, theta(DIM, 100.0))
     split = wide.view(2, 5, HEADS, 4).transpose(1, 2)
     assert torch.allclose(whole.rotate(Q, K, IDS)[0], split, atol=1e-10)
     for rotated, x, role in zip(xpos.rotate(Q, K, IDS[1]), (Q, K), "qk", strict=True):
-        assert torch.allclose(rotated, rotate_by_spec(x, XPOS, IDS[1], role=role), atol=1e-10)
+        assert torch.allclose(rotated, formulas.rotate_by_spec(x, XPOS, IDS[1], role=role), atol=1e-10)
 
 
 def test_ids_of_a_batch_belong_to_the_batch_and_not_to_the_heads():
@@ -332,8 +333,8 @@ def test_what_a_rotary_encoding_says_of_its_spec():
 def test_a_rule_that_varies_is_given_its_length_once():
     spec = RopeSpec(4, DynamicNTK(1e4, 2.0, 16))
     found = made("rope", spec=spec, at_length=64)
-    expected = RotaryEmbedding(spec)(Q, K, positions=IDS, length=64)
-    assert same([*found.rotate(Q, K, IDS)], [*expected])
-    # A step finds the frequencies of its prefill.
-    assert torch.equal(found.rotate(Q[:, :, :2], K[:, :, :2], IDS[:, :2])[1], expected[1][:, :, :2])
+    rotated = found.rotate(Q, K, IDS)
+    assert same([*rotated], [formulas.rotate_by_spec(x, spec, IDS, length=64) for x in (Q, K)], atol=1e-10)
+    # A step has the frequencies of its prefill.
+    assert torch.equal(found.rotate(Q[:, :, :2], K[:, :, :2], IDS[:, :2])[1], rotated[1][:, :, :2])
     assert "at_length=64" in repr(found)

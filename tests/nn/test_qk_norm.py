@@ -68,7 +68,7 @@ def check_within_budget(backend, dtype, seed, pairing, pairs, rest, rotary_slice
             x.double(),
             weight,
             torch.arange(7, 12),
-            rope.inv_freq.cpu(),
+            theta(2 * pairs),
             eps=1e-5,
             plus_one=plus_one,
             pairing=pairing,

@@ -6,7 +6,6 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from nn.module import module_for
 from ropewalk import RopeSpec, RotaryEmbedding
-from ropewalk.kernels.angles import torch as angle_kernels
 from ropewalk.kernels.angles.torch import radix_table
 from ropewalk.reference import rotate
 from ropewalk.spec import AcrossHeads, Plain
@@ -58,7 +57,7 @@ def test_values_of_jvp_vjp_vmap_grad_and_hessian(case):
     value = truth(x, *case)
     assert torch.allclose(each, truth(3 * value**2, *case, conjugate=True), atol=1e-12)
     hessian = torch.func.hessian(lambda x: (rope(x) ** 2).sum() / 2)(x[0, 0])
-    # Where features turn it is R^T R = amplitude^2, elsewhere 1.
+    # For rotated features it is R^T R = amplitude^2, for others 1.
     expected = torch.ones(5, 8)
     rotated = 2 * case[2].shape[-1]
     expected[:, slice(0, rotated) if case[1] == "leading" else slice(8 - rotated, 8)] = 1.5**2
@@ -92,7 +91,7 @@ def test_in_place_rotation_has_its_gradient():
     rope.rotate_(y)
     y.backward(cotangent)
     assert x.grad is not None
-    assert torch.allclose(x.grad, rope.unrotate(cotangent), atol=1e-14)
+    assert torch.allclose(x.grad, rotate(cotangent, torch.arange(5), theta(8), conjugate=True), atol=1e-14)
 
 
 @pytest.mark.parametrize("frequencies", [Plain(50.0), AcrossHeads(50.0, num_heads=3)])
@@ -110,7 +109,8 @@ def test_learned_frequencies_have_the_gradient_of_the_reference(frequencies, pos
     )
     rotated = rope(q, k, positions=ids)
     (rotated[0] * g + rotated[1] * g * 2).sum().backward()
-    inv_freq = rope.inv_freq.detach().requires_grad_()
+    start = theta(8, 50.0) if isinstance(frequencies, Plain) else theta(24, 50.0).view(3, 4)
+    inv_freq = (start * rope.log_scale.detach().double().exp()).requires_grad_()
     expected = (rotate(q, ids, inv_freq) * g + rotate(k, ids, inv_freq) * g * 2).sum()
     (by_frequency,) = torch.autograd.grad(expected, inv_freq)
     assert rope.log_scale.grad is not None
@@ -173,13 +173,11 @@ def test_the_angles_op(per_head, batched):
     positions, inv_freq = positions.requires_grad_(), inv_freq.requires_grad_()
     torch.library.opcheck(op, (positions, inv_freq, None, scale, torch.float64))
     assert gradcheck(lambda p, f: op(p, f, None, scale, torch.float64), (positions, inv_freq))
-    # Its backward is what autograd finds in the formula.
-    weights = [torch.randn_like(table) for table in op(positions, inv_freq, None, scale, torch.float64)]
-
-    def gradients(function):
-        tables = function(positions, inv_freq, None, scale, torch.float64)
-        loss = sum((table * w).sum() for table, w in zip(tables, weights, strict=True))
-        return torch.autograd.grad(loss, (positions, inv_freq))
-
-    for a, b in zip(gradients(op), gradients(angle_kernels.cos_sin), strict=True):
+    # Its backward equals the gradient of the formula.
+    tables = op(positions, inv_freq, None, scale, torch.float64)
+    angles = positions.view(-1, 1, 5, 1) * inv_freq[:, None] if per_head else positions[..., None] * inv_freq
+    expected = 1.5 * angles.cos(), 1.5 * angles.sin()
+    weights = [torch.randn_like(table) for table in tables]
+    losses = [sum((x * w).sum() for x, w in zip(both, weights, strict=True)) for both in (tables, expected)]
+    for a, b in zip(*(torch.autograd.grad(loss, (positions, inv_freq)) for loss in losses), strict=True):
         assert torch.allclose(a, b, atol=1e-12)

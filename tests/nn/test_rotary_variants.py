@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import formulas
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.reference import assert_within_budget, rotate_by_spec
 from ropewalk.spec import (
@@ -79,14 +80,16 @@ def test_any_spec_is_the_reference(case, length, seed, dtype):
     x = vector(seed, 2, 3, 5, spec.head_dim).to(dtype)
     for role in ("q", "k"):
         rotated = rope(x, positions=positions, length=length, role=role)
-        expected = rotate_by_spec(x.double(), spec, positions, length=length, role=role)
+        expected = formulas.rotate_by_spec(x.double(), spec, positions, length=length, role=role)
+        by_reference = rotate_by_spec(x.double(), spec, positions, length=length, role=role)
+        torch.testing.assert_close(by_reference, expected, rtol=1e-10, atol=1e-10)
         tempered = role == "q" and spec.query_temperature is not None
         farthest = 4.0 * float(positions.abs().max())
         options = {"rotary_dim": DIM, "pairing": spec.pairing, "rotary_slice": spec.rotary_slice}
         assert_within_budget(rotated, expected, **options, farthest=farthest, copied=not tempered)
 
 
-def test_a_length_a_sequence_is_a_call_a_sequence():
+def test_one_length_per_sequence_equals_one_call_per_sequence():
     x, ids = vector(0, 3, 2, 5, DIM).float(), torch.arange(5) + 100
     lengths = torch.tensor([10, 64, 4000])
     for rule in (DynamicNTK(1e4, 2, 64), LONG, dataclasses.replace(LONG, short_amplitude=1.5, long_amplitude=2.0)):
@@ -178,9 +181,9 @@ def test_retuned_keys_are_keys_rotated_afresh(dtype, angles, old, new, seed, len
     k = vector(seed, 2, 3, 6, DIM)
     kept = before(k.to(dtype), positions=ids, length=length)
     moved = before.retune(kept, to=after, positions=ids, length=length, to_length=to_length)
-    # What is in the cache was rounded already; what it stands for is that, turned back.
-    meant = before.unrotate(kept.double(), positions=ids, length=length)
-    afresh = after(meant, positions=ids, length=to_length)
+    # Keys in the cache are rounded. They represent these keys, rotated back.
+    represented = before.unrotate(kept.double(), positions=ids, length=length)
+    afresh = after(represented, positions=ids, length=to_length)
     if dtype == torch.bfloat16:
         scale = afresh.abs().clamp(min=2.0**-6)
         assert ((moved.double() - afresh).abs() <= 2 * 2.0**-8 * scale).all()
@@ -301,7 +304,7 @@ def test_xpos_refuses_positions_that_leave_its_bounds():
             rope(x, **where, role="k")
 
 
-def test_frequencies_a_head_take_one_length():
+def test_frequencies_per_head_take_one_length():
     @dataclasses.dataclass(frozen=True)
     class Rows(Frequencies):
         varies = True
@@ -333,7 +336,7 @@ def test_numbers_of_a_rule_are_found_by_what_they_are():
     try:
         spec = RopeSpec(4, Choosing())
         cos, _ = RotaryEmbedding(spec).at(torch.tensor([1]), length=99)
-        np.testing.assert_allclose(cos[0], np.cos(spec.inv_freq(99)), rtol=1e-6)
+        np.testing.assert_allclose(cos[0], np.cos([0.1, 0.1]), rtol=1e-6)
     finally:
         Frequencies.known.pop("Choosing")
 
@@ -370,5 +373,7 @@ def test_a_new_rule_needs_one_class_and_nothing_else():
 def test_float32_angles_of_a_length_are_those_of_its_frequencies():
     spec = RopeSpec(DIM, DynamicNTK(1e4, 2, 64), angles="float32")
     cos, _ = RotaryEmbedding(spec).at(torch.arange(200), length=200)
-    by_hand = np.cos(np.arange(200, dtype=np.float32)[:, None] * spec.inv_freq(200).astype(np.float32))
-    np.testing.assert_allclose(cos.numpy(), by_hand, atol=200 * 2**-21)
+    expected = np.cos(
+        np.arange(200, dtype=np.float32)[:, None] * formulas.frequencies(spec.frequencies, DIM, 200).astype(np.float32)
+    )
+    np.testing.assert_allclose(cos.numpy(), expected, atol=200 * 2**-21)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ropewalk import RopewalkError
-from ropewalk.reference import elu_plus_one, linear_attention_by_recurrence, linear_attention_by_sum, rotate
+from ropewalk.reference import elu_plus_one, linear_attention_by_recurrence, linear_attention_by_sum
 from strategies import MAX_POSITION, pairings, seeds, theta, tolerance, vector
 
 
@@ -50,10 +50,11 @@ def test_eq_19_term_by_term(seed, causal):
     for m in range(5):
         numerator, denominator = torch.zeros(4, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
         for n in range(m + 1 if causal else 5):
-            phi_q, phi_k = elu_plus_one(q[0, 0, m]), elu_plus_one(k[0, 0, n])
-            rotated_q = rotate(phi_q[None], ids[m : m + 1], theta(4))[0]
-            rotated_k = rotate(phi_k[None], ids[n : n + 1], theta(4))[0]
-            numerator += (rotated_q @ rotated_k) * v[0, 0, n]
+            phi_q, phi_k = (torch.nn.functional.elu(x) + 1 for x in (q[0, 0, m], k[0, 0, n]))
+            # The score of two rotated vectors is Re sum_i q_i conj(k_i) exp(i (m - n) theta_i) (eq. 12).
+            products = torch.view_as_complex(phi_q.view(2, 2)) * torch.view_as_complex(phi_k.view(2, 2)).conj()
+            score = (products * torch.exp(1j * (ids[m] - ids[n]) * theta(4))).sum().real
+            numerator += score * v[0, 0, n]
             denominator += phi_q @ phi_k
         assert torch.allclose(y[0, 0, m], numerator / denominator, atol=1e-13)
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from formulas import plain_frequencies, score_sums
 from ropewalk import RopewalkError
 from ropewalk.spec import Plain
 from ropewalk.theory import (
@@ -17,7 +18,6 @@ from ropewalk.theory import (
     first_negative_distance,
     lowest_admissible_base,
     periods,
-    score_sum,
 )
 from strategies import bases, even_dims
 
@@ -74,14 +74,14 @@ def test_first_negative_distance_stops_at_its_limit():
 @given(st.integers(1, 40), st.floats(-6, 0), st.integers(1, 5000), st.integers(0, 2**32 - 1))
 def test_first_negative_distance_equals_its_definition(pairs, lowest, limit, seed):
     theta = 10 ** np.random.default_rng(seed).uniform(lowest, 0, pairs)
-    below = np.flatnonzero(score_sum(np.arange(limit), theta) < 0)
+    below = np.flatnonzero(score_sums(theta, limit) < 0)
     assert first_negative_distance(theta, limit) == (below[0] if below.size else None)
 
 
 def test_a_sum_near_0_is_computed_from_its_cosines():
     # cos(m pi / 2) is 0 at every odd m, up to the rounding of pi / 2. At even m it is 1 or -1.
     theta = [np.pi / 2]
-    expected = int(np.flatnonzero(score_sum(np.arange(64), theta) < 0)[0])
+    expected = int(np.flatnonzero(score_sums(np.array(theta), 64) < 0)[0])
     assert first_negative_distance(theta, 64) == expected
     # A search with a large limit does not store all distances.
     assert first_negative_distance(theta, 1 << 50) == expected
@@ -116,7 +116,7 @@ def test_the_smallest_base_is_returned_for_any_order():
 
 @given(st.integers(1, 8).map(lambda p: 2 * p), st.integers(1, 200), st.lists(st.floats(2, 1e5), max_size=12))
 def test_the_scan_equals_the_definition(dim, length, tried):
-    expected = [b for b in tried if (score_sum(np.arange(length + 1), Plain(b).evaluate(dim)) >= 0).all()]
+    expected = [b for b in tried if (score_sums(plain_frequencies(dim, b), length + 1) >= 0).all()]
     intervals = admissible_bases(tried, dim, length)
     covered = [b for b in tried if any(first <= b <= last for first, last in intervals)]
     # With unsorted bases an interval covers neighbours in the list, so only its first base is compared.
