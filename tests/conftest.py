@@ -1,4 +1,4 @@
-"""What holds for every test: uninitialised memory is NaN, and Hypothesis prints how to replay a failure."""
+"""What holds for every test: its share of the cores, NaN in new memory, and how a failure of Hypothesis is replayed."""
 
 import os
 from collections.abc import Iterator
@@ -14,6 +14,12 @@ hypothesis.settings.register_profile(
     "ropewalk", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("ropewalk")
+
+# The workers of pytest-xdist share the cores. More threads than cores wait for each other in every parallel loop.
+THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+torch.set_num_threads(THREADS)
+# For processes that tests start, and for the compiler's own.
+os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(THREADS)
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which has to be known before Triton is loaded.
 if not torch.cuda.is_available():
