@@ -1,6 +1,6 @@
-"""Wrong rotations, each of which somebody has shipped: the parity check that fast paths pass must fail every one.
+"""Wrong rotations: the parity check that fast paths must pass has to reject each of them.
 
-A mutant that passes means that the check is too blunt, not that the mutant is harmless.
+If a mutant passes, the check is too weak.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def mutant(function: Mutant) -> Mutant:
 
 
 def from_tables(x, positions, inv_freq, *, pairing, conjugate, amplitude, rotary_slice, angles_in, tables_in, work_in):
-    """An honest fast path, but for the precision of its angles, its tables and its arithmetic."""
+    """A correct fast path, except for the dtypes of its angles, its tables and its arithmetic."""
     ids = positions.view(positions.shape[0], *[1] * (x.dim() - 3), -1) if positions.dim() == 2 else positions
     inv_freq = inv_freq.unsqueeze(-2) if inv_freq.dim() == 2 else inv_freq
     angles = ids.to(angles_in).unsqueeze(-1) * inv_freq.to(angles_in)
@@ -248,7 +248,7 @@ def test_every_mutant_is_caught(name):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_honest_path_is_not(seed):
-    # All that sets it apart from the mutants is that it is right: a check that fails everything would be no check.
+    # It differs from the mutants only in that it is correct: the check must not reject everything.
     assert check_rotation(honest, DTYPES, seed) <= 1
 
 

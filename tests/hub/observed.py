@@ -1,4 +1,4 @@
-"""What transformers computes: queries and keys before and after each family's rotation, seen from its attention."""
+"""Queries and keys of transformers' models before and after their rotation, recorded at the attention call."""
 
 import contextlib
 import inspect
@@ -31,10 +31,10 @@ from hub.tiny_models import (
 __all__ = ["Seen", "UnbuildableError", "families", "observe"]
 
 NEAR = (0, 1, 2, 3, 5, 8, 13, 40, 101, 7, 64, 29, 90, 4, 11, 77, 6, 55, 18, 33, 9, 120, 47, 10)
-# Their tables of angles end with the sequence.
+# Their tables of angles are as long as the sequence.
 BOUNDED = {"clvp_encoder", "roformer"}
 TWO_AXES = re.compile("vision|sam|edgetam|pixtral|mlcd")
-# It takes position ids, and makes its own all the same.
+# Its forward accepts position ids, and ignores them.
 DEAF = {"csm_depth_decoder_model"}
 # Its recurrence starts anew wherever the position is 0.
 RESET_AT_ZERO = {"recurrent_gemma"}
@@ -44,7 +44,7 @@ PROBE = "ropewalk_probe"
 
 @dataclass
 class Seen:
-    """One kind of layer of one family: what came in, what came out."""
+    """Queries and keys before and after the rotation, in one kind of layer of one family."""
 
     model_type: str
     config: PreTrainedConfig
@@ -81,7 +81,7 @@ class Recorder:
         self.forced: Tensor | None = None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
-        """An attention kernel whose output says nothing of positions."""
+        """Record q and k. Returns zeros, so that later layers do not depend on positions."""
         # Keys of compressed blocks come after those of the tokens.
         tokens = key[..., : query.shape[-2], :]
         self.calls.append(
@@ -353,7 +353,7 @@ def families() -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No word from transformers: neither warnings nor logging."""
+    """Suppress the warnings and the logging of transformers."""
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -361,7 +361,7 @@ def quiet() -> Iterator[None]:
 
 
 def observe(model_type: str, numbers: tuple[int, ...] = NEAR) -> list[Seen]:
-    """What the family's own code does to queries and keys."""
+    """Record queries and keys before and after the rotation of a family's own code."""
     with quiet(), torch.random.fork_rng(devices=[]):
         config_class = config_classes()[model_type]
         if model_type in BOUNDED:

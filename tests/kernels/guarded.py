@@ -1,6 +1,6 @@
-"""Tensors in blocks of their own from malloc, exactly as long as they are: a sanitizer sees a step outside of one.
+"""Tensors in blocks of malloc of exactly their size, so that a sanitizer detects accesses outside of them.
 
-torch's CPU allocator may be one that a sanitizer does not know, and then nothing that runs on its memory is watched.
+A sanitizer may not know torch's CPU allocator. It would then not check accesses to memory of torch.
 """
 
 from typing import Any
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def guarded(t: Tensor) -> Tensor:
-    """The same numbers at the same strides, in a block that ends with the last of them."""
+    """A copy with the same strides, in a block that ends with the last element."""
     if t.numel() == 0:
         return t
     reach = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True)) + 1
     block = torch.from_numpy(np.empty(reach * t.element_size(), dtype=np.uint8)).view(t.dtype)
     copy = block.as_strided(t.shape, t.stride())
-    # The whole extent, gaps and all: elements may share memory.
+    # Copies the gaps between elements too, because elements can share memory.
     block.copy_(t.as_strided((reach,), (1,), t.storage_offset()))
     return copy
 
 
 class Guarded:
-    """The extension, with every tensor it is given moved into a guarded block, and the results moved out."""
+    """The C extension, called with copies of its arguments in guarded blocks."""
 
     def __init__(self, native: Any) -> None:
         self.native, self.calls = native, 0
@@ -49,7 +49,7 @@ class Guarded:
 
     def direct(self, *args: Any) -> Any:
         self.calls += 1
-        # What is read is guarded; what is written is torch's.
+        # Inputs are guarded; outputs are in memory of torch.
         return self.native.direct(*[guarded(t) if type(t) is Tensor and t.is_cpu else t for t in args])
 
     def cos_sin(self, *args: Any) -> None:

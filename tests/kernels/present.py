@@ -1,4 +1,4 @@
-"""The registered backends that can run here, and how a test calls each of them: its device, how much it can afford."""
+"""The registered backends that can run on this machine, their devices, and how many cases tests run on each."""
 
 import functools
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from ropewalk.kernels.backend import Backend, backends, registered
 from ropewalk.kernels.backends import NATIVE, TORCH, TRITON
 from ropewalk.reference.parity import RotationCase
 
-# To import them is to register them.
+# Importing a backend registers it.
 BUILT_IN: tuple[Backend, ...] = (NATIVE, TORCH, TRITON)
 PRESENT = [backend.name for backend in backends() if backend.why_missing() is None]
 
-# One compiles a kernel per shape on a GPU, and is interpreted without one: tests give it fewer examples.
+# Triton compiles a kernel per shape on a GPU, and is interpreted without a GPU. Tests run fewer examples on it.
 SLOW = {"triton"}
 
-# Of the parity list, cases that take a second in Triton's interpreter; the parity suite of backends has more.
+# Cases of `rotation_cases` that take about a second in Triton's interpreter. The checks of backends have more.
 FEW = ("dim 60", "per head, trailing 24 of 64, conjugate True, amplitude 1.0, ids per row", "as many heads")
 
 
@@ -28,13 +28,13 @@ def home(name: str) -> torch.device:
 
 
 def automatic(name: str) -> bool:
-    """Whether the backend is chosen by itself on that device: only then is its `run_if_ready` called."""
+    """Whether the backend is the default on that device. Only then is its `run_if_ready` called."""
     devices = registered(name).devices
     return devices is None or home(name).type in devices
 
 
 def mover(name: str) -> Callable[[Tensor], Tensor]:
-    """What brings a CPU tensor to the backend's device with its strides and its offset in memory."""
+    """A function that copies a CPU tensor to the backend's device, and keeps its strides and storage offset."""
     return (lambda x: x) if home(name).type == "cpu" else as_it_lies
 
 

@@ -1,4 +1,4 @@
-"""Random calls of a backend's rotation, held to the float64 truth: shapes, strides, rows, slices, dtypes, outputs."""
+"""Random calls of a backend's rotation, compared with float64: shapes, strides, rows, slices, dtypes, outputs."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ DTYPES = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**
 
 
 def scattered(random: np.random.Generator, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """Random numbers in memory of random order, with gaps, at a random offset."""
+    """Random numbers in a tensor with random strides and a random storage offset."""
     order = random.permutation(len(shape)) if random.random() < 0.5 else np.arange(len(shape))
     steps = [int(random.choice((1, 1, 1, 2, 3))) for _ in shape]
     margin = [int(random.integers(0, 3)) if random.random() < 0.3 else 0 for _ in shape]
@@ -47,9 +47,9 @@ def one_call(
     operation: Operation,
     move: Callable[[Tensor], Tensor] = unmoved,
 ) -> bool:
-    """One call of `operation.run`, a rotation, on what `move` makes of CPU tensors; raises BudgetError if it is wrong.
+    """Call `operation.run`, a rotation, on tensors that `move` copied from the CPU. Raises BudgetError if it is wrong.
 
-    Returns False, and calls nothing, where the operation states that it does not support the call.
+    Returns False, without a call, if the operation does not support the arguments.
     """
     seq_dim = int(random.choice((-2, -3)))
     seq, heads, pairs = int(random.integers(1, 6)), int(random.integers(1, 4)), int(random.integers(1, 20))

@@ -1,4 +1,4 @@
-"""Where the Triton kernels run in tests: on a GPU, or in Triton's interpreter on the CPU."""
+"""The device of the Triton kernels in tests: a GPU, or the CPU with Triton's interpreter."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def _cast_and_round(self: Any, src: Any, dst_type: Any) -> Any:
     return _cast(self, src, dst_type)
 
 
-# The interpreter cuts a float32 to a bfloat16 where hardware rounds to the nearest; everything else it rounds.
+# The interpreter truncates float32 to bfloat16. Hardware rounds to nearest. It rounds all other dtypes.
 _cast = interpreter.InterpreterBuilder.cast_impl
 interpreter.InterpreterBuilder.cast_impl = _cast_and_round
 
@@ -31,7 +31,7 @@ def _widened(x: Any) -> Any:
     return interpreter.TensorHandle(numbers, interpreter.tl.float32)
 
 
-# It holds a bfloat16 as its bits, and multiplies the bits.
+# The interpreter stores a bfloat16 as its bits, and would multiply the bits.
 _dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _dot_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
 

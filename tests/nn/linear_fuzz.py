@@ -48,11 +48,11 @@ FUNCTIONS = {two_sided: oracle.TWO_SIDED, torch.exp: oracle.EXP, torch.relu: ora
 
 
 class DisagreementError(AssertionError):
-    """What a case gave, and what it had to give."""
+    """The result of a case differs from the oracle."""
 
 
 class Case:
-    """One chain of calls: what all of them share, and the state so far as the oracle has it."""
+    """One chain of calls: the options that they share, and the expected state."""
 
     def __init__(self, seed: int, index: int, *, triton: float = 0.0) -> None:
         self.random = np.random.default_rng([seed, index])
@@ -141,7 +141,7 @@ class Case:
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
-        """Paths that a few tokens on a CPU would not take."""
+        """Enable code paths that few tokens on a CPU do not reach."""
         with contextlib.ExitStack() as stack:
             if self.mode == "chunks":
                 for name in ("attend", "attend_packed"):
@@ -278,7 +278,7 @@ class Case:
         self._compare_state()
 
     def _spoil(self, tensors: list[torch.Tensor], owner: np.ndarray, seen: np.ndarray, packed: bool) -> None:
-        """Puts anything where nobody may look: hidden keys, and tokens that belong to no sequence."""
+        """Overwrite hidden keys, and tokens that belong to no sequence, with values that must not be used."""
         if self.random.random() >= 0.3:
             return
         bad = float(self.pick(np.nan, np.inf, 1e4, -1e4))
@@ -324,7 +324,7 @@ class Case:
         finfo, value = torch.finfo(dtype), ours.detach().double().numpy()
         bound = right.bound(self.rounding)
         bound = bound + 1.01 * finfo.eps / 2 * np.abs(right.value) + np.where(bound > 0, finfo.smallest_normal, 0)
-        # What the bound does not tell from 0 below the line is anything, and so is what the dtype cannot hold.
+        # Quotients whose denominator may be 0, and values outside the range of the dtype, are not compared.
         known = np.isfinite(bound) & (np.abs(right.value) + bound < float(torch.finfo(dtype).max))
         wrong = known & ~(np.abs(value - right.value) <= bound)
         self.tally["numbers"] += value.size
@@ -401,7 +401,7 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Runs as many cases as were asked for, and prints what they compared."""
+    """Run the requested number of cases, and print how many numbers were compared."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", type=int)
     parser.add_argument("--seed", type=int, default=0)
@@ -414,12 +414,12 @@ def main() -> int:
     tally: Counter[str] = Counter()
     failed = 0
     with ProcessPoolExecutor(options.processes) as pool:
-        for done, (found, failures) in enumerate(pool.map(_chunk, work), start=1):
-            tally += found
+        for chunks, (chunk_tally, failures) in enumerate(pool.map(_chunk, work), start=1):
+            tally += chunk_tally
             failed += len(failures)
             for line in failures:
                 _say(line)
-            if done % 8 == 0:
+            if chunks % 8 == 0:
                 _say(f"{tally['cases']} cases, {failed} failures")
     counts = ", ".join(f"{name} {number}" for name, number in sorted(tally.items()))
     _say(f"{counts}; failures {failed}")

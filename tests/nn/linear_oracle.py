@@ -249,11 +249,11 @@ def answer(
         of_row = Quantity.exact((inputs.q_owner == np.arange(rows)[:, None, None]) * 1.0)
         d_above = contract("rbm,bkmdv->rkdv", of_row, _grouped_outer(grq, dn), rounding, terms * group)
         d_below = contract("rbm,bkgmd->rkd", of_row, weighed, rounding, terms * group)
-        mine, theirs = belongs[:, 0, :, :, None], live[:, None, :, None]
+        q_mask, k_mask = belongs[:, 0, :, :, None], live[:, None, :, None]
         return {
-            "q": _through(dfq, q_slope, maps.q, maps.q_steps).masked(mine),
-            "k": _through(dfk, k_slope, maps.k, maps.k_steps).masked(theirs),
-            "v": dv.masked(theirs),
+            "q": _through(dfq, q_slope, maps.q, maps.q_steps).masked(q_mask),
+            "k": _through(dfk, k_slope, maps.k, maps.k_steps).masked(k_mask),
+            "v": dv.masked(k_mask),
             "above": d_above + Quantity.exact(of_above),
             "below": d_below + Quantity.exact(of_below),
         }

@@ -1,4 +1,4 @@
-"""What libraries and users do to torch around a model: constructors replaced, defaults set, modes entered."""
+"""Changes that libraries and users make to torch around a model: replaced constructors, defaults, modes."""
 
 import contextlib
 import functools
@@ -49,7 +49,7 @@ def elsewhere(make: Callable[..., torch.Tensor], device: str, *, always: bool) -
 
 @contextlib.contextmanager
 def zero_init(dtype: torch.dtype) -> Iterator[None]:
-    """DeepSpeed's zero.Init: what it replaces, and what it puts there."""
+    """The constructors that DeepSpeed's zero.Init replaces, with equivalent replacements."""
 
     def new(cls, *args, **options):
         return torch.zeros(0).new_empty(*(args or (0,)), **options).to(dtype)

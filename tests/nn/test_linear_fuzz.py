@@ -36,7 +36,7 @@ def test_kernels_for_a_gpu_agree_with_the_direct_sums():
     assert not failures, "\n".join(failures)
 
 
-next_position, features, one_by_one = function._next, linear_torch._features, linear_torch._one_by_one
+next_position, features, attend_each = function._next, linear_torch._features, linear_torch._attend_each
 
 
 def counts_an_empty_first_sequence(start, key_ids, cu_seqlens, key_mask, k):
@@ -52,7 +52,7 @@ def forgets_where_rows_are(state, index):
 
 
 def swaps_sums(*arguments, **options):
-    out, sums = one_by_one(*arguments, **options)
+    out, sums = attend_each(*arguments, **options)
     return out, sums._replace(below=sums.below.flip(0))
 
 
@@ -65,7 +65,7 @@ def rounds_features(*arguments):
     [
         (function, "_next", counts_an_empty_first_sequence),
         (LinearState, "reorder", forgets_where_rows_are),
-        (linear_torch, "_one_by_one", swaps_sums),
+        (linear_torch, "_attend_each", swaps_sums),
         (linear_torch, "_features", rounds_features),
         (linear_torch, "divide", lambda above, below: above / (below + 1e-6)),
         (linear_torch, "_lower_triangle", lambda scores: torch.tril(scores, -1)),

@@ -1,4 +1,4 @@
-"""Linear attention: where tokens stand behind a state, which encodings it takes, and what surrounds a call."""
+"""Linear attention: positions of tokens after a state, supported encodings, and the context of a call."""
 
 import itertools
 from dataclasses import replace

@@ -150,7 +150,7 @@ def test_inputs_are_unchanged_and_results_are_fresh():
     assert zero.data_ptr() != x.data_ptr()
 
 
-def test_nobody_can_tell_that_ranges_are_kept():
+def test_cached_ranges_do_not_change_results():
     rope = RotaryEmbedding(8)
     for start, seq in ((0, 40), (40, 1), (41, 1), (300, 5), (0, 700), (699, 1), (255, 2), (-3, 40), (10**6, 3), (0, 1)):
         x = vector(seq, 1, 1, seq, 8).float()
@@ -158,7 +158,7 @@ def test_nobody_can_tell_that_ranges_are_kept():
         assert torch.equal(rope(x, offset=start), fresh), (start, seq)
     long = vector(0, 1, 1, LONGEST + 5, 8).float()
     assert torch.equal(rope(long), RotaryEmbedding(8)(long, positions=torch.arange(LONGEST + 5)))
-    # cos and sin that were kept are not what a caller gets to change.
+    # A caller cannot change the cached cos and sin.
     cos, _ = rope.at(torch.arange(5))
     cos.fill_(7)
     assert torch.equal(rope(X), RotaryEmbedding(8)(X))
@@ -261,7 +261,7 @@ def test_results_keep_the_strides_of_their_input():
 
 
 def most_memory(run):
-    """The most that a call held at a time of what it allocated, and what it returned."""
+    """The peak of the memory that a call allocated, in bytes, and its result."""
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         outputs = run()
     events = profile.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]

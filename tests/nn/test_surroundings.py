@@ -1,4 +1,4 @@
-"""Results are the same bits whatever is done to torch's constructors and defaults while a layer is made or used."""
+"""Results are bit-identical when torch's constructors or defaults are changed while a layer is constructed or used."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -191,7 +191,7 @@ CASES: dict[str, Case] = {
 
 
 def settled(made: Any) -> Any:
-    """What was made, with parameters in float32 on the CPU and numbers of their own: those are the user's."""
+    """The module with random float32 parameters on the CPU, as a user loads them."""
     if isinstance(made, nn.Module):
         if any(tensor.is_meta for tensor in (*made.parameters(), *made.buffers())):
             made = made.to_empty(device="cpu")
@@ -206,7 +206,7 @@ def settled(made: Any) -> Any:
 
 
 def results(name: str, around: Callable[[], contextlib.AbstractContextManager[object]], phase: str) -> list[Any]:
-    """What a case computes if things are as `around` has them while it is made, while it is used, or in both."""
+    """Results of a case whose object is constructed (phase "made"), used, or both inside the context `around()`."""
     case, usual = CASES[name], contextlib.nullcontext
     with around() if phase in ("made", "both") else usual():
         made = case.make()
