@@ -27,7 +27,7 @@ def _source_hash() -> str | None:
 
 def _load() -> tuple[ModuleType | None, str | None]:
     """Return the extension, or the reason why it is not available."""
-    rebuild = "install gcc or clang and then ropewalk again (in a clone: python setup.py build_ext --inplace)"
+    rebuild = "install ropewalk again with gcc or clang available (in a clone: python setup.py build_ext --inplace)"
     try:
         native = importlib.import_module("ropewalk.kernels._native")
     except ImportError as error:
