@@ -40,10 +40,10 @@ demo: .venv/installed
 	@$(BIN)/ropewalk verify --plots $(PICTURES)
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
 
 test-all: .venv/installed-dev
-	@$(BIN)/python -m pytest -n 2 -m "not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"
 
 test-gpu: .venv/installed-dev
 	@$(BIN)/python -m pytest -m gpu

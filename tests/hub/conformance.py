@@ -41,10 +41,10 @@ class Row:
 def rows_of(model_type: str) -> list[Row]:
     """Every kind of layer of a family."""
     try:
-        seen = observe(model_type)
+        observations = observe(model_type)
     except UnbuildableError as reason:
         return [Row(model_type, "", UNBUILDABLE, str(reason))]
-    return [_row(one) for one in seen]
+    return [_row(seen) for seen in observations]
 
 
 def _row(seen: Seen) -> Row:

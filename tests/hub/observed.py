@@ -1,6 +1,7 @@
 """Queries and keys of transformers' models before and after their rotation, recorded at the attention call."""
 
 import contextlib
+import functools
 import inspect
 import re
 import warnings
@@ -360,8 +361,13 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def observe(model_type: str, numbers: tuple[int, ...] = NEAR) -> list[Seen]:
+@functools.cache
+def observe(model_type: str, numbers: tuple[int, ...] = NEAR) -> tuple[Seen, ...]:
     """Record queries and keys before and after the rotation of a family's own code."""
+    return tuple(_observed(model_type, numbers))
+
+
+def _observed(model_type: str, numbers: tuple[int, ...]) -> list[Seen]:
     with quiet(), torch.random.fork_rng(devices=[]):
         config_class = config_classes()[model_type]
         if model_type in BOUNDED:

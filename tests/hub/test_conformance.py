@@ -14,7 +14,8 @@ from ropewalk import RopeSpec, RopewalkError
 from ropewalk.hub import RopeConfigWarning
 from ropewalk.hub.families.table import FAMILIES
 
-pytestmark = pytest.mark.slow
+# On one worker: the tests share what they observe of the models.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("conformance")]
 
 
 @pytest.fixture(scope="module")

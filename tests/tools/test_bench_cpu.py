@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,6 +13,7 @@ from ropewalk.tools.bench import cpu as bench_cpu
 from ropewalk.tools.bench import peers
 from ropewalk.tools.bench.cpu import Case, cases, measure
 from ropewalk.tools.bench.truth import Truth
+from tools.command import ropewalk
 
 
 def lines_of(case, **options):
@@ -128,17 +126,10 @@ def test_the_compiled_forms():
     assert {"ropewalk, compiled", "transformers' formula, compiled"} <= lines
 
 
-def run(*arguments):
-    environment = os.environ | {"COLUMNS": "80"}
-    return subprocess.run(
-        [sys.executable, "-m", "ropewalk", *arguments], capture_output=True, text=True, check=False, env=environment
-    )
-
-
 @pytest.mark.slow
 def test_the_command(tmp_path):
     target = tmp_path / "figures.json"
-    result = run("bench", "cpu", "--quick", "--json", str(target))
+    result = ropewalk("bench", "cpu", "--quick", "--json", str(target))
     assert result.returncode == 0, result.stderr
     assert max(len(line) for line in result.stdout.splitlines()) <= 80
     record = json.loads(target.read_text(encoding="utf-8"))
@@ -151,7 +142,7 @@ def test_the_command(tmp_path):
 
 @pytest.mark.parametrize("arguments", [("bench", "--backends"), ("bench", "cpu", "--backends")])
 def test_backends_are_listed_with_their_reasons(arguments):
-    result = run(*arguments)
+    result = ropewalk(*arguments)
     assert result.returncode == 0
     assert "torch: ready" in result.stdout
     assert "native: ready (" in result.stdout
@@ -159,7 +150,7 @@ def test_backends_are_listed_with_their_reasons(arguments):
 
 
 def test_an_output_that_cannot_be_written_is_rejected_before_timing(tmp_path):
-    result = run("bench", "cpu", "--json", str(tmp_path / "nowhere" / "figures.json"))
+    result = ropewalk("bench", "cpu", "--json", str(tmp_path / "nowhere" / "figures.json"))
     assert result.returncode == 2
     assert "create the folder first" in result.stderr
     assert "Traceback" not in result.stderr

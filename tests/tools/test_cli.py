@@ -12,19 +12,10 @@ from typer.testing import CliRunner
 from ropewalk.claims import Finding
 from ropewalk.tools.cli import app
 from ropewalk.tools.verify import verify
+from tools.command import ropewalk
 
 CONFIG = str(Path(__file__).parent.parent / "data" / "configs" / "gemma-3-4b.json")
 KEYS = {"id", "statement", "source", "method", "expected", "measured", "verdict"}
-
-
-def ropewalk(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ropewalk", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "80", "PYTHONIOENCODING": encoding},
-    )
 
 
 def test_verify_measures_every_claim_and_writes_table_json_and_pictures(tmp_path):

@@ -12,22 +12,17 @@ from hub.checkpoints import CONFIG, Q, llama
 from hub.configs import load_spec
 from ropewalk.hub.convert.folders import write_file
 from ropewalk.tools.convert import convert
+from tools.command import Outcome, ropewalk
 
 
-def ropewalk(*arguments: object, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ropewalk", "convert", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"},
-    )
+def convert_command(*arguments: object, columns: int = 80) -> Outcome:
+    return ropewalk("convert", *arguments, columns=columns)
 
 
 def test_it_says_what_it_did_and_what_it_is_for(tmp_path):
     model, out = llama(tmp_path / "model", shards=2), tmp_path / "out"
     (model / "pytorch_model.bin").write_bytes(b"pickle")
-    result = ropewalk(model, out, "--to", "interleaved", "--verify", columns=100)
+    result = convert_command(model, out, "--to", "interleaved", "--verify", columns=100)
     assert result.returncode == 0, result.stderr
     said = " ".join(result.stdout.split())
     assert f"llama: half to interleaved, 0.0 MB in {out}" in said
@@ -42,7 +37,7 @@ def test_it_says_what_it_did_and_what_it_is_for(tmp_path):
 
 def test_json_on_standard_output_is_all_that_is_there(tmp_path):
     model, out = llama(tmp_path / "model"), tmp_path / "out"
-    result = ropewalk(model, out, "--to", "interleaved", "--verify", "--json", "-")
+    result = convert_command(model, out, "--to", "interleaved", "--verify", "--json", "-")
     done = json.loads(result.stdout)
     assert (done["from"], done["to"], done["model_code"], done["tensors"]) == ("half", "interleaved", "half", 9)
     assert done["permuted"] == [f"model.layers.{i}.self_attn.{role}_proj.weight" for i in (0, 1) for role in "kq"]
@@ -57,10 +52,10 @@ def test_json_on_standard_output_is_all_that_is_there(tmp_path):
 
 def test_a_new_family_is_asked_for_its_pairing(tmp_path):
     model, out = llama(tmp_path / "model", config=CONFIG | {"model_type": "mine"}), tmp_path / "out"
-    result = ropewalk(model, out, "--to", "half")
+    result = convert_command(model, out, "--to", "half")
     assert result.returncode == 2
     assert "--from half if its code rotates two halves" in result.stderr
-    result = ropewalk(model, out, "--to", "half", "--from", "interleaved", "--json", tmp_path / "done.json")
+    result = convert_command(model, out, "--to", "half", "--from", "interleaved", "--json", tmp_path / "done.json")
     assert result.returncode == 0
     assert "note: model_type 'mine' is unknown" in result.stdout
     assert json.loads((tmp_path / "done.json").read_text())["proof"] is None
@@ -81,7 +76,7 @@ def test_a_new_family_is_asked_for_its_pairing(tmp_path):
 def test_bad_input_is_one_message_and_exit_code_2(tmp_path, monkeypatch, arguments, message):
     llama(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    result = ropewalk(*arguments)
+    result = convert_command(*arguments)
     assert result.returncode == 2
     assert message in " ".join(result.stderr.split())
     assert result.stdout == ""
@@ -126,7 +121,7 @@ def test_control_characters_of_names_do_not_reach_the_terminal(tmp_path):
     for name in (b"esc\x1b[31m.bin", b"new\nline.bin", b"\xff.bin"):
         (model / os.fsdecode(name)).write_bytes(b"pickle")
     (model / os.fsdecode(b"\xfe\x1b.txt")).write_text("copied")
-    result = ropewalk(model, out, "--to", "interleaved", "--json", tmp_path / "done.json", columns=200)
+    result = convert_command(model, out, "--to", "interleaved", "--json", tmp_path / "done.json", columns=200)
     assert result.returncode == 0, result.stderr
     assert "Not copied: esc\\x1b[31m.bin, new\\nline.bin, \\udcff.bin." in result.stdout
     assert "\x1b" not in result.stdout + result.stderr
@@ -140,7 +135,7 @@ def test_a_link_that_leads_outside_is_one_message_whatever_its_name_is(tmp_path,
     model, out = llama(tmp_path / "model"), tmp_path / "out"
     (tmp_path / "key").write_text("a private word")
     (model / os.fsdecode(name)).symlink_to(tmp_path / "key")
-    result = ropewalk(model, out, "--to", "interleaved", columns=200)
+    result = convert_command(model, out, "--to", "interleaved", columns=200)
     assert result.returncode == 2
     assert repr(os.fsdecode(name)) in result.stderr
     assert f"a link to {str(tmp_path / 'key')!r}" in result.stderr
@@ -152,7 +147,7 @@ def test_a_link_that_leads_outside_is_one_message_whatever_its_name_is(tmp_path,
 def test_nan_weights_are_proven(tmp_path):
     content = np.full((32, 32), np.nan, np.float32)
     model = llama(tmp_path / "model", **{Q: content})
-    result = ropewalk(model, tmp_path / "out", "--to", "interleaved", "--verify")
+    result = convert_command(model, tmp_path / "out", "--to", "interleaved", "--verify")
     assert result.returncode == 0, result.stdout
     assert "Proven" in result.stdout
     assert "at fault" not in result.stdout

@@ -26,6 +26,7 @@ from ropewalk import RopewalkError, RotaryEmbedding
 from ropewalk.hub import read_model
 from ropewalk.tools.cli import main
 from ropewalk.tools.extend.command import extend
+from tools.command import ropewalk
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 LLAMA: dict[str, Any] = {
@@ -110,16 +111,6 @@ def saved(folder: Path, config: dict[str, Any]) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     return str(path)
-
-
-def ropewalk(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ropewalk", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": str(columns), "NO_COLOR": "1"},
-    )
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ropewalk.tools import output
 from ropewalk.tools.output import write_json, write_whole
 
 
@@ -70,7 +69,7 @@ def test_what_fails_leaves_the_file_as_it_was(tmp_path, monkeypatch, call):
     def failing(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(output.os, call, failing)
+    monkeypatch.setattr(os, call, failing)
     with pytest.raises(OSError, match="No space"):
         write_whole(b"new", str(path))
     assert path.read_bytes() == b"old"
@@ -91,8 +90,8 @@ def test_a_group_that_cannot_be_kept_loses_its_permissions(tmp_path, monkeypatch
     def refused(*args):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(output.os, "fstat", other_group)
-    monkeypatch.setattr(output.os, "fchown", refused)
+    monkeypatch.setattr(os, "fstat", other_group)
+    monkeypatch.setattr(os, "fchown", refused)
     write_whole(b"new", str(path))
     assert mode_of(path) == 0o604
 
@@ -105,8 +104,8 @@ def test_a_file_is_opened_for_bytes_where_the_system_asks_for_it(tmp_path, monke
         seen.append(flags & binary)
         return original(path, flags & ~binary, *rest)
 
-    monkeypatch.setattr(output.os, "O_BINARY", binary, raising=False)
-    monkeypatch.setattr(output.os, "open", opened)
+    monkeypatch.setattr(os, "O_BINARY", binary, raising=False)
+    monkeypatch.setattr(os, "open", opened)
     write_whole(b"a\nb\n", str(tmp_path / "file"))
     write_json({}, str(tmp_path / "file.json"))
     assert seen == [binary, binary]
@@ -124,9 +123,9 @@ def test_a_system_without_fchmod_and_fchown(tmp_path, monkeypatch, group):
         values = list(original(handle))
         return os.stat_result([*values[:5], values[5] + step, *values[6:]])
 
-    monkeypatch.setattr(output.os, "fstat", status)
-    monkeypatch.delattr(output.os, "fchmod")
-    monkeypatch.delattr(output.os, "fchown")
+    monkeypatch.setattr(os, "fstat", status)
+    monkeypatch.delattr(os, "fchmod")
+    monkeypatch.delattr(os, "fchown")
     write_whole(b"new", str(path))
     assert (path.read_bytes(), mode_of(path)) == (b"new", 0o600 if step else 0o640)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
