@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ropewalk.hub.convert.permutation import _QUANTISED, _in_tower
+from ropewalk.hub.convert.permutation import _QUANTIZED, _in_tower
 from waiting import HANG
 
 TESTS = Path(__file__).parents[1]
@@ -52,9 +52,9 @@ def test_towers_are_those_of_the_pattern(steps, last):
     "name", ["a.weight.quant_state.bitsandbytes__nf4", "a.quant_state", "a.weight_scale_inv", "a.qweight"]
 )
 def test_names_of_quantised_weights(name):
-    assert _QUANTISED.search(name)
+    assert _QUANTIZED.search(name)
 
 
 @pytest.mark.parametrize("name", ["a.weight", "quant_state", "a.scale"])
 def test_names_of_other_weights(name):
-    assert not _QUANTISED.search(name)
+    assert not _QUANTIZED.search(name)

@@ -23,7 +23,11 @@ class Outcome(NamedTuple):
 
 def ropewalk(*arguments: object, columns: int = 80, encoding: str = "utf-8") -> Outcome:
     """Run `ropewalk` with these arguments, writing to files of this encoding, in a terminal of this width."""
-    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True) for _ in range(2))
+    # As Python opens them: what standard error cannot encode is escaped.
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors=errors, write_through=True)
+        for errors in ("strict", "backslashreplace")
+    )
     code: object = 0
     with (
         mock.patch.dict(os.environ, {"COLUMNS": str(columns), "NO_COLOR": "1"}),
