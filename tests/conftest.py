@@ -18,12 +18,14 @@ hypothesis.settings.load_profile("ropewalk")
 # The workers of pytest-xdist share the cores. More threads than cores wait for each other in every parallel loop.
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 torch.set_num_threads(THREADS)
-# For processes that tests start, and for the compiler's own.
-os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(THREADS)
+# For processes that tests start.
+os.environ["OMP_NUM_THREADS"] = str(THREADS)
 
 # Without a GPU the Triton kernels run in Triton's interpreter, which has to be known before Triton is loaded.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    # On a GPU several processes compile the kernels of one graph; for a CPU their start takes longer than their work.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 # torch.empty gives NaN from here on, so that an output element nobody wrote fails every comparison.
 torch.use_deterministic_algorithms(True)
