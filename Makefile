@@ -40,7 +40,7 @@ demo: .venv/installed
 	@$(BIN)/ropewalk verify --plots $(PICTURES)
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile=quick -m "not slow and not gpu"
 
 test-all: .venv/installed-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu"

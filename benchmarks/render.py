@@ -386,6 +386,14 @@ def families(page: str) -> str:
     return f"{len(agreeing - others)} of transformers' {len(agreeing | others)} families agree"
 
 
+@block("accelerated")
+def accelerated(page: str) -> str:
+    """How many families docs/accelerate.md lists. tests/hub/test_patch_families.py compares the list with transformers."""
+    text = (RECORDS.parent / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    listed = text.partition("\n## Families\n")[2].partition("\n## ")[0]
+    return f"{len(re.findall('`[^`]+`', listed))} families"
+
+
 @block("precision")
 def precision(page: str) -> str:
     """A table of what the code on the page asserts. The code is run with the page."""

@@ -14,6 +14,8 @@ hypothesis.settings.register_profile(
     "ropewalk", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("ropewalk")
+# For `make test`. `make test-all` draws 100 examples, the default.
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("ropewalk"), max_examples=30)
 
 # The workers of pytest-xdist share the cores. More threads than cores wait for each other in every parallel loop.
 THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

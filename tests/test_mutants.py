@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ropewalk.reference import check_rotation, rotate
 from ropewalk.reference.budget import BudgetError
+from slow import slow_except
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 Mutant = Callable[..., Tensor]
@@ -246,7 +247,7 @@ def test_every_mutant_is_caught(name):
         check_rotation(MUTANTS[name], DTYPES)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_except([0], range(3)))
 def test_the_honest_path_is_not(seed):
     # It differs from the mutants only in that it is correct: the check must not reject everything.
     assert check_rotation(honest, DTYPES, seed) <= 1

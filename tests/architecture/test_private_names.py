@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
@@ -165,6 +166,7 @@ def test_what_is_not_private_to_torch_passes(source):
     assert list(private_torch(ast.parse(source))) == []
 
 
+@cache
 def private_names_of_rotary() -> set[str]:
     """The private methods and attributes that classes in nn/rotary define."""
     names = (attributes_of_classes(parsed(path)) for path in sorted(ROTARY.rglob("*.py")))

@@ -49,8 +49,6 @@ def test_every_family_that_is_taken_computes_what_it_did():
             if not apart < APART or not torch.equal(model(**given)[0], own):
                 far[family] = apart
     assert far == {}
-    assert all("ropewalk knows" in reason for reason in refused.values())
-    assert not {"llama", "qwen3", "gpt_neox", "cohere", "gpt_oss"} & set(refused)
-    said = re.search(r"(\d+) families of transformers", PAGE.read_text(encoding="utf-8"))
-    assert said
-    assert len(taken) == int(said[1])
+    assert all("in a way that ropewalk supports" in reason for reason in refused.values())
+    listed = PAGE.read_text(encoding="utf-8").partition("\n## Families\n")[2].partition("\n## ")[0]
+    assert sorted(taken) == re.findall("`([^`]+)`", listed)

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from hub.configs import load_spec
 from ropewalk import RotaryEmbedding
 from ropewalk.hub import RopeConfigWarning
+from slow import slow
 
-HOW_MANY = 500
 TYPES = ["default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"]
 
 
@@ -84,10 +84,11 @@ def quiet():
         yield
 
 
+@pytest.mark.parametrize("how_many", [60, slow(500)])
 @pytest.mark.parametrize("rope_type", TYPES)
-def test_frequencies_and_amplitude_are_transformers_over_random_configs(rope_type):
+def test_frequencies_and_amplitude_are_transformers_over_random_configs(rope_type, how_many):
     rng = random.Random(rope_type)
-    for _ in range(HOW_MANY):
+    for _ in range(how_many):
         config = random_config(rope_type, rng)
         parameters: Any = config.rope_parameters
         longest, trained = (

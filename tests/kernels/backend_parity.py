@@ -18,7 +18,20 @@ from ropewalk.spec.rope import PAIRINGS, Pairing
 from strategies import theta, vector
 
 # The cases of `rotation_cases` that catch a wrong rotation, and are quick in Triton's interpreter.
-KINDS = ("dim 2,", "dim 60", "24 of 64", "every other", "per head, conjugate", "as many heads", "transposed")
+KINDS = (
+    "dim 2,",
+    "dim 60",
+    "dim 96",
+    "24 of 64, conjugate True",
+    "per head, conjugate False",
+    "every other",
+    "odd offset",
+    "five",
+    "no token",
+    "65 tokens",
+    "as many heads",
+    "transposed",
+)
 
 
 def few(case) -> bool:
@@ -58,7 +71,8 @@ def check_rotate(name: str) -> None:
             reference.assert_within_budget(y.cpu(), truth, rotary_dim=16, pairing=pairing, farthest=12.0)
         if operation.table_gradient is not None:
             _check_table_gradient(name, pairing)
-    reference.check_rotation(candidate(by_module, name), [torch.float32, torch.bfloat16], where=few)
+    reference.check_rotation(candidate(by_module, name), [torch.float32], where=few)
+    reference.check_rotation(candidate(by_module, name), [torch.bfloat16], where=lambda case: "dim 60" in case.name)
 
 
 def _check_table_gradient(name: str, pairing: Pairing) -> None:
@@ -115,10 +129,11 @@ def check_norm_rotate(name: str) -> None:
 def check_linear_attention(name: str) -> None:
     """Linear attention with RoPE, forward and backward, at most twice as far from the sum as the plain formula."""
     run = registered(name).operations["linear_attention"].run
-    for pairing in PAIRINGS:
+    # Two batches, then two heads that share one: in Triton's interpreter the time grows with their product.
+    for pairing, batch, heads in zip(PAIRINGS, (2, 1), (1, 2), strict=True):
         rope = RotaryEmbedding(16, pairing=pairing)
-        inputs = drawn(2, 4, 2, 37, 16, 16, torch.float32, seed=1)
-        cotangent = vector(5, 2, 4, 37, 16).float()
+        inputs = drawn(batch, heads, 1, 37, 16, 16, torch.float32, seed=1)
+        cotangent = vector(5, batch, heads, 37, 16).float()
 
         def with_gradients(function, tensors, cotangent=cotangent):
             leaves = [x.detach().requires_grad_() for x in tensors]

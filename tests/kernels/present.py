@@ -3,13 +3,13 @@
 import functools
 from collections.abc import Callable
 
+import hypothesis
 import torch
 from torch import Tensor
 
 from kernels.triton_device import DEVICE, as_it_lies, on_device
 from ropewalk.kernels.backend import Backend, backends, registered
 from ropewalk.kernels.backends import NATIVE, TORCH, TRITON
-from ropewalk.reference.parity import RotationCase
 
 # Importing a backend registers it.
 BUILT_IN: tuple[Backend, ...] = (NATIVE, TORCH, TRITON)
@@ -17,9 +17,6 @@ PRESENT = [backend.name for backend in backends() if backend.why_missing() is No
 
 # Triton compiles a kernel per shape on a GPU, and is interpreted without a GPU. Tests run fewer examples on it.
 SLOW = {"triton"}
-
-# Cases of `rotation_cases` that take about a second in Triton's interpreter. The checks of backends have more.
-FEW = ("dim 60", "per head, trailing 24 of 64, conjugate True, amplitude 1.0, ids per row", "as many heads")
 
 
 def home(name: str) -> torch.device:
@@ -43,15 +40,6 @@ def candidate(function: Callable[..., Tensor], name: str) -> Callable[..., Tenso
     return on_device(function) if name == "triton" else functools.partial(function, backend=name)
 
 
-def affordable(name: str) -> Callable[[RotationCase], bool]:
-    """The cases of `check_rotation` for a backend: all, or a few where it is interpreted."""
-    return few if name in SLOW and home(name).type == "cpu" else lambda case: True
-
-
-def few(case: RotationCase) -> bool:
-    return any(kind in case.name for kind in FEW)
-
-
-def examples(name: str, many: int = 100) -> int:
+def examples(name: str) -> int:
     """How many examples Hypothesis draws for a backend."""
-    return 2 if name in SLOW else many
+    return 2 if name in SLOW else hypothesis.settings().max_examples

@@ -85,6 +85,7 @@ def run_sanitized(target: Path, sanitizer: str, script: str) -> subprocess.Compl
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_compiler_has_nothing_to_say(tmp_path):
     strict = ["-O3", "-Wall", "-Wextra", "-Wshadow", "-Wconversion", "-Wno-sign-conversion", "-Wno-psabi", "-Werror"]
     compile_native(tmp_path / "_native.so", *strict)

@@ -15,6 +15,7 @@ from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_launch
 from ropewalk.kernels.types import Layout, Side
 from ropewalk.nn.rotary.call import Placement
+from slow import slow
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -49,13 +50,14 @@ def assert_close(ours, truth, limit):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("seq", [1, 2, 63, 64, 65, 150])
+@pytest.mark.parametrize("seq", [1, slow(2), slow(63), 64, 65, slow(150)])
 def test_every_length(seq, causal):
     inputs = drawn(1, 2, 1, seq, 16, 16, torch.float32)
     ours, truth = both(inputs, causal=causal)
     assert_close(ours, truth, 2e-6)
 
 
+@pytest.mark.slow
 def test_more_segments_than_are_added_up_at_once():
     assert_close(*both(drawn(1, 1, 1, 600 if DEVICE.type == "cpu" else 2500, 16, 8, torch.float32)), 2e-6)
 
@@ -91,17 +93,23 @@ def test_every_feature_map(name, causal):
 )
 def test_every_rotation(spec):
     rope, dim = (None, 15) if spec is None else (rw.RotaryEmbedding(spec), spec.head_dim)
-    assert_close(*both(drawn(1, 2, 2, 70, dim, 8, torch.float32), rope=rope), 2e-6)
+    heads = 2 if spec is not None and isinstance(spec.frequencies, rw.AcrossHeads) else 1
+    assert_close(*both(drawn(1, heads, heads, 70, dim, 8, torch.float32), rope=rope), 2e-6)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, slow(False)])
 def test_grouped_heads_share_sums(causal):
     assert_close(*both(drawn(1, 4, 2, 66, 16, 8, torch.float32), causal=causal), 2e-6)
 
 
 @pytest.mark.parametrize(
     ("dtype", "enough"),
-    [(torch.bfloat16, 10**6), (torch.bfloat16, 1), (torch.float16, 10**6), (torch.float32, 10**6)],
+    [
+        (torch.bfloat16, 10**6),
+        (torch.bfloat16, 1),
+        slow(torch.float16, 10**6),
+        slow(torch.float32, 10**6),
+    ],
 )
 def test_errors_are_at_most_twice_those_of_the_formula(dtype, enough, monkeypatch):
     # By segments, and by programs that scan, which bfloat16 has.
@@ -120,7 +128,10 @@ def test_errors_are_at_most_twice_those_of_the_formula(dtype, enough, monkeypatc
         assert error(a, c) <= 2 * error(b, c), (name, error(a, c), error(b, c))
 
 
-@pytest.mark.parametrize(("pairing", "given", "reverse"), [("half", True, False), ("interleaved", False, True)])
+@pytest.mark.parametrize(
+    ("pairing", "given", "reverse"),
+    [("half", True, False), slow("interleaved", False, True)],
+)
 def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, monkeypatch):
     q, _, v = (x.to(DEVICE) for x in drawn(2, 3, 1, 700 if DEVICE.type == "cuda" else 150, 70, 66, torch.bfloat16))
     wide, rope = v.repeat_interleave(3, dim=1), rw.RotaryEmbedding(70, pairing=pairing).to(DEVICE)
@@ -140,12 +151,12 @@ def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, mo
         torch.testing.assert_close(a, b, rtol=2**-7 if name == "running" else 1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, slow(False)])
 def test_packed_sequences_are_separate_ones(causal):
-    inputs = drawn(1, 4, 2, 200, 16, 8, torch.float32)
+    inputs = drawn(1, 2, 1, 200, 16, 8, torch.float32)
     ends = torch.tensor([0, 1, 1, 90, 154, 190])
     rope = rw.RotaryEmbedding(16)
-    cotangent = torch.randn(1, 4, 200, 8, generator=torch.Generator().manual_seed(3))
+    cotangent = torch.randn(1, 2, 200, 8, generator=torch.Generator().manual_seed(3))
     on_device = rope.to(DEVICE)
     ours = with_gradients(
         lambda *x: rw.linear_attention(*x, rope=on_device, cu_seqlens=ends.to(DEVICE), causal=causal, backend="triton"),
@@ -158,7 +169,7 @@ def test_packed_sequences_are_separate_ones(causal):
             exact(*(x[:, :, start:stop] for x in (q, k, v)), rope, causal=causal)
             for start, stop in itertools.pairwise(ends.tolist())
         ]
-        return torch.cat([*outputs, torch.zeros(1, 4, 10, 8, dtype=torch.float64)], dim=2)
+        return torch.cat([*outputs, torch.zeros(1, 2, 10, 8, dtype=torch.float64)], dim=2)
 
     truth = with_gradients(one_by_one, [x.double() for x in inputs], cotangent)
     assert_close(ours, truth, 2e-6)
@@ -166,7 +177,7 @@ def test_packed_sequences_are_separate_ones(causal):
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("name", ["elu", "relu", "squared_relu"])
+@pytest.mark.parametrize("name", ["elu", slow("relu"), slow("squared_relu")])
 def test_what_is_not_finite_is_seen_in_its_sequence_and_in_no_other(name, which):
     inputs = [x.to(DEVICE) for x in drawn(1, 1, 1, 100, 16, 8, torch.float32)]
     options = {"cu_seqlens": torch.tensor([0, 30, 70, 100], device=DEVICE), "backend": "triton", "feature_map": name}
@@ -219,8 +230,8 @@ def test_a_state_goes_in_and_comes_out_with_gradients():
         results = direct_sums(q, k, v, rope, positions=torch.arange(5, 75), sums=(above, below))
         return torch.cat([x.flatten() for x in results])
 
-    inputs = *drawn(2, 2, 1, 70, 16, 8, torch.float32), torch.rand(2, 1, 16, 8), torch.rand(2, 1, 16)
-    cotangent = torch.randn(2 * 2 * 70 * 8 + 2 * 16 * 9, generator=torch.Generator().manual_seed(3))
+    inputs = *drawn(2, 1, 1, 70, 16, 8, torch.float32), torch.rand(2, 1, 16, 8), torch.rand(2, 1, 16)
+    cotangent = torch.randn(2 * 70 * 8 + 2 * 16 * 9, generator=torch.Generator().manual_seed(3))
     ours = with_gradients(by_kernels, [x.to(DEVICE) for x in inputs], cotangent)
     truth = with_gradients(by_sums, [x.double() for x in inputs], cotangent)
     for a, b in zip(ours, truth, strict=True):
@@ -306,8 +317,8 @@ def test_nothing_runs_beside_the_kernels(name, monkeypatch):
 
 
 def test_a_compiled_call_is_the_kernel():
-    inputs, rope = drawn(1, 2, 1, 70, 16, 8, torch.float32), rw.RotaryEmbedding(16).to(DEVICE)
-    there, cotangent = [x.to(DEVICE) for x in inputs], torch.ones(1, 2, 70, 8)
+    inputs, rope = drawn(1, 1, 1, 20, 16, 8, torch.float32), rw.RotaryEmbedding(16).to(DEVICE)
+    there, cotangent = [x.to(DEVICE) for x in inputs], torch.ones(1, 1, 20, 8)
 
     def f(*x):
         return rw.linear_attention(*x, rope=rope, backend="triton")

@@ -163,8 +163,8 @@ def test_second_derivatives():
     def norm(x, w):
         return ops.norm_rotate(x, x, w, None, cos, sin, rope.layout, Norm(1e-6), backend="triton")[0]
 
-    assert torch.autograd.gradcheck(norm, (q, weight))
-    assert torch.autograd.gradgradcheck(norm, (q, weight))
+    assert torch.autograd.gradcheck(norm, (q, weight), fast_mode=True)
+    assert torch.autograd.gradgradcheck(norm, (q, weight), fast_mode=True)
 
 
 FAR = [0, 1, -1, 5, 4095, 131_071, -131_072, (1 << 20) - 1, (1 << 24) - 1, 1 - (1 << 24)]
@@ -248,9 +248,9 @@ def test_angles_that_need_more_than_the_kernel_has():
 
 def test_launches_are_kept_by_all_that_they_depend_on():
     # Nothing is cleared between calls that differ in one thing.
-    q, k = random(2, 4, 5, 8).requires_grad_(), random(2, 2, 5, 8, seed=1).requires_grad_()
+    q, k = random(1, 2, 3, 8).requires_grad_(), random(1, 1, 3, 8, seed=1).requires_grad_()
     weight, other = random(8, seed=2).requires_grad_(), random(8, seed=3)
-    cos, sin = RotaryEmbedding(8).to(DEVICE).at(torch.arange(5, device=DEVICE))
+    cos, sin = RotaryEmbedding(8).to(DEVICE).at(torch.arange(3, device=DEVICE))
     for norm in (Norm(1e-6), Norm(1.0), Norm(1e-6, plus_one=True), Norm.as_transformers(1e-6, False)):
         # At first no weight learns.
         for weights in ((other, other), (weight, other), (other, weight), (weight, None), (None, weight), (None, None)):

@@ -19,22 +19,6 @@ from ropewalk.reference import check_rotation
 from strategies import theta
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-# What Triton's interpreter runs in seconds: one case of each kind.
-KINDS = (
-    "dim 2,",
-    "dim 60",
-    "dim 96",
-    "24 of 64, conjugate True",
-    "every other",
-    "odd offset",
-    "five",
-    "no token",
-    "65 tok",
-)
-
-
-def few(case):
-    return any(kind in f"{case.name}," for kind in KINDS) and "1.277" not in case.name
 
 
 @pytest.fixture(autouse=True)
@@ -61,11 +45,6 @@ def close(rotated, x, cos, sin, layout, row=0, conjugate=False):
     expected = rotate_by_tables(x.double(), cos.double(), sin.double(), layout, row, conjugate)
     limit = 1e-6 if x.dtype == torch.float32 else 1e-12 if x.dtype == torch.float64 else 2e-2
     torch.testing.assert_close(rotated.double(), expected, rtol=limit, atol=limit)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_within_budget(dtype):
-    assert check_rotation(on_device(by_module), [dtype], where=few) <= 1
 
 
 @pytest.mark.slow
@@ -229,7 +208,10 @@ def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives()
     assert of_cos[5:].eq(0).all()
     assert of_cos[2:5].ne(0).any()
     assert torch.autograd.gradgradcheck(
-        lambda x, cos, sin: ops.rotate(x, None, cos, sin, layout, row=2, backend="triton")[0], (x, cos, sin), atol=1e-6
+        lambda x, cos, sin: ops.rotate(x, None, cos, sin, layout, row=2, backend="triton")[0],
+        (x, cos, sin),
+        atol=1e-6,
+        fast_mode=True,
     )
 
 

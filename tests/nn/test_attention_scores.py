@@ -15,6 +15,7 @@ from ropewalk.nn.attention.layer import Attention
 from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
+from slow import slow
 from strategies import vector
 
 
@@ -43,7 +44,7 @@ def visibilities(batch, queries, keys):
 
 
 @flex_in_eager_mode
-@pytest.mark.parametrize("kind", ["none", "alibi", "t5"])
+@pytest.mark.parametrize("kind", [slow("none"), slow("alibi"), "t5"])
 def test_flex_attention_and_the_mask_agree(kind):
     made = encoding_for(kind)
     made = made if made is None else made.double()
@@ -65,7 +66,7 @@ def test_flex_attention_and_the_mask_agree(kind):
 
 
 @flex_in_eager_mode
-@pytest.mark.parametrize("kind", ["none", "t5"])
+@pytest.mark.parametrize("kind", [slow("none"), "t5"])
 def test_whole_layers_by_flex_attention(kind, monkeypatch):
     attention = Attention(64, HEADS, num_kv_heads=2, encoding=encoding_for(kind)).double()
     x, mask = vector(0, 2, 20, 64), torch.arange(20) < torch.tensor([[20], [7]])
@@ -225,7 +226,13 @@ def test_repeated_heads_give_what_grouped_ones_do(kind, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [*((kind, "eager") for kind in (*KINDS, "xpos")), ("rope", "aot_eager"), ("t5", "aot_eager")]
+    ("kind", "backend"),
+    [
+        *((kind, "eager") for kind in KINDS),
+        ("rope", "aot_eager"),
+        slow("xpos", "eager"),
+        slow("t5", "aot_eager"),
+    ],
 )
 def test_compiled(kind, backend):
     torch.compiler.reset()

@@ -18,6 +18,7 @@ from ropewalk.nn.encodings.by_name import ENCODINGS, Encoding, EncodingName, enc
 from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RopeOptions, RotaryEncoding, XPosEncoding
 from ropewalk.reference import Projections, multi_head_attention, rotate
 from ropewalk.spec import DynamicNTK
+from slow import slow
 from strategies import seeds, theta, vector
 
 DIM, HEADS, LENGTH = 8, 2, 64
@@ -234,7 +235,7 @@ def test_results_keep_the_dtype_and_are_near_the_truth(name, dtype):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("given", ["range", "ids", "ids of a batch"])
+@pytest.mark.parametrize("given", ["range", slow("ids"), slow("ids of a batch")])
 def test_compiled_in_one_graph(name, given):
     torch._dynamo.reset()
     found = made(name)

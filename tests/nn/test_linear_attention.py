@@ -12,6 +12,7 @@ from ropewalk.kernels.linear import torch as linear_torch
 from ropewalk.kernels.linear.torch import attend_packed
 from ropewalk.kernels.types import Features, Sums
 from ropewalk.reference import linear_attention_by_sum
+from slow import slow
 from strategies import theta
 
 # Of torch, on a CPU that has no bfloat16.
@@ -165,7 +166,7 @@ def test_ends_that_only_the_device_knows(chunk, causal):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, slow(False)])
 def test_packed_sequences_in_one_graph(causal):
     rope, ends = rw.RotaryEmbedding(8), torch.tensor([0, 7, 30])
 
@@ -309,7 +310,7 @@ def test_errors_are_at_most_twice_those_of_the_formula(seq, dtype):
         assert error(a, c) <= 2 * error(b, c), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
 def test_ten_thousand_steps_are_the_prompt(dtype):
     q, k, v = drawn(1, 1, 1, 10_000, 16, 16, dtype)
     rope, state, steps = rw.RotaryEmbedding(16), None, []

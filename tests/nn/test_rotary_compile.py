@@ -9,6 +9,7 @@ from nn.module import module_for
 from ropewalk import RopeSpec, RotaryEmbedding, qk_norm_rope
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.spec import AcrossHeads, Plain
+from slow import slow
 from strategies import theta, vector
 
 
@@ -23,7 +24,7 @@ def inputs(seq: int, seed: int = 0):
     return vector(seed, 2, 4, seq, 8).float(), vector(seed + 1, 2, 2, seq, 8).float()
 
 
-@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+@pytest.mark.parametrize("pairing", ["interleaved", slow("half")])
 @pytest.mark.parametrize("where", ["range", "positions", "offsets", "cu_seqlens", "angles"])
 def test_one_graph_for_every_length_and_one_for_a_single_token(pairing, where):
     rope, counter = RotaryEmbedding(8, pairing=pairing), CompileCounter()

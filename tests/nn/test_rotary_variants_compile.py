@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.spec import Axes, DynamicNTK, LogTemperature, LongRope, Proportional, StepTemperature, XPos, Yarn
+from slow import slow, slow_except
 from strategies import vector
 
 DIM = 16
@@ -34,7 +35,7 @@ def positions_for(spec: RopeSpec, length: int) -> torch.Tensor:
     return ids if spec.axes is None else torch.stack([ids + a for a in range(spec.axes.count)])
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", slow_except(["dynamic", "axes", "xpos"], SPECS))
 def test_one_graph_serves_every_length(name):
     spec = SPECS[name]
     rope = RotaryEmbedding(spec)
@@ -48,7 +49,7 @@ def test_one_graph_serves_every_length(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", "long", "axes", "xpos", "temperature of a part"])
+@pytest.mark.parametrize("name", ["dynamic", slow("long"), "axes", slow("xpos"), slow("temperature of a part")])
 def test_inductor_forward_and_backward(name):
     spec = SPECS[name]
     rope = RotaryEmbedding(spec)
@@ -64,7 +65,9 @@ def test_inductor_forward_and_backward(name):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.angles == "exact"])
+@pytest.mark.parametrize(
+    "name", slow_except(["dynamic", "xpos"], (name for name, spec in SPECS.items() if spec.angles == "exact"))
+)
 def test_gradients(name):
     spec = SPECS[name]
     rope = RotaryEmbedding(spec)

@@ -375,6 +375,7 @@ def test_missing_cuda_is_exit_code_2(start):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_only_torch_is_required(tmp_path):
     code = (
         "import sys\nfor name in ('typer', 'rich', 'matplotlib'): sys.modules[name] = None\n"

@@ -25,6 +25,7 @@ from ropewalk.theory import Band
 from ropewalk.tools.cli import main
 from ropewalk.tools.inspect.command import inspect, rows_of
 from ropewalk.tools.inspect.sheet import number, pairs_to_show, sheet
+from slow import slow_except
 
 DATA = Path(__file__).parent.parent / "data"
 CONFIGS = DATA / "configs"
@@ -120,7 +121,7 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("rope", slow_except(["yarn"], ROPES))
 def test_every_family_fits_on_a_sheet(rope, monkeypatch):
     monkeypatch.setattr("ropewalk.hub.inspection.FARTHEST", 64)
     shown = 0

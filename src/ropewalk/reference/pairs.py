@@ -50,8 +50,10 @@ def split_pairs(
     >>> a.tolist(), b.tolist()
     ([0.0, 1.0], [2.0, 3.0])
     """
-    first, second = pair_indices(x.shape[-1], pairing)
-    return x[..., first], x[..., second]
+    require_choice(pairing, PAIRINGS, asked="pairing=...")
+    if pairing == "interleaved":
+        return x[..., 0::2], x[..., 1::2]
+    return x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
 
 
 def join_pairs(
