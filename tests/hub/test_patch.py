@@ -12,6 +12,7 @@ from hub.accelerated import FAMILIES, exact, outcome, rms, tiny, tokens
 from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.plan import PLAIN
 from ropewalk.hub.accelerate.rotation_probe import rotation_of
+from slow import slow
 
 # Both round the same numbers, each in its own order: neither is often twice as far from the truth as the other.
 TIMES = 2.0
@@ -54,7 +55,7 @@ def test_logits_and_gradients_are_the_models_own(family):
     assert all(torch.equal(again, first) for again, first in zip(outcome(model, ids), own, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float16)], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_is_no_further_from_the_truth(family, dtype):
     model, ids = tiny(family).to(dtype), tokens()

@@ -1,7 +1,9 @@
 """The registered backends that can run on this machine, their devices, and how many cases tests run on each."""
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import hypothesis
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from kernels.triton_device import DEVICE, as_it_lies, on_device
 from ropewalk.kernels.backend import Backend, backends, registered
 from ropewalk.kernels.backends import NATIVE, TORCH, TRITON
+from slow import slow
 
 # Importing a backend registers it.
 BUILT_IN: tuple[Backend, ...] = (NATIVE, TORCH, TRITON)
@@ -38,6 +41,12 @@ def mover(name: str) -> Callable[[Tensor], Tensor]:
 def candidate(function: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
     """`function` of nn/module.py, with a `backend` option, as `check_rotation` calls it."""
     return on_device(function) if name == "triton" else functools.partial(function, backend=name)
+
+
+def with_dtypes(names: Iterable[str], dtypes: Iterable[torch.dtype]) -> list[Any]:
+    """Parameters (name, dtype). Of a slow backend only bfloat16 is quick."""
+    pairs = itertools.product(names, dtypes)
+    return [slow(*pair) if pair[0] in SLOW and pair[1] != torch.bfloat16 else pair for pair in pairs]
 
 
 def examples(name: str) -> int:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.present import PRESENT, SLOW, mover
+from kernels.present import PRESENT, SLOW, mover, with_dtypes
 from kernels.random_calls import DTYPES, one_call
 from ropewalk.kernels.backend import Operation, registered
 from ropewalk.reference.budget import BudgetError
@@ -34,8 +34,7 @@ def check_with_random_calls(name: str, dtype: torch.dtype, examples: int) -> Non
     check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ROTATING)
+@pytest.mark.parametrize(("name", "dtype"), with_dtypes(ROTATING, DTYPES), ids=str)
 def test_random_calls(name, dtype):
     check_with_random_calls(name, dtype, 2 if name in SLOW else 5)
 

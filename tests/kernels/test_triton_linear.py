@@ -81,9 +81,9 @@ def test_every_feature_map(name, causal):
     "spec",
     [
         rw.RopeSpec(16, pairing="half"),
-        rw.RopeSpec(24, rotary_dim=8, pairing="half"),
+        slow(rw.RopeSpec(24, rotary_dim=8, pairing="half")),
         rw.RopeSpec(24, rotary_dim=8, pairing="half", rotary_slice="trailing"),
-        rw.RopeSpec(24, rotary_dim=10),
+        slow(rw.RopeSpec(24, rotary_dim=10)),
         rw.RopeSpec(24, rotary_dim=10, rotary_slice="trailing"),
         rw.RopeSpec(16, xpos=rw.XPos(512)),
         rw.RopeSpec(16, rw.AcrossHeads(num_heads=2)),
@@ -128,10 +128,8 @@ def test_errors_are_at_most_twice_those_of_the_formula(dtype, enough, monkeypatc
         assert error(a, c) <= 2 * error(b, c), (name, error(a, c), error(b, c))
 
 
-@pytest.mark.parametrize(
-    ("pairing", "given", "reverse"),
-    [("half", True, False), slow("interleaved", False, True)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("pairing", "given", "reverse"), [("half", True, False), ("interleaved", False, True)])
 def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, monkeypatch):
     q, _, v = (x.to(DEVICE) for x in drawn(2, 3, 1, 700 if DEVICE.type == "cuda" else 150, 70, 66, torch.bfloat16))
     wide, rope = v.repeat_interleave(3, dim=1), rw.RotaryEmbedding(70, pairing=pairing).to(DEVICE)
@@ -176,7 +174,7 @@ def test_packed_sequences_are_separate_ones(causal):
     assert all(not x[:, :, 190:].any() for x in ours)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("which", [slow(0), 1, slow(2)])
 @pytest.mark.parametrize("name", ["elu", slow("relu"), slow("squared_relu")])
 def test_what_is_not_finite_is_seen_in_its_sequence_and_in_no_other(name, which):
     inputs = [x.to(DEVICE) for x in drawn(1, 1, 1, 100, 16, 8, torch.float32)]

@@ -84,6 +84,7 @@ def by_kernel(kernel):
     return candidate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_every_mistake_is_caught(mistake, tmp_path):
     launch_triton.LAUNCHES.clear()
@@ -94,5 +95,6 @@ def test_every_mistake_is_caught(mistake, tmp_path):
     launch_triton.LAUNCHES.clear()
 
 
+@pytest.mark.slow
 def test_without_a_mistake_it_passes():
     assert check_rotation(on_device(by_kernel(rotate_triton.rotate)), [torch.bfloat16], where=few) <= 1

@@ -246,6 +246,7 @@ def test_angles_that_need_more_than_the_kernel_has():
     assert why_not(ids, inv_freq.requires_grad_(), one) == "gradients of positions, frequencies or amplitudes"
 
 
+@pytest.mark.slow
 def test_launches_are_kept_by_all_that_they_depend_on():
     # Nothing is cleared between calls that differ in one thing.
     q, k = random(1, 2, 3, 8).requires_grad_(), random(1, 1, 3, 8, seed=1).requires_grad_()

@@ -17,7 +17,7 @@ from ropewalk.nn.attention.layer import Attention
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.encodings.by_name import encoding
 from ropewalk.nn.encodings.rotary import RotaryEncoding
-from slow import slow
+from slow import slow, slow_except
 from strategies import seeds, vector
 
 ALL = [*KINDS, "xpos"]
@@ -318,7 +318,7 @@ def test_nothing_is_asked_of_a_device():
 
 
 @pytest.mark.parametrize("backend", ["eager", slow("aot_eager")])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except(["rope", "t5"], KINDS))
 def test_compiled_decoding_in_one_graph(kind, backend):
     torch.compiler.reset()
     attention, x = layer(kind), vector(0, 2, 20, DIM)

@@ -310,15 +310,17 @@ def test_errors_are_at_most_twice_those_of_the_formula(seq, dtype):
         assert error(a, c) <= 2 * error(b, c), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
-def test_ten_thousand_steps_are_the_prompt(dtype):
-    q, k, v = drawn(1, 1, 1, 10_000, 16, 16, dtype)
+@pytest.mark.parametrize(
+    ("dtype", "seq"), [(torch.float32, 1000), slow(torch.float32, 10_000), slow(torch.bfloat16, 10_000)]
+)
+def test_thousands_of_steps_are_the_prompt(dtype, seq):
+    q, k, v = drawn(1, 1, 1, seq, 16, 16, dtype)
     rope, state, steps = rw.RotaryEmbedding(16), None, []
     with torch.inference_mode():
         for token in zip(*(x.split(1, dim=2) for x in (q, k, v)), strict=True):
             out, state = rw.linear_attention(*token, rope=rope, state=state, return_state=True)
             steps.append(out)
-        tail = slice(9900, 10_000)
+        tail = slice(seq - 100, seq)
         truth = exact(q[:, :, tail], k, v, rope)
         # A state in float32 adds one token after the other. No model does that in bfloat16.
         is_recurrent = dtype == torch.float32

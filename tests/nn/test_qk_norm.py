@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.present import PRESENT, SLOW, examples, home
+from kernels.present import PRESENT, SLOW, examples, home, with_dtypes
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, qk_norm_rope
 from ropewalk.kernels.backend import registered
 from ropewalk.reference import assert_within_budget, qk_norm_rotate, rms_norm, rotate
@@ -32,8 +32,7 @@ def test_the_norm_does_not_see_a_longer_vector(seed, factor):
     assert torch.allclose(rms_norm(x, eps=1e-30).square().mean(-1), torch.ones(3, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("backend", NORMING)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("backend", "dtype"), with_dtypes(NORMING, DTYPES))
 def test_within_budget(backend, dtype):
     @settings(max_examples=examples(backend))
     @given(
@@ -80,9 +79,8 @@ def check_within_budget(backend, dtype, seed, pairing, pairs, rest, rotary_slice
         )
 
 
-@pytest.mark.parametrize("backend", NORMING)
 @pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("backend", "dtype"), with_dtypes(NORMING, [torch.bfloat16, torch.float16]))
 def test_rounding_where_transformers_rounds(dtype, plus_one, backend):
     rope, x = RotaryEmbedding(64, pairing="half", backend=backend).to(home(backend)), vector(0, 2, 3, 50, 64).to(dtype)
     weight = vector(1, 64).to(dtype)
