@@ -36,6 +36,30 @@ _dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _dot_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class _Launch(interpreter._LangPatchScope):
+    """What a launch replaces in triton.language, until `restore`."""
+
+    active = False
+
+    def restore(self) -> None:
+        super().restore()
+        _Launch.active = False
+
+
+def _patch_once(fn: Any) -> Any:
+    scope = _Launch()
+    if not _Launch.active:
+        scope._changes = _patch(fn)._changes
+        _Launch.active = True
+    return scope
+
+
+# The interpreter replaces the functions of triton.language in a launch, and again in every call of a device function.
+# The second is a third of the time of these tests, and changes nothing.
+_patch = interpreter._patch_lang
+interpreter._patch_lang = _patch_once
+
+
 def as_it_lies(x: torch.Tensor) -> Any:
     """x on the device, with its strides and its offset in memory, and its gradient back on the CPU."""
     return _MoveAsItLies.apply(x)

@@ -12,6 +12,7 @@ from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding, qk_norm_rope
 from ropewalk.kernels.backend import registered
 from ropewalk.reference import assert_within_budget, qk_norm_rotate, rms_norm, rotate
 from ropewalk.spec.rope import PAIRINGS
+from slow import slow
 from strategies import pairings, seeds, theta, vector
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -100,7 +101,7 @@ def test_rounding_where_transformers_rounds(dtype, plus_one, backend):
 @pytest.mark.parametrize(
     ("backend", "pairing", "plus_one"),
     [
-        pytest.param(backend, pairing, plus_one, marks=[pytest.mark.slow] if backend in SLOW else [])
+        slow(backend, pairing, plus_one) if backend in SLOW or not plus_one else (backend, pairing, plus_one)
         for backend, pairing, plus_one in itertools.product(NORMING, PAIRINGS, (False, True))
         if backend not in SLOW or plus_one == (pairing == "half")
     ],

@@ -14,6 +14,7 @@ from ropewalk.kernels.rotate import torch as rotate_torch
 from ropewalk.ops import dispatch
 from ropewalk.reference import assert_within_budget, check_rotation, rotate
 from ropewalk.spec import Explicit, Plain
+from slow import slow_except
 from strategies import pairings, seeds, theta, vector
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -29,20 +30,20 @@ def test_the_kernels_are_within_budget(dtype, backend):
     assert check_rotation(candidate(by_module, backend), [dtype]) <= 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_except([torch.float32, torch.bfloat16], DTYPES))
 def test_the_formula_is_within_budget(dtype, monkeypatch):
     monkeypatch.setattr(dispatch, "is_plain", lambda *tensors: False)
     assert check_rotation(by_module, [dtype]) <= 1
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_except([torch.float32, torch.bfloat16], DTYPES))
 def test_the_torch_kernel_without_fused_sums_is_within_budget(dtype, monkeypatch):
     monkeypatch.setattr(rotate_torch, "_fuses_alike", lambda *what: False)
     assert check_rotation(functools.partial(by_module, backend="torch"), [dtype]) <= 1
 
 
 @pytest.mark.parametrize("backend", QUICK)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_except([torch.float32, torch.bfloat16], DTYPES))
 def test_heads_before_features_are_within_budget(dtype, backend):
     def where(case):
         return case.x.dim() >= 3 and case.name.count("[batch, seq") == 0
@@ -50,7 +51,7 @@ def test_heads_before_features_are_within_budget(dtype, backend):
     assert check_rotation(candidate(with_heads_last, backend), [dtype], where=where) <= 1
 
 
-@pytest.mark.parametrize("backend", PRESENT)
+@pytest.mark.parametrize("backend", slow_except(QUICK, PRESENT))
 def test_prefill_and_decode_agree_bit_for_bit(backend):
     @settings(max_examples=examples(backend))
     @given(seeds, st.integers(1, 40), pairings, st.sampled_from(DTYPES), st.integers(0, 1 << 20))

@@ -21,6 +21,7 @@ from ropewalk.tools.bench.attention import bench_attention as command
 from ropewalk.tools.bench.attention_paths import PATHS, AttentionPath, Truth, checked_tokens
 from ropewalk.tools.bench.attention_record import exponent, growth
 from ropewalk.tools.cli import app
+from slow import slow
 
 OURS = {"softmax (SDPA)", "ropewalk linear", "ropewalk linear + RoPE"}
 RECORD_KEYS = {"command", "date", "device", "hardware", "versions", "rounds", "cases", "growth", "missed", "digest"}
@@ -364,7 +365,9 @@ def test_bad_input_is_rejected_before_timing(options, message, tmp_path, monkeyp
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.json" for name in texts}
 
 
-@pytest.mark.parametrize("start", [["-m", "ropewalk", "bench", "attention"], ["-m", "ropewalk.tools.bench.attention"]])
+@pytest.mark.parametrize(
+    "start", [["-m", "ropewalk", "bench", "attention"], slow(["-m", "ropewalk.tools.bench.attention"])]
+)
 def test_missing_cuda_is_exit_code_2(start):
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     command_line = [sys.executable, *start, "--device", "cuda"]
