@@ -37,25 +37,31 @@ interpreter.InterpreterBuilder.create_dot = _dot_of_numbers  # pyright: ignore[r
 
 
 class _Launch(interpreter._LangPatchScope):
-    """What a launch replaces in triton.language, until `restore`."""
+    """What a launch and the device functions that it calls replace in triton.language, until `restore`."""
 
-    active = False
+    active: "_Launch | None" = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.languages: set[frozenset[str]] = set()
 
     def restore(self) -> None:
         super().restore()
-        _Launch.active = False
+        _Launch.active = None
 
 
-def _patch_once(fn: Any) -> Any:
-    scope = _Launch()
-    if not _Launch.active:
-        scope._changes = _patch(fn)._changes
-        _Launch.active = True
-    return scope
+def _patch_once(fn: Any) -> _Launch:
+    launch = _Launch.active = _Launch.active or _Launch()
+    modules = (interpreter.tl, interpreter.tl.core)
+    language = frozenset(name for name, value in fn.__globals__.items() if any(value is module for module in modules))
+    if language not in launch.languages:
+        launch.languages.add(language)
+        launch._changes += _patch(fn)._changes
+    return launch
 
 
-# The interpreter replaces the functions of triton.language in a launch, and again in every call of a device function.
-# The second is a third of the time of these tests, and changes nothing.
+# The interpreter replaces the functions of triton.language in each launch, and again in each call of a device function.
+# The latter is a third of the time of these tests, and changes nothing after the first call.
 _patch = interpreter._patch_lang
 interpreter._patch_lang = _patch_once
 
