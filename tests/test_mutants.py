@@ -253,6 +253,7 @@ def test_the_honest_path_is_not(seed):
     assert check_rotation(honest, DTYPES, seed) <= 1
 
 
+@pytest.mark.slow
 def test_the_reference_passes_its_own_check():
     assert check_rotation(rotate) <= 1
 

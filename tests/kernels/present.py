@@ -20,6 +20,7 @@ PRESENT = [backend.name for backend in backends() if backend.why_missing() is No
 
 # Triton compiles a kernel per shape on a GPU, and is interpreted without a GPU. Tests run fewer examples on it.
 SLOW = {"triton"}
+QUICK = [name for name in PRESENT if name not in SLOW]
 
 
 def home(name: str) -> torch.device:

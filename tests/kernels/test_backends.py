@@ -12,7 +12,7 @@ import torch
 
 import ropewalk as rw
 from kernels.backend_parity import CHECKS, check_backend
-from kernels.present import PRESENT
+from kernels.present import PRESENT, QUICK
 from kernels.triton_device import DEVICE
 from nn.linear_cases import direct_sums
 from ropewalk import RopewalkError
@@ -22,10 +22,11 @@ from ropewalk.kernels.types import Layout, Sums, line_up
 from ropewalk.ops.dispatch import choose, direct_rotation, find
 from ropewalk.reference import rotate
 from ropewalk.reference.budget import BudgetError
+from slow import slow_except
 from strategies import theta, vector
 
 
-@pytest.mark.parametrize("name", PRESENT)
+@pytest.mark.parametrize("name", slow_except(QUICK, PRESENT))
 def test_every_backend_passes_the_parity_suite(name):
     assert check_backend(name)
 

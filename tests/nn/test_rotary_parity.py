@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.present import PRESENT, SLOW, candidate, examples, home
+from kernels.present import PRESENT, QUICK, candidate, examples, home
 from nn.module import by_module, module_for, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.kernels.rotate import torch as rotate_torch
@@ -20,10 +20,7 @@ from strategies import pairings, seeds, theta, vector
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-# tests/kernels/test_triton_rotate.py has the same checks of Triton.
-QUICK = [name for name in PRESENT if name not in SLOW]
-
-
+# Of Triton tests/kernels/test_triton_rotate.py has the same checks.
 @pytest.mark.parametrize("backend", QUICK)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_are_within_budget(dtype, backend):

@@ -49,7 +49,7 @@ def test_one_graph_serves_every_length(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", slow("long"), "axes", slow("xpos"), slow("temperature of a part")])
+@pytest.mark.parametrize("name", ["dynamic", slow("long"), slow("axes"), slow("xpos"), slow("temperature of a part")])
 def test_inductor_forward_and_backward(name):
     spec = SPECS[name]
     rope = RotaryEmbedding(spec)
