@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PICTURES ?= build/verify
 
-.PHONY: help demo test test-all test-gpu check docs records format clean
+.PHONY: help demo test test-all test-gpu check docs docs-serve records format clean
 
 help:
 	@echo "make demo      measure what notes and papers state about RoPE, and draw the pictures"
@@ -12,7 +12,7 @@ help:
 	@echo "make test-all  all tests that need no GPU (what CI runs)"
 	@echo "make test-gpu  all tests marked gpu, and those of the kernels and backends, on a CUDA device"
 	@echo "make check     ruff (format, lint) and pyright"
-	@echo "make docs      the pages of docs/ as a site, in build/docs; a broken link is an error"
+	@echo "make docs      docs/ and the API reference as a site in build/docs, strictly; make docs-serve serves it"
 	@echo "make records   the measured figures in README.md and docs/, from benchmarks/*.json"
 
 .venv/python:
@@ -58,6 +58,11 @@ check: .venv/installed-dev
 docs: .venv/installed-docs
 	@# Not --quiet: it drops the warnings before --strict has counted them.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "built: open build/docs/index.html in a browser; it needs no server"
+
+docs-serve: .venv/installed-docs
+	@# The flag is the default, which mkdocs 1.6 loses with click 8.3.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload
 
 records: .venv/installed
 	@$(BIN)/python benchmarks/render.py
