@@ -10,7 +10,7 @@ from typing import Any
 
 import griffe
 
-SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields):$")
+SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Warns|Yields):$")
 SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+): (.+)$")
 # The stars of a parameter such as *sizes are part of its name.
 STARRED = re.compile(r"^ +\*{1,2}\w+: ")

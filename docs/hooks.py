@@ -20,6 +20,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+")
+# What a browser loads with a page. Links that a reader follows may lead anywhere.
+LOADED = re.compile(r'<(?:script|img|iframe)\b[^>]*\bsrc="https?:|<link\b[^>]*\bstylesheet[^>]*"https?:')
 
 
 def on_config(config: Any) -> Any:
@@ -47,6 +49,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     return LINK.sub(
         lambda link: posixpath.relpath(outside[link[0]], folder or ".") if link[0] in outside else link[0], markdown
     )
+
+
+def on_post_page(output: str, *, page: Any, **_: Any) -> None:
+    """Raise if a page loads anything from another server: the site is read offline too."""
+    if loaded := LOADED.search(output):
+        raise PluginError(f"{page.file.src_uri} loads from another server: {loaded[0]}...")
 
 
 def on_post_build(config: Any) -> None:
