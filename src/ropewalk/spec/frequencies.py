@@ -160,6 +160,18 @@ class Frequencies(ABC):
         return {rule.rope_type: rule for rule in Frequencies.known.values() if rule.rope_type is not None}
 
     def to_dict(self) -> dict[str, object]:
+    @staticmethod
+    def option_for(name: str) -> str:
+        """Return the name on the command line of the rule with this rope type, or `name` itself.
+
+        Commands accept both names.
+
+        >>> Frequencies.option_for("linear"), Frequencies.option_for("pi")
+        ('pi', 'pi')
+        """
+        named = (rule.option for rule in Frequencies.known.values() if rule.rope_type == name)
+        return next(named, None) or name
+
         """Return the fields of the rule, and the name of its class under "rule", for JSON.
 
         >>> Plain(500_000).to_dict()

@@ -29,7 +29,7 @@ class PositionInterpolation(Frequencies):
     """
 
     label: ClassVar[str] = "position interpolation (PI)"
-    option: ClassVar[str | None] = "linear"
+    option: ClassVar[str | None] = "pi"
     rope_type: ClassVar[str | None] = "linear"
     config_keys: ClassVar[Mapping[str, str]] = {"base": "rope_theta", "factor": "factor"}
 

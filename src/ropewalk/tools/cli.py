@@ -84,6 +84,7 @@ Stack = Annotated[
     typer.Option("--for", metavar="vllm|llama.cpp", help="Print the flags of this engine, not config keys."),
 ]
 Trained = Annotated[
+AllRules = Annotated[bool, typer.Option("--all", help="Show every rule, with figures and published results.")]
     int | None,
     typer.Option(
         "--trained",
@@ -161,10 +162,10 @@ def extend(
     pairing: NewFamilyPairing = None,
     json: EverythingJson = None,
 ) -> None:
-    """Compare the rules that extend a context; write a config.
+    """Recommend a rule that extends the context; write the config.
 
-    For each rule, prints its effect on the frequencies, its limits according to theory, published measurements, and the
-    config keys to paste. Needs no weights.
+    Prints which rule to use for the model as it is, and which for fine-tuning, with the reasons and the config keys to
+    paste. --all adds the effect of every rule on the frequencies, its limits and published results. Needs no weights.
 
     \b
     Examples:
@@ -185,6 +186,7 @@ def extend(
         pairing=pairing,
         json_file=json,
     )
+    show_all: AllRules = False,
     raise typer.Exit(code)
 
 
@@ -201,6 +203,7 @@ def convert(
 
     Streams safetensors files of any size. OUT is written completely or not at all. MODEL_DIR is never modified. Needs
     neither torch nor transformers. Exits with 1 if --verify finds an error.
+      ropewalk extend config.json --to 131072 --all
 
     \b
     Examples:
@@ -210,6 +213,7 @@ def convert(
     from ropewalk.tools.convert import convert as run
 
     raise typer.Exit(run(model, out, to, from_pairing=from_pairing, verify=verify, json_file=json))
+        show_all=show_all,
 
 
 @app.command()

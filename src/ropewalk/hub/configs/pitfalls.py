@@ -17,8 +17,9 @@ _PITFALLS = {
         "pass one length per sequence: rope(q, k, length=...)",
     ),
     "factor-differs": (
-        "factor differs from max_position_embeddings / original_max_position_embeddings",
-        "set the factor that the model was fine-tuned with; change nothing if the config already has it",
+        "factor of YaRN or LongRoPE differs from max_position_embeddings / original_max_position_embeddings, which"
+        " older versions of transformers use instead",
+        "set max_position_embeddings to factor times original_max_position_embeddings, or update transformers",
     ),
     "factor-not-stated": (
         "Meta's params.json specifies that the frequencies are scaled, but not the factor",

@@ -159,7 +159,10 @@ def _dynamic(parameters: Keys, base: float, context: RuleContext) -> Frequencies
 
 
 def _original(parameters: Keys, context: RuleContext, factor: float | None) -> int:
-    """Return the trained length. It is required: without it, transformers silently uses the extended length."""
+    """Return the trained length. It is required: without it, transformers silently uses the extended length.
+
+    `factor` is None for rules whose factor no stack computes from the lengths.
+    """
     key = "original_max_position_embeddings"
     if context.original is None and not parameters.has(key):
         raise parameters.error(
@@ -172,17 +175,18 @@ def _original(parameters: Keys, context: RuleContext, factor: float | None) -> i
     original = parameters.integer(key, at_least=2) if context.original is None else context.original
     parameters.raw(key)
     if context.longest is not None and factor is not None and factor != 1:
-        if context.longest == original and context.filled:
+        ratio = context.longest / original
+        if ratio == 1 and context.filled:
             parameters.warn(
                 "original-is-extended",
                 f"{parameters.name(key)!r} and max_position_embeddings are both {original}, but factor is {factor:g}."
                 " If the file omits the key, transformers fills it in, and then the frequencies are wrong",
             )
-        elif context.longest != original and abs(context.longest / original - factor) > 1e-6 * factor:
+        elif abs(ratio - factor) > 1e-6 * factor:
             parameters.warn(
                 "factor-differs",
-                f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is"
-                f" {context.longest / original:g}. The factor is used",
+                f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is {ratio:g}."
+                " The factor is used. Older versions of transformers use the ratio (huggingface/transformers#38224)",
             )
     return original
 
@@ -290,6 +294,7 @@ def _proportional(parameters: Keys, base: float, context: RuleContext) -> Freque
 def _ntk(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     factor = parameters.number("factor", at_least=1)
     if parameters.has("mixed_b"):
+    # Every stack uses the factor as it is. In Llama 3.1 and 3.2 it differs from the ratio of the lengths.
         return NTKMixed(base, factor, parameters.number("mixed_b"))
     return NTKFixed(base, factor)
 
