@@ -1,13 +1,14 @@
 # Each target makes .venv and installs what it needs, from nothing, with pip. PYTHON is the interpreter to build on.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PICTURES ?= build/verify
+# Not --quiet: PyTorch is large, and pip shows what it downloads.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PICTURES ?= build/demo
 
 .PHONY: help demo test test-all test-gpu check docs docs-serve records format clean
 
 help:
-	@echo "make demo      measure what notes and papers state about RoPE, and draw the pictures"
+	@echo "make demo      the RoPE of a config, proven correct and fast, and pictures; CONFIG=path for your own"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  all tests that need no GPU (what CI runs)"
 	@echo "make test-gpu  all tests marked gpu, and those of the kernels and backends, on a CUDA device"
@@ -37,7 +38,7 @@ help:
 	@touch $@
 
 demo: .venv/installed
-	@$(BIN)/ropewalk verify --plots $(PICTURES)
+	@$(BIN)/ropewalk demo $(if $(CONFIG),"$(CONFIG)" )--plots $(PICTURES)
 
 test: .venv/installed-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile=quick -m "not slow and not gpu"

@@ -48,6 +48,16 @@ Version = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
+# Options of demo.
+DemoConfig = Annotated[
+    str,
+    typer.Argument(metavar="[CONFIG]", help="A config.json, a model folder, or the name of a bundled config."),
+]
+DemoFolder = Annotated[
+    Path, typer.Option("--plots", metavar="DIR", help="Write pictures, and a bundled config, to this folder.")
+]
+DemoJson = Annotated[str | None, json_option("all figures as JSON")]
+
 # Options of inspect.
 Configs = Annotated[
     list[str], typer.Argument(metavar="CONFIG", help="A config.json or a model folder. Several configs are compared.")
@@ -74,6 +84,7 @@ Rule = Annotated[
         help="Show only this rule, pair by pair: pi, ntk, dynamic, yarn, yarn-paper, llama3, base-bound or base-law.",
     ),
 ]
+AllRules = Annotated[bool, typer.Option("--all", help="Show every rule, with figures and published results.")]
 WriteConfig = Annotated[
     str | None,
     typer.Option("--write", metavar="OUT.json", help="Write the config for the rule; - for standard output."),
@@ -84,7 +95,6 @@ Stack = Annotated[
     typer.Option("--for", metavar="vllm|llama.cpp", help="Print the flags of this engine, not config keys."),
 ]
 Trained = Annotated[
-AllRules = Annotated[bool, typer.Option("--all", help="Show every rule, with figures and published results.")]
     int | None,
     typer.Option(
         "--trained",
@@ -128,6 +138,28 @@ def _options(
 
 
 @app.command()
+def demo(
+    config: DemoConfig = "llama-3.1-8b",
+    plots: DemoFolder = Path("build/demo"),
+    json: DemoJson = None,
+    pairing: NewFamilyPairing = None,
+) -> None:
+    """Make the RoPE of a config, and prove it correct and fast.
+
+    Shows what the RoPE is, the code of the module, its agreement with transformers' formula and with float64, its speed
+    on this machine, a longer context, and three false statements about RoPE. Takes less than a minute.
+
+    \b
+    Examples:
+      ropewalk demo
+      ropewalk demo config.json --plots pictures --json demo.json
+    """
+    from ropewalk.tools.demo.command import demo as run
+
+    raise typer.Exit(run(config, plots=plots, json_file=json, pairing=pairing))
+
+
+@app.command()
 def inspect(
     configs: Configs,
     plot: PlotFile = None,
@@ -154,6 +186,7 @@ def inspect(
 def extend(
     config: Config,
     to: ToLength,
+    show_all: AllRules = False,
     rule: Rule = None,
     write: WriteConfig = None,
     force: Force = False,
@@ -170,6 +203,7 @@ def extend(
     \b
     Examples:
       ropewalk extend config.json --to 131072
+      ropewalk extend config.json --to 131072 --all
       ropewalk extend config.json --to 131072 --rule yarn --write long.json
       ropewalk extend config.json --to 131072 --rule yarn --for vllm
     """
@@ -179,6 +213,7 @@ def extend(
         config,
         to,
         rule=rule,
+        show_all=show_all,
         write=write,
         force=force,
         stack=stack,
@@ -186,7 +221,6 @@ def extend(
         pairing=pairing,
         json_file=json,
     )
-    show_all: AllRules = False,
     raise typer.Exit(code)
 
 
@@ -203,7 +237,6 @@ def convert(
 
     Streams safetensors files of any size. OUT is written completely or not at all. MODEL_DIR is never modified. Needs
     neither torch nor transformers. Exits with 1 if --verify finds an error.
-      ropewalk extend config.json --to 131072 --all
 
     \b
     Examples:
@@ -213,7 +246,6 @@ def convert(
     from ropewalk.tools.convert import convert as run
 
     raise typer.Exit(run(model, out, to, from_pairing=from_pairing, verify=verify, json_file=json))
-        show_all=show_all,
 
 
 @app.command()
