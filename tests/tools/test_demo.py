@@ -285,9 +285,9 @@ def test_a_wrong_rotation_does_not_agree():
         rotation_error(rw.RotaryEmbedding(dataclasses.replace(spec, pairing="interleaved"))(x), y.double(), spec) > 0.1
     )
     # An angle that is wrong by 1e-3 is an error of 1e-3, for every size of a pair.
-    turned = rw.RotaryEmbedding(dataclasses.replace(spec, frequencies=rw.Explicit((1.0, 0.1, 0.01, 0.002))))(x * 1e-5)
+    rotated = rw.RotaryEmbedding(dataclasses.replace(spec, frequencies=rw.Explicit((1.0, 0.1, 0.01, 0.002))))(x * 1e-5)
     right = rw.RotaryEmbedding(dataclasses.replace(spec, frequencies=rw.Explicit((1.0, 0.1, 0.01, 0.001))))(x * 1e-5)
-    assert rotation_error(turned, right.double(), spec) == pytest.approx(2e-3, rel=1e-2)
+    assert rotation_error(rotated, right.double(), spec) == pytest.approx(2e-3, rel=1e-2)
     # Features that are not rotated are copies.
     partial = rw.RopeSpec(8, rotary_dim=4)
     copied = torch.ones(1, 8)

@@ -1,4 +1,4 @@
-"""Three statements of notes and papers that turn out false, measured by the checked claims themselves."""
+"""Three statements of notes and papers that are false, measured by the checked claims themselves."""
 
 from ropewalk.claims import CHAPTERS, Entry, run
 from ropewalk.claims.sources import NOTES
