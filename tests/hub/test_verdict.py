@@ -122,6 +122,7 @@ def test_a_model_that_was_trained_with_a_rule_keeps_it_with_a_larger_factor():
 def test_the_reasons_name_sources_and_limits():
     as_it_is = verdict_on(LLAMA_2, 131_072).as_it_is.why
     assert "better than no rule and pi in published tests [Su, kexue.fm 9708]" in as_it_is
+    assert "on the same level, but with fewer engines that load it: dynamic" in as_it_is
     assert "end at 8 ×, and this is 32 ×: measure retrieval first" in as_it_is
     assert "beyond 51,447 positions, some angles did not occur in training" in as_it_is
     assert (
@@ -130,6 +131,12 @@ def test_the_reasons_name_sources_and_limits():
     qwen = extended("qwen3-8b", 131_072).verdict
     assert qwen is not None
     assert "validated and recommended by its makers" in qwen.as_it_is.why
+    # As in the documentation of Qwen3: the config has room for 8192 tokens of output.
+    assert "use trained=32768, because the config has 40,960" in qwen.as_it_is.why
+    qwen = extended("qwen3-8b", 131_072, trained=32_768).verdict
+    assert qwen is not None
+    assert qwen.as_it_is.form is not None
+    assert (qwen.as_it_is.form.set["rope_scaling"]["factor"], "use trained" in qwen.as_it_is.why) == (4.0, False)
     phi = extended("phi-3-mini-128k", 262_144).verdict
     assert phi is not None
     assert "LongRoPE" in phi.as_it_is.why

@@ -136,7 +136,7 @@ def legend_below(
     handles: Sequence[Any],
     names: Sequence[str],
     *,
-    side: Literal["left", "center"] = "center",
+    side: Literal["outside lower left", "outside lower center"] = "outside lower center",
     most: int | None = None,
     **style: Any,
 ) -> None:
@@ -146,7 +146,7 @@ def legend_below(
         canvas: The figure, in the `with` block of `figure`.
         handles: The artists.
         names: Their names.
-        side: Where the legend is, horizontally.
+        side: The place of the legend, in the words of matplotlib.
         most: The maximum number of columns. Default: one per name.
         **style: Further arguments for matplotlib.
     """
@@ -154,7 +154,7 @@ def legend_below(
     letters = int(canvas.get_figwidth() * _LETTERS_PER_INCH)
     wrapped = [textwrap.fill(name, letters) for name in names]
     for columns in range(min(most or len(names), len(names)), 0, -1):
-        legend = canvas.legend(handles, wrapped, loc=f"outside lower {side}", ncols=columns, **style)
+        legend = canvas.legend(handles, wrapped, loc=side, ncols=columns, **style)
         if columns == 1 or legend.get_window_extent().width <= width:
             return
         legend.remove()

@@ -25,6 +25,7 @@ class Measured:
         source: The publication.
         higher_is_better: Whether a larger number is better.
         families: The model types that the result is about. Empty if it is evidence for models in general.
+        trained: The trained length of the family, if the publication states it.
         remark: What else the publication reports.
 
     >>> results = {"pi": "10.65, 20.49", "dynamic": "10.21, 23.29"}
@@ -41,6 +42,7 @@ class Measured:
     source: str
     higher_is_better: bool = False
     families: tuple[str, ...] = ()
+    trained: int | None = None
     remark: str = ""
 
     def found(self, rule: Contender) -> str:
@@ -116,6 +118,7 @@ MEASURED = (
         {"yarn": ""},
         "QwenLM/Qwen3, docs/source/inference/transformers.md, section Enabling Long Context",
         families=("qwen3", "qwen3_moe"),
+        trained=32_768,
         remark="validated and recommended by its makers; no figure",
     ),
     Measured(
@@ -126,6 +129,7 @@ MEASURED = (
         {"yarn": ""},
         "model cards of Qwen2.5-Instruct, section Processing Long Texts",
         families=("qwen2", "qwen2_moe"),
+        trained=32_768,
         remark="recommended by its makers; no figure",
     ),
     Measured(

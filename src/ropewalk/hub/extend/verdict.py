@@ -18,6 +18,12 @@ __all__ = ["Recommendation", "Verdict", "verdict_of"]
 
 # Frequencies are computed in float64, so a change by exactly the permitted factor may exceed it in the last places.
 _ROUNDING = 1 + 1e-9
+# What is worse about a rule that loses a tie, in the order of `_Use._order`.
+_TIES = (
+    "with a larger change of frequencies",
+    "with a score sum that becomes negative",
+    "with fewer engines that load it",
+)
 
 
 @dataclass(frozen=True)
@@ -193,8 +199,8 @@ class _Use:
 
     @property
     def ratio(self) -> float:
-        """The new length divided by the length that the config supports."""
-        return self.length / self.start.reach
+        """The new length divided by the trained length, or by the reach of the rule that the weights know."""
+        return self.length / (self.start.reach if _learned_rule(self.start) else self.start.trained)
 
     @property
     def words(self) -> str:
@@ -222,8 +228,10 @@ class _Use:
             why = f"no engine loads a rule for this model that has published results {self.words}"
             return Recommendation(None, False, why, None, {}, f"stay within {self.start.reach:,} positions")
         of_family = [offer for offer in rules if any(figure.families for figure in self._published(offer))]
-        best = min(of_family or rules, key=lambda offer: (-self._score(offer), *self._order(offer)))
-        return self._with_published(best, replaces=learned)
+        rules = of_family or rules
+        best = min(rules, key=lambda offer: (-self._score(offer), *self._order(offer)))
+        level = [offer for offer in rules if offer is not best and self._score(offer) == self._score(best)]
+        return self._with_published(best, level, replaces=learned)
 
     def _is_own(self, offer: Offer) -> bool:
         spec = offer.extension.spec
@@ -272,10 +280,10 @@ class _Use:
         )
         return Recommendation(None, False, why, None, {}, f"stay within {self.start.reach:,} positions")
 
-    def _with_published(self, offer: Offer, *, replaces: bool) -> Recommendation:
+    def _with_published(self, offer: Offer, level: list[Offer], *, replaces: bool) -> Recommendation:
         figures, effect = self._published(offer), offer.effect
         factor, reach = self.length / self.start.trained, largest_factor(figures)
-        reasons = [self._evidence(offer, figures)]
+        reasons = [self._evidence(offer, figures), *self._ties(offer, level)]
         proven = factor <= reach * _ROUNDING
         if not proven:
             reasons.append(f"these results end at {reach:g} ×, and this is {factor:.3g} ×: measure retrieval first")
@@ -285,11 +293,25 @@ class _Use:
             reasons.append(f"it replaces {self.start.rule.label}, so the tuning has to be long")
         return self._made(offer, proven=proven, reasons=reasons)
 
+    def _ties(self, best: Offer, level: list[Offer]) -> list[str]:
+        """Why `best` is preferred to rules that published results place on the same level."""
+        names: dict[str, list[str]] = {}
+        for offer in level:
+            for mine, theirs, reason in zip(self._order(best), self._order(offer), _TIES, strict=True):
+                if mine != theirs:
+                    names.setdefault(reason, []).append(offer.extension.rule)
+                    break
+        return [f"on the same level, but {reason}: {' and '.join(rules)}" for reason, rules in names.items()]
+
     def _evidence(self, offer: Offer, figures: list[Measured]) -> str:
         """What publications report on a rule, with the sources."""
         if figures[0].families:
-            return f"{figures[0].model}: {figures[0].remark} [{figures[0].source}]"
-        worse = [other for other, sign in self._standing(offer).items() if sign > 0]
+            text = f"{figures[0].model}: {figures[0].remark} [{figures[0].source}]"
+            if figures[0].trained in (None, self.start.trained):
+                return text
+            option = self.model.config.caller.option("trained", figures[0].trained)
+            return f"{text}; use {option}, because the config has {self.start.trained:,}"
+        worse: list[Contender] = [other for other, sign in self._standing(offer).items() if sign > 0]
         if not worse:
             return f"{self.words}, the best published rule of those that engines load for this model"
         rule = offer.extension.rule

@@ -92,7 +92,9 @@ def frequencies(curves: Sequence[Curve], length: int | None, title: str) -> Figu
         axes.set(yscale="log", xlabel="pair i", ylabel="period 2π/θ, in positions")
         axes.set_title(title, wrap=True)
         axes.margins(x=0.01)
-        legend_below(drawn, *axes.get_legend_handles_labels(), side="left", most=1 if len(curves) < 4 else 2)
+        legend_below(
+            drawn, *axes.get_legend_handles_labels(), side="outside lower left", most=1 if len(curves) < 4 else 2
+        )
     return drawn
 
 
