@@ -6,7 +6,8 @@ checked result from it. So a page shows no result that nothing compares.
 - A check is an assert, a call of a function whose name starts with `assert`, or a call of a function of the page that
   contains a check. A loop, an `if` or a `try` that contains a check is a check.
 - An assignment binds names. Each must be checked; a name that starts with `_` is not a result.
-- A call that is a statement changes what it reads. At least one of these names must be checked.
+- A call that is a statement changes what it reads. At least one of these names must be checked. The name of a file in a
+  string is one of them: what one statement writes there, another one reads.
 - Imports, definitions of functions and classes, and assignments of literals compute nothing.
 """
 
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+FILE_NAME = re.compile(r"[\w/-]+\.\w+")
 DEFINITIONS = ast.FunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
 
 
@@ -115,6 +117,8 @@ def _replaced(statement: ast.stmt) -> set[str]:
 
 def _read(statement: ast.stmt) -> set[str]:
     names = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    texts = [node.value for node in ast.walk(statement) if isinstance(node, ast.Constant)]
+    names |= {text for text in texts if isinstance(text, str) and FILE_NAME.fullmatch(text)}
     return names | ({_root(statement.target)} if isinstance(statement, ast.AugAssign) else set())
 
 

@@ -73,6 +73,8 @@ def test_every_result_on_a_page_is_asserted(page):
         ("cache.reset()\nassert cache.length == 0", []),
         ("rope.rotate_(q)\nassert q[0] == 1", []),
         ("x.data[0] = f(y)", ["line 1: x"]),
+        ('save(y, "y.pt")\nz = load("y.pt")\nassert z == 1', []),
+        ('save(y, "y.pt")\nz = load("z.pt")\nassert z == 1', ["line 1: save, y, y.pt"]),
         ("with open(path) as file:\n    text = file.read()", ["line 1: file", "line 2: text"]),
         ("with mode():\n    y = f(x)\nassert y == 1", []),
         ("for x in xs:\n    y = f(x)", ["line 1: y"]),
