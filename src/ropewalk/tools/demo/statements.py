@@ -20,9 +20,10 @@ def false_statements() -> list[Entry]:
 
 
 def source_of(entry: Entry) -> str:
-    """The source as a reader knows it: a paper by its name, a note as a note.
+    """The source in few words: a paper by its arXiv number, a note as a note.
 
-    >>> [source_of(entry) for entry in false_statements()][1]
-    'Base of RoPE Bounds Context Length, 2405.14591'
+    >>> [source_of(entry) for entry in false_statements()]
+    ['a note', 'arXiv 2405.14591', 'arXiv 2309.00071']
     """
-    return "a note" if entry.claim.source in NOTES else entry.claim.source
+    source = entry.claim.source
+    return "a note" if source in NOTES else f"arXiv {source.split(', ')[-1]}"
