@@ -44,5 +44,5 @@ def draw_agreement(rows: Sequence[Agreement], lengths: Lengths, name: str, targe
             axes.axvline(length, color="black", linewidth=0.6)
             style = {"textcoords": "offset points", "rotation": 90, "fontsize": 7, "va": "top", "ha": "right"}
             axes.annotate(f"{words} {number(length)}", (length, 1.0), xytext=(-1, -2), **style)
-        legend_below(drawn, *axes.get_legend_handles_labels(), side="left", most=1)
+        legend_below(drawn, *axes.get_legend_handles_labels(), side="outside lower left", most=1)
     save(drawn, target)
