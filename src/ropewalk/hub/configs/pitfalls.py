@@ -4,6 +4,8 @@ import sys
 import warnings
 from collections.abc import Iterable
 
+from ropewalk.errors import RopewalkWarning
+
 __all__ = ["ADVICE", "PITFALLS", "RopeConfigWarning", "emit"]
 
 # Per warning name: its subject and the advice. docs/config.md lists the names, and a test compares the two lists.
@@ -78,7 +80,7 @@ PITFALLS = {name: subject for name, (subject, _) in _PITFALLS.items()}
 ADVICE = {name: advice for name, (_, advice) in _PITFALLS.items()}
 
 
-class RopeConfigWarning(UserWarning):
+class RopeConfigWarning(RopewalkWarning):
     """A config that different stacks read differently, or that is probably wrong.
 
     Attributes:
