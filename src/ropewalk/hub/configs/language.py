@@ -203,9 +203,11 @@ def _require_one_width(keys: Keys, data: Mapping[str, Any]) -> None:
     """Raise if an unknown family has several widths, of which only its code shows which one the heads share."""
     family = Family()
     widths = {key: number for key in family.width if (number := as_int(data.get(key))) is not None}
-    if len(set(widths.values())) > 1 and not any(data.get(key) is not None for key in family.head_dim):
+    first = next(iter(widths.values()), None)
+    other = next((key for key, number in widths.items() if number != first), None)
+    if other is not None and not any(data.get(key) is not None for key in family.head_dim):
         raise keys.error(
-            next(iter(widths)),
+            other,
             "one width, or head_dim, in a config with an unknown model_type",
             ", ".join(f"{key} = {number}" for key, number in widths.items()),
             "set head_dim to the width of one head",

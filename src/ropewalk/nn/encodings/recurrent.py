@@ -38,7 +38,7 @@ class RecurrentEncoding(Encoding):
     """
 
     name = "recurrent"
-    embedded = False
+    embedded: bool | None = False
 
     def __init__(self, dim: int) -> None:
         super().__init__()
