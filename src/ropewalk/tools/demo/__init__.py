@@ -1,1 +1,0 @@
-"""`ropewalk demo`: a config in, a correct and fast RoPE out, with the proof of both."""
