@@ -12,6 +12,7 @@ from ropewalk import RopewalkError
 from ropewalk.hub import extend_model, inspect_model, read_model
 from ropewalk.hub.configs.limits import CACHED_HEADS, LAYERS, LIMITS, MOST_COUNT, MOST_KINDS, MOST_LENGTH
 from ropewalk.hub.families.table import FAMILIES
+from slow import slow
 
 HUGE = (10**10, 10**30, 10**300, 1e10, 1e30, math.inf, math.nan)
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 4096, "num_hidden_layers": 4}
@@ -45,11 +46,12 @@ OTHERS = [
 ]
 
 
+@pytest.mark.parametrize("share", [9, slow(4)])
 @pytest.mark.parametrize("key", [*LIMITS, *OTHERS])
-def test_a_huge_number_is_an_error_or_changes_nothing_in_every_family(key):
+def test_a_huge_number_is_an_error_or_changes_nothing_in_every_family(key, share):
     started = time.process_time()
-    # Each key in one of nine families, and in Llama.
-    for name in dict.fromkeys(["llama", "brandnew", *[*FAMILIES][[*LIMITS, *OTHERS].index(key) % 9 :: 9]]):
+    # Each key in one of `share` families, and in Llama.
+    for name in dict.fromkeys(["llama", "brandnew", *[*FAMILIES][[*LIMITS, *OTHERS].index(key) % share :: share]]):
         pairing = "half" if name == "brandnew" else None
         for huge in HUGE[1:2] if name != "llama" else HUGE:
             try:

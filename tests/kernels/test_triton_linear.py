@@ -214,7 +214,8 @@ def test_rows_of_a_batch_stand_where_they_are_told():
         assert error(out[rows], exact(q[rows], k[rows], v[rows], rope.to("cpu"), positions=ids[i])) < 2e-6
 
 
-def test_a_state_goes_in_and_comes_out_with_gradients():
+@pytest.mark.parametrize("heads", [1, slow(2)])
+def test_a_state_goes_in_and_comes_out_with_gradients(heads):
     rope = rw.RotaryEmbedding(16)
 
     def by_kernels(q, k, v, above, below):
@@ -228,8 +229,8 @@ def test_a_state_goes_in_and_comes_out_with_gradients():
         results = direct_sums(q, k, v, rope, positions=torch.arange(5, 75), sums=(above, below))
         return torch.cat([x.flatten() for x in results])
 
-    inputs = *drawn(2, 1, 1, 70, 16, 8, torch.float32), torch.rand(2, 1, 16, 8), torch.rand(2, 1, 16)
-    cotangent = torch.randn(2 * 70 * 8 + 2 * 16 * 9, generator=torch.Generator().manual_seed(3))
+    inputs = *drawn(2, heads, 1, 70, 16, 8, torch.float32), torch.rand(2, 1, 16, 8), torch.rand(2, 1, 16)
+    cotangent = torch.randn(2 * heads * 70 * 8 + 2 * 16 * 9, generator=torch.Generator().manual_seed(3))
     ours = with_gradients(by_kernels, [x.to(DEVICE) for x in inputs], cotangent)
     truth = with_gradients(by_sums, [x.double() for x in inputs], cotangent)
     for a, b in zip(ours, truth, strict=True):
@@ -314,9 +315,10 @@ def test_nothing_runs_beside_the_kernels(name, monkeypatch):
     assert done <= views | memory
 
 
-def test_a_compiled_call_is_the_kernel():
-    inputs, rope = drawn(1, 1, 1, 20, 16, 8, torch.float32), rw.RotaryEmbedding(16).to(DEVICE)
-    there, cotangent = [x.to(DEVICE) for x in inputs], torch.ones(1, 1, 20, 8)
+@pytest.mark.parametrize(("heads", "seq"), [(1, 20), slow(2, 70)])
+def test_a_compiled_call_is_the_kernel(heads, seq):
+    inputs, rope = drawn(1, heads, 1, seq, 16, 8, torch.float32), rw.RotaryEmbedding(16).to(DEVICE)
+    there, cotangent = [x.to(DEVICE) for x in inputs], torch.ones(1, heads, seq, 8)
 
     def f(*x):
         return rw.linear_attention(*x, rope=rope, backend="triton")

@@ -16,6 +16,7 @@ from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.rotate import triton as rotate_triton
 from ropewalk.kernels.types import Layout
 from ropewalk.reference import check_rotation
+from slow import slow
 from strategies import theta
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -198,7 +199,8 @@ def test_gradients_of_cos_and_sin(shape, interleaved, conjugate):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives():
+@pytest.mark.parametrize("fast_mode", [True, slow(False)])
+def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives(fast_mode):
     x = random(1, 2, 3, 8, dtype=torch.float64).requires_grad_()
     cos, sin = (table.requires_grad_() for table in tables(7, 4, dtype=torch.float64))
     layout = Layout(True, 0, -2)
@@ -211,7 +213,7 @@ def test_gradients_of_tables_with_more_rows_than_tokens_and_second_derivatives()
         lambda x, cos, sin: ops.rotate(x, None, cos, sin, layout, row=2, backend="triton")[0],
         (x, cos, sin),
         atol=1e-6,
-        fast_mode=True,
+        fast_mode=fast_mode,
     )
 
 

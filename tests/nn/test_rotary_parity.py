@@ -20,7 +20,7 @@ from strategies import pairings, seeds, theta, vector
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-# Of Triton tests/kernels/test_triton_rotate.py has the same checks.
+# tests/kernels/test_triton_rotate.py has the same checks for Triton.
 @pytest.mark.parametrize("backend", QUICK)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernels_are_within_budget(dtype, backend):
