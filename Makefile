@@ -1,18 +1,19 @@
 # Each target makes .venv and installs what it needs, from nothing, with pip. PYTHON is the interpreter to build on.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PICTURES ?= build/verify
+# Not --quiet: PyTorch is large, and pip shows what it downloads.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PICTURES ?= build/demo
 
-.PHONY: help demo test test-all test-gpu check docs records format clean
+.PHONY: help demo test test-all test-gpu check docs docs-serve records format clean
 
 help:
-	@echo "make demo      measure what notes and papers state about RoPE, and draw the pictures"
+	@echo "make demo      the RoPE of a config, proven correct and fast, and pictures; CONFIG=path for your own"
 	@echo "make test      the tests that take minutes"
 	@echo "make test-all  all tests that need no GPU (what CI runs)"
 	@echo "make test-gpu  all tests marked gpu, and those of the kernels and backends, on a CUDA device"
 	@echo "make check     ruff (format, lint) and pyright"
-	@echo "make docs      the pages of docs/ as a site, in build/docs; a broken link is an error"
+	@echo "make docs      docs/ and the API reference as a site in build/docs, strictly; make docs-serve serves it"
 	@echo "make records   the measured figures in README.md and docs/, from benchmarks/*.json"
 
 .venv/python:
@@ -37,7 +38,7 @@ help:
 	@touch $@
 
 demo: .venv/installed
-	@$(BIN)/ropewalk verify --plots $(PICTURES)
+	@$(BIN)/ropewalk demo $(if $(CONFIG),"$(CONFIG)" )--plots $(PICTURES)
 
 test: .venv/installed-dev
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup --hypothesis-profile=quick -m "not slow and not gpu"
@@ -58,6 +59,11 @@ check: .venv/installed-dev
 docs: .venv/installed-docs
 	@# Not --quiet: it drops the warnings before --strict has counted them.
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "built: open build/docs/index.html in a browser; it needs no server"
+
+docs-serve: .venv/installed-docs
+	@# The flag is the default, which mkdocs 1.6 loses with click 8.3.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --livereload
 
 records: .venv/installed
 	@$(BIN)/python benchmarks/render.py

@@ -232,7 +232,7 @@ def gpu_shares(page: str) -> str:
     return own_lines(
         paragraph(
             f"One H200, torch {_short(versions['torch'])}, Triton {_short(versions['triton'])}, bfloat16,"
-            f" {gpu['date']}, one run ([benchmarks/gpu.json](../benchmarks/gpu.json))."
+            f" {gpu['date']}, one run ([record](../benchmarks/gpu.json))."
             " Speed as a share of the speed of `copy_`, for pairing half and interleaved:"
         ),
         table(
@@ -294,7 +294,7 @@ def linear_cpu(page: str) -> str:
     return own_lines(
         paragraph(
             f"float32, causal, forward, (1, 8, N, 64), on {cores('attention_cpu')}, {cpu['date']}, in ms"
-            " ([benchmarks/attention_cpu.json](../benchmarks/attention_cpu.json)):"
+            " ([record](../benchmarks/attention_cpu.json)):"
         ),
         table(
             ["N", "softmax (SDPA)", "linear", "linear + RoPE"],
@@ -331,7 +331,7 @@ def linear_gpu(page: str) -> str:
             f"One H200 (torch {_short(versions['torch'])}, Triton {_short(versions['triton'])}, fla"
             f" {_short(versions['flash-linear-attention'])}, {gpu['date']}), bfloat16, causal, in ms: medians of"
             " interleaved rounds, with the cache overwritten before each call"
-            " ([benchmarks/attention_gpu.json](../benchmarks/attention_gpu.json)):"
+            " ([record](../benchmarks/attention_gpu.json)):"
         ),
         table(["batch, heads, N, dim", "+ RoPE", "no RoPE", "fla + RoPE", "fla", "SDPA"], *rows),
         paragraph(
@@ -357,7 +357,7 @@ def accelerate(page: str) -> str:
         paragraph(
             f"{first['dtype']}, {first['tokens']} tokens, {first['layers']} layers of width {first['hidden']},"
             f" {cores('accelerate_cpu')}, medians of {cpu['rounds']} rounds, {cpu['date']}"
-            " ([benchmarks/accelerate_cpu.json](../benchmarks/accelerate_cpu.json)):"
+            " ([record](../benchmarks/accelerate_cpu.json)):"
         ),
         table(["model", "rotation before, ms", "after, ms", "share of the pass before", "after"], *rows),
     )
@@ -388,7 +388,7 @@ def families(page: str) -> str:
 
 @block("accelerated")
 def accelerated(page: str) -> str:
-    """How many families docs/accelerate.md lists. A test compares the list with transformers."""
+    """How many families docs/accelerate.md lists. tests/hub/test_patch_families.py compares the list with transformers."""
     text = (RECORDS.parent / "docs" / "accelerate.md").read_text(encoding="utf-8")
     listed = text.partition("\n## Families\n")[2].partition("\n## ")[0]
     return f"{len(re.findall('`[^`]+`', listed))} families"

@@ -5,7 +5,6 @@ transformers takes longer than most pages.
 """
 
 import contextlib
-import re
 import sys
 import tempfile
 import traceback
@@ -14,18 +13,7 @@ from pathlib import Path
 
 import torch
 
-BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
-
-
-def program(page: Path) -> str:
-    """The blocks of a page on the lines that they have there, so that a traceback names these lines."""
-    text = page.read_text(encoding="utf-8")
-    lines = [""] * (text.count("\n") + 1)
-    for match in BLOCK.finditer(text):
-        first = text.count("\n", 0, match.start(2))
-        for number, line in enumerate(match[2].splitlines(), first):
-            lines[number] = line.removeprefix(match[1])
-    return "\n".join(lines) + "\n"
+from page_results import program
 
 
 def run(page: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What the documents say is run: doctests of the package, and every Python block of README.md and docs/."""
+"""What the documents state is run: doctests of the package, and every Python block of README.md and docs/."""
 
 import re
 import subprocess
@@ -7,10 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from page_results import program, unchecked_results
 from slow import slow
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# What is in backticks or in a block is code, and may look like a link.
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+FILE_NAME = re.compile(r"[\w./-]+\.(md|json|png|py|yml)")
+
+
+def shown(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def test_doctests():
@@ -45,17 +53,59 @@ def test_a_page_that_fails_is_named_with_its_line(tmp_path):
     assert f'File "{wrong}", line 10, in <module>' in result.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_result_on_a_page_is_asserted(page):
+    assert unchecked_results(program(page)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "unchecked"),
+    [
+        ("y = f(x)", ["line 1: y"]),
+        ("y = f(x)\nassert y == 1", []),
+        ("a, b = f(x)\nassert a == 1", ["line 1: b"]),
+        ("a, _ = f(x)\nassert a == 1", []),
+        ("y = f(x)\nz = g(y)\nassert z == 1", []),
+        ("y = f(x)\ny = g(x)\nassert y == 1", ["line 1: y"]),
+        ("y = f(x)\ny += g(x)\nassert y == 1", []),
+        ("assert y == 1\ny = f(x)", ["line 2: y"]),
+        ("print(y)", ["line 1: print, y"]),
+        ("cache.reset()\nassert cache.length == 0", []),
+        ("rope.rotate_(q)\nassert q[0] == 1", []),
+        ("x.data[0] = f(y)", ["line 1: x"]),
+        ('save(y, "y.pt")\nz = load("y.pt")\nassert z == 1', []),
+        ('save(y, "y.pt")\nz = load("z.pt")\nassert z == 1', ["line 1: save, y, y.pt"]),
+        ("with open(path) as file:\n    text = file.read()", ["line 1: file", "line 2: text"]),
+        ("with mode():\n    y = f(x)\nassert y == 1", []),
+        ("for x in xs:\n    y = f(x)", ["line 1: y"]),
+        ("for x in xs:\n    assert f(x)", []),
+        ("import torch\nd = 64\n\n\ndef f(x):\n    return g(x)\n", []),
+        ("def same(a, b):\n    assert a == b\n\n\ny = f(x)\nsame(y, 1)", []),
+        ("scale = f(x)\n\n\ndef g(x):\n    return scale * x\n\n\nassert g(1) == 2", []),
+        ("y = f(x)\ntorch.testing.assert_close(y, x)", []),
+    ],
+)
+def test_a_result_that_no_assert_reads_is_named(source, unchecked):
+    assert unchecked_results(source) == unchecked
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
 def test_links_to_files_lead_somewhere(page):
-    # What stands in backticks is code, and may look like a link.
-    text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_links_have_titles_as_texts(page):
+    texts = re.findall(r"(?<!!)\[([^\]]+)\]\([^)]+\)", page.read_text(encoding="utf-8"))
+    assert [text for text in texts if FILE_NAME.fullmatch(text.strip("`"))] == []
 
 
 def test_the_site_names_every_page_once():
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     _, _, nav = settings.partition("\nnav:\n")
-    named = re.findall(r"^ +- [^:\n]+: (\S+)$", nav, re.MULTILINE)
-    pages = (page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
-    assert sorted(named) == sorted(pages)
+    named = re.findall(r"^ +- (?:[^:\n]+: )?(\S+\.md)$", nav, re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
+    # A hook of the build adds the changelog, which is not in docs/.
+    assert sorted(named) == sorted([*pages, "CHANGELOG.md"])

@@ -41,7 +41,15 @@ from strategies import vector
 NOT_FUNCTIONS = {"BAND_EDGES", "BudgetError", "Projections", "accelerate", "check_rotation"}
 # Values, whose fields are changed below, and the module.
 # The arguments of the other modules, and of the factory of encodings, are changed one by one in tests/nn.
-VALUES = {*spec.__all__, "RopeConfigWarning", "RopewalkError", "RotaryEmbedding", "Encoding", "LinearState"}
+VALUES = {
+    *spec.__all__,
+    "RopeConfigWarning",
+    "RopewalkError",
+    "RopewalkWarning",
+    "RotaryEmbedding",
+    "Encoding",
+    "LinearState",
+}
 VALUES |= {"Attention", "KVCache", "LinearAttention", "FavorFeatures", "encoding"}
 
 

@@ -9,18 +9,20 @@ Type checkers read the imports below.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ropewalk import hub as hub
+    from ropewalk import positions as positions
     from ropewalk import reference as reference
     from ropewalk import spec as spec
     from ropewalk import theory as theory
     from ropewalk.errors import RopewalkError as RopewalkError
+    from ropewalk.errors import RopewalkWarning as RopewalkWarning
     from ropewalk.hub.accelerate.acceleration import accelerate as accelerate
     from ropewalk.hub.configs.parse import load_spec as load_spec
     from ropewalk.hub.configs.pitfalls import RopeConfigWarning as RopeConfigWarning
-    from ropewalk.nn import positions as positions
     from ropewalk.nn.attention.cache import KVCache as KVCache
     from ropewalk.nn.attention.layer import Attention as Attention
     from ropewalk.nn.encodings.by_name import Encoding as Encoding
@@ -78,6 +80,7 @@ _HOME = {
     "RopeConfigWarning": "ropewalk.hub.configs.pitfalls",
     "RopeSpec": "ropewalk.spec.rope",
     "RopewalkError": "ropewalk.errors",
+    "RopewalkWarning": "ropewalk.errors",
     "RotaryEmbedding": "ropewalk.nn.rotary.embedding",
     "StepTemperature": "ropewalk.spec.temperature",
     "AcrossHeads": "ropewalk.spec.frequencies",
@@ -89,12 +92,11 @@ _HOME = {
     "encoding": "ropewalk.nn.encodings.by_name",
     "linear_attention": "ropewalk.nn.linear.function",
     "load_spec": "ropewalk.hub.configs.parse",
-    "positions": "ropewalk.nn",
     "qk_norm_rope": "ropewalk.nn.rotary.qk_norm",
 }
 
-# Packages with their own public names: rw.hub.inspect_model works without importing ropewalk.hub.
-_PACKAGES = ("hub", "reference", "spec", "theory")
+# Packages and modules with their own public names: rw.hub.inspect_model works without importing ropewalk.hub.
+_PACKAGES = ("hub", "positions", "reference", "spec", "theory")
 
 __all__ = [
     "NTK",
@@ -120,6 +122,7 @@ __all__ = [
     "RopeConfigWarning",
     "RopeSpec",
     "RopewalkError",
+    "RopewalkWarning",
     "RotaryEmbedding",
     "StepTemperature",
     "XPos",
@@ -142,7 +145,11 @@ if not TYPE_CHECKING:
         if name in _PACKAGES:
             return importlib.import_module(f"ropewalk.{name}")
         if name not in _HOME:
-            raise AttributeError(f"module 'ropewalk' has no attribute {name!r}")
+            error = importlib.import_module("ropewalk.signatures").no_attribute(name)
+            if type(error) is not AttributeError and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                # `from ropewalk import Linear`: Python replaces an AttributeError by an error without the new name.
+                raise ImportError(str(error), name="ropewalk")
+            raise error
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value

@@ -6,10 +6,14 @@ Every message has four parts: what was asked, what was expected, what was receiv
 import difflib
 import math
 import numbers
+import sys
+import warnings
 from collections.abc import Iterable
 from typing import TypeVar
 
-__all__ = ["RopewalkError"]
+from ropewalk.names import VALUES
+
+__all__ = ["RopewalkError", "RopewalkWarning"]
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -45,15 +49,55 @@ class RopewalkError(ValueError):
     def __init__(self, *, asked: str, expected: str, got: str, do: str) -> None:
         self.asked, self.expected, self.got, self.do = asked, expected, got, do
         # Not super().__init__(): torch.compile cannot trace it, and would raise its own error instead of this one.
-        self.args = (f"asked:    {asked}\nexpected: {expected}\ngot:      {got}\ndo this:  {do}",)
+        self.args = (_four_parts(asked, expected, got, do),)
 
     def __reduce__(self) -> tuple[object, ...]:
         # BaseException cannot pickle keyword-only arguments. Worker processes pickle errors.
-        return _rebuild, (self.asked, self.expected, self.got, self.do)
+        return _rebuild, (type(self), self.asked, self.expected, self.got, self.do)
 
 
-def _rebuild(asked: str, expected: str, got: str, do: str) -> RopewalkError:
-    return RopewalkError(asked=asked, expected=expected, got=got, do=do)
+def _rebuild(kind: type[RopewalkError], asked: str, expected: str, got: str, do: str) -> RopewalkError:
+    return kind(asked=asked, expected=expected, got=got, do=do)
+
+
+class RopewalkWarning(UserWarning):
+    """Input that is valid but probably a mistake.
+
+    `warnings.filterwarnings("error", category=rw.RopewalkWarning)` makes it an error.
+
+    >>> issubclass(RopewalkWarning, UserWarning)
+    True
+    """
+
+
+def warn(*, asked: str, expected: str, got: str, do: str) -> None:
+    """Emit a `RopewalkWarning` with the four parts of an error, for input that is probably a mistake.
+
+    It is attributed to the first line of code outside of ropewalk and torch, so Python shows it once per such line.
+
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     warn(asked="a doctest", expected="one thing", got="another", do="look twice")
+    >>> print(caught[0].message)
+    asked:    a doctest
+    expected: one thing
+    got:      another
+    do this:  look twice
+    """
+    warnings.warn(RopewalkWarning(_four_parts(asked, expected, got, do)), stacklevel=_depth_of_caller())
+
+
+def _depth_of_caller() -> int:
+    """Return the stacklevel of the first frame outside of ropewalk and torch."""
+    depth, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ropewalk", "torch"):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _four_parts(asked: str, expected: str, got: str, do: str) -> str:
+    return f"asked:    {asked}\nexpected: {expected}\ngot:      {got}\ndo this:  {do}"
 
 
 def shown(value: object) -> str:
@@ -72,8 +116,10 @@ def require_choice(value: object, choices: Iterable[Choice], *, asked: str) -> C
     known = tuple(choices)
     if isinstance(value, str) and value in known:
         return known[known.index(value)]
-    near = difflib.get_close_matches(str(value), known, n=1)
-    do = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, known))}"
+    ours, do = VALUES.get(str(value), (None, ""))
+    if ours not in known:
+        near = difflib.get_close_matches(str(value), known, n=1)
+        do = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, known))}"
     raise RopewalkError(asked=asked, expected=" or ".join(map(repr, known)), got=shown(value), do=do)
 
 

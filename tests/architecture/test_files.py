@@ -1,4 +1,4 @@
-"""Files stay small, packages say what they hold, and the README's map leads to every folder."""
+"""Files stay small, packages say what they hold, and the maps lead to every folder."""
 
 import ast
 import re
@@ -43,7 +43,7 @@ def read_map(readme: str) -> tuple[set[str], list[tuple[str, str]]]:
     A line is indented by two spaces per level: one or more names, two spaces, and what they hold.
     """
     block = re.search(r"^```\w*\nsrc/ropewalk/\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    assert block, "README.md has no map: a fenced block that begins with src/ropewalk/"
+    assert block, "no map: a fenced block that begins with src/ropewalk/"
     listed: set[str] = set()
     mentioned: list[tuple[str, str]] = []
     folders = {2: ""}
@@ -78,13 +78,24 @@ def is_there(path: str, folder: str) -> bool:
     return any((place / path).exists() for place in places if place == ROOT or ROOT in place.parents)
 
 
-def test_the_readmes_map_leads_to_every_folder():
-    listed, mentioned = read_map((ROOT / "README.md").read_text(encoding="utf-8"))
+def read_and_check(name: str) -> set[str]:
+    """The paths on the map of a document, all of which exist."""
+    listed, mentioned = read_map((ROOT / name).read_text(encoding="utf-8"))
     assert sorted(path for path in listed if not (PACKAGE / path).exists()) == [], "on the map, but not there"
     assert sorted(path for folder, path in mentioned if not is_there(path, folder)) == [], "mentioned, but not there"
+    return listed
+
+
+def test_the_map_leads_to_every_folder():
+    listed = read_and_check("CONTRIBUTING.md")
     assert sorted(folders_with_code() - listed) == [], "not on the map"
     single = {path.name for path in PACKAGE.iterdir() if path.suffix in (".py", ".typed")}
     assert sorted(single - listed) == [], "single files at the top that are not on the map"
+
+
+def test_the_readmes_map_leads_to_every_package():
+    packages = {folder for folder in folders_with_code() if folder.count("/") == 1}
+    assert sorted(packages - read_and_check("README.md")) == [], "not on the map"
 
 
 def test_a_map_is_read_line_by_line():

@@ -12,13 +12,16 @@ from architecture.sources import PACKAGE, SOURCES, package_of, parsed, shown
 
 # From the ground up: a package imports from those before it and from itself. Some do not exist yet.
 ORDER = [
+    "names",
     "errors",
+    "signatures",
     "spec",
     "theory",
     "reference",
     "kernels",
     "ops",
     "nn",
+    "positions",
     "parallel",
     "hub",
     "claims",

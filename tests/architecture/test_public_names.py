@@ -24,7 +24,7 @@ def test_type_checkers_see_the_names_that_load():
         assert getattr(ropewalk, name) is importlib.import_module(f"ropewalk.{name}")
     seen = {node.names[0].asname: node.module for node in imports if node.module != "ropewalk"}
     assert seen == ropewalk._HOME
-    assert set(seen) == set(ropewalk.__all__)
+    assert {*seen, "positions"} == set(ropewalk.__all__)
     for name in ropewalk.__all__:
         assert getattr(ropewalk, name) is not None
         assert name in dir(ropewalk)
@@ -33,8 +33,10 @@ def test_type_checkers_see_the_names_that_load():
 
 
 def test_positions_is_the_module_of_helpers():
-    assert ropewalk.positions is importlib.import_module("ropewalk.nn.positions")
-    assert ropewalk.positions.__all__
+    helpers = importlib.import_module("ropewalk.nn.positions")
+    assert ropewalk.positions is importlib.import_module("ropewalk.positions")
+    assert ropewalk.positions.__all__ == helpers.__all__
+    assert all(getattr(ropewalk.positions, name) is getattr(helpers, name) for name in helpers.__all__)
 
 
 def public_names():

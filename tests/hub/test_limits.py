@@ -97,7 +97,10 @@ def test_a_huge_number_that_is_read_is_an_error_by_every_function(key):
         {"n_head": 10**9},
         {"index_head_dim": 10**6},
         {"model_type": "gemma3_text", "sliding_window_pattern": 10**6},
-        {"max_position_embeddings": 2147483647, "rope_scaling": YARN | {"original_max_position_embeddings": 2**31 - 1}},
+        {
+            "max_position_embeddings": 2147483647,
+            "rope_scaling": YARN | {"factor": 1.0, "original_max_position_embeddings": 2**31 - 1},
+        },
     ],
 )
 def test_what_is_not_read_or_makes_nothing_long_is_no_error(config):

@@ -281,10 +281,42 @@ def test_a_pitfall_has_its_name(name, said):
     given: Any = LLAMA | said
     if name == "original-is-extended":
         # What a file says is taken at its word; a config object may have had it filled in.
-        assert loaded(given)[1] == []
+        assert loaded(given)[1] == ["factor-differs"]
         given = Given(given)
     options = {"pairing": "half"} if name == "unknown-family" else {}
     assert name in loaded(given, **options)[1]
+
+
+LONG_FACTORS = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "yarn"}, {"rope_type": "longrope"} | LONG_FACTORS], ids=["yarn", "longrope"]
+)
+@pytest.mark.parametrize(
+    ("longest", "factor", "differs"),
+    [
+        (131_072, 16.0, False),
+        (131_072, 8.0, True),
+        (131_072, 32.0, True),
+        # Qwen 2.5 and 3 as their makers describe them: older versions of transformers compute a factor of 1 and 1.25.
+        (8192, 4.0, True),
+        (10_240, 4.0, True),
+        (8192, 1.0, False),
+        (None, 4.0, False),
+    ],
+)
+def test_a_factor_that_some_stack_replaces_by_the_ratio_of_the_lengths_is_reported(rope, longest, factor, differs):
+    scaling = rope | {"factor": factor, "original_max_position_embeddings": 8192}
+    config = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    config |= {"rope_scaling": scaling} | ({} if longest is None else {"max_position_embeddings": longest})
+    assert ("factor-differs" in loaded(config)[1]) == differs
+
+
+def test_no_stack_computes_the_factor_of_llama_3_from_the_lengths():
+    # Llama 3.1 and 3.2: factors 8 and 32, and 16 times the original length.
+    for factor in (8.0, 32.0):
+        assert loaded(LLAMA | {"rope_scaling": LLAMA3 | {"factor": factor}})[1] == []
 
 
 def test_every_pitfall_has_a_case_and_a_line_in_the_docs():

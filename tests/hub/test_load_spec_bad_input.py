@@ -3,7 +3,7 @@
 import pytest
 
 from hub.configs import LLAMA, LLAMA3, LONG, YARN, load_spec, loaded
-from ropewalk import RopewalkError
+from ropewalk import RopeConfigWarning, RopewalkError
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,10 @@ from ropewalk import RopewalkError
         ({"rope_theta": float("nan")}, "'rope_theta'\nexpected: a number\ngot:      nan"),
         ({"rope_theta": True}, "'rope_theta'\nexpected: a number"),
         ({"rope_scaling": {"type": "liner", "factor": 2.0}}, "did you mean 'linear'"),
+        ({"rope_scaling": {"type": "nope"}}, "the key 'rope_scaling.type'\nexpected: "),
+        ({"rope_scaling": {"rope_type": "nope"}}, "the key 'rope_scaling.rope_type'\nexpected: "),
+        ({"rope_scaling": {"rope_type": None, "type": "nope"}}, "the key 'rope_scaling.type'\nexpected: "),
+        ({"rope_parameters": {"rope_type": "nope"}}, "the key 'rope_parameters.rope_type'\nexpected: "),
         (
             {"rope_scaling": {"type": "linear"}},
             "rope_scaling.factor'\nexpected: a number of at least 1\ngot:      no such key",
@@ -142,3 +146,43 @@ def test_a_pairing_must_agree_with_a_flag_too():
 def test_params_of_others_are_refused(params, message):
     with pytest.raises(RopewalkError, match=message):
         load_spec(params)
+
+
+# Qwen2-VL's vision_config as the hub has it, without a model_type.
+TOWER = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+}
+
+
+@pytest.mark.parametrize("pairing", [None, "half", "interleaved"])
+def test_a_vision_config_without_model_type_is_refused(pairing):
+    with pytest.raises(RopewalkError, match="a vision config without model_type") as error:
+        load_spec(TOWER, pairing=pairing)
+    assert 'add the model_type of the whole config: {"model_type": "qwen2_vl", ...}' in error.value.do
+    assert load_spec(TOWER | {"model_type": "qwen2_vl"}).head_dim == 80
+
+
+def test_an_unknown_family_with_two_widths_must_state_its_heads():
+    unknown = TOWER | {"model_type": "brandnew"}
+    with pytest.raises(RopewalkError, match="got:      hidden_size = 3584, embed_dim = 1280\ndo this:  set head_dim"):
+        load_spec(unknown, pairing="half")
+    with pytest.warns(RopeConfigWarning, match="unknown-family"):
+        assert load_spec(unknown | {"head_dim": 80}, pairing="half").head_dim == 80
+    with pytest.warns(RopeConfigWarning, match="unknown-family"):
+        assert load_spec(unknown | {"hidden_size": 1280}, pairing="half").head_dim == 80
+
+
+def test_yarn_without_a_factor_at_equal_lengths_is_plain_and_says_so():
+    lengths = {
+        "max_position_embeddings": 4096,
+        "rope_scaling": {"type": "yarn", "original_max_position_embeddings": 4096},
+    }
+    with pytest.warns(RopeConfigWarning, match=r"original-is-extended\] there is no 'rope_scaling.factor'"):
+        assert load_spec(LLAMA | lengths).frequencies.factor == 1
+    longer = lengths | {"max_position_embeddings": 8192}
+    assert loaded(LLAMA | longer)[0].frequencies.factor == 2

@@ -199,8 +199,12 @@ def test_sdist_and_wheel(tmp_path):
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
         archive.extractall(tmp_path / "from_sdist", filter="data")
     assert {f"src/ropewalk/kernels/native/{path.name}" for path in NATIVE.glob("*.[ch]")} <= names
+    bundled = {f"ropewalk/data/configs/{path.name}" for path in (ROOT / "src/ropewalk/data/configs").iterdir()}
+    assert bundled
+    assert {f"src/{name}" for name in bundled} <= names
     with zipfile.ZipFile(wheel) as archive:
         assert any("kernels/_native." in name for name in archive.namelist())
+        assert bundled <= set(archive.namelist())
         archive.extractall(tmp_path / "wheel")
     assert said(tmp_path / "wheel") == "None\n"
     # What was packed builds where it is unpacked.

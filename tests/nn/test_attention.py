@@ -349,7 +349,7 @@ def test_dropout():
 
 def test_any_named_encoding_goes_in():
     options = {"learned": {"length": 8}, "multiplicative": {"length": 8}, "concatenated": {"width": 2, "length": 8}}
-    options["xpos"] = {"spec": RopeSpec(WIDTH, xpos=XPos(64))}
+    options |= {"xpos": {"spec": RopeSpec(WIDTH, xpos=XPos(64))}, "t5": {"causal": True}}
     x = vector(0, 2, 5, DIM).float()
     for name in ("none", "learned", "sinusoidal", "recurrent", "multiplicative", "concatenated", "t5", "alibi"):
         made = encoding(name, dim=DIM, num_heads=HEADS, **options.get(name, {}))

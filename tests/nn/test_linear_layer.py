@@ -15,7 +15,12 @@ from ropewalk.nn.encodings.by_name import ENCODINGS
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 DIM, HEADS, SEQ = 32, 4, 10
-OPTIONS = {"learned": {"length": 64}, "multiplicative": {"length": 64}, "concatenated": {"width": 8}}
+OPTIONS = {
+    "learned": {"length": 64},
+    "multiplicative": {"length": 64},
+    "concatenated": {"width": 8},
+    "t5": {"causal": True},
+}
 NAMES = tuple(ENCODINGS)
 # Whether attention over embedded tokens moves when all positions shift by a constant. The recurrent encoding goes by
 # the order of tokens, which a shift leaves as it is.

@@ -67,6 +67,7 @@ ENCODING_OPTIONS: dict[str, dict[str, Any]] = {
     "multiplicative": {"length": 100},
     "concatenated": {"width": 6},
     "xpos": {"spec": rw.RopeSpec(WIDTH, xpos=rw.XPos(1024))},
+    "t5": {"causal": True},
 }
 
 
@@ -114,6 +115,8 @@ def encoded(encoding: rw.Encoding) -> list[Any]:
 
 def attended(layer: rw.Attention) -> list[Any]:
     """A layer over a batch, over packed sequences, and token by token."""
+    if layer.encoding is not None:
+        layer.encoding.embed(X)
     results: list[Any] = [layer(X), layer(X[:1], cu_seqlens=ENDS), layer(X, key_mask=IDS < 600)]
     with torch.no_grad():
         cache = rw.KVCache(BATCH, HEADS, SEQ, WIDTH, dtype=torch.float32, device="cpu")
@@ -123,6 +126,8 @@ def attended(layer: rw.Attention) -> list[Any]:
 
 def linear(layer: rw.LinearAttention) -> list[Any]:
     """A linear layer over a batch, over packed sequences, in pieces, and its gradients."""
+    if layer.encoding is not None:
+        layer.encoding.embed(X)
     results: list[Any] = [layer(X), layer(X[:1], cu_seqlens=ENDS), layer(X, key_mask=IDS < 600)]
     y, state = layer(X[:, :4], return_state=True)
     results += [y, state.above, state.below, layer(X[:, 4:], state=state)]

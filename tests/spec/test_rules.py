@@ -374,6 +374,11 @@ def test_a_rule_says_what_it_is_called_and_nothing_else_has_a_list_of_rules():
         "llama3",
         "proportional",
     }
+    # Commands accept the rope type of a rule as well as its name, and neither is a name of another rule.
+    options = {rule.option: rule for rule in rules if rule.option is not None}
+    for rope_type, rule in Frequencies.rope_types().items():
+        assert options.get(rope_type, rule) is rule
+        assert Frequencies.option_for(rope_type) == (rule.option or rope_type)
     for rule in rules:
         fields: Any = dataclasses.fields(rule)  # pyright: ignore[reportArgumentType]
         assert set(rule.config_keys) <= {field.name for field in fields}, rule

@@ -58,7 +58,7 @@ def test_what_is_no_config_is_told_apart(run, command):
         ("adapter", "an adapter, which has the rotation of its base model: org/base", "of the base model"),
         ("adapter/adapter_config.json", "an adapter", "of the base model"),
         ("weights/model.safetensors", "weights", "the config.json next to the weights"),
-        ("org/Model-7b", "commands do not download", "hf download org/Model-7b config.json --local-dir Model-7b"),
+        ("org/Model-7b", "ropewalk does not download", "hf download org/Model-7b config.json --local-dir Model-7b"),
     ):
         code, out, err = run(*command, named)
         assert (code, out) == (2, ""), named

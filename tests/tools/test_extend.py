@@ -24,6 +24,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from hub.configs import load_spec
 from ropewalk import RopewalkError, RotaryEmbedding
 from ropewalk.hub import read_model
+from ropewalk.hub.extend import rules
+from ropewalk.spec import Plain, Yarn
 from ropewalk.tools.cli import main
 from ropewalk.tools.extend.command import extend
 from tools.command import ropewalk
@@ -103,6 +105,12 @@ def quiet():
 
 
 @pytest.fixture
+def quick_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the base of base-bound takes a second. A base of about the same size has the same verdict."""
+    monkeypatch.setattr(rules, "lowest_admissible_base", lambda tried, *_: tried[min(900, len(tried) - 1)])
+
+
+@pytest.fixture
 def llama(tmp_path: Path) -> str:
     return saved(tmp_path, LLAMA)
 
@@ -174,19 +182,71 @@ def test_local_layers_stay_as_they_were(tmp_path, capsys):
     assert "Not changed: layers of type sliding_attention" in capsys.readouterr().out
 
 
+def test_the_verdict_comes_first_and_fits_80_columns(llama):
+    result = ropewalk("extend", llama, "--to", "16384")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert max(len(line) for line in lines if not line.startswith('  use  "max_position')) <= 80
+    assert len(lines) <= 24
+    assert lines[2] == "as it is: ntk"
+    assert lines[3].startswith("  why  without tuning, better than no rule and pi")
+    starts = [line.split("  ")[1] for line in lines if line.startswith(("  why  ", "  use  "))]
+    assert starts == ["why", "use"] * 2
+    keys = [json.loads(f"{{{line.removeprefix('  use  ')}}}") for line in lines if line.startswith("  use")]
+    as_it_is, tuned = (load_spec(LLAMA | each).frequencies for each in keys)
+    assert as_it_is == Plain(keys[0]["rope_theta"])
+    assert as_it_is.base == pytest.approx(40_889.94, abs=0.01)
+    assert tuned == Yarn(10_000, 4, 4096)
+    assert "with fine-tuning: yarn" in lines
+    assert lines[-2].startswith("Every rule, with figures and sources: --all.")
+    assert "pairs" not in result.stdout.split("with fine-tuning")[0]
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_the_verdict_for_an_engine_has_its_flags(llama):
+    out = ropewalk("extend", llama, "--to", "16384", "--for", "llama.cpp").stdout
+    assert "  use  --rope-scaling none --rope-freq-base 40889.9424 -c 16384\n" in out
+    assert "  use  --rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 4096 -c 16384\n" in out
+    assert "max_position" not in out
+    unsupported = ropewalk("extend", CONFIGS / "llama-3.1-8b.json", "--to", "262144", "--for", "llama.cpp").stdout
+    assert max(map(len, unsupported.splitlines())) <= 80
+    assert "use  llama.cpp does not support it" in unsupported
+
+
+@pytest.mark.usefixtures("quick_search")
+def test_a_composite_config_names_the_place_of_the_keys():
+    out = ropewalk("extend", CONFIGS / "gemma-3-4b.json", "--to", "262144", "--trained", "32768").stdout
+    assert out.count('  use  in text_config: "max_position_embeddings": 262144') == 2
+
+
+@pytest.mark.usefixtures("quick_search")
+@pytest.mark.parametrize("name", ["phi-3-mini-128k", "gpt-j-6b", "mistral-7b-v0.1"])
+def test_a_verdict_without_a_rule_says_what_to_do(name):
+    reach = read_model(CONFIGS / f"{name}.json").lengths.configured
+    result = ropewalk("extend", CONFIGS / f"{name}.json", "--to", str(2 * (reach or 0)))
+    assert result.returncode == 0
+    assert max(len(line) for line in result.stdout.splitlines() if "max_position" not in line) <= 80
+    assert re.search("^as it is.*: no rule", result.stdout, re.MULTILINE)
+    assert f"stay within {reach:,} positions" in result.stdout or "no rule is needed" in result.stdout
+
+
 def test_all_rules_are_printed_side_by_side_within_80_columns(llama):
-    result = ropewalk("extend", llama, "--to", "131072")
+    result = ropewalk("extend", llama, "--to", "131072", "--all")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     # Keys to paste are one line each, of any length.
-    assert max(len(line) for line in lines if not line.startswith('"max_position')) <= 80
+    assert max(len(line) for line in lines if '"max_position' not in line) <= 80
+    assert next(line.split() for line in lines if "unchanged" in line)[:1] == ["rule"]
     for rule in ("pi", "ntk", "dynamic", "yarn", "yarn-paper", "llama3", "base-bound", "base-law"):
         assert any(line.startswith(f"{rule} ") for line in lines), rule
         assert any(line.startswith(f"{rule}:") for line in lines), rule
     text = " ".join(result.stdout.split())
     for phrase in (
         "4,096 → 131,072 positions, 32 ×",
-        "completes 0.07528 rotations in training",
+        "completes 0.07528 rotations in it",
+        "pairs slowed those that rotate slower",
+        "trained angles to the length up to which",
+        "as it is: ntk (unproven)",
         "perplexity 16.10, 112.13 [Chen et al., 2306.15595, table 3]",
         "perplexity 2.37; 99.4 % found [Peng et al., 2309.00071, section 4.3]",
         "longrope its divisors come from a search",
@@ -199,6 +259,12 @@ def test_all_rules_are_printed_side_by_side_within_80_columns(llama):
     assert "base-bound: base 4869745.71" in text
     assert "…" not in result.stdout
     assert "\x1b" not in result.stdout
+
+
+def test_a_rule_has_the_name_of_configs_as_well(llama):
+    named, alias = (ropewalk("extend", llama, "--to", "16384", "--rule", rule) for rule in ("pi", "linear"))
+    assert named == alias
+    assert (named.returncode, named.stderr) == (0, "")
 
 
 def test_keys_to_paste_are_json_that_loads(llama):
@@ -214,14 +280,14 @@ def test_flags_are_one_line_to_paste(llama):
     vllm = ropewalk("extend", llama, "--to", "16384", "--rule", "yarn", "--for", "vllm").stdout
     (line,) = [line for line in vllm.splitlines() if line.startswith("--hf-overrides")]
     assert line.endswith("--max-model-len 16384")
-    cpp = ropewalk("extend", llama, "--to", "16384", "--for", "llama.cpp").stdout
+    cpp = ropewalk("extend", llama, "--to", "16384", "--for", "llama.cpp", "--all").stdout
     assert "--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 4096 -c 16384\n" in cpp
     assert "not supported" in cpp
     assert "rope_parameters" not in cpp
 
 
 def test_json_contains_everything_and_standard_output_only_json(llama):
-    result = ropewalk("extend", llama, "--to", "16384", "--json", "-")
+    result = ropewalk("extend", llama, "--to", "16384", "--all", "--json", "-")
     data = json.loads(result.stdout)
     assert (data["trained_length"], data["factor"], data["base"]) == (4096, 4.0, 10_000.0)
     rules = {rule["rule"]: rule for rule in data["rules"]}
@@ -230,6 +296,7 @@ def test_json_contains_everything_and_standard_output_only_json(llama):
     assert rules["yarn"]["config"]["transformers 5"]["set"]["rope_parameters"]["factor"] == 4.0
     assert rules["yarn"]["flags"]["llama.cpp"]["flags"].startswith("--rope-scaling yarn")
     assert not rules["longrope"]["applies"]
+    assert (data["verdict"]["as_it_is"]["rule"], data["verdict"]["tuned"]["rule"]) == ("ntk", "yarn")
     assert "pi: divides all positions by 4" in result.stderr
 
 
@@ -252,7 +319,7 @@ def test_a_window_of_all_layers_is_reported(tmp_path, capsys):
 def test_the_trained_length_can_be_specified(capsys):
     vicuna = str(CONFIGS / "vicuna-7b-v1.5-16k.json")
     assert extend(vicuna, 32_768, rule="pi", trained=4096) == 0
-    assert "Trained length 4,096 (from --trained)" in capsys.readouterr().out
+    assert "Original length 4,096 (from --trained)" in capsys.readouterr().out
     with pytest.raises(
         RopewalkError, match="more than the 16384 positions that the model supports according to its config"
     ):
@@ -315,6 +382,7 @@ def test_the_config_on_standard_output_is_the_only_output(llama):
     ("arguments", "message"),
     [
         (["--to", "16384", "--rule", "yarm"], "did you mean 'yarn'?"),
+        (["--to", "16384", "--rule", "pi", "--all"], "leave out --rule or --all"),
         (["--to", "16384", "--rule", "x"], "use one of 'pi', 'ntk', 'dynamic', 'yarn'"),
         (["--to", "16384", "--for", "sglang"], "'vllm' or 'llama.cpp'"),
         (["--to", "4096"], "more than the 4096"),

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 
 from ropewalk import RopewalkError
@@ -23,7 +25,9 @@ from ropewalk.hub.configs.pitfalls import ADVICE, PITFALLS
 from ropewalk.hub.families.table import FAMILIES
 from ropewalk.theory import Band
 from ropewalk.tools.cli import main
-from ropewalk.tools.inspect.command import inspect, rows_of
+from ropewalk.tools.inspect.command import inspect
+from ropewalk.tools.inspect.comparison import rows_of
+from ropewalk.tools.inspect.plot import draw
 from ropewalk.tools.inspect.sheet import number, pairs_to_show, sheet
 from slow import slow_except
 
@@ -85,8 +89,8 @@ def test_the_sheet_of_llama_3_1(capsys, narrow):
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     for line in (
         "pairing half: features i and i + 64",
-        "trained length 8,192",
-        "configured length 131,072; the factor times the trained length is 65,536",
+        "original length 8,192",
+        "context length 131,072; factor × original length is 65,536",
         "critical dimension 70 of 128 features complete a rotation within 8,192,",
         "before scaling",
         "score sum ≥ 0 up to length 85,133: a similar key scores above a",
@@ -99,7 +103,43 @@ def test_the_sheet_of_llama_3_1(capsys, narrow):
         "63 20,473,564 8 0.0004001 0.006402 interpolated",
     ):
         assert line in lines
-    assert sum(line.endswith(("unchanged", "between", "interpolated")) for line in lines) == 16
+    # Both ends of the bands whose pairs are changed alike, and every pair of the ramp.
+    assert sum(line.endswith(("unchanged", "between", "interpolated")) for line in lines) == 2 + 6 + 2
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("llama-2-7b", ["trained length 4,096"]),
+        ("phi-2", ["trained length 2,048"]),
+        ("llama-3.2-1b", ["original length 8,192", "context length 131,072; factor × original length is"]),
+        ("deepseek-v3", ["original length 4,096", "context length 163,840"]),
+        (
+            "qwen2.5-7b-instruct-yarn",
+            ["original length 32,768", "context length 32,768; factor × original"],
+        ),
+        ("gemma-3-4b", ["original length not in the config", "context length 131,072"] * 2),
+        ("mistral-7b-v0.3-params", ["trained length not in the config"]),
+    ],
+)
+def test_the_length_before_an_extension_is_called_original(name, lines, capsys):
+    assert inspect([config(name)]) == 0
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    named = [line for line in shown if line.split(" length")[0] in ("trained", "original", "context", "configured")]
+    assert len(named) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(named, lines, strict=True))
+
+
+def test_pairs_that_are_all_unchanged_are_folded(capsys, narrow):
+    assert inspect([config("llama-2-7b")]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["0", "6.283", "651.9"] in rows
+    assert ["63", "54,410", "0.07528"] in rows
+    assert "unchanged" not in out
+    assert "× plain" not in out
+    assert sum(row[0].isdigit() for row in rows if row) == 2
 
 
 def test_lengths_at_which_frequencies_change_have_a_table_each(capsys, narrow):
@@ -189,14 +229,37 @@ def test_configs_side_by_side(wide, capsys, monkeypatch):
     assert lines[-1] == "≠ marks rows that differ."
 
 
+FOUR = [
+    ["llama-2-7b", "yi-34b", "mixtral-8x7b", "qwen3-8b"],
+    ["llama-3.1-8b", "qwen2.5-7b-instruct-yarn", "deepseek-v3", "gemma-3-4b"],
+    ["mistral-7b-v0.3-params", "phi-3-mini-128k", "internlm2-chat-7b", "llama-4-scout"],
+    ["vicuna-7b-v1.5-16k", "qwen2-vl-7b", "gpt-neox-20b", "stablelm-3b-4e1t"],
+]
+
+
+@pytest.mark.parametrize("names", FOUR, ids="-".join)
+def test_four_configs_fit_into_one_table_of_80_columns(names, capsys, narrow):
+    assert inspect([config(name) for name in names]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = lines[: lines.index("≠ marks rows that differ.")]
+    assert max(map(len, lines)) <= 80
+    assert sum("model_type" in line for line in table) == 1
+    assert "…" not in "".join(lines)
+    # No word is broken: each is one of a value, a name or a heading. Names are broken at hyphens.
+    rows = rows_of([inspect_model(config(name)) for name in names])
+    words = {word for label, values in rows for text in (label, *(values or ())) for word in text.split()}
+    body = table[table.index(next(line for line in table if "─" in line)) + 1 :]
+    assert {word for line in body for word in line.split()} - {"≠"} <= words | {"─" * 80, *("─" * n for n in range(81))}
+
+
 def test_more_configs_than_fit_go_into_more_tables(capsys, narrow):
-    names = ["llama-2-7b", "yi-34b", "mixtral-8x7b", "qwen3-8b"]
+    names = ["llama-2-7b", "yi-34b", "mixtral-8x7b", "qwen3-8b", "phi-2"]
     assert inspect([config(name) for name in names]) == 0
     lines = capsys.readouterr().out.splitlines()
     heads = [line.split() for line in lines if set(line.split()) & set(names)]
-    assert heads == [names[:3], names[3:]]
+    assert heads == [names[:4], names[4:]]
     # The mark is for all of them: the last differs from those in the table above.
-    assert all(any(line.split()[:3] == ["≠", "base", base] for line in lines) for base in ("10,000", "1,000,000"))
+    assert sum(line.split()[:3] == ["≠", "base", "10,000"] for line in lines) == 2
 
 
 def test_rows_mark_what_differs():
@@ -253,9 +316,49 @@ def test_the_picture_names_what_it_shows(tmp_path, capsys):
     path.write_text(json.dumps(gemma | {"rope_parameters": {"full_attention": full}}))
     assert inspect([str(path), config("llama-3.1-8b"), config("qwen3-8b")], plot=str(target)) == 0
     text = target.read_text(encoding="utf-8")
-    for words in ("trained 8,192", "configured 131,072", "trained and configured 40,960", "interpolated", "between"):
+    for words in (
+        "original length 8,192",
+        "context length 131,072",
+        "trained length 40,960",
+        "interpolated",
+        "between",
+    ):
         assert words in text
     assert "192 pairs with frequency 0" in text
+
+
+def drawn(monkeypatch: pytest.MonkeyPatch, *names: str) -> Figure:
+    """The figure of these configs, drawn once."""
+    saved: list[Figure] = []
+    monkeypatch.setattr("ropewalk.tools.inspect.plot.save", lambda figure, target: saved.append(figure))
+    draw([inspect_model(config(name)) for name in names], "picture.png")
+    (figure,) = saved
+    figure.draw_without_rendering()
+    return figure
+
+
+@pytest.mark.parametrize(
+    "names",
+    slow_except(
+        [("llama-3.1-8b",)],
+        [
+            ("llama-3.1-8b",),
+            ("internlm2-chat-7b",),
+            ("deepseek-v3",),
+            ("gemma-3-4b", "phi-3-mini-128k", "llama-4-scout"),
+        ],
+    ),
+)
+def test_nothing_of_the_picture_is_clipped(names, monkeypatch):
+    figure = drawn(monkeypatch, *names)
+    (legend,) = figure.legends
+    titles = {axes.get_title(loc="left") for axes in figure.axes} - {""}
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text() in titles]
+    assert len(texts) == len(titles) > 0
+    for artist in (legend, *legend.texts, *texts):
+        box = artist.get_window_extent()
+        assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
+        assert 0 <= box.y0 <= box.y1 <= figure.bbox.height
 
 
 def ropewalk(*arguments: str, before: str = "") -> subprocess.CompletedProcess[str]:
@@ -342,6 +445,15 @@ def test_pairs_to_show(widths, most):
     assert (shown[0], shown[-1]) == (0, sum(widths) - 1)
     assert len(shown) == min(most, sum(widths))
     assert edges <= set(shown) if len(edges) <= most else set(shown) <= edges
+
+
+def test_bands_of_pairs_that_are_changed_alike_show_their_ends():
+    bands = [Band("unchanged", 0, 20), Band("between", 21, 45), Band("interpolated", 46, 62), Band("still", 63, 63)]
+    shown = pairs_to_show(bands, 16)
+    assert [pair for pair in shown if pair <= 20] == [0, 20]
+    assert [pair for pair in shown if pair >= 46] == [46, 62, 63]
+    assert len(shown) == 16
+    assert pairs_to_show([Band("unchanged", 0, 63)]) == [0, 63]
 
 
 @given(st.floats(1e-9, 1e15))

@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from safetensors.numpy import save_file
 
 from formulas import frequencies, plain_frequencies, score_sums
 from ropewalk.errors import RopewalkError
-from ropewalk.spec import RopeSpec, Yarn
+from ropewalk.hub.extend.rules import RULE_NAMES
+from ropewalk.spec import Frequencies, RopeSpec, Yarn
 from ropewalk.theory import BAND_EDGES
 from ropewalk.tools import pictures
 from ropewalk.tools.plot import figures
 from ropewalk.tools.plot.command import Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
-from ropewalk.tools.plot.curves import Curve, Flags, decay_of, octaves
+from ropewalk.tools.plot.curves import RULES, Curve, Flags, decay_of, octaves
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
 LLAMA2, LLAMA31, GEMMA3 = (str(CONFIGS / f"{name}.json") for name in ("llama-2-7b", "llama-3.1-8b", "gemma-3-4b"))
@@ -127,6 +130,17 @@ def test_rules_from_options_are_those_of_the_spec(target, drawn):
     assert yarn["inv_freq"] == pytest.approx(frequencies(Yarn(10_000, 4, 2048), 64).tolist(), rel=1e-13)
 
 
+def test_a_rule_has_one_name_and_the_name_of_configs_as_well(target, drawn):
+    for rules in (("pi",), ("linear",), ("linear", "pi")):
+        assert plot_frequencies([], target, Flags(rules=rules, factor=4)) == 0
+        (curve,) = numbers(target)
+        assert curve["name"] == "base 10,000, pi ×4"
+        assert curve["inv_freq"][0] == 0.25
+    # Every name of a rule here that `extend` has too means the same rule there.
+    assert {"pi", "ntk", "dynamic", "yarn", "llama3"} <= set(RULES) & set(RULE_NAMES)
+    assert not set(RULES) & set(Frequencies.rope_types()) - set(RULE_NAMES)
+
+
 def test_a_rule_that_depends_on_the_length_is_evaluated_at_it(target, drawn):
     flags = Flags(rules=("dynamic",), factor=2, trained=2048)
     slowest = []
@@ -213,6 +227,82 @@ def test_bias_of_a_config_is_that_of_the_model(target, drawn, tmp_path, keys, pa
         assert written["alibi"]["slopes"][-1] == 2.0**-8
     else:
         assert (written["t5"]["num_buckets"], written["t5"]["max_distance"]) == (16, 128)
+
+
+STACKS = ("decoder", "encoder")
+
+
+def t5_folder(folder: Path, *, buckets: int = 8, heads: int = 3, **tensors: Any) -> dict[str, np.ndarray]:
+    """A folder with the config of a T5 model and its learned biases, which are returned."""
+    config(folder, model_type="t5", relative_attention_num_buckets=buckets, relative_attention_max_distance=16)
+    random = np.random.default_rng(0)
+    name = "{}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    learned = {stack: random.normal(size=(buckets, heads)).astype(np.float32) for stack in STACKS}
+    save_file({name.format(stack): learned[stack] for stack in STACKS} | tensors, folder / "model.safetensors")
+    return learned
+
+
+def test_t5s_bias_is_in_score_units_if_the_weights_are_there(target, drawn, tmp_path, capsys):
+    folder = tmp_path / "t5"
+    folder.mkdir()
+    learned = t5_folder(folder)
+    assert plot_bias(str(folder), target, length=20) == 0
+    written = numbers(target)["t5"]
+    for stack in STACKS:
+        assert np.shape(written["bias"][stack]) == (3, 20)
+        for distance in (0, 1, 3, 9, 19):
+            bucket = written["bucket"][stack][distance]
+            added = [row[distance] for row in written["bias"][stack]]
+            assert added == pytest.approx(learned[stack][bucket].tolist(), rel=1e-7)
+    decoder, encoder = drawn[0].axes
+    assert [axes.get_ylabel() for axes in (decoder, encoder)] == ["added to the score"] * 2
+    assert decoder.lines[2].get_ydata().tolist() == written["bias"]["decoder"][2][1:]
+    assert "T5, encoder" in encoder.get_title(loc="left")
+    assert capsys.readouterr().err == ""
+
+
+def test_t5s_buckets_are_not_called_a_score(target, drawn, tmp_path, capsys):
+    assert plot_bias(config(tmp_path, model_type="t5", relative_attention_num_buckets=32), target) == 0
+    (axes,) = drawn[0].axes
+    assert axes.get_ylabel() == "index of the bucket, not a score"
+    assert "bias" not in numbers(target)["t5"]
+    assert "pass the folder of a model with safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("buckets", "dtype", "message"),
+    [(16, np.float32, "with 16 rows, as in the config"), (8, np.int64, "in F64, F32, F16, BF16")],
+)
+def test_weights_that_contradict_the_config_are_rejected(target, tmp_path, buckets, dtype, message):
+    t5_folder(tmp_path, **{"a.relative_attention_bias.weight": np.ones((8, 3), dtype)})
+    config(tmp_path, model_type="t5", relative_attention_num_buckets=buckets)
+    with pytest.raises(RopewalkError, match=message):
+        plot_bias(str(tmp_path), target)
+    assert target.out is not None
+    assert not Path(target.out).exists()
+
+
+def test_legends_and_titles_stay_inside_the_picture(drawn, tmp_path):
+    names = [f"a-model-with-quite-a-long-name-{letter}" for letter in "abcdef"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        config(tmp_path / name, model_type="llama", head_dim=8, max_position_embeddings=64)
+    folders = [str(tmp_path / name) for name in names]
+    target = Target(str(tmp_path / "picture.png"), dpi=50)
+    for plot, shown in ((plot_decay, folders), (plot_frequencies, folders), (plot_rotation, folders[:4])):
+        assert plot(shown, target, Flags(), length=128) == 0
+    assert plot_bias(None, target) == 0
+    t5_folder(tmp_path)
+    assert plot_bias(str(tmp_path), target) == 0
+    for figure in drawn:
+        figure.draw_without_rendering()
+        titles = {axes.get_title(loc="left") for axes in figure.axes} - {""}
+        texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text() in titles]
+        for artist in (*figure.legends, *texts):
+            box = artist.get_window_extent()
+            assert 0 <= box.x0 <= box.x1 <= figure.bbox.width
+            assert 0 <= box.y0 <= box.y1 <= figure.bbox.height
+    assert len([legend for figure in drawn for legend in figure.legends]) == 3
 
 
 def test_sinusoidal_is_the_table(target, drawn):

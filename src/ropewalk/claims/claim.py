@@ -132,6 +132,10 @@ class Chapter:
 class Entry:
     """A claim with the result of one run.
 
+    Attributes:
+        claim: The claim.
+        finding: The result of its measurement.
+
     >>> claim = Claim("a.b", "1 is 1", "a note", "compare", "1", Verdict.HOLDS, "", lambda: Finding("1", stated=True))
     >>> Entry(claim, claim.measure()).contradicted
     False

@@ -47,11 +47,12 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-def _encoding(name: str) -> Encoding:
+def _encoding(name: str, causal: bool) -> Encoding:
     """The encoding called `name` in float64, with standard normal parameters. T5's initial parameters are all 0."""
     # `name` is not a literal, so no overload of `encoding` matches.
     build = cast("Callable[..., Encoding]", encoding)
-    module = build(name, dim=WIDTH, num_heads=HEADS, **OPTIONS.get(name, {})).double().requires_grad_(False)
+    options = OPTIONS.get(name, {}) | ({"causal": causal} if name == "t5" else {})
+    module = build(name, dim=WIDTH, num_heads=HEADS, **options).double().requires_grad_(False)
     for number, parameter in enumerate(module.parameters()):
         parameter.copy_(normal(*parameter.shape, seed=20 + number))
     return module
@@ -59,7 +60,7 @@ def _encoding(name: str) -> Encoding:
 
 def layer(kind: type[Layer], name: str | None, *, causal: bool = True) -> Layer:
     """An `Attention` or a `LinearAttention` in float64 with WEIGHTS and the encoding called `name`."""
-    module = kind(WIDTH, HEADS, encoding=None if name is None else _encoding(name), causal=causal).double()
+    module = kind(WIDTH, HEADS, encoding=None if name is None else _encoding(name, causal), causal=causal).double()
     for projection, weight in zip((module.q_proj, module.k_proj, module.v_proj, module.o_proj), WEIGHTS, strict=True):
         projection.requires_grad_(False).weight.copy_(weight)
     return module

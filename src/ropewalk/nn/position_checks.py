@@ -8,7 +8,7 @@ specialize the graph on it.
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, shown
+from ropewalk.errors import RopewalkError, shown, warn
 from ropewalk.kernels.torch_internals import is_plain
 from ropewalk.nn.memory_layout import check_strided
 
@@ -21,6 +21,7 @@ __all__ = [
     "check_index",
     "check_positions",
     "described",
+    "warn_if_all_hidden",
 ]
 
 # Dtypes for positions. bfloat16 cannot represent 257, and float16 cannot represent 2049.
@@ -208,3 +209,17 @@ def described(x: object) -> str:
     'torch.float32 [2, 3] on cpu'
     """
     return f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else shown(x)
+
+
+def warn_if_all_hidden(key_mask: Tensor, *, asked: str) -> None:
+    """Warn if a mask hides every key of every sequence: True is probably padding in it. Only CPU tensors are read.
+
+    >>> warn_if_all_hidden(torch.tensor([[True, False], [False, False]]), asked="a doctest")
+    """
+    if can_read_values(key_mask) and key_mask.numel() and not bool(key_mask.any()):
+        warn(
+            asked=asked,
+            expected="True for the keys that are visible",
+            got=f"bool {list(key_mask.shape)} without True: no query sees a key, and attention returns 0",
+            do="if True is padding in this mask, as in key_padding_mask of torch.nn, pass ~mask",
+        )

@@ -124,6 +124,10 @@ FLOAT64: Arithmetic[np.ndarray] = _NumPyFloat64()
 def as_array(number: ArrayT | float, arithmetic: Arithmetic[ArrayT]) -> ArrayT:
     """Return a Python number as a zero-dimensional array, and an array unchanged.
 
+    Args:
+        number: A number, or an array of `arithmetic`.
+        arithmetic: Array library and dtype of the result.
+
     >>> as_array(4096, FLOAT64).shape
     ()
     """

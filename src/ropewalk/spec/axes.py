@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from ropewalk.errors import RopewalkError, as_int, require_count, shown
+from ropewalk.signatures import checks_names
 from ropewalk.spec.fields import SupportsToList, as_list, as_rows
 from ropewalk.spec.frequencies import ConfigValue
 
@@ -16,6 +17,7 @@ __all__ = ["Axes"]
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Axes:
     """RoPE over A position axes, as the matrix F[a, i] = weights[a][i] * theta[index[i]] with angles p @ F.

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal, final, get_args
 
 from ropewalk.errors import RopewalkError, as_float, require_choice, require_flag, require_positive
+from ropewalk.signatures import checks_names
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT
-from ropewalk.spec.fields import check_base, check_factor, check_trained_length
+from ropewalk.spec.fields import REQUIRED, check_base, check_factor, check_trained_length
 from ropewalk.spec.frequencies import Frequencies, RopeConfig, no_rope_type
 
 __all__ = ["Llama3", "NTKByParts", "Policy", "Ramp", "Yarn"]
@@ -25,6 +26,7 @@ POLICIES: tuple[Policy, ...] = get_args(Policy)
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class NTKByParts(Frequencies):
     """NTK-by-parts: theta_i is kept where r > beta, divided by the factor where r < alpha, and linear in r between.
@@ -49,7 +51,7 @@ class NTKByParts(Frequencies):
     option: ClassVar[str | None] = "by-parts"
 
     base: float = 10_000.0
-    factor: float = 1.0
+    factor: float = REQUIRED
     trained_length: int = 2048
     alpha: float = 1.0
     beta: float = 32.0
@@ -64,6 +66,7 @@ class NTKByParts(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class Llama3(Frequencies):
     """Llama 3.1's rule: NTKByParts with alpha = low_freq_factor and beta = high_freq_factor, and no amplitude.
@@ -111,6 +114,7 @@ class Llama3(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class Yarn(Frequencies):
     """YaRN: frequencies by parts, and an amplitude that makes attention sharper (2309.00071, section 3.4).
@@ -171,7 +175,7 @@ class Yarn(Frequencies):
     }
 
     base: float = 10_000.0
-    factor: float = 16.0
+    factor: float = REQUIRED
     trained_length: int = 4096
     beta_fast: float = 32.0
     beta_slow: float = 1.0

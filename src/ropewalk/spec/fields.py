@@ -6,10 +6,13 @@ from typing import Protocol, cast, runtime_checkable
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 from ropewalk.spec.value import DataclassValue
 
+# The default of a factor that has to be passed: without one, a rule for longer contexts would be plain RoPE.
+REQUIRED = float("nan")
 # An upper bound for lengths that float64 represents exactly.
 LONGEST = 1 << 53
 
 __all__ = [
+    "REQUIRED",
     "SupportsToList",
     "as_list",
     "as_row",
@@ -64,7 +67,7 @@ def check_factor(rule: DataclassValue) -> None:
         raise RopewalkError(
             asked=asked,
             expected="a finite number of at least 1, and below 1e30",
-            got=shown(value),
+            got="no factor" if value is REQUIRED else shown(value),
             do="pass the ratio of the extended context length to the trained one",
         )
     object.__setattr__(rule, "factor", factor)
@@ -74,7 +77,7 @@ def check_trained_length(rule: DataclassValue) -> None:
     """Convert `trained_length` of a rule to int. Raise if it is below 2, because rules divide by its logarithm.
 
     >>> from ropewalk.spec import Yarn
-    >>> Yarn(trained_length=8192).trained_length
+    >>> Yarn(factor=4, trained_length=8192).trained_length
     8192
     """
     asked, value = _field(rule, "trained_length")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, NotRequired, TypedDict, TypeVar, cast, final
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_even, shown
+from ropewalk.signatures import checks_names
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT
 from ropewalk.spec.fields import SupportsToList, as_row, as_rows, check_base, check_factor
 from ropewalk.spec.value import DataclassValue, construct, from_dict, register, to_dict
@@ -159,6 +160,18 @@ class Frequencies(ABC):
         """
         return {rule.rope_type: rule for rule in Frequencies.known.values() if rule.rope_type is not None}
 
+    @staticmethod
+    def option_for(name: str) -> str:
+        """Return the name on the command line of the rule with this rope type, or `name` itself.
+
+        Commands accept both names.
+
+        >>> Frequencies.option_for("linear"), Frequencies.option_for("pi")
+        ('pi', 'pi')
+        """
+        named = (rule.option for rule in Frequencies.known.values() if rule.rope_type == name)
+        return next(named, None) or name
+
     def to_dict(self) -> dict[str, object]:
         """Return the fields of the rule, and the name of its class under "rule", for JSON.
 
@@ -178,6 +191,7 @@ class Frequencies(ABC):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class Plain(Frequencies):
     """RoFormer's frequencies: theta_i = base^(-2i/d) for i = 0 .. d/2-1 (2104.09864, eq. 15).
@@ -208,6 +222,7 @@ class Plain(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True, init=False)
 class Explicit(Frequencies):
     """Frequencies from a list: d/2 numbers, or one row of d/2 numbers per head. 0 leaves a pair unrotated.
@@ -257,6 +272,7 @@ class Explicit(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class AcrossHeads(Frequencies):
     """One rotation over the width of the model, applied before it is split into heads.
@@ -291,6 +307,7 @@ class AcrossHeads(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class Proportional(Frequencies):
     """p-RoPE: the first `fraction` of the pairs rotate as in Plain, divided by `factor`; the others do not rotate.

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, require_even, shown
+from ropewalk.signatures import checks_names
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.fields import LONGEST
@@ -41,6 +42,7 @@ def _plain() -> Plain:
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
     """Rotary position encoding as a value: which features are rotated, in which pairs, at which frequencies.

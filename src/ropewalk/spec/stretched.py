@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, final
 
 from ropewalk.errors import RopewalkError, require_positive, shown
+from ropewalk.signatures import checks_names
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT, as_array
-from ropewalk.spec.fields import as_row, check_base, check_factor, check_trained_length
+from ropewalk.spec.fields import REQUIRED, as_row, check_base, check_factor, check_trained_length
 from ropewalk.spec.frequencies import Frequencies, Plain, RopeConfig
 
 __all__ = ["NTK", "DynamicNTK", "LongRope", "NTKFixed", "NTKMixed", "PositionInterpolation"]
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class PositionInterpolation(Frequencies):
     """Position Interpolation: theta_i = base^(-2i/d) / factor, as if positions were m / factor (2306.15595, eq. 4).
@@ -29,12 +31,12 @@ class PositionInterpolation(Frequencies):
     """
 
     label: ClassVar[str] = "position interpolation (PI)"
-    option: ClassVar[str | None] = "linear"
+    option: ClassVar[str | None] = "pi"
     rope_type: ClassVar[str | None] = "linear"
     config_keys: ClassVar[Mapping[str, str]] = {"base": "rope_theta", "factor": "factor"}
 
     base: float = 10_000.0
-    factor: float = 1.0
+    factor: float = REQUIRED
 
     def __post_init__(self) -> None:
         check_base(self)
@@ -47,6 +49,7 @@ class PositionInterpolation(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class NTK(Frequencies):
     """NTK-aware scaling: theta_i = b^(-2i/d) with b = base * factor^(d/(d-2)) (2309.00071, section 3.1).
@@ -67,7 +70,7 @@ class NTK(Frequencies):
     option: ClassVar[str | None] = "ntk"
 
     base: float = 10_000.0
-    factor: float = 1.0
+    factor: float = REQUIRED
 
     def __post_init__(self) -> None:
         check_base(self)
@@ -85,6 +88,7 @@ class NTK(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class DynamicNTK(Frequencies):
     """NTK whose factor grows with the length n: factor * n / trained_length - (factor - 1) for n > trained_length.
@@ -136,6 +140,7 @@ class DynamicNTK(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class NTKFixed(Frequencies):
     """NTK that also divides the highest frequency: theta_i = base^(-2i/d) * factor^(-2(i+1)/d).
@@ -154,7 +159,7 @@ class NTKFixed(Frequencies):
     label: ClassVar[str] = "NTK-aware scaling, fixed form"
 
     base: float = 10_000.0
-    factor: float = 1.0
+    factor: float = REQUIRED
 
     def __post_init__(self) -> None:
         check_base(self)
@@ -168,6 +173,7 @@ class NTKFixed(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class NTKMixed(Frequencies):
     """NTK with a power law: theta_i = base^(-2i/d) / exp(a (i+1)^bend) with a (d/2)^bend = ln factor.
@@ -186,7 +192,7 @@ class NTKMixed(Frequencies):
     label: ClassVar[str] = "NTK-aware scaling, mixed form"
 
     base: float = 10_000.0
-    factor: float = 1.0
+    factor: float = REQUIRED
     bend: float = 0.625
 
     def __post_init__(self) -> None:
@@ -206,6 +212,7 @@ class NTKMixed(Frequencies):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class LongRope(Frequencies):
     """LongRoPE: one divisor per frequency, with one set of divisors for short and one for long sequences (2402.13753).

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, final
 
 from ropewalk.errors import RopewalkError, require_count, require_positive, shown
+from ropewalk.signatures import checks_names
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT, as_array
 from ropewalk.spec.frequencies import ConfigValue
 from ropewalk.spec.value import register
@@ -58,6 +59,7 @@ class QueryTemperature(ABC):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class StepTemperature(QueryTemperature):
     """Factor 1 + scale * ln(1 + floor((m + first) / step)), which grows every `step` positions.
@@ -99,6 +101,7 @@ class StepTemperature(QueryTemperature):
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class LogTemperature(QueryTemperature):
     """Log-n scaling: factor max(1, ln(m + 1) / ln(trained_length)), for contexts longer than the trained one.

@@ -5,6 +5,7 @@ import math
 from typing import final
 
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
+from ropewalk.signatures import checks_names
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT, as_array
 
 __all__ = ["XPos"]
@@ -14,6 +15,7 @@ MOST = 2.0**60
 
 
 @final
+@checks_names
 @dataclasses.dataclass(frozen=True)
 class XPos:
     """Factors zeta_i^((m - length/2) / scale_base) on queries at m, and their inverses on keys (2212.10554, eq. 17).

@@ -48,6 +48,16 @@ Version = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
+# Options of demo.
+DemoConfig = Annotated[
+    str,
+    typer.Argument(metavar="[CONFIG]", help="A config.json, a model folder, or the name of a bundled config."),
+]
+DemoFolder = Annotated[
+    Path, typer.Option("--plots", metavar="DIR", help="Write pictures, and a bundled config, to this folder.")
+]
+DemoJson = Annotated[str | None, json_option("all figures as JSON")]
+
 # Options of inspect.
 Configs = Annotated[
     list[str], typer.Argument(metavar="CONFIG", help="A config.json or a model folder. Several configs are compared.")
@@ -74,6 +84,7 @@ Rule = Annotated[
         help="Show only this rule, pair by pair: pi, ntk, dynamic, yarn, yarn-paper, llama3, base-bound or base-law.",
     ),
 ]
+AllRules = Annotated[bool, typer.Option("--all", help="Show every rule, with figures and published results.")]
 WriteConfig = Annotated[
     str | None,
     typer.Option("--write", metavar="OUT.json", help="Write the config for the rule; - for standard output."),
@@ -127,6 +138,28 @@ def _options(
 
 
 @app.command()
+def demo(
+    config: DemoConfig = "llama-3.1-8b",
+    plots: DemoFolder = Path("build/demo"),
+    json: DemoJson = None,
+    pairing: NewFamilyPairing = None,
+) -> None:
+    """Make the RoPE of a config, and prove it correct and fast.
+
+    Shows what the RoPE is, the code of the module, its agreement with transformers' formula and with float64, its speed
+    on this machine, a longer context, and three false statements about RoPE. Takes less than a minute.
+
+    \b
+    Examples:
+      ropewalk demo
+      ropewalk demo config.json --plots pictures --json demo.json
+    """
+    from ropewalk.tools.demo.command import demo as run
+
+    raise typer.Exit(run(config, plots=plots, json_file=json, pairing=pairing))
+
+
+@app.command()
 def inspect(
     configs: Configs,
     plot: PlotFile = None,
@@ -153,6 +186,7 @@ def inspect(
 def extend(
     config: Config,
     to: ToLength,
+    show_all: AllRules = False,
     rule: Rule = None,
     write: WriteConfig = None,
     force: Force = False,
@@ -161,14 +195,15 @@ def extend(
     pairing: NewFamilyPairing = None,
     json: EverythingJson = None,
 ) -> None:
-    """Compare the rules that extend a context; write a config.
+    """Recommend a rule that extends the context; write the config.
 
-    For each rule, prints its effect on the frequencies, its limits according to theory, published measurements, and the
-    config keys to paste. Needs no weights.
+    Prints which rule to use for the model as it is, and which for fine-tuning, with the reasons and the config keys to
+    paste. --all adds the effect of every rule on the frequencies, its limits and published results. Needs no weights.
 
     \b
     Examples:
       ropewalk extend config.json --to 131072
+      ropewalk extend config.json --to 131072 --all
       ropewalk extend config.json --to 131072 --rule yarn --write long.json
       ropewalk extend config.json --to 131072 --rule yarn --for vllm
     """
@@ -178,6 +213,7 @@ def extend(
         config,
         to,
         rule=rule,
+        show_all=show_all,
         write=write,
         force=force,
         stack=stack,

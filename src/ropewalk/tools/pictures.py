@@ -7,10 +7,11 @@ save(canvas, "picture.svg")
 """
 
 import io
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,7 @@ __all__ = [
     "Circle",
     "Figure",
     "figure",
+    "legend_below",
     "lengths_axis",
     "require_picture",
     "require_text",
@@ -68,6 +70,8 @@ KINDS: dict[str, dict[str, None]] = {".png": {}, ".svg": {"Date": None}, ".pdf":
 DPI = 200
 
 _TEXT = 8.0
+# The number of letters of a legend that fit into an inch, with room for wide letters and the symbol before the name.
+_LETTERS_PER_INCH = 12
 _LOOK: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -125,6 +129,35 @@ def figure(width: float = 7.1, height: float = 3.6) -> Iterator[Figure]:
     """
     with rc_context(_LOOK):
         yield Figure(figsize=(width, height), layout="constrained")
+
+
+def legend_below(
+    canvas: Figure,
+    handles: Sequence[Any],
+    names: Sequence[str],
+    *,
+    side: Literal["outside lower left", "outside lower center"] = "outside lower center",
+    most: int | None = None,
+    **style: Any,
+) -> None:
+    """Add a legend below the axes, in as many columns as fit the width of the figure. Long names are wrapped.
+
+    Args:
+        canvas: The figure, in the `with` block of `figure`.
+        handles: The artists.
+        names: Their names.
+        side: The place of the legend, in the words of matplotlib.
+        most: The maximum number of columns. Default: one per name.
+        **style: Further arguments for matplotlib.
+    """
+    width = canvas.bbox.width
+    letters = int(canvas.get_figwidth() * _LETTERS_PER_INCH)
+    wrapped = [textwrap.fill(name, letters) for name in names]
+    for columns in range(min(most or len(names), len(names)), 0, -1):
+        legend = canvas.legend(handles, wrapped, loc=side, ncols=columns, **style)
+        if columns == 1 or legend.get_window_extent().width <= width:
+            return
+        legend.remove()
 
 
 def lengths_axis(axes: Axes, low: int, high: int) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.hub.accelerate.plan import PLAIN, Part, bound_methods, plain_state, planned
+from ropewalk.signatures import checks_names
 
 __all__ = ["Acceleration", "accelerate"]
 
@@ -82,6 +83,7 @@ class Acceleration:
         return "\n".join(lines)
 
 
+@checks_names
 def accelerate(model: nn.Module) -> Acceleration:
     """Replace the rotation of a loaded model by the fused rotation, and fuse its QK-norm where possible.
 

@@ -4,11 +4,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
 from ropewalk.errors import RopewalkError, as_float, as_int, shown
+from ropewalk.hub.configs.caller import NAMES, Caller
 from ropewalk.hub.configs.limits import (
     CACHED_HEADS,
     DEEPEST,
@@ -22,14 +22,12 @@ from ropewalk.hub.configs.limits import (
     MOST_LETTERS,
     MOST_VALUES,
 )
+from ropewalk.hub.configs.other_files import refuse_other_files
 from ropewalk.hub.configs.pitfalls import PITFALLS
 from ropewalk.hub.files import read_text
 from ropewalk.spec.value import without_repeats
 
 __all__ = ["MOST_BYTES", "NAMES", "Caller", "ConfigError", "ConfigSource", "HasToDict", "Keys", "read_config"]
-
-# File names of a config in a folder, in the order in which they are tried.
-NAMES = ("config.json", "params.json")
 
 
 class HasToDict(Protocol):
@@ -42,55 +40,6 @@ class HasToDict(Protocol):
 
 # The path of a config or of its folder, the contents of a config, or a config object of transformers.
 ConfigSource: TypeAlias = str | Path | Mapping[str, object] | HasToDict
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The function that reads a config, as errors name it, and the advice that errors give to its users.
-
-    The defaults are for a Python function. Commands use a subclass with the options of a command line.
-
-    Attributes:
-        call: The name of the function or command.
-        pass_path: Advice if a path is not a config.
-        pass_config: Advice if the data is not a config.
-        pass_whole_config: Advice if a file omits keys that are needed.
-        find_pairing: Advice on the pairing of an unknown family.
-        converted_weights: Advice if the pairing differs from that of a known family.
-
-    >>> Caller("load_spec").asked("the key 'factor'"), Caller("load_spec").option("pairing", "half")
-    ("load_spec: the key 'factor'", "pairing='half'")
-    """
-
-    call: str
-    pass_path: str = "pass the path of a config, or its contents as a dict"
-    pass_config: str = "pass the config.json of a model"
-    pass_whole_config: str = "pass the config object: AutoConfig.from_pretrained(...)"
-    find_pairing: str = (
-        'look at the code of the model: if rotate_half splits a head into two halves, pass pairing="half";'
-        ' otherwise pass pairing="interleaved"'
-    )
-    converted_weights: str = "; for converted weights use dataclasses.replace(spec, pairing=...)"
-
-    def asked(self, subject: str) -> str:
-        """Return the call and what it reads, for the first line of an error."""
-        return f"{self.call}: {subject}"
-
-    def asked_for(self, config: object) -> str:
-        """Return the call with `config` as its argument."""
-        return f"{self.call}({repr(config) if isinstance(config, str) else shown(config)})"
-
-    def asked_with(self, name: str, value: object) -> str:
-        """Return the call with one option."""
-        return f"{self.call}({self.option(name, value)})"
-
-    def option(self, name: str, value: object = None) -> str:
-        """Return an option with its value, or the option alone if `value` is None."""
-        return f"{name}=" if value is None else f"{name}={value!r}"
-
-    def leave_out(self, name: str) -> str:
-        """Return the advice to leave an option out."""
-        return f"leave {name} out"
 
 
 _LOAD_SPEC = Caller("load_spec")
@@ -143,6 +92,7 @@ def read_config(config: object, caller: Caller = _LOAD_SPEC) -> dict[str, Any]:
 
 
 def _read_file(path: Path, caller: Caller) -> Any:
+    refuse_other_files(str(path), caller)
     path = _in_folder(path, caller)
     expected, do = _EXPECTED, caller.pass_path
     text = read_text(path, most=MOST_BYTES, asked=caller.asked_for(str(path)), expected=expected, do=do)

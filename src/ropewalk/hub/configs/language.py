@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ropewalk.errors import RopewalkError, require_choice, shown
+from ropewalk.errors import RopewalkError, as_int, require_choice, shown
 from ropewalk.hub.configs.keys import Caller, Keys
 from ropewalk.hub.configs.params import from_params, is_params
 from ropewalk.hub.families.family import BASE_KEYS, Family
@@ -30,6 +30,8 @@ __all__ = [
 
 # Keys under which composite models store the config of their language model.
 _PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "text_encoder")
+# Keys of vision towers. Language models do not have them.
+_OF_TOWERS = ("patch_size", "spatial_merge_size")
 # Keys that mean RoPE even if the model_type is that of a family without RoPE.
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_dim", "rotary_pct", "rotary_emb_base")
 # The key of the record that `ropewalk convert` writes at the top level of a config.json.
@@ -139,7 +141,7 @@ def _locate(keys: Keys) -> _Part:
             inner = {**inner, "model_type": f"{name}_text"}
         located = _locate(keys.of(inner, ""))
         return replace(located, place=(part, *located.place))
-    tower = any(key in keys.data for key in ("patch_size", "spatial_merge_size")) and not keys.has("vocab_size")
+    tower = any(key in keys.data for key in _OF_TOWERS) and not keys.has("vocab_size")
     return _Part({key: value for key, value in keys.data.items() if key != KEY}, (), name, tower)
 
 
@@ -161,6 +163,14 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
     """Return the family, and whether it is known."""
     model_type, tower, caller = part.model_type, part.tower, keys.caller
     known = known_family(model_type, tower=tower)
+    if known is None and tower and model_type is None:
+        # Not even with a pairing: towers differ in which key is the width of their heads.
+        raise RopewalkError(
+            asked=caller.asked("a vision config without model_type"),
+            expected="the model_type of the model that the vision tower belongs to",
+            got=f"no model_type, and {' and '.join(key for key in _OF_TOWERS if key in part.data)}",
+            do='add the model_type of the whole config: {"model_type": "qwen2_vl", ...}',
+        )
     if known is None and pairing is None:
         near = difflib.get_close_matches(model_type or "", FAMILIES, n=1)
         raise RopewalkError(
@@ -170,6 +180,7 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
             do=(f"did you mean {near[0]!r}? Otherwise " if near else "") + caller.find_pairing,
         )
     if known is None:
+        _require_one_width(keys, part.data)
         keys.warn(
             "unknown-family",
             f"model_type {model_type!r} is unknown. Unless its config specifies otherwise, all features of a head are"
@@ -186,6 +197,21 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
             do=caller.leave_out("pairing") + caller.converted_weights,
         )
     return known, True
+
+
+def _require_one_width(keys: Keys, data: Mapping[str, Any]) -> None:
+    """Raise if an unknown family has several widths, of which only its code shows which one the heads share."""
+    family = Family()
+    widths = {key: number for key in family.width if (number := as_int(data.get(key))) is not None}
+    first = next(iter(widths.values()), None)
+    other = next((key for key, number in widths.items() if number != first), None)
+    if other is not None and not any(data.get(key) is not None for key in family.head_dim):
+        raise keys.error(
+            other,
+            "one width, or head_dim, in a config with an unknown model_type",
+            ", ".join(f"{key} = {number}" for key, number in widths.items()),
+            "set head_dim to the width of one head",
+        )
 
 
 def read_record(keys: Keys) -> Record | None:

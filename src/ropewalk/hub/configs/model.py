@@ -8,6 +8,7 @@ from ropewalk.hub.configs.keys import NAMES, Caller, ConfigSource, Keys
 from ropewalk.hub.configs.layers import kinds_by_number, window_of
 from ropewalk.hub.configs.parse import Config, parse_config
 from ropewalk.hub.families.family import Family
+from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import Pairing, RopeSpec
 from ropewalk.theory.bands import classify, plain_inv_freq
 
@@ -64,6 +65,7 @@ class Model:
     config: Config = field(repr=False, compare=False)
 
 
+@checks_names
 def read_model(config: ConfigSource, *, pairing: Pairing | None = None) -> Model:
     """Read the rotation, the lengths and the pitfalls of a model from its config.
 

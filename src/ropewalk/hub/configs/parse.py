@@ -15,6 +15,7 @@ from ropewalk.hub.configs.limits import MOST_HEAD, MOST_SECTIONS
 from ropewalk.hub.configs.pitfalls import emit
 from ropewalk.hub.configs.rope_types import RuleContext, rule_of, type_of
 from ropewalk.hub.families.family import Family
+from ropewalk.signatures import checks_names
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.by_parts import POLICIES, Policy
 from ropewalk.spec.rope import ANGLES, MOST_FEATURES, AnglePrecision, Pairing, RopeSpec
@@ -78,6 +79,7 @@ class _Options:
     filled: bool
 
 
+@checks_names
 def load_spec(
     config: ConfigSource,
     *,

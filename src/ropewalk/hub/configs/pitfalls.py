@@ -4,6 +4,8 @@ import sys
 import warnings
 from collections.abc import Iterable
 
+from ropewalk.errors import RopewalkWarning
+
 __all__ = ["ADVICE", "PITFALLS", "RopeConfigWarning", "emit"]
 
 # Per warning name: its subject and the advice. docs/config.md lists the names, and a test compares the two lists.
@@ -17,8 +19,9 @@ _PITFALLS = {
         "pass one length per sequence: rope(q, k, length=...)",
     ),
     "factor-differs": (
-        "factor differs from max_position_embeddings / original_max_position_embeddings",
-        "set the factor that the model was fine-tuned with; change nothing if the config already has it",
+        "factor of YaRN or LongRoPE differs from max_position_embeddings / original_max_position_embeddings, which"
+        " older versions of transformers use instead",
+        "set max_position_embeddings to factor times original_max_position_embeddings, or update transformers",
     ),
     "factor-not-stated": (
         "Meta's params.json specifies that the frequencies are scaled, but not the factor",
@@ -77,7 +80,7 @@ PITFALLS = {name: subject for name, (subject, _) in _PITFALLS.items()}
 ADVICE = {name: advice for name, (_, advice) in _PITFALLS.items()}
 
 
-class RopeConfigWarning(UserWarning):
+class RopeConfigWarning(RopewalkWarning):
     """A config that different stacks read differently, or that is probably wrong.
 
     Attributes:

@@ -63,6 +63,11 @@ def type_of(parameters: Keys) -> str:
     return _ALIASES.get(name, name)
 
 
+def _type_key(parameters: Keys) -> str:
+    """Return the full name of the key that contains the rope type: rope_type, or type in older configs."""
+    return parameters.name("type" if parameters.raw("rope_type") is None and parameters.has("type") else "rope_type")
+
+
 def rule_of(parameters: Keys, context: RuleContext) -> Frequencies:
     """Return the frequency rule of rope parameters. Add a pitfall for keys that are not read.
 
@@ -89,7 +94,7 @@ def rule_of(parameters: Keys, context: RuleContext) -> Frequencies:
     if read is None:
         rules = Frequencies.rope_types()
         known = {**_READERS, **rules}
-        require_choice(rope_type, known, asked=parameters.caller.asked(f"the key {parameters.name('rope_type')!r}"))
+        require_choice(rope_type, known, asked=parameters.caller.asked(f"the key {_type_key(parameters)!r}"))
         read = functools.partial(_stated, rules[rope_type])
     base = parameters.number("rope_theta", context.base)
     if base <= 0:
@@ -105,7 +110,7 @@ def rule_of(parameters: Keys, context: RuleContext) -> Frequencies:
     except RopewalkError as error:
         # The error of a rule names its Python field. The user needs the key of the config.
         raise parameters.error(
-            parameters.name(f"rope_type {rope_type!r}"), f"{error.asked}: {error.expected}", error.got, error.do
+            f"{_type_key(parameters)} {rope_type!r}", f"{error.asked}: {error.expected}", error.got, error.do
         ) from None
     ignored = [key for key in parameters.unread() if key not in _FOR_OTHERS]
     if ignored:
@@ -159,7 +164,10 @@ def _dynamic(parameters: Keys, base: float, context: RuleContext) -> Frequencies
 
 
 def _original(parameters: Keys, context: RuleContext, factor: float | None) -> int:
-    """Return the trained length. It is required: without it, transformers silently uses the extended length."""
+    """Return the trained length. It is required: without it, transformers silently uses the extended length.
+
+    `factor` is None for rules whose factor no stack computes from the lengths.
+    """
     key = "original_max_position_embeddings"
     if context.original is None and not parameters.has(key):
         raise parameters.error(
@@ -172,17 +180,18 @@ def _original(parameters: Keys, context: RuleContext, factor: float | None) -> i
     original = parameters.integer(key, at_least=2) if context.original is None else context.original
     parameters.raw(key)
     if context.longest is not None and factor is not None and factor != 1:
-        if context.longest == original and context.filled:
+        ratio = context.longest / original
+        if ratio == 1 and context.filled:
             parameters.warn(
                 "original-is-extended",
                 f"{parameters.name(key)!r} and max_position_embeddings are both {original}, but factor is {factor:g}."
                 " If the file omits the key, transformers fills it in, and then the frequencies are wrong",
             )
-        elif context.longest != original and abs(context.longest / original - factor) > 1e-6 * factor:
+        elif abs(ratio - factor) > 1e-6 * factor:
             parameters.warn(
                 "factor-differs",
-                f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is"
-                f" {context.longest / original:g}. The factor is used",
+                f"factor is {factor:g}, but max_position_embeddings / original_max_position_embeddings is {ratio:g}."
+                " The factor is used. Older versions of transformers use the ratio (huggingface/transformers#38224)",
             )
     return original
 
@@ -195,6 +204,12 @@ def _yarn(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
             do = "set factor, or max_position_embeddings"
             raise parameters.error(parameters.name("factor"), "a number of at least 1", "no such key", do)
         factor = context.longest / original
+        if factor == 1:
+            parameters.warn(
+                "original-is-extended",
+                f"there is no {parameters.name('factor')!r}, and both lengths are {original}: the factor is 1, which is"
+                " plain RoPE",
+            )
     fields: dict[str, Any] = {}
     for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
         if parameters.raw(key) == 0:
@@ -279,6 +294,7 @@ def _llama3(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     if bounds[0] == bounds[1]:
         text = f"low_freq_factor and high_freq_factor are both {bounds[0]:g}: a step instead of a ramp"
         parameters.warn("no-ramp", text)
+    # Every stack uses the factor as it is. In Llama 3.1 and 3.2 it differs from the ratio of the lengths.
     return Llama3(base, factor, _original(parameters, context, None), *bounds)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ropewalk.errors import as_int
 from ropewalk.hub.configs.layers import layer_count, layer_kinds, window_of
@@ -30,7 +31,8 @@ class Effect:
         inv_freq: The frequencies of the spec.
         plain: The frequencies of training, without sign.
         counts: The number of pairs of each kind.
-        divided: What the slowest frequency is divided by.
+        divided: What the slowest frequency is divided by, compared with the plain frequencies.
+        changed: The largest factor between a frequency of the config and the new one, in either direction.
         slowest: The number of full rotations of the slowest pair within the length.
         amplitude: The factor on cos and sin.
         softmax_scale: The factor on the softmax scale.
@@ -45,6 +47,7 @@ class Effect:
     plain: tuple[float, ...]
     counts: dict[Kind, int]
     divided: float
+    changed: float
     slowest: float
     amplitude: float
     softmax_scale: float
@@ -86,6 +89,7 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
         plain=tuple(plain.tolist()),
         counts={kind: kinds.count(kind) for kind in KINDS},
         divided=float((plain[rotated] / new[rotated]).max()),
+        changed=_largest_change(np.abs(start.spec.inv_freq(start.reach)), new),
         slowest=float(rotations(new[rotated], length).min()),
         amplitude=spec.amplitude(length),
         softmax_scale=spec.softmax_scale,
@@ -93,6 +97,13 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
         seen=None if seen is None else float(seen),
         limit=limit,
     )
+
+
+def _largest_change(old: NDArray[np.float64], new: NDArray[np.float64]) -> float:
+    """The largest ratio between an old and a new frequency, in either direction, of pairs that rotate."""
+    rotated = (old > 0) & (new > 0)
+    ratio = new[rotated] / old[rotated]
+    return float(np.maximum(ratio, 1 / ratio).max(initial=1.0))
 
 
 def trained_rotations(start: Start) -> float:
@@ -105,7 +116,7 @@ def trained_rotations(start: Start) -> float:
     return float(rotations(plain[plain > 0], start.trained).min())
 
 
-def _plain(start: Start) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+def _plain(start: Start) -> NDArray[np.float64]:
     current = start.rule
     # The pairs that p-RoPE does not rotate were not rotated in training either.
     rule = dataclasses.replace(current, factor=1.0) if isinstance(current, Proportional) else Plain(start.base)

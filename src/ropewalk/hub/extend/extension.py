@@ -1,40 +1,23 @@
 """All rules that extend the context of a model, computed for one length: the content of `ropewalk extend`."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ropewalk.errors import RopewalkError, require_count
 from ropewalk.hub.configs.keys import Caller, ConfigSource
+from ropewalk.hub.configs.layers import layer_kinds
+from ropewalk.hub.configs.limits import LAYERS
 from ropewalk.hub.configs.model import Model, model_for
-from ropewalk.hub.extend.config_forms import FIXED, Form, extended_config, forms_of
-from ropewalk.hub.extend.effects import Effect, cache_bytes, cache_is_bound, effect_of, trained_rotations
-from ropewalk.hub.extend.measured import measured
-from ropewalk.hub.extend.rules import Extension, RuleName, Start, extensions, require_rule, start_of
-from ropewalk.hub.extend.stacks import STACKS, Flags, Stack, flags_for
+from ropewalk.hub.extend.config_forms import FIXED, extended_config
+from ropewalk.hub.extend.effects import cache_bytes, cache_is_bound, trained_rotations
+from ropewalk.hub.extend.offers import Offer, offer_of
+from ropewalk.hub.extend.rules import RuleName, Start, extensions, require_rule, start_of
+from ropewalk.hub.extend.verdict import Verdict, verdict_of
 from ropewalk.spec.rope import Pairing
 
-__all__ = ["LONGEST", "ModelExtension", "Offer", "check_request", "extend_model", "extension_of"]
+__all__ = ["LONGEST", "ModelExtension", "check_request", "extend_model", "extension_of"]
 
 # Beyond this, float32 cannot represent every position.
 LONGEST = 1 << 24
-
-
-@dataclass(frozen=True)
-class Offer:
-    """One rule for one model.
-
-    Attributes:
-        extension: The rule and its spec.
-        effect: The effect on the frequencies. None if the rule does not apply.
-        forms: The config keys of the rule, per version of transformers.
-        no_keys: Why transformers cannot load the rule. None if it can.
-        flags: The command line flags of other inference engines.
-    """
-
-    extension: Extension
-    effect: Effect | None
-    forms: tuple[Form, ...]
-    no_keys: str | None
-    flags: dict[Stack, Flags]
 
 
 @dataclass(frozen=True)
@@ -51,10 +34,11 @@ class ModelExtension:
         cache: The bytes of the keys and values of one sequence in bfloat16. None if unknown.
         cache_is_bound: Whether `cache` is an upper bound.
         offers: The rules, in display order.
+        verdict: Which rule to use. None if only one rule was computed.
 
     >>> extended = extend_model({"model_type": "llama", "head_dim": 64, "max_position_embeddings": 2048}, 4096)
-    >>> [offer.extension.rule for offer in extended.offers if offer.extension.applies][:3]
-    ['pi', 'ntk', 'dynamic']
+    >>> [offer.extension.rule for offer in extended.offers if offer.extension.applies][:3], extended.verdict.tuned.rule
+    (['pi', 'ntk', 'dynamic'], 'yarn')
     """
 
     model: Model
@@ -66,6 +50,7 @@ class ModelExtension:
     cache: int | None
     cache_is_bound: bool
     offers: tuple[Offer, ...]
+    verdict: Verdict | None
 
     def config(self, rule: RuleName) -> dict[str, object]:
         """Return the complete config of the extended model, with keys of the same transformers version as the original.
@@ -94,9 +79,8 @@ class ModelExtension:
                 if self.model.config.language.data.get("model_type") in FIXED
                 else f"{caller.leave_out('rule')} to see the keys of every rule that transformers can load",
             )
-        old = [form for form in offer.forms if form.name == "transformers 4"]
-        has_old_keys = not self.model.config.language.data.get("rope_parameters")
-        return extended_config(self.model.config, old[0] if old and has_old_keys else offer.forms[0])
+        form = offer.form_like(self.model.config.language.data) or offer.forms[0]
+        return extended_config(self.model.config, form)
 
     def as_json(self) -> dict[str, object]:
         """Return the extension as JSON-serializable data."""
@@ -119,7 +103,8 @@ class ModelExtension:
             "kv_cache_bytes": self.cache,
             "kv_cache_is_at_most": self.cache_is_bound,
             "warnings": [{"name": name, "text": text} for name, text in self.model.warnings],
-            "rules": [_offer_json(offer) for offer in self.offers],
+            "verdict": None if self.verdict is None else self.verdict.as_json(),
+            "rules": [offer.as_json() for offer in self.offers],
         }
 
 
@@ -141,8 +126,8 @@ def extend_model(
         pairing: The pairing, if the model family is unknown.
 
     Returns:
-        For each rule its spec, its effect on the frequencies, its config keys, and the flags of vLLM and llama.cpp.
-        The method `config(rule)` returns the complete new config.
+        The verdict: which rule to use, and why. For each rule its spec, its effect on the frequencies, its config keys,
+        and the flags of vLLM and llama.cpp. The method `config(rule)` returns the complete new config.
 
     Raises:
         RopewalkError: If `load_spec` would raise, if the model already supports `to` positions, or if `rule` does not
@@ -152,6 +137,9 @@ def extend_model(
     >>> (offer,) = extend_model(config, 16384, rule="yarn").offers
     >>> offer.extension.spec.frequencies.factor, offer.flags["llama.cpp"].flags
     (4.0, '--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 4096 -c 16384')
+    >>> verdict = extend_model(config, 16384).verdict
+    >>> verdict.as_it_is.rule, round(verdict.as_it_is.form.set["rope_theta"], 1), verdict.tuned.rule
+    ('ntk', 40889.9, 'yarn')
     """
     caller = Caller("extend_model")
     checked_rule = check_request(caller, to, rule, trained)
@@ -179,7 +167,7 @@ def extension_of(
     """Apply every rule, or only `rule`, to a model. Raise `RopewalkError` if `rule` does not apply."""
     caller, language = model.config.caller, model.config.language
     start = start_of(model, trained)
-    offers = tuple(_offer(model, start, extension, length) for extension in extensions(start, length, rule, caller))
+    offers = tuple(offer_of(model, start, extension, length) for extension in extensions(start, length, rule, caller))
     if rule is not None and not offers[0].extension.applies:
         raise RopewalkError(
             asked=caller.asked_with("rule", rule),
@@ -201,40 +189,13 @@ def extension_of(
         cache=cache_bytes(language.data, language.family, start.spec.head_dim, length),
         cache_is_bound=cache_is_bound(language.data, language.family),
         offers=offers,
+        verdict=verdict_of(model, start, length, offers, _window_of_every_layer(model)) if rule is None else None,
     )
 
 
-def _offer(model: Model, start: Start, extension: Extension, length: int) -> Offer:
-    forms: tuple[Form, ...] = ()
-    no_keys, effect = extension.why_not, None
-    if extension.spec is not None:
-        effect = effect_of(start, extension.spec, length, extension.base)
-        try:
-            forms = tuple(forms_of(model.config, start, extension.spec, length))
-        except RopewalkError as error:
-            no_keys = f"transformers cannot load it; it requires {error.expected}"
-    newest = next((form for form in forms if form.name == "transformers 5"), None)
-    place, model_type = model.config.language.place, f"{model.model_type}"
-    flags: dict[Stack, Flags] = {
-        stack: flags_for(stack, start, extension, length, form=newest, place=place, model_type=model_type)
-        for stack in STACKS
-    }
-    return Offer(extension, effect, forms, no_keys, flags)
-
-
-def _offer_json(offer: Offer) -> dict[str, object]:
-    extension = offer.extension
-    return {
-        "rule": extension.rule,
-        "does": extension.does,
-        "applies": extension.applies,
-        "why_not": extension.why_not,
-        "frequencies": None if extension.spec is None else extension.spec.frequencies.to_dict(),
-        "new_base": extension.base,
-        "notes": list(extension.notes),
-        "effect": None if offer.effect is None else asdict(offer.effect),
-        "measured": [asdict(figure) for tuned in (False, True) for figure in measured(extension.rule, tuned=tuned)],
-        "config": {form.name: {"set": form.set, "drop": list(form.drop)} for form in offer.forms},
-        "no_config": offer.no_keys,
-        "flags": {stack: asdict(flags) for stack, flags in offer.flags.items()},
-    }
+def _window_of_every_layer(model: Model) -> int | None:
+    """The window, if every layer has one, otherwise None."""
+    part, family = model.config.language.data, model.config.language.family
+    # Without the number of layers in the config, any number shows whether the family has layers of other types.
+    kinds = model.kinds or layer_kinds({LAYERS[0]: 64, **part}, family) or ()
+    return model.window if set(kinds) == {"sliding_attention"} else None

@@ -28,6 +28,9 @@ FIRST, STEP, HIGHEST = 1.5, 1.004, 1e15
 # The largest number of features per head for which bases are tried. The time is proportional to it; no model has more.
 WIDEST = 512
 _CALLER = Caller("extensions")
+# Rules with a factor; and those without a trained length, which the caller specifies for them.
+_RELATIVE = (PositionInterpolation, Proportional)
+_OWN_FACTOR = (Yarn, Llama3, *_RELATIVE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +87,13 @@ class Start:
         """The factor of `rule` for `length`.
 
         It is relative to the trained length. If `rule` is the model's own rule, its factor is multiplied by
-        length / reach: Llama 3.2 has a factor of 32 for only 16 times its trained length.
+        length / reach: Llama 3.2 has a factor of 32 for 16 times its trained length, Gemma 3 a factor of 8 for 4 times.
 
         >>> Start("", RopeSpec(8, Llama3(5e5, 32, 64)), 5e5, 64, 1024).factor_of(Llama3, 2048)
         64.0
         """
         current = self.rule
-        if type(current) is rule and not self.trained_by_caller and isinstance(current, Yarn | Llama3):
+        if type(current) is rule and isinstance(current, _RELATIVE if self.trained_by_caller else _OWN_FACTOR):
             return current.factor * length / self.reach
         return length / self.trained
 
@@ -236,13 +239,12 @@ def extensions(start: Start, length: int, rule: RuleName | None = None, caller: 
 
 
 def require_rule(rule: str, caller: Caller) -> RuleName:
-    """Return `rule` if it is the name of a rule, otherwise raise `RopewalkError`.
+    """Return the name of a rule. It may be its rope type in configs. Raise `RopewalkError` if there is no such rule.
 
-    >>> require_rule("yarn", Caller("extend_model"))
-    'yarn'
+    >>> require_rule("linear", Caller("extend_model"))
+    'pi'
     """
-    require_choice(rule, RULE_NAMES, asked=caller.asked_with("rule", rule))
-    return next(name for name in RULE_NAMES if name == rule)
+    return require_choice(Frequencies.option_for(rule), RULE_NAMES, asked=caller.asked_with("rule", rule))
 
 
 def _notes(start: Start, extension: Extension) -> list[str]:
@@ -281,8 +283,9 @@ def _not_for_p_rope(start: Start, rule: RuleName, does: str) -> Extension | None
 
 
 def _pi(start: Start, length: int, factor: float) -> Extension:
-    does = f"divides all positions by {factor:g}: the largest angle of every pair stays that of training"
     current = start.rule
+    factor = start.factor_of(Proportional if isinstance(current, Proportional) else PositionInterpolation, length)
+    does = f"divides all positions by {factor:g}: the largest angle of every pair stays that of training"
     if isinstance(current, Proportional):
         return _applied(start, "pi", does, dataclasses.replace(current, factor=factor))
     return _applied(start, "pi", does, PositionInterpolation(start.base, factor))
@@ -315,7 +318,7 @@ def _dynamic(start: Start, length: int, factor: float) -> Extension:
 def _yarn(start: Start, length: int, factor: float, ramp: Ramp = "index") -> Extension:
     name: RuleName = "yarn" if ramp == "index" else "yarn-paper"
     current, factor = start.rule, start.factor_of(Yarn, length)
-    rule = current if isinstance(current, Yarn) else Yarn(start.base)
+    rule = current if isinstance(current, Yarn) else Yarn(start.base, factor, start.trained)
     # An explicit attention_factor that equals the formula is recomputed for the new factor.
     default, explicit = Yarn(rule.base, rule.factor, rule.trained_length).amplitude(), rule.attention_factor
     kept = None if explicit is None or abs(explicit / default - 1) < 1e-6 else explicit
@@ -335,7 +338,7 @@ def _yarn_paper(start: Start, length: int, factor: float) -> Extension:
 
 def _llama3(start: Start, length: int, factor: float) -> Extension:
     current, factor = start.rule, start.factor_of(Llama3, length)
-    rule = current if isinstance(current, Llama3) else Llama3(start.base)
+    rule = current if isinstance(current, Llama3) else Llama3(start.base, factor, start.trained)
     rule = dataclasses.replace(rule, factor=factor, trained_length=start.trained)
     does = (
         f"keeps pairs with at least {rule.high_freq_factor:g} full rotations in training, divides those with fewer than"

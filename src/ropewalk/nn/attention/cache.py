@@ -1,5 +1,7 @@
 """KVCache: keys and values of past tokens, for decoding."""
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_in
 from ropewalk.nn.position_checks import can_read_values, check_ids, check_index, check_positions, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.signatures import checks_names
 
 __all__ = ["KVCache", "check_capacity", "check_counts"]
 
@@ -51,6 +54,7 @@ class KVCache:
     [[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
     """
 
+    @checks_names
     def __init__(
         self,
         batch: int,
@@ -83,7 +87,9 @@ class KVCache:
         self.filled_at_most: int = 0
         # Whether the host knows that every sequence has filled_at_most tokens.
         self.even: bool = True
+        self._layer: weakref.ref[nn.Module] | None = None
 
+    @checks_names
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None, *, positions: Tensor | None = None) -> None:
         """Append keys and values to each sequence. If an error is raised, nothing was written.
 
@@ -124,6 +130,29 @@ class KVCache:
             self.even = False
             if can_read_values(self.lengths):
                 self.filled_at_most = int(self.lengths.max())
+
+    def check_layer(self, layer: nn.Module) -> None:
+        """Raise if another layer has stored tokens in the cache.
+
+        >>> KVCache(1, 1, 4, 2).check_layer(nn.Identity())
+        """
+        other = None if self._layer is None else self._layer()
+        if other is None or other is layer:
+            return
+        raise RopewalkError(
+            asked=f"{type(layer).__name__}(x, cache=...)",
+            expected="a cache of this layer alone: it contains the keys and values of one layer",
+            got="a cache with the tokens of another layer",
+            do="create one cache per layer: caches = [KVCache(...) for _ in layers]; reset() frees a cache for reuse",
+        )
+
+    def belongs_to(self, layer: nn.Module) -> None:
+        """Record that `layer` stores its tokens here, until `reset`.
+
+        >>> KVCache(1, 1, 4, 2).belongs_to(nn.Identity())
+        """
+        if self._layer is None or self._layer() is not layer:
+            self._layer = weakref.ref(layer)
 
     def evict_prefix(self, count: int, rope: RotaryEmbedding | Encoding | None) -> None:
         """Drop the first `count` tokens of each sequence, and move the others to the front. Positions start at 0 again.
@@ -199,6 +228,7 @@ class KVCache:
         for buffer in (self.keys, self.values, self.lengths, self.positions):
             buffer.zero_()
         self.encoding_state, self.filled_at_most, self.even = None, 0, True
+        self._layer = None
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
         """Move the cache to a device, and cast keys and values to a dtype.
@@ -223,6 +253,10 @@ class KVCache:
         if self.encoding_state is not None:
             self.encoding_state = self.encoding_state.to(device=device)
         return self
+
+    def __getstate__(self) -> dict[str, object]:
+        # A copy, or a cache in another process, can belong to a copy of the layer.
+        return {**self.__dict__, "_layer": None}
 
     def __repr__(self) -> str:
         sizes = f"{self.batch}, {self.num_kv_heads}, {self.max_length}, {self.head_dim}"

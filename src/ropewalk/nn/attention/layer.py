@@ -11,11 +11,20 @@ from ropewalk.kernels.constructors import arange, zeros_like
 from ropewalk.nn.attention.cache import KVCache, check_capacity, check_counts
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
-from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.base import Encoding, warn_if_not_embedded
+from ropewalk.nn.encodings.bias import check_causal
 from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_in
-from ropewalk.nn.position_checks import can_read_values, check_ends, check_ids, check_positions, described
+from ropewalk.nn.position_checks import (
+    can_read_values,
+    check_ends,
+    check_ids,
+    check_positions,
+    described,
+    warn_if_all_hidden,
+)
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.signatures import checks_names
 
 __all__ = ["Attention"]
 
@@ -55,6 +64,7 @@ class Attention(ProjectedHeads):
     [[[1.0, 0.0], [2.0, 1.0]]]
     """
 
+    @checks_names
     def __init__(
         self,
         dim: int,
@@ -76,6 +86,7 @@ class Attention(ProjectedHeads):
         self.dropout: float = _checked_dropout(dropout)
         if encoding is not None:
             check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads, layer=layer)
+            check_causal(encoding, self.causal, layer=layer)
         self.encoding: Encoding | None = as_encoding(encoding)
 
     @property
@@ -98,6 +109,7 @@ class Attention(ProjectedHeads):
         rope = rope_in(self.encoding)
         return 1 if rope is None or rope.spec.axes is None else rope.spec.axes.count
 
+    @checks_names
     def forward(
         self,
         x: Tensor,
@@ -136,6 +148,7 @@ class Attention(ProjectedHeads):
         True
         """
         self._check_tokens(x)
+        warn_if_not_embedded(self.encoding, "Attention")
         if cache is not None and not isinstance(cache, KVCache):
             raise RopewalkError(
                 asked="attention(x, cache=...)",
@@ -232,6 +245,8 @@ class Attention(ProjectedHeads):
         seq, empty, even = q.shape[2], cache.filled_at_most == 0, cache.even
         starts = (cache.lengths[0] if even else cache.lengths).clone()
         cache.append(k, v, counts, positions=positions if self._adds_bias else None)
+        if not torch.compiler.is_compiling():
+            cache.belongs_to(self)
         # torch.compile reads the whole cache, so that shapes do not change between steps.
         filled = cache.max_length if torch.compiler.is_compiling() else cache.filled_at_most
         length = seq if empty else filled
@@ -262,6 +277,8 @@ class Attention(ProjectedHeads):
         batch, seq = x.shape[:2]
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens)
+            if not torch.compiler.is_compiling():
+                cache.check_layer(self)
             check_capacity(cache, seq, counts)
         if counts is not None:
             if cache is None:
@@ -335,6 +352,7 @@ def _check_key_mask(key_mask: Tensor, x: Tensor, shape: tuple[int, int], *, cach
             got=described(key_mask),
             do="True is a visible key; pass ids != padding, or mask.bool()",
         )
+    warn_if_all_hidden(key_mask, asked="attention(key_mask=...)")
 
 
 def _checked_dropout(dropout: float) -> float:

@@ -28,6 +28,7 @@ class _Table(Encoding):
     """An encoding with a parameter `weight` [length, dim]: one row per position."""
 
     relative = False
+    embedded: bool | None = False
 
     def __init__(self, dim: int, *, length: int) -> None:
         super().__init__()
@@ -47,6 +48,7 @@ class _Table(Encoding):
     def _rows(self, x: Tensor, positions: Tensor | None) -> Tensor:
         asked = f"{type(self).__name__}.embed"
         check_tokens(x, self.dim, asked=asked, parameter=self.weight)
+        self.note_embedded()
         return _rows(self.weight, self._length, x, positions, asked)
 
     def extra_repr(self) -> str:
@@ -129,6 +131,7 @@ class SinusoidalEncoding(Encoding):
 
     name = "sinusoidal"
     relative = False
+    embedded: bool | None = False
     held: ClassVar[tuple[str, ...]] = ("_theta",)
 
     def __init__(self, dim: int, *, base: float = 10_000.0) -> None:
@@ -139,6 +142,7 @@ class SinusoidalEncoding(Encoding):
 
     def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         check_tokens(x, self.dim, asked="SinusoidalEncoding.embed")
+        self.note_embedded()
         return (x + _waves(self._theta, x, positions, "SinusoidalEncoding.embed")).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -169,6 +173,7 @@ class ConcatenatedEncoding(Encoding):
 
     name = "concatenated"
     relative = False
+    embedded: bool | None = False
     held: ClassVar[tuple[str, ...]] = ("_theta",)
 
     def __init__(self, dim: int, *, width: int, length: int | None = None, base: float | None = None) -> None:
@@ -207,6 +212,7 @@ class ConcatenatedEncoding(Encoding):
     def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         asked, matrix = "ConcatenatedEncoding.embed", self.projection.weight
         check_tokens(x, self.dim, asked=asked, parameter=matrix)
+        self.note_embedded()
         if self.weight is None or self._length is None:
             vector = _waves(self._theta, x, positions, asked)
         else:

@@ -6,14 +6,14 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ropewalk.errors import RopewalkError, shown
+from ropewalk.errors import RopewalkError, shown, warn
 from ropewalk.kernels.constructors import empty
 from ropewalk.kernels.torch_internals import fake_mode
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids, check_positions
 from ropewalk.nn.scripting import refuse_scripting
 
-__all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens"]
+__all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens", "warn_if_not_embedded"]
 
 # score_mod of FlexAttention: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -53,6 +53,7 @@ class Encoding(nn.Module):
         held: Names of tensors created by `kernels.constructors.constant`. They follow the device of the module, and
             ignore casts and `to_empty`.
         flex_options: `kernel_options` for FlexAttention, used with `score_mod`; None for the defaults.
+        embedded: Whether `embed` was called, for encodings that have no other hook; None if a layer cannot know.
 
     >>> Encoding().bias(None, None) is None
     True
@@ -63,6 +64,7 @@ class Encoding(nn.Module):
     linear: ClassVar[bool] = True
     held: ClassVar[tuple[str, ...]] = ()
     flex_options: ClassVar[dict[str, object] | None] = None
+    embedded: bool | None = None
 
     @property
     def length(self) -> int | None:
@@ -139,6 +141,12 @@ class Encoding(nn.Module):
         """
         return self.score_mod(q_positions, k_positions)
 
+    def note_embedded(self) -> None:
+        """Record that `embed` was called. An `embed` of a class with `embedded = False` calls it."""
+        # Under torch.compile it would be a side effect of the graph.
+        if not torch.compiler.is_compiling() and not self.embedded:
+            self.embedded = True
+
     __prepare_scriptable__ = refuse_scripting
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Encoding":
@@ -156,6 +164,21 @@ class Encoding(nn.Module):
             ):
                 setattr(self, name, tensor.to(device))
         return self
+
+
+def warn_if_not_embedded(encoding: Encoding | None, layer: str) -> None:
+    """Warn if an encoding that changes tokens before the first layer was never used.
+
+    >>> warn_if_not_embedded(Encoding(), "a doctest")
+    """
+    if encoding is None or torch.compiler.is_compiling() or encoding.embedded is not False:
+        return
+    warn(
+        asked=f"{layer}(x) with the encoding {encoding.name!r}",
+        expected="x = encoding.embed(x) before the first layer: the layer does not call it",
+        got="an encoding whose embed was never called: the layer adds no position",
+        do="call encoding.embed(tokens) once per forward pass, on the same encoding, or pass encoding=None",
+    )
 
 
 def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = None) -> None:

@@ -10,14 +10,14 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ropewalk.errors import RopewalkError, require_count, require_flag
+from ropewalk.errors import RopewalkError, require_count, require_flag, warn
 from ropewalk.kernels.constructors import constant, empty, placed
 from ropewalk.kernels.torch_internals import constant_to_compiler
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
 from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids
 from ropewalk.theory import alibi_slopes, t5_buckets
 
-__all__ = ["AlibiBias", "T5Bias"]
+__all__ = ["AlibiBias", "T5Bias", "check_causal"]
 
 # The largest max_distance, longer than any context. The buckets of all distances are stored.
 FARTHEST = 1 << 20
@@ -189,6 +189,35 @@ class AlibiBias(Encoding):
 
     def extra_repr(self) -> str:
         return f"{self.num_heads}"
+
+
+def check_causal(encoding: object, causal: bool, *, layer: str) -> None:
+    """Raise or warn if an encoding that distinguishes causal models contradicts its layer. Others have no `causal`.
+
+    Args:
+        encoding: The encoding of the layer.
+        causal: Whether the layer hides the keys after a query.
+        layer: Name of the layer, for the error.
+
+    Raises:
+        RopewalkError: If the encoding is causal and the layer is not: all keys after a query would share one bucket.
+
+    Warns:
+        RopewalkWarning: If the layer is causal and the encoding is not: half of the buckets would never be used.
+
+    >>> check_causal(T5Bias(1, causal=True), True, layer="a doctest")
+    """
+    own = getattr(encoding, "causal", None)
+    if not isinstance(own, bool) or own == causal:
+        return
+    name = type(encoding).__name__
+    asked, expected = f"{layer}(causal={causal}, encoding={name}(causal={own}))", "the same causal in both"
+    do = f'create the encoding with causal={causal}: encoding("t5", dim=..., num_heads=..., causal={causal})'
+    if own:
+        got = "a bias with one number for all keys after a query, in a layer in which these keys are visible"
+        raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
+    got = "a bias with half of its buckets for keys after a query, which the layer hides"
+    warn(asked=asked, expected=expected, got=got, do=do)
 
 
 @constant_to_compiler

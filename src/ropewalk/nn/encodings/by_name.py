@@ -26,6 +26,7 @@ from ropewalk.nn.encodings.rotary import (
     rope_for_model,
     xpos_for_model,
 )
+from ropewalk.signatures import advice_on_argument, checks_names
 from ropewalk.spec.rope import Pairing, RopeSpec
 
 __all__ = ["ENCODINGS", "Encoding", "EncodingName", "encoding", "options_of"]
@@ -137,6 +138,7 @@ def encoding(
     at_length: int | None = None,
     **options: Unpack[RopeOptions],
 ) -> XPosEncoding: ...
+@checks_names
 def encoding(name: EncodingName, *, dim: int, num_heads: int, **options: object) -> Encoding:
     """Create the encoding `name` for a model of width `dim` with `num_heads` query heads. See docs/encodings.md.
 
@@ -200,7 +202,7 @@ def _check_options(name: EncodingName, options: dict[str, object]) -> None:
                 asked=f"encoding({name!r}, {option}=...)",
                 expected=f"options of {name!r}: {', '.join(known) if known else 'it has none'}",
                 got=f"{option}={shown(value)}",
-                do="omit it, or check its spelling",
+                do=advice_on_argument(option, value, known),
             )
     for option, required in known.items():
         if required and option not in options:

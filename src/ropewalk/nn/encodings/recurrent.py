@@ -38,6 +38,7 @@ class RecurrentEncoding(Encoding):
     """
 
     name = "recurrent"
+    embedded: bool | None = False
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -55,6 +56,7 @@ class RecurrentEncoding(Encoding):
     def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
         asked = "RecurrentEncoding.embed"
         check_tokens(x, self.dim, asked=asked, parameter=self.input_weight)
+        self.note_embedded()
         if positions is not None:
             check_token_positions(positions, x, asked=asked)
         before = None if cache is None else getattr(cache, "encoding_state", None)

@@ -11,6 +11,7 @@ from ropewalk.kernels.constructors import placed, randn, real_tensors
 from ropewalk.kernels.torch_internals import fake_mode
 from ropewalk.kernels.types import FeatureMapName
 from ropewalk.nn.scripting import refuse_scripting
+from ropewalk.signatures import checks_names
 
 __all__ = ["FavorFeatures", "FeatureMap", "map_name", "resolve_maps"]
 
@@ -49,6 +50,7 @@ class FavorFeatures(nn.Module):
 
     projection: Tensor
 
+    @checks_names
     def __init__(
         self, head_dim: int, num_features: int, *, seed: int = 0, device: torch.device | str | None = None
     ) -> None:

@@ -16,12 +16,13 @@ from ropewalk.nn.encodings.rotary import rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.state import LinearState, check_length, checked_state
 from ropewalk.nn.memory_layout import check_strided
-from ropewalk.nn.position_checks import can_read_values, check_ends, check_ids, described
+from ropewalk.nn.position_checks import can_read_values, check_ends, check_ids, described, warn_if_all_hidden
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
 from ropewalk.ops.linear_attention import linear_attention as run
+from ropewalk.signatures import checks_names
 
 __all__ = ["LinearOptions", "linear_attention"]
 
@@ -57,6 +58,7 @@ def linear_attention(
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[LinearOptions]
 ) -> Tensor | tuple[Tensor, LinearState]: ...
+@checks_names
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -142,6 +144,8 @@ def linear_attention(
         cu_seqlens = cu_seqlens.to(torch.int64)
     if key_mask is not None:
         _check_mask(key_mask, k)
+        if state is None:
+            warn_if_all_hidden(key_mask, asked="linear_attention(key_mask=...)")
     spec = None if rotation is None else rotation.spec
     learned = rotation is not None and rotation.log_scale is not None
     map_names = map_name(maps[0]), map_name(maps[1])

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
-from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.base import Encoding, warn_if_not_embedded
 from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_for_linear
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.state import LinearState
 from ropewalk.nn.position_checks import check_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.signatures import checks_names
 
 __all__ = ["LinearAttention"]
 
@@ -56,6 +57,7 @@ class LinearAttention(ProjectedHeads):
     True
     """
 
+    @checks_names
     def __init__(
         self,
         dim: int,
@@ -104,6 +106,7 @@ class LinearAttention(ProjectedHeads):
         if maps[1] is not maps[0]:
             self.k_map: FeatureMap = maps[1]
 
+    @checks_names
     def forward(
         self,
         x: Tensor,
@@ -135,6 +138,7 @@ class LinearAttention(ProjectedHeads):
         torch.Size([1, 3, 8])
         """
         self._check_tokens(x)
+        warn_if_not_embedded(self.encoding, "LinearAttention")
         if state is not None:
             self._require_causal()
         q, k, v = self.heads_of(x)
@@ -189,6 +193,7 @@ class LinearAttention(ProjectedHeads):
         named = f", feature_map={shown_maps!r}" if all(isinstance(side, str) for side in maps) else ""
         return super().extra_repr() + named
 
+    @checks_names
     def step(self, x: Tensor, state: LinearState | None = None) -> tuple[Tensor, LinearState]:
         """Process the next tokens. The cost per token does not depend on the position.
 

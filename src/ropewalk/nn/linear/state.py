@@ -9,12 +9,14 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, as_int, shown
 from ropewalk.kernels.types import Sums
 from ropewalk.nn.position_checks import can_read_values, check_ids, check_index
+from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["LinearState", "check_length", "checked_state"]
 
 
 # eq=False: comparing tensors does not return one bool.
+@checks_names
 @dataclass(frozen=True, repr=False, eq=False)
 class LinearState:
     """Sums over all past keys, and the position of the next token.

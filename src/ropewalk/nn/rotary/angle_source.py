@@ -17,15 +17,16 @@ from ropewalk.nn.rotary.call import (
     Limits,
     Placement,
     Role,
-    check_angles,
     check_same_length,
     check_tensors,
     checked_length,
     checked_role,
     is_start,
+    warn_of_layout,
 )
 from ropewalk.nn.rotary.range_cache import RangeCache
 from ropewalk.nn.rotary.spec_numbers import amplitude_at, dtype_of, numbers_of, table_of
+from ropewalk.nn.rotary.tables import check_angles
 from ropewalk.ops import cos_sin
 from ropewalk.spec.rope import RopeSpec
 
@@ -298,29 +299,29 @@ class AngleSource:
         """
         if k is not None and placement.role is not None:
             raise RopewalkError(
-                asked="rope(q, k, role=...)",
+                asked=f"{placement.call}(q, k, role=...)",
                 expected="a role for a single tensor only; of two tensors the second contains keys",
                 got=f"role={placement.role!r} and two tensors",
                 do="leave role out",
             )
         if self.spec.same_for_both and placement.k_positions is None:
             if placement.role is not None:
-                checked_role(placement.role, self.spec)
+                checked_role(placement.role, self.spec, placement.call)
             return [Part(q, k, self.shared_tables(q, k, placement, log_scale), None)]
-        self.check_tensors(q, k)
+        self.check_tensors(q, k, placement.call)
         placement.check(k)
         if k is None:
-            placement = placement._replace(role=checked_role(placement.role, self.spec))
+            placement = placement._replace(role=checked_role(placement.role, self.spec, placement.call))
             return [Part(q, None, self.tables_of(q, placement, log_scale), self.temperature_of(q, placement))]
         if placement.angles is not None and not self.spec.same_for_both:
             raise RopewalkError(
-                asked="rope(q, k, angles=...) with a spec that treats queries and keys differently",
+                asked=f"{placement.call}(q, k, angles=...) with a spec that treats queries and keys differently",
                 expected="separate angles for q and for k",
                 got="one pair of cos and sin",
                 do='rotate them in two calls: rope(q, angles=rope.at(p, role="q"), role="q"), and the same for k',
             )
         if placement.k_positions is None:
-            check_same_length(q, k, self.seq_dim)
+            check_same_length(q, k, self.seq_dim, placement.call)
         of_q = placement._replace(role=None if self.spec.same_for_both else "q")
         of_k = placement.of_keys()
         of_k = of_k._replace(role=None) if self.spec.same_for_both else of_k
@@ -335,23 +336,26 @@ class AngleSource:
         >>> AngleSource(RopeSpec(4)).shared_tables(torch.ones(3, 4), torch.ones(3, 4), Placement(offset=9)).row
         9
         """
-        check_tensors(q, k, self.spec.head_dim, self.seq_dim, self.heads)
+        check_tensors(q, k, self.spec.head_dim, self.seq_dim, self.heads, placement.call)
         seq = q.shape[self.seq_dim]
         plain = placement.positions is None and placement.cu_seqlens is None and placement.angles is None
         if plain and self.plain_ranges and is_start(placement.offset):
+            # Only before the first range is cached, which costs later calls nothing.
+            if k is not None and not torch.compiler.is_compiling() and self.ranges.recent is None:
+                warn_of_layout(q, k, self.seq_dim, placement.call)
             # Not `or`: torch.compile would guard on 0, and compile a separate graph for it.
             start = 0 if placement.offset is None else placement.offset
-            self.limits.check_range(start, seq)
+            self.limits.check_range(start, seq, placement.call)
             tables = self.range_at(start, seq, q, log_scale=log_scale)
         else:
             placement.check(k)
             tables = self.tables_of(q, placement, log_scale)
         if k is None:
             return tables
-        check_same_length(q, k, self.seq_dim)
+        check_same_length(q, k, self.seq_dim, placement.call)
         if tables.cos.dim() > 2 and tables.cos.shape[-2] == seq:
             # The tables were computed for q. Keys of another batch or other heads would broadcast silently.
-            check_angles(tables[:2], k, tables.cos.shape[-1], self.seq_dim)
+            check_angles(tables[:2], k, tables.cos.shape[-1], self.seq_dim, placement.call)
         return tables
 
     def tables_of(self, x: Tensor, placement: Placement, log_scale: Tensor | None = None) -> Tables:
@@ -361,13 +365,14 @@ class AngleSource:
         torch.Size([3, 2])
         """
         if placement.angles is not None:
-            return Tables(*check_angles(placement.angles, x, self.pairs, self.seq_dim))
+            return Tables(*check_angles(placement.angles, x, self.pairs, self.seq_dim, placement.call))
         seq = x.shape[self.seq_dim]
-        length = checked_length(placement.length, self.spec, self.rows(x), seq if placement.is_fresh else None)
+        fresh, call = seq if placement.is_fresh else None, placement.call
+        length = checked_length(placement.length, self.spec, self.rows(x), fresh, call=call)
         ids = self.positions_or_start(x, placement)
         if isinstance(ids, Tensor):
             return Tables(*self.at(ids, working_dtype(x), length, placement.role, log_scale))
-        self.limits.check_range(ids, seq)
+        self.limits.check_range(ids, seq, call)
         return self.range_at(ids, seq, x, length, placement.role, log_scale)
 
     def positions_or_start(self, x: Tensor, placement: Placement) -> int | Tensor:
@@ -388,7 +393,7 @@ class AngleSource:
             return None
         if placement.angles is not None:
             raise RopewalkError(
-                asked="rope(q, angles=...) with a query_temperature over features that are not rotated",
+                asked=f"{placement.call}(q, angles=...) with a query_temperature over features that are not rotated",
                 expected="positions: the temperature of such features is not in cos and sin",
                 got="angles",
                 do="pass positions= or offset=",
@@ -418,12 +423,12 @@ class AngleSource:
         """
         return x.shape[0] if self.batched(x) else None
 
-    def check_tensors(self, q: Tensor, k: Tensor | None) -> None:
+    def check_tensors(self, q: Tensor, k: Tensor | None, call: str = "rope") -> None:
         """Raise unless q and k can be rotated.
 
         >>> AngleSource(RopeSpec(4)).check_tensors(torch.ones(3, 4), None)
         """
-        check_tensors(q, k, self.spec.head_dim, self.seq_dim, self.heads)
+        check_tensors(q, k, self.spec.head_dim, self.seq_dim, self.heads, call)
 
 
 def angle_device(positions: Tensor) -> Tensor:

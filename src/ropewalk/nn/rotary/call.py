@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple, NoReturn, TypedDict, TypeGuard
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, as_int, require_choice, shown
-from ropewalk.kernels.precision import FLOATS, working_dtype
+from ropewalk.errors import RopewalkError, as_int, require_choice, shown, warn
+from ropewalk.kernels.precision import FLOATS
 from ropewalk.kernels.torch_internals import is_plain
 from ropewalk.nn.memory_layout import check_strided, is_strided
 from ropewalk.nn.position_checks import as_signed, can_read_values, check_ends, check_finite, check_ids, check_positions
@@ -23,13 +23,13 @@ __all__ = [
     "Placement",
     "Role",
     "SingleOptions",
-    "check_angles",
     "check_same_length",
     "check_tensors",
     "checked_length",
     "checked_offset",
     "checked_role",
     "is_start",
+    "warn_of_layout",
 ]
 
 # cos and sin, each [seq, pairs], [batch, seq, pairs] or [batch, heads, seq, pairs].
@@ -83,7 +83,7 @@ class Limits:
     xpos: XPos | None
     check_ids: bool
 
-    def check_range(self, start: int, seq: int) -> None:
+    def check_range(self, start: int, seq: int, call: str = "rope") -> None:
         """Raise if one of the positions start .. start+seq-1 is past a limit.
 
         >>> try:
@@ -93,10 +93,10 @@ class Limits:
         'position 8'
         """
         if seq:
-            self._check_last(start + seq - 1)
-            self._check_first(start)
+            self._check_last(start + seq - 1, call)
+            self._check_first(start, call)
 
-    def check_values(self, positions: Tensor, asked: str) -> None:
+    def check_values(self, positions: Tensor, asked: str, call: str = "rope") -> None:
         """Raise if a position is not finite or past a limit. Values that the host must not read are not checked.
 
         >>> Limits(None, None, False).check_values(torch.arange(3), "a doctest")
@@ -105,8 +105,8 @@ class Limits:
             return
         check_finite(positions, asked=asked)
         if positions.numel() and (self.context_length is not None or self.xpos is not None):
-            self._check_last(int(positions.max()))
-            self._check_first(int(positions.min()))
+            self._check_last(int(positions.max()), call)
+            self._check_first(int(positions.min()), call)
 
     def can_read_values(self, ids: Tensor) -> bool:
         """Whether the values of ids may be read: not under torch.compile, and on a GPU only if `check_ids` is set.
@@ -118,20 +118,20 @@ class Limits:
             return False
         return not (ids.is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def _check_last(self, last: int) -> None:
+    def _check_last(self, last: int, call: str) -> None:
         for limit in (self.context_length, None if self.xpos is None else self.xpos.length):
             if limit is not None and last >= limit:
                 raise RopewalkError(
-                    asked=f"rope(...) with context_length={limit}",
+                    asked=f"{call}(...) with context_length={limit}",
                     expected=f"positions below {limit}",
                     got=f"position {last}",
                     do="shorten the input, or increase context_length if the model supports these positions",
                 )
 
-    def _check_first(self, first: int) -> None:
+    def _check_first(self, first: int, call: str) -> None:
         if self.xpos is not None and first < -self.xpos.length:
             raise RopewalkError(
-                asked=f"rope(...) with {self.xpos}",
+                asked=f"{call}(...) with {self.xpos}",
                 expected=f"positions from {-self.xpos.length} on",
                 got=f"position {first}",
                 do="shift all positions by a constant: scores depend on distances only",
@@ -153,6 +153,7 @@ class Placement(NamedTuple):
         length: Length of the sequences, for rules that depend on it: an int, or a tensor [batch].
         role: "q" or "k" for a single tensor, for specs that treat queries and keys differently.
         name: The argument that `positions` came from, for errors.
+        call: The function that received the arguments, for errors.
 
     >>> Placement(offset=7).is_fresh, Placement(length=9).is_fresh
     (False, True)
@@ -166,6 +167,7 @@ class Placement(NamedTuple):
     length: int | Tensor | None = None
     role: Role | None = None
     name: str = "positions"
+    call: str = "rope"
 
     @property
     def is_fresh(self) -> bool:
@@ -180,7 +182,7 @@ class Placement(NamedTuple):
         """
         if self.k_positions is None:
             return self._replace(role="k")
-        return Placement(positions=self.k_positions, length=self.length, role="k", name="k_positions")
+        return Placement(self.k_positions, length=self.length, role="k", name="k_positions", call=self.call)
 
     def check(self, k: Tensor | None) -> None:
         """Raise if the arguments contradict each other, or if `k_positions` is set without keys.
@@ -206,7 +208,7 @@ class Placement(NamedTuple):
             return
         named += [] if self.k_positions is None else ["k_positions"]
         raise RopewalkError(
-            asked="rope(q, ...)" if k is None else "rope(q, k, ...)",
+            asked=f"{self.call}(q, ...)" if k is None else f"{self.call}(q, k, ...)",
             expected="one of positions, offset, cu_seqlens and angles, or cu_seqlens with offset; k_positions with k, "
             "together with positions or alone",
             got=", ".join(named),
@@ -236,18 +238,18 @@ class Placement(NamedTuple):
         """
         seq = x.shape[seq_dim]
         if self.positions is not None:
-            asked, count = f"rope({self.name}=...)", 1 if axes is None else axes.count
+            asked, count = f"{self.call}({self.name}=...)", 1 if axes is None else axes.count
             check_positions(self.positions, x, asked=asked, seq_dim=seq_dim, batched=batched, axes=count)
             positions = as_signed(self.positions)
         elif axes is not None:
             raise RopewalkError(
-                asked=f"rope(...) over {axes.count} position axes",
+                asked=f"{self.call}(...) over {axes.count} position axes",
                 expected=f"positions [{axes.count}, seq] or [{axes.count}, batch, seq]",
                 got="no positions",
                 do="create them with ropewalk.positions: text_positions, grid_positions, mrope_positions",
             )
         elif self.cu_seqlens is not None:
-            ends, asked = self.cu_seqlens, "rope(cu_seqlens=...)"
+            ends, asked = self.cu_seqlens, f"{self.call}(cu_seqlens=...)"
             check_ids(ends, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
             if limits.can_read_values(ends):
                 check_ends(ends, seq, asked=asked)
@@ -258,8 +260,8 @@ class Placement(NamedTuple):
             start = 0 if self.offset is None else checked_offset(self.offset, x, rows, "offset")
             if not isinstance(start, Tensor):
                 return start
-            positions, asked = range_positions(seq, start, x.device), "rope(offset=...)"
-        limits.check_values(positions, asked)
+            positions, asked = range_positions(seq, start, x.device), f"{self.call}(offset=...)"
+        limits.check_values(positions, asked, self.call)
         return positions
 
 
@@ -319,7 +321,7 @@ def checked_offset(offset: object, x: Tensor, rows: int | None, name: str) -> in
 
 
 def checked_length(
-    length: object, spec: RopeSpec, rows: int | None, fresh: int | None, name: str = "length"
+    length: object, spec: RopeSpec, rows: int | None, fresh: int | None, name: str = "length", call: str = "rope"
 ) -> int | Tensor | None:
     """Return the length of the sequences if the spec depends on it, else None.
 
@@ -329,6 +331,7 @@ def checked_length(
         rows: Number of sequences; None if there is no batch.
         fresh: Number of tokens if they are a whole sequence from position 0 on. It is the default length then.
         name: Name of the argument, for the error.
+        call: The function, as errors name it.
 
     Returns:
         An int, a tensor [], [1] or [rows], or None if the spec does not depend on the length.
@@ -343,7 +346,7 @@ def checked_length(
         if not spec.varies or fresh is not None:
             return fresh if spec.varies else None
         raise RopewalkError(
-            asked=f"rope(...) with {type(spec.frequencies).__name__}, whose frequencies depend on the length",
+            asked=f"{call}(...) with {type(spec.frequencies).__name__}, whose frequencies depend on the length",
             expected=f"{name}=, an int or one per sequence [batch], unless tokens are one sequence from position 0 on",
             got=f"no {name}",
             do="pass the length that the keys in the cache were rotated with; rope.retune changes it",
@@ -361,133 +364,31 @@ def checked_length(
             return number if spec.varies else None
         got = shown(length)
     raise RopewalkError(
-        asked=f"rope(..., {name}=...)",
+        asked=f"{call}(..., {name}=...)",
         expected="an int of at least 1" + ("" if rows is None else f", or whole numbers [{rows}], one per sequence"),
         got=got,
         do="pass the number of positions of the sequence",
     )
 
 
-def checked_role(role: object, spec: RopeSpec) -> Role | None:
+def checked_role(role: object, spec: RopeSpec, call: str = "rope") -> Role | None:
     """Return the role of a tensor, "q" or "k"; None if the spec treats queries and keys alike.
 
     >>> checked_role("k", RopeSpec(4)) is None
     True
     """
     if role is not None:
-        require_choice(role, ("q", "k"), asked="rope(..., role=...)")
+        require_choice(role, ("q", "k"), asked=f"{call}(..., role=...)")
     if spec.same_for_both:
         return None
     if role is None:
         raise RopewalkError(
-            asked="rope(x) with a spec that treats queries and keys differently (xpos or query_temperature)",
+            asked=f"{call}(x) with a spec that treats queries and keys differently (xpos or query_temperature)",
             expected='role="q" for queries or role="k" for keys, or both tensors: rope(q, k)',
             got="one tensor without a role",
             do='pass its role: rope(k, role="k")',
         )
     return role  # pyright: ignore[reportReturnType]  # require_choice checked it
-
-
-def check_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> Angles:
-    """Return cos and sin in the working dtype of x, if their shapes match x.
-
-    Tables of flash-attention and Liger have the dtype of q, so bfloat16 and float16 are accepted and converted to
-    float32. The precision that they lost stays lost.
-
-    Args:
-        angles: The argument to check: a tuple of cos and sin.
-        x: The tensor to rotate.
-        pairs: Number of pairs.
-        seq_dim: Dimension of the sequence.
-
-    Returns:
-        cos and sin.
-
-    Raises:
-        RopewalkError: If a shape, dtype or device does not match.
-
-    >>> x = torch.ones(3, 4)
-    >>> check_angles((torch.ones(3, 2), torch.zeros(3, 2)), x, 2, -2)[0].shape
-    torch.Size([3, 2])
-    """
-    if isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles):
-        cos, sin = angles
-        work = working_dtype(x)
-        fits = is_strided(cos) and is_strided(sin) and cos.shape == sin.shape and cos.dtype == sin.dtype
-        fits = fits and cos.device == sin.device == x.device
-        fits = fits and (cos.dtype == work or (cos.dtype in _HALVES and work == torch.float32))
-        if fits and _tables_fit(cos, x, pairs, seq_dim):
-            return (cos, sin) if cos.dtype == work else (cos.to(work), sin.to(work))
-    _raise_angles(angles, x, pairs, seq_dim)
-
-
-_HALVES = (torch.bfloat16, torch.float16)
-
-
-def _tables_fit(table: Tensor, x: Tensor, pairs: int, seq_dim: int) -> bool:
-    dims = table.dim()
-    if dims not in (2, 3, 4) or tuple(table.shape[-2:]) != (x.shape[seq_dim], pairs):
-        return False
-    if dims == 3:
-        return x.dim() > -seq_dim and table.shape[0] in (1, x.shape[0])
-    if dims == 4:
-        heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
-        batches = table.shape[0] == 1 or (x.dim() == 4 and table.shape[0] == x.shape[0])
-        return x.dim() in (3, 4) and table.shape[1] in (1, heads) and batches
-    return True
-
-
-def _raise_angles(angles: object, x: Tensor, pairs: int, seq_dim: int) -> NoReturn:
-    """Raise the error for cos and sin that do not match, with a fix for the tables of other libraries."""
-    for table in angles if isinstance(angles, tuple) else ():
-        check_strided(table, asked="rope(..., angles=...)")
-    seq = x.shape[seq_dim]
-    do = "call rope.at(positions), with dtype=torch.float64 for float64, on the device of the input"
-    if isinstance(angles, tuple) and len(angles) == 2 and all(isinstance(table, Tensor) for table in angles):
-        cos, sin = angles
-        got = f"cos {cos.dtype} {list(cos.shape)} on {cos.device}, sin {sin.dtype} {list(sin.shape)} on {sin.device}"
-        do = _advice(cos, sin, x, pairs, seq_dim) or do
-    elif isinstance(angles, Tensor) and angles.is_complex():
-        got, do = f"{angles.dtype} {list(angles.shape)}", "pass angles=(freqs.real, freqs.imag)"
-    else:
-        got = shown(angles) if isinstance(angles, Tensor) else repr(type(angles))
-        do = "pass a tuple: angles=(cos, sin)" if isinstance(angles, list) and len(angles) == 2 else do
-    raise RopewalkError(
-        asked=f"rope(..., angles=...) for {x.dtype} of shape {list(x.shape)} on {x.device}",
-        expected=f"cos and sin [{seq}, {pairs}], [batch, {seq}, {pairs}] or [1 or batch, heads, {seq}, {pairs}], as "
-        "rope.at(positions) returns them; float32, bfloat16 or float16 (float64 for float64)",
-        got=got,
-        do=do,
-    )
-
-
-def _advice(cos: Tensor, sin: Tensor, x: Tensor, pairs: int, seq_dim: int) -> str | None:
-    """The fix for tables of a shape or dtype that other libraries use; None for any other."""
-    seq, shape, slices = x.shape[seq_dim], tuple(cos.shape), []
-    heads = x.shape[-3 if seq_dim == -2 else -2] if x.dim() >= 3 else 0
-    if cos.shape != sin.shape or cos.dim() not in (2, 3, 4):
-        return None
-    if shape[-3:] == (seq, 1, pairs):
-        return "pass cos.squeeze(-2), and the same for sin: tables that all heads share have no dimension for heads"
-    if cos.dim() == 4 and shape[1:] == (seq, heads, pairs) != (heads, seq, pairs):
-        return "pass cos.transpose(1, 2), and the same for sin: tables are [batch, heads, seq, pairs] for any seq_dim"
-    if shape[-2] > seq:
-        # Tables of the whole context: the tokens use the first rows.
-        slices.append(("cos[:seq]" if cos.dim() == 2 else "cos[..., :seq, :]") + f" with seq = {seq}")
-    if shape[-1] == 2 * pairs:
-        slices.append(
-            f"cos[..., :d // 2] with d = {2 * pairs}, or cos[..., ::2] if each number is repeated twice in a row"
-        )
-    if shape == (heads, seq, pairs):
-        slices.append("cos[None] for tables per head, [1 or batch, heads, seq, d/2]: three dimensions are a batch")
-    if slices:
-        return "pass " + ", then ".join(slices) + "; and the same for sin"
-    if cos.dim() == 4 and shape[-2:] == (seq, pairs):
-        return "rotate q and k in two calls: tables per head must have as many heads as the tensor"
-    narrower = x.dtype != torch.float64 and cos.is_floating_point() and cos.device == sin.device == x.device
-    if narrower and _tables_fit(cos, x, pairs, seq_dim):
-        return "cast both: cos.to(torch.float32), and the same for sin"
-    return None
 
 
 def is_start(offset: object) -> TypeGuard[int | None]:
@@ -499,7 +400,9 @@ def is_start(offset: object) -> TypeGuard[int | None]:
     return offset is None or (type(offset) is int and -_MOST_OFFSET <= offset <= _MOST_OFFSET)
 
 
-def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads: int | None) -> None:
+def check_tensors(
+    q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, heads: int | None, call: str = "rope"
+) -> None:
     """Raise unless q and k can be rotated. The check is kept short, because decoding is limited by host time.
 
     Args:
@@ -508,6 +411,7 @@ def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, head
         head_dim: Required last dimension.
         seq_dim: Dimension of the sequence.
         heads: Required number of heads; None for any.
+        call: The function, as errors name it.
 
     Raises:
         RopewalkError: If a shape or dtype is invalid, or if q and k differ in dtype or device.
@@ -515,12 +419,12 @@ def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, head
     >>> check_tensors(torch.ones(3, 4), None, 4, -2, None)
     """
     if not _fits(q, head_dim, seq_dim, heads):
-        _raise_unfit("q", q, head_dim, seq_dim, heads)
+        _raise_unfit("q", q, head_dim, seq_dim, heads, call)
     if k is None:
         return
     if not (isinstance(k, Tensor) and k.is_floating_point()):
         raise RopewalkError(
-            asked="rope(q, k)",
+            asked=f"{call}(q, k)",
             expected="keys as the second argument: a floating-point tensor",
             got=f"{k.dtype} of shape {list(k.shape)}" if isinstance(k, Tensor) else shown(k),
             do="pass position ids as rope(q, positions=ids), and a start position as rope(q, offset=n)"
@@ -528,28 +432,53 @@ def check_tensors(q: Tensor, k: Tensor | None, head_dim: int, seq_dim: int, head
             else "pass a torch.Tensor of float32, float64, bfloat16 or float16",
         )
     if not _fits(k, head_dim, seq_dim, heads):
-        _raise_unfit("k", k, head_dim, seq_dim, heads)
+        _raise_unfit("k", k, head_dim, seq_dim, heads, call)
     if q.dtype != k.dtype or q.device != k.device:
         raise RopewalkError(
-            asked="rope(q, k)",
+            asked=f"{call}(q, k)",
             expected="q and k of one dtype, on one device",
             got=f"{q.dtype} on {q.device}, {k.dtype} on {k.device}",
             do="cast or move one of them, or rotate them in two calls",
         )
 
 
-def check_same_length(q: Tensor, k: Tensor, seq_dim: int) -> None:
+def check_same_length(q: Tensor, k: Tensor, seq_dim: int, call: str = "rope") -> None:
     """Raise unless there are as many keys as queries.
 
     >>> check_same_length(torch.ones(3, 4), torch.ones(3, 4), -2)
     """
     if q.shape[seq_dim] != k.shape[seq_dim]:
         raise RopewalkError(
-            asked="rope(q, k)",
+            asked=f"{call}(q, k)",
             expected="as many keys as queries, or k_positions",
             got=f"{q.shape[seq_dim]} queries and {k.shape[seq_dim]} keys",
             do="for [..., seq, heads, head_dim] create the module with seq_dim=-3; else pass k_positions to rope(q, k)",
         )
+
+
+# More heads than any model has.
+_MOST_HEADS = 256
+
+
+def warn_of_layout(q: Tensor, k: Tensor, seq_dim: int, call: str) -> None:
+    """Warn if q and k look like [batch, seq, heads, head_dim] where [batch, heads, seq, head_dim] is expected, or back.
+
+    Both have the same number of dimensions, so this is known only if one of them is larger than any number of heads.
+
+    >>> warn_of_layout(torch.ones(1, 8, 300, 4), torch.ones(1, 8, 300, 4), -2, "rope")
+    """
+    if q.dim() != 4 or k.dim() != 4:
+        return
+    heads, seq = (q.shape[1], q.shape[2]) if seq_dim == -2 else (q.shape[2], q.shape[1])
+    if heads <= _MOST_HEADS or seq > _MOST_HEADS or heads != k.shape[1 if seq_dim == -2 else 2]:
+        return
+    shapes = {-2: "[batch, heads, seq, head_dim]", -3: "[batch, seq, heads, head_dim]"}
+    warn(
+        asked=f"{call}(q, k) with seq_dim={seq_dim}",
+        expected=f"q and k {shapes[seq_dim]}",
+        got=f"shape {list(q.shape)}: {heads} heads of {seq} tokens",
+        do=f"for {shapes[-5 - seq_dim]} create the module with seq_dim={-5 - seq_dim}, or transpose q and k",
+    )
 
 
 def _fits(x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> bool:
@@ -562,18 +491,18 @@ def _fits(x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> bool:
     return len(shape) in (3, 4) and shape[-3 if seq_dim == -2 else -2] == heads
 
 
-def _raise_unfit(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int | None) -> NoReturn:
-    check_strided(x, asked=f"rope({name})")
+def _raise_unfit(name: str, x: Tensor, head_dim: int, seq_dim: int, heads: int | None, call: str) -> NoReturn:
+    check_strided(x, asked=f"{call}({name})")
     if _fits(x, head_dim, seq_dim, None):
         raise RopewalkError(
-            asked=f"rope({name}) with different frequencies for each of {heads} heads",
+            asked=f"{call}({name}) with different frequencies for each of {heads} heads",
             expected=f"{heads} heads in a tensor of 3 or 4 dimensions, for queries and keys",
             got=f"shape {list(x.shape)} with seq_dim={seq_dim}",
             do="frequencies per head cannot be shared by grouped keys: repeat the key heads first",
         )
     shape = "[..., seq, head_dim]" if seq_dim == -2 else "[..., seq, heads, head_dim]"
     raise RopewalkError(
-        asked=f"rope({name}) with head_dim={head_dim}, seq_dim={seq_dim}",
+        asked=f"{call}({name}) with head_dim={head_dim}, seq_dim={seq_dim}",
         expected=f"a floating-point tensor {shape} whose last dimension is {head_dim}",
         got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
         do="split the heads first, or create the module with the head_dim and the seq_dim of the tensor"

@@ -1,7 +1,7 @@
 """RotaryEmbedding: the module that models use."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,10 @@ from ropewalk.nn.rotary.call import (
     is_start,
 )
 from ropewalk.nn.rotary.in_place import check_in_place
+from ropewalk.nn.rotary.spec_argument import spec_of_arguments
 from ropewalk.nn.scripting import refuse_scripting
 from ropewalk.ops import cos_sin, require_backend, rotate, rotate_directly, rotation_in_place
-from ropewalk.spec.frequencies import Plain
+from ropewalk.signatures import checks_names, refuse_arguments
 from ropewalk.spec.rope import Pairing, RopeSpec
 
 __all__ = ["RotaryEmbedding"]
@@ -72,6 +73,7 @@ class RotaryEmbedding(nn.Module):
     [[1.0, 0.0], [0.5403, 0.8415]]
     """
 
+    @checks_names
     def __init__(
         self,
         head_dim: int | RopeSpec,
@@ -97,7 +99,7 @@ class RotaryEmbedding(nn.Module):
                 context_length, asked="RotaryEmbedding(context_length=...)", do="pass the number of positions"
             )
         require_flag(learned, asked="RotaryEmbedding(learned=...)")
-        spec = _spec(head_dim, base, pairing)
+        spec = spec_of_arguments(head_dim, base, pairing)
         self.spec: RopeSpec = spec
         self.seq_dim: Literal[-2, -3] = seq_dim
         backend = require_backend(backend)
@@ -171,11 +173,12 @@ class RotaryEmbedding(nn.Module):
     def forward(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
     @overload
     def forward(self, q: Tensor, k: Tensor, **options: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
+    @checks_names
     def forward(
         self,
         q: Tensor,
         k: Tensor | None = None,
-        *,
+        *unnamed: Never,
         positions: Tensor | None = None,
         k_positions: Tensor | None = None,
         offset: int | Tensor | None = None,
@@ -183,6 +186,7 @@ class RotaryEmbedding(nn.Module):
         angles: Angles | None = None,
         length: int | Tensor | None = None,
         role: Role | None = None,
+        **unknown: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate q, or q and k. Positions default to 0 .. seq-1.
 
@@ -216,6 +220,8 @@ class RotaryEmbedding(nn.Module):
         >>> torch.equal(k, rope(torch.ones(1, 2, 3, 4), positions=torch.arange(100, 103)))
         True
         """
+        if unnamed or unknown:
+            refuse_arguments("rope", RotaryEmbedding.forward, unnamed, unknown)
         if (
             positions is k_positions is cu_seqlens is angles is length is role is None
             and self._source.plain_ranges
@@ -264,11 +270,12 @@ class RotaryEmbedding(nn.Module):
     def rotate_(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
     @overload
     def rotate_(self, q: Tensor, k: Tensor, **options: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
+    @checks_names
     def rotate_(
         self,
         q: Tensor,
         k: Tensor | None = None,
-        *,
+        *unnamed: Never,
         positions: Tensor | None = None,
         k_positions: Tensor | None = None,
         offset: int | Tensor | None = None,
@@ -276,6 +283,7 @@ class RotaryEmbedding(nn.Module):
         angles: Angles | None = None,
         length: int | Tensor | None = None,
         role: Role | None = None,
+        **unknown: Never,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`forward` in place: overwrite q, and k if it is passed. If an error is raised, nothing was written.
 
@@ -294,7 +302,9 @@ class RotaryEmbedding(nn.Module):
         >>> rope.rotate_(q) is q
         True
         """
-        placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        if unnamed or unknown:
+            refuse_arguments("rope.rotate_", RotaryEmbedding.rotate_, unnamed, unknown)
+        placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role, call="rope.rotate_")
         parts, layout, writes = self.parts(q, k, placement), self.layout, []
         check_in_place(q, k, any(part.tables.cos.requires_grad or part.tables.sin.requires_grad for part in parts))
         # All checks run here, before the first element is written.
@@ -307,6 +317,7 @@ class RotaryEmbedding(nn.Module):
                 part.q.copy_(self._scale_rest(part.q, part.temperature))
         return q if k is None else (q, k)
 
+    @checks_names
     def at(
         self,
         positions: Tensor,
@@ -343,16 +354,17 @@ class RotaryEmbedding(nn.Module):
                 do="omit dtype; the rotation rounds once, at its end",
             )
         positions = as_signed(positions)
-        self._source.limits.check_values(positions, "rope.at(positions)")
-        role = checked_role(role, self.spec)
+        self._source.limits.check_values(positions, "rope.at(positions)", "rope.at")
+        role = checked_role(role, self.spec, "rope.at")
         if positions.dim() > (1 if count == 1 else 2):
             rows = positions.shape[-2]
         else:
             # Positions [seq] that all sequences share are accepted with one length per sequence.
             rows = length.numel() if isinstance(length, Tensor) else None
-        length = checked_length(length, self.spec, rows, None)
+        length = checked_length(length, self.spec, rows, None, call="rope.at")
         return self._source.at(positions, dtype, length, role, self.log_scale)
 
+    @checks_names
     def unrotate(
         self,
         x: Tensor,
@@ -380,8 +392,9 @@ class RotaryEmbedding(nn.Module):
         >>> torch.allclose(rope.unrotate(rope(x)), x)
         True
         """
-        self._source.check_tensors(x, None)
-        placement = Placement(positions, None, offset, cu_seqlens, angles, length, checked_role(role, self.spec))
+        self._source.check_tensors(x, None, "rope.unrotate")
+        role = checked_role(role, self.spec, "rope.unrotate")
+        placement = Placement(positions, None, offset, cu_seqlens, angles, length, role, call="rope.unrotate")
         placement.check(None)
         cos, sin, row = self._source.tables_of(x, placement, self.log_scale)
         # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
@@ -392,6 +405,7 @@ class RotaryEmbedding(nn.Module):
         temperature = self._source.temperature_of(x, placement)
         return rotated if temperature is None else self._scale_rest(rotated, 1 / temperature)
 
+    @checks_names
     def shift(self, x: Tensor, by: int | Tensor, *, length: int | Tensor | None = None) -> Tensor:
         """Move rotated keys by `by` positions: R_by R_m = R_{m+by}.
 
@@ -417,9 +431,9 @@ class RotaryEmbedding(nn.Module):
                 got=f"angles={self.spec.angles!r}",
                 do="rotate the keys afresh: rope(rope.unrotate(k, positions=old), positions=new)",
             )
-        self._source.check_tensors(x, None)
+        self._source.check_tensors(x, None, "rope.shift")
         by = checked_offset(by, x, self._source.rows(x), "by")
-        length = checked_length(length, self.spec, self._source.rows(x), None)
+        length = checked_length(length, self.spec, self._source.rows(x), None, call="rope.shift")
         # Every token of a sequence moves by the same distance.
         positions = range_positions(1, by, x.device)
         positions = positions.expand(*positions.shape[:-1], x.shape[self.seq_dim])
@@ -434,6 +448,7 @@ class RotaryEmbedding(nn.Module):
         cos, sin = cos_sin(positions, theta, None, scale, working_dtype(x), axes, backend=self.backend)
         return rotate(x, None, cos.to(x.device), sin.to(x.device), self.layout, backend=self.backend)[0]
 
+    @checks_names
     def retune(
         self,
         x: Tensor,
@@ -469,13 +484,13 @@ class RotaryEmbedding(nn.Module):
         True
         """
         self._check_retune(to)
-        self._source.check_tensors(x, None)
-        placement = Placement(positions, None, offset, cu_seqlens, length=length)
+        self._source.check_tensors(x, None, "rope.retune")
+        placement = Placement(positions, None, offset, cu_seqlens, length=length, call="rope.retune")
         placement.check(None)
         ids, seq = self._source.positions_or_start(x, placement), x.shape[self.seq_dim]
         fresh = seq if placement.is_fresh else None
-        old_length = checked_length(length, self.spec, self._source.rows(x), fresh)
-        new_length = checked_length(to_length, to.spec, self._source.rows(x), fresh, "to_length")
+        old_length = checked_length(length, self.spec, self._source.rows(x), fresh, call="rope.retune")
+        new_length = checked_length(to_length, to.spec, self._source.rows(x), fresh, "to_length", "rope.retune")
         ids = angle_device(ids if isinstance(ids, Tensor) else range_positions(seq, ids, x.device))
         old, old_amplitude = self._source.rule_at(old_length, ids.device, self.log_scale)
         new, new_amplitude = to._source.rule_at(new_length, ids.device, to.log_scale)
@@ -569,31 +584,3 @@ class RotaryEmbedding(nn.Module):
         parts += [f"{name}={value!r}" for name, value in options.items() if value is not None]
         flags = {"learned": self.log_scale is not None, "check_ids": self.check_ids}
         return ", ".join([*parts, *(f"{name}=True" for name, is_set in flags.items() if is_set)])
-
-
-def _spec(head_dim: object, base: float | None, pairing: Pairing | None) -> RopeSpec:
-    if head_dim is None or isinstance(head_dim, dict):
-        layers = isinstance(head_dim, dict) and all(
-            value is None or isinstance(value, RopeSpec) for value in head_dim.values()
-        )
-        by_layer = f"one spec per layer type: {', '.join(map(str, head_dim))}" if head_dim and layers else None
-        raise RopewalkError(
-            asked="RotaryEmbedding(...)",
-            expected="a head_dim, or one RopeSpec",
-            got=by_layer or shown(head_dim),
-            do="create one module per spec that is not None: RotaryEmbedding(specs[layer_type])"
-            if layers
-            else "read a config with load_spec first; None is a layer without rotation, which needs no module",
-        )
-    if not isinstance(head_dim, RopeSpec):
-        frequencies = Plain() if base is None else Plain(base)
-        pairs: Pairing = "interleaved" if pairing is None else pairing
-        return RopeSpec(head_dim, frequencies, pairing=pairs)  # pyright: ignore[reportArgumentType]  # RopeSpec checks it
-    if base is not None or pairing is not None:
-        raise RopewalkError(
-            asked="RotaryEmbedding(spec, ...)",
-            expected="a spec alone: it contains the base and the pairing",
-            got=f"a spec with base={base}, pairing={pairing!r}",
-            do="set them in the spec: RopeSpec(128, Plain(base), pairing=...)",
-        )
-    return head_dim

@@ -9,13 +9,16 @@ from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.types import Layout
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.rotary.spec_numbers import plain_frequencies
+from ropewalk.nn.rotary.tables import advice_on_width
 from ropewalk.ops import cos_sin, rotate
+from ropewalk.signatures import checks_names
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import PAIRINGS, Pairing
 
 __all__ = ["apply_rope", "build_rotary_frequencies"]
 
 
+@checks_names
 def build_rotary_frequencies(
     dim_head: int, max_seq_len: int, base: float = 10_000.0, device: torch.device | str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +56,7 @@ def build_rotary_frequencies(
     return cos[None, None].to(target), sin[None, None].to(target)
 
 
+@checks_names
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing = "interleaved") -> Tensor:
     """Rotate x by the first `seq` rows of cos and sin, in one pass over memory. Differentiable in x, cos and sin.
 
@@ -96,9 +100,11 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         if not isinstance(tensor, Tensor) or tensor.dim() != 4 or tensor.dtype not in FLOATS:
             raise RopewalkError(
                 asked=f"apply_rope({name})",
-                expected="a floating-point torch.Tensor with 4 dimensions: x [batch, heads, seq, dim]",
+                expected="a floating-point torch.Tensor with 4 dimensions: x [batch, heads, seq, dim], cos and sin "
+                "[1 or batch, 1 or heads, seq or more, dim/2]",
                 got=f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else shown(tensor),
-                do="create cos and sin with build_rotary_frequencies; for other layouts use RotaryEmbedding",
+                do=_advice(x, tensor)
+                or "create cos and sin with build_rotary_frequencies; for other layouts use RotaryEmbedding",
             )
         if name != "x" and (tensor.dtype not in (torch.float32, torch.float64) or tensor.device != x.device):
             raise RopewalkError(
@@ -113,5 +119,18 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             asked="apply_rope(x, cos, sin)",
             expected="x [batch, heads, seq, dim]; cos and sin both [1 or batch, 1 or heads, seq or more, dim/2]",
             got=f"x {list(x.shape)}, cos {list(cos.shape)}, sin {list(sin.shape)}",
-            do="create cos and sin with build_rotary_frequencies(dim, seq)",
+            do=(_advice(x, cos) if cos.shape == sin.shape else None)
+            or "create cos and sin with build_rotary_frequencies(dim, seq)",
         )
+
+
+def _advice(x: object, table: object) -> str | None:
+    """The fix for tables of other libraries: full width, or without dimensions for batch and heads; else None."""
+    if not isinstance(x, Tensor) or x.dim() != 4 or not isinstance(table, Tensor) or table is x or not table.dim():
+        return None
+    if table.is_complex():
+        return "pass freqs.real as cos and freqs.imag as sin, as [1 or batch, 1 or heads, seq, dim/2]"
+    width = advice_on_width(table, x.shape[-1] // 2)
+    dims = {2: "cos[None, None]", 3: "cos[:, None]"}.get(table.dim())
+    steps = [step for step in (width, dims and f"{dims} for batch and heads") if step]
+    return f"pass {', then '.join(steps)}; and the same for sin" if steps else None

@@ -8,10 +8,12 @@ from ropewalk.kernels.types import Norm
 from ropewalk.nn.rotary.call import Angles, Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import norm_rotate
+from ropewalk.signatures import checks_names
 
 __all__ = ["qk_norm_rope"]
 
 
+@checks_names
 def qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -84,7 +86,7 @@ def qk_norm_rope(
             got=f"{rope}",
             do="normalise first and call rope(q, k)",
         )
-    placement = Placement(positions, None, offset, cu_seqlens, angles, length)
+    placement = Placement(positions, None, offset, cu_seqlens, angles, length, call="qk_norm_rope")
     cos, sin, row = rope.shared_tables(q, k, placement)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         _check_weight(name, weight, x, plus_one)

@@ -31,7 +31,7 @@ from ropewalk.tools.bench.records import write_record
 from ropewalk.tools.bench.timing import Candidate, wall_times
 from ropewalk.tools.output import package_version, processor, require_writable_file
 
-__all__ = ["AcceleratedLine", "ModelCase", "bench_accelerate", "measure", "model_cases"]
+__all__ = ["AcceleratedLine", "ModelCase", "bench_accelerate", "build_model", "measure", "model_cases"]
 
 ROTATION = "apply_rotary_pos_emb"
 
@@ -41,7 +41,11 @@ LIMITS = {"float32": 300 * 2.0**-24, "bfloat16": 30 * 2.0**-9, "float16": 30 * 2
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model family of transformers, the sizes of a model with random weights, and the tokens of a forward pass."""
+    """A model family of transformers, the sizes of a model with random weights, and the tokens of a forward pass.
+
+    Attributes:
+        intermediate: The width of the MLP. 0 for 11/4 of `hidden`.
+    """
 
     family: str
     dtype: str
@@ -51,6 +55,8 @@ class ModelCase:
     heads: int = 16
     kv_heads: int = 8
     head_dim: int = 64
+    intermediate: int = 0
+    vocabulary: int = 1024
 
     def title(self) -> str:
         """The case in one line."""
@@ -73,7 +79,12 @@ def model_cases(quick: bool, dtype: str = "float32") -> list[ModelCase]:
     return [ModelCase(family, dtype, **sizes) for family in ("llama", "qwen3")]
 
 
-def _model(case: ModelCase) -> nn.Module:
+def build_model(case: ModelCase) -> nn.Module:
+    """A model of these sizes with random weights.
+
+    Raises:
+        RopewalkError: If transformers is not installed.
+    """
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
@@ -83,11 +94,12 @@ def _model(case: ModelCase) -> nn.Module:
             got="transformers is not installed",
             do="pip install 'ropewalk[hf]'",
         ) from None
-    sizes = {"hidden_size": case.hidden, "intermediate_size": 11 * case.hidden // 4, "head_dim": case.head_dim}
+    width = case.intermediate or 11 * case.hidden // 4
+    sizes = {"hidden_size": case.hidden, "intermediate_size": width, "head_dim": case.head_dim}
     heads = {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
     name = {"llama": "Llama", "qwen3": "Qwen3"}[case.family]
     config = getattr(transformers, f"{name}Config")(
-        **sizes, **heads, num_hidden_layers=case.layers, vocab_size=1024, use_cache=False
+        **sizes, **heads, num_hidden_layers=case.layers, vocab_size=case.vocabulary, use_cache=False
     )
     return getattr(transformers, f"{name}ForCausalLM")(config).eval().to(getattr(torch, case.dtype))
 
@@ -143,9 +155,9 @@ def measure(
         The two rows, and the rms of the difference of the logits over the rms of the logits.
     """
     torch.manual_seed(0)
-    plain = _model(case)
+    plain = build_model(case)
     fast = copy.deepcopy(plain)
-    tokens = torch.randint(0, 1024, (1, case.tokens))
+    tokens = torch.randint(0, case.vocabulary, (1, case.tokens))
     rotation_times: dict[str, list[int]] = {}
     candidates: list[Candidate] = []
     with torch.inference_mode(), accelerate(fast):

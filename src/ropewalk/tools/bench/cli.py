@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from ropewalk.errors import require_choice
 from ropewalk.tools.options import json_option
 
 __all__ = ["bench"]
@@ -29,6 +30,7 @@ QuickGpu = Annotated[
     bool, typer.Option("--quick", help="One case per kind, few rounds, no compiled forms: half a minute.")
 ]
 QuickAttention = Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: 15 seconds.")]
+QuickModels = Annotated[bool, typer.Option("--quick", help="Tiny models and few rounds.")]
 PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Plot time and memory against N.")]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="cpu|cuda", help="The device. Default: CUDA if available.")
@@ -90,6 +92,34 @@ def gpu(
     from ropewalk.tools.bench.gpu import bench_gpu
 
     raise typer.Exit(bench_gpu(json_file=json, quick=quick))
+
+
+@bench.command()
+def accelerate(
+    json: Json = None,
+    quick: QuickModels = False,
+    device: Device = None,
+) -> None:
+    """Time whole models of transformers before and after accelerate.
+
+    On a GPU: forward pass, training step and generate, eager and compiled, next to Liger's rope, by wall clock and by
+    the sum of the kernels. On a CPU: the share of the rotation in a forward pass. The models have random weights.
+    Prints medians over interleaved rounds. Exits with 1 if results differ too much. Requires ropewalk[hf].
+
+    \b
+    Examples:
+      ropewalk bench accelerate --quick --device cpu
+    """
+    import torch
+
+    from ropewalk.tools.bench.accelerate import bench_accelerate
+    from ropewalk.tools.bench.whole_models import bench_whole_models
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if require_choice(device, ("cpu", "cuda"), asked=f"ropewalk bench accelerate --device {device}") == "cpu":
+        raise typer.Exit(bench_accelerate(json_file=json, quick=quick))
+    raise typer.Exit(bench_whole_models(json_file=json, quick=quick))
 
 
 @bench.command()

@@ -7,7 +7,7 @@ information.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["attention_floors", "cpu_floors", "gpu_floors"]
+__all__ = ["accelerate_floors", "attention_floors", "cpu_floors", "gpu_floors"]
 
 Case = dict[str, Any]
 
@@ -19,6 +19,15 @@ LONG_CONTIGUOUS = 0.94
 NOISE = 0.03
 # Milliseconds of linear attention with RoPE on a GPU: forward, forward+backward.
 ATTENTION_MS = {(4, 16, 8192, 128): (0.6, 2.6), (1, 16, 65536, 64): (0.7, 3.0)}
+# How many times faster accelerate must make a whole model by wall clock: (family, kind of work, compiled).
+WHOLE_MODELS = {
+    ("llama", "forward", False): 1.06,
+    ("llama", "training step", False): 1.05,
+    ("qwen3", "forward", False): 1.25,
+    ("qwen3", "training step", False): 1.22,
+    ("qwen3", "forward", True): 1.0,
+    ("qwen3", "training step", True): 1.0,
+}
 # The range of the exponent p in time ~ N^p of linear attention on a CPU.
 GROWTH = 0.9, 1.15
 
@@ -36,6 +45,19 @@ def gpu_floors(cases: Sequence[Case]) -> list[str]:
 def attention_floors(device: str, cases: Sequence[Case], growth: Sequence[dict[str, Any]]) -> list[str]:
     """The missed floors of `ropewalk bench attention` on `device`, one sentence each."""
     return list(_attention_gpu(cases) if device == "cuda" else _attention_cpu(cases, growth))
+
+
+def accelerate_floors(cases: Sequence[Case]) -> list[str]:
+    """The missed floors of `ropewalk bench accelerate --device cuda`, one sentence each."""
+    missed: list[str] = []
+    for case in cases:
+        floor = WHOLE_MODELS.get((case["family"], case["kind"], case["compiled"]))
+        times = _times(case, "wall_ms")
+        ratio = times["transformers"] / times["ropewalk"]
+        if floor is not None and ratio < floor:
+            mode = "compiled" if case["compiled"] else "eager"
+            missed.append(f"{case['model']}, {case['kind']}, {mode}: {ratio:.3f} times as fast, below {floor}")
+    return missed
 
 
 def _times(case: Case, unit: str) -> dict[str, float]:

@@ -21,6 +21,7 @@ __all__ = [
     "GpuPeer",
     "Rotation",
     "complex_product",
+    "formula_with_angles",
     "installed",
     "norm_before",
     "transformers_formula",
@@ -40,9 +41,13 @@ def _angles(positions: range, dim: int) -> Tensor:
 
 def transformers_formula(positions: range, dim: int, dtype: torch.dtype, pairing: Pairing) -> Rotation:
     """x * cos + rotated(x) * sin with tables in the shape and dtype of x: Llama for half, GPT-J for interleaved."""
-    angles = _angles(positions, dim)
+    return formula_with_angles(_angles(positions, dim), dtype, pairing)
+
+
+def formula_with_angles(angles: Tensor, dtype: torch.dtype, pairing: Pairing, amplitude: float = 1.0) -> Rotation:
+    """`transformers_formula` for angles [seq, pairs] of any rule. `amplitude` is the factor on cos and sin."""
     wide = torch.cat((angles, angles), dim=-1) if pairing == "half" else angles.repeat_interleave(2, dim=-1)
-    cos, sin = wide.cos().to(dtype)[None, None], wide.sin().to(dtype)[None, None]
+    cos, sin = ((table * amplitude).to(dtype)[None, None] for table in (wide.cos(), wide.sin()))
 
     def halves(x: Tensor) -> Tensor:
         first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]

@@ -1,4 +1,4 @@
-"""`ropewalk extend`: compares the rules that extend the context of a model, and writes the config for one of them."""
+"""`ropewalk extend`: which rule extends the context of a model, the effect of each, and the config for one of them."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from ropewalk.hub.extend.extension import check_request, extension_of
 from ropewalk.hub.extend.rules import RULE_NAMES, RuleName
 from ropewalk.hub.extend.stacks import STACKS, Stack
 from ropewalk.tools.command_config import CommandLine, read_named_config
-from ropewalk.tools.extend.sheet import one_rule, side_by_side
+from ropewalk.tools.extend.sheet import all_rules, one_rule, verdict
 from ropewalk.tools.output import require_writable_file, trimmed, write_json
 
 __all__ = ["extend"]
@@ -21,6 +21,7 @@ def extend(
     to: int,
     *,
     rule: str | None = None,
+    show_all: bool = False,
     write: str | None = None,
     force: bool = False,
     stack: str | None = None,
@@ -28,12 +29,13 @@ def extend(
     pairing: str | None = None,
     json_file: str | None = None,
 ) -> int:
-    """Print the effect of every rule, or only `rule`, on a model at `to` positions, and write its config.
+    """Print which rule to use for a model at `to` positions, or the effect of `rule`, and write its config.
 
     Args:
         config: The path of a config.json or of a model folder.
         to: The number of positions to extend to.
-        rule: The only rule to apply. Default: all rules.
+        rule: Print the effect of this rule instead of the verdict.
+        show_all: Also print the effect of every rule.
         write: Write the config for `rule` to this file, completely or not at all; "-" for standard output.
         force: Overwrite `write` if it exists.
         stack: Print the flags of this engine instead of config keys.
@@ -50,6 +52,13 @@ def extend(
     """
     asked = f"ropewalk extend {config} --to {to}"
     checked_rule, engine = _check(asked, to, rule, write, force, stack, trained, json_file)
+    if checked_rule is not None and show_all:
+        raise RopewalkError(
+            asked=f"{asked} --rule {rule} --all",
+            expected="one rule, or all of them",
+            got="both",
+            do="leave out --rule or --all",
+        )
     console = Console(stderr="-" in (json_file, write), highlight=False, markup=False)
     with Console(stderr=True, highlight=False, markup=False).status("trying bases"):
         extended = extension_of(read_named_config(config, pairing, asked), to, rule=checked_rule, trained=trained)
@@ -58,10 +67,12 @@ def extend(
     if json_file is not None:
         write_json(extended.as_json(), json_file)
     with trimmed(console):
-        if checked_rule is None:
-            side_by_side(console, extended, engine)
-        else:
+        if checked_rule is not None:
             one_rule(console, extended, engine)
+        else:
+            verdict(console, extended, engine, all_follow=show_all)
+        if show_all:
+            all_rules(console, extended, engine)
     if write not in (None, "-"):
         console.print(f"\nconfig: {write}", soft_wrap=True)
     return 0

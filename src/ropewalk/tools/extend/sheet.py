@@ -1,4 +1,4 @@
-"""The output of `ropewalk extend`: all rules side by side, or one rule pair by pair."""
+"""The output of `ropewalk extend`: the verdict, all rules side by side, or one rule pair by pair."""
 
 import json
 
@@ -9,42 +9,82 @@ from rich.table import Table
 from rich.text import Text
 
 from ropewalk.hub.extend.effects import Effect
-from ropewalk.hub.extend.extension import ModelExtension, Offer
+from ropewalk.hub.extend.extension import ModelExtension
 from ropewalk.hub.extend.measured import measured
+from ropewalk.hub.extend.offers import Offer
 from ropewalk.hub.extend.stacks import Stack
+from ropewalk.hub.extend.verdict import Recommendation
 from ropewalk.theory import classify, rotations
 from ropewalk.tools.inspect.sheet import KIND_STYLES, number
 
-__all__ = ["one_rule", "side_by_side"]
+__all__ = ["all_rules", "one_rule", "verdict"]
 
+# The titles of the columns. The legend explains each.
 _COLUMNS = (
-    *("\nrule", "pairs\nkept", "\npartly", "\nfully", "\nby", "rota-\ntions", "ampl."),
-    *("sum < 0\nfrom", "seen\nup to", "law\nup to"),
+    "\n\nrule",
+    "\npairs\nunchanged",
+    "\npairs\nslowed",
+    "slowest\nslowed\nby",
+    "\nscores\ntimes",
+    "trained\nangles\nto",
+    "similar\nkey wins\nto",
+    "limit\nif\ntuned",
 )
+# The width of the names on the left of a block of text.
+_NARROW, _WIDE = 10, 19
 
 
-def side_by_side(console: Console, extended: ModelExtension, stack: Stack | None) -> None:
-    """Print all rules: a table of figures, then per rule the published measurements and its config keys or flags."""
-    _head(console, extended)
+def verdict(console: Console, extended: ModelExtension, stack: Stack | None, *, all_follow: bool) -> None:
+    """Print which rule to use as it is and with fine-tuning, why, and the config keys or flags."""
+    _title(console, extended)
+    if extended.verdict is None:
+        return
+    for use, recommended in extended.verdict.by_use.items():
+        _recommendation(console, use, recommended, stack)
+    console.print()
+    _start(console, extended)
+    console.print(_memory(extended))
+    if not all_follow:
+        console.print("Every rule, with figures and sources: --all. One rule pair by pair: --rule RULE.")
+        console.print("The whole config: --rule RULE --write OUT.json.")
+
+
+def _recommendation(console: Console, use: str, recommended: Recommendation, stack: Stack | None) -> None:
+    style = "bold green" if recommended.proven else "bold yellow"
+    console.print(Text.assemble("\n", (f"{use}: ", "bold"), (recommended.choice, style)))
+    _row(console, "why", recommended.why, width=4)
+    setting = recommended.setting(stack)
+    if setting is None:
+        _row(console, "use", recommended.use(stack), width=4)
+    else:
+        # One line of any length, to be pasted.
+        console.print(f"  use  {setting}", soft_wrap=True)
+
+
+def all_rules(console: Console, extended: ModelExtension, stack: Stack | None) -> None:
+    """Print all rules: a table of figures, then per rule the published results and its config keys or flags."""
+    console.print(Text("\nall rules", style="bold"))
     console.print()
     console.print(_table([offer for offer in extended.offers if offer.effect is not None]))
     console.print()
     _legend(console, extended)
     for offer in extended.offers:
         if offer.effect is not None:
-            _section(console, extended, offer, stack)
+            _section(console, offer, stack)
     not_applicable = [offer for offer in extended.offers if offer.effect is None]
     if not_applicable:
         console.print(Text("\nrules that do not apply", style="bold"))
         for offer in not_applicable:
             _row(console, offer.extension.rule, f"{offer.extension.why_not}")
-    _limitations(console, extended)
+    _limitations(console)
 
 
 def one_rule(console: Console, extended: ModelExtension, stack: Stack | None) -> None:
-    """Print the only rule of `extended`: its figures, every pair, published measurements, and config keys or flags."""
+    """Print the only rule of `extended`: its figures, every pair, published results, and config keys or flags."""
     (offer,) = extended.offers
-    _head(console, extended)
+    _title(console, extended)
+    _start(console, extended)
+    console.print(_memory(extended))
     console.print()
     console.print(_table([offer]))
     console.print()
@@ -52,34 +92,38 @@ def one_rule(console: Console, extended: ModelExtension, stack: Stack | None) ->
     console.print()
     if offer.effect is not None:
         console.print(_pairs(extended, offer.effect))
-    _section(console, extended, offer, stack)
-    _limitations(console, extended)
+    _section(console, offer, stack)
+    _limitations(console)
 
 
-def _head(console: Console, extended: ModelExtension) -> None:
-    start, model = extended.start, extended.model
-    factor = extended.length / start.trained
-    title = f"{model.name}: {number(start.trained)} → {number(extended.length)} positions, {factor:.4g} ×"
-    console.print(Text(title, style="bold"))
-    in_config = model.lengths.trained
+def _title(console: Console, extended: ModelExtension) -> None:
+    trained = extended.start.trained
+    lengths = f"{number(trained)} → {number(extended.length)} positions, {extended.length / trained:.4g} ×"
+    console.print(Text(f"{extended.model.name}: {lengths}", style="bold"))
+
+
+def _start(console: Console, extended: ModelExtension) -> None:
+    start, in_config = extended.start, extended.model.lengths.trained
     source = "from the config"
     if start.trained_by_caller:
         source = "from --trained" + ("" if in_config is None else f"; {number(in_config)} in the config")
+    name = "Original" if start.scaled else "Trained"
     console.print(
-        f"Trained length {number(start.trained)} ({source}), base {number(start.base)}. The slowest of"
-        f" {len(start.spec.inv_freq())} pairs completes {number(extended.rotations)} rotations in training."
+        f"{name} length {number(start.trained)} ({source}), base {number(start.base)}. The slowest of"
+        f" {len(start.spec.inv_freq())} pairs completes {number(extended.rotations)} rotations in it."
     )
     if start.scaled:
         rule = type(start.rule).__name__
         console.print(
-            f"The model is already scaled by {rule} to {number(start.reach)} positions. Every rule below replaces it"
-            " and starts from the length and base before scaling."
+            f"The model is already scaled by {rule} to {number(start.reach)} positions. Every rule replaces it and"
+            " starts from the length and base before scaling."
         )
     if start.layer:
         console.print(f"Extended: layers of type {start.layer}.")
     for name, why in start.left:
         console.print(f"Not changed: layers of type {name}, which {_plural(why)}.")
-    if extended.window is not None:
+    # A verdict without a rule names the window of every layer.
+    if extended.window is not None and not (extended.verdict and len(extended.verdict.by_use) == 1):
         console.print(_windows(extended.window, extended.windowed), style="yellow")
 
 
@@ -102,7 +146,7 @@ def _plural(why: str) -> str:
 def _table(offers: list[Offer]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in _COLUMNS:
-        table.add_column(name, justify="left" if name == "\nrule" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == _COLUMNS[0] else "right", no_wrap=True)
     for offer in offers:
         if offer.effect is not None:
             table.add_row(offer.extension.rule, *_cells(offer.effect))
@@ -113,13 +157,11 @@ def _cells(effect: Effect) -> list[str]:
     counts = effect.counts
     return [
         f"{counts['unchanged']}",
-        f"{counts['between']}",
-        f"{counts['interpolated']}",
+        f"{counts['between'] + counts['interpolated']}",
         _short(effect.divided),
-        f"{effect.slowest:.2g}" if effect.slowest >= 1e-3 else f"{effect.slowest:.0e}",
-        f"{effect.amplitude:.3g}",
-        "–" if effect.negative is None else _short(effect.negative),
-        "any" if effect.seen is None else _short(effect.seen),
+        f"{effect.amplitude**2:.3g}",
+        "all" if effect.seen is None else _short(effect.seen),
+        "all" if effect.negative is None else _short(effect.negative - 1),
         "" if effect.limit is None else _short(effect.limit),
     ]
 
@@ -132,18 +174,20 @@ def _short(value: float) -> str:
 
 
 def _legend(console: Console, extended: ModelExtension) -> None:
+    pairs = len(extended.start.spec.inv_freq())
     lines = {
-        "pairs": "kept: unchanged frequencies; fully: divided by the factor in the column “by”; partly: by less",
-        "rotations": f"full rotations of the slowest pair within {number(extended.length)}; {extended.rotations:.2g} in"
-        " training",
-        "ampl.": "amplitude: the factor on cos and sin; scores are multiplied by its square",
-        "sum < 0": "the first distance at which the rotated features no longer score a similar key above a random one"
-        " (2405.14591); – if there is none",
-        "seen": "the length up to which pairs that completed no rotation in training stay within the angles seen there",
-        "law": "the limit of the scaling law for a new base, after tuning (2310.05209, eq. 16b)",
+        "pairs unchanged": f"of {pairs} pairs of features, those that rotate as before any scaling",
+        "pairs slowed": "those that rotate slower",
+        "slowest slowed by": "the factor by which the slowest pair rotates slower",
+        "scores times": "attention scores are multiplied by this, the square of the amplitude of cos and sin",
+        "trained angles to": "the length up to which pairs that completed no rotation in training reach only angles"
+        " that occurred there",
+        "similar key wins to": "the distance up to which a key that is similar to the query scores above a random key,"
+        " in theory (2405.14591)",
+        "limit if tuned": "the limit of a model that is tuned with the new base, by a scaling law (2310.05209)",
     }
     for name, text in lines.items():
-        _row(console, name, text, style="dim")
+        _row(console, name, text, style="dim", width=_WIDE)
 
 
 def _pairs(extended: ModelExtension, effect: Effect) -> Table:
@@ -167,7 +211,7 @@ def _pairs(extended: ModelExtension, effect: Effect) -> Table:
     return table
 
 
-def _section(console: Console, extended: ModelExtension, offer: Offer, stack: Stack | None) -> None:
+def _section(console: Console, offer: Offer, stack: Stack | None) -> None:
     extension = offer.extension
     console.print(Text.assemble("\n", (extension.rule, "bold"), f": {extension.does}"))
     for note in extension.notes:
@@ -175,9 +219,9 @@ def _section(console: Console, extended: ModelExtension, offer: Offer, stack: St
     for label, tuned in (("not tuned", False), ("tuned", True)):
         figures = measured(extension.rule, tuned=tuned)
         for figure in figures:
-            _row(console, label, f"{figure.model}: {figure.found} [{figure.source}]")
+            _row(console, label, f"{figure.model}: {figure.found(extension.rule)} [{figure.source}]")
         if not figures:
-            _row(console, label, "no published figure")
+            _row(console, label, "no published result")
     if stack is not None:
         flags = offer.flags[stack]
         if flags.flags is None:
@@ -199,29 +243,30 @@ def _drops(keys: tuple[str, ...]) -> str:
     return f", without {', '.join(keys)}" if keys else ""
 
 
-def _row(console: Console, name: str, text: str, style: str = "") -> None:
+def _row(console: Console, name: str, text: str, style: str = "", width: int = _NARROW) -> None:
     table = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
-    table.add_column(width=10, no_wrap=True)
+    table.add_column(width=width, no_wrap=True)
     table.add_column()
     table.add_row(name, Text(text), style=style)
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
-def _limitations(console: Console, extended: ModelExtension) -> None:
+def _memory(extended: ModelExtension) -> str:
+    cache = extended.cache
+    if cache is None:
+        return "The memory for keys and values is unknown: the config does not contain enough information."
+    return (
+        f"Keys and values of one sequence of {number(extended.length)} tokens need"
+        f" {'at most ' if extended.cache_is_bound else ''}{cache / 2**30:.3g} GiB in bfloat16."
+    )
+
+
+def _limitations(console: Console) -> None:
     console.print(Text("\nlimitations", style="bold"))
-    lines = [
+    for line in (
         "The quality at the new length is unknown: no figure above was measured on this model. Measure retrieval, not"
         " only perplexity.",
         "Figures marked `tuned` apply only if the model is tuned with the rule.",
         "A static rule also changes the results on short texts.",
-    ]
-    cache = extended.cache
-    if cache is None:
-        lines.append("The memory for keys and values is unknown: the config does not contain enough information.")
-    else:
-        lines.append(
-            f"Keys and values of one sequence of {number(extended.length)} tokens need"
-            f" {'at most ' if extended.cache_is_bound else ''}{cache / 2**30:.3g} GiB in bfloat16."
-        )
-    for line in lines:
+    ):
         console.print(Padding(Text(f"– {line}"), (0, 0, 0, 2)))

@@ -1,5 +1,6 @@
 """The picture of `ropewalk inspect`: the wavelength of every pair, with the lengths of the model."""
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ from ropewalk.hub.configs.model import Lengths, Model
 from ropewalk.hub.inspection import Inspection, Layer, View
 from ropewalk.theory import periods
 from ropewalk.tools.inspect.sheet import number
-from ropewalk.tools.pictures import BLUE, GREEN, GREY, ORANGE, RED, figure, save
+from ropewalk.tools.pictures import BLUE, GREEN, GREY, ORANGE, RED, figure, legend_below, save
+from ropewalk.tools.plot.curves import as_text
 
 __all__ = ["draw"]
 
@@ -21,6 +23,8 @@ LOOKS = {
     "faster": (GREEN, "^"),
 }
 PLAIN = "without the rule"
+# The number of letters that fit above a panel.
+TITLE = 44
 
 
 def draw(inspections: Sequence[Inspection], target: str) -> None:
@@ -38,7 +42,7 @@ def draw(inspections: Sequence[Inspection], target: str) -> None:
     ]
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
-    with figure(3.7 if len(panels) == 1 else 7.1, 2.7 * rows + 0.3) as drawn:
+    with figure(3.7 if len(panels) == 1 else 7.1, 2.8 * rows + 0.4) as drawn:
         grid: Any = drawn.subplots(rows, columns, squeeze=False, sharey=True)
         handles: dict[str, Any] = {}
         for axes, panel in zip(grid.flat, panels, strict=False):
@@ -48,14 +52,14 @@ def draw(inspections: Sequence[Inspection], target: str) -> None:
         for axes in grid[:, 0]:
             axes.set_ylabel("wavelength 2π/θ, in positions")
         names = [name for name in (*LOOKS, PLAIN) if name in handles]
-        drawn.legend([handles[name] for name in names], names, loc="outside lower center", ncols=len(names))
+        legend_below(drawn, [handles[name] for name in names], names)
     save(drawn, target)
 
 
 def _title(model: Model, layer: Layer, view: View, *, alone: bool) -> str:
     name = model.name if alone else f"{model.name}, {layer.title}"
     length = "" if view.length is None else f", {'up to' if view is layer.views[0] else 'at'} {number(view.length)}"
-    return f"{name}\n{layer.kind}{length}"
+    return "\n".join(textwrap.fill(as_text(line), TITLE) for line in (name, f"{layer.kind}{length}"))
 
 
 def _panel(axes: Any, title: str, view: View, lengths: Lengths) -> dict[str, Any]:
@@ -70,20 +74,21 @@ def _panel(axes: Any, title: str, view: View, lengths: Lengths) -> dict[str, Any
             (handles[kind],) = axes.plot(pairs[selected], wavelengths[selected], **style, zorder=3)
     still = int((kinds == "still").sum())
     if still:
-        title += f"; {still} pairs with frequency 0"
-    _lengths(axes, lengths)
+        title += f"\n{still} pairs with frequency 0"
+    _lengths(axes, lengths, scaled=PLAIN in handles)
     axes.set(title=title, xlabel="pair i", yscale="log", xlim=(-1, len(pairs)))
     return handles
 
 
-def _lengths(axes: Any, lengths: Lengths) -> None:
-    """Draw the trained and the configured length as lines, or one line if they are equal."""
-    named = {"trained": lengths.trained, "configured": lengths.configured}
+def _lengths(axes: Any, lengths: Lengths, *, scaled: bool) -> None:
+    """Draw the original length and the context length as lines, or one line if they are equal."""
+    named = {"original length": lengths.trained, "context length": lengths.configured}
     if lengths.trained == lengths.configured:
-        named = {"trained and configured": lengths.trained}
+        named = {"original length" if scaled else "trained length": lengths.trained}
     lines = sorted((length, name) for name, length in named.items() if length is not None)
     for rank, (length, name) in enumerate(lines):
-        axes.axhline(length, color="black", linewidth=0.8, linestyle="-" if name == "configured" else "--", zorder=2)
+        dashes = "-" if name == "context length" else "--"
+        axes.axhline(length, color="black", linewidth=0.8, linestyle=dashes, zorder=2)
         # The label of the lower line is below it, because the lines may be close.
         above = rank + 1 == len(lines)
         style = {"textcoords": "offset points", "fontsize": 7, "va": "bottom" if above else "top"}

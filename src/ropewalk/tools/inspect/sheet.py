@@ -23,6 +23,8 @@ __all__ = ["KIND_STYLES", "features_of", "number", "pairs_to_show", "sheet", "wa
 
 # The number of rows that fit on a screen. --json contains every pair.
 MOST_ROWS = 16
+# Kinds of bands whose pairs are all changed by the same factor. Only the ends of such a band are shown.
+_UNIFORM = ("unchanged", "interpolated", "still")
 # The colour of each kind of change to a pair's frequency.
 KIND_STYLES = {"unchanged": "green", "between": "yellow", "interpolated": "cyan", "still": "dim", "faster": "red"}
 
@@ -76,12 +78,12 @@ def _figures(layer: Layer, spec: RopeSpec, model: Model) -> Table:
         "features": features_of(spec),
         "axes": "" if spec.axes is None else _axes(spec.axes.names),
         "query temperature": "" if spec.query_temperature is None else repr(spec.query_temperature),
-        "trained length": _length_text(lengths.trained),
-        "configured length": _length_text(lengths.configured) + _reach(layer, lengths),
+        **_lengths(layer, lengths),
         "critical dimension": _critical(layer, spec, lengths),
         "score sum ≥ 0": _per_view(layer, [_score(view) for view in layer.views]) + _rotated_part(spec),
         "amplitude": _per_view(layer, [number(view.amplitude) for view in layer.views]),
-        "softmax scale": number(spec.softmax_scale),
+        # Only DeepSeek's YaRN has another scale.
+        "softmax scale": "" if spec.softmax_scale == 1 else number(spec.softmax_scale),
     }
     for name, value in rows.items():
         if value:
@@ -93,11 +95,19 @@ def _length_text(length: int | None) -> str:
     return "not in the config" if length is None else number(length)
 
 
+def _lengths(layer: Layer, lengths: Lengths) -> dict[str, str]:
+    """The lengths of the model. The trained length is called original if the context was extended later."""
+    if lengths.trained == lengths.configured and layer.reach in (None, lengths.trained):
+        return {"trained length": _length_text(lengths.trained)}
+    context = _length_text(lengths.configured) + _reach(layer, lengths)
+    return {"original length": _length_text(lengths.trained), "context length": context}
+
+
 def _reach(layer: Layer, lengths: Lengths) -> str:
     """The length that the factor implies, if it is not the configured length."""
     if layer.reach is None or layer.reach == lengths.configured:
         return ""
-    return f"; the factor times the trained length is {number(layer.reach)}"
+    return f"; factor × original length is {number(layer.reach)}"
 
 
 def _critical(layer: Layer, spec: RopeSpec, lengths: Lengths) -> str:
@@ -140,7 +150,7 @@ def _axes(names: str) -> str:
 
 
 def pairs_to_show(bands: Sequence[Band], most: int = MOST_ROWS) -> list[int]:
-    """Choose the pairs to show: the edges of the bands, and evenly spaced pairs between them.
+    """Choose the pairs to show: the edges of the bands, and evenly spaced pairs inside bands whose pairs differ.
 
     Args:
         bands: The bands, in order.
@@ -149,16 +159,18 @@ def pairs_to_show(bands: Sequence[Band], most: int = MOST_ROWS) -> list[int]:
     Returns:
         The indices of the pairs, in order.
 
-    >>> pairs_to_show([Band("unchanged", 0, 28), Band("interpolated", 29, 63)], most=7)
-    [0, 14, 28, 29, 40, 51, 63]
+    >>> pairs_to_show([Band("unchanged", 0, 28), Band("between", 29, 34), Band("interpolated", 35, 63)], most=7)
+    [0, 28, 29, 31, 34, 35, 63]
     """
     edges = sorted({edge for band in bands for edge in (band.first, band.last)})
     if len(edges) > most:
         return [edges[round(i * (len(edges) - 1) / (most - 1))] for i in range(most)]
     gaps = list(itertools.pairwise(edges))
+    folded = {(band.first, band.last) for band in bands if band.kind in _UNIFORM}
     parts = [1] * len(gaps)
     for _ in range(most - len(edges)):
-        width, i = max((((b - a) / parts[i], i) for i, (a, b) in enumerate(gaps)), default=(0, 0))
+        widths = ((0 if gap in folded else (gap[1] - gap[0]) / parts[i], i) for i, gap in enumerate(gaps))
+        width, i = max(widths, default=(0, 0))
         if width <= 1:
             break
         parts[i] += 1
@@ -171,19 +183,24 @@ def _frequencies(layer: Layer, view: View, lengths: Lengths) -> Table:
     if view.length is not None:
         table.title = f"  {_sequences(layer, view)}"
     lengths_shown = list(dict.fromkeys(n for n in (lengths.trained, lengths.configured) if n is not None))
-    for name in ("pair", "wavelength", "× plain", *(f"rotations in\n{number(length)}" for length in lengths_shown)):
+    # Without a rule every pair is unchanged, and the two columns on changes would be the same in every row.
+    changes = set(view.kinds) != {"unchanged"}
+    columns = ("pair", "wavelength", *(["× plain"] if changes else []))
+    for name in (*columns, *(f"rotations in\n{number(length)}" for length in lengths_shown)):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("change", no_wrap=True)
+    if changes:
+        table.add_column("change", no_wrap=True)
     shown, kinds, wavelengths = pairs_to_show(view.bands), view.kinds, view.wavelengths
-    columns = [rotations(view.inv_freq, length) for length in lengths_shown]
+    rotations_shown = [rotations(view.inv_freq, length) for length in lengths_shown]
     for pair, following in zip(shown, [*shown[1:], None], strict=True):
         kind = kinds[pair]
+        ratio = "" if kind == "still" else number(abs(view.plain[pair] / view.inv_freq[pair]))
         table.add_row(
             str(pair),
             number(wavelengths[pair]),
-            "" if kind == "still" else number(abs(view.plain[pair] / view.inv_freq[pair])),
-            *(number(column[pair]) for column in columns),
-            Text(kind, style=KIND_STYLES[kind]),
+            *([ratio] if changes else []),
+            *(number(column[pair]) for column in rotations_shown),
+            *([Text(kind, style=KIND_STYLES[kind])] if changes else []),
             end_section=following is not None and kinds[following] != kind,
         )
     return table

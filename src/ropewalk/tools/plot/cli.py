@@ -44,7 +44,7 @@ Rule = Annotated[
     typer.Option(
         "--rule",
         metavar="RULE",
-        help="plain, linear (PI), ntk, dynamic, by-parts, yarn or llama3. May be repeated.  [default: plain]",
+        help="plain, pi, ntk, dynamic, by-parts, yarn or llama3. May be repeated.  [default: plain]",
     ),
 ]
 Factor = Annotated[
@@ -81,7 +81,9 @@ DrawnPairing = Annotated[
 ]
 BiasConfig = Annotated[
     str | None,
-    typer.Argument(metavar="CONFIG", help="A config with ALiBi or T5's buckets. Without it, both are plotted."),
+    typer.Argument(
+        metavar="CONFIG", help="A config or model folder with ALiBi or T5's bias. Without it, both are plotted."
+    ),
 ]
 NumHeads = Annotated[
     int | None, typer.Option("--num-heads", metavar="N", help="The number of ALiBi heads.  [default: 8]")
@@ -162,7 +164,7 @@ def frequencies(
 
     \b
     Examples:
-      ropewalk plot frequencies --rule plain --rule linear --rule yarn \\
+      ropewalk plot frequencies --rule plain --rule pi --rule yarn \\
           --factor 8 --trained-length 4096 --out rules.png
       ropewalk plot frequencies models/llama models/qwen --out models.svg
     """
@@ -217,10 +219,11 @@ def bias(
     max_distance: MaxDistance = None,
     length: BiasLength = None,
 ) -> None:
-    """Plot ALiBi's bias per head, and T5's buckets.
+    """Plot what ALiBi and T5 add to scores, per head.
 
-    T5 learns one number per bucket and head. The plot shows which distances share a bucket, which is fixed. A decoder
-    uses all buckets for the keys before the query, an encoder half of them per direction.
+    T5 learns one number per bucket and head. If CONFIG is a folder with the weights (safetensors), the plot shows these
+    numbers. Otherwise it shows which distances share a bucket, which is no score. A decoder uses all buckets for the
+    keys before the query, an encoder half of them per direction.
 
     \b
     Examples:

@@ -12,11 +12,10 @@ import numpy as np
 from rich.console import Console
 
 from ropewalk.errors import RopewalkError, require_count
-from ropewalk.hub.configs.keys import Keys, read_config
 from ropewalk.theory import periods
 from ropewalk.theory.encodings import alibi_slopes, sinusoidal_table, t5_buckets
-from ropewalk.tools.command_config import refuse_other_files
 from ropewalk.tools.output import require_writable_file, write_json
+from ropewalk.tools.plot.bias import Bias, bias_of
 from ropewalk.tools.plot.curves import Curve, Flags, as_lists, as_text, decay_of, either, rotations
 
 if TYPE_CHECKING:
@@ -220,10 +219,12 @@ def plot_bias(
     max_distance: int | None = None,
     length: int | None = None,
 ) -> int:
-    """Plot ALiBi's bias per head and T5's buckets over the distance.
+    """Plot ALiBi's bias per head and T5's bias or buckets over the distance.
+
+    T5 learns its biases. They are plotted if `config` is a folder with the weights, and otherwise the buckets are.
 
     Args:
-        config: The path of a config. Only the bias of this model is plotted. None for both.
+        config: The path of a config or of a model folder. Only the bias of this model is plotted. None for both.
         target: The outputs.
         num_heads: The number of ALiBi heads. Default: 8.
         buckets: The number of T5 buckets. Default: 32.
@@ -239,11 +240,13 @@ def plot_bias(
     asked = "ropewalk plot bias"
     target.check(asked)
     length = _length(length, asked, at_least=2) or 256
-    alibi = t5 = True
+    alibi, t5, bias = True, True, Bias(num_heads, buckets, max_distance)
     if config is not None:
         if (num_heads, buckets, max_distance) != (None, None, None):
             raise either(asked, "--num-heads, --buckets and --max-distance")
-        alibi, t5, num_heads, buckets, max_distance = _bias_of(config, asked)
+        bias = bias_of(config, asked)
+        alibi, t5 = bias.num_heads is not None, bias.num_buckets is not None
+        num_heads, buckets, max_distance = bias.num_heads, bias.num_buckets, bias.max_distance
     for option, value, most in (
         ("--num-heads", num_heads, MOST_HEADS),
         ("--buckets", buckets, MOST_HEADS),
@@ -265,36 +268,21 @@ def plot_bias(
     if t5:
         for name, causal in (("decoder", True), ("encoder", False)):
             steps[name] = t5_buckets(-distance, causal=causal, **t5_options)
-    numbers = {} if slopes is None else {"alibi": {"slopes": slopes, "bias": -slopes[:, None] * distance}}
+    numbers: dict[str, Any] = (
+        {} if slopes is None else {"alibi": {"slopes": slopes, "bias": -slopes[:, None] * distance}}
+    )
     numbers |= {"t5": t5_options | {"bucket": steps}} if t5 else {}
+    learned = {name: table[steps[name]].T for name, table in bias.learned.items()}
+    if learned:
+        numbers["t5"]["bias"] = learned
+    elif t5 and config is not None:
+        note = (
+            "note: T5's biases are weights; pass the folder of a model with safetensors to plot them instead of buckets"
+        )
+        Console(stderr=True, highlight=False, markup=False).print(note, soft_wrap=True)
     heading = target.heading("Position biases" if config is None else as_text(Path(config).stem))
-    return target.write({"distance": distance} | numbers, lambda: _figures().bias(distance, slopes, steps, heading))
-
-
-def _bias_of(config: str, asked: str) -> tuple[bool, bool, int | None, int | None, int | None]:
-    """Whether the model has ALiBi, whether it has T5's buckets; its heads, buckets and maximum distance."""
-    refuse_other_files(config, f"{asked} {config}")
-    keys = Keys(read_config(config))
-    name, buckets = keys.text("model_type"), "relative_attention_num_buckets"
-    if keys.has(buckets):
-        max_distance = keys.integer("relative_attention_max_distance", 128)
-        return False, True, None, keys.integer(buckets), max_distance
-    inner = Keys(keys.part("attn_config"), "attn_config")
-    if name == "bloom" or keys.flag("alibi", False) or inner.flag("alibi", False):
-        if inner.number("alibi_bias_max", 8.0) != 8.0:
-            raise RopewalkError(
-                asked=f"{asked} {config}",
-                expected="the slopes of ALiBi's paper: alibi_bias_max 8",
-                got=f"{inner.raw('alibi_bias_max')}",
-                do="use a config with these slopes: no others are supported",
-            )
-        heads = next((key for key in ("n_head", "n_heads", "num_attention_heads") if keys.has(key)), "n_head")
-        return True, False, keys.integer(heads), None, None
-    raise RopewalkError(
-        asked=f"{asked} {config}",
-        expected="the config of a model with ALiBi (bloom, mpt, falcon with alibi) or T5's buckets",
-        got=f"model_type {name!r} with neither",
-        do="leave the config out and add --num-heads; `ropewalk plot decay` plots a RoPE",
+    return target.write(
+        {"distance": distance} | numbers, lambda: _figures().bias(distance, slopes, steps, learned, heading)
     )
 
 

@@ -175,7 +175,9 @@ def _of_config(config: str, pairing: str | None, asked: str, whole_path: bool = 
 
 def _of_flags(flags: Flags, pairing: str | None, asked: str) -> list[Curve]:
     """One curve per base and rule, named by what differs. Raises if a rule lacks its factor or trained length."""
-    bases, rules = dict.fromkeys(flags.bases or (10_000.0,)), dict.fromkeys(flags.rules or ("plain",))
+    bases = dict.fromkeys(flags.bases or (10_000.0,))
+    # A rule may also be named by its rope type in configs: linear is pi.
+    rules = dict.fromkeys(Frequencies.option_for(rule) for rule in flags.rules or ("plain",))
     options = (("factor", "--factor", flags.factor, 4), ("trained_length", "--trained-length", flags.trained, 4096))
     drawn_pairing = require_choice(pairing or PAIRINGS[0], PAIRINGS, asked=f"{asked} --pairing")
     curves: list[Curve] = []

@@ -23,6 +23,7 @@ from ropewalk.tools.pictures import (
     Circle,
     Figure,
     figure,
+    legend_below,
     lengths_axis,
     save,
     shades,
@@ -64,8 +65,7 @@ def decay(curves: Sequence[tuple[Curve, Decay]], title: str) -> Figure:
         if len(curves) == 1:
             drawn.axes[0].legend()
         else:
-            handles, names = drawn.axes[0].get_legend_handles_labels()
-            drawn.legend(handles, names, loc="outside lower center", ncols=min(len(names), 3))
+            legend_below(drawn, *drawn.axes[0].get_legend_handles_labels(), most=3)
         drawn.suptitle(title, wrap=True)
     return drawn
 
@@ -92,7 +92,9 @@ def frequencies(curves: Sequence[Curve], length: int | None, title: str) -> Figu
         axes.set(yscale="log", xlabel="pair i", ylabel="period 2π/θ, in positions")
         axes.set_title(title, wrap=True)
         axes.margins(x=0.01)
-        drawn.legend(loc="outside lower left", ncols=1 if len(curves) < 4 else 2)
+        legend_below(
+            drawn, *axes.get_legend_handles_labels(), side="outside lower left", most=1 if len(curves) < 4 else 2
+        )
     return drawn
 
 
@@ -132,7 +134,7 @@ def rotation(curves: Sequence[Curve], pairs: Sequence[Sequence[int]], length: in
             if len(curves) > 1:
                 row[0].set_ylabel(as_text(curve.name).replace(", ", "\n"), fontsize=6.5, labelpad=10)
         if len(handles) > 1:
-            drawn.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, markerscale=3)
+            legend_below(drawn, list(handles.values()), list(handles), markerscale=3)
         drawn.suptitle(title, wrap=True)
     return drawn
 
@@ -141,10 +143,14 @@ def bias(
     distance: NDArray[np.int64],
     slopes: NDArray[np.float64] | None,
     buckets: dict[str, NDArray[np.int64]],
+    learned: dict[str, NDArray[np.float64]],
     title: str,
 ) -> Figure:
-    """ALiBi's bias per head, [heads] slopes, and T5's buckets, against the distance. Either may be left out."""
-    panels = (slopes is not None) + bool(buckets)
+    """ALiBi's bias per head, from [heads] slopes, and T5's bias, against the distance. Either may be left out.
+
+    T5's bias is `learned`, [heads, distance] per stack of layers. If it is empty, the buckets are drawn instead.
+    """
+    panels = (slopes is not None) + (len(learned) or bool(buckets))
     with figure(7.1 if panels == 2 else 4.6, 3.4) as drawn:
         grid = iter(np.atleast_1d(drawn.subplots(1, panels)))
         if slopes is not None:
@@ -155,12 +161,21 @@ def bias(
                 axes.plot(distance[1:], slope * distance[1:], color=colour, label=name if head in named else None)
             axes.set(title="ALiBi: slope × Δ is subtracted from the score", ylabel="slope × Δ", yscale="log")
             axes.legend(title="head", loc="center left", bbox_to_anchor=(1, 0.5), fontsize=6.5, handlelength=1.5)
-        if buckets:
+        for name, values in learned.items():
+            axes = next(grid)
+            for head, (row, colour) in enumerate(zip(values, shades(len(values)), strict=True), 1):
+                shown = len(values) <= _MOST_NAMED or head in (1, len(values))
+                style = {"color": colour, "where": "post", "label": f"{head}" if shown else None}
+                axes.step(distance[1:], row[1:], **style)
+            axes.axhline(0, color=GREY, linewidth=0.6)
+            axes.set(title=f"T5, {name}: the learned bias", ylabel="added to the score")
+            axes.legend(title="head", loc="center left", bbox_to_anchor=(1, 0.5), fontsize=6.5, handlelength=1.5)
+        if buckets and not learned:
             axes = next(grid)
             for number, (name, bucket) in enumerate(buckets.items()):
                 style = {"color": COLOURS[number], "linestyle": DASHES[number], "where": "post"}
                 axes.step(distance[1:], bucket[1:], label=name, **style)
-            axes.set(title="T5: the bucket of a distance", ylabel="bucket (one learned bias per head)")
+            axes.set(title="T5: the buckets of distances", ylabel="index of the bucket, not a score")
             axes.legend(loc="upper left")
         for axes in drawn.axes:
             axes.set_xlabel("distance Δ, in positions")

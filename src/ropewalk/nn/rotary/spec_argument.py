@@ -1,0 +1,51 @@
+"""The arguments of RotaryEmbedding that specify the rotation: a head_dim with base and pairing, or a RopeSpec."""
+
+from ropewalk.errors import RopewalkError, shown
+from ropewalk.spec.frequencies import Plain
+from ropewalk.spec.rope import Pairing, RopeSpec
+
+__all__ = ["spec_of_arguments"]
+
+
+def spec_of_arguments(head_dim: object, base: float | None, pairing: Pairing | None) -> RopeSpec:
+    """Return the spec that the arguments describe.
+
+    Args:
+        head_dim: Number of features per head, or a RopeSpec.
+        base: Base of the frequencies; None for the default. Not allowed with a RopeSpec.
+        pairing: Pairing of the features; None for the default. Not allowed with a RopeSpec.
+
+    Returns:
+        The spec.
+
+    Raises:
+        RopewalkError: If an argument is invalid, or if a base or a pairing is passed with a RopeSpec.
+
+    >>> spec_of_arguments(4, None, "half").pairing
+    'half'
+    """
+    if head_dim is None or isinstance(head_dim, dict):
+        layers = isinstance(head_dim, dict) and all(
+            value is None or isinstance(value, RopeSpec) for value in head_dim.values()
+        )
+        by_layer = f"one spec per layer type: {', '.join(map(str, head_dim))}" if head_dim and layers else None
+        raise RopewalkError(
+            asked="RotaryEmbedding(...)",
+            expected="a head_dim, or one RopeSpec",
+            got=by_layer or shown(head_dim),
+            do="create one module per spec that is not None: RotaryEmbedding(specs[layer_type])"
+            if layers
+            else "read a config with load_spec first; None is a layer without rotation, which needs no module",
+        )
+    if not isinstance(head_dim, RopeSpec):
+        frequencies = Plain() if base is None else Plain(base)
+        pairs: Pairing = "interleaved" if pairing is None else pairing
+        return RopeSpec(head_dim, frequencies, pairing=pairs)  # pyright: ignore[reportArgumentType]  # RopeSpec checks it
+    if base is not None or pairing is not None:
+        raise RopewalkError(
+            asked="RotaryEmbedding(spec, ...)",
+            expected="a spec alone: it contains the base and the pairing",
+            got=f"a spec with base={base}, pairing={pairing!r}",
+            do="set them in the spec: RopeSpec(128, Plain(base), pairing=...)",
+        )
+    return head_dim

@@ -1,0 +1,29 @@
+"""Three statements of notes and papers that are false, measured by the checked claims themselves."""
+
+from ropewalk.claims import CHAPTERS, Entry, run
+from ropewalk.claims.sources import NOTES
+
+__all__ = ["STATEMENTS", "false_statements", "source_of"]
+
+# A number in a note, a number in a paper, and a paper that differs from its own code.
+STATEMENTS = ("decay.s20", "men.table-2", "yarn.ramps")
+
+
+def false_statements() -> list[Entry]:
+    """Measure the three statements.
+
+    >>> [entry.contradicted for entry in false_statements()]
+    [False, False, False]
+    """
+    claims = {claim.id: claim for chapter in CHAPTERS for claim in chapter.claims}
+    return list(run([claims[name] for name in STATEMENTS]))
+
+
+def source_of(entry: Entry) -> str:
+    """The source in few words: a paper by its arXiv number, a note as a note.
+
+    >>> [source_of(entry) for entry in false_statements()]
+    ['a note', 'arXiv 2405.14591', 'arXiv 2309.00071']
+    """
+    source = entry.claim.source
+    return "a note" if source in NOTES else f"arXiv {source.split(', ')[-1]}"
