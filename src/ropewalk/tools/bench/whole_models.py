@@ -121,7 +121,8 @@ def _call(model: nn.Module, work: Work, tokens: Tensor) -> Callable[[], Any]:
         return loss.detach()
 
     def decode() -> Any:
-        return generate(tokens, max_new_tokens=work.tokens, min_new_tokens=work.tokens, do_sample=False)
+        length: dict[str, int] = {"max_new_tokens": work.tokens, "min_new_tokens": work.tokens}
+        return generate(tokens, attention_mask=torch.ones_like(tokens), pad_token_id=0, do_sample=False, **length)
 
     return {FORWARD: forward, TRAINING: training, GENERATE: decode}[work.kind]
 
