@@ -163,12 +163,12 @@ def speed(page: str) -> str:
         "GPU (Triton). First column: our device time over that of `copy_`. Others: their device time over ours. Liger"
         f" rotates in place. bfloat16, transposed views, one {gpu['hardware']['gpu'].removeprefix('NVIDIA ')}, medians"
         f" of {gpu['rounds']} rounds from an empty cache, {gpu['date']}, `{gpu['command']}`"
-        " ([docs/gpu.md](docs/gpu.md), [benchmarks/gpu.json](benchmarks/gpu.json))."
+        " ([kernels on a GPU](docs/gpu.md), [record](benchmarks/gpu.json))."
     )
     on_cpu = (
         f"CPU (C). The same columns, ({shape['batch']}, 2048, {shape['q_heads']} and {shape['k_heads']} heads,"
-        f" {shape['head_dim']}), {cores('cpu')}, {cpu['date']}, `{cpu['command']}` ([docs/cpu.md](docs/cpu.md),"
-        " [benchmarks/cpu.json](benchmarks/cpu.json))."
+        f" {shape['head_dim']}), {cores('cpu')}, {cpu['date']}, `{cpu['command']}` ([kernels on a CPU](docs/cpu.md),"
+        " [record](benchmarks/cpu.json))."
     )
     header = ["`copy_`", "transformers", "the same, compiled", "best other"]
     return own_lines(
@@ -192,8 +192,49 @@ def linear_summary() -> str:
     return (
         f"Linear attention with RoPE grows as N^{power:.2f} there: {longest[ours]:.0f} ms for 16384 tokens (softmax:"
         f" {longest[softmax]:.0f} ms). On an H200, (4, 16, 8192, 128) bfloat16: {mine[0]} ms, {mine[1]} with backward"
-        f" (fla: {theirs[0]} and {theirs[1]}). See [linear.md](docs/linear.md#speed)."
+        f" (fla: {theirs[0]} and {theirs[1]}). See [RoPE with linear attention](docs/linear.md#speed)."
     )
+
+
+def speedup(model: str, kind: str, compiled: bool, path: str = "ropewalk") -> float:
+    """How many times faster a whole model is by wall clock on a GPU."""
+    times = times_of(case_of("accelerate_gpu", model=model, kind=kind, compiled=compiled), "wall_ms")
+    return times["transformers"] / times[path]
+
+
+@block("whole-models")
+def whole_models(page: str) -> str:
+    def both(model: str, compiled: bool) -> str:
+        return " and ".join(f"{speedup(model, kind, compiled):.2f} ×" for kind in ("forward", "training step"))
+
+    qwen, llama = "Qwen3 1.7B", "Llama 1.2B"
+    return (
+        f"{qwen} {both(qwen, False)} (forward, training step), {llama} {both(llama, False)};"
+        f" compiled {both(qwen, True)}, {both(llama, True)}"
+    )
+
+
+@block("accelerate-gpu")
+def accelerate_gpu(page: str) -> str:
+    whole = record("accelerate_gpu")
+    gpu, versions = whole["hardware"]["gpu"].removeprefix("NVIDIA "), whole["versions"]
+    text = (
+        f"bfloat16, random weights, one {gpu}, torch {versions['torch']}, transformers {versions['transformers']},"
+        f" Liger {versions['liger-kernel']}, medians of {whole['rounds']} interleaved rounds, {whole['date']},"
+        f" `{whole['command']}` ([record](../benchmarks/accelerate_gpu.json)). Milliseconds by wall clock, and the"
+        " sum of all kernels in parentheses:"
+    )
+    rows: list[list[str]] = []
+    for case in whole["cases"]:
+        wall, device = times_of(case, "wall_ms"), times_of(case, "device_ms")
+        mode = "compiled" if case["compiled"] else "eager"
+        rows.append(
+            [f"{case['model']}, {case['kind']}, {mode}, {case['batch']} × {case['tokens']}"]
+            + [f"{milliseconds(wall[path])} ({milliseconds(device[path])})" for path in wall]
+            + [f"{wall['transformers'] / wall['ropewalk']:.2f} ×"]
+        )
+    paths = [line["path"] for line in whole["cases"][0]["lines"]]
+    return own_lines(paragraph(text), table(["model, work, batch × tokens", *paths, "`accelerate`"], *rows))
 
 
 @block("gpu-shares")
@@ -388,7 +429,7 @@ def families(page: str) -> str:
 
 @block("accelerated")
 def accelerated(page: str) -> str:
-    """How many families docs/accelerate.md lists. tests/hub/test_patch_families.py compares the list with transformers."""
+    """How many families docs/accelerate.md lists. tests/hub/test_patch_families.py compares it with transformers."""
     text = (RECORDS.parent / "docs" / "accelerate.md").read_text(encoding="utf-8")
     listed = text.partition("\n## Families\n")[2].partition("\n## ")[0]
     return f"{len(re.findall('`[^`]+`', listed))} families"

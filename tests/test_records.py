@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ropewalk.errors import RopewalkError
-from ropewalk.tools.bench.floors import attention_floors, cpu_floors, gpu_floors
+from ropewalk.tools.bench.floors import accelerate_floors, attention_floors, cpu_floors, gpu_floors
 from ropewalk.tools.bench.records import digest, read_sealed, shown_missed, write_record
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ def record(name: str) -> dict[str, Any]:
 def floors(name: str, content: dict[str, Any]) -> list[str]:
     if name.startswith("attention"):
         return attention_floors(content["device"], content["cases"], content["growth"])
-    return {"cpu": cpu_floors, "gpu": gpu_floors}[name](content["cases"])
+    return {"accelerate_gpu": accelerate_floors, "cpu": cpu_floors, "gpu": gpu_floors}[name](content["cases"])
 
 
 def test_rendering_again_changes_nothing(render):

@@ -144,7 +144,8 @@ def linear_attention(
         cu_seqlens = cu_seqlens.to(torch.int64)
     if key_mask is not None:
         _check_mask(key_mask, k)
-        if state is None:
+        # Part of a stream may be padding only.
+        if state is None and not return_state:
             warn_if_all_hidden(key_mask, asked="linear_attention(key_mask=...)")
     spec = None if rotation is None else rotation.spec
     learned = rotation is not None and rotation.log_scale is not None

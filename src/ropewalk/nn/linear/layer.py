@@ -145,7 +145,7 @@ class LinearAttention(ProjectedHeads):
         rotates = getattr(self.encoding, "rope", None) is not None
         if positions is not None and not rotates:
             check_positions(positions, x, asked="attention(positions=...)")
-        out, after = linear_attention(
+        result = linear_attention(
             q,
             k,
             v,
@@ -156,10 +156,9 @@ class LinearAttention(ProjectedHeads):
             feature_map=self._maps,
             causal=self.causal,
             state=state,
-            return_state=True,
+            return_state=require_flag(return_state, asked="layer(return_state=...)"),
         )
-        y = self.joined(out)
-        return (y, after) if require_flag(return_state, asked="layer(return_state=...)") else y
+        return (self.joined(result[0]), result[1]) if isinstance(result, tuple) else self.joined(result)
 
     # nn.Module declares that a call returns Any.
     if TYPE_CHECKING:
