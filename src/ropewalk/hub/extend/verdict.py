@@ -135,7 +135,7 @@ def verdict_of(model: Model, start: Start, length: int, offers: Sequence[Offer],
     4. *Known frequencies.* Weights work with the frequencies that they were trained with. At least, the slowest pair
        has to be slowed by the ratio of the new length to the present one, to stay within its angles. A candidate
        changes no frequency by more than this ratio, in either direction. This applies to a model as it is, and to a
-       model that was already trained with a rule (YaRN, Llama 3, PI, LongRoPE): of the candidates, it keeps its own
+       model that is already used with a rule (YaRN, Llama 3, PI, LongRoPE): of the candidates, it keeps its own
        rule, with a larger factor. Fine-tuning of other models is not restricted. The ratio excludes the new bases of
        `base-bound` and `base-law` for a model as it is; their authors propose them for training (2405.14591,
        2310.05209).
@@ -179,7 +179,7 @@ def _only_windows(model: Model, window: int, length: int) -> Verdict:
 
 
 def _learned_rule(start: Start) -> bool:
-    """Whether the weights were trained with scaled frequencies. Dynamic NTK does not scale any within its reach."""
+    """Whether the weights are used with scaled frequencies. Dynamic NTK does not scale any within its reach."""
     kinds = classify(start.spec.inv_freq(start.reach), plain_inv_freq(start.spec))
     return start.scaled and not set(kinds) <= {"unchanged", "still"}
 
@@ -264,7 +264,7 @@ class _Use:
 
     def _with_own_rule(self, offer: Offer) -> Recommendation:
         reasons = [
-            f"the weights were trained with {self.start.rule.label}; this changes no frequency by more than"
+            f"the config already has {self.start.rule.label}; this changes no frequency by more than"
             f" {self.ratio:.3g} ×, the ratio of the lengths"
         ]
         if not self.tuned:
@@ -275,7 +275,7 @@ class _Use:
     def _replaces_own_rule(self, loadable: list[Offer]) -> Recommendation:
         names = ", ".join(offer.extension.rule for offer in loadable)
         why = (
-            f"the weights were trained with {self.start.rule.label}; engines load only {names} for this model, and each"
+            f"the config already has {self.start.rule.label}; engines load only {names} for this model, and each"
             f" changes some frequency by more than {self.ratio:.3g} ×, the ratio of the lengths"
         )
         return Recommendation(None, False, why, None, {}, f"stay within {self.start.reach:,} positions")
