@@ -41,19 +41,21 @@ CASES = [
     ("llama-2-7b", 16_384, None, ("ntk", True), ("yarn", True)),
     ("llama-2-7b", 131_072, None, ("ntk", False), ("yarn", True)),
     ("llama-2-7b", 1_048_576, None, ("ntk", False), ("yarn", False)),
-    ("llama-3.1-8b", 262_144, None, ("llama3", False), ("llama3", True)),
-    ("llama-3.2-1b", 262_144, None, ("llama3", False), ("llama3", True)),
+    ("llama-3.1-8b", 262_144, None, ("llama3", False), ("llama3", False)),
+    ("llama-3.2-1b", 262_144, None, ("llama3", False), ("llama3", False)),
     ("mistral-7b-v0.3", 131_072, None, ("ntk", True), ("yarn", True)),
     ("mixtral-8x7b", 65_536, None, ("ntk", True), ("yarn", True)),
     ("qwen2.5-7b-instruct", 131_072, None, ("yarn", True), ("yarn", True)),
     ("qwen2.5-7b-instruct", 262_144, None, ("yarn", False), ("yarn", True)),
     ("qwen2.5-7b-instruct-yarn", 262_144, None, ("yarn", False), ("yarn", True)),
     ("qwen3-8b", 131_072, None, ("yarn", True), ("yarn", True)),
+    # The makers validated 131,072 positions.
+    ("qwen3-8b", 163_840, None, ("yarn", False), ("yarn", True)),
     ("gemma-2-9b", 32_768, None, ("ntk", True), ("yarn", True)),
     ("gemma-3-4b", 262_144, 32_768, ("pi", False), ("pi", True)),
     ("vicuna-7b-v1.5-16k", 32_768, 4096, ("pi", False), ("pi", True)),
-    ("deepseek-v3", 327_680, None, ("yarn", False), ("yarn", True)),
-    ("gpt-oss-20b", 262_144, None, ("yarn", False), ("yarn", True)),
+    ("deepseek-v3", 327_680, None, ("yarn", False), ("yarn", False)),
+    ("gpt-oss-20b", 262_144, None, ("yarn", False), ("yarn", False)),
     ("olmo-3-7b", 131_072, None, ("yarn", False), ("yarn", True)),
     ("internlm2-chat-7b", 65_536, None, ("dynamic", True), ("yarn", True)),
     ("phi-3-mini-128k", 262_144, None, (None, False), ("base-law", False)),
@@ -103,7 +105,7 @@ def test_the_keys_of_the_verdict_load_as_the_rule():
 def test_a_model_that_was_trained_with_a_rule_keeps_it_with_a_larger_factor():
     for name, length, trained, rule in (
         ("llama-3.1-8b", 262_144, None, Llama3(5e5, 16, 8192)),
-        ("qwen2.5-7b-instruct-yarn", 262_144, None, Yarn(1e6, 8, 32_768)),
+        ("gpt-oss-20b", 262_144, None, Yarn(150_000, 64, 4096, truncate=False)),
         # Gemma 3 has a factor of 8 for four times its trained length.
         ("gemma-3-4b", 262_144, 32_768, PositionInterpolation(1e6, 16)),
     ):
@@ -123,7 +125,7 @@ def test_the_reasons_name_sources_and_limits():
     as_it_is = verdict_on(LLAMA_2, 131_072).as_it_is.why
     assert "better than no rule and pi in published tests [Su, kexue.fm 9708]" in as_it_is
     assert "on the same level, but with fewer engines that load it: dynamic" in as_it_is
-    assert "end at 8 ×, and this is 32 ×: measure retrieval first" in as_it_is
+    assert "end at 8 ×, and this is 32 × the trained length: measure retrieval first" in as_it_is
     assert "beyond 51,447 positions, some angles did not occur in training" in as_it_is
     assert (
         "better than ntk in published tests [Peng et al., 2309.00071, table 1]" in verdict_on(LLAMA_2, 8192).tuned.why
@@ -132,16 +134,46 @@ def test_the_reasons_name_sources_and_limits():
     assert qwen is not None
     assert "validated and recommended by its makers" in qwen.as_it_is.why
     # As in the documentation of Qwen3: the config has room for 8192 tokens of output.
-    assert "use trained=32768, because the config has 40,960" in qwen.as_it_is.why
-    qwen = extended("qwen3-8b", 131_072, trained=32_768).verdict
-    assert qwen is not None
     assert qwen.as_it_is.form is not None
-    assert (qwen.as_it_is.form.set["rope_scaling"]["factor"], "use trained" in qwen.as_it_is.why) == (4.0, False)
+    keys = qwen.as_it_is.form.set["rope_scaling"]
+    assert (keys["factor"], keys["original_max_position_embeddings"]) == (4.0, 32_768)
     phi = extended("phi-3-mini-128k", 262_144).verdict
     assert phi is not None
     assert "LongRoPE" in phi.as_it_is.why
     assert phi.as_it_is.use() == "stay within 131,072 positions"
     assert "it replaces LongRoPE" in phi.tuned.why
+
+
+def test_a_model_with_a_rule_that_cannot_be_extended_gets_no_other_rule_at_any_length():
+    for times in (2, 4, 6, 8, 9, 16):
+        chosen = extended("phi-3-mini-128k", times * 131_072).verdict
+        assert chosen is not None
+        assert (chosen.as_it_is.rule, chosen.as_it_is.proven) == (None, False)
+        assert "LongRoPE, which no engine loads with another factor" in chosen.as_it_is.why
+
+
+def test_a_rule_that_makers_propose_without_tuning_is_not_known_to_the_weights():
+    # The same model: without YaRN in its config, and with it.
+    plain, scaled = (extended(f"qwen2.5-7b-instruct{end}", 262_144).verdict for end in ("", "-yarn"))
+    assert plain is not None
+    assert scaled is not None
+    for one, other in ((plain.as_it_is, scaled.as_it_is), (plain.tuned, scaled.tuned)):
+        assert (one.rule, one.proven, one.why) == (other.rule, other.proven, other.why)
+    # Not the models of the family that were trained at another length.
+    data = json.loads((CONFIGS / "qwen2.5-7b-instruct.json").read_text())
+    assert verdict_on(data | {"max_position_embeddings": 65_536}, 131_072).as_it_is.rule == "ntk"
+
+
+def test_a_larger_length_is_never_better_proven():
+    for name in ("llama-3.1-8b", "deepseek-v3", "qwen3-8b", "qwen2.5-7b-instruct-yarn", "llama-2-7b", "olmo-3-7b"):
+        start = extended(name, 1 << 22).start
+        lengths = [start.reach * times for times in (2, 4, 8, 16)]
+        proven = [extended(name, length).verdict for length in lengths]
+        for use in ("as_it_is", "tuned"):
+            flags = [getattr(chosen, use).proven for chosen in proven]
+            assert flags == sorted(flags, reverse=True)
+            reached = [length / start.trained <= 32 for length in lengths]
+            assert all(far or not flag for far, flag in zip(reached, flags, strict=True))
 
 
 @pytest.mark.parametrize("name", ["mistral-7b-v0.1", "starcoder2-7b"])
@@ -266,5 +298,5 @@ def test_every_result_has_a_factor_per_number():
         assert max(figure.factors) > 1
         for rule in figure.results:
             assert len(figure.values(rule)) <= len(figure.factors)
-            assert figure.found(rule) or rule == "none"
+            assert figure.text(rule) or rule == "none"
     assert largest_factor([]) == 1

@@ -300,11 +300,21 @@ def test_json_contains_everything_and_standard_output_only_json(llama):
     assert "pi: divides all positions by 4" in result.stderr
 
 
+def test_the_recommended_config_is_written_without_a_rule(llama, tmp_path, run):
+    code, out, _ = run("extend", llama, "--to", "16384", "--write", str(tmp_path / "long.json"))
+    assert (code, "long.json (ntk, for the model as it is)" in " ".join(out.split())) == (0, True)
+    assert json.loads((tmp_path / "long.json").read_text())["rope_theta"] == pytest.approx(40_889.94, abs=0.01)
+    target = tmp_path / "none.json"
+    code, _, err = run("extend", str(CONFIGS / "phi-3-mini-128k.json"), "--to", "262144", "--write", str(target))
+    assert (code, target.exists()) == (2, False)
+    assert "or add --rule base-" in err
+
+
 def test_a_scaled_model_shows_its_starting_point(capsys):
     assert extend(str(CONFIGS / "llama-3.1-8b.json"), 262_144, rule="llama3") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "already scaled by Llama3 to 131,072 positions" in out
-    assert "8,192 → 262,144 positions, 32 ×" in out
+    assert "131,072 → 262,144 positions, 2 × (32 × the original length)" in out
 
 
 def test_a_window_of_all_layers_is_reported(tmp_path, capsys):
@@ -389,7 +399,6 @@ def test_the_config_on_standard_output_is_the_only_output(llama):
         (["--to", "0"], "at least 2"),
         (["--to", "99999999999"], "at most 16777216"),
         (["--to", "16384", "--trained", "1"], "at least 2"),
-        (["--to", "16384", "--write", "out.json"], "no --rule"),
         (["--to", "16384", "--force"], "add --write"),
         (["--to", "16384", "--rule", "pi", "--write", "/proc/nowhere/out.json"], "in an existing folder"),
         (["--to", "16384", "--rule", "pi", "--write", "/proc/out.json"], "a folder that can be written"),

@@ -7,8 +7,8 @@ from ropewalk.hub.extend.rules import RuleName
 
 __all__ = ["MEASURED", "Contender", "Measured", "largest_factor", "measured", "standing"]
 
-# "none" is the model without a rule.
-Contender: TypeAlias = RuleName | Literal["none"]
+# "none" is the model without a rule, "new base" a base that is not the one of `base-bound` or `base-law`.
+Contender: TypeAlias = RuleName | Literal["none", "new base"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,13 @@ class Measured:
         source: The publication.
         higher_is_better: Whether a larger number is better.
         families: The model types that the result is about. Empty if it is evidence for models in general.
-        trained: The trained length of the family, if the publication states it.
+        trained: The trained length of the family, if the publication states it. The result is about models that were
+            trained at this length.
         remark: What else the publication reports.
 
     >>> results = {"pi": "10.65, 20.49", "dynamic": "10.21, 23.29"}
     >>> table = Measured(False, "Llama 2 7B", "perplexity", (2, 4), results, "2402.13753, table 1")
-    >>> table.found("pi"), table.values("pi"), table.margin("dynamic", "pi")
+    >>> table.text("pi"), table.values("pi"), table.margin("dynamic", "pi")
     ('perplexity 10.65, 20.49', (10.65, 20.49), 0)
     """
 
@@ -45,7 +46,7 @@ class Measured:
     trained: int | None = None
     remark: str = ""
 
-    def found(self, rule: Contender) -> str:
+    def text(self, rule: Contender) -> str:
         """Return the result of `rule` as text."""
         numbers = [f"{self.metric} {self.results[rule]}"] if self.results[rule] else []
         without = self.results.get("none", "")
@@ -182,8 +183,7 @@ MEASURED = (
         (8, 8, 8),
         {
             "pi": "6.341, 6.786, 3.775",
-            "base-bound": "6.323, 6.780, 3.771",
-            "base-law": "6.323, 6.780, 3.771",
+            "new base": "6.323, 6.780, 3.771",
             "none": "6.548, 6.816, 3.802",
         },
         _ABF,
@@ -214,7 +214,7 @@ MEASURED = (
 def measured(rule: str, *, tuned: bool) -> list[Measured]:
     """The published results of `rule`, either with fine-tuning or without.
 
-    >>> [figure.found("dynamic") for figure in measured("dynamic", tuned=False)]
+    >>> [figure.text("dynamic") for figure in measured("dynamic", tuned=False)]
     ['perplexity 10.21, 23.29']
     """
     return [figure for figure in MEASURED if rule in figure.results and figure.tuned is tuned]

@@ -56,7 +56,7 @@ class Offer:
             "notes": list(extension.notes),
             "effect": None if self.effect is None else asdict(self.effect),
             "measured": [
-                {"tuned": tuned, "model": figure.model, "found": figure.found(rule), "source": figure.source}
+                {"tuned": tuned, "model": figure.model, "result": figure.text(rule), "source": figure.source}
                 for tuned in (False, True)
                 for figure in measured(rule, tuned=tuned)
             ],

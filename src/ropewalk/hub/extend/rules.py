@@ -28,6 +28,9 @@ FIRST, STEP, HIGHEST = 1.5, 1.004, 1e15
 # The largest number of features per head for which bases are tried. The time is proportional to it; no model has more.
 WIDEST = 512
 _CALLER = Caller("extensions")
+# Trained lengths that makers state for configs with another max_position_embeddings: the config of Qwen3 has room for
+# 8,192 tokens of output (QwenLM/Qwen3, docs/source/inference/transformers.md).
+_STATED_LENGTHS = {("qwen3", 40_960): 32_768, ("qwen3_moe", 40_960): 32_768}
 # Rules with a factor; and those without a trained length, which the caller specifies for them.
 _RELATIVE = (PositionInterpolation, Proportional)
 _OWN_FACTOR = (Yarn, Llama3, *_RELATIVE)
@@ -185,15 +188,16 @@ def start_of(model: Model, trained: int | None = None) -> Start:
             got=repr(spec.frequencies)[:60],
             do="scale its frequencies by hand: Explicit([...])",
         )
-    length = trained or model.lengths.trained
+    in_config = model.lengths.trained
+    length = trained or _STATED_LENGTHS.get((model.model_type or "", in_config or 0), in_config)
     if length is None:
         raise RopewalkError(
             asked=asked,
             expected="the length at which the model was trained before its context was extended",
             got=f"a config that does not contain it; max_position_embeddings is {model.lengths.configured}",
-            do=f"pass {caller.option('trained', 'LENGTH')}",
+            do=f"pass {caller.option('trained', 'LENGTH')}; technical reports and model cards state it",
         )
-    by_caller = trained is not None and trained != model.lengths.trained
+    by_caller = trained is not None and trained != in_config
     return Start(layer, spec, float(base), length, model.lengths.configured, tuple(left.items()), by_caller)
 
 

@@ -134,21 +134,22 @@ def verdict_of(model: Model, start: Start, length: int, offers: Sequence[Offer],
     3. *Loadable.* A candidate applies to the model, and transformers, vLLM or llama.cpp can load it.
     4. *Known frequencies.* Weights work with the frequencies that they were trained with. At least, the slowest pair
        has to be slowed by the ratio of the new length to the present one, to stay within its angles. A candidate
-       changes no frequency by more than this ratio, in either direction. This applies to a model as it is, and to a
-       model that is already used with a rule (YaRN, Llama 3, PI, LongRoPE): of the candidates, it keeps its own
-       rule, with a larger factor. Fine-tuning of other models is not restricted. The ratio excludes the new bases of
-       `base-bound` and `base-law` for a model as it is; their authors propose them for training (2405.14591,
-       2310.05209).
+       changes no frequency by more than this ratio, in either direction. This applies to a model as it is. The ratio
+       excludes the new bases of `base-bound` and `base-law`, which their authors propose for training (2405.14591,
+       2310.05209). A model whose config already has a rule (YaRN, Llama 3, PI, LongRoPE) keeps it with a larger
+       factor. Another rule would replace the frequencies that the weights are used with, so it is not recommended for
+       the model as it is. If the makers propose a rule without tuning, as those of Qwen do, the weights were trained
+       without it, and the rule in the config is not counted.
     5. *Published results* of the same kind, with fine-tuning or without. A rule without any result is not a candidate,
        and neither is a rule that is worse than no rule. Results on the family of the model decide, if there are any.
        Otherwise the best rule has the largest number of rules that it is better than, minus the number of rules that
        it is worse than. A rule is better than another if it is better in more tests of the publications that tested
-       both. This step is skipped for a model that keeps its rule: `MEASURED` has no comparison for such models.
+       both. A model that keeps its rule is not compared: `MEASURED` has no comparison for such models.
     6. *Ties.* The smallest largest change of a frequency, then a score sum that is not negative up to the length
        (2405.14591), then the number of engines that can load the rule.
 
-    The recommendation is *proven* if the published results reach the factor. Otherwise it is the best guess, and the
-    reason states where the results end.
+    The recommendation is *proven* if the published results reach the length divided by the trained length. Otherwise
+    it is the best guess, and the reason states where the results end.
 
     Args:
         model: The model.
@@ -178,12 +179,6 @@ def _only_windows(model: Model, window: int, length: int) -> Verdict:
     return Verdict(alike, alike)
 
 
-def _learned_rule(start: Start) -> bool:
-    """Whether the weights are used with scaled frequencies. Dynamic NTK does not scale any within its reach."""
-    kinds = classify(start.spec.inv_freq(start.reach), plain_inv_freq(start.spec))
-    return start.scaled and not set(kinds) <= {"unchanged", "still"}
-
-
 @dataclass(frozen=True)
 class _Use:
     """A model, a length, and whether the model will be fine-tuned."""
@@ -198,9 +193,28 @@ class _Use:
         return self.model.config.language.data
 
     @property
+    def has_rule(self) -> bool:
+        """Whether the weights are used with the scaled frequencies of the config.
+
+        Dynamic NTK does not scale any frequency within its reach. Weights do not know a rule that the makers of the
+        model propose without tuning.
+        """
+        start = self.start
+        if not start.scaled:
+            return False
+        kinds = classify(start.spec.inv_freq(start.reach), plain_inv_freq(start.spec))
+        proposals = measured(type(start.rule).option or "", tuned=False)
+        return not set(kinds) <= {"unchanged", "still"} and not any(map(self._on_family, proposals))
+
+    @property
     def ratio(self) -> float:
-        """The new length divided by the trained length, or by the reach of the rule that the weights know."""
-        return self.length / (self.start.reach if _learned_rule(self.start) else self.start.trained)
+        """The new length divided by the trained length, or by the reach of the rule of the config."""
+        return self.length / (self.start.reach if self.has_rule else self.start.trained)
+
+    @property
+    def factor(self) -> float:
+        """The new length divided by the trained length, as in publications."""
+        return self.length / self.start.trained
 
     @property
     def words(self) -> str:
@@ -208,17 +222,19 @@ class _Use:
 
     def recommendation(self, offers: Sequence[Offer]) -> Recommendation:
         """Steps 2 to 6 of `verdict_of`."""
-        learned = _learned_rule(self.start)
+        has_rule = self.has_rule
         for offer in offers:
-            if not self.tuned and not learned and offer.extension.spec == self.start.spec:
+            if not self.tuned and not has_rule and offer.extension.spec == self.start.spec:
                 why = "the config already has this rule, which adapts to the length of each sequence"
                 return Recommendation(offer.extension.rule, True, why, None, offer.flags, "nothing has to be changed")
         loadable = [offer for offer in offers if offer.effect is not None and offer.engines]
         known = [offer for offer in loadable if offer.effect and offer.effect.changed <= self.ratio * _ROUNDING]
-        if learned and known:
-            return self._with_own_rule(min(known, key=lambda offer: (not self._is_own(offer), *self._order(offer))))
-        if learned and loadable and not self.tuned:
-            return self._replaces_own_rule(loadable)
+        if has_rule:
+            kept = [offer for offer in known if self._is_own(offer)]
+            if kept:
+                return self._with_own_rule(min(kept, key=self._order))
+            if not self.tuned:
+                return self._without_own_rule()
         rules = [
             offer
             for offer in (loadable if self.tuned else known)
@@ -231,7 +247,7 @@ class _Use:
         rules = of_family or rules
         best = min(rules, key=lambda offer: (-self._score(offer), *self._order(offer)))
         level = [offer for offer in rules if offer is not best and self._score(offer) == self._score(best)]
-        return self._with_published(best, level, replaces=learned)
+        return self._with_published(best, level, replaces=has_rule)
 
     def _is_own(self, offer: Offer) -> bool:
         spec = offer.extension.spec
@@ -240,8 +256,12 @@ class _Use:
     def _published(self, offer: Offer) -> list[Measured]:
         """The published results of a rule: those on the family of the model, or else those on models in general."""
         figures = measured(offer.extension.rule, tuned=self.tuned)
-        of_family = [figure for figure in figures if self.part.get("model_type") in figure.families]
+        of_family = [figure for figure in figures if self._on_family(figure)]
         return of_family or [figure for figure in figures if not figure.families]
+
+    def _on_family(self, figure: Measured) -> bool:
+        trained = figure.trained in (None, self.start.trained)
+        return self.part.get("model_type") in figure.families and trained
 
     def _standing(self, offer: Offer) -> dict[Contender, int]:
         return {"none": 0, **standing(offer.extension.rule, tuned=self.tuned)}
@@ -267,31 +287,43 @@ class _Use:
             f"the config already has {self.start.rule.label}; this changes no frequency by more than"
             f" {self.ratio:.3g} ×, the ratio of the lengths"
         ]
-        if not self.tuned:
-            reasons.append("no published result without tuning: measure retrieval first")
-        proven = self.tuned and self.ratio <= largest_factor(self._published(offer)) * _ROUNDING
-        return self._made(offer, proven=proven, reasons=reasons)
+        if self.tuned:
+            proven = self._is_proven(self._published(offer), reasons)
+        else:
+            proven = False
+            reasons.append("no published result on extending such a model without tuning: measure retrieval first")
+        return self._made(offer, proven=proven, reasons=[*reasons, *self._new_angles(offer)])
 
-    def _replaces_own_rule(self, loadable: list[Offer]) -> Recommendation:
-        names = ", ".join(offer.extension.rule for offer in loadable)
+    def _without_own_rule(self) -> Recommendation:
         why = (
-            f"the config already has {self.start.rule.label}; engines load only {names} for this model, and each"
-            f" changes some frequency by more than {self.ratio:.3g} ×, the ratio of the lengths"
+            f"the config already has {self.start.rule.label}, which no engine loads with another factor for this model;"
+            " any other rule replaces the frequencies that the weights are used with"
         )
         return Recommendation(None, False, why, None, {}, f"stay within {self.start.reach:,} positions")
 
     def _with_published(self, offer: Offer, level: list[Offer], *, replaces: bool) -> Recommendation:
-        figures, effect = self._published(offer), offer.effect
-        factor, reach = self.length / self.start.trained, largest_factor(figures)
+        figures = self._published(offer)
         reasons = [self._evidence(offer, figures), *self._ties(offer, level)]
-        proven = factor <= reach * _ROUNDING
-        if not proven:
-            reasons.append(f"these results end at {reach:g} ×, and this is {factor:.3g} ×: measure retrieval first")
-        if effect is not None and not self.tuned and effect.seen is not None and effect.seen * _ROUNDING < self.length:
-            reasons.append(f"beyond {effect.seen:,.0f} positions, some angles did not occur in training")
+        proven = self._is_proven(figures, reasons)
+        reasons += self._new_angles(offer)
         if replaces:
             reasons.append(f"it replaces {self.start.rule.label}, so the tuning has to be long")
         return self._made(offer, proven=proven, reasons=reasons)
+
+    def _is_proven(self, figures: list[Measured], reasons: list[str]) -> bool:
+        """Whether published results reach the factor. If not, a reason is added that states where they end."""
+        reach = largest_factor(figures)
+        if self.factor <= reach * _ROUNDING:
+            return True
+        end = f"published results {self.words} end at {reach:g} ×" if figures else f"no published result {self.words}"
+        reasons.append(f"{end}, and this is {self.factor:.3g} × the trained length: measure retrieval first")
+        return False
+
+    def _new_angles(self, offer: Offer) -> list[str]:
+        effect = offer.effect
+        if self.tuned or effect is None or effect.seen is None or effect.seen * _ROUNDING >= self.length:
+            return []
+        return [f"beyond {effect.seen:,.0f} positions, some angles did not occur in training"]
 
     def _ties(self, best: Offer, level: list[Offer]) -> list[str]:
         """Why `best` is preferred to rules that published results place on the same level."""
@@ -306,14 +338,11 @@ class _Use:
     def _evidence(self, offer: Offer, figures: list[Measured]) -> str:
         """What publications report on a rule, with the sources."""
         if figures[0].families:
-            text = f"{figures[0].model}: {figures[0].remark} [{figures[0].source}]"
-            if figures[0].trained in (None, self.start.trained):
-                return text
-            option = self.model.config.caller.option("trained", figures[0].trained)
-            return f"{text}; use {option}, because the config has {self.start.trained:,}"
+            return f"{figures[0].model}: {figures[0].remark} [{figures[0].source}]"
         worse: list[Contender] = [other for other, sign in self._standing(offer).items() if sign > 0]
         if not worse:
-            return f"{self.words}, the best published rule of those that engines load for this model"
+            sources = "; ".join(dict.fromkeys(figure.source for figure in figures))
+            return f"{self.words}, no rule that engines load for this model has better published results [{sources}]"
         rule = offer.extension.rule
         sources = [figure.source for figure in figures for other in worse if figure.beats(rule, other)]
         beaten = " and ".join("no rule" if other == "none" else other for other in worse)

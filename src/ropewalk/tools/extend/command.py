@@ -7,8 +7,9 @@ from rich.console import Console
 
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.hub.extend.extension import check_request, extension_of
-from ropewalk.hub.extend.rules import RULE_NAMES, RuleName
+from ropewalk.hub.extend.rules import RuleName
 from ropewalk.hub.extend.stacks import STACKS, Stack
+from ropewalk.hub.extend.verdict import Verdict
 from ropewalk.tools.command_config import CommandLine, read_named_config
 from ropewalk.tools.extend.sheet import all_rules, one_rule, verdict
 from ropewalk.tools.output import require_writable_file, trimmed, write_json
@@ -36,7 +37,8 @@ def extend(
         to: The number of positions to extend to.
         rule: Print the effect of this rule instead of the verdict.
         show_all: Also print the effect of every rule.
-        write: Write the config for `rule` to this file, completely or not at all; "-" for standard output.
+        write: Write the config for `rule`, or for the recommended rule for the model as it is, to this file,
+            completely or not at all; "-" for standard output.
         force: Overwrite `write` if it exists.
         stack: Print the flags of this engine instead of config keys.
         trained: The trained length, if the config lacks it or is wrong.
@@ -62,8 +64,10 @@ def extend(
     console = Console(stderr="-" in (json_file, write), highlight=False, markup=False)
     with Console(stderr=True, highlight=False, markup=False).status("trying bases"):
         extended = extension_of(read_named_config(config, pairing, asked), to, rule=checked_rule, trained=trained)
-    if write is not None and checked_rule is not None:
-        write_json(extended.config(checked_rule), write)
+    written = checked_rule
+    if write is not None:
+        written = checked_rule or _recommended(extended.verdict, f"{asked} --write {write}")
+        write_json(extended.config(written), write)
     if json_file is not None:
         write_json(extended.as_json(), json_file)
     with trimmed(console):
@@ -74,7 +78,8 @@ def extend(
         if show_all:
             all_rules(console, extended, engine)
     if write not in (None, "-"):
-        console.print(f"\nconfig: {write}", soft_wrap=True)
+        use = "" if checked_rule is not None else ", for the model as it is"
+        console.print(f"\nconfig: {write} ({written}{use})", soft_wrap=True)
     return 0
 
 
@@ -102,13 +107,6 @@ def _check(
             )
         return checked_rule, engine
     asked = f"{asked} --write {write}"
-    if rule is None:
-        raise RopewalkError(
-            asked=asked,
-            expected="the rule for the config",
-            got="no --rule",
-            do=f"add --rule and one of {', '.join(RULE_NAMES)}",
-        )
     require_writable_file(write, asked=asked)
     if json_file is not None and (write == json_file or _same_file(write, json_file)):
         raise RopewalkError(
@@ -125,6 +123,20 @@ def _check(
             do="specify another file, or add --force",
         )
     return checked_rule, engine
+
+
+def _recommended(verdict: Verdict | None, asked: str) -> RuleName:
+    """The rule for the model as it is."""
+    if verdict is not None and verdict.as_it_is.rule is not None and verdict.as_it_is.form is not None:
+        return verdict.as_it_is.rule
+    tuned = None if verdict is None else verdict.tuned.rule
+    raise RopewalkError(
+        asked=asked,
+        expected="a rule for the model as it is, or --rule",
+        got="a verdict without such a rule, and no --rule",
+        do="leave out --write to read the verdict"
+        + (f", or add --rule {tuned} and fine-tune the model" if tuned else ""),
+    )
 
 
 def _same_file(one: str, other: str) -> bool:

@@ -97,14 +97,19 @@ def one_rule(console: Console, extended: ModelExtension, stack: Stack | None) ->
 
 
 def _title(console: Console, extended: ModelExtension) -> None:
-    trained = extended.start.trained
-    lengths = f"{number(trained)} → {number(extended.length)} positions, {extended.length / trained:.4g} ×"
+    start, length = extended.start, extended.length
+    first = start.reach if start.scaled else start.trained
+    lengths = f"{number(first)} → {number(length)} positions, {length / first:.4g} ×"
+    if first != start.trained:
+        lengths += f" ({length / start.trained:.4g} × the original length)"
     console.print(Text(f"{extended.model.name}: {lengths}", style="bold"))
 
 
 def _start(console: Console, extended: ModelExtension) -> None:
     start, in_config = extended.start, extended.model.lengths.trained
-    source = "from the config"
+    source = (
+        "from the config" if start.trained == in_config else f"by its makers; {number(in_config or 0)} in the config"
+    )
     if start.trained_by_caller:
         source = "from --trained" + ("" if in_config is None else f"; {number(in_config)} in the config")
     name = "Original" if start.scaled else "Trained"
@@ -219,7 +224,7 @@ def _section(console: Console, offer: Offer, stack: Stack | None) -> None:
     for label, tuned in (("not tuned", False), ("tuned", True)):
         figures = measured(extension.rule, tuned=tuned)
         for figure in figures:
-            _row(console, label, f"{figure.model}: {figure.found(extension.rule)} [{figure.source}]")
+            _row(console, label, f"{figure.model}: {figure.text(extension.rule)} [{figure.source}]")
         if not figures:
             _row(console, label, "no published result")
     if stack is not None:
