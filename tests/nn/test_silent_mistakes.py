@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ropewalk as rw
+from ropewalk.nn.encodings import base
 from ropewalk.nn.encodings.bias import T5Bias
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
@@ -23,6 +24,12 @@ EMBEDDINGS = {
 }
 
 
+@pytest.fixture
+def nothing_embedded(monkeypatch):
+    monkeypatch.setattr(base, "_EMBEDDED", set())
+
+
+@pytest.mark.usefixtures("nothing_embedded")
 @pytest.mark.parametrize("name", EMBEDDINGS)
 @pytest.mark.parametrize("layer", [rw.Attention, rw.LinearAttention])
 def test_an_embedding_that_nobody_embedded(name, layer):
@@ -33,9 +40,11 @@ def test_an_embedding_that_nobody_embedded(name, layer):
     ) as caught:
         attention(X)
     assert caught[0].filename == __file__
+    # A copy of the layer has a copy of the encoding.
+    copied = copy.deepcopy(attention)
     encoding.embed(X)
     attention(X)
-    copy.deepcopy(attention)(X)
+    copied(X)
 
 
 @pytest.mark.parametrize("name", ["none", "alibi", "rope", "rope-across-heads"])
@@ -54,11 +63,15 @@ def test_an_encoding_of_a_user_is_not_suspected():
     rw.Attention(16, 2, encoding=Shifted())(X)
 
 
-def test_a_compiled_model_is_not_suspected():
-    encoding = rw.encoding("sinusoidal", dim=16, num_heads=2)
+@pytest.mark.usefixtures("nothing_embedded")
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_a_compiled_embedding_is_noticed(name):
+    encoding = rw.encoding(name, dim=16, num_heads=2, **EMBEDDINGS[name])
     attention = rw.Attention(16, 2, encoding=encoding)
-    compiled = torch.compile(lambda x: attention(encoding.embed(x)), fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(X), attention(encoding.embed(X)))
+    compiled = torch.compile(encoding.embed, fullgraph=True, backend="eager")
+    torch.testing.assert_close(attention(compiled(X)), attention(encoding.embed(X)))
+    whole = torch.compile(lambda x: attention(encoding.embed(x)), fullgraph=True, backend="eager")
+    torch.testing.assert_close(whole(X), attention(encoding.embed(X)))
 
 
 def test_a_causal_bias_in_a_layer_that_is_not_causal():
@@ -69,6 +82,10 @@ def test_a_causal_bias_in_a_layer_that_is_not_causal():
         rw.Attention(16, 2, encoding=T5Bias(2))
     for causal in (False, True):
         rw.Attention(16, 2, causal=causal, encoding=T5Bias(2, causal=causal))
+        # `causal` of an encoding of a user can mean anything.
+        encoding = Shifted()
+        encoding.causal = True
+        rw.Attention(16, 2, causal=causal, encoding=encoding)
 
 
 def test_one_cache_for_two_layers():
@@ -83,7 +100,7 @@ def test_one_cache_for_two_layers():
         assert torch.equal(cache.lengths, lengths)
         first(X[:, :1], cache=cache)
         # A copy belongs to no layer yet, and neither does a cache that was emptied.
-        for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        for other in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
             copy.deepcopy(first)(X[:, :1], cache=other)
         cache.reset()
         second(X, cache=cache)

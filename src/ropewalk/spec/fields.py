@@ -6,8 +6,15 @@ from typing import Protocol, cast, runtime_checkable
 from ropewalk.errors import RopewalkError, as_float, require_count, require_positive, shown
 from ropewalk.spec.value import DataclassValue
 
-# The default of a factor that has to be passed: without one, a rule for longer contexts would be plain RoPE.
-REQUIRED = float("nan")
+
+class _Required(float):
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+# The default of a factor that has to be passed: without one, a rule for longer contexts would be plain RoPE. It follows
+# the base, which has a default.
+REQUIRED = _Required("nan")
 # An upper bound for lengths that float64 represents exactly.
 LONGEST = 1 << 53
 

@@ -87,7 +87,7 @@ Rule = Annotated[
 AllRules = Annotated[bool, typer.Option("--all", help="Show every rule, with figures and published results.")]
 WriteConfig = Annotated[
     str | None,
-    typer.Option("--write", metavar="OUT.json", help="Write the config of the rule, or of the verdict; - for standard output."),
+    typer.Option("--write", metavar="OUT.json", help="Write the config of the rule or verdict; - for standard output."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite OUT.json if it exists.")]
 Stack = Annotated[

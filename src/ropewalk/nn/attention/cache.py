@@ -143,7 +143,8 @@ class KVCache:
             asked=f"{type(layer).__name__}(x, cache=...)",
             expected="a cache of this layer alone: it contains the keys and values of one layer",
             got="a cache with the tokens of another layer",
-            do="create one cache per layer: caches = [KVCache(...) for _ in layers]; reset() frees a cache for reuse",
+            do="create one cache per layer: caches = [KVCache(...) for _ in layers]; for a copy of the layer, pass"
+            " copy.copy(cache)",
         )
 
     def belongs_to(self, layer: nn.Module) -> None:

@@ -28,7 +28,7 @@ class _Table(Encoding):
     """An encoding with a parameter `weight` [length, dim]: one row per position."""
 
     relative = False
-    embedded: bool | None = False
+    only_embeds = True
 
     def __init__(self, dim: int, *, length: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class SinusoidalEncoding(Encoding):
 
     name = "sinusoidal"
     relative = False
-    embedded: bool | None = False
+    only_embeds = True
     held: ClassVar[tuple[str, ...]] = ("_theta",)
 
     def __init__(self, dim: int, *, base: float = 10_000.0) -> None:
@@ -173,7 +173,7 @@ class ConcatenatedEncoding(Encoding):
 
     name = "concatenated"
     relative = False
-    embedded: bool | None = False
+    only_embeds = True
     held: ClassVar[tuple[str, ...]] = ("_theta",)
 
     def __init__(self, dim: int, *, width: int, length: int | None = None, base: float | None = None) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown, warn
 from ropewalk.kernels.constructors import empty
-from ropewalk.kernels.torch_internals import fake_mode
+from ropewalk.kernels.torch_internals import constant_to_compiler, fake_mode
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids, check_positions
 from ropewalk.nn.scripting import refuse_scripting
@@ -53,7 +53,8 @@ class Encoding(nn.Module):
         held: Names of tensors created by `kernels.constructors.constant`. They follow the device of the module, and
             ignore casts and `to_empty`.
         flex_options: `kernel_options` for FlexAttention, used with `score_mod`; None for the defaults.
-        embedded: Whether `embed` was called, for encodings that have no other hook; None if a layer cannot know.
+        only_embeds: Whether `embed` is the only hook that adds positions. It has to call `note_embedded` then: a layer
+            warns if no encoding of the class has ever embedded.
 
     >>> Encoding().bias(None, None) is None
     True
@@ -64,7 +65,7 @@ class Encoding(nn.Module):
     linear: ClassVar[bool] = True
     held: ClassVar[tuple[str, ...]] = ()
     flex_options: ClassVar[dict[str, object] | None] = None
-    embedded: bool | None = None
+    only_embeds: ClassVar[bool] = False
 
     @property
     def length(self) -> int | None:
@@ -142,10 +143,8 @@ class Encoding(nn.Module):
         return self.score_mod(q_positions, k_positions)
 
     def note_embedded(self) -> None:
-        """Record that `embed` was called. An `embed` of a class with `embedded = False` calls it."""
-        # Under torch.compile it would be a side effect of the graph.
-        if not torch.compiler.is_compiling() and not self.embedded:
-            self.embedded = True
+        """Record that an encoding of this class has embedded tokens."""
+        _note(type(self).__name__)
 
     __prepare_scriptable__ = refuse_scripting
 
@@ -166,12 +165,27 @@ class Encoding(nn.Module):
         return self
 
 
+# Names of the classes of which an encoding has embedded tokens.
+_EMBEDDED: set[str] = set()
+
+
+# Runs while a graph is traced, so that compiled calls count too.
+@constant_to_compiler
+def _note(name: str) -> bool:
+    _EMBEDDED.add(name)
+    return True
+
+
 def warn_if_not_embedded(encoding: Encoding | None, layer: str) -> None:
-    """Warn if an encoding that changes tokens before the first layer was never used.
+    """Warn if an encoding that changes tokens before the first layer was never used, nor another of its class.
+
+    It is recorded per class, because a layer can have a copy of the encoding that embeds.
 
     >>> warn_if_not_embedded(Encoding(), "a doctest")
     """
-    if encoding is None or torch.compiler.is_compiling() or encoding.embedded is not False:
+    if encoding is None or torch.compiler.is_compiling() or not encoding.only_embeds:
+        return
+    if type(encoding).__name__ in _EMBEDDED:
         return
     warn(
         asked=f"{layer}(x) with the encoding {encoding.name!r}",

@@ -192,7 +192,7 @@ class AlibiBias(Encoding):
 
 
 def check_causal(encoding: object, causal: bool, *, layer: str) -> None:
-    """Raise or warn if an encoding that distinguishes causal models contradicts its layer. Others have no `causal`.
+    """Raise or warn if T5's bias contradicts its layer. Other encodings do not distinguish causal models.
 
     Args:
         encoding: The encoding of the layer.
@@ -207,13 +207,12 @@ def check_causal(encoding: object, causal: bool, *, layer: str) -> None:
 
     >>> check_causal(T5Bias(1, causal=True), True, layer="a doctest")
     """
-    own = getattr(encoding, "causal", None)
-    if not isinstance(own, bool) or own == causal:
+    if not isinstance(encoding, T5Bias) or encoding.causal == causal:
         return
-    name = type(encoding).__name__
-    asked, expected = f"{layer}(causal={causal}, encoding={name}(causal={own}))", "the same causal in both"
+    name = f"{type(encoding).__name__}(causal={encoding.causal})"
+    asked, expected = f"{layer}(causal={causal}, encoding={name})", "the same causal in both"
     do = f'create the encoding with causal={causal}: encoding("t5", dim=..., num_heads=..., causal={causal})'
-    if own:
+    if encoding.causal:
         got = "a bias with one number for all keys after a query, in a layer in which these keys are visible"
         raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
     got = "a bias with half of its buckets for keys after a query, which the layer hides"

@@ -38,7 +38,7 @@ class RecurrentEncoding(Encoding):
     """
 
     name = "recurrent"
-    embedded: bool | None = False
+    only_embeds = True
 
     def __init__(self, dim: int) -> None:
         super().__init__()
