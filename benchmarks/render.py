@@ -204,12 +204,13 @@ def speedup(model: str, kind: str, compiled: bool, path: str = "ropewalk") -> fl
 
 @block("whole-models")
 def whole_models(page: str) -> str:
-    kinds, models = ("forward", "training step"), ("Qwen3 1.7B", "Llama 1.2B")
-    eager = [[f"{speedup(model, kind, False):.2f} ×" for kind in kinds] for model in models]
-    compiled = [speedup(model, kind, True) for model in models for kind in kinds]
+    kinds, models = ("forward", "training step", "generate"), ("Qwen3 1.7B", "Llama 1.2B")
+    eager = {model: [f"{speedup(model, kind, False):.2f} ×" for kind in kinds] for model in models}
+    compiled = [speedup(model, kind, True) for model in models for kind in kinds[:2]]
+    named = ", ".join(f"{ratio} ({kind})" for ratio, kind in zip(eager[models[0]], kinds, strict=True))
     return (
-        f"{models[0]} {eager[0][0]} (forward) and {eager[0][1]} (training step), {models[1]} {' and '.join(eager[1])};"
-        f" compiled, where the compiler fuses too, {min(compiled):.2f} to {max(compiled):.2f} ×"
+        f"{models[0]} {named}, {models[1]} {', '.join(eager[models[1]])}; compiled, where the compiler fuses too,"
+        f" {min(compiled):.2f} to {max(compiled):.2f} ×"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from page_results import program, unchecked_results
+from ropewalk.tools.cli import app
 from slow import slow
 
 ROOT = Path(__file__).parent.parent
@@ -109,3 +110,23 @@ def test_the_site_names_every_page_once():
     pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
     # A hook of the build adds the changelog, which is not in docs/.
     assert sorted(named) == sorted([*pages, "CHANGELOG.md"])
+
+
+# Pages with the output of a command, the command, and its config.
+OUTPUTS = [
+    ("README.md", ["inspect"], "llama-3.1-8b"),
+    ("docs/inspect.md", ["inspect"], "llama-3.1-8b"),
+    ("docs/extending.md", ["extend", "--to", "16384"], "llama-2-7b"),
+]
+
+
+@pytest.mark.parametrize(("page", "command", "name"), OUTPUTS, ids=lambda value: str(value))
+def test_output_on_a_page_is_that_of_the_command(page, command, name, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    config = ROOT / "src" / "ropewalk" / "data" / "configs" / f"{name}.json"
+    app([command[0], str(config), *command[1:]], standalone_mode=False)
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = [part for language, part in fenced if not language and name in part]
+    assert printed.startswith(block.removeprefix("$ ropewalk inspect config.json\n").rstrip())

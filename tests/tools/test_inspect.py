@@ -226,7 +226,7 @@ def test_configs_side_by_side(wide, capsys, monkeypatch):
     assert "≠ base 10,000" in rows
     assert any(line.split() == ["pairing", "half", "half", "half"] for line in lines)
     assert sum(line.strip() in ("sliding_attention", "full_attention") for line in lines) == 2
-    assert lines[-1] == "≠ marks rows that differ."
+    assert lines[-1] == "≠ marks rows in which the configs differ."
 
 
 FOUR = [
@@ -241,7 +241,7 @@ FOUR = [
 def test_four_configs_fit_into_one_table_of_80_columns(names, capsys, narrow):
     assert inspect([config(name) for name in names]) == 0
     lines = capsys.readouterr().out.splitlines()
-    table = lines[: lines.index("≠ marks rows that differ.")]
+    table = lines[: lines.index("≠ marks rows in which the configs differ.")]
     assert max(map(len, lines)) <= 80
     assert sum("model_type" in line for line in table) == 1
     assert "…" not in "".join(lines)

@@ -33,8 +33,10 @@ def comparison(inspections: Sequence[Inspection], width: int) -> RenderableType:
     tables: list[RenderableType] = []
     for start in range(0, len(inspections), fit):
         shown = range(start, min(start + fit, len(inspections)))
-        wrap = max(COLUMN, (width - NAMES + 1) // len(shown) - 1)
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+        # A second space between columns, if there is room.
+        space = int(len(shown) < fit)
+        wrap = max(COLUMN, (width - NAMES + 1 - 2 * space) // len(shown) - 1 - space)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, space, 0, 0))
         table.add_column("", width=1)
         table.add_column("", max_width=NAMES - 3, overflow="fold")
         for i in shown:
@@ -50,7 +52,7 @@ def comparison(inspections: Sequence[Inspection], width: int) -> RenderableType:
             cells = (Text(textwrap.fill(values[i], wrap), style=style) for i in shown)
             table.add_row("≠" if differs else "", name, *cells)
         tables += [table, ""]
-    return Group(*tables, "≠ marks rows that differ.")
+    return Group(*tables, "≠ marks rows in which the configs differ.")
 
 
 def rows_of(inspections: Sequence[Inspection]) -> list[Row]:

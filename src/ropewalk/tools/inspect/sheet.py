@@ -203,6 +203,8 @@ def _frequencies(layer: Layer, view: View, lengths: Lengths) -> Table:
             *([Text(kind, style=KIND_STYLES[kind])] if changes else []),
             end_section=following is not None and kinds[following] != kind,
         )
+        if following is not None and following > pair + 1 and kinds[following] == kind:
+            table.add_row("⋮")
     return table
 
 
