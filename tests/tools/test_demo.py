@@ -23,10 +23,9 @@ import ropewalk as rw
 from ropewalk.claims import CHAPTERS, Verdict
 from ropewalk.hub.bundled import bundled_config, bundled_names
 from ropewalk.hub.configs.model import read_model
-from ropewalk.tools.demo import agreement, command, speed
-from ropewalk.tools.demo.agreement import LIMIT, compare, rotation_error
+from ropewalk.tools.demo import command, sheet, speed
 from ropewalk.tools.demo.formula import formula_of
-from ropewalk.tools.demo.statements import STATEMENTS
+from ropewalk.tools.demo.statements import STATEMENTS, false_statements
 from ropewalk.tools.demo.steps import Steps
 from slow import slow
 from tools.command import Outcome, ropewalk
@@ -63,7 +62,15 @@ def quick(monkeypatch, tmp_path):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Without pictures, which take longer than everything else."""
-    monkeypatch.setattr(command, "_pictures", lambda *_: ([], "none"))
+    monkeypatch.setattr(command, "_draw", lambda *_: "none")
+
+
+@pytest.fixture
+def short(undrawn, monkeypatch):
+    """Without pictures, statements and a longer context."""
+    monkeypatch.setattr("ropewalk.tools.demo.statements.false_statements", list)
+    refused = rw.RopewalkError(asked="a longer context", expected="a test of it", got="another test", do="nothing")
+    monkeypatch.setattr(command, "_extended", lambda _: refused)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +78,7 @@ def default(tmp_path_factory):
     """The output of the command without arguments, in the folder in which it ran."""
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch)
-        patch.setattr(command, "_pictures", lambda *_: ([], "none"))
+        patch.setattr(command, "_draw", lambda *_: "none")
         patch.chdir(tmp_path_factory.mktemp("default"))
         return ropewalk("demo"), Path.cwd()
 
@@ -220,6 +227,52 @@ def test_bad_input_is_one_message_with_four_parts_and_exit_code_2(arguments, mes
     assert ("PyTorch" in result.stderr) is False
 
 
+@pytest.mark.parametrize("name", ["agreement.png", "wavelengths.png", "llama-3.1-8b.json"])
+def test_a_folder_in_the_place_of_an_output_is_refused_before_anything_is_measured(name):
+    (Path("build/demo") / name).mkdir(parents=True)
+    result = ropewalk("demo")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert all(part in result.stderr for part in ("asked:", "expected:", "got:", "do this:"))
+    assert name in result.stderr
+    assert "PyTorch" not in result.stderr
+    assert [path.name for path in Path("build/demo").iterdir()] == [name], "nothing was written"
+
+
+@pytest.mark.usefixtures("short")
+def test_a_copy_of_a_bundled_config_is_written_once_and_an_edited_one_is_kept_and_used():
+    path, copy = bundled_config("llama-2-7b"), Path("build/demo/llama-2-7b.json")
+    assert path is not None
+    copy.parent.mkdir(parents=True)
+    shutil.copy(path, copy)
+    written = copy.stat().st_ino
+    result = ropewalk("demo", "llama-2-7b")
+    assert (result.returncode, copy.stat().st_ino) == (0, written), "the same file is not written again"
+    assert "differs from the bundled" not in result.stdout
+    edited = json.dumps(json.loads(copy.read_text(encoding="utf-8")) | {"rope_theta": 123_456.0})
+    copy.write_text(edited, encoding="utf-8")
+    result = ropewalk("demo", "llama-2-7b")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert copy.read_text(encoding="utf-8") == edited
+    assert "base 123,456" in result.stdout
+    assert "which differs from the bundled one" in " ".join(result.stdout.split())
+    check_lines(result)
+    run_code(result, copy)
+    copy.write_text("{", encoding="utf-8")
+    result = ropewalk("demo", "llama-2-7b")
+    assert result.returncode == 2
+    assert "not JSON" in result.stderr
+
+
+@pytest.mark.usefixtures("short")
+def test_a_narrow_terminal_cuts_no_figure():
+    result = ropewalk("demo", "small.json", columns=60)
+    assert result.returncode == 0, result.stderr
+    assert "…" not in result.stdout
+    assert "1,000,000" in result.stdout
+    sections = [part for part in re.split(r"(?m)^(?=\d\. )", result.stdout) if not part.startswith(("2.", "7."))]
+    assert max(len(line) for part in sections for line in part.splitlines()) <= 60
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_path_is_preferred_to_a_bundled_name():
     Path("llama-2-7b").mkdir()
@@ -256,45 +309,46 @@ def test_a_pairing_for_an_unknown_family_is_in_the_code_too():
     assert "ropewalk verify" in result.stdout
 
 
-@pytest.mark.usefixtures("undrawn")
-def test_a_measurement_that_contradicts_is_exit_code_1(monkeypatch):
-    monkeypatch.setattr(agreement, "LIMIT", 0.0)
-    result = ropewalk("demo", "small.json")
+@pytest.mark.parametrize("broken", [{"pairing": "interleaved"}, {"rotary_dim": 4}, {"frequencies": rw.Plain(9_999.0)}])
+@pytest.mark.usefixtures("short")
+def test_a_wrong_module_is_exit_code_1(monkeypatch, broken):
+    layer_of = sheet.main_layer
+
+    def wrong(inspection):
+        layer, spec = layer_of(inspection)
+        return layer, dataclasses.replace(spec, **broken)
+
+    monkeypatch.setattr(sheet, "main_layer", wrong)
+    result = ropewalk("demo", "small.json", "--json", "demo.json")
     assert result.returncode == 1
     assert "WRONG" in result.stdout
+    assert "bit for bit" not in result.stdout
+    assert json.loads(Path("demo.json").read_text(encoding="utf-8"))["agrees"] is False
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-2-7b", "llama-3.1-8b", "gpt-j-6b", "gpt-neox-20b", "deepseek-v3", "qwen2-vl-7b", "phi-3-mini-128k"]
-)
-def test_the_rotation_agrees_with_the_formula_as_loaded_and_with_float64_if_exact(name):
-    rows = compare(rotating(name), POSITIONS)
-    assert [row.position for row in rows] == list(POSITIONS)
-    assert all(row.to_formula <= LIMIT and row.exact <= LIMIT and row.agrees and row.same_tables for row in rows)
-    # float32 angles have an error that grows with the position: that of the frequency, times the position.
-    assert rows[-1].formula > 100 * LIMIT
-    assert rows[-1].formula > 100 * rows[0].formula
+@pytest.mark.usefixtures("undrawn")
+def test_a_measurement_that_contradicts_its_verdict_is_exit_code_1(monkeypatch):
+    entries = false_statements()
+    finding = dataclasses.replace(entries[0].finding, stated=True)
+    contradicted = [dataclasses.replace(entries[0], finding=finding), *entries[1:]]
+    monkeypatch.setattr("ropewalk.tools.demo.statements.false_statements", lambda: contradicted)
+    result = ropewalk("demo", "small.json")
+    assert result.returncode == 1
+    assert "WRONG VERDICT" in result.stdout
 
 
-def test_a_wrong_rotation_does_not_agree():
-    spec = rw.RopeSpec(8, pairing="half")
-    x = torch.randn(1, 2, 3, 8)
-    y = rw.RotaryEmbedding(spec)(x)
-    assert rotation_error(y, y.double(), spec) == 0
-    assert (
-        rotation_error(rw.RotaryEmbedding(dataclasses.replace(spec, pairing="interleaved"))(x), y.double(), spec) > 0.1
-    )
-    # An angle that is wrong by 1e-3 is an error of 1e-3, for every size of a pair.
-    rotated = rw.RotaryEmbedding(dataclasses.replace(spec, frequencies=rw.Explicit((1.0, 0.1, 0.01, 0.002))))(x * 1e-5)
-    right = rw.RotaryEmbedding(dataclasses.replace(spec, frequencies=rw.Explicit((1.0, 0.1, 0.01, 0.001))))(x * 1e-5)
-    assert rotation_error(rotated, right.double(), spec) == pytest.approx(2e-3, rel=1e-2)
-    # Features that are not rotated are copies.
-    partial = rw.RopeSpec(8, rotary_dim=4)
-    copied = torch.ones(1, 8)
-    assert rotation_error(copied, copied.double(), partial) == 0
-    copied[0, 7] += 1e-6
-    assert rotation_error(copied, torch.ones(1, 8).double(), partial) == float("inf")
-    assert rotation_error(torch.full((1, 8), torch.nan), torch.ones(1, 8).double(), spec) == float("inf")
+@pytest.mark.usefixtures("short")
+def test_without_a_formula_the_demo_says_that_agreement_with_transformers_is_not_shown():
+    shutil.copy(CONFIGS / "falcon-7b.json", "config.json")
+    result = ropewalk("demo", "config.json", "--json", "demo.json")
+    assert result.returncode == 0, result.stderr
+    check_lines(result)
+    section = " ".join(result.stdout.split("3. Agreement")[1].split("4. Speed")[0].split())
+    assert "Agreement with transformers is not shown for this model: no formula is written for the family" in section
+    assert "bit for bit" not in section
+    record = json.loads(Path("demo.json").read_text(encoding="utf-8"))
+    assert "falcon" in record["not_compared_with_transformers"]
+    assert [row["to_formula"] for row in record["agreement"]] == [None] * len(POSITIONS)
 
 
 @pytest.mark.parametrize(
@@ -341,10 +395,43 @@ def test_speed_is_measured_on_the_device():
     assert all(row.ratio > 0 for row in rows)
 
 
-def test_the_three_statements_do_not_hold_and_are_not_disputed():
+@pytest.mark.usefixtures("short")
+def test_the_times_are_named_wall_clock_and_a_gpu_has_finished_before_the_clock_stops(monkeypatch):
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("finished"))
+    speed._finished(lambda: events.append("call"), 3, "cuda")()
+    speed._finished(lambda: events.append("call"), 1, "cpu")()
+    assert events == ["call", "call", "call", "finished", "call"]
+    assert "4. Speed (wall clock): " in ropewalk("demo", "small.json").stdout
+
+
+# Claims whose verdict, reading or source a review disputed.
+DISPUTED = {
+    *("linear.denominator-random", "linear.encodings", "linear.bias-quadratic", "code.negative-id", "decay.score"),
+    *("decay.figure", "derivation.one-g", "order.indistinguishable", "order.qk-unchanged", "decay.farther-lower"),
+    *("derivation.original-score", "rotation.needs-m", "rotation.theta-mixed", "decay.pair-index", "heads.range"),
+    *("heads.relative", "linear.kernel", "linear.lookup", "derivation.unique", "decay.random"),
+    *("absolute.sinusoid-behind-w", "code.subscript", "derivation.g-arguments", "rotation.columns"),
+    *("rotation.q-and-v", "absolute.relative-is-absolute", "order.captures"),
+}
+# What the cited source itself states: a number in a note, table 2 of a paper, and theorem 2.1 of a paper.
+STATED_BY = {"decay.s20": "002_05d79ddbe4245e16.txt", "men.table-2": "2405.14591", "pi.bound": "2306.15595"}
+
+
+def test_the_three_statements_do_not_hold_are_not_disputed_and_are_made_by_their_source():
     claims = {claim.id: claim for chapter in CHAPTERS for claim in chapter.claims}
     assert len(STATEMENTS) == 3
     assert all(claims[name].verdict is Verdict.FAILS for name in STATEMENTS)
+    assert DISPUTED.isdisjoint(STATEMENTS)
+    assert {name: claims[name].source.split(", ")[-1] for name in STATEMENTS} == STATED_BY
+
+
+def test_paraphrases_have_no_quotation_marks(default):
+    section = default[0].stdout.split("6. Three false statements, paraphrased")[1].split("7. What")[0]
+    assert not set(section) & set('“”"«»„')
+    text = " ".join(section.split())
+    for entry in false_statements():
+        assert f": {entry.claim.statement} measured: {entry.finding.measured}" in text
 
 
 class Terminal(io.StringIO):

@@ -22,6 +22,7 @@ from ropewalk.tools.output import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:
     from ropewalk.tools.demo.agreement import Agreement
+    from ropewalk.tools.demo.oracle import Oracle
 
 __all__ = ["demo"]
 
@@ -30,6 +31,8 @@ POSITIONS = (1_000, 10_000, 100_000, 1_000_000)
 LONGER = 4
 # The number of positions in the picture.
 POINTS = 61
+# The names of the pictures.
+PICTURES = ("agreement", "wavelengths")
 
 
 def demo(config: str, *, plots: Path, json_file: str | None = None, pairing: str | None = None) -> int:
@@ -37,7 +40,8 @@ def demo(config: str, *, plots: Path, json_file: str | None = None, pairing: str
 
     Args:
         config: The path of a config.json or of a model folder, or the name of a bundled config.
-        plots: Write pictures, and a bundled config, to this folder.
+        plots: Write pictures, and a copy of a bundled config, to this folder. A copy that was edited is read instead of
+            the bundled config.
         json_file: Write everything to this file as JSON; "-" for standard output.
         pairing: The pairing, if the model family is unknown.
 
@@ -53,27 +57,32 @@ def demo(config: str, *, plots: Path, json_file: str | None = None, pairing: str
         require_writable_file(json_file, asked=f"{asked} --json {json_file}")
     # If JSON is written to standard output, everything else goes to standard error.
     output = Console(stderr=json_file == "-", highlight=False, markup=False)
-    with Steps(Console(stderr=True, highlight=False, markup=False), total=4) as steps:
-        steps.begin("reading the config")
+    with Steps(Console(stderr=True, highlight=False, markup=False), total=3) as steps:
         path = _located(config, asked)
-        model = read_named_config(path, pairing, asked)
+        # A copy of a bundled config is short to type, and may be edited: then it is the user's, and is not overwritten.
+        copy, bundled = (None, None) if path == config else (plots / Path(path).name, Path(path))
+        edited = copy is not None and bundled is not None and _differs(copy, bundled)
+        model = read_named_config(str(copy) if edited else path, pairing, asked)
         inspection = inspection_of(model)
-        require_writable_folder(plots, asked=f"{asked} --plots {plots}")
-        if path != config:
-            # A copy that is short to type, and that may be edited.
-            path = str(plots / Path(path).name)
-            write_whole((bundled_config(config) or Path(path)).read_bytes(), path)
+        pictures = [str(plots / f"{name}.png") for name in PICTURES]
+        _require_outputs(plots, [*pictures, *([] if copy is None else [str(copy)])], asked)
+        if copy is not None and bundled is not None:
+            path = str(copy)
+            if not copy.exists():
+                write_whole(bundled.read_bytes(), path)
+        origin = f"{path}, which differs from the bundled one; to restore that, delete it" if edited else ""
         layer, spec = sheet.main_layer(inspection)
         code = sheet.code_for(path, layer.name, pairing)
-        steps.show(output, sheet.rope(inspection), sheet.module(code))
+        steps.show(output, sheet.rope(inspection, origin), sheet.module(code))
 
         steps.begin("loading PyTorch")
         import torch
 
         from ropewalk.tools.demo import agreement, speed, statements
 
-        rows = agreement.compare(spec, POSITIONS)
-        steps.show(output, sheet.agreement(rows))
+        oracle, not_shown = _oracle(path, layer.name, pairing)
+        rows = agreement.compare(spec, oracle, POSITIONS)
+        steps.show(output, sheet.agreement(rows, not_shown))
 
         steps.begin("timing the rotation, five seconds")
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,9 +99,9 @@ def demo(config: str, *, plots: Path, json_file: str | None = None, pairing: str
         entries = statements.false_statements()
         steps.show(output, sheet.statements([(entry, statements.source_of(entry)) for entry in entries]))
 
-        pictures, missing = _pictures(inspection, agreement.compare(spec, _spaced()), plots)
+        missing = _draw(inspection, agreement.compare(spec, oracle, _spaced()), pictures)
         to = extended.length if isinstance(extended, ModelExtension) else None
-        steps.show(output, sheet.next_commands(path, to, ", ".join(pictures) or missing))
+        steps.show(output, sheet.next_commands(path, to, missing or ", ".join(pictures)))
     agrees = all(row.agrees for row in rows) and not any(entry.contradicted for entry in entries)
     if json_file is not None:
         record = {
@@ -100,16 +109,42 @@ def demo(config: str, *, plots: Path, json_file: str | None = None, pairing: str
             "inspection": inspection.as_json(),
             "code": code,
             "agreement": [asdict(row) | {"agrees": row.agrees} for row in rows],
+            "not_compared_with_transformers": not_shown or None,
             "device": machine,
             "dtype": dtype,
             "speed": [asdict(row) | {"ratio": row.ratio} for row in times],
             "extension": extended.as_json() if isinstance(extended, ModelExtension) else None,
             "statements": [entry.as_dict() for entry in entries],
-            "pictures": pictures,
+            "pictures": [] if missing else pictures,
             "agrees": agrees,
         }
         write_json(record, json_file)
     return 0 if agrees else 1
+
+
+def _differs(copy: Path, bundled: Path) -> bool:
+    """Whether a file exists and is not the bundled config. One that cannot be read differs: reading it reports why."""
+    try:
+        return copy.is_file() and copy.read_bytes() != bundled.read_bytes()
+    except OSError:
+        return True
+
+
+def _require_outputs(plots: Path, files: Sequence[str], asked: str) -> None:
+    """Check that the folder and every file in it can be written."""
+    require_writable_folder(plots, asked=f"{asked} --plots {plots}")
+    for file in files:
+        require_writable_file(file, asked=f"{asked} --plots {plots}")
+
+
+def _oracle(path: str, layer: str, pairing: str | None) -> "tuple[Oracle | None, str]":
+    """The rotation that the raw config describes, or None and the reason why no formula is written for it."""
+    from ropewalk.tools.demo.oracle import NotCoveredError, oracle_for, read_keys
+
+    try:
+        return oracle_for(read_keys(path), layer, pairing), ""
+    except NotCoveredError as reason:
+        return None, str(reason)
 
 
 def _located(config: str, asked: str) -> str:
@@ -148,7 +183,9 @@ def _verdict(extended: ModelExtension | RopewalkError) -> tuple[str, list[str]]:
     if verdict is None:
         return title, []
     first, second = verdict.as_it_is, verdict.tuned
-    tuned_why = "for the same reason" if second.why in first.why else second.why
+    # Reasons are not repeated.
+    others = [reason for reason in second.why.split("; ") if reason not in first.why.split("; ")]
+    tuned_why = "; ".join(others) or "for the same reason"
     return title, [f"as it is: {first.choice}; {first.why}", f"with fine-tuning: {second.choice}; {tuned_why}"]
 
 
@@ -158,14 +195,13 @@ def _spaced() -> list[int]:
     return sorted({round(last ** (i / (POINTS - 1))) for i in range(POINTS)})
 
 
-def _pictures(inspection: Inspection, rows: "Sequence[Agreement]", folder: Path) -> tuple[list[str], str]:
-    """Draw the pictures. Return their paths, and a text that names the extra if matplotlib is missing."""
+def _draw(inspection: Inspection, rows: "Sequence[Agreement]", targets: Sequence[str]) -> str:
+    """Draw the pictures. Return "", or a text that names the extra if matplotlib is missing."""
     try:
         from ropewalk.tools.demo.plot import draw_agreement
         from ropewalk.tools.inspect.plot import draw
     except RopewalkError as error:
-        return [], f"none, {error.got}: {error.do}"
-    targets = [str(folder / f"{name}.png") for name in ("agreement", "wavelengths")]
+        return f"none, {error.got}: {error.do}"
     draw_agreement(rows, inspection.model.lengths, inspection.model.name, targets[0])
     draw([inspection], targets[1])
-    return targets, ""
+    return ""

@@ -1,6 +1,6 @@
-"""transformers' rotation, written from its description: float32 angles, then x cos + rotated(x) sin.
+"""The plain formula that the module is timed against: float32 angles, then x cos + rotated(x) sin.
 
-transformers is an optional dependency, so its own functions are only used in tests.
+The angles are those of the spec, so it proves nothing about them: for that, see `ropewalk.tools.demo.oracle`.
 """
 
 import torch

@@ -14,6 +14,8 @@ __all__ = ["draw_agreement"]
 def draw_agreement(rows: Sequence[Agreement], lengths: Lengths, name: str, target: str) -> None:
     """Draw the error of transformers' formula and of the module with angles="exact", against the exact rotation.
 
+    Without the error of the formula, if the module was not compared with it.
+
     Args:
         rows: The errors, by position.
         lengths: The lengths of the model, which are marked.
@@ -23,12 +25,12 @@ def draw_agreement(rows: Sequence[Agreement], lengths: Lengths, name: str, targe
     positions = [row.position for row in rows]
     with figure(7.1, 3.6) as drawn:
         axes = drawn.subplots()
-        formula = "transformers' formula, float32 angles; ropewalk as loaded"
-        if all(row.same_tables for row in rows):
-            formula += " has the same cos and sin"
-        else:
-            formula += f" is within {max(row.to_formula for row in rows):.0e} of it"
-        axes.plot(positions, [row.formula for row in rows], color=RED, linestyle="--", label=formula)
+        formula, distances = ([getattr(row, name) for row in rows] for name in ("formula", "to_formula"))
+        if None not in formula:
+            label = "transformers' formula, float32 angles; ropewalk as loaded"
+            same = all(row.same_tables for row in rows)
+            label += " has the same cos and sin" if same else f" is within {max(distances):.0e} of it"
+            axes.plot(positions, formula, color=RED, linestyle="--", label=label)
         axes.plot(positions, [row.exact for row in rows], color=BLUE, label='ropewalk with angles="exact"')
         axes.axhline(2.0**-24, color=GREY, linewidth=0.8, linestyle=":", label="one rounding of float32, $2^{-24}$")
         axes.set(xscale="log", yscale="log", xlabel="position", ylabel="error of a rotated pair / its norm")

@@ -4,9 +4,10 @@ import json
 import shlex
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -53,10 +54,22 @@ def _section(title: str, *parts: RenderableType) -> RenderableType:
     return Group(Text(title, style="bold"), *parts, "")
 
 
-def _wrapped(text: str, style: str = "", indent: int = INDENT) -> Text:
-    margin = " " * indent
-    wrapper = textwrap.TextWrapper(WIDTH, margin, margin, break_long_words=False, break_on_hyphens=False)
-    return Text(wrapper.fill(text), style=style, no_wrap=True, overflow="ignore")
+@dataclass(frozen=True)
+class _Paragraph:
+    """Text with an indentation, at most 80 columns wide. Words such as paths are never broken."""
+
+    text: str
+    style: str
+    indent: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        margin, width = " " * self.indent, max(2 * self.indent, min(WIDTH, options.max_width))
+        wrapper = textwrap.TextWrapper(width, margin, margin, break_long_words=False, break_on_hyphens=False)
+        yield Text(wrapper.fill(self.text), style=self.style, no_wrap=True, overflow="ignore")
+
+
+def _wrapped(text: str, style: str = "", indent: int = INDENT) -> RenderableType:
+    return _Paragraph(text, style, indent)
 
 
 def _verbatim(line: str) -> Text:
@@ -64,11 +77,17 @@ def _verbatim(line: str) -> Text:
     return Text(f"{' ' * INDENT}{line}", no_wrap=True, overflow="ignore")
 
 
+def _commented(line: str, comment: str) -> str:
+    """A line with a comment, if there is one and the line has space for it."""
+    whole = f"{line}  # {comment}"
+    return whole if comment and len(whole) <= WIDTH - INDENT else line
+
+
 def _table(*columns: str) -> Table:
     """A table whose first column is text and whose other columns are numbers."""
-    table = Table(box=None, padding=(0, 3, 0, 0), show_edge=False, header_style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     for position, name in enumerate(columns):
-        table.add_column(name, justify="right" if position else "left", no_wrap=True)
+        table.add_column(name, justify="right" if position else "left", no_wrap=position > 0)
     return table
 
 
@@ -87,8 +106,8 @@ def _lengths(lengths: Lengths) -> dict[str, str]:
     return {"original length": _length(lengths.trained), "context length": _length(lengths.configured)}
 
 
-def rope(inspection: Inspection) -> RenderableType:
-    """What the RoPE of the model is, in eight lines."""
+def rope(inspection: Inspection, origin: str = "") -> RenderableType:
+    """What the RoPE of the model is, in eight lines. `origin` is a remark on the config, if there is one."""
     model, (layer, spec) = inspection.model, main_layer(inspection)
     view, lengths = layer.views[-1], model.lengths
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
@@ -96,6 +115,7 @@ def rope(inspection: Inspection) -> RenderableType:
     table.add_column(overflow="fold")
     others = "; ".join(f"{other.title}: {other.kind}" for other in inspection.layers if other is not layer)
     rows = {
+        "config": origin,
         "layers": others and f"{layer.name}; {others}",
         "rule": parameters_of(spec),
         "pairing": pairing_of(spec),
@@ -133,26 +153,47 @@ def code_for(config: str, layer: str, pairing: str | None) -> list[str]:
 
 def module(code: Sequence[str]) -> RenderableType:
     """The code of the module."""
-    *first, last = code
-    lines = [*first, f"{last}  # in the model: q, k = rope(q, k)"]
-    return _section("2. The module", *map(_verbatim, lines))
+    comments = ("", 'or with angles="exact"', "in the model: q, k = rope(q, k)")
+    return _section("2. The module", *map(_verbatim, map(_commented, code, comments)))
 
 
-def agreement(rows: "Sequence[Agreement]") -> RenderableType:
-    """The errors at each position, and their meaning."""
+def agreement(rows: "Sequence[Agreement]", not_shown: str) -> RenderableType:
+    """The errors at each position, and their meaning.
+
+    Args:
+        rows: The errors, by position.
+        not_shown: Why the module is not compared with transformers' formula. Empty if it is.
+    """
+    columns = {
+        "as loaded vs\ntransformers": [row.to_formula for row in rows],
+        "transformers\nvs exact": [row.formula for row in rows],
+        'angles="exact"\nvs exact': [row.exact for row in rows],
+    }
+    shown = {name: errors for name, errors in columns.items() if None not in errors}
     wrong = not all(row.agrees for row in rows)
-    columns = ("position", "as loaded vs\ntransformers", "transformers\nvs exact", 'angles="exact"\nvs exact')
-    table = _table(*columns, *([""] if wrong else []))
-    for row in rows:
-        cells = [f"{error:.1e}" if error else "0" for error in (row.to_formula, row.formula, row.exact)]
-        table.add_row(number(row.position), *cells, *([] if row.agrees else ["WRONG"]))
-    tables = "those" if all(row.same_tables for row in rows) else "nearly those"
-    text = (
-        f"As loaded, cos and sin are {tables} of transformers, as in training."
-        ' With load_spec(..., angles="exact") only float32 roundings remain.'
-    )
+    table = _table("position", *shown, *([""] if wrong else []))
+    for row, *errors in zip(rows, *shown.values(), strict=True):
+        cells = [f"{error:.1e}" if error else "0" for error in errors]
+        table.add_row(number(row.position), *cells, *([] if row.agrees or not wrong else ["WRONG"]))
+    text = _meaning(rows, not_shown, wrong)
     return _section(
         "3. Agreement: largest error of a rotated pair, relative to its norm", _indented(table), _wrapped(text)
+    )
+
+
+def _meaning(rows: "Sequence[Agreement]", not_shown: str, wrong: bool) -> str:
+    """What the errors mean, in one paragraph."""
+    if wrong:
+        return "The module does not agree with what the config describes. Please report this, with the config."
+    if not_shown:
+        return (
+            f"Agreement with transformers is not shown for this model: {not_shown}. Exact is the rotation of the spec"
+            " in float64."
+        )
+    equal = "bit for bit" if all(row.same_tables for row in rows) else "within float32 roundings"
+    return (
+        f'As loaded, cos and sin are transformers\' {equal}; angles="exact" leaves only float32 roundings.'
+        " Separate code reads the config for both references."
     )
 
 
@@ -161,7 +202,7 @@ def speed(rows: "Sequence[Speed]", setting: str) -> RenderableType:
     table = _table("", "ropewalk", "plain formula", "ratio")
     for row in rows:
         table.add_row(row.case, _time(row.ropewalk_ms), _time(row.formula_ms), f"{row.ratio:.1f} ×")
-    return _section(f"4. Speed: {setting}", _indented(table))
+    return _section(f"4. Speed (wall clock): {setting}", _indented(table))
 
 
 def _time(ms: float) -> str:
@@ -178,12 +219,15 @@ def statements(entries: "Sequence[tuple[Entry, str]]") -> RenderableType:
     lines: list[RenderableType] = []
     for entry, source in entries:
         label = "WRONG VERDICT, measured" if entry.contradicted else "measured"
-        measured = f"{label}: {entry.finding.measured} ({entry.claim.method})"
+        measured = f"{label}: {entry.finding.measured}"
+        method = f" ({entry.claim.method})"
+        # A short figure needs its method to be understood.
+        measured += method if len(measured + method) <= WIDTH - 2 * INDENT else ""
         lines += [
-            _wrapped(f"“{entry.claim.statement}” [{source}]"),
+            _wrapped(f"{source[0].upper() + source[1:] if source == 'a note' else source}: {entry.claim.statement}"),
             _wrapped(measured, style="red", indent=2 * INDENT),
         ]
-    return _section("6. False statements of notes and papers (all statements: ropewalk verify)", *lines)
+    return _section("6. Three false statements, paraphrased (all statements: ropewalk verify)", *lines)
 
 
 def next_commands(config: str, to: int | None, pictures: str) -> RenderableType:
@@ -196,6 +240,5 @@ def next_commands(config: str, to: int | None, pictures: str) -> RenderableType:
         ("ropewalk demo CONFIG", f"a config.json, or {', '.join(names)}"),
         ("rw.accelerate(model)", "the fused rotation in a loaded model of transformers"),
     ]
-    commented = [(command, f"{command}  # {text}") for command, text in commands]
-    lines = [line if len(line) <= WIDTH - INDENT else command for command, line in commented]
-    return Group(Text("7. What to type next", style="bold"), *map(_verbatim, lines), _wrapped(f"pictures: {pictures}"))
+    lines = [_verbatim(_commented(command, text)) for command, text in commands]
+    return Group(Text("7. What to type next", style="bold"), *lines, _wrapped(f"pictures: {pictures}"))

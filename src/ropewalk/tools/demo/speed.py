@@ -10,7 +10,7 @@ from torch import Tensor
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.tools.bench.peers import Rotation
-from ropewalk.tools.bench.timing import Candidate, device_times, wall_times
+from ropewalk.tools.bench.timing import Candidate, wall_times
 from ropewalk.tools.demo.formula import formula_of
 
 __all__ = ["K_HEADS", "Q_HEADS", "Speed", "dtype_on", "measure"]
@@ -63,10 +63,10 @@ def measure(spec: RopeSpec, device: str) -> list[Speed]:
 
     Args:
         spec: The rotation.
-        device: "cpu" for wall-clock time, "cuda" for device time.
+        device: "cpu" or "cuda".
 
     Returns:
-        One entry per case.
+        One entry per case, in wall-clock time. On a GPU that of calls in a row, until the device has finished.
     """
     cases = (
         (f"{TOKENS:,} tokens, forward", range(TOKENS), False),
@@ -97,15 +97,27 @@ def _measure(
         FORMULA: formula_of(spec, ids, dtype, length=length, device=device),
     }
     with torch.set_grad_enabled(backward):
-        candidates = [Candidate(name, _call(rotation, q, k, backward)) for name, rotation in rotations.items()]
-        if device != "cpu":
-            rounds = 31
-            times = {name: us * 1e-3 for name, us in device_times(candidates, rounds).items()}
-        else:
-            calls = 20 if len(positions) == 1 else 1
-            rounds = _rounds(candidates, calls, seconds)
-            times = wall_times(candidates, rounds, calls)
+        # Calls that take microseconds, and calls that run on behind the host, are timed several in a row.
+        calls = 20 if len(positions) == 1 or device != "cpu" else 1
+        candidates = [
+            Candidate(name, _finished(_call(rotation, q, k, backward), calls, device))
+            for name, rotation in rotations.items()
+        ]
+        rounds = _rounds(candidates, seconds)
+        times = {name: ms / calls for name, ms in wall_times(candidates, rounds, 1).items()}
     return Speed(case, times[OURS], times[FORMULA], rounds)
+
+
+def _finished(call: Callable[[], object], calls: int, device: str) -> Callable[[], None]:
+    """A function that makes `calls` calls, and returns when the device has finished."""
+
+    def run() -> None:
+        for _ in range(calls):
+            call()
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    return run
 
 
 def _ours(spec: RopeSpec, ids: Tensor, length: int | None, device: str) -> Rotation:
@@ -127,12 +139,12 @@ def _call(rotation: Rotation, q: Tensor, k: Tensor, backward: bool) -> Callable[
     return lambda: torch.autograd.grad(rotation(*leaves), leaves, cotangents)
 
 
-def _rounds(candidates: list[Candidate], calls: int, seconds: float) -> int:
+def _rounds(candidates: list[Candidate], seconds: float) -> int:
     """The number of rounds that take about `seconds`: an odd number from 3 to 301."""
     for candidate in candidates:
         candidate.run()
     start = time.perf_counter()
     for candidate in candidates:
         candidate.run()
-    round_time = calls * (time.perf_counter() - start)
+    round_time = time.perf_counter() - start
     return min(301, max(3, int(seconds / round_time) | 1))
