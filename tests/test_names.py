@@ -59,6 +59,13 @@ def test_every_public_callable_answers_to_every_foreign_name(name):
         (lambda: rw.RotaryEmbedding(8, theta=5e5), "pass base=500000.0: theta is called base here"),
         (lambda: rw.RotaryEmbedding(8, rope_theta=5e5), "pass base=500000.0: rope_theta is called base here"),
         (lambda: rw.RotaryEmbedding(dim=8), "pass head_dim=8: dim is called head_dim here"),
+        (lambda: rw.RotaryEmbedding("config.json"), "read a config first: RotaryEmbedding(load_spec(path))"),
+        (lambda: rw.RopeSpec(8, base=5e5), "the base belongs to the frequencies: RopeSpec(head_dim, Plain(base))"),
+        (
+            lambda: rw.RotaryEmbedding(8, device="cpu"),
+            "omit it: call .to(device) on a module; a rotation has the device and the dtype of q and k",
+        ),
+        (lambda: rw.encoding("rotary", dim=8, num_heads=2), 'pass "rope"'),
         (
             lambda: rw.RotaryEmbedding(8, interleaved=True),
             'pass pairing="interleaved": interleaved is called pairing here',

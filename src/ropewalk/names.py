@@ -64,6 +64,7 @@ _LAYOUT = Argument(
     "the layout belongs to the module: RotaryEmbedding(head_dim, seq_dim=...)",
     note="-2 for [..., seq, head_dim], -3 for [..., seq, heads, head_dim]",
 )
+_PLACE = Argument((), "omit it: call .to(device) on a module; a rotation has the device and the dtype of q and k")
 _IN_PLACE = Argument((), "call rope.rotate_(q, k), which overwrites its arguments")
 _CAUSAL = Argument(("causal",), "omit it: it belongs to attention, and a rotation does not depend on it")
 _MASK = Argument(
@@ -86,7 +87,7 @@ _EPS = Argument(("eps",), "omit it: it belongs to qk_norm_rope")
 # Arguments of other libraries (transformers, rotary-embedding-torch, torchtune, flash-attention, fla, x-transformers,
 # vLLM, MLX, torch.nn), of ropewalk 0.1, and of ropewalk's own functions if they are passed to another one.
 ARGUMENTS: dict[str, Argument] = {
-    **dict.fromkeys(("theta", "rope_theta", "rope_base", "rotary_base", "rotary_emb_base", "base_freq"), _BASE),
+    **dict.fromkeys(("base", "theta", "rope_theta", "rope_base", "rotary_base", "rotary_emb_base", "base_freq"), _BASE),
     **dict.fromkeys(("dim", "head_dim", "dim_head", "head_size", "d_head", "rotary_emb_dim"), _HEAD_DIM),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "model_dim"), _WIDTH),
     **dict.fromkeys(("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads"), _HEADS),
@@ -108,6 +109,7 @@ ARGUMENTS: dict[str, Argument] = {
     **dict.fromkeys(("cos_sin", "position_embeddings", "freqs_cis", "rope_cache", "cos", "sin"), _ANGLES),
     **dict.fromkeys(("seq_before_head_dim", "unsqueeze_dim", "batch_first", "tensor_format"), _LAYOUT),
     **dict.fromkeys(("inplace", "in_place"), _IN_PLACE),
+    **dict.fromkeys(("device", "dtype"), _PLACE),
     "is_causal": _CAUSAL,
     "bidirectional": Argument(("causal",), _CAUSAL.otherwise, {True: "False", False: "True"}),
     **dict.fromkeys(("attention_mask", "attn_mask", "mask"), _MASK),
@@ -137,6 +139,8 @@ VALUES: dict[str, tuple[str, str]] = {
         'pass "half" for weights in the format of transformers, or "interleaved" for the weights that Meta publishes; '
         "load_spec(config) returns the pairing of a config",
     ),
+    **dict.fromkeys(("rotary", "rotary_embedding", "RoPE"), ("rope", 'pass "rope"')),
+    **dict.fromkeys(("absolute", "learned_absolute"), ("learned", 'pass "learned"')),
     "rope-whole-model": ("rope-across-heads", 'pass "rope-across-heads"'),
     "Linear": ("PositionInterpolation", 'write "PositionInterpolation"'),
     "WholeModel": ("AcrossHeads", 'write "AcrossHeads"'),

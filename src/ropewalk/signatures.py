@@ -6,6 +6,7 @@ They name what ropewalk calls the same thing, by the tables of `ropewalk.names`.
 import difflib
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, TypeVar, cast
@@ -183,7 +184,8 @@ def no_attribute(name: str) -> AttributeError:
     use ropewalk.PositionInterpolation
     """
     if name not in MOVED:
-        return AttributeError(f"module 'ropewalk' has no attribute {name!r}")
+        # With the name and the module, Python suggests similar names.
+        return AttributeError(f"module 'ropewalk' has no attribute {name!r}", name=name, obj=sys.modules["ropewalk"])
     return MovedError(
         asked=f"ropewalk.{name}",
         expected="a name that ropewalk has",

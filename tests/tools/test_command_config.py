@@ -83,6 +83,16 @@ def test_advice_is_for_a_command_line(run, config, more, do):
     assert "as a dict" not in run("inspect", "nowhere")[2]
 
 
+def test_a_bundled_config_may_be_named(run, tmp_path, monkeypatch):
+    code, out, _ = run("inspect", "llama-2-7b")
+    assert (code, out.splitlines()[0]) == (0, "llama-2-7b (model_type llama)")
+    assert run("extend", "llama-2-7b", "--to", "16k", "--rule", "pi")[0] == 0
+    # A path of the same name comes first.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-2-7b").mkdir()
+    assert run("inspect", "llama-2-7b")[0] == 2
+
+
 def test_lengths_may_be_typed_short(run):
     llama = str(CONFIGS / "llama-2-7b.json")
     assert "4,096 → 131,072 positions" in run("extend", llama, "--to", "128k", "--rule", "pi")[1]

@@ -1,7 +1,9 @@
 """Reads the configs that commands accept, which are paths, with errors in the words of a command line."""
 
+import os
 from dataclasses import dataclass
 
+from ropewalk.hub.bundled import bundled_config
 from ropewalk.hub.configs import other_files
 from ropewalk.hub.configs.caller import Caller
 from ropewalk.hub.configs.model import Model, model_for
@@ -55,7 +57,7 @@ def read_named_config(config: str, pairing: str | None, asked: str) -> Model:
     """Read the model of a config.
 
     Args:
-        config: The path of a config or of a model folder.
+        config: The path of a config or of a model folder, or the name of a bundled config if there is no such path.
         pairing: The pairing, if the model family is unknown.
         asked: The command, for error messages.
 
@@ -65,7 +67,8 @@ def read_named_config(config: str, pairing: str | None, asked: str) -> Model:
     Raises:
         RopewalkError: If the config cannot be read.
     """
-    return model_for(CommandLine(asked), config, pairing)
+    path = config if os.path.lexists(config) else bundled_config(config) or config
+    return model_for(CommandLine(asked), path, pairing)
 
 
 def refuse_other_files(config: str, asked: str) -> None:

@@ -1,5 +1,7 @@
 """The arguments of RotaryEmbedding that specify the rotation: a head_dim with base and pairing, or a RopeSpec."""
 
+from os import PathLike
+
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import Pairing, RopeSpec
@@ -36,6 +38,13 @@ def spec_of_arguments(head_dim: object, base: float | None, pairing: Pairing | N
             do="create one module per spec that is not None: RotaryEmbedding(specs[layer_type])"
             if layers
             else "read a config with load_spec first; None is a layer without rotation, which needs no module",
+        )
+    if isinstance(head_dim, str | PathLike):
+        raise RopewalkError(
+            asked="RotaryEmbedding(...)",
+            expected="a head_dim, or one RopeSpec",
+            got=shown(head_dim),
+            do="read a config first: RotaryEmbedding(load_spec(path))",
         )
     if not isinstance(head_dim, RopeSpec):
         frequencies = Plain() if base is None else Plain(base)

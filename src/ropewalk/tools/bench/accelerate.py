@@ -89,7 +89,7 @@ def build_model(case: ModelCase) -> nn.Module:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise RopewalkError(
-            asked="bench_accelerate",
+            asked="ropewalk bench accelerate",
             expected="transformers, whose models are timed",
             got="transformers is not installed",
             do="pip install 'ropewalk[hf]'",
@@ -197,8 +197,8 @@ def bench_accelerate(json_file: str | None = None, quick: bool = False, dtype: s
     """Time forward passes on the CPU before and after accelerate. Exits with 1 if the logits differ too much."""
     console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
-        require_writable_file(json_file, asked=f"bench_accelerate --json {json_file}")
-    require_choice(dtype, LIMITS, asked=f"bench_accelerate --dtype {dtype}")
+        require_writable_file(json_file, asked=f"ropewalk bench accelerate --json {json_file}")
+    require_choice(dtype, LIMITS, asked=f"ropewalk bench accelerate --dtype {dtype}")
     cases, rounds = model_cases(quick, dtype), 3 if quick else 11
     first = cases[0]
     console.print(

@@ -83,7 +83,7 @@ def gpu(
 
     Times forward, backward, decoding, and RMSNorm fused with the rotation, next to a copy. Prints medians over
     interleaved rounds with an empty cache. A path with a wrong result gets no time. Exits with 1 if ropewalk has a
-    wrong result. If typer is not installed: python -m ropewalk.tools.bench.gpu.
+    wrong result.
 
     \b
     Examples:
@@ -134,8 +134,7 @@ def attention(
 
     Times softmax, linear attention with and without RoPE, and that of fla if it is installed. Prints medians over
     interleaved rounds, peak memory, and the power of N with which the time grows. A path with a wrong result gets no
-    time. Exits with 1 if ropewalk has a wrong result. If typer is not installed: python -m
-    ropewalk.tools.bench.attention.
+    time. Exits with 1 if ropewalk has a wrong result.
 
     \b
     Examples:
