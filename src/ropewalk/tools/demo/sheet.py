@@ -192,8 +192,8 @@ def _meaning(rows: "Sequence[Agreement]", not_shown: str, wrong: bool) -> str:
         )
     equal = "bit for bit" if all(row.same_tables for row in rows) else "within float32 roundings"
     return (
-        f'As loaded, cos and sin are transformers\' {equal}; angles="exact" leaves only float32 roundings.'
-        " Separate code reads the config for both references."
+        f'As loaded, cos and sin equal transformers\' formula {equal}; angles="exact" leaves float32 roundings.'
+        " Both references are separate code."
     )
 
 
