@@ -132,11 +132,17 @@ def _ours(spec: RopeSpec, ids: Tensor, length: int | None, device: str) -> Rotat
 
 
 def _call(rotation: Rotation, q: Tensor, k: Tensor, backward: bool) -> Callable[[], object]:
-    if not backward:
-        return lambda: rotation(q, k)
-    leaves = [x.detach().requires_grad_() for x in (q, k)]
+    # The last result is kept, as in a model. Otherwise its memory can go back to the system after every call, and
+    # getting it again can take longer than the rotation.
+    kept: list[object] = [None]
+    leaves = [x.detach().requires_grad_(backward) for x in (q, k)]
     cotangents = [torch.ones_like(x) for x in leaves]
-    return lambda: torch.autograd.grad(rotation(*leaves), leaves, cotangents)
+
+    def run() -> None:
+        rotated = rotation(*leaves)
+        kept[0] = torch.autograd.grad(rotated, leaves, cotangents) if backward else rotated
+
+    return run
 
 
 def _rounds(candidates: list[Candidate], seconds: float) -> int:
