@@ -151,7 +151,7 @@ def test_a_foreign_pairing_is_translated(call, value):
 
 def test_the_pairing_of_llama_depends_on_who_published_the_weights():
     with pytest.raises(
-        rw.RopewalkError, match='pass "half" for weights in the format of transformers, or "interleaved"'
+        rw.RopewalkError, match='use "half" for weights in the format of transformers, or "interleaved"'
     ):
         rw.RotaryEmbedding(8, pairing="llama")  # pyright: ignore[reportArgumentType]
 

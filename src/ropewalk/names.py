@@ -123,8 +123,8 @@ ARGUMENTS: dict[str, Argument] = {
     "learned_freq": Argument(("learned",), "it belongs to the module: RotaryEmbedding(head_dim, learned=True)"),
 }
 
-_HALF = 'pass "half": the first half of the features is paired with the second'
-_NEIGHBOURS = 'pass "interleaved": each feature is paired with its neighbour'
+_HALF = 'use "half": the first half of the features is paired with the second'
+_NEIGHBOURS = 'use "interleaved": each feature is paired with its neighbour'
 # Values of other libraries and of ropewalk 0.1: the same value here, and what to do.
 VALUES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(
@@ -136,7 +136,7 @@ VALUES: dict[str, tuple[str, str]] = {
     ),
     "llama": (
         "half",
-        'pass "half" for weights in the format of transformers, or "interleaved" for the weights that Meta publishes; '
+        'use "half" for weights in the format of transformers, or "interleaved" for the weights that Meta publishes; '
         "load_spec(config) returns the pairing of a config",
     ),
     **dict.fromkeys(("rotary", "rotary_embedding", "RoPE"), ("rope", 'pass "rope"')),

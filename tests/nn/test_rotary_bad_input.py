@@ -52,6 +52,7 @@ def test_a_backend_that_is_not_there(monkeypatch):
         ({"k": K.numpy()}, "pass a torch.Tensor of float32"),
         ({"q": Q.to(torch.float8_e5m2)}, "pass a torch.Tensor of float32, float64, bfloat16 or float16"),
         ({"k": torch.ones(2, 2, 6, 8)}, "5 queries and 6 keys"),
+        ({"positions": torch.arange(4)}, r"if q and k are \[batch, seq, heads, head_dim\], .* seq_dim=-3"),
         ({"k": torch.ones(2, 2, 3, 8)}, "5 queries and 3 keys\ndo this:  for .* seq_dim=-3"),
         ({"positions": torch.arange(4)}, r"positions \[5\] or \[2, 5\]\ngot:      \[4\]"),
         ({"positions": torch.zeros(3, 5).long()}, r"positions \[5\] or \[2, 5\]"),

@@ -139,6 +139,7 @@ def test_more_heads_than_any_model_has(seq_dim):
     rw.RotaryEmbedding(4, seq_dim=seq_dim)(long, long)
 
 
+@pytest.mark.usefixtures("nothing_embedded")
 def test_a_warning_is_shown_once_per_line_of_the_user():
     attention = rw.Attention(16, 2, encoding=rw.encoding("sinusoidal", dim=16, num_heads=2))
     with warnings.catch_warnings(record=True) as caught:

@@ -148,7 +148,7 @@ def test_the_default_is_a_bundled_config(default):
     assert specs_of(folder / "build/demo/llama-3.1-8b.json") == specs_of(CONFIGS / "llama-3.1-8b.json")
     assert "1. The RoPE of llama-3.1-8b: Llama 3's rule (by parts)" in result.stdout
     assert "131,072 → 524,288 positions" in result.stdout
-    assert re.search(r"as it is: llama3.*\n.*with fine-tuning: llama3", result.stdout, re.DOTALL)
+    assert re.search(r"without fine-tuning: llama3.*\n.*with fine-tuning: llama3", result.stdout, re.DOTALL)
     with contextlib.chdir(folder):
         run_code(result, CONFIGS / "llama-3.1-8b.json")
 

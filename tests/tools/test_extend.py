@@ -188,7 +188,7 @@ def test_the_verdict_comes_first_and_fits_80_columns(llama):
     lines = result.stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith('  use  "max_position')) <= 80
     assert len(lines) <= 24
-    assert lines[2] == "as it is: ntk"
+    assert lines[2] == "without fine-tuning: ntk"
     assert lines[3].startswith("  why  without tuning, better than no rule and pi")
     starts = [line.split("  ")[1] for line in lines if line.startswith(("  why  ", "  use  "))]
     assert starts == ["why", "use"] * 2
@@ -226,7 +226,7 @@ def test_a_verdict_without_a_rule_says_what_to_do(name):
     result = ropewalk("extend", CONFIGS / f"{name}.json", "--to", str(2 * (reach or 0)))
     assert result.returncode == 0
     assert max(len(line) for line in result.stdout.splitlines() if "max_position" not in line) <= 80
-    assert re.search("^as it is.*: no rule", result.stdout, re.MULTILINE)
+    assert re.search("^with(out| and without) fine-tuning: no rule", result.stdout, re.MULTILINE)
     assert f"stay within {reach:,} positions" in result.stdout or "no rule is needed" in result.stdout
 
 
@@ -246,7 +246,7 @@ def test_all_rules_are_printed_side_by_side_within_80_columns(llama):
         "completes 0.07528 rotations in it",
         "pairs slowed those that rotate slower",
         "trained angles to the length up to which",
-        "as it is: ntk (unproven)",
+        "without fine-tuning: ntk (unproven)",
         "perplexity 16.10, 112.13 [Chen et al., 2306.15595, table 3]",
         "perplexity 2.37; 99.4 % found [Peng et al., 2309.00071, section 4.3]",
         "longrope its divisors come from a search",
@@ -302,7 +302,7 @@ def test_json_contains_everything_and_standard_output_only_json(llama):
 
 def test_the_recommended_config_is_written_without_a_rule(llama, tmp_path, run):
     code, out, _ = run("extend", llama, "--to", "16384", "--write", str(tmp_path / "long.json"))
-    assert (code, "long.json (ntk, for the model as it is)" in " ".join(out.split())) == (0, True)
+    assert (code, "long.json (ntk, without fine-tuning)" in " ".join(out.split())) == (0, True)
     assert json.loads((tmp_path / "long.json").read_text())["rope_theta"] == pytest.approx(40_889.94, abs=0.01)
     target = tmp_path / "none.json"
     code, _, err = run("extend", str(CONFIGS / "phi-3-mini-128k.json"), "--to", "262144", "--write", str(target))

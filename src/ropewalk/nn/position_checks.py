@@ -135,11 +135,16 @@ def check_positions(
     rows_match = len(leading) == 0 or (batched and leading[0] in (1, x.shape[0]))
     if positions.shape[-1] != x.shape[seq_dim] or not rows_match:
         seq, first = x.shape[seq_dim], "" if axes == 1 else f"{axes}, "
+        do = "pass one position per token; the batch is the first dimension of x"
+        # The other layout of q and k.
+        if x.dim() == 4 and positions.shape[-1] == x.shape[-5 - seq_dim]:
+            layout = "[batch, heads, seq, head_dim]" if seq_dim == -3 else "[batch, seq, heads, head_dim]"
+            do = f"if q and k are {layout}, create the module with seq_dim={-5 - seq_dim}"
         raise RopewalkError(
             asked=asked,
             expected=f"positions [{first}{seq}]" + (f" or [{first}{x.shape[0]}, {seq}]" if batched else ""),
             got=f"{list(positions.shape)}, for a tensor of shape {list(x.shape)}",
-            do="pass one position per token; the batch is the first dimension of x",
+            do=do,
         )
     if positions.device != x.device:
         raise RopewalkError(

@@ -197,8 +197,8 @@ def extend(
 ) -> None:
     """Recommend a rule that extends the context; write the config.
 
-    Prints which rule to use for the model as it is, and which for fine-tuning, with the reasons and the config keys to
-    paste. --all adds the effect of every rule on the frequencies, its limits and published results. Needs no weights.
+    Prints which rule to use without fine-tuning, and which with it, with the reasons and the config keys to paste.
+    --all adds the effect of every rule on the frequencies, its limits and published results. Needs no weights.
 
     \b
     Examples:

@@ -147,7 +147,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "decay.s20",
-    "S(20) = 1.4, the same as S(2).",
+    "The sum S(Δ) = Σ cos(Δθ_j) is 1.4 at Δ = 20, as at Δ = 2.",
     CHINESE_1,
     method="Σ cos(Δθ_j)",
     expected="0.408082 + 0.960170 + 0.540302 = 1.908555",

@@ -113,8 +113,8 @@ class Verdict:
     def by_use(self) -> dict[str, Recommendation]:
         """The two recommendations by the use of the model in words, or one if they are the same."""
         if self.as_it_is == self.tuned:
-            return {"as it is and with fine-tuning": self.tuned}
-        return {"as it is": self.as_it_is, "with fine-tuning": self.tuned}
+            return {"with and without fine-tuning": self.tuned}
+        return {"without fine-tuning": self.as_it_is, "with fine-tuning": self.tuned}
 
     def as_json(self) -> dict[str, object]:
         """Return the verdict as JSON-serializable data."""

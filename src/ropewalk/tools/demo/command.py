@@ -186,7 +186,10 @@ def _verdict(extended: ModelExtension | RopewalkError) -> tuple[str, list[str]]:
     # Reasons are not repeated.
     others = [reason for reason in second.why.split("; ") if reason not in first.why.split("; ")]
     tuned_why = "; ".join(others) or "for the same reason"
-    return title, [f"as it is: {first.choice}; {first.why}", f"with fine-tuning: {second.choice}; {tuned_why}"]
+    return title, [
+        f"without fine-tuning: {first.choice}; {first.why}",
+        f"with fine-tuning: {second.choice}; {tuned_why}",
+    ]
 
 
 def _spaced() -> list[int]:

@@ -78,7 +78,7 @@ def extend(
         if show_all:
             all_rules(console, extended, engine)
     if write not in (None, "-"):
-        use = "" if checked_rule is not None else ", for the model as it is"
+        use = "" if checked_rule is not None else ", without fine-tuning"
         console.print(f"\nconfig: {write} ({written}{use})", soft_wrap=True)
     return 0
 
@@ -132,7 +132,7 @@ def _recommended(verdict: Verdict | None, asked: str) -> RuleName:
     tuned = None if verdict is None else verdict.tuned.rule
     raise RopewalkError(
         asked=asked,
-        expected="a rule for the model as it is, or --rule",
+        expected="a rule for the model without fine-tuning, or --rule",
         got="a verdict without such a rule, and no --rule",
         do="leave out --write to read the verdict"
         + (f", or add --rule {tuned} and fine-tune the model" if tuned else ""),

@@ -35,7 +35,7 @@ _NARROW, _WIDE = 10, 19
 
 
 def verdict(console: Console, extended: ModelExtension, stack: Stack | None, *, all_follow: bool) -> None:
-    """Print which rule to use as it is and with fine-tuning, why, and the config keys or flags."""
+    """Print which rule to use without and with fine-tuning, why, and the config keys or flags."""
     _title(console, extended)
     if extended.verdict is None:
         return
