@@ -298,6 +298,20 @@ def test_what_is_printed_can_be_typed_also_for_a_path_with_spaces():
         assert ropewalk(*arguments).returncode == 0, arguments
 
 
+def test_the_program_is_named_by_its_path_if_it_is_not_on_the_search_path(monkeypatch):
+    def printed() -> str:
+        console = Console(width=80)
+        with console.capture() as capture:
+            console.print(sheet.next_commands("config.json", 8192, "a.png"))
+        return capture.get()
+
+    monkeypatch.setattr(sys, "argv", [".venv/bin/ropewalk", "demo"])
+    monkeypatch.setenv("PATH", "")
+    assert ".venv/bin/ropewalk inspect config.json" in printed()
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "  ropewalk inspect config.json" in printed()
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_pairing_for_an_unknown_family_is_in_the_code_too():
     Path("unknown.json").write_text('{"model_type": "brand-new", "head_dim": 64, "rope_theta": 1e4}')

@@ -2,9 +2,12 @@
 
 import json
 import shlex
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -233,11 +236,14 @@ def statements(entries: "Sequence[tuple[Entry, str]]") -> RenderableType:
 def next_commands(config: str, to: int | None, pictures: str) -> RenderableType:
     """What to type next, and the pictures. `to` is the extended length, if the model can be extended."""
     path, names = shlex.quote(config), [name for name in bundled_names() if name not in config][:3]
-    commands = [(f"ropewalk inspect {path}", "every pair, every pitfall")]
+    # `make demo` installs into .venv, which need not be active.
+    called = Path(sys.argv[0])
+    program = str(called) if called.name == "ropewalk" and shutil.which("ropewalk") is None else "ropewalk"
+    commands = [(f"{program} inspect {path}", "frequencies and pitfalls")]
     if to is not None:
-        commands.append((f"ropewalk extend {path} --to {to}", "the keys to set"))
+        commands.append((f"{program} extend {path} --to {to}", "the keys to set"))
     commands += [
-        ("ropewalk demo CONFIG", f"a config.json, or {', '.join(names)}"),
+        (f"{program} demo CONFIG", f"a config.json, or {', '.join(names)}"),
         ("rw.accelerate(model)", "the fused rotation in a loaded model of transformers"),
     ]
     lines = [_verbatim(_commented(command, text)) for command, text in commands]
