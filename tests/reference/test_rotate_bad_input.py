@@ -21,7 +21,7 @@ IDS = torch.arange(5)
     [
         (
             {"pairing": "neox"},
-            r"\(pairing=...\)\nexpected: 'interleaved' or 'half'\ngot:      'neox'\ndo this:  pass .half",
+            r"\(pairing=...\)\nexpected: 'interleaved' or 'half'\ngot:      'neox'\ndo this:  use .half",
         ),
         ({"rotary_slice": "lead"}, "did you mean 'leading'"),
         ({"amplitude": math.nan}, "a finite number"),
