@@ -22,6 +22,7 @@ def shown(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+@pytest.mark.slow
 def test_doctests():
     # In a process without jaxtyping's import hook, whose wrappers doctest does not look behind.
     command = [sys.executable, "-m", "pytest", "-q", "--doctest-modules", "src/ropewalk", "-p", "no:cacheprovider"]
@@ -42,6 +43,7 @@ def test_python_blocks_run(pages):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_a_page_that_fails_is_named_with_its_line(tmp_path):
     wrong, right, stops = tmp_path / "wrong.md", tmp_path / "right.md", tmp_path / "stops.md"
     wrong.write_text("# Title\n\n```python\nx = 1\n```\n\nText.\n\n```python\nassert x == 2\n```\n")

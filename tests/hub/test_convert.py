@@ -67,7 +67,7 @@ def difference(left, right):
     return float((left - right).abs().max() / right.abs().max())
 
 
-@pytest.mark.parametrize("family", slow_except(["llama", "qwen3", "gpt_neox", "cohere"], NAMED))
+@pytest.mark.parametrize("family", slow_except(["llama", "gpt_neox"], NAMED))
 def test_the_model_says_the_same_when_it_rotates_in_the_other_pairing(family, tmp_path):
     folder = saved(tiny(family, causal=True, **NAMED[family]), tmp_path / "model", shard="200KB")
     assert len(list(folder.glob("*.safetensors"))) > 1

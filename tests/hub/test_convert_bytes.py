@@ -259,6 +259,7 @@ STYLES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.dictionaries(KEYS, VALUES, max_size=3), STYLES, KEYS, VALUES)
 @settings(max_examples=300)
 def test_a_member_is_changed_and_nothing_else(outer, inner, style, key, value):

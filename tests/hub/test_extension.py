@@ -122,6 +122,7 @@ def test_rules_that_interpolate_keep_slow_pairs_within_the_angles_of_training(di
         assert seen is None or seen >= length * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_scaled_model_starts_from_its_values_before_scaling():
     start = started(CONFIGS / "llama-3.1-8b.json")
     assert (start.base, start.trained, start.configured, start.reach) == (500_000, 8192, 131_072, 131_072)
@@ -148,6 +149,7 @@ def test_layers_with_a_window_and_layers_without_rotation_are_not_changed():
     assert dict(started(CONFIGS / "smollm3-3b.json").left) == {"no_rope": "does not rotate"}
 
 
+@pytest.mark.slow
 def test_rules_that_do_not_apply_give_the_reason():
     refused = {one.rule: one.why_not for one in extensions(LLAMA_2, 8192) if not one.applies}
     assert refused == {"longrope": "its divisors come from a search that runs the model (2402.13753)"}

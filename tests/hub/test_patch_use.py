@@ -17,7 +17,6 @@ from hub.accelerated import exact, outcome, rms, tiny, tokens
 from ropewalk import RopewalkError
 from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.hub.accelerate.plan import PLAIN
-from slow import slow
 
 THREE = ["llama", "gemma3", "glm4"]
 
@@ -129,7 +128,8 @@ def test_compile_in_one_graph(family):
     torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", slow("qwen3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_what_was_compiled_sees_that_the_model_changed(family):
     model, ids = tiny(family), tokens()
     calls: list[int] = []

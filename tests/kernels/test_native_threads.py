@@ -92,6 +92,7 @@ def test_the_work_is_shared_out():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=HANG)
 
 
+@pytest.mark.slow
 def test_without_openmp_threads_are_made_for_the_call():
     # In a process of its own, since the team is found once.
     script = (

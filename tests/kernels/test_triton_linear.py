@@ -97,7 +97,8 @@ def test_every_rotation(spec):
     assert_close(*both(drawn(1, heads, heads, 70, dim, 8, torch.float32), rope=rope), 2e-6)
 
 
-@pytest.mark.parametrize("causal", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
 def test_grouped_heads_share_sums(causal):
     assert_close(*both(drawn(1, 4, 2, 66, 16, 8, torch.float32), causal=causal), 2e-6)
 
@@ -149,7 +150,8 @@ def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, mo
         torch.testing.assert_close(a, b, rtol=2**-7 if name == "running" else 1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("causal", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences_are_separate_ones(causal):
     inputs = drawn(1, 2, 1, 200, 16, 8, torch.float32)
     ends = torch.tensor([0, 1, 1, 90, 154, 190])
@@ -237,6 +239,7 @@ def test_a_state_goes_in_and_comes_out_with_gradients(heads):
         assert error(a, b) < 2e-6
 
 
+@pytest.mark.slow
 def test_strange_memory_is_read_as_it_lies():
     q, k, v = drawn(2, 2, 2, 40, 16, 8, torch.float32)
     strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]

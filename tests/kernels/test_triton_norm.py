@@ -100,6 +100,7 @@ def test_gradients_are_those_of_the_formula(name, weighted):
         torch.testing.assert_close(result, truth, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_many_blocks_of_rows_are_summed():
     # Each program of the backward handles several blocks of rows.
     q, k = random(2, 4, 300, 8).requires_grad_(), random(2, 1, 300, 8).requires_grad_()
@@ -320,6 +321,7 @@ def test_an_eps_that_float32_does_not_have():
         assert gradient.isfinite().all()
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph():
     torch._dynamo.reset()
     rope = RotaryEmbedding(8, pairing="half", backend="triton").to(DEVICE)

@@ -43,8 +43,9 @@ def visibilities(batch, queries, keys):
         yield Visibility(True, None, hidden, documents)
 
 
+@pytest.mark.slow
 @flex_in_eager_mode
-@pytest.mark.parametrize("kind", [slow("none"), slow("alibi"), "t5"])
+@pytest.mark.parametrize("kind", ["none", "alibi", "t5"])
 def test_flex_attention_and_the_mask_agree(kind):
     made = encoding_for(kind)
     made = made if made is None else made.double()
@@ -94,6 +95,7 @@ def test_whole_layers_by_flex_attention(kind, monkeypatch):
 
 @flex_in_eager_mode
 # Of torch, which looks at tensors that it traces.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_gradients_of_t5s_numbers_by_flex_attention(monkeypatch):
     # torch refuses derivatives on a CPU, though what runs here, without kernels, has them.
@@ -229,7 +231,7 @@ def test_repeated_heads_give_what_grouped_ones_do(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        *((kind, "eager") if kind == "t5" else slow(kind, "eager") for kind in KINDS),
+        *(slow(kind, "eager") for kind in KINDS),
         ("rope", "aot_eager"),
         slow("xpos", "eager"),
         slow("t5", "aot_eager"),
@@ -248,7 +250,7 @@ def test_compiled(kind, backend):
         assert torch.allclose(a, b, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["rope", "t5"])
+@pytest.mark.parametrize("kind", ["t5", slow("rope")])
 def test_one_dynamic_graph_for_every_length_but_1(kind):
     torch.compiler.reset()
     attention, graphs = layer(kind), CompileCounter()

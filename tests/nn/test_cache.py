@@ -318,7 +318,7 @@ def test_nothing_is_asked_of_a_device():
 
 
 @pytest.mark.parametrize("backend", ["eager", slow("aot_eager")])
-@pytest.mark.parametrize("kind", slow_except(["rope", "t5"], KINDS))
+@pytest.mark.parametrize("kind", slow_except(["rope"], KINDS))
 def test_compiled_decoding_in_one_graph(kind, backend):
     torch.compiler.reset()
     attention, x = layer(kind), vector(0, 2, 20, DIM)

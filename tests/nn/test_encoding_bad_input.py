@@ -48,6 +48,7 @@ def test_a_range_past_the_table(name):
         found.embed(torch.zeros(1, LENGTH + 1, DIM).double())
 
 
+@pytest.mark.slow
 def test_negative_ids_do_not_wrap_in_compiled_code():
     torch._dynamo.reset()
     found = made("learned")

@@ -342,6 +342,7 @@ def test_a_step_does_the_same_work_at_every_position():
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seq", [1, 40])
 def test_one_graph_without_a_break(seq):
     rope = rw.RotaryEmbedding(8)

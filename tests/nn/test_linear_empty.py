@@ -175,6 +175,7 @@ def test_a_layer_goes_on_from_empty_and_hidden_sequences():
         torch.testing.assert_close(y[row], whole[0, -1:], rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_graph_has_the_same_positions():
     def f(q, k, v, ends, mask):
         options = {"cu_seqlens": ends, "key_mask": mask, "return_state": True}

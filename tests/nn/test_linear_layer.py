@@ -131,6 +131,7 @@ def test_steps_are_the_whole(feature_map):
     torch.testing.assert_close(short, layer(x[:, :7]), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_layer_survives_what_is_done_to_layers():
     layer = rw.LinearAttention(DIM, HEADS, encoding=rw.RotaryEmbedding(16), feature_map="favor", num_features=16)
     x = torch.randn(1, SEQ, DIM)

@@ -24,6 +24,7 @@ def run(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_modules_are_made_in_one_graph():
     run(str(SCRIPT), *SAMPLE)
 

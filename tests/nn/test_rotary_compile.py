@@ -222,6 +222,7 @@ def test_inductor_serves_every_spec(case):
     assert torch.allclose(compiled(x), rope(x), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_functorch_inside_a_compiled_function():
     rope, x = RotaryEmbedding(8), vector(0, 5, 8)
     ids, tangent = vector(1, 5), vector(2, 5)

@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.spec import Axes, DynamicNTK, LogTemperature, LongRope, Proportional, StepTemperature, XPos, Yarn
-from slow import slow, slow_except
+from slow import slow_except
 from strategies import vector
 
 DIM = 16
@@ -49,7 +49,8 @@ def test_one_graph_serves_every_length(name):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["dynamic", slow("long"), slow("axes"), slow("xpos"), slow("temperature of a part")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dynamic", "long", "axes", "xpos", "temperature of a part"])
 def test_inductor_forward_and_backward(name):
     spec = SPECS[name]
     rope = RotaryEmbedding(spec)
@@ -89,6 +90,7 @@ def test_gradients(name):
         assert torch.autograd.gradcheck(by_scale, (scale, where))
 
 
+@pytest.mark.slow
 def test_the_ops_gradients_are_those_of_the_formula():
     """Compiled, cos and sin come from an op with a backward of its own: axes and amplitudes included."""
     spec = SPECS["axes"]

@@ -57,6 +57,7 @@ def test_bad_input(tmp_path):
         bench.bench_accelerate(str(tmp_path / "no" / "file.json"))
 
 
+@pytest.mark.slow
 def test_bad_usage_is_reported_without_a_traceback():
     command = [sys.executable, "-m", "ropewalk.tools.bench.accelerate", "--dtype", "int8"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

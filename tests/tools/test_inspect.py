@@ -161,7 +161,8 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("rope", slow_except(["yarn"], ROPES))
+@pytest.mark.slow
+@pytest.mark.parametrize("rope", ROPES)
 def test_every_family_fits_on_a_sheet(rope, monkeypatch):
     monkeypatch.setattr("ropewalk.hub.inspection.FARTHEST", 64)
     shown = 0
@@ -308,6 +309,7 @@ def test_the_picture(names, ending, start, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"picture: {target}"
 
 
+@pytest.mark.slow
 def test_the_picture_names_what_it_shows(tmp_path, capsys):
     target = tmp_path / "picture.svg"
     gemma = {"model_type": "gemma4_text", "head_dim": 256, "max_position_embeddings": 131_072}

@@ -130,6 +130,7 @@ def test_rules_from_options_are_those_of_the_spec(target, drawn):
     assert yarn["inv_freq"] == pytest.approx(frequencies(Yarn(10_000, 4, 2048), 64).tolist(), rel=1e-13)
 
 
+@pytest.mark.slow
 def test_a_rule_has_one_name_and_the_name_of_configs_as_well(target, drawn):
     for rules in (("pi",), ("linear",), ("linear", "pi")):
         assert plot_frequencies([], target, Flags(rules=rules, factor=4)) == 0
@@ -282,6 +283,7 @@ def test_weights_that_contradict_the_config_are_rejected(target, tmp_path, bucke
     assert not Path(target.out).exists()
 
 
+@pytest.mark.slow
 def test_legends_and_titles_stay_inside_the_picture(drawn, tmp_path):
     names = [f"a-model-with-quite-a-long-name-{letter}" for letter in "abcdef"]
     for name in names:
@@ -319,6 +321,7 @@ def test_the_pictures_of_verify_are_drawn_by_the_same_functions():
     assert [axes.get_title() for axes in figures.FIGURES["rotation"]().axes][1:] == ["m − n = 2:  q·k = 0.209"] * 2
 
 
+@pytest.mark.slow
 def test_text_in_svg_is_text_and_the_same_command_gives_the_same_bytes(tmp_path):
     for kind, start in ((".svg", b"<?xml"), (".png", b"\x89PNG"), (".pdf", b"%PDF")):
         first, second = tmp_path / f"a{kind}", tmp_path / f"b{kind.upper()}"
@@ -404,6 +407,7 @@ def without(package: str, *commands: str, folder: Path) -> subprocess.CompletedP
     return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
 
 
+@pytest.mark.slow
 def test_no_picture_needs_torch(tmp_path):
     names = ("decay", "frequencies", "rotation", "bias", "sinusoidal")
     result = without("torch", *(f"{name} --out {name}.png --dpi 50" for name in names), folder=tmp_path)

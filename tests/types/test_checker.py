@@ -46,6 +46,7 @@ def reported_errors(folder: Path, text: str) -> dict[int, set[str]]:
     return errors
 
 
+@pytest.mark.slow
 def test_results_have_their_types_and_mistakes_are_errors(tmp_path):
     text = CASES.read_text(encoding="utf-8").replace("# type: ignore", "", 1)
     expected, reported = expected_errors(text), reported_errors(tmp_path, text)
