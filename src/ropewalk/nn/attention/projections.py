@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, require_count, require_flag
 from ropewalk.nn.memory_layout import check_strided
+from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import described
 from ropewalk.nn.scripting import refuse_scripting
 
@@ -76,7 +77,7 @@ class HeadSizes(NamedTuple):
         return cls(dim, heads, kv_heads, width)
 
 
-class ProjectedHeads(nn.Module):
+class ProjectedHeads(DropsOldBuffers):
     """A layer with the projections q_proj, k_proj, v_proj and o_proj, named as in most checkpoints.
 
     Subclasses implement the attention between them.

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown, warn
 from ropewalk.kernels.constructors import empty
 from ropewalk.kernels.torch_internals import constant_to_compiler, fake_mode
 from ropewalk.nn.memory_layout import check_strided
+from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids, check_positions
 from ropewalk.nn.scripting import refuse_scripting
 
@@ -36,7 +37,7 @@ class EncodingCache(Protocol):
     encoding_state: Tensor | None
 
 
-class Encoding(nn.Module):
+class Encoding(DropsOldBuffers):
     """Base class of encodings, which add position to a model by one or more of three hooks.
 
     - `embed` changes the tokens [batch, seq, dim]. The model calls it once, before the first layer.

@@ -13,6 +13,7 @@ from ropewalk.kernels.constructors import empty, ones
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import current_stream
 from ropewalk.kernels.types import Layout, Tables
+from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import as_signed
 from ropewalk.nn.position_checks import check_ids as check_position_ids
 from ropewalk.nn.positions import range_positions
@@ -39,7 +40,7 @@ from ropewalk.spec.rope import Pairing, RopeSpec
 __all__ = ["RotaryEmbedding"]
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(DropsOldBuffers):
     """Rotary position encoding: rotates pair i of a token at position m by the angle m * theta_i.
 
     RoFormer, 2104.09864, eq. 15 and 34. Pairs are interleaved by default: (0, 1), (2, 3), ... Most checkpoints on model
