@@ -12,6 +12,7 @@ from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import current_stream, fake_mode, is_plain
 from ropewalk.kernels.types import Tables
 from ropewalk.nn.positions import range_positions
+from ropewalk.nn.rotary.angle_makers import check_maker, shared_spec
 from ropewalk.nn.rotary.call import (
     Angles,
     Limits,
@@ -82,7 +83,7 @@ class AngleSource:
         learned: bool = False,
         backend: str | None = None,
     ) -> None:
-        self.spec: RopeSpec = spec
+        self.spec: RopeSpec = shared_spec(spec)
         self.limits: Limits = limits
         self.seq_dim: int = seq_dim
         self.backend: str | None = backend
@@ -120,6 +121,7 @@ class AngleSource:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.spec = shared_spec(self.spec)
         self._table = table_of(self.spec) if self._has_table else None
 
     def __deepcopy__(self, _: dict[int, object]) -> "AngleSource":
@@ -365,7 +367,9 @@ class AngleSource:
         torch.Size([3, 2])
         """
         if placement.angles is not None:
-            return Tables(*check_angles(placement.angles, x, self.pairs, self.seq_dim, placement.call))
+            angles = check_angles(placement.angles, x, self.pairs, self.seq_dim, placement.call)
+            check_maker(placement.angles[0], self.spec, self, log_scale, placement.call)
+            return Tables(*angles)
         seq = x.shape[self.seq_dim]
         fresh, call = seq if placement.is_fresh else None, placement.call
         length = checked_length(placement.length, self.spec, self.rows(x), fresh, call=call)

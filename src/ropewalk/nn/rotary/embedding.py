@@ -17,6 +17,7 @@ from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import as_signed
 from ropewalk.nn.position_checks import check_ids as check_position_ids
 from ropewalk.nn.positions import range_positions
+from ropewalk.nn.rotary.angle_makers import note_maker
 from ropewalk.nn.rotary.angle_source import AngleSource, Part, angle_device
 from ropewalk.nn.rotary.call import (
     Angles,
@@ -363,7 +364,9 @@ class RotaryEmbedding(DropsOldBuffers):
             # Positions [seq] that all sequences share are accepted with one length per sequence.
             rows = length.numel() if isinstance(length, Tensor) else None
         length = checked_length(length, self.spec, rows, None, call="rope.at")
-        return self._source.at(positions, dtype, length, role, self.log_scale)
+        angles = self._source.at(positions, dtype, length, role, self.log_scale)
+        note_maker(angles[0], self._source.spec, self._source, self.log_scale)
+        return angles
 
     @checks_names
     def unrotate(
