@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from ropewalk.hub.configs.parse import load_spec as load_spec
     from ropewalk.hub.configs.pitfalls import RopeConfigWarning as RopeConfigWarning
     from ropewalk.nn.attention.cache import KVCache as KVCache
+    from ropewalk.nn.attention.cache_interface import Cache as Cache
+    from ropewalk.nn.attention.cache_interface import CachedTokens as CachedTokens
+    from ropewalk.nn.attention.function import attention as attention
     from ropewalk.nn.attention.layer import Attention as Attention
+    from ropewalk.nn.attention.rolling_cache import RollingKVCache as RollingKVCache
+    from ropewalk.nn.attention.visibility import Visibility as Visibility
     from ropewalk.nn.encodings.by_name import Encoding as Encoding
     from ropewalk.nn.encodings.by_name import encoding as encoding
     from ropewalk.nn.linear.feature_maps import FavorFeatures as FavorFeatures
@@ -58,15 +63,17 @@ __version__ = "0.2.0"
 
 # The module that defines each public name. A test in tests/architecture compares it with the imports above.
 _HOME = {
+    "AcrossHeads": "ropewalk.spec.frequencies",
     "Attention": "ropewalk.nn.attention.layer",
     "Axes": "ropewalk.spec.axes",
+    "Cache": "ropewalk.nn.attention.cache_interface",
+    "CachedTokens": "ropewalk.nn.attention.cache_interface",
     "DynamicNTK": "ropewalk.spec.stretched",
     "Encoding": "ropewalk.nn.encodings.by_name",
     "Explicit": "ropewalk.spec.frequencies",
     "FavorFeatures": "ropewalk.nn.linear.feature_maps",
     "Frequencies": "ropewalk.spec.frequencies",
     "KVCache": "ropewalk.nn.attention.cache",
-    "PositionInterpolation": "ropewalk.spec.stretched",
     "LinearAttention": "ropewalk.nn.linear.layer",
     "LinearState": "ropewalk.nn.linear.state",
     "Llama3": "ropewalk.spec.by_parts",
@@ -75,19 +82,22 @@ _HOME = {
     "NTK": "ropewalk.spec.stretched",
     "NTKByParts": "ropewalk.spec.by_parts",
     "Plain": "ropewalk.spec.frequencies",
+    "PositionInterpolation": "ropewalk.spec.stretched",
     "Proportional": "ropewalk.spec.frequencies",
     "QueryTemperature": "ropewalk.spec.temperature",
+    "RollingKVCache": "ropewalk.nn.attention.rolling_cache",
     "RopeConfigWarning": "ropewalk.hub.configs.pitfalls",
     "RopeSpec": "ropewalk.spec.rope",
     "RopewalkError": "ropewalk.errors",
     "RopewalkWarning": "ropewalk.errors",
     "RotaryEmbedding": "ropewalk.nn.rotary.embedding",
     "StepTemperature": "ropewalk.spec.temperature",
-    "AcrossHeads": "ropewalk.spec.frequencies",
+    "Visibility": "ropewalk.nn.attention.visibility",
     "XPos": "ropewalk.spec.xpos",
     "Yarn": "ropewalk.spec.by_parts",
     "accelerate": "ropewalk.hub.accelerate.acceleration",
     "apply_rope": "ropewalk.nn.rotary.functions",
+    "attention": "ropewalk.nn.attention.function",
     "build_rotary_frequencies": "ropewalk.nn.rotary.functions",
     "encoding": "ropewalk.nn.encodings.by_name",
     "linear_attention": "ropewalk.nn.linear.function",
@@ -103,6 +113,8 @@ __all__ = [
     "AcrossHeads",
     "Attention",
     "Axes",
+    "Cache",
+    "CachedTokens",
     "DynamicNTK",
     "Encoding",
     "Explicit",
@@ -119,16 +131,19 @@ __all__ = [
     "PositionInterpolation",
     "Proportional",
     "QueryTemperature",
+    "RollingKVCache",
     "RopeConfigWarning",
     "RopeSpec",
     "RopewalkError",
     "RopewalkWarning",
     "RotaryEmbedding",
     "StepTemperature",
+    "Visibility",
     "XPos",
     "Yarn",
     "accelerate",
     "apply_rope",
+    "attention",
     "build_rotary_frequencies",
     "encoding",
     "linear_attention",

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from formulas import rotate_by_spec
+from meant import meant
 from ropewalk import Axes, RopeSpec, RotaryEmbedding, XPos, Yarn
-from ropewalk.nn.attention import layer as layer_module
+from ropewalk.nn.attention import scores
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
 from ropewalk.nn.encodings.base import Encoding
@@ -152,6 +153,8 @@ def test_without_a_causal_mask_only_positions_say_the_order(seed, kind, order):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_gradients(kind):
     attention, x = layer(kind, qkv_bias=True, out_bias=True), vector(0, 2, 5, DIM).requires_grad_()
     parameters = dict(attention.named_parameters())
@@ -182,6 +185,7 @@ def test_padding_is_as_if_it_were_not_there(kind, causal):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@meant("key_mask")
 def test_a_query_that_sees_nothing_gives_zero_with_finite_gradients(kind):
     attention, x = layer(kind), vector(0, 2, 5, DIM).requires_grad_()
     mask = torch.tensor([[False] * 5, [False, False, True, True, True]])
@@ -199,10 +203,12 @@ def test_a_query_that_sees_nothing_gives_zero_with_finite_gradients(kind):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("looked_at", [True, False])
+@meant("cu_seqlens")
+@meant("positions")
 def test_packed_sequences_are_as_if_alone(kind, causal, looked_at, monkeypatch):
     if not looked_at:
         # As on a device: no loop, but a mask.
-        monkeypatch.setattr(layer_module, "can_read_values", lambda ids: False)
+        monkeypatch.setattr(scores, "can_read_values", lambda ids: False)
     attention, x = layer(kind, causal=causal), vector(0, 1, 13, DIM)
     ends = torch.tensor([0, 3, 3, 4, 11], dtype=torch.int32)
     mask, ids = torch.rand(1, 13) > 0.3, torch.randint(0, 30, (13,))

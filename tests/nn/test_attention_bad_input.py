@@ -11,7 +11,8 @@ from nn.test_cache import K, cache_for, same_as
 from ropewalk import AcrossHeads, DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
-from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend
+from ropewalk.nn.attention.scores import ScoreBias, attend
+from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias
 from strategies import vector
@@ -85,7 +86,7 @@ X = vector(0, 2, 5, DIM)
         ({"x": X[:1], "cu_seqlens": torch.tensor([0, 5], device="meta")}, "on meta"),
         ({"x": X[:1], "cu_seqlens": 5}, "attention(cu_seqlens=...)"),
         ({"counts": torch.tensor([1, 2])}, "hide padding with key_mask="),
-        ({"cache": 7}, "a KVCache, or None"),
+        ({"cache": 7}, "a KVCache or another Cache"),
         ({"cache": cache_for(3)}, "batch=3"),
         ({"cache": KVCache(2, 4, 40, WIDTH)}, "num_kv_heads=2"),
         ({"cache": KVCache(2, 2, 40, 8)}, "head_dim=8"),
@@ -94,7 +95,7 @@ X = vector(0, 2, 5, DIM)
         ({"cache": cache_for(2, dtype=torch.float32)}, "of torch.float32 on cpu"),
         ({"cache": cache_for(2, 4)}, "at most 4, because 0 slots may be filled"),
         ({"cache": cache_for(2), "counts": torch.tensor([5, 6])}, "from 0 to 5"),
-        ({"cache": cache_for(2), "key_mask": torch.ones(2, 5, dtype=torch.bool)}, "max_length of the cache"),
+        ({"cache": cache_for(2), "key_mask": torch.ones(2, 9, dtype=torch.bool)}, "all slots of the cache"),
         ({"x": X[:1], "cache": cache_for(1), "cu_seqlens": torch.tensor([0, 5])}, "one row of the batch per sequence"),
     ],
 )
@@ -199,6 +200,7 @@ def test_every_argument_matters():
         "head_dim": 5,
         "encoding": None,
         "causal": False,
+        "window": 2,
         "dropout": 0.5,
         "qkv_bias": True,
         "out_bias": True,

@@ -9,7 +9,8 @@ from ropewalk import RotaryEmbedding
 from ropewalk.nn.attention import scores
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
-from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
+from ropewalk.nn.attention.scores import ScoreBias, attend
+from ropewalk.nn.attention.visibility import Visibility, documents_of
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from strategies import vector
 

@@ -7,12 +7,13 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional
 
+from meant import meant
 from nn.test_attention import CLOSE, DIM, HEADS, KINDS, WIDTH, encoding_for, layer
-from ropewalk.nn.attention import layer as layer_module
 from ropewalk.nn.attention import scores
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
-from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
+from ropewalk.nn.attention.scores import ScoreBias, attend
+from ropewalk.nn.attention.visibility import Visibility, documents_of
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from slow import slow
@@ -75,7 +76,7 @@ def test_whole_layers_by_flex_attention(kind, monkeypatch):
     ends = torch.tensor([0, 4, 20])
     calls = [({}, x), ({"key_mask": mask}, x), ({"cu_seqlens": ends}, x[:1])]
     # Under a compiler cu_seqlens cannot be looked at.
-    monkeypatch.setattr(layer_module, "can_read_values", lambda ids: False)
+    monkeypatch.setattr(scores, "can_read_values", lambda ids: False)
     with torch.inference_mode():
         expected = [attention(x, **given) for given, x in calls]
         as_on_a_gpu(monkeypatch)
@@ -211,6 +212,8 @@ def test_no_mask_is_made_where_none_is_needed(sdpa_calls):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_no_kernel_is_given_a_query_that_sees_nothing(kind, sdpa_calls):
     # What kernels make of it differs, and some make NaN.
     hidden = torch.tensor([[False] * 5, [False, False, True, True, True]])
@@ -237,6 +240,8 @@ def test_repeated_heads_give_what_grouped_ones_do(kind, monkeypatch):
         slow("t5", "aot_eager"),
     ],
 )
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_compiled(kind, backend):
     torch.compiler.reset()
     attention, mask = layer(kind), torch.arange(9) < torch.tensor([[9], [4]])

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import ropewalk as rw
 from formulas import favor_features
+from meant import meant
 from nn.linear_cases import NAMES, drawn, error, exact, formula, next_positions, recurrence, with_gradients
 from ropewalk.kernels.linear import torch as linear_torch
 from ropewalk.kernels.linear.torch import attend_packed
@@ -110,6 +111,7 @@ def test_parts_with_a_state_are_the_whole(parts, rotated, seed):
 
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 80), min_size=1, max_size=5), st.integers(0, 3), st.booleans(), st.integers(0, 1000))
+@meant("cu_seqlens")
 def test_packed_sequences_are_separate_ones(lengths, rest, causal, seed):
     total = sum(lengths) + rest
     q, k, v = drawn(1, 2, 1, max(total, 1), 8, 3, seed=seed)
@@ -167,6 +169,7 @@ def test_ends_that_only_the_device_knows(chunk, causal):
 
 
 @pytest.mark.parametrize("causal", [True, slow(False)])
+@meant("cu_seqlens")
 def test_packed_sequences_in_one_graph(causal):
     rope, ends = rw.RotaryEmbedding(8), torch.tensor([0, 7, 30])
 

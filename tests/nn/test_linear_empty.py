@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ropewalk as rw
+from meant import meant
 from nn.linear_cases import drawn, exact, next_positions, with_gradients
 
 ROPE = rw.RotaryEmbedding(8)
@@ -21,6 +22,8 @@ def packed(ends, **options):
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 @pytest.mark.parametrize("given", [None, (40, 50, 60), (7, 6, 5), (-3, -2, -1), (0.5, 1.0, 1.5)], ids=str)
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_a_sequence_without_a_token_that_is_seen_stays_where_it_was(ends, given):
     for hidden in (None, (), (0,), (0, 1, 2), (2,)):
         check_positions_and_go_on(ends, hidden, given)
@@ -49,6 +52,8 @@ def check_positions_and_go_on(ends, hidden, given):
     torch.testing.assert_close(again.permute(2, 1, 0, 3), out)
 
 
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_sequences_behind_a_state_stay_there_without_a_token():
     _, state = packed([0, 1, 3])
     mask = torch.tensor([[True, False, False]])
@@ -120,6 +125,8 @@ def test_a_state_without_keys_is_of_no_length():
     ["elu", "exp", torch.exp, ("relu", torch.exp), (torch.relu, "exp")],
     ids=["elu", "exp", "function", "name and function", "function and name"],
 )
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_hidden_keys_and_padding_may_hold_anything(feature_map, bad):
     q, k, v = drawn(1, 2, 1, 6, 8, 3, torch.float32)
     mask, ends = torch.tensor([[True, False, True, True, True, True]]), torch.tensor([0, 0, 3, 4])
@@ -161,6 +168,8 @@ def test_a_state_counts_in_what_can_count(position):
         rw.linear_attention(*inputs, rope=ROPE, state=replace(state, position=position))
 
 
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_a_layer_goes_on_from_empty_and_hidden_sequences():
     layer = rw.LinearAttention(16, 2, encoding=ROPE, dtype=torch.float64)
     x = torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from meant import meant
 from nn.linear_fuzz import check_many
 from ropewalk.kernels.linear import torch as linear_torch
 from ropewalk.kernels.triton_launch import INTERPRETED
@@ -15,6 +16,8 @@ from ropewalk.nn.linear.state import LinearState
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_a_sample_agrees_with_the_direct_sums():
     tally, failures = check_many(seed=1, first=0, count=200)
     assert not failures, "\n".join(failures)

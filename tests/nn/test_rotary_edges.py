@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import ropewalk as rw
+from meant import meant
 from ropewalk import RopewalkError, RotaryEmbedding
 from ropewalk.nn.positions import packed_positions, positions_of_lengths
 
@@ -18,6 +19,7 @@ FAR = (1 << 62) - 1
 
 @pytest.mark.parametrize("dtype", UNSIGNED)
 @pytest.mark.parametrize("options", [{}, {"context_length": 9}, {"check_ids": True}])
+@meant("cu_seqlens")
 def test_unsigned_ids_are_the_numbers_they_are(dtype, options):
     rope, ids = RotaryEmbedding(8, **options), IDS.to(dtype)
     assert torch.equal(rope(X, positions=ids), rope(X, positions=IDS))
@@ -79,6 +81,7 @@ def test_offsets_from_one_end_to_the_other():
 @pytest.mark.parametrize("seq_dim", [-2, -3])
 @pytest.mark.parametrize("dims", [3, 4])
 @pytest.mark.parametrize("ends", [[0, 5, 16], [0, 0, 16], [0, 3, 3, 14], [0, 16, 16], [0, 0, 0]])
+@meant("cu_seqlens")
 def test_packed_sequences_that_go_on(ends, dims, seq_dim):
     rope = RotaryEmbedding(8, seq_dim=seq_dim, pairing="half")
     x = torch.randn(2, 16, 8) if seq_dim == -2 else torch.randn(16, 2, 8)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.present import PRESENT, QUICK, candidate, examples, home
+from meant import meant
 from nn.module import by_module, module_for, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.kernels.rotate import torch as rotate_torch
@@ -93,6 +94,7 @@ def test_two_ways_that_the_notes_have():
     assert torch.allclose(rope(x), stacked(*table[:, :10]), atol=1e-6)
 
 
+@meant("cu_seqlens")
 def test_every_way_to_say_where_tokens_stand():
     rope, q, k = RotaryEmbedding(8), vector(0, 2, 4, 6, 8).float(), vector(1, 2, 2, 6, 8).float()
 

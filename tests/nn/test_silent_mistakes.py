@@ -100,7 +100,9 @@ def test_one_cache_for_two_layers():
         assert torch.equal(cache.lengths, lengths)
         first(X[:, :1], cache=cache)
         # A copy belongs to no layer yet, and neither does a cache that was emptied.
-        for other in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        loaded = rw.KVCache(1, 2, max_length=16, head_dim=8)
+        loaded.load_state_dict(cache.state_dict())
+        for other in (copy.copy(cache), copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), loaded):
             copy.deepcopy(first)(X[:, :1], cache=other)
         cache.reset()
         second(X, cache=cache)
@@ -111,18 +113,122 @@ def test_one_cache_for_two_layers():
         first(X, cache=cache)
 
 
-def test_a_mask_that_hides_everything():
-    attention, linear, q = rw.Attention(16, 2), rw.LinearAttention(16, 2), torch.randn(1, 2, 5, 8)
-    hidden = torch.zeros(1, 5, dtype=torch.bool)
+def test_a_mask_row_that_hides_everything():
+    attention, linear, q = rw.Attention(16, 2), rw.LinearAttention(16, 2), torch.randn(2, 2, 5, 8)
+    x = X.expand(2, 5, 16)
+    hidden = torch.zeros(2, 5, dtype=torch.bool)
+    one = torch.tensor([[True] * 5, [False] * 5])
     for call in (
-        lambda mask: attention(X, key_mask=mask),
-        lambda mask: linear(X, key_mask=mask),
+        lambda mask: attention(x, key_mask=mask),
+        lambda mask: attention(x, key_mask=mask, cache=attention.make_cache(2, 8)),
+        lambda mask: linear(x, key_mask=mask),
         lambda mask: rw.linear_attention(q, q, q, key_mask=mask),
+        lambda mask: rw.attention(q, q, q, key_mask=mask),
     ):
-        with pytest.warns(rw.RopewalkWarning, match="no query sees a key(.|\n)*pass ~mask"):
-            call(hidden)
-        call(~hidden)
-        call(torch.arange(5)[None] > 3)
+        with torch.no_grad():
+            for row, mask in ((0, hidden), (1, one)):
+                with pytest.warns(rw.RopewalkWarning, match=f"row {row} of (.|\n)*see no key(.|\n)*pass ~mask"):
+                    call(mask)
+            call(~hidden)
+            call(torch.arange(5).expand(2, 5) > 3)
+
+
+def test_a_sequence_that_has_ended_is_not_suspected():
+    attention = rw.Attention(16, 2, window=4)
+    for cache in (attention.make_cache(2), rw.KVCache(2, 2, 16, 8)):
+        with torch.no_grad():
+            attention(X.expand(2, 5, 16), cache=cache)
+            attention(X[:, :1].expand(2, 1, 16), cache=cache, key_mask=torch.tensor([[True], [False]]))
+
+
+def test_packed_sequences_that_end_before_the_tokens():
+    rope, q = rw.RotaryEmbedding(8), torch.randn(1, 2, 5, 8)
+    attention, linear = rw.Attention(16, 2, encoding=rope), rw.LinearAttention(16, 2, encoding=rope)
+    for call in (
+        lambda ends: rope(q, cu_seqlens=ends),
+        lambda ends: attention(X, cu_seqlens=ends),
+        lambda ends: linear(X, cu_seqlens=ends),
+        lambda ends: rw.attention(q, q, q, cu_seqlens=ends),
+        lambda ends: rw.linear_attention(q, q, q, cu_seqlens=ends),
+    ):
+        with pytest.warns(rw.RopewalkWarning, match="an end of 3: the 2 tokens after it belong to no sequence"):
+            call(torch.tensor([0, 2, 3]))
+        call(torch.tensor([0, 2, 5]))
+
+
+@pytest.mark.parametrize("layer", [rw.Attention, rw.LinearAttention])
+def test_positions_that_restart_in_a_row(layer):
+    attention = layer(16, 2, encoding=rw.RotaryEmbedding(8))
+    for ids in ([0, 1, 2, 0, 1], [[0, 1, 2, 3, 0]], [7, 8, 0, 1, 0]):
+        with pytest.warns(rw.RopewalkWarning, match=r"position 0 after .\n.*pass cu_seqlens="):
+            attention(X, torch.tensor(ids))
+    for ids in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 1, 4, 3], [0, 0, 0, 1, 1], [5.5, 6, 6.5, 7, 9]):
+        attention(X, torch.tensor(ids))
+    # Packed, or padded at the start as tokenizers do.
+    attention(X, torch.tensor([0, 1, 2, 0, 1]), cu_seqlens=torch.tensor([0, 3, 5]))
+    attention(X, torch.tensor([[1, 1, 0, 1, 2]]), key_mask=torch.tensor([[False, False, True, True, True]]))
+    # Not read inside a graph.
+    torch.compiler.reset()
+    torch.compile(attention, fullgraph=True, backend="eager")(X, torch.tensor([0, 1, 2, 0, 1]))
+
+
+def test_two_axes_may_restart():
+    spec = rw.RopeSpec(8, axes=rw.Axes.chunked((2, 2)))
+    rw.Attention(16, 2, encoding=rw.RotaryEmbedding(spec))(X, torch.tensor([[0, 0, 0, 1, 1], [0, 1, 2, 0, 1]]))
+
+
+def test_positions_that_are_not_beyond_the_cache():
+    rope = rw.RotaryEmbedding(8)
+    attention, windowed = rw.Attention(16, 2, encoding=rope), rw.Attention(16, 2, encoding=rope, window=3)
+    for cache, layer in ((attention.make_cache(1, 32), attention), (windowed.make_cache(1), windowed)):
+        with torch.no_grad():
+            layer(X, cache=cache)
+            with pytest.warns(rw.RopewalkWarning, match=r"positions beyond 4, (.|\n)*0 in sequence 0\n"):
+                layer(X[:, :1], torch.tensor([0]), cache=cache)
+            layer(X[:, :1], torch.tensor([7]), cache=cache)
+            with pytest.warns(rw.RopewalkWarning, match="positions beyond 7, "):
+                layer(X[:, :2], torch.tensor([[7, 8]]), cache=cache)
+            layer(X[:, :1], cache=cache, positions=torch.tensor([[20]]))
+            # Fractions are not stored, and not compared.
+            layer(X[:, :1], cache=cache, positions=torch.tensor([0.5]))
+
+
+def test_ragged_rows_without_a_token_are_not_compared():
+    attention, cache = rw.Attention(16, 2, encoding=rw.RotaryEmbedding(8)), rw.KVCache(2, 2, 16, 8)
+    x = X.expand(2, 5, 16)
+    with torch.no_grad():
+        attention(x, cache=cache, counts=torch.tensor([5, 0]))
+        attention(x[:, :1], torch.tensor([[0], [0]]), cache=cache, counts=torch.tensor([0, 1]))
+        with pytest.warns(rw.RopewalkWarning, match="0 in sequence 1"):
+            attention(x[:, :1], torch.tensor([[9], [0]]), cache=cache, counts=torch.tensor([1, 1]))
+
+
+def test_positions_that_are_not_beyond_the_state():
+    layer = rw.LinearAttention(16, 2, encoding=rw.RotaryEmbedding(8))
+    _, state = layer.step(X)
+    with pytest.warns(rw.RopewalkWarning, match="positions from 5 on(.|\n)*got:      ?.*0(.|\n)*omit positions"):
+        layer(X[:, :1], torch.tensor([0]), state)
+    layer(X[:, :1], torch.tensor([5]), state)
+    layer(X[:, :1], torch.tensor([[9]]), state)
+
+
+@torch.no_grad()
+def test_one_state_for_two_layers():
+    first, second = rw.LinearAttention(16, 2), rw.LinearAttention(16, 2)
+    _, state = first.step(X)
+    with pytest.raises(rw.RopewalkError, match=r"tokens of another layer(.|\n)*one state per layer"):
+        second.step(X, state)
+    first.step(X, state)
+    for other in (
+        copy.copy(state),
+        copy.deepcopy(state),
+        pickle.loads(pickle.dumps(state)),
+        rw.LinearState.from_state_dict(state.state_dict()),
+    ):
+        second.step(X, other)
+    del first
+    gc.collect()
+    second.step(X, state)
 
 
 @pytest.mark.parametrize("seq_dim", [-2, -3])

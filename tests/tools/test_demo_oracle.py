@@ -169,7 +169,8 @@ def test_keys_without_a_formula_are_not_covered(keys, reason):
 
 
 @pytest.mark.parametrize("content", ["{", "[]", None])
-def test_a_config_that_is_no_json_object_is_not_covered(content):
+def test_a_config_that_is_no_json_object_is_not_covered(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     if content is not None:
         Path("config.json").write_text(content, encoding="utf-8")
     with pytest.raises(NotCoveredError, match=r"config\.json"):

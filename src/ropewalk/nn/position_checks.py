@@ -5,10 +5,13 @@ that were rejected. A message is formatted only when it is raised: formatting a 
 specialize the graph on it.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown, warn
+from ropewalk.kernels.constructors import ones_like
 from ropewalk.kernels.torch_internals import is_plain
 from ropewalk.nn.memory_layout import check_strided
 
@@ -19,9 +22,12 @@ __all__ = [
     "check_finite",
     "check_ids",
     "check_index",
+    "check_key_mask",
+    "check_packed",
     "check_positions",
     "described",
-    "warn_if_all_hidden",
+    "warn_if_positions_restart",
+    "warn_if_row_is_hidden",
 ]
 
 # Dtypes for positions. bfloat16 cannot represent 257, and float16 cannot represent 2049.
@@ -171,6 +177,13 @@ def check_ends(cu_seqlens: Tensor, seq: int, *, asked: str) -> None:
     >>> check_ends(torch.tensor([0, 2, 5]), 5, asked="a doctest")
     """
     ends = cu_seqlens.tolist()
+    if ends[:1] == [0] and ends == sorted(ends) and ends[-1] < seq:
+        warn(
+            asked=asked,
+            expected=f"cumulated lengths that end at {seq}, the number of tokens",
+            got=f"an end of {ends[-1]}: the {seq - ends[-1]} tokens after it belong to no sequence",
+            do="pass the cumulative sum of all lengths; if these tokens are padding, ignore this warning",
+        )
     if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > seq:
         raise RopewalkError(
             asked=asked,
@@ -216,15 +229,112 @@ def described(x: object) -> str:
     return f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, Tensor) else shown(x)
 
 
-def warn_if_all_hidden(key_mask: Tensor, *, asked: str) -> None:
-    """Warn if a mask hides every key of every sequence: True is probably padding in it. Only CPU tensors are read.
+def check_key_mask(
+    key_mask: Tensor, shape: tuple[int, int], device: torch.device, *, asked: str, dims: str = "[batch, keys]"
+) -> None:
+    """Raise unless `key_mask` has one bool per key.
 
-    >>> warn_if_all_hidden(torch.tensor([[True, False], [False, False]]), asked="a doctest")
+    Args:
+        key_mask: Mask to check.
+        shape: Required shape.
+        device: Required device.
+        asked: The first line of the error.
+        dims: Names of the dimensions, for the error.
+
+    Raises:
+        RopewalkError: If the dtype, the shape or the device does not match.
+
+    >>> check_key_mask(torch.tensor([[True]]), (1, 1), torch.device("cpu"), asked="a doctest")
     """
-    if can_read_values(key_mask) and key_mask.numel() and not bool(key_mask.any()):
+    fits = isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and tuple(key_mask.shape) == shape
+    if not fits or key_mask.device != device:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"bool {list(shape)} on {device}: {dims}",
+            got=described(key_mask),
+            do="True is a visible key; pass ids != padding, or mask.bool()",
+        )
+
+
+def check_packed(cu_seqlens: Tensor, batch: int, seq: int, device: torch.device, *, asked: str) -> None:
+    """Raise unless `cu_seqlens` are cumulated lengths of sequences that are packed in a batch of 1.
+
+    Args:
+        cu_seqlens: Tensor to check.
+        batch: Number of rows of the packed tensor.
+        seq: Number of its tokens.
+        device: Required device.
+        asked: The first line of the error.
+
+    Raises:
+        RopewalkError: If there is more than one row, or if the dtype, the shape, the device or a value does not match.
+
+    >>> check_packed(torch.tensor([0, 2, 5]), 1, 5, torch.device("cpu"), asked="a doctest")
+    """
+    if batch != 1:
+        raise RopewalkError(
+            asked=asked,
+            expected="a batch of 1 that contains the concatenated sequences",
+            got=f"a batch of {batch}",
+            do="concatenate them: x.flatten(0, 1).unsqueeze(0)",
+        )
+    check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
+    if cu_seqlens.device != device or len(cu_seqlens) == 0:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"cumulated lengths that start at 0, on {device}",
+            got=described(cu_seqlens),
+            do="put a 0 before the cumulated lengths, and move them to the device of the tokens",
+        )
+    if can_read_values(cu_seqlens):
+        check_ends(cu_seqlens, seq, asked=asked)
+
+
+def warn_if_row_is_hidden(key_mask: Tensor, *, asked: str) -> None:
+    """Warn if a mask hides every key of a sequence: True is probably padding in it. Only CPU tensors are read.
+
+    >>> warn_if_row_is_hidden(torch.tensor([[True, False], [False, True]]), asked="a doctest")
+    """
+    if not can_read_values(key_mask) or not key_mask.numel():
+        return
+    seen = key_mask.any(-1)
+    if not bool(seen.all()):
+        row = int(seen.int().argmin())
         warn(
             asked=asked,
             expected="True for the keys that are visible",
-            got=f"bool {list(key_mask.shape)} without True: no query sees a key, and attention returns 0",
+            got=f"row {row} of bool {list(key_mask.shape)} without True: its queries see no key",
             do="if True is padding in this mask, as in key_padding_mask of torch.nn, pass ~mask",
         )
+
+
+def warn_if_positions_restart(positions: Tensor, key_mask: Tensor | None, *, asked: str) -> None:
+    """Warn if positions within a row start again, as in packed sequences. Only CPU tensors are read.
+
+    A position starts again if it is smaller than the one before and occurs earlier in the row.
+
+    Args:
+        positions: [seq] or [batch, seq].
+        key_mask: bool [batch, seq]. Tokens where it is False are padding, and are ignored. None for no padding.
+        asked: The first line of the warning.
+
+    >>> warn_if_positions_restart(torch.tensor([0, 1, 2]), None, asked="a doctest")
+    """
+    if not can_read_values(positions) or positions.shape[-1] < 2 or not positions.numel():
+        return
+    rows = as_signed(positions).reshape(-1, positions.shape[-1])
+    # This costs less than the search below, and is almost always enough.
+    if not bool((rows[:, 1:] < rows[:, :-1]).any()):
+        return
+    visible = ones_like(rows, dtype=torch.bool) if key_mask is None else key_mask.cpu()
+    for row, mask in zip(*torch.broadcast_tensors(rows, visible), strict=True):
+        ids = row[mask].tolist()
+        for index, (before, here) in enumerate(itertools.pairwise(ids), start=1):
+            if here < before and here in ids[:index]:
+                warn(
+                    asked=asked,
+                    expected="positions that increase within a row: without cu_seqlens a row is one sequence",
+                    got=f"position {here} after {before}",
+                    do="for packed sequences pass cu_seqlens=, so that each only sees itself",
+                )
+                return

@@ -12,7 +12,8 @@ from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import one_head, operations
 from ropewalk.claims.samples import EXACT, largest, normal, rank
 from ropewalk.claims.sources import CHINESE_1, LINEAR
-from ropewalk.nn.attention.scores import Visibility, attend
+from ropewalk.nn.attention.scores import attend
+from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding

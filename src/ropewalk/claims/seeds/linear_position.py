@@ -9,7 +9,8 @@ from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import one_head, token_by_token
 from ropewalk.claims.samples import EXACT, largest, normal, rank, theta
 from ropewalk.claims.sources import CHINESE_1, ROFORMER
-from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend
+from ropewalk.nn.attention.scores import ScoreBias, attend
+from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding

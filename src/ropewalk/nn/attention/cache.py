@@ -1,19 +1,33 @@
 """KVCache: keys and values of past tokens, for decoding."""
 
-import weakref
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_count, shown
-from ropewalk.kernels.constructors import arange, zeros
-from ropewalk.nn.encodings.base import Encoding
-from ropewalk.nn.encodings.rotary import rope_in
-from ropewalk.nn.position_checks import can_read_values, check_ids, check_index, check_positions, described
-from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.errors import RopewalkError, require_count, shown, warn
+from ropewalk.kernels.constructors import arange, zeros, zeros_like
+from ropewalk.nn.attention.cache_interface import CachedTokens
+from ropewalk.nn.attention.moved_keys import KeyRotation, moved_keys
+from ropewalk.nn.attention.saved_cache import checked_cache_state
+from ropewalk.nn.attention.visibility import Visibility
+from ropewalk.nn.owners import release
+from ropewalk.nn.position_checks import (
+    can_read_values,
+    check_ids,
+    check_index,
+    check_key_mask,
+    check_positions,
+    described,
+    warn_if_row_is_hidden,
+)
 from ropewalk.signatures import checks_names
 
-__all__ = ["KVCache", "check_capacity", "check_counts"]
+__all__ = ["KVCache"]
+
+# Tensors of a cache with a slot per token, and the dimension of the slots.
+SLOT_DIMS = {"keys": 2, "values": 2, "positions": 1, "hidden": 1}
 
 
 class KVCache:
@@ -39,6 +53,7 @@ class KVCache:
         values: [batch, num_kv_heads, max_length, v_dim].
         lengths: Number of tokens per sequence [batch], int64, on the device. Lengths differ if `counts` were passed.
         positions: Position of the token in each slot [batch, max_length], int64, for encodings that add a bias.
+        hidden: True for slots with a token that a `key_mask` hides [batch, max_length]; None if there was no mask.
         encoding_state: State of an encoding that needs one between calls; None in a new cache.
         filled_at_most: Upper bound of `lengths`, known to the host.
         even: Whether the host knows that every sequence has `filled_at_most` tokens.
@@ -53,6 +68,8 @@ class KVCache:
     >>> cache.keys[:, 0, :, 0].tolist()
     [[1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
     """
+
+    _rolling: ClassVar[bool] = False
 
     @checks_names
     def __init__(
@@ -83,11 +100,10 @@ class KVCache:
             self.values: Tensor = zeros(*shape, self.v_dim, dtype=dtype, device=device)
             self.lengths: Tensor = zeros(self.batch, dtype=torch.int64, device=device)
             self.positions: Tensor = zeros(self.batch, self.max_length, dtype=torch.int64, device=device)
+        self.hidden: Tensor | None = None
         self.encoding_state: Tensor | None = None
         self.filled_at_most: int = 0
-        # Whether the host knows that every sequence has filled_at_most tokens.
         self.even: bool = True
-        self._layer: weakref.ref[nn.Module] | None = None
 
     @checks_names
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None, *, positions: Tensor | None = None) -> None:
@@ -113,62 +129,78 @@ class KVCache:
         got:      1
         do this:  create a longer cache, or drop old tokens with evict_prefix
         """
-        self._check_append(k, v, counts, positions)
-        seq = k.shape[2]
-        steps = arange(seq, device=k.device)
-        rows, slots = arange(self.batch, device=k.device)[:, None], self.lengths[:, None] + steps
-        if counts is not None:
-            # Padding is stored as zeros: hidden values are still multiplied by 0, which is NaN for NaN or infinity.
-            padding = (steps >= counts[:, None])[:, None, :, None]
-            k, v = k.masked_fill(padding, 0), v.masked_fill(padding, 0)
-        for buffer, new in ((self.keys, k), (self.values, v)):
-            buffer.transpose(1, 2)[rows, slots] = new.detach().transpose(1, 2)
-        self.positions[rows, slots] = slots if positions is None else positions.to(torch.int64)
-        self.lengths += seq if counts is None else counts
-        self.filled_at_most += seq
-        if counts is not None:
-            self.even = False
-            if can_read_values(self.lengths):
-                self.filled_at_most = int(self.lengths.max())
+        self._write(k, v, counts, positions, None)
 
-    def check_layer(self, layer: nn.Module) -> None:
-        """Raise if another layer has stored tokens in the cache.
+    def update(
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        counts: Tensor | None = None,
+        positions: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        window: int | None = None,
+    ) -> CachedTokens:
+        """Append keys and values, and return all that their queries can see. `Attention` calls it.
 
-        >>> KVCache(1, 1, 4, 2).check_layer(nn.Identity())
+        Args:
+            k: As for `append`.
+            v: As for `append`.
+            counts: As for `append`.
+            positions: As for `append`.
+            key_mask: bool [batch, seq]: False hides a new token, now and in later calls. Or bool [batch, max_length]:
+                False hides a slot in this call.
+            window: Number of tokens that a query sees, itself included; None for all.
+
+        Returns:
+            The stored keys and values, and which of them are visible to each query.
+
+        Raises:
+            RopewalkError: As `append`, and if the mask does not match.
+
+        >>> cache = KVCache(1, 1, 8, 1)
+        >>> for _ in range(3):
+        ...     seen = cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), window=2)
+        >>> seen.keys.shape, seen.visibility.hides_nothing
+        (torch.Size([1, 1, 2, 1]), True)
         """
-        other = None if self._layer is None else self._layer()
-        if other is None or other is layer:
-            return
-        raise RopewalkError(
-            asked=f"{type(layer).__name__}(x, cache=...)",
-            expected="a cache of this layer alone: it contains the keys and values of one layer",
-            got="a cache with the tokens of another layer",
-            do="create one cache per layer: caches = [KVCache(...) for _ in layers]; for a copy of the layer, pass"
-            " copy.copy(cache)",
-        )
+        seq, empty, even = k.shape[2], self.filled_at_most == 0, self.even
+        starts = (self.lengths[0] if even else self.lengths).clone()
+        self._write(k, v, counts, positions, key_mask)
+        compiling = torch.compiler.is_compiling()
+        # torch.compile reads the whole cache, so that shapes do not change between steps.
+        filled = self.max_length if compiling else self.filled_at_most
+        first, last = 0, seq if empty else filled
+        if empty:
+            visibility = Visibility(True, window=window)
+        elif even and seq == 1 and counts is None and not compiling:
+            first = 0 if window is None else max(0, last - window)
+            visibility = Visibility()
+        else:
+            visibility = Visibility(True, starts, window=window)
+        slots = slice(first, last)
+        visible = None if self.hidden is None else ~self.hidden[:, slots]
+        if key_mask is not None and key_mask.shape[1] != seq:
+            visible = key_mask[:, slots] if visible is None else visible & key_mask[:, slots]
+        visibility = visibility._replace(key_mask=visible)
+        return CachedTokens(self.keys[:, :, slots], self.values[:, :, slots], self.positions[:, slots], visibility)
 
-    def belongs_to(self, layer: nn.Module) -> None:
-        """Record that `layer` stores its tokens here, until `reset`.
-
-        >>> KVCache(1, 1, 4, 2).belongs_to(nn.Identity())
-        """
-        if self._layer is None or self._layer() is not layer:
-            self._layer = weakref.ref(layer)
-
-    def evict_prefix(self, count: int, rope: RotaryEmbedding | Encoding | None) -> None:
+    def evict_prefix(self, count: int, rope: KeyRotation) -> None:
         """Drop the first `count` tokens of each sequence, and move the others to the front. Positions start at 0 again.
 
-        Rotated keys are rotated by rope.shift(k, by=-count), which rounds once more per call. A sequence with fewer
-        than `count` tokens becomes empty.
+        Rotated keys are rotated back by `count` positions, which rounds once more per call. A sequence with fewer than
+        `count` tokens becomes empty.
 
         Args:
             count: Number of tokens to drop.
-            rope: The encoding that the keys were rotated with, or None if keys contain no position.
+            rope: What rotated the keys: an encoding, a RotaryEmbedding, or a spec, as `load_spec` returns it. None if
+                keys contain no position, or are to keep theirs: pass the positions of later tokens then.
 
         Raises:
             RopewalkError: If `count` is larger than `filled_at_most`, if `rope` does not match the keys, or if it is an
-                absolute encoding, whose keys cannot be moved.
+                absolute encoding or has several axes.
 
+        >>> from ropewalk import RotaryEmbedding
         >>> rope, cache = RotaryEmbedding(2), KVCache(1, 1, 4, 2)
         >>> k = torch.ones(1, 1, 3, 2)
         >>> cache.append(rope(k), k)
@@ -184,15 +216,18 @@ class KVCache:
                 got=f"{number}",
                 do="drop fewer, or call reset() to drop them all",
             )
-        (rotation, length), remaining = _rope_of_keys(rope, self.head_dim), self.filled_at_most - number
-        keys = self.keys[:, :, number : self.filled_at_most]
+        remaining = self.filled_at_most - number
+        filled = slice(number, self.filled_at_most)
         # Copies: source and destination overlap.
-        keys = keys.clone() if rotation is None else rotation.shift(keys, by=-number, length=length)
-        values = self.values[:, :, number : self.filled_at_most].clone()
-        positions = self.positions[:, number : self.filled_at_most] - number
-        for buffer, rest in ((self.keys, keys), (self.values, values), (self.positions[:, None], positions[:, None])):
-            buffer[:, :, :remaining] = rest
-            buffer[:, :, remaining : self.filled_at_most] = 0
+        keys = moved_keys(self.keys[:, :, filled], self.positions[:, filled], -number, rope)
+        moved = {"keys": keys, "positions": self.positions[:, filled] - number}
+        for name, dim in SLOT_DIMS.items():
+            buffer = getattr(self, name)
+            if buffer is not None:
+                slots = buffer.narrow(dim, 0, self.filled_at_most)
+                rest = moved[name] if name in moved else slots.narrow(dim, number, remaining).clone()
+                slots.narrow(dim, 0, remaining).copy_(rest)
+                slots.narrow(dim, remaining, number).zero_()
         self.lengths.sub_(number).clamp_(min=0)
         self.filled_at_most, self.even = remaining, self.even or remaining == 0
 
@@ -212,7 +247,7 @@ class KVCache:
         [7.0, 7.0]
         """
         check_index(index, self.batch, self.lengths.device, asked="KVCache.reorder(index)", number=self.batch)
-        for buffer in (self.keys, self.values, self.lengths, self.positions):
+        for buffer in self._buffers().values():
             buffer.copy_(buffer.index_select(0, index))
         if self.encoding_state is not None:
             self.encoding_state = self.encoding_state.index_select(0, index)
@@ -226,10 +261,10 @@ class KVCache:
         >>> cache.lengths.tolist(), cache.filled_at_most
         ([0], 0)
         """
-        for buffer in (self.keys, self.values, self.lengths, self.positions):
+        for buffer in self._buffers().values():
             buffer.zero_()
-        self.encoding_state, self.filled_at_most, self.even = None, 0, True
-        self._layer = None
+        self.hidden, self.encoding_state, self.filled_at_most, self.even = None, None, 0, True
+        release(self)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
         """Move the cache to a device, and cast keys and values to a dtype.
@@ -251,19 +286,140 @@ class KVCache:
         with torch.inference_mode(False):
             self.keys, self.values = (x.to(device=device, dtype=dtype) for x in (self.keys, self.values))
             self.lengths, self.positions = self.lengths.to(device=device), self.positions.to(device=device)
+            self.hidden = None if self.hidden is None else self.hidden.to(device=device)
         if self.encoding_state is not None:
             self.encoding_state = self.encoding_state.to(device=device)
         return self
 
-    def __getstate__(self) -> dict[str, object]:
-        # A copy, or a cache in another process, can belong to a copy of the layer.
-        return {**self.__dict__, "_layer": None}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the tensors of the cache, without empty slots.
+
+        `torch.save` and safetensors write it. `torch.load` reads it with weights_only=True.
+
+        Returns:
+            "keys", "values", "lengths" and "positions"; "hidden" and "encoding_state" if the cache has them.
+
+        >>> cache = KVCache(1, 1, 8, 1)
+        >>> cache.append(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))
+        >>> {name: list(x.shape) for name, x in cache.state_dict().items()}
+        {'keys': [1, 1, 3, 1], 'values': [1, 1, 3, 1], 'lengths': [1], 'positions': [1, 3]}
+        """
+        slots, state = min(self.filled_at_most, self.max_length), self._buffers()
+        for name, dim in SLOT_DIMS.items():
+            if name in state:
+                state[name] = state[name].narrow(dim, 0, slots)
+        if self.encoding_state is not None:
+            state["encoding_state"] = self.encoding_state
+        return {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in state.items()}
+
+    @checks_names
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the content of the cache by that of a saved one. The cache then belongs to no layer.
+
+        Reads the lengths, which synchronizes with the device. If an error is raised, nothing was written.
+
+        Args:
+            state: What `state_dict` returned, for the same batch, heads and dtype, on any device.
+
+        Raises:
+            RopewalkError: If a tensor is missing, if there is another one, if a shape, dtype or length does not match,
+                or if the tokens do not fit.
+
+        >>> cache, loaded = KVCache(1, 1, 8, 1), KVCache(1, 1, 4, 1)
+        >>> cache.append(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))
+        >>> loaded.load_state_dict(cache.state_dict())
+        >>> loaded.lengths.tolist(), loaded.keys.flatten().tolist()
+        ([3], [1.0, 1.0, 1.0, 0.0])
+        """
+        asked = f"{type(self).__name__}.load_state_dict(state)"
+        state, lengths = checked_cache_state(state, self.keys, self.values, rolling=self._rolling, asked=asked)
+        encoding_state = state.get("encoding_state")
+        self.reset()
+        with torch.inference_mode(False):
+            if "hidden" in state:
+                self.hidden = zeros(self.batch, self.max_length, dtype=torch.bool, device=self.keys.device)
+            if encoding_state is not None:
+                encoding_state = encoding_state.detach().clone().to(self.keys.device)
+        self.encoding_state = encoding_state
+        self.lengths.copy_(state["lengths"])
+        # A file can contain NaN in slots past the length, which a mask does not remove: 0 times NaN is NaN.
+        empty = arange(state["positions"].shape[1]) >= state["lengths"].cpu()[:, None]
+        for name, dim in SLOT_DIMS.items():
+            if name in state:
+                saved = state[name].detach()
+                slots = empty.to(saved.device)
+                saved = saved.masked_fill(slots[:, None, :, None] if dim == 2 else slots, 0)
+                getattr(self, name).narrow(dim, 0, saved.shape[dim]).copy_(saved)
+        self.filled_at_most, self.even = max(lengths), len(set(lengths)) == 1
 
     def __repr__(self) -> str:
         sizes = f"{self.batch}, {self.num_kv_heads}, {self.max_length}, {self.head_dim}"
         v_dim = "" if self.v_dim == self.head_dim else f", v_dim={self.v_dim}"
         options = f"dtype={self.keys.dtype}, device={str(self.keys.device)!r}"
-        return f"KVCache({sizes}{v_dim}, {options}), filled_at_most={self.filled_at_most}"
+        return f"{type(self).__name__}({sizes}{v_dim}, {options}), filled_at_most={self.filled_at_most}"
+
+    def _buffers(self) -> dict[str, Tensor]:
+        buffers = {"keys": self.keys, "values": self.values, "lengths": self.lengths, "positions": self.positions}
+        return buffers if self.hidden is None else buffers | {"hidden": self.hidden}
+
+    def _write(
+        self, k: Tensor, v: Tensor, counts: Tensor | None, positions: Tensor | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Check and store new tokens. Return k and v with zeros for padding and hidden tokens."""
+        self._check_append(k, v, counts, positions)
+        seq = k.shape[2]
+        steps = arange(seq, device=k.device)
+        indices = self.lengths[:, None] + steps
+        hidden = None
+        if key_mask is not None:
+            hidden = self._checked_mask(key_mask, k, indices)
+            if key_mask.shape[1] == seq and self.hidden is None:
+                with torch.inference_mode(False):
+                    self.hidden = zeros(self.batch, self.max_length, dtype=torch.bool, device=k.device)
+        padding = None if counts is None else steps >= counts[:, None]
+        ignored = hidden if padding is None else padding if hidden is None else hidden | padding
+        if ignored is not None:
+            # Hidden values are still multiplied by 0, which is NaN for NaN or infinity.
+            k, v = (x.masked_fill(ignored[:, None, :, None], 0) for x in (k, v))
+        new = {"keys": k.detach(), "values": v.detach(), "positions": indices}
+        if positions is not None:
+            new["positions"] = positions.to(torch.int64).expand(self.batch, seq)
+        if self.hidden is not None:
+            remembered = hidden is not None and key_mask is not None and key_mask.shape[1] == seq
+            new["hidden"] = hidden if remembered and hidden is not None else zeros_like(indices, dtype=torch.bool)
+        self._store(new, indices, counts)
+        self.lengths += seq if counts is None else counts
+        self.filled_at_most += seq
+        if counts is not None:
+            self.even = False
+            if can_read_values(self.lengths):
+                self.filled_at_most = int(self.lengths.max())
+        return k, v
+
+    def _store(self, new: dict[str, Tensor], indices: Tensor, counts: Tensor | None) -> None:
+        """Write tensors with one entry per new token to the slots of the tokens."""
+        rows = arange(self.batch, device=indices.device)[:, None]
+        for name, x in new.items():
+            buffer, dim = getattr(self, name), SLOT_DIMS[name]
+            buffer.transpose(1, dim)[rows, indices] = x.transpose(1, dim)
+
+    def _checked_mask(self, key_mask: Tensor, k: Tensor, indices: Tensor) -> Tensor:
+        """Return True for new tokens that the mask hides [batch, seq]."""
+        seq = k.shape[2]
+        by_slot = isinstance(key_mask, Tensor) and key_mask.dim() == 2 and key_mask.shape[1] != seq
+        by_slot = by_slot and not self._rolling
+        slots = "" if self._rolling else f"; or [batch, {self.max_length}], all slots of the cache"
+        check_key_mask(
+            key_mask,
+            (self.batch, self.max_length if by_slot else seq),
+            k.device,
+            asked="attention(key_mask=...) with a cache",
+            dims=f"[batch, seq], the new tokens{slots}",
+        )
+        # Later, all new tokens of a sequence can be hidden: those of a sequence that has ended.
+        if self.filled_at_most == 0:
+            warn_if_row_is_hidden(key_mask, asked="attention(key_mask=...) with a cache")
+        return ~(key_mask.gather(1, indices.clamp_max(self.max_length - 1)) if by_slot else key_mask)
 
     def _check_append(self, k: Tensor, v: Tensor, counts: Tensor | None, positions: Tensor | None) -> None:
         """Raise unless keys and values match the cache, and fit by what the host knows."""
@@ -292,49 +448,58 @@ class KVCache:
                 do="decode under torch.inference_mode() or torch.no_grad()",
             )
         if counts is not None:
-            check_counts(self, counts, k.shape[2])
+            self._check_counts(counts, k.shape[2])
         if positions is not None:
-            asked = "KVCache.append(positions=...)"
+            asked = "positions= with a KVCache"
             check_ids(positions, asked=asked, whole=True)
             check_positions(positions, k, asked=asked)
-        check_capacity(self, k.shape[2], counts)
+            self._warn_if_not_beyond(positions, counts)
+        self._check_capacity(k.shape[2], counts)
 
+    def _check_capacity(self, seq: int, counts: Tensor | None) -> None:
+        """Raise if `seq` more tokens may not fit, by what the host knows."""
+        free = self.max_length - self.filled_at_most
+        if seq <= free:
+            return
+        # torch.compile cannot format numbers that change between steps.
+        known = not torch.compiler.is_compiling()
+        do = "create a longer cache, or drop old tokens with evict_prefix"
+        raise RopewalkError(
+            asked=f"more tokens in a KVCache of max_length={self.max_length}",
+            expected=f"at most {free}, because {self.filled_at_most} slots may be filled" if known else "fewer tokens",
+            got=f"{seq}" if known else "more than fit",
+            do=do if counts is None else f"{do}; padding needs slots too while it is written",
+        )
 
-def check_capacity(cache: KVCache, seq: int, counts: Tensor | None) -> None:
-    """Raise if `seq` more tokens may not fit, by what the host knows.
+    def _check_counts(self, counts: Tensor, seq: int) -> None:
+        """Raise unless `counts` has the number of tokens per sequence, from 0 to `seq`. The rest is padding."""
+        fits = isinstance(counts, Tensor) and counts.dtype in (torch.int32, torch.int64)
+        fits = fits and counts.shape == self.lengths.shape and counts.device == self.lengths.device
+        if fits and (not can_read_values(counts) or bool(((counts >= 0) & (counts <= seq)).all())):
+            return
+        raise RopewalkError(
+            asked=f"counts= for {seq} tokens with padding",
+            expected=f"whole numbers [{self.batch}] from 0 to {seq}, one per sequence, on {self.lengths.device}",
+            got=f"{counts.tolist()}" if fits else described(counts),
+            do="pass the number of tokens per sequence that are not padding; padding is at the end",
+        )
 
-    >>> check_capacity(KVCache(1, 1, 4, 1), 4, None)
-    """
-    free = cache.max_length - cache.filled_at_most
-    if seq <= free:
-        return
-    # torch.compile cannot format numbers that change between steps.
-    known = not torch.compiler.is_compiling()
-    do = "create a longer cache, or drop old tokens with evict_prefix"
-    raise RopewalkError(
-        asked=f"more tokens in a KVCache of max_length={cache.max_length}",
-        expected=f"at most {free}, because {cache.filled_at_most} slots may be filled" if known else "no more than fit",
-        got=f"{seq}" if known else "more",
-        do=do if counts is None else f"{do}; padding needs slots too while it is written",
-    )
-
-
-def check_counts(cache: KVCache, counts: Tensor, seq: int) -> None:
-    """Raise unless `counts` has the number of tokens per sequence, from 0 to `seq`. The rest is padding.
-
-    >>> check_counts(KVCache(2, 1, 4, 1), torch.tensor([3, 1]), 3)
-    """
-    lengths = cache.lengths
-    fits = isinstance(counts, Tensor) and counts.dtype in (torch.int32, torch.int64)
-    fits = fits and counts.shape == lengths.shape and counts.device == lengths.device
-    if fits and (not can_read_values(counts) or bool(((counts >= 0) & (counts <= seq)).all())):
-        return
-    raise RopewalkError(
-        asked=f"counts= for {seq} tokens with padding",
-        expected=f"whole numbers [{len(lengths)}] from 0 to {seq}, one per sequence, on {lengths.device}",
-        got=f"{counts.tolist()}" if fits else described(counts),
-        do="pass the number of tokens per sequence that are not padding; padding is at the end",
-    )
+    def _warn_if_not_beyond(self, positions: Tensor, counts: Tensor | None) -> None:
+        """Warn if the first new position of a sequence is not larger than that of its last token in the cache."""
+        if self.filled_at_most == 0 or not positions.numel() or not can_read_values(positions):
+            return
+        newest = self.positions.gather(1, ((self.lengths - 1).clamp_min(0) % self.max_length)[:, None])[:, 0]
+        first = positions[..., 0].to(torch.int64).expand(self.batch)
+        behind = (first <= newest) & (self.lengths > 0)
+        behind = behind if counts is None else behind & (counts > 0)
+        if bool(behind.any()):
+            row = int(behind.int().argmax())
+            warn(
+                asked="attention(positions=...) with a cache",
+                expected=f"positions beyond {int(newest[row])}, that of the last token in the cache",
+                got=f"{int(first[row])} in sequence {row}",
+                do="omit positions, which continue from the cache; or pass the positions of the new tokens alone",
+            )
 
 
 def _checked_dtype(dtype: torch.dtype, asked: str) -> torch.dtype:
@@ -345,30 +510,4 @@ def _checked_dtype(dtype: torch.dtype, asked: str) -> torch.dtype:
         expected="a floating-point dtype",
         got=shown(dtype),
         do="pass the dtype of the keys: torch.bfloat16",
-    )
-
-
-def _rope_of_keys(
-    encoding: RotaryEmbedding | Encoding | None, head_dim: int
-) -> tuple[RotaryEmbedding | None, int | None]:
-    """Return the rope that rotated the keys, or None if keys contain no position; and the length it was used with."""
-    rope = rope_in(encoding)
-    if rope is not None and rope.spec.axes is not None:
-        raise RopewalkError(
-            asked="KVCache.evict_prefix(count, rope)",
-            expected="a rope with one axis, on which positions move by the number of dropped tokens",
-            got=f"{rope}",
-            do="call reset(), and read the last tokens again",
-        )
-    if rope is not None and rope.spec.head_dim == head_dim and rope.seq_dim == -2:
-        return rope, getattr(encoding, "at_length", None)
-    no_rotation = isinstance(encoding, Encoding) and encoding.relative and type(encoding).rotate is Encoding.rotate
-    if encoding is None or no_rotation:
-        return None, None
-    raise RopewalkError(
-        asked="KVCache.evict_prefix(count, rope)",
-        expected=f"a rope with head_dim={head_dim} and seq_dim=-2, an encoding that has such a rope or only adds a "
-        "bias, or None if keys contain no position",
-        got=f"{encoding}" if isinstance(encoding, nn.Module) else shown(encoding),
-        do="pass the encoding of the layer; if it is absolute, call reset() and read the last tokens again",
     )

@@ -1,26 +1,29 @@
 """Attention: a layer of softmax attention with any encoding, grouped heads, padding, packed sequences and a cache."""
 
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, as_float, shown
-from ropewalk.kernels.constructors import arange, zeros_like
-from ropewalk.nn.attention.cache import KVCache, check_capacity, check_counts
+from ropewalk.errors import RopewalkError, as_float, require_count, shown
+from ropewalk.kernels.constructors import arange
+from ropewalk.nn.attention.cache import KVCache
+from ropewalk.nn.attention.cache_interface import Cache
+from ropewalk.nn.attention.function import checked_window
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
-from ropewalk.nn.attention.scores import ScoreBias, Visibility, attend, documents_of
+from ropewalk.nn.attention.rolling_cache import RollingKVCache
+from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
+from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding, warn_if_not_embedded
 from ropewalk.nn.encodings.bias import check_causal
-from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_in
+from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_axes
+from ropewalk.nn.owners import check_owner, set_owner
 from ropewalk.nn.position_checks import (
-    can_read_values,
-    check_ends,
-    check_ids,
+    check_key_mask,
+    check_packed,
     check_positions,
-    described,
-    warn_if_all_hidden,
+    warn_if_positions_restart,
+    warn_if_row_is_hidden,
 )
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -47,6 +50,9 @@ class Attention(ProjectedHeads):
             layers. The `embed` hook is not called here: the model calls it once, before the first layer. None adds no
             position.
         causal: Hide the tokens after a query.
+        window: Number of tokens that a query sees, itself included, as `sliding_window` in configs: query m sees key n
+            if 0 <= m - n < window; if not causal, if |m - n| < window. m and n count tokens, not positions. None for no
+            window.
         dropout: Probability of dropping an attention weight in training.
         qkv_bias: Whether q_proj, k_proj and v_proj have a bias.
         out_bias: Whether o_proj has a bias.
@@ -74,6 +80,7 @@ class Attention(ProjectedHeads):
         head_dim: int | None = None,
         encoding: Encoding | RotaryEmbedding | None = None,
         causal: bool = True,
+        window: int | None = None,
         dropout: float = 0.0,
         qkv_bias: bool = False,
         out_bias: bool = False,
@@ -83,6 +90,7 @@ class Attention(ProjectedHeads):
         layer = type(self).__name__
         sizes = HeadSizes.checked(dim, num_heads, num_kv_heads, head_dim, layer=layer)
         super().__init__(sizes, causal=causal, qkv_bias=qkv_bias, out_bias=out_bias, device=device, dtype=dtype)
+        self.window: int | None = checked_window(window, asked=f"{layer}(window=...)")
         self.dropout: float = _checked_dropout(dropout)
         if encoding is not None:
             check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads, layer=layer)
@@ -106,15 +114,14 @@ class Attention(ProjectedHeads):
         >>> Attention(8, num_heads=2).axes
         1
         """
-        rope = rope_in(self.encoding)
-        return 1 if rope is None or rope.spec.axes is None else rope.spec.axes.count
+        return rope_axes(self.encoding)
 
     @checks_names
     def forward(
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         *,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
@@ -128,7 +135,8 @@ class Attention(ProjectedHeads):
                 continues from the cache, starts at 0 in each packed sequence, or is 0 .. seq-1. Only the encoding uses
                 positions: causality depends on the order of the tokens.
             cache: Contains the tokens before x, which are visible too. The tokens of x are appended to it.
-            key_mask: bool [batch, seq], or [batch, max_length] with a cache. False hides a key.
+            key_mask: bool [batch, seq]. False hides a key; in a cache, also from later tokens. With a `KVCache` also
+                bool [batch, max_length], which hides slots in this call.
             cu_seqlens: Cumulated lengths [sequences + 1] of sequences packed in a batch of 1. Each sequence only sees
                 itself. Tokens past the last sequence are padding, and see no key.
             counts: Number of tokens per sequence [batch], if sequences are padded at the end. Requires a cache. The
@@ -149,35 +157,81 @@ class Attention(ProjectedHeads):
         """
         self._check_tokens(x)
         warn_if_not_embedded(self.encoding, "Attention")
-        if cache is not None and not isinstance(cache, KVCache):
-            raise RopewalkError(
-                asked="attention(x, cache=...)",
-                expected="a KVCache, or None",
-                got=shown(cache),
-                do="create one per layer: KVCache(batch, num_kv_heads, max_length, head_dim)",
-            )
         self._check_call(x, positions, cache, key_mask, cu_seqlens, counts)
-        seq = x.shape[1]
+        seq, explicit = x.shape[1], positions
         if positions is None and self.axes == 1:
             # Otherwise positions stay None: the rotation then uses a plain range, which is faster.
             if cache is not None:
-                positions = range_positions(seq, cache.lengths[0] if cache.even else cache.lengths, x.device)
+                even = isinstance(cache, KVCache) and cache.even
+                positions = range_positions(seq, cache.lengths[0] if even else cache.lengths, x.device)
             elif cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, seq)
         q, k, v = self.heads_of(x)
         if self.encoding is not None:
             q, k = (rotated.to(v.dtype) for rotated in self.encoding.rotate(q, k, positions))
+        if cache is not None:
+            # A cache stores whole positions of one axis. A bias needs them; other encodings can use fractions.
+            storable = self.axes == 1 and (self._adds_bias or explicit is None or not explicit.is_floating_point())
+            stored = explicit if storable else None
+            seen = cache.update(k, v, counts=counts, positions=stored, key_mask=key_mask, window=self.window)
+            if isinstance(cache, KVCache):
+                set_owner(cache, self)
+            y = self._attend(q, seen.keys, seen.values, seen.visibility, positions, seen.positions)
+            return self.joined(y)
         if key_mask is not None:
             # Hidden values are still multiplied by 0, which is NaN if padding contains NaN or infinity.
-            hidden = ~key_mask if cache is None else ~_next_slots(key_mask, cache.lengths, seq)
-            k, v = (heads.masked_fill(hidden[:, None, :, None], 0) for heads in (k, v))
-        if cache is not None:
-            y = self._with_cache(q, k, v, positions, cache, key_mask, counts)
-        elif cu_seqlens is not None:
-            y = self._packed(q, k, v, positions, cu_seqlens, key_mask)
-        else:
-            y = self._attend(q, k, v, Visibility(self.causal, None, key_mask), positions, positions)
-        return self.joined(y)
+            k, v = (heads.masked_fill(~key_mask[:, None, :, None], 0) for heads in (k, v))
+        visibility = Visibility(self.causal, None, key_mask, window=self.window)
+        return self.joined(self._attend(q, k, v, visibility, positions, positions, cu_seqlens))
+
+    @checks_names
+    def make_cache(
+        self,
+        batch: int,
+        max_length: int | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> KVCache:
+        """Create a cache for this layer.
+
+        Args:
+            batch: Number of sequences.
+            max_length: Largest number of tokens per sequence. Optional if the layer has a window.
+            dtype: Dtype of keys and values; None for that of the layer, or of autocast where it is enabled.
+            device: Device of the cache; None for that of the layer.
+
+        Returns:
+            A `RollingKVCache` with a slot per token of the window; a `KVCache` if the layer has no window, or if
+            `max_length` is smaller.
+
+        Raises:
+            RopewalkError: If a size is not an integer of at least 1, or if the layer needs a `max_length`.
+
+        >>> Attention(8, num_heads=2).make_cache(1, 128)
+        KVCache(1, 2, 128, 4, dtype=torch.float32, device='cpu'), filled_at_most=0
+        >>> Attention(8, num_heads=2, window=16).make_cache(1).window
+        16
+        """
+        asked = "Attention.make_cache(batch, max_length)"
+        if max_length is not None:
+            max_length = require_count(max_length, asked=asked, do="pass the largest number of tokens per sequence")
+        elif self.window is None:
+            raise RopewalkError(
+                asked=asked,
+                expected="a max_length: this layer has no window, and every token is kept",
+                got="no max_length",
+                do="pass the largest number of tokens per sequence, prompt included",
+            )
+        weight = self.k_proj.weight
+        device = weight.device if device is None else torch.device(device)
+        if dtype is None:
+            autocast = torch.is_autocast_enabled(device.type) and weight.dtype != torch.float64
+            dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
+        if self.window is None or (max_length is not None and max_length < self.window):
+            slots = 1 if max_length is None else max_length
+            return KVCache(batch, self.num_kv_heads, slots, self.head_dim, dtype=dtype, device=device)
+        return RollingKVCache(batch, self.num_kv_heads, self.window, self.head_dim, dtype=dtype, device=device)
 
     # nn.Module declares that a call returns Any.
     if TYPE_CHECKING:
@@ -186,7 +240,7 @@ class Attention(ProjectedHeads):
             self,
             x: Tensor,
             positions: Tensor | None = None,
-            cache: KVCache | None = None,
+            cache: Cache | None = None,
             *,
             key_mask: Tensor | None = None,
             cu_seqlens: Tensor | None = None,
@@ -201,6 +255,7 @@ class Attention(ProjectedHeads):
         visibility: Visibility,
         q_positions: Tensor | None,
         k_positions: Tensor | None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         score_bias = None
         if self.encoding is not None and self._adds_bias:
@@ -210,65 +265,25 @@ class Attention(ProjectedHeads):
             )
             score_bias = ScoreBias(self.encoding, q_positions, k_positions)
         dropout = self.dropout if self.training else 0.0
-        return attend(q, k, v, visibility, scale=self.scale, dropout=dropout, score_bias=score_bias)
+        if cu_seqlens is None:
+            return attend(q, k, v, visibility, scale=self.scale, dropout=dropout, score_bias=score_bias)
+        y, _ = attend_packed(q, k, v, visibility, cu_seqlens, scale=self.scale, dropout=dropout, score_bias=score_bias)
+        return y
 
     @property
     def _adds_bias(self) -> bool:
         return self.encoding is not None and type(self.encoding).bias is not Encoding.bias
 
-    def _packed(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, cu_seqlens: Tensor, key_mask: Tensor | None
-    ) -> Tensor:
-        if not can_read_values(cu_seqlens):
-            visibility = Visibility(self.causal, None, key_mask, documents_of(cu_seqlens, q.shape[2]))
-            return self._attend(q, k, v, visibility, positions, positions)
-        # One call per sequence: less work than a mask, and NaN cannot reach other sequences.
-        ends, parts = cu_seqlens.tolist(), []
-        for start, end in itertools.pairwise(ends):
-            tokens = slice(start, end)
-            ids = None if positions is None else positions[..., tokens]
-            visible = None if key_mask is None else key_mask[:, tokens]
-            visibility = Visibility(self.causal, None, visible)
-            parts.append(self._attend(q[:, :, tokens], k[:, :, tokens], v[:, :, tokens], visibility, ids, ids))
-        return torch.cat([*parts, zeros_like(q[:, :, ends[-1] :])], dim=2)
-
-    def _with_cache(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor | None,
-        cache: KVCache,
-        key_mask: Tensor | None,
-        counts: Tensor | None,
-    ) -> Tensor:
-        seq, empty, even = q.shape[2], cache.filled_at_most == 0, cache.even
-        starts = (cache.lengths[0] if even else cache.lengths).clone()
-        cache.append(k, v, counts, positions=positions if self._adds_bias else None)
-        if not torch.compiler.is_compiling():
-            cache.belongs_to(self)
-        # torch.compile reads the whole cache, so that shapes do not change between steps.
-        filled = cache.max_length if torch.compiler.is_compiling() else cache.filled_at_most
-        length = seq if empty else filled
-        keys, values = cache.keys[:, :, :length], cache.values[:, :, :length]
-        visible = None if key_mask is None else key_mask[:, :length]
-        if empty:
-            visibility = Visibility(True, None, visible)
-        elif even and seq == 1 and not torch.compiler.is_compiling():
-            visibility = Visibility(False, None, visible)
-        else:
-            visibility = Visibility(True, starts, visible)
-        return self._attend(q, keys, values, visibility, positions, cache.positions[:, :length])
-
     def extra_repr(self) -> str:
         """Return the sizes, and options that are not the default."""
-        return super().extra_repr() + (f", dropout={self.dropout}" if self.dropout else "")
+        window = "" if self.window is None else f", window={self.window}"
+        return super().extra_repr() + window + (f", dropout={self.dropout}" if self.dropout else "")
 
     def _check_call(
         self,
         x: Tensor,
         positions: Tensor | None,
-        cache: KVCache | None,
+        cache: Cache | None,
         key_mask: Tensor | None,
         cu_seqlens: Tensor | None,
         counts: Tensor | None,
@@ -277,44 +292,34 @@ class Attention(ProjectedHeads):
         batch, seq = x.shape[:2]
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens)
-            if not torch.compiler.is_compiling():
-                cache.check_layer(self)
-            check_capacity(cache, seq, counts)
-        if counts is not None:
-            if cache is None:
-                raise RopewalkError(
-                    asked="attention(x, counts=...)",
-                    expected="a cache, which does not store the padding",
-                    got="no cache",
-                    do="without a cache, hide padding with key_mask=",
-                )
-            check_counts(cache, counts, seq)
+        elif counts is not None:
+            raise RopewalkError(
+                asked="attention(x, counts=...)",
+                expected="a cache, which does not store the padding",
+                got="no cache",
+                do="without a cache, hide padding with key_mask=",
+            )
         if positions is not None:
             check_positions(positions, x, asked="attention(positions=...)", axes=self.axes)
-        if key_mask is not None:
-            keys = seq if cache is None else cache.max_length
-            _check_key_mask(key_mask, x, (batch, keys), cached=cache is not None)
+        if key_mask is not None and cache is None:
+            asked = "attention(key_mask=...)"
+            check_key_mask(key_mask, (batch, seq), x.device, asked=asked, dims="[batch, seq]")
+            warn_if_row_is_hidden(key_mask, asked=asked)
         if cu_seqlens is not None:
-            if batch != 1:
-                raise RopewalkError(
-                    asked="attention(x, cu_seqlens=...)",
-                    expected="a batch of 1 that contains the concatenated sequences",
-                    got=f"a batch of {batch}",
-                    do="concatenate them: x.flatten(0, 1).unsqueeze(0)",
-                )
-            asked = "attention(cu_seqlens=...)"
-            check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
-            if cu_seqlens.device != x.device or len(cu_seqlens) == 0:
-                raise RopewalkError(
-                    asked=asked,
-                    expected=f"cumulated lengths that start at 0, on {x.device}",
-                    got=described(cu_seqlens),
-                    do="put a 0 before the cumulated lengths, and move them to the device of x",
-                )
-            if can_read_values(cu_seqlens):
-                check_ends(cu_seqlens, seq, asked=asked)
+            check_packed(cu_seqlens, batch, seq, x.device, asked="attention(cu_seqlens=...)")
+        elif positions is not None and self.axes == 1:
+            mask = key_mask if key_mask is not None and key_mask.shape == (batch, seq) else None
+            warn_if_positions_restart(positions, mask, asked="attention(positions=...)")
 
-    def _check_cache(self, cache: KVCache, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    def _check_cache(self, cache: Cache, x: Tensor, cu_seqlens: Tensor | None) -> None:
+        known = isinstance(cache, KVCache)
+        if not known and not isinstance(cache, Cache):
+            raise RopewalkError(
+                asked="attention(x, cache=...)",
+                expected="a KVCache or another Cache, with lengths and update, or None",
+                got=shown(cache),
+                do="create one per layer: layer.make_cache(batch, max_length)",
+            )
         if not self.causal or cu_seqlens is not None:
             raise RopewalkError(
                 asked="attention(x, cache=...)",
@@ -324,6 +329,8 @@ class Attention(ProjectedHeads):
                 if self.causal
                 else "omit the cache, and read the whole sequence",
             )
+        if not known:
+            return
         expected_sizes = x.shape[0], self.num_kv_heads, self.head_dim, self.head_dim
         sizes = cache.batch, cache.num_kv_heads, cache.head_dim, cache.v_dim
         if expected_sizes != sizes or cache.keys.device != x.device:
@@ -333,26 +340,9 @@ class Attention(ProjectedHeads):
                 expected=", ".join(f"{name}={n}" for name, n in zip(names, expected_sizes, strict=True))
                 + f" on {x.device}",
                 got=", ".join(f"{name}={n}" for name, n in zip(names, sizes, strict=True)) + f" on {cache.keys.device}",
-                do="create a cache for this layer and this batch",
+                do="create a cache for this layer and this batch: layer.make_cache(batch, max_length)",
             )
-
-
-def _next_slots(key_mask: Tensor, lengths: Tensor, seq: int) -> Tensor:
-    """Return the part of a mask over cache slots that belongs to the next `seq` tokens."""
-    slots = lengths[:, None] + arange(seq, device=lengths.device)
-    return key_mask.gather(1, slots.clamp_max(key_mask.shape[1] - 1))
-
-
-def _check_key_mask(key_mask: Tensor, x: Tensor, shape: tuple[int, int], *, cached: bool) -> None:
-    fits = isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and key_mask.shape == shape
-    if not fits or key_mask.device != x.device:
-        raise RopewalkError(
-            asked="attention(key_mask=...)",
-            expected=f"bool {list(shape)} on {x.device}: [batch, {'max_length of the cache' if cached else 'seq'}]",
-            got=described(key_mask),
-            do="True is a visible key; pass ids != padding, or mask.bool()",
-        )
-    warn_if_all_hidden(key_mask, asked="attention(key_mask=...)")
+        check_owner(cache, self, "cache")
 
 
 def _checked_dropout(dropout: float) -> float:

@@ -6,19 +6,23 @@ stores no such tensor. It is used on CUDA devices.
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.constructors import arange
+from ropewalk.kernels.constructors import new_empty, new_full, new_zeros
+from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import is_transformed
+from ropewalk.nn.attention.visibility import Visibility, documents_of, window_blocks
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
+from ropewalk.nn.position_checks import can_read_values
 
-__all__ = ["ScoreBias", "Visibility", "attend", "documents_of"]
+__all__ = ["ScoreBias", "attend", "attend_packed", "attend_with_lse"]
 
 # Up to this many queries a mask is small, and FlexAttention is slower, because it builds a block mask first.
 FEW_QUERIES = 16
@@ -26,60 +30,8 @@ FEW_QUERIES = 16
 FLEX_DEVICES = ("cuda",) if importlib.util.find_spec("triton") is not None else ()
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NARROWEST = 16
-
-
-class Visibility(NamedTuple):
-    """Which keys are visible to a query: all keys that no field hides.
-
-    Attributes:
-        causal: Hide the keys after a query. The index of query i among the keys is i + starts.
-        starts: Index of the first query among the keys: [batch], or [] for all sequences. None is 0.
-        key_mask: bool [batch, keys]. Hide keys where it is False.
-        documents: Number of the document of each token [tokens]. Hide keys of other documents, and keys with a number
-            below 0.
-
-    >>> Visibility(causal=True, documents=torch.tensor([0, 0, 1])).mask(1, 3, 3, torch.device("cpu")).int().tolist()
-    [[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]
-    """
-
-    causal: bool = False
-    starts: Tensor | None = None
-    key_mask: Tensor | None = None
-    documents: Tensor | None = None
-
-    @property
-    def only_causal(self) -> bool:
-        return self.starts is None and self.key_mask is None and self.documents is None
-
-    @property
-    def hides_nothing(self) -> bool:
-        return self.only_causal and not self.causal
-
-    @property
-    def can_hide_all(self) -> bool:
-        """Whether a query can have no visible key."""
-        return self.key_mask is not None or self.documents is not None
-
-    def visible(self, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Whether key j is visible to query i of sequence b. The indices broadcast."""
-        is_visible = j >= 0
-        if self.causal:
-            start = self.starts[b] if self.starts is not None and self.starts.dim() else self.starts
-            is_visible = is_visible & (j <= (i if start is None else i + start))
-        if self.key_mask is not None:
-            is_visible = is_visible & self.key_mask[b, j]
-        if self.documents is not None:
-            is_visible = is_visible & (self.documents[i] == self.documents[j]) & (self.documents[j] >= 0)
-        return is_visible
-
-    def rows(self, batch: int) -> int:
-        """Return `batch` if visibility differs between sequences, else 1."""
-        return batch if self.key_mask is not None or (self.starts is not None and self.starts.dim()) else 1
-
-    def mask(self, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-        """Return `visible` for all indices: [batch or 1, queries or 1, keys]."""
-        b, i, j = (arange(size, device=device) for size in (self.rows(batch), queries, keys))
-        return self.visible(b[:, None, None], i[None, :, None], j[None, None, :])
+# Fewest queries per chunk of a window: smaller matrix products are slower.
+SMALLEST_CHUNK = 256
 
 
 class ScoreBias(NamedTuple):
@@ -98,23 +50,9 @@ class ScoreBias(NamedTuple):
     q_positions: Tensor
     k_positions: Tensor
 
-
-def documents_of(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Return the index of the packed sequence that each token belongs to; -1 for padding after the last sequence.
-
-    Args:
-        cu_seqlens: Cumulated lengths [sequences + 1].
-        total: Number of tokens.
-
-    Returns:
-        int64 [total].
-
-    >>> documents_of(torch.tensor([0, 2, 2, 3]), 5).tolist()
-    [0, 0, 2, -1, -1]
-    """
-    tokens = arange(total, device=cu_seqlens.device)
-    ends = cu_seqlens.to(tokens.dtype)
-    return torch.where(tokens < ends[-1], torch.searchsorted(ends, tokens, right=True) - 1, -1)
+    def part(self, queries: slice, keys: slice) -> "ScoreBias":
+        """Return the bias of some queries and keys."""
+        return self._replace(q_positions=self.q_positions[..., queries], k_positions=self.k_positions[..., keys])
 
 
 def attend(
@@ -152,28 +90,209 @@ def attend(
     >>> attend(q, k, v, Visibility(causal=True, key_mask=hidden), scale=1.0).flatten().tolist()
     [0.0, 3.0]
     """
+    y, _ = _attend(q, k, v, visibility, score_bias, scale, dropout, flex, with_lse=False)
+    return y
+
+
+def attend_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    score_bias: ScoreBias | None = None,
+    flex: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `attend`, and the logarithm of the sum of exp(scores) over the visible keys of each query.
+
+    Outputs over disjoint sets of keys are merged by these logarithms: y = sum_i exp(lse_i - lse) y_i with
+    lse = log sum_i exp(lse_i). Without FlexAttention, all scores are materialized.
+
+    Args:
+        q: As for `attend`.
+        k: As for `attend`.
+        v: As for `attend`.
+        visibility: Which keys are visible to each query.
+        scale: Factor on the scores.
+        score_bias: The bias and its positions; None for no bias.
+        flex: Force FlexAttention (True) or plain torch (False). None chooses.
+
+    Returns:
+        Tensor [batch, heads, queries, v_dim], and float32 or float64 [batch, heads, queries]. A query without a visible
+        key has 0 and -inf, and no gradient.
+
+    Raises:
+        RopewalkError: If the bias does not broadcast to the scores.
+
+    >>> q = k = torch.zeros(1, 1, 2, 4)  # scores of 0: the logarithm of the number of visible keys
+    >>> attend_with_lse(q, k, k, Visibility(causal=True), scale=1.0)[1].exp().flatten().tolist()
+    [1.0, 2.0]
+    """
+    y, lse = _attend(q, k, v, visibility, score_bias, scale, 0.0, flex, with_lse=True)
+    return y, cast(Tensor, lse)
+
+
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    cu_seqlens: Tensor,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    score_bias: ScoreBias | None = None,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`attend` for packed sequences: each only sees itself. Tokens past the last one see no key.
+
+    If the host can read `cu_seqlens`, each sequence is computed alone: this is less work than a mask, and NaN cannot
+    reach other sequences.
+
+    Args:
+        q: Queries [1, heads, tokens, dim].
+        k: Keys [1, kv_heads, tokens, dim].
+        v: Values [1, kv_heads, tokens, v_dim].
+        visibility: Which keys are visible within a sequence.
+        cu_seqlens: Cumulated lengths [sequences + 1].
+        scale: Factor on the scores.
+        dropout: Probability of dropping an attention weight; 0 with `with_lse`.
+        score_bias: The bias and its positions; None for no bias.
+        with_lse: Also compute the log-sum-exp.
+
+    Returns:
+        Tensor [1, heads, tokens, v_dim], and the log-sum-exp [1, heads, tokens], empty without `with_lse`.
+
+    Raises:
+        RopewalkError: If the bias does not broadcast to the scores.
+
+    >>> q, v = torch.zeros(1, 1, 3, 4), torch.tensor([[[[1.0], [3.0], [5.0]]]])
+    >>> attend_packed(q, q, v, Visibility(causal=True), torch.tensor([0, 2, 3]), scale=1.0)[0].flatten().tolist()
+    [1.0, 2.0, 5.0]
+    """
+    if not can_read_values(cu_seqlens):
+        visibility = visibility._replace(documents=documents_of(cu_seqlens, q.shape[2]))
+        y, lse = _attend(q, k, v, visibility, score_bias, scale, dropout, None, with_lse)
+        return y, new_empty(y, 0) if lse is None else lse
+    ends, outputs, sums = cu_seqlens.tolist(), [], []
+    for start, end in itertools.pairwise(ends):
+        part = slice(start, end)
+        visible = visibility.of_keys(part)
+        bias = None if score_bias is None else score_bias.part(part, part)
+        y, lse = _attend(q[:, :, part], k[:, :, part], v[:, :, part], visible, bias, scale, dropout, None, with_lse)
+        outputs.append(y)
+        sums.append(lse)
+    padding = q[:, :, ends[-1] :]
+    outputs.append(new_zeros(v, (*padding.shape[:3], v.shape[3])))
+    y = torch.cat(outputs, dim=2)
+    if not with_lse:
+        return y, new_empty(y, 0)
+    none_visible = new_full(padding, padding.shape[:3], float("-inf"), dtype=working_dtype(q))
+    return y, torch.cat([*sums, none_visible], dim=2)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    score_bias: ScoreBias | None,
+    scale: float,
+    dropout: float,
+    flex: bool | None,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output, and the log-sum-exp if it is asked for."""
     unmasked = visibility.hides_nothing or (visibility.causal and visibility.only_causal and q.shape[2] == k.shape[2])
     if flex is None:
-        flex = _supports_flex(q, k) and dropout == 0 and not (score_bias is None and unmasked)
+        flex = _supports_flex(q, k) and dropout == 0 and (with_lse or not (score_bias is None and unmasked))
     if flex:
         score_mod = None if score_bias is None else score_bias.encoding.score_mod_once(*score_bias[1:])
         if score_bias is None or score_mod is not None:
-            return _by_flex(q, k, v, visibility, score_mod, score_bias, scale)
+            result = _by_flex(q, k, v, visibility, score_mod, score_bias, scale, with_lse)
+            return result if with_lse else (result, None)
+    window, start = visibility.window, visibility.starts or 0 if not isinstance(visibility.starts, Tensor) else None
+    if window is not None and start is not None and _is_long(visibility, start, window, q.shape[2], k.shape[2]):
+        return _in_chunks(q, k, v, visibility, score_bias, scale, dropout, start, window, with_lse)
     bias = None if score_bias is None else score_bias.encoding.bias(score_bias.q_positions, score_bias.k_positions)
+    bias = None if bias is None else _fitting(bias, q, k)
+    if with_lse:
+        return _with_lse(q, k, v, visibility, bias, scale)
     if bias is None and unmasked:
-        return _sdpa(q, k, v, None, visibility.causal, scale, dropout)
-    sizes = q.shape[0], q.shape[2], k.shape[2]
-    mask = None if visibility.hides_nothing else visibility.mask(*sizes, q.device).unsqueeze(1)
-    no_keys = None
-    if mask is not None and visibility.can_hide_all:
-        # Softmax over no keys is NaN, and so are its gradients: such queries see all keys, and the result is dropped.
-        no_keys = ~mask.any(-1, keepdim=True)
-        mask = mask | no_keys
+        return _sdpa(q, k, v, None, visibility.causal, scale, dropout), None
+    mask, no_keys = _mask(visibility, q, k)
     if bias is not None:
-        bias = _fitting(bias, q, k)
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     y = _sdpa(q, k, v, mask, False, scale, dropout)
-    return y if no_keys is None else y.masked_fill(no_keys, 0)
+    return y if no_keys is None else y.masked_fill(no_keys, 0), None
+
+
+def _with_lse(
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """SDPA does not return the log-sum-exp: all scores are computed here, in float32 or float64."""
+    working = working_dtype(q)
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.to(working).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = (q.to(working) @ keys.transpose(-2, -1)) * scale
+    scores = scores if bias is None else scores + bias.to(working)
+    mask, no_keys = _mask(visibility, q, k)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+    y = ((scores - lse).exp() @ values).to(v.dtype)
+    if no_keys is not None:
+        y, lse = y.masked_fill(no_keys, 0), lse.masked_fill(no_keys, float("-inf"))
+    return y, lse.squeeze(-1)
+
+
+def _is_long(visibility: Visibility, start: int, window: int, queries: int, keys: int) -> bool:
+    """Whether a window is computed in chunks."""
+    if torch.compiler.is_compiling() or visibility.documents is not None or visibility.key_indices is not None:
+        return False
+    return queries >= 2 * max(window, SMALLEST_CHUNK) and start + queries <= keys
+
+
+def _in_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visibility: Visibility,
+    score_bias: ScoreBias | None,
+    scale: float,
+    dropout: float,
+    start: int,
+    window: int,
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a part of the queries at a time, with the keys in their windows: no mask [queries, keys] is created."""
+    size, results = max(window, SMALLEST_CHUNK), []
+    for begin in range(0, q.shape[2], size):
+        end = min(begin + size, q.shape[2])
+        first = max(0, start + begin - window + 1)
+        last = min(k.shape[2], start + end + (0 if visibility.causal else window - 1))
+        rows, columns = slice(begin, end), slice(first, last)
+        visible = visibility.of_keys(columns)._replace(starts=start + begin - first)
+        bias = None if score_bias is None else score_bias.part(rows, columns)
+        heads = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+        results.append(_attend(*heads, visible, bias, scale, dropout, False, with_lse))
+    y = torch.cat([result[0] for result in results], dim=2)
+    return y, torch.cat([lse for _, lse in results if lse is not None], dim=2) if with_lse else None
+
+
+def _mask(visibility: Visibility, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask [batch or 1, 1, queries, keys], None if it hides nothing, and the queries without a visible key.
+
+    Softmax over no keys is NaN, and so are its gradients: such queries see all keys here, and their result is dropped.
+    """
+    if visibility.hides_nothing:
+        return None, None
+    mask = visibility.mask(q.shape[0], q.shape[2], k.shape[2], q.device).unsqueeze(1)
+    if not visibility.can_hide_all:
+        return mask, None
+    no_keys = ~mask.any(-1, keepdim=True)
+    return mask | no_keys, no_keys
 
 
 def _fitting(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -233,7 +352,8 @@ def _by_flex(
     score_mod: ScoreMod | None,
     score_bias: ScoreBias | None,
     scale: float,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Any:
     create_block_mask, flex_attention = _flex_functions(q.is_cuda and not torch.compiler.is_compiling())
     blocks = None
     if not visibility.hides_nothing:
@@ -242,8 +362,12 @@ def _by_flex(
         def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return visibility.visible(b, i, j)
 
-        shape = (None if rows == 1 else rows), None, q.shape[2], k.shape[2]
-        blocks = create_block_mask(is_visible, *shape, device=q.device)
+        in_order = visibility.starts is None and visibility.key_indices is None and q.shape[2] == k.shape[2]
+        if visibility.window is not None and in_order:
+            blocks = window_blocks(visibility, q.shape[2], is_visible, q.device)
+        else:
+            shape = (None if rows == 1 else rows), None, q.shape[2], k.shape[2]
+            blocks = create_block_mask(is_visible, *shape, device=q.device)
     return flex_attention(
         q,
         k,
@@ -252,6 +376,7 @@ def _by_flex(
         block_mask=blocks,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        return_lse=return_lse,
         kernel_options=None if score_bias is None else score_bias.encoding.flex_options,
     )
 

@@ -18,6 +18,7 @@ __all__ = [
     "across_heads_for_model",
     "as_encoding",
     "check_encoding",
+    "rope_axes",
     "rope_for_linear",
     "rope_for_model",
     "rope_in",
@@ -295,6 +296,16 @@ def rope_in(encoding: object) -> RotaryEmbedding | None:
     """
     rope = getattr(encoding, "rope", encoding)
     return rope if isinstance(rope, RotaryEmbedding) else None
+
+
+def rope_axes(encoding: object) -> int:
+    """Return the number of positions per token: more than one if the rope of an encoding has axes.
+
+    >>> rope_axes(RotaryEmbedding(4)), rope_axes(None)
+    (1, 1)
+    """
+    rope = rope_in(encoding)
+    return 1 if rope is None or rope.spec.axes is None else rope.spec.axes.count
 
 
 def check_encoding(

@@ -16,7 +16,7 @@ from ropewalk.nn.encodings.rotary import rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.state import LinearState, check_length, checked_state
 from ropewalk.nn.memory_layout import check_strided
-from ropewalk.nn.position_checks import can_read_values, check_ends, check_ids, described, warn_if_all_hidden
+from ropewalk.nn.position_checks import check_key_mask, check_packed, warn_if_row_is_hidden
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -143,10 +143,10 @@ def linear_attention(
         # Some of the accepted dtypes do not support comparison or subtraction.
         cu_seqlens = cu_seqlens.to(torch.int64)
     if key_mask is not None:
-        _check_mask(key_mask, k)
+        check_key_mask(key_mask, (k.shape[0], k.shape[2]), k.device, asked="linear_attention(key_mask=...)")
         # Part of a stream may be padding only.
         if state is None and not return_state:
-            warn_if_all_hidden(key_mask, asked="linear_attention(key_mask=...)")
+            warn_if_row_is_hidden(key_mask, asked="linear_attention(key_mask=...)")
     spec = None if rotation is None else rotation.spec
     learned = rotation is not None and rotation.log_scale is not None
     map_names = map_name(maps[0]), map_name(maps[1])
@@ -392,29 +392,14 @@ def _name_mismatch(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: str) ->
             )
 
 
-def _check_mask(key_mask: Tensor, k: Tensor) -> None:
-    """Raise unless `key_mask` has one bool per key."""
-    shape = (k.shape[0], k.shape[2])
-    fits = isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and tuple(key_mask.shape) == shape
-    if not fits or key_mask.device != k.device:
-        raise RopewalkError(
-            asked="linear_attention(key_mask=...)",
-            expected=f"a bool tensor {list(shape)} on {k.device}: True for a visible key",
-            got=described(key_mask),
-            do="use True for tokens and False for padding",
-        )
-
-
 def _check_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise unless `cu_seqlens` are cumulated lengths of the sequences in q and k."""
     asked = "linear_attention(cu_seqlens=...)"
-    check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
-    if q.shape[0] != 1 or q.shape[2] != k.shape[2] or len(cu_seqlens) < 2 or cu_seqlens.device != q.device:
+    check_packed(cu_seqlens, q.shape[0], k.shape[2], q.device, asked=asked)
+    if q.shape[2] != k.shape[2] or len(cu_seqlens) < 2:
         raise RopewalkError(
             asked=asked,
-            expected=f"a batch of 1 with as many queries as keys, and at least two cumulated lengths, on {q.device}",
-            got=f"q {list(q.shape)}, k {list(k.shape)}, {len(cu_seqlens)} cumulated lengths on {cu_seqlens.device}",
+            expected="as many queries as keys, and at least two cumulated lengths",
+            got=f"{q.shape[2]} queries, {k.shape[2]} keys and {len(cu_seqlens)} cumulated lengths",
             do="concatenate the sequences along seq",
         )
-    if can_read_values(cu_seqlens):
-        check_ends(cu_seqlens, q.shape[2], asked=asked)

@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.errors import RopewalkError, require_count, require_flag, shown, warn
+from ropewalk.kernels.constructors import zeros
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.encodings.base import Encoding, warn_if_not_embedded
-from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_for_linear
+from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_axes, rope_for_linear, rope_in
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.state import LinearState
-from ropewalk.nn.position_checks import check_positions
+from ropewalk.nn.owners import check_owner, set_owner
+from ropewalk.nn.position_checks import as_signed, can_read_values, check_positions, warn_if_positions_restart
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.signatures import checks_names
 
@@ -141,10 +143,15 @@ class LinearAttention(ProjectedHeads):
         warn_if_not_embedded(self.encoding, "LinearAttention")
         if state is not None:
             self._require_causal()
+            if isinstance(state, LinearState):
+                check_owner(state, self, "state")
         q, k, v = self.heads_of(x)
         rotates = getattr(self.encoding, "rope", None) is not None
-        if positions is not None and not rotates:
-            check_positions(positions, x, asked="attention(positions=...)")
+        if positions is not None:
+            if not rotates:
+                check_positions(positions, x, asked="attention(positions=...)")
+            if rope_axes(self.encoding) == 1:
+                self._warn_about(positions, state, key_mask, cu_seqlens)
         result = linear_attention(
             q,
             k,
@@ -158,7 +165,10 @@ class LinearAttention(ProjectedHeads):
             state=state,
             return_state=require_flag(return_state, asked="layer(return_state=...)"),
         )
-        return (self.joined(result[0]), result[1]) if isinstance(result, tuple) else self.joined(result)
+        if not isinstance(result, tuple):
+            return self.joined(result)
+        set_owner(result[1], self)
+        return self.joined(result[0]), result[1]
 
     # nn.Module declares that a call returns Any.
     if TYPE_CHECKING:
@@ -212,6 +222,69 @@ class LinearAttention(ProjectedHeads):
         """
         self._require_causal()
         return self(x, state=state, return_state=True)
+
+    @checks_names
+    def make_state(self, batch: int, *, device: torch.device | str | None = None) -> LinearState:
+        """Create the state before the first token, with which every step has the same arguments.
+
+        Args:
+            batch: Number of sequences.
+            device: Device of the state; None for that of the layer.
+
+        Returns:
+            A state that continues as None does.
+
+        Raises:
+            RopewalkError: If `batch` is not an integer of at least 1, if the layer is not causal, or if the number of
+                features is unknown.
+
+        >>> layer = LinearAttention(8, num_heads=2)
+        >>> y, state = layer.step(torch.zeros(1, 1, 8), layer.make_state(1))
+        >>> state.position
+        1
+        """
+        self._require_causal()
+        rows = require_count(batch, asked="LinearAttention.make_state(batch)", do="pass the number of sequences")
+        rope, k_map = rope_in(self.encoding), self._maps[1]
+        width = getattr(k_map, "num_features", None) if callable(k_map) else self.head_dim
+        width = rope.spec.head_dim if rope is not None else width
+        if width is None:
+            raise RopewalkError(
+                asked="LinearAttention.make_state(batch)",
+                expected="a feature map with the attribute num_features",
+                got=f"{map_name(k_map)} without it",
+                do="set num_features on the feature map, or start with state=None",
+            )
+        weight = self.k_proj.weight
+        working = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        device = weight.device if device is None else device
+        above = zeros(rows, self.num_kv_heads, width, self.head_dim, dtype=working, device=device)
+        below = zeros(rows, self.num_kv_heads, width, dtype=working, device=device)
+        names = map_name(self._maps[0]), map_name(self._maps[1])
+        spec, learned = (None, False) if rope is None else (rope.spec, rope.log_scale is not None)
+        return LinearState(above, below, 0, spec, names, learned)
+
+    @staticmethod
+    def _warn_about(
+        positions: Tensor, state: LinearState | None, key_mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> None:
+        """Warn if positions start again in a row, or are not beyond those in the state."""
+        if cu_seqlens is not None:
+            return
+        if key_mask is None or key_mask.shape[-1:] == positions.shape[-1:]:
+            warn_if_positions_restart(positions, key_mask, asked="attention(positions=...)")
+        if state is None or not can_read_values(positions) or not positions.numel():
+            return
+        following, first = state.position, as_signed(positions[..., 0])
+        readable = not isinstance(following, Tensor) or can_read_values(following)
+        if readable and bool((first < following).any()):
+            following = following.tolist() if isinstance(following, Tensor) else following
+            warn(
+                asked="attention(positions=..., state=...)",
+                expected=f"positions from {shown(following)} on, the next of the state",
+                got=f"{shown(first.tolist())}",
+                do="omit positions, which continue from the state; or pass the positions of the new tokens alone",
+            )
 
     @property
     def _maps(self) -> tuple[FeatureMap, FeatureMap]:

@@ -1,5 +1,7 @@
 """LinearState: the state of linear attention after past tokens. Its size does not depend on their number."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -7,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_int, shown
+from ropewalk.kernels.constructors import tensor
 from ropewalk.kernels.types import Sums
-from ropewalk.nn.position_checks import can_read_values, check_ids, check_index
+from ropewalk.nn.position_checks import can_read_values, check_ids, check_index, described
+from ropewalk.nn.saved_tensors import check_tensor, checked_tensors
 from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import RopeSpec
 
@@ -101,6 +105,47 @@ class LinearState:
         position, length = (x.to(device) if isinstance(x, Tensor) else x for x in (self.position, self.length))
         above, below = self.above.to(device), self.below.to(device)
         return replace(self, above=above, below=below, position=position, length=length)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state as tensors, which `torch.save` and safetensors write.
+
+        `torch.load` reads them with weights_only=True.
+
+        Returns:
+            Copies of "above", "below" and "position", of "length" if it is known, and "about": the spec and the feature
+            map as JSON text in bytes.
+
+        >>> saved = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 7).state_dict()
+        >>> LinearState.from_state_dict(saved).position
+        7
+        """
+        about = {
+            "spec": None if self.spec is None else self.spec.to_json(),
+            "feature_map": self.feature_map,
+            "learned": self.learned,
+        }
+        state = {"above": self.above, "below": self.below}
+        for name, x in (("position", self.position), ("length", self.length)):
+            if x is not None:
+                state[name] = x if isinstance(x, Tensor) else tensor(x, dtype=torch.int64, device="cpu")
+        state["about"] = tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device="cpu")
+        return {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in state.items()}
+
+    @staticmethod
+    def from_state_dict(state: Mapping[str, Tensor]) -> "LinearState":
+        """Return the state that `state_dict` wrote. It belongs to no layer.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            RopewalkError: If a tensor is missing, if there is another one, or if a shape, dtype or value is invalid.
+
+        >>> saved = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 7, feature_map="elu").state_dict()
+        >>> LinearState.from_state_dict(saved).feature_map
+        'elu'
+        """
+        return _loaded(state)
 
     def __repr__(self) -> str:
         """Return sizes, dtype, device and position, without the values of the sums."""
@@ -212,6 +257,44 @@ def checked_state(
             do=do,
         )
     return Sums(state.above, state.below)
+
+
+def _loaded(state: Mapping[str, Tensor]) -> LinearState:
+    asked, do = "LinearState.from_state_dict(state)", "save the state again with state.state_dict()"
+    tensors = checked_tensors(state, ("above", "below", "position", "about"), ("length",), asked=asked)
+    above, below, about = tensors["above"], tensors["below"], tensors["about"]
+    if above.dtype not in (torch.float32, torch.float64) or above.dim() != 4:
+        expected = "above [batch, kv_heads, width, v_dim] of float32 or float64"
+        raise RopewalkError(asked=asked, expected=expected, got=described(above), do=do)
+    check_tensor(below, "below", tuple(above.shape[:3]), above.dtype, asked=asked, do=do)
+    check_tensor(about, "about", (about.numel(),), torch.uint8, asked=asked, do=do)
+    numbers: dict[str, int | Tensor] = {}
+    for name in ("position", "length"):
+        if name in tensors:
+            x, shape = tensors[name], f"[] or [{len(above)}]"
+            check_ids(x, asked=f"{asked} with a {name}", shape=shape, dims=(0, 1))
+            if x.dim() and len(x) != len(above):
+                raise RopewalkError(asked=asked, expected=f"a {name} {shape}", got=described(x), do=do)
+            numbers[name] = int(x) if x.dim() == 0 and not x.is_floating_point() else x.detach().clone()
+    spec, names, learned = _parsed(bytes(about.tolist()), asked, do)
+    above, below = above.detach().clone(), below.detach().clone()
+    return LinearState(above, below, numbers["position"], spec, names, learned, numbers.get("length"))
+
+
+def _parsed(text: bytes, asked: str, do: str) -> tuple[RopeSpec | None, str | tuple[str, str] | None, bool]:
+    """Return the spec, the feature map, and whether frequencies are learned. Raise unless `state_dict` wrote them."""
+    try:
+        about = json.loads(text)
+        spec, names, learned = (about.pop(name) for name in ("spec", "feature_map", "learned"))
+    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
+        about, spec, names, learned = None, None, None, None
+    pair = isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)
+    valid = about == {} and isinstance(learned, bool) and isinstance(spec, str | None)
+    if not valid or not (pair or isinstance(names, str | None)):
+        expected = "about as JSON text with spec, feature_map and learned"
+        raise RopewalkError(asked=asked, expected=expected, got=shown(text), do=do)
+    names = (names[0], names[1]) if isinstance(names, list) else names
+    return None if spec is None else RopeSpec.from_json(spec), names, bool(learned)
 
 
 def check_length(state: LinearState | None, spec: RopeSpec | None, length: int | Tensor | None, asked: str) -> None:

@@ -1,0 +1,70 @@
+"""The interface between an attention layer and a cache: `Cache`, which a cache implements, and what it returns."""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from ropewalk.nn.attention.visibility import Visibility
+
+__all__ = ["Cache", "CachedTokens"]
+
+
+class CachedTokens(NamedTuple):
+    """The keys and values that the queries of a call can see: those of earlier tokens and their own.
+
+    Attributes:
+        keys: [batch, num_kv_heads, slots, head_dim].
+        values: [batch, num_kv_heads, slots, v_dim].
+        positions: Position of the token in each slot [batch, slots], for encodings that add a bias.
+        visibility: Which slots are visible to each query.
+
+    >>> tokens = CachedTokens(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.arange(2)[None], Visibility())
+    >>> tokens.keys.shape
+    torch.Size([1, 1, 2, 4])
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    visibility: Visibility
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """What `Attention` needs of a cache. `KVCache` and `RollingKVCache` implement it, and so can a cache of your own.
+
+    Attributes:
+        lengths: Number of tokens per sequence [batch], int64, on the device of the layer. By default the positions of
+            new tokens start there.
+
+    >>> from ropewalk.nn.attention.cache import KVCache
+    >>> isinstance(KVCache(1, 1, 4, 2), Cache), isinstance({}, Cache)
+    (True, False)
+    """
+
+    lengths: Tensor
+
+    def update(
+        self,
+        k: Tensor,
+        v: Tensor,
+        *,
+        counts: Tensor | None = None,
+        positions: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        window: int | None = None,
+    ) -> CachedTokens:
+        """Store keys and values of new tokens, and return all that their queries can see.
+
+        Args:
+            k: Keys [batch, num_kv_heads, seq, head_dim], rotated.
+            v: Values [batch, num_kv_heads, seq, v_dim].
+            counts: Number of tokens per sequence [batch]; the rest of `seq` is padding. None for no padding.
+            positions: Whole positions [seq] or [batch, seq]; None continues from `lengths`.
+            key_mask: bool [batch, seq]. False hides a new token from all queries, now and later.
+            window: Number of tokens that a query sees, itself included; None for all.
+
+        Returns:
+            Keys, values and positions in slots, and which slots are visible to each query.
+        """
+        ...

@@ -1,0 +1,204 @@
+"""rw.attention and windows against softmax over NumPy's float64 scores: values, log-sum-exp, gradients, merging."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import ropewalk as rw
+from meant import meant
+from ropewalk.nn.attention.cache import KVCache
+from slow import slow
+from strategies import vector
+
+TIGHT = {"rtol": 0.0, "atol": 1e-12}
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+def encoding_for(kind: str, causal: bool):
+    if kind == "none":
+        return None
+    options = {
+        "t5": {"num_buckets": 8, "max_distance": 16, "causal": causal},
+        "xpos": {"spec": rw.RopeSpec(WIDTH, xpos=rw.XPos(512))},
+    }.get(kind, {})
+    made = rw.encoding(kind, dim=HEADS * WIDTH, num_heads=HEADS, **options).double()
+    if kind == "t5":
+        torch.nn.init.normal_(made.weight, generator=torch.Generator().manual_seed(7))
+    return made
+
+
+def direct(q, k, v, made, q_ids, k_ids, visible, scale):
+    """Softmax attention one query at a time, in NumPy. `visible(b, m, n)` by the index of tokens."""
+    if made is not None:
+        q, k = made.rotate(q, k, q_ids, k_positions=k_ids)
+    bias = None if made is None else made.bias(q_ids, k_ids)
+    q, k, v = (x.detach().numpy() for x in (q, k, v))
+    batch, heads, queries, _ = q.shape
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
+    for b, h, m in itertools.product(range(batch), range(heads), range(queries)):
+        seen = [n for n in range(k.shape[2]) if visible(b, m, n)]
+        if not seen:
+            continue
+        group = h * k.shape[1] // heads
+        scores = k[b, group, seen] @ q[b, h, m] * scale
+        if bias is not None:
+            row = bias.detach().expand(batch, heads, queries, k.shape[2])[b, h, m]
+            scores = scores + row.numpy()[seen]
+        top = scores.max()
+        weights = np.exp(scores - top)
+        lse[b, h, m] = top + np.log(weights.sum())
+        out[b, h, m] = weights @ v[b, group, seen] / weights.sum()
+    return torch.from_numpy(out), torch.from_numpy(lse)
+
+
+def heads(queries, keys, batch=2, v_width=5):
+    shapes = (batch, HEADS, queries, WIDTH), (batch, KV_HEADS, keys, WIDTH), (batch, KV_HEADS, keys, v_width)
+    return [vector(i, *shape) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("kind", ["none", "rope", slow("alibi"), "t5", slow("xpos")])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3, 50])
+@pytest.mark.parametrize(("queries", "keys"), [(7, 7), slow(3, 7), slow(1, 7)])
+def test_values_and_log_sum_exp(kind, causal, window, queries, keys):
+    made = encoding_for(kind, causal)
+    q, k, v = heads(queries, keys)
+    start = keys - queries if causal or window else 0
+    masks = None, torch.tensor([[True] * keys, [False] * 3 + [True] * (keys - 3)])
+    ids = None, torch.arange(keys) * 2 + 5
+    for mask, k_ids, scale in itertools.product(masks, ids, (None, 0.7)):
+
+        def visible(b, m, n, mask=mask):
+            ahead = m + start - n
+            shown = mask is None or bool(mask[b, n])
+            shown = shown and (ahead >= 0 or not causal)
+            return shown and (window is None or abs(ahead) < window)
+
+        options = {"key_mask": mask, "k_positions": k_ids, "scale": scale, "window": window, "causal": causal}
+        y, lse = rw.attention(q, k, v, encoding=made, return_lse=True, **options)
+        k_at = torch.arange(keys) if k_ids is None else k_ids
+        own = None if made is None else made.scale
+        factor = scale if scale is not None else WIDTH**-0.5 if own is None else own
+        expected, sums = direct(q, k, v, made, k_at[start : start + queries], k_at, visible, factor)
+        torch.testing.assert_close(y, expected, **TIGHT)
+        torch.testing.assert_close(lse, sums, **TIGHT)
+        torch.testing.assert_close(rw.attention(q, k, v, encoding=made, **options), expected, **TIGHT)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("mask", [None, [[True] * 5, [False] * 3 + [True] * 2]])
+def test_gradients_also_through_the_log_sum_exp(window, mask):
+    q, k, v = (x.requires_grad_() for x in heads(5, 5))
+    rope = rw.RotaryEmbedding(WIDTH)
+    mask = None if mask is None else torch.tensor(mask)
+
+    def call(q, k, v):
+        y, lse = rw.attention(q, k, v, encoding=rope, window=window, key_mask=mask, return_lse=True)
+        return y, lse.masked_fill(lse.isinf(), 0.0)
+
+    assert torch.autograd.gradcheck(call, (q, k, v), fast_mode=True)
+    y, lse = call(q, k, v)
+    for gradient in torch.autograd.grad((y.sum(), lse.sum()), (q, k, v)):
+        assert torch.isfinite(gradient).all()
+
+
+def test_two_halves_merge_to_the_whole():
+    q, k, v = heads(6, 12)
+    rope, q_ids, k_ids = rw.RotaryEmbedding(WIDTH), torch.arange(6, 12), torch.arange(12)
+    whole, total = rw.attention(
+        q, k, v, encoding=rope, q_positions=q_ids, k_positions=k_ids, causal=False, return_lse=True
+    )
+    parts = [
+        rw.attention(
+            q, k[:, :, part], v[:, :, part], encoding=rope, q_positions=q_ids, k_positions=k_ids[part], causal=False,
+            return_lse=True,
+        )
+        for part in (slice(0, 6), slice(6, 12))
+    ]  # fmt: skip
+    lse = torch.logsumexp(torch.stack([part[1] for part in parts]), dim=0)
+    merged = sum((part[1] - lse).exp()[..., None] * part[0] for part in parts)
+    torch.testing.assert_close(merged, whole, **TIGHT)
+    torch.testing.assert_close(lse, total, **TIGHT)
+
+
+@meant("cu_seqlens")
+def test_packed_sequences_are_separate_ones():
+    q, k, v = (x[:1] for x in heads(9, 9))
+    ends, rope = torch.tensor([0, 4, 4, 7]), rw.RotaryEmbedding(WIDTH)
+    for causal, window in itertools.product((True, False), (None, 2)):
+        options = {"causal": causal, "window": window, "encoding": rope, "return_lse": True}
+        y, lse = rw.attention(q, k, v, cu_seqlens=ends, **options)
+        for start, end in ((0, 4), (4, 7)):
+            part = slice(start, end)
+            alone, sums = rw.attention(q[:, :, part], k[:, :, part], v[:, :, part], **options)
+            torch.testing.assert_close(y[:, :, part], alone, **TIGHT)
+            torch.testing.assert_close(lse[:, :, part], sums, **TIGHT)
+        assert not y[:, :, 7:].any()
+        assert torch.equal(lse[:, :, 7:], torch.full_like(lse[:, :, 7:], -torch.inf))
+
+
+@pytest.mark.parametrize("kind", ["none", "rope", "alibi", slow("t5"), slow("xpos")])
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_a_layer_with_a_window_decodes_as_it_prefills(kind, window):
+    layer = rw.Attention(HEADS * WIDTH, HEADS, num_kv_heads=KV_HEADS, encoding=encoding_for(kind, True), window=window)
+    layer, x = layer.double(), vector(0, 2, 9, HEADS * WIDTH)
+    with torch.inference_mode():
+        whole = layer(x)
+        for sizes in ([1] * 9, [4, 1, 1, 3], [9]):
+            cache = KVCache(2, KV_HEADS, 16, WIDTH, dtype=torch.float64)
+            steps = torch.cat([layer(part, cache=cache) for part in x.split(sizes, dim=1)], dim=1)
+            torch.testing.assert_close(steps, whole, **TIGHT)
+        # Ragged: the second sequence has two tokens fewer.
+        cache = KVCache(2, KV_HEADS, 16, WIDTH, dtype=torch.float64)
+        first = layer(x[:, :7], cache=cache, counts=torch.tensor([7, 5]))
+        torch.testing.assert_close(first[0], whole[0, :7], **TIGHT)
+        torch.testing.assert_close(first[1, :5], whole[1, :5], **TIGHT)
+        following = torch.stack([x[0, 7], x[1, 5]])[:, None]
+        second = layer(following, cache=cache)
+        torch.testing.assert_close(second[:, 0], torch.stack([whole[0, 7], whole[1, 5]]), **TIGHT)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_layer_with_a_window_is_the_function(causal):
+    rope = rw.RotaryEmbedding(WIDTH)
+    layer = rw.Attention(HEADS * WIDTH, HEADS, num_kv_heads=KV_HEADS, encoding=rope, window=3, causal=causal).double()
+    x, mask = vector(0, 2, 9, HEADS * WIDTH), torch.rand(2, 9) > 0.3
+    q, k, v = layer.heads_of(x)
+    for options in ({}, {"key_mask": mask}):
+        y = layer.joined(rw.attention(q, k, v, encoding=rope, window=3, causal=causal, **options))
+        torch.testing.assert_close(layer(x, **options), y, **TIGHT)
+    ends = torch.tensor([0, 5, 9])
+    y = rw.attention(q[:1], k[:1], v[:1], encoding=rope, window=3, causal=causal, cu_seqlens=ends)
+    torch.testing.assert_close(layer(x[:1], cu_seqlens=ends), layer.joined(y), **TIGHT)
+    assert "window=3" in repr(layer)
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.5, "3", True])
+def test_windows_that_are_no_windows(window):
+    q, k, v = heads(3, 3)
+    for call in (lambda: rw.Attention(8, 2, window=window), lambda: rw.attention(q, k, v, window=window)):
+        with pytest.raises(rw.RopewalkError, match=r"window=\.\.\.\)\nexpected: an integer of at least 1"):
+            call()
+
+
+def test_bad_arguments():
+    q, k, v = heads(3, 3)
+    for call, message in (
+        (lambda: rw.attention(q[0], k, v), "heads .batch, heads, seq, head_dim"),
+        (lambda: rw.attention(q, k[:, :, :2], v), "q .batch, heads, queries, dim"),
+        (lambda: rw.attention(q, k.float(), v), "of one dtype and device"),
+        (lambda: rw.attention(*heads(4, 3)), "at most as many queries as keys"),
+        (lambda: rw.attention(q, k, v, key_mask=torch.ones(2, 4, dtype=torch.bool)), "bool .2, 3."),
+        (lambda: rw.attention(q, k, v, cu_seqlens=torch.tensor([0, 3])), "a batch of 1"),
+        (lambda: rw.attention(q, k, v, scale=0.0), "a finite number above 0"),
+        (
+            lambda: rw.attention(q, k, v, encoding=rw.encoding("sinusoidal", dim=32, num_heads=HEADS)),
+            "which changes tokens before they are projected",
+        ),
+        (lambda: rw.attention(q, k, v, encoding=rw.RotaryEmbedding(6)), "a rope with head_dim=8"),
+        (lambda: rw.attention(q, k, v, q_positions=torch.arange(4)), "attention.q_positions="),
+    ):
+        with pytest.raises(rw.RopewalkError, match=message):
+            call()
