@@ -83,7 +83,9 @@ class AngleSource:
         learned: bool = False,
         backend: str | None = None,
     ) -> None:
-        self.spec: RopeSpec = shared_spec(spec)
+        self.spec: RopeSpec = spec
+        # One object for all equal specs, by which angles of another rope are found.
+        self.identity: RopeSpec = shared_spec(spec)
         self.limits: Limits = limits
         self.seq_dim: int = seq_dim
         self.backend: str | None = backend
@@ -116,12 +118,12 @@ class AngleSource:
         return self.inv_freq.shape[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The table is large, and can be computed from the spec.
-        return self.__dict__ | {"_table": None}
+        # The table is large. Both can be computed from the spec.
+        return self.__dict__ | {"_table": None, "identity": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.spec = shared_spec(self.spec)
+        self.identity = shared_spec(self.spec)
         self._table = table_of(self.spec) if self._has_table else None
 
     def __deepcopy__(self, _: dict[int, object]) -> "AngleSource":
@@ -368,7 +370,7 @@ class AngleSource:
         """
         if placement.angles is not None:
             angles = check_angles(placement.angles, x, self.pairs, self.seq_dim, placement.call)
-            check_maker(placement.angles[0], self.spec, self, log_scale, placement.call)
+            check_maker(placement.angles[0], self.identity, self, log_scale, placement.call)
             return Tables(*angles)
         seq = x.shape[self.seq_dim]
         fresh, call = seq if placement.is_fresh else None, placement.call

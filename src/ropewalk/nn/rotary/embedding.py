@@ -365,7 +365,7 @@ class RotaryEmbedding(DropsOldBuffers):
             rows = length.numel() if isinstance(length, Tensor) else None
         length = checked_length(length, self.spec, rows, None, call="rope.at")
         angles = self._source.at(positions, dtype, length, role, self.log_scale)
-        note_maker(angles[0], self._source.spec, self._source, self.log_scale)
+        note_maker(angles[0], self._source.identity, self._source, self.log_scale)
         return angles
 
     @checks_names
