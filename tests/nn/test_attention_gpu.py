@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ropewalk import RotaryEmbedding
+from ropewalk import attention as attention_function
 from ropewalk.nn.attention import scores
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.layer import Attention
@@ -222,3 +223,93 @@ def test_compiled(kind, mode):
             start = cache.filled_at_most
             y = compiled(step, cache=cache).clone()
             assert torch.allclose(y, whole[:, start : start + step.shape[1]], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["rope", "t5"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_and_the_log_sum_exp(kind, causal):
+    q, k, v = (vector(n, 2, heads, 300, WIDTH).float().cuda() for n, heads in enumerate((HEADS, 2, 2)))
+    made = encoding_for(kind).cuda() if kind == "rope" else T5Bias(HEADS, causal=causal).cuda()
+    mask = (torch.rand(2, 300, generator=torch.Generator().manual_seed(1)) > 0.5).cuda()
+    mask[0, :40] = False
+    for window, key_mask in ((None, None), (17, None), (150, mask)):
+        options = {"window": window, "causal": causal, "return_lse": True, "encoding": made}
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            made.to(dtype)
+            leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            y, lse = attention_function(*leaves, key_mask=key_mask, **options)
+            seen = lse.isfinite()
+            results = torch.autograd.grad((y.square().sum(), lse.masked_fill(~seen, 0.0).square().sum()), leaves)
+            found.append([y, lse.masked_fill(~seen, 0.0), *results, seen.to(dtype)])
+        for ours, exact in zip(*found, strict=True):
+            assert torch.isfinite(ours).all()
+            error = (ours.double() - exact).abs().max()
+            assert error < 2e-4 * float(exact.detach().abs().max()) + 1e-6
+
+
+@pytest.mark.parametrize(("heads", "seq"), [(2, 90), (8, 20), (8, 127)])
+def test_fewer_than_128_padded_queries_of_grouped_heads(heads, seq):
+    """FlexAttention's kernel for few queries does not fit the queries of all heads that share a key head."""
+    q, k, v = (vector(n, 2, number, seq, WIDTH).float().cuda() for n, number in enumerate((heads, 1, 1)))
+    mask = (torch.arange(seq) < torch.tensor([[seq], [seq // 2]])).cuda()
+    y = attention_function(q, k, v, key_mask=mask)
+    assert torch.allclose(y, attention_function(q.double(), k.double(), v.double(), key_mask=mask).float(), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_in_a_window(kind):
+    attention, x = layer(kind, window=16), vector(0, 2, 90, DIM).float().cuda()
+    with torch.inference_mode():
+        whole, cache = attention(x), attention.make_cache(2)
+        assert cache.keys.is_cuda
+        y = [attention(part, cache=cache) for part in x.split([50, 1, 1, 20, 1, 17], dim=1)]
+        assert torch.allclose(torch.cat(y, dim=1), whole, atol=1e-4)
+        ragged, counts = attention.make_cache(2), torch.tensor([50, 33], device="cuda")
+        attention(x[:, :50], cache=ragged, counts=counts)
+        for n in range(5):
+            step = torch.stack([x[0, 50 + n], x[1, 33 + n]])[:, None]
+            expected = torch.stack([whole[0, 50 + n], whole[1, 33 + n]])[:, None]
+            assert torch.allclose(attention(step, cache=ragged), expected, atol=1e-4)
+        saved, loaded = ragged.state_dict(), attention.make_cache(2)
+        loaded.load_state_dict({name: x.cpu() for name, x in saved.items()})
+        assert torch.equal(attention(x[:, :1], cache=loaded), attention(x[:, :1], cache=ragged))
+
+
+def test_a_window_writes_out_no_mask():
+    attention = layer("rope", window=512).to(torch.bfloat16)
+    x = torch.randn(1, 65_536, DIM, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        attention(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        attention(x)
+        torch.cuda.synchronize()
+    # A mask of one byte per query and key would be 4 GiB. q, k, v and the output are 32 MiB or less each.
+    assert torch.cuda.max_memory_allocated() - before < 400 * 2**20
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+def test_nothing_waits_for_the_device_in_a_window():
+    attention, x = layer("rope", window=16), torch.randn(2, 40, DIM, device="cuda")
+    cache, counts = attention.make_cache(2), torch.tensor([40, 7], device="cuda")
+    mask, ids = torch.rand(2, 40, device="cuda") > 0.5, torch.arange(40, device="cuda")
+
+    def call():
+        attention(x, ids)
+        attention(x, key_mask=mask)
+        attention(x, cache=cache, counts=counts)
+        attention(x[:, :1], ids[:1], cache)
+        attention(x, cache=cache, key_mask=mask)
+        attention(x[:, :1], cache=cache)
+        cache.reset()
+
+    with torch.inference_mode():
+        for _ in range(3):
+            call()  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

@@ -114,33 +114,38 @@ def test_chunks_of_a_long_window_are_the_whole(kind, causal, queries, keys, monk
             torch.testing.assert_close(parts, whole, **TIGHT)
 
 
+def listed(counts, indices):
+    """The table of blocks that a list of indices per row stands for."""
+    table = torch.zeros(indices.shape[2:], dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        table[row, indices[0, 0, row, :count].long()] = True
+        assert int(table[row].sum()) == count
+    assert 0 <= int(indices.min()) <= int(indices.max()) < len(table)
+    return table
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @settings(max_examples=40)
 @given(tokens=st.integers(1, 900), window=st.integers(1, 1000), hides=st.booleans())
 def test_the_block_mask_of_a_window(causal, tokens, window, hides):
     mask = torch.ones(1, tokens, dtype=torch.bool) if hides else None
     visibility = Visibility(causal, None, mask, window=window)
-    blocks = window_blocks(visibility, tokens, lambda b, h, i, j: visibility.visible(b, i, j), torch.device("cpu"))
+    options = (visibility, tokens, lambda b, h, i, j: visibility.visible(b, i, j), torch.device("cpu"))
+    blocks = window_blocks(*options, gradients=True)
+    assert window_blocks(*options, gradients=False).q_indices is None
     number = -(-tokens // FLEX_BLOCK)
     padded = torch.zeros(number * FLEX_BLOCK, number * FLEX_BLOCK, dtype=torch.bool)
     padded[:tokens, :tokens] = band(tokens, window, causal)
     tiles = padded.view(number, FLEX_BLOCK, number, FLEX_BLOCK).transpose(1, 2)
-    touched, whole = torch.zeros(2, number, number, dtype=torch.bool)
-    for counts, indices, table in (
-        (blocks.kv_num_blocks, blocks.kv_indices, touched),
-        (blocks.full_kv_num_blocks, blocks.full_kv_indices, whole),
-    ):
-        for row, count in enumerate(counts[0, 0].tolist()):
-            table[row, indices[0, 0, row, :count].long()] = True
+    touched, whole = (
+        listed(getattr(blocks, f"{full}kv_num_blocks"), getattr(blocks, f"{full}kv_indices")) for full in ("", "full_")
+    )
+    # The same blocks, listed by key.
+    assert torch.equal(listed(blocks.q_num_blocks, blocks.q_indices), touched.T)
+    assert torch.equal(listed(blocks.full_q_num_blocks, blocks.full_q_indices), whole.T)
     assert not (touched & whole).any()
     assert torch.equal(touched | whole, tiles.flatten(2).any(-1))
-    # Keys past the last token do not exist: a block with them may be whole, and so may queries past it.
-    exists = torch.zeros_like(padded)
-    exists[:tokens, :tokens] = True
-    complete = (padded | ~exists).view_as(padded).view(number, FLEX_BLOCK, number, FLEX_BLOCK).transpose(1, 2)
-    assert not (whole & ~complete.flatten(2).all(-1)).any()
-    inner = tiles.flatten(2).all(-1)
-    assert not whole.any() if hides else not (inner & ~whole).any()
+    assert not whole.any() if hides else torch.equal(whole, tiles.flatten(2).all(-1))
     assert blocks.shape == (1, 1, tokens, tokens)
 
 

@@ -18,7 +18,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.kernels.constructors import new_empty, new_full, new_zeros
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import is_transformed
-from ropewalk.nn.attention.visibility import Visibility, documents_of, window_blocks
+from ropewalk.nn.attention.visibility import FLEX_BLOCK, Visibility, documents_of, window_blocks
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
 from ropewalk.nn.position_checks import can_read_values
 
@@ -364,7 +364,8 @@ def _by_flex(
 
         in_order = visibility.starts is None and visibility.key_indices is None and q.shape[2] == k.shape[2]
         if visibility.window is not None and in_order:
-            blocks = window_blocks(visibility, q.shape[2], is_visible, q.device)
+            gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            blocks = window_blocks(visibility, q.shape[2], is_visible, q.device, gradients=gradients)
         else:
             shape = (None if rows == 1 else rows), None, q.shape[2], k.shape[2]
             blocks = create_block_mask(is_visible, *shape, device=q.device)
@@ -377,8 +378,17 @@ def _by_flex(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_lse=return_lse,
-        kernel_options=None if score_bias is None else score_bias.encoding.flex_options,
+        kernel_options=_flex_options(q, k, score_bias),
     )
+
+
+def _flex_options(q: Tensor, k: Tensor, score_bias: ScoreBias | None) -> dict[str, object] | None:
+    options = None if score_bias is None else score_bias.encoding.flex_options
+    # For fewer than 128 queries FlexAttention chooses a kernel for decoding, in which a block contains the queries of
+    # all heads that share a key head. If they do not fit in a block, it has no kernel at all.
+    if q.shape[2] < FLEX_BLOCK < q.shape[2] * (q.shape[1] // k.shape[1]):
+        options = {"BACKEND": "TRITON"} | (options or {})
+    return options
 
 
 def _flex_functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.constructors import arange
+from ropewalk.kernels.constructors import arange, zeros_like
 
 __all__ = ["Visibility", "documents_of", "window_blocks"]
 
@@ -110,7 +110,9 @@ def documents_of(cu_seqlens: Tensor, total: int) -> Tensor:
     return torch.where(tokens < ends[-1], torch.searchsorted(ends, tokens, right=True) - 1, -1)
 
 
-def window_blocks(visibility: Visibility, tokens: int, is_visible: Callable[..., Tensor], device: torch.device) -> Any:
+def window_blocks(
+    visibility: Visibility, tokens: int, is_visible: Callable[..., Tensor], device: torch.device, *, gradients: bool
+) -> Any:
     """Return the BlockMask of a window over `tokens` queries and keys, from the indices of blocks.
 
     create_block_mask evaluates the mask of every query and key instead. Blocks in which every key is visible to every
@@ -121,28 +123,45 @@ def window_blocks(visibility: Visibility, tokens: int, is_visible: Callable[...,
         tokens: Number of tokens.
         is_visible: The mask of FlexAttention for single queries and keys.
         device: Device of the mask.
+        gradients: Whether to include what the backward pass needs.
 
     Returns:
         A BlockMask [1, 1, tokens, tokens].
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    window, size = visibility.window or tokens, FLEX_BLOCK
-    block = arange(-(-tokens // size), device=device)
-    first, last = block * size, (block * size + size - 1).clamp_max(tokens - 1)
-    ahead = 0 if visibility.causal else window - 1
-    # Per block of queries: the first and last block with a visible key, and those in which all keys are visible.
-    lowest, highest = (first - window + 1).clamp_min(0) // size, (last + ahead).clamp_max(tokens - 1) // size
-    whole_from = ((last - window + 1).clamp_min(0) + size - 1) // size
-    whole_to = (first + ahead + 1).clamp_max(tokens) // size
-    column = block[None]
-    touched = (column >= lowest[:, None]) & (column <= highest[:, None])
-    whole = touched & (column >= whole_from[:, None]) & (column < whole_to[:, None])
-    if visibility.key_mask is not None or visibility.documents is not None:
-        whole = whole & False
-    counts_and_indices: list[Tensor] = []
-    for chosen in (touched & ~whole, whole):
-        order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
-        counts_and_indices += [x.to(torch.int32)[None, None] for x in (chosen.sum(-1), order)]
-    lengths = {"seq_lengths": (tokens, tokens)}
-    return BlockMask.from_kv_blocks(*counts_and_indices, BLOCK_SIZE=size, mask_mod=is_visible, **lengths)
+    behind = (visibility.window or tokens) - 1
+    ahead = 0 if visibility.causal else behind
+    can_be_whole = visibility.key_mask is None and visibility.documents is None
+    # A key block is seen from the other side: by queries from `ahead` before it to `behind` after it.
+    queries = _block_lists(tokens, behind, ahead, can_be_whole, device)
+    keys = _block_lists(tokens, ahead, behind, can_be_whole, device) if gradients else (None,) * 4
+    return BlockMask((tokens, tokens), *queries, *keys, BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK), mask_mod=is_visible)
+
+
+def _block_lists(
+    tokens: int, behind: int, ahead: int, can_be_whole: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """List the blocks between `behind` tokens before and `ahead` tokens after each token.
+
+    Returns:
+        int32: number [1, 1, blocks] and indices [1, 1, blocks, blocks] of the blocks that are partly seen, and of those
+        that are seen by every token of a block.
+    """
+    size = FLEX_BLOCK
+    block = arange(-(-tokens // size), device=device, dtype=torch.int32)
+    first = block * size
+    last = (first + (size - 1)).clamp_max(tokens - 1)
+    lowest = (first - behind).clamp_min(0) // size
+    seen = (last + ahead).clamp_max(tokens - 1) // size + 1 - lowest
+    # Blocks from begin to end are seen as a whole. They split the others into those before and after them.
+    begin = ((last - behind).clamp_min(0) + (size - 1)) // size
+    end = (first + (ahead + 1)).clamp_max(tokens) // size
+    # Blocks with tokens that do not exist, the last row and column, are masked.
+    whole = torch.where(first + size <= tokens, (end - begin).clamp_min(0), 0) if can_be_whole else zeros_like(begin)
+    before = torch.where(whole > 0, begin - lowest, seen)[:, None]
+    partly = lowest[:, None] + block + torch.where(block >= before, whole[:, None], 0)
+    # Entries past the number of blocks are not used, but must exist.
+    indices = [x.clamp_max(block.shape[0] - 1).to(torch.int32) for x in (partly, begin[:, None] + block)]
+    numbers = [x.to(torch.int32) for x in (seen - whole, whole)]
+    return numbers[0][None, None], indices[0][None, None], numbers[1][None, None], indices[1][None, None]
