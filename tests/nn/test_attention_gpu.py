@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from meant import meant
 from ropewalk import RotaryEmbedding
 from ropewalk import attention as attention_function
 from ropewalk.nn.attention import scores
@@ -96,6 +97,7 @@ def test_flex_attention_and_the_mask_agree(kind, queries, keys):
         ("alibi", torch.float16),
     ],
 )
+@meant("cu_seqlens")
 def test_whole_layers_are_what_they_are_on_the_cpu(kind, dtype):
     attention = layer(kind).to(dtype)
     exact = layer(kind).to(dtype).cpu().double()
