@@ -51,6 +51,7 @@ YARN_CONFIG = {
     },
 }
 ATTENTION = {"q": X, "k": X + 1, "v": X - 1, "rope": RotaryEmbedding(8)}
+SOFTMAX = {"q": X, "k": X + 1, "v": X - 1, "encoding": RotaryEmbedding(8)}
 DYNAMIC = RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(10_000.0, 4.0, 4)))
 H = np.array([1.0, 2.0, -1.0], dtype=np.complex128)
 # function -> (arguments, {argument: another value}); a list of such pairs where one call cannot show them all.
@@ -227,6 +228,28 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         ({name: x[:1] for name, x in ATTENTION.items() if name != "rope"}, {"cu_seqlens": torch.tensor([0, 2, 5])}),
         (ATTENTION | {"rope": DYNAMIC}, {"length": 64}),
+    ],
+    rw.attention: [
+        (
+            SOFTMAX,
+            {
+                "q": X * 2,
+                "k": X,
+                "v": X,
+                "encoding": None,
+                "k_positions": IDS * 2,
+                "q_positions": IDS + 1,
+                "causal": False,
+                "window": 2,
+                "key_mask": IDS.expand(2, 5) > 1,
+                "scale": 0.1,
+                "return_lse": True,
+            },
+        ),
+        (
+            {name: x[:1] if isinstance(x, torch.Tensor) else x for name, x in SOFTMAX.items()},
+            {"cu_seqlens": torch.tensor([0, 2, 5])},
+        ),
     ],
     rw.qk_norm_rope: [
         (

@@ -51,6 +51,7 @@ VALUES = {
     "LinearState",
 }
 VALUES |= {"Attention", "KVCache", "LinearAttention", "FavorFeatures", "encoding"}
+VALUES |= {"Cache", "CachedTokens", "RollingKVCache", "Visibility"}
 
 
 def flat(result: Any) -> list[Any]:

@@ -78,6 +78,12 @@ _CACHE = Argument(
     "omit it: a rotation has no cache of keys; pass the position of the first new token as offset=",
     note="a KVCache",
 )
+_WINDOW = Argument(("window",), "omit it: it belongs to attention, and a rotation does not depend on it")
+_WINDOW_SIZE = Argument(
+    ("window",), _WINDOW.otherwise, note="the number of visible tokens, the query included: flash-attention's left + 1"
+)
+_SCALE = Argument(("scale",), "omit it: an encoding sets the scale of attention; rw.attention accepts scale=")
+_LSE = Argument(("return_lse",), "omit it: it belongs to rw.attention")
 _DROPOUT = Argument(("dropout",), "omit it: it belongs to attention")
 _BIAS = Argument(("qkv_bias",), "omit it: it belongs to the projections of attention")
 _BATCH = Argument(("batch",), "omit it: the batch is read from the shapes of the tensors")
@@ -115,6 +121,10 @@ ARGUMENTS: dict[str, Argument] = {
     **dict.fromkeys(("attention_mask", "attn_mask", "mask"), _MASK),
     **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
     **dict.fromkeys(("past_key_values", "past_key_value", "kv_cache", "layer_past"), _CACHE),
+    **dict.fromkeys(("sliding_window", "local_attention", "local_attn_window_size", "window"), _WINDOW),
+    "window_size": _WINDOW_SIZE,
+    **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "softmax_lse", "return_lse"), _LSE),
+    **dict.fromkeys(("softmax_scale", "scaling", "sm_scale"), _SCALE),
     **dict.fromkeys(("dropout_p", "attention_dropout", "attn_dropout", "attn_pdrop"), _DROPOUT),
     **dict.fromkeys(("bias", "attention_bias", "add_bias_kv"), _BIAS),
     **dict.fromkeys(("batch_size", "max_batch_size"), _BATCH),

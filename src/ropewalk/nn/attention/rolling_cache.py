@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.constructors import arange
+from ropewalk.kernels.constructors import arange, ones_like
 from ropewalk.nn.attention.cache import SLOT_DIMS, KVCache
 from ropewalk.nn.attention.cache_interface import CachedTokens
 from ropewalk.nn.attention.moved_keys import KeyRotation
@@ -118,8 +118,8 @@ class RollingKVCache(KVCache):
         indices = torch.cat([before[3], steps.expand(self.batch, seq)], dim=1)
         visibility = Visibility(True, starts, window=window, key_indices=indices)
         if self.hidden is not None:
-            old = ~hidden if hidden is not None else self.hidden.new_ones(self.hidden.shape)
-            new = self.hidden.new_ones((self.batch, seq)) if key_mask is None else key_mask
+            old = ones_like(self.hidden) if hidden is None else ~hidden
+            new = ones_like(ids, dtype=torch.bool) if key_mask is None else key_mask
             visibility = visibility._replace(key_mask=torch.cat([old, new], dim=1))
         keys, values = torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
         return CachedTokens(keys, values, torch.cat([before[2], ids], dim=1), visibility)

@@ -127,6 +127,12 @@ def window_blocks(
 
     Returns:
         A BlockMask [1, 1, tokens, tokens].
+
+    >>> visibility = Visibility(causal=True, window=128)
+    >>> is_visible = lambda b, h, i, j: visibility.visible(b, i, j)
+    >>> blocks = window_blocks(visibility, 512, is_visible, torch.device("cpu"), gradients=False)
+    >>> blocks.kv_num_blocks.tolist()  # the block of a query, and the one before it
+    [[[1, 2, 2, 2]]]
     """
     from torch.nn.attention.flex_attention import BlockMask
 
