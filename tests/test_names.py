@@ -19,8 +19,9 @@ from ropewalk.signatures import ArgumentError, advice_on_argument, checks_names
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
-# Base classes without arguments, warnings, and a module.
+# Base classes and a protocol without arguments, warnings, a module, and the tuples that a cache returns.
 WITHOUT_ARGUMENTS = {"Encoding", "Frequencies", "QueryTemperature", "RopeConfigWarning", "RopewalkWarning", "positions"}
+WITHOUT_ARGUMENTS |= {"Cache", "CachedTokens", "Visibility"}
 ROPE = rw.RotaryEmbedding(8)
 X = torch.ones(1, 2, 5, 8)
 METHODS = {f"rope.{name}": getattr(ROPE, name) for name in ("at", "unrotate", "shift", "retune", "rotate_", "forward")}

@@ -259,13 +259,14 @@ def test_fewer_than_128_padded_queries_of_grouped_heads(heads, seq):
     assert torch.allclose(y, attention_function(q.double(), k.double(), v.double(), key_mask=mask).float(), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Few of them: each chunk is compiled.
+@pytest.mark.parametrize("kind", ["rope", "t5"])
 def test_decoding_in_a_window(kind):
     attention, x = layer(kind, window=16), vector(0, 2, 90, DIM).float().cuda()
     with torch.inference_mode():
         whole, cache = attention(x), attention.make_cache(2)
         assert cache.keys.is_cuda
-        y = [attention(part, cache=cache) for part in x.split([50, 1, 1, 20, 1, 17], dim=1)]
+        y = [attention(part, cache=cache) for part in x.split([68, 1, 1, 20], dim=1)]
         assert torch.allclose(torch.cat(y, dim=1), whole, atol=1e-4)
         ragged, counts = attention.make_cache(2), torch.tensor([50, 33], device="cuda")
         attention(x[:, :50], cache=ragged, counts=counts)

@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ropewalk as rw
-from nn.test_attention import DIM, HEADS, WIDTH, layer
+from nn.test_attention import DIM, HEADS, WIDTH, encoding_for, layer
+from nn.test_attention_scores import as_on_a_gpu, flex_in_eager_mode
+from ropewalk.nn.attention import scores
 from ropewalk.nn.attention.rolling_cache import RollingKVCache
 from slow import slow
 from strategies import seeds, vector
@@ -185,3 +187,23 @@ def test_make_cache():
         cache = attention.make_cache(1)
         assert cache.keys.dtype == torch.bfloat16
         attention(torch.randn(1, 5, 32), cache=cache)
+
+
+@flex_in_eager_mode
+@pytest.mark.parametrize("kind", ["none", slow("alibi"), slow("t5")])
+def test_by_flex_attention(kind, monkeypatch):
+    """Chunks of more than 16 tokens, for which FlexAttention is used on a GPU."""
+    attention = rw.Attention(64, 4, num_kv_heads=2, encoding=encoding_for(kind), window=20).double().eval()
+    x, counts = vector(0, 2, 70, 64), torch.tensor([30, 19])
+    whole = attention(x).detach()
+    as_on_a_gpu(monkeypatch)
+    used, real = [], scores._by_flex
+    monkeypatch.setattr(scores, "_by_flex", lambda *given: used.append(1) or real(*given))
+    torch.testing.assert_close(read(attention, x, [30, 1, 18, 21], attention.make_cache(2)), whole, **TIGHT)
+    assert len(used) == 3
+    cache = attention.make_cache(2)
+    with torch.inference_mode():
+        attention(x[:, :30], cache=cache, counts=counts)
+        following = torch.stack([x[0, 30:50], x[1, 19:39]])
+        y = attention(following, cache=cache)
+    torch.testing.assert_close(y, torch.stack([whole[0, 30:50], whole[1, 19:39]]), **TIGHT)
