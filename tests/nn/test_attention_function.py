@@ -202,3 +202,70 @@ def test_bad_arguments():
     ):
         with pytest.raises(rw.RopewalkError, match=message):
             call()
+
+
+def dense(q, k, v, made, q_ids, k_ids, visible, scale):
+    """Attention in plain torch over all scores: output and log-sum-exp, 0 and -inf for a row that sees nothing."""
+    if made is not None:
+        q, k = made.rotate(q, k, q_ids, k_positions=k_ids)
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    scores = q @ k.mT * scale
+    bias = None if made is None else made.bias(q_ids, k_ids)
+    scores = scores if bias is None else scores + bias
+    seen = visible.any(-1, keepdim=True)
+    scores = scores.masked_fill(~(visible | ~seen), -torch.inf)
+    lse = scores.logsumexp(-1, keepdim=True)
+    out = ((scores - lse).exp() @ v).masked_fill(~seen, 0)
+    return out, lse.masked_fill(~seen, -torch.inf).squeeze(-1)
+
+
+OPTIONS = {
+    "q_positions": (None, torch.arange(6) + 9),
+    "k_positions": (None, torch.tensor([3, 4, 6, 8, 9, 12])),
+    "causal": (True, False),
+    "window": (None, 2),
+    "key_mask": (None, torch.tensor([[False, True, True, False, True, True]])),
+    "cu_seqlens": (None, torch.tensor([0, 2, 6])),
+    "scale": (None, 0.7),
+    "return_lse": (False, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "rope", "alibi", "t5", "xpos"])
+def test_all_combinations_of_options(kind):
+    encodings = {causal: encoding_for(kind, causal) for causal in (True, False)}
+    tensors = heads(6, 6, batch=1)
+    cotangents = vector(7, 1, HEADS, 6, 5), vector(8, 1, HEADS, 6)
+    for values in itertools.product(*OPTIONS.values()):
+        options = dict(zip(OPTIONS, values, strict=True))
+        made = encodings[options["causal"]]
+        k_ids = options["k_positions"]
+        if k_ids is None:
+            k_ids = torch.tensor([0, 1, 0, 1, 2, 3]) if options["cu_seqlens"] is not None else torch.arange(6)
+        q_ids = k_ids if options["q_positions"] is None else options["q_positions"]
+        ahead = torch.arange(6)[:, None] - torch.arange(6)
+        visible = ahead >= 0 if options["causal"] else torch.ones(6, 6, dtype=torch.bool)
+        if options["window"] is not None:
+            visible = visible & (ahead.abs() < options["window"])
+        if options["cu_seqlens"] is not None:
+            document = torch.tensor([0, 0, 1, 1, 1, 1])
+            visible = visible & (document[:, None] == document)
+        if options["key_mask"] is not None:
+            visible = visible & options["key_mask"]
+        default = None if made is None else made.scale
+        scale = options["scale"] or default or WIDTH**-0.5
+        results = []
+        for form in ("ours", "dense"):
+            leaves = [x.clone().requires_grad_() for x in tensors]
+            if form == "ours":
+                outputs = rw.attention(*leaves, encoding=made, **options)
+                outputs = outputs if options["return_lse"] else (outputs,)
+            else:
+                outputs = dense(*leaves, made, q_ids, k_ids, visible, scale)[: 1 + options["return_lse"]]
+            finite = [x.masked_fill(x.isinf(), 0.0) for x in outputs]
+            learned = [] if made is None else list(made.parameters())
+            gradients = torch.autograd.grad(finite, [*leaves, *learned], cotangents[: len(finite)])
+            results.append([*outputs, *gradients])
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, **TIGHT, msg=lambda text, o=options: f"{o}\n{text}")

@@ -192,3 +192,31 @@ def test_transformers_sliding_window_is_the_same():
     ours = Visibility(True, window=4).mask(1, 12, 12, torch.device("cpu"))[0]
     assert torch.equal(ours, theirs)
     assert "window=4" in repr(rw.Attention(8, 2, window=4))
+
+
+NAMED = {
+    "none": {},
+    "learned": {"length": 16},
+    "multiplicative": {"length": 16},
+    "sinusoidal": {},
+    "concatenated": {"width": 4},
+    "recurrent": {},
+    "rope": {"pairing": "half"},
+    "rope-across-heads": {},
+    "xpos": {"spec": rw.RopeSpec(4, xpos=rw.XPos(512))},
+    "alibi": {},
+    "t5": {"causal": True},
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_encoding_by_name(name):
+    made = rw.encoding(name, dim=16, num_heads=4, **NAMED[name])
+    attention = rw.Attention(16, 4, encoding=made, window=3).double()
+    with torch.no_grad():
+        x = made.embed(vector(0, 2, 9, 16))
+        expected = by_band(attention, x, band(9, 3, True)[None])
+        torch.testing.assert_close(attention(x), expected, **TIGHT)
+        cache = attention.make_cache(2)
+        steps = torch.cat([attention(token, cache=cache) for token in x.split(1, dim=1)], dim=1)
+        torch.testing.assert_close(steps, expected, **TIGHT)
