@@ -42,7 +42,7 @@ _LONGEST = Argument(
 )
 _TABLE = Argument((*_LONGEST.ours, "length"), _LONGEST.otherwise)
 _TRAINED = Argument(("trained_length",), "it belongs to a rule: RopeSpec(head_dim, Yarn(base, factor, trained_length))")
-_POSITIONS = Argument(("positions",), "positions belong to a call: rope(q, k, positions=...)")
+_POSITIONS = Argument(("positions", "q_positions"), "positions belong to a call: rope(q, k, positions=...)")
 _OFFSET = Argument(("offset",), "the first position belongs to a call: rope(q, k, offset=...)")
 _ENDS = Argument(("cu_seqlens",), "packed sequences belong to a call: rope(q, k, cu_seqlens=...)")
 _PAIRING = 'the pairing belongs to the rotation: RotaryEmbedding(head_dim, pairing="half") or "interleaved"'
@@ -75,16 +75,20 @@ _MASK = Argument(
 _PADDING = Argument(("key_mask",), _MASK.otherwise, note="~key_padding_mask, because True is a visible key here")
 _CACHE = Argument(
     ("cache",),
-    "omit it: a rotation has no cache of keys; pass the position of the first new token as offset=",
+    "a cache belongs to a layer, Attention; for a rotation pass the position of the first new token as offset=",
     note="a KVCache",
 )
-_WINDOW = Argument(("window",), "omit it: it belongs to attention, and a rotation does not depend on it")
+_WINDOW = Argument(("window",), "it belongs to attention: Attention(window=...) or rw.attention(window=...)")
 _WINDOW_SIZE = Argument(
     ("window",), _WINDOW.otherwise, note="the number of visible tokens, the query included: flash-attention's left + 1"
 )
-_SCALE = Argument(("scale",), "omit it: an encoding sets the scale of attention; rw.attention accepts scale=")
+_SCALE = Argument(("scale",), "it is not an option of a layer: pass it to rw.attention(q, k, v, scale=...)")
 _LSE = Argument(("return_lse",), "omit it: it belongs to rw.attention")
-_DROPOUT = Argument(("dropout",), "omit it: it belongs to attention")
+_DROPOUT = Argument(("dropout",), "it belongs to a layer: Attention(dropout=...)")
+_NORM = Argument((), "it is not an option: override heads_of of the layer, and normalize q and k there")
+_CAPPED = Argument(
+    (), "scores that are changed after the product are not supported: use FlexAttention with a score_mod"
+)
 _BIAS = Argument(("qkv_bias",), "omit it: it belongs to the projections of attention")
 _BATCH = Argument(("batch",), "omit it: the batch is read from the shapes of the tensors")
 _ENCODING = Argument(("encoding", "rope"), "omit it: this function has no encoding")
@@ -120,15 +124,17 @@ ARGUMENTS: dict[str, Argument] = {
     "bidirectional": Argument(("causal",), _CAUSAL.otherwise, {True: "False", False: "True"}),
     **dict.fromkeys(("attention_mask", "attn_mask", "mask"), _MASK),
     **dict.fromkeys(("key_padding_mask", "padding_mask"), _PADDING),
-    **dict.fromkeys(("past_key_values", "past_key_value", "kv_cache", "layer_past"), _CACHE),
+    **dict.fromkeys(("past_key_values", "past_key_value", "kv_cache", "layer_past", "cache"), _CACHE),
+    **dict.fromkeys(("softcap", "attn_logit_softcapping", "logit_softcap", "sinks", "s_aux"), _CAPPED),
+    **dict.fromkeys(("qk_norm", "use_qk_norm"), _NORM),
     **dict.fromkeys(("sliding_window", "local_attention", "local_attn_window_size", "window"), _WINDOW),
     "window_size": _WINDOW_SIZE,
     **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "softmax_lse", "return_lse"), _LSE),
-    **dict.fromkeys(("softmax_scale", "scaling", "sm_scale"), _SCALE),
+    **dict.fromkeys(("softmax_scale", "scaling", "sm_scale", "scale", "query_pre_attn_scalar"), _SCALE),
     **dict.fromkeys(("dropout_p", "attention_dropout", "attn_dropout", "attn_pdrop"), _DROPOUT),
     **dict.fromkeys(("bias", "attention_bias", "add_bias_kv"), _BIAS),
     **dict.fromkeys(("batch_size", "max_batch_size"), _BATCH),
-    **dict.fromkeys(("pos_encoding", "positional_encoding", "rotary_emb", "rotary_pos_emb"), _ENCODING),
+    **dict.fromkeys(("pos_encoding", "positional_encoding", "rotary_emb", "rotary_pos_emb", "rope"), _ENCODING),
     **dict.fromkeys(("norm_eps", "rms_norm_eps", "variance_epsilon", "layer_norm_eps"), _EPS),
     "learned_freq": Argument(("learned",), "it belongs to the module: RotaryEmbedding(head_dim, learned=True)"),
 }

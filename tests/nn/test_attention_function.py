@@ -77,6 +77,10 @@ def test_values_and_log_sum_exp(kind, causal, window, queries, keys):
             return shown and (window is None or abs(ahead) < window)
 
         options = {"key_mask": mask, "k_positions": k_ids, "scale": scale, "window": window, "causal": causal}
+        if made is not None and start + queries != keys:
+            with pytest.raises(rw.RopewalkError, match="nothing relates the queries to the keys"):
+                rw.attention(q, k, v, encoding=made, **options)
+            options["q_positions"] = (torch.arange(keys) if k_ids is None else k_ids)[:queries]
         y, lse = rw.attention(q, k, v, encoding=made, return_lse=True, **options)
         k_at = torch.arange(keys) if k_ids is None else k_ids
         own = None if made is None else made.scale
@@ -269,3 +273,25 @@ def test_all_combinations_of_options(kind):
             results.append([*outputs, *gradients])
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected, **TIGHT, msg=lambda text, o=options: f"{o}\n{text}")
+
+
+def test_attention_to_the_tokens_of_another_sequence():
+    (q, _, _), (_, k, v) = heads(9, 4), heads(2, 4)
+    y, lse = rw.attention(q, k, v, causal=False, return_lse=True)
+    expected, sums = direct(q, k, v, None, None, None, lambda b, m, n: True, WIDTH**-0.5)
+    torch.testing.assert_close(y, expected, **TIGHT)
+    torch.testing.assert_close(lse, sums, **TIGHT)
+    with pytest.raises(rw.RopewalkError, match="causal=False for the tokens of another sequence"):
+        rw.attention(q, k, v)
+
+
+def test_a_rope_over_two_axes():
+    rope = rw.RotaryEmbedding(rw.RopeSpec(WIDTH, axes=rw.Axes.chunked((2, 2))))
+    q, k, v = (x[:1] for x in heads(6, 6))
+    ids = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2]])
+    y = rw.attention(q, k, v, encoding=rope, k_positions=ids)
+    rotated = rope(q, k, positions=ids)
+    torch.testing.assert_close(y, rw.attention(*rotated, v), **TIGHT)
+    text = rw.attention(q, k, v, encoding=rope, cu_seqlens=torch.tensor([0, 2, 6]))
+    alone = rw.attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], encoding=rope)
+    torch.testing.assert_close(text[:, :, 2:], alone, **TIGHT)

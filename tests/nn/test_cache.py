@@ -210,10 +210,54 @@ def test_beams():
             alone = attention(torch.cat([x[source, :n], x[row, 6:7]])[None], places)
             assert torch.allclose(y[row], alone[0, -1:], **CLOSE)
     before = copy.deepcopy(cache)
-    for index in (torch.tensor([0, 1, 3]), torch.tensor([0, -1, 1]), torch.tensor([0, 1]), torch.ones(3), [0, 1, 2]):
-        with pytest.raises(RopewalkError, match=r"whole numbers \[3\] from 0 to 2"):
+    for index in (torch.tensor([0, 1, 3]), torch.tensor([0, -1, 1]), torch.ones(3), [0, 1, 2]):
+        with pytest.raises(RopewalkError, match=r"whole numbers \[any\] from 0 to 2"):
             cache.reorder(index)
     same_as(cache, before)
+
+
+def test_beams_of_one_prompt_and_sequences_that_end():
+    attention, x = layer("alibi"), vector(0, 4, 9, DIM)
+    cache = cache_for(1)
+    with torch.no_grad():
+        attention(x[:1, :5], cache=cache)
+        cache.reorder(torch.zeros(4, dtype=torch.int64))
+        assert cache.batch == 4
+        y = attention(x[:, 5:6], cache=cache)
+        whole = attention(torch.cat([x[:1, :5].expand(4, -1, -1), x[:, 5:]], dim=1))
+        assert torch.allclose(y, whole[:, 5:6], **CLOSE)
+        cache.reorder(torch.tensor([3, 1]))
+        assert torch.allclose(attention(x[[3, 1], 6:7], cache=cache), whole[[3, 1], 6:7], **CLOSE)
+
+
+def test_a_copy_is_another_cache():
+    attention, x = layer("rope"), vector(0, 2, 9, DIM)
+    cache = cache_for(2)
+    with torch.no_grad():
+        attention(x[:, :5], cache=cache)
+        copied = copy.copy(cache)
+        attention(x[:, :3], cache=copied)
+        assert torch.allclose(attention(x[:, 5:], cache=cache), attention(x)[:, 5:], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("window", [None, 4])
+def test_positions_continue_from_the_last_one(kind, window):
+    """Prompts that are padded at the start, with positions that do not count padding, then steps without positions."""
+    attention, x = layer(kind, window=window), vector(0, 2, 9, DIM)
+    real = torch.tensor([[True] * 6, [False] * 2 + [True] * 4])
+    ids = (real.cumsum(1) - 1).clamp(min=0)
+    for cache in (cache_for(2), attention.make_cache(2, 40)):
+        with torch.no_grad():
+            attention(x[:, :6], ids, cache, key_mask=real)
+            assert cache.next_positions().tolist() == [6, 4]
+            loaded = copy.copy(cache)
+            loaded.reset()
+            loaded.load_state_dict(cache.state_dict())
+            for continued in (cache, loaded):
+                y = torch.cat([attention(part, cache=continued) for part in x[:, 6:].split([1, 2], dim=1)], dim=1)
+                assert torch.allclose(y[:1], attention(x[:1])[:, 6:], **CLOSE)
+                assert torch.allclose(y[1:], attention(x[1:, 2:])[:, 4:], **CLOSE)
 
 
 def test_a_cache_that_is_full_says_so_and_keeps_what_it_has():

@@ -65,3 +65,24 @@ def test_what_is_no_cache():
     for wrong in ({}, 7, torch.zeros(3), object()):
         with pytest.raises(rw.RopewalkError, match="a KVCache or another Cache, with lengths and update"):
             attention(x, cache=wrong)
+
+
+def test_what_a_cache_must_return():
+    attention, x = layer("rope"), vector(0, 1, 3, DIM)
+    k = torch.zeros(1, 2, 3, WIDTH, dtype=torch.float64)
+    ids, sees = torch.arange(3)[None], rw.Visibility(causal=True)
+    for result, message in (
+        ((k, k), "rw.CachedTokens"),
+        (rw.CachedTokens(k, k, ids, None), "rw.Visibility"),
+        (rw.CachedTokens(k, k[:, :, :2], ids, sees), r"values \[1, 2, 3, 6\]"),
+        (rw.CachedTokens(k.float(), k, ids, sees), r"keys \[1, 2, 3, 6\] of torch.float64"),
+        (rw.CachedTokens(k.transpose(1, 2), k, ids, sees), "keys"),
+        (rw.CachedTokens(k, k, ids[:, :2], sees), r"positions \[1, 3\]"),
+        (rw.CachedTokens(k, k, None, sees), "positions"),
+    ):
+        cache = PagedCache(1, 2, WIDTH)
+        cache.update = lambda *given, result=result, **options: result
+        with torch.no_grad(), pytest.raises(rw.RopewalkError, match=message):
+            attention(x, cache=cache)
+    with pytest.raises(rw.RopewalkError, match="pass it by name"):
+        attention(x, PagedCache(1, 2, WIDTH))

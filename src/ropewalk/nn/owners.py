@@ -34,11 +34,12 @@ def check_owner(storage: object, layer: nn.Module, argument: str) -> None:
     owner = None if reference is None else reference()
     if owner is None or owner is layer:
         return
+    sizes = "batch, max_length" if argument == "cache" else "batch"
     raise RopewalkError(
         asked=f"{type(layer).__name__}(x, {argument}=...)",
         expected=f"a {argument} of this layer alone: it contains the keys and values of one layer",
         got=f"a {argument} with the tokens of another layer",
-        do=f"create one {argument} per layer: [layer.make_{argument}(batch) for layer in layers]; for a copy of the "
+        do=f"create one {argument} per layer: [layer.make_{argument}({sizes}) for layer in layers]; for a copy of the "
         f"layer, pass copy.copy({argument})",
     )
 

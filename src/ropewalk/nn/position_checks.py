@@ -230,7 +230,13 @@ def described(x: object) -> str:
 
 
 def check_key_mask(
-    key_mask: Tensor, shape: tuple[int, int], device: torch.device, *, asked: str, dims: str = "[batch, keys]"
+    key_mask: Tensor,
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    asked: str,
+    dims: str = "[batch, keys]",
+    do: str = "True is a visible key; pass ids != padding, or mask.bool()",
 ) -> None:
     """Raise unless `key_mask` has one bool per key.
 
@@ -240,6 +246,7 @@ def check_key_mask(
         device: Required device.
         asked: The first line of the error.
         dims: Names of the dimensions, for the error.
+        do: The last line of the error.
 
     Raises:
         RopewalkError: If the dtype, the shape or the device does not match.
@@ -252,7 +259,7 @@ def check_key_mask(
             asked=asked,
             expected=f"bool {list(shape)} on {device}: {dims}",
             got=described(key_mask),
-            do="True is a visible key; pass ids != padding, or mask.bool()",
+            do=do,
         )
 
 

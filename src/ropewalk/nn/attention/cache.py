@@ -104,6 +104,8 @@ class KVCache:
         self.encoding_state: Tensor | None = None
         self.filled_at_most: int = 0
         self.even: bool = True
+        # Whether the position of every token is its index. Otherwise new tokens continue from the stored positions.
+        self._counts_positions: bool = True
 
     @checks_names
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None, *, positions: Tensor | None = None) -> None:
@@ -114,7 +116,7 @@ class KVCache:
             v: Values [batch, num_kv_heads, seq, v_dim].
             counts: Number of tokens per sequence [batch]; the rest of `seq` is padding, which is not stored. None for
                 no padding.
-            positions: Whole positions [seq] or [batch, seq]; None continues from `lengths`.
+            positions: Whole positions [seq] or [batch, seq]; None continues from the last token, or starts at 0.
 
         Raises:
             RopewalkError: If a shape, dtype or device does not match, if a tensor requires a gradient, or if the tokens
@@ -185,6 +187,21 @@ class KVCache:
         visibility = visibility._replace(key_mask=visible)
         return CachedTokens(self.keys[:, :, slots], self.values[:, :, slots], self.positions[:, slots], visibility)
 
+    def next_positions(self) -> Tensor:
+        """Return the position after the last token of each sequence, where tokens continue by default.
+
+        Returns:
+            int64 [batch], or [] if the host knows that all are equal.
+
+        >>> cache = KVCache(1, 1, 4, 1)
+        >>> cache.append(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), positions=torch.tensor([7]))
+        >>> cache.next_positions().tolist()
+        [8]
+        """
+        if self._counts_positions:
+            return self.lengths[0] if self.even else self.lengths
+        return torch.where(self.lengths > 0, self._newest_positions() + 1, 0)
+
     def evict_prefix(self, count: int, rope: KeyRotation) -> None:
         """Drop the first `count` tokens of each sequence, and move the others to the front. Positions start at 0 again.
 
@@ -232,10 +249,11 @@ class KVCache:
         self.filled_at_most, self.even = remaining, self.even or remaining == 0
 
     def reorder(self, index: Tensor) -> None:
-        """Replace sequence b by sequence index[b], for beam search.
+        """Replace sequence b by sequence index[b], for beam search, or to add and drop sequences.
 
         Args:
-            index: int32 or int64 [batch], on the device of the cache.
+            index: int32 or int64 [rows], on the device of the cache. If `rows` is not the batch, new memory is
+                allocated, and the batch changes.
 
         Raises:
             RopewalkError: If the shape, dtype or device does not match, or if an index is out of range.
@@ -246,9 +264,15 @@ class KVCache:
         >>> cache.keys[:, 0, 0, 0].tolist()
         [7.0, 7.0]
         """
-        check_index(index, self.batch, self.lengths.device, asked="KVCache.reorder(index)", number=self.batch)
-        for buffer in self._buffers().values():
-            buffer.copy_(buffer.index_select(0, index))
+        check_index(index, self.batch, self.lengths.device, asked="KVCache.reorder(index)")
+        with torch.inference_mode(False):
+            for name, buffer in self._buffers().items():
+                rows = buffer.index_select(0, index)
+                if len(index) == self.batch:
+                    buffer.copy_(rows)
+                else:
+                    setattr(self, name, rows)
+        self.batch = len(index)
         if self.encoding_state is not None:
             self.encoding_state = self.encoding_state.index_select(0, index)
 
@@ -264,6 +288,7 @@ class KVCache:
         for buffer in self._buffers().values():
             buffer.zero_()
         self.hidden, self.encoding_state, self.filled_at_most, self.even = None, None, 0, True
+        self._counts_positions = True
         release(self)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
@@ -351,12 +376,26 @@ class KVCache:
                 saved = saved.masked_fill(slots[:, None, :, None] if dim == 2 else slots, 0)
                 getattr(self, name).narrow(dim, 0, saved.shape[dim]).copy_(saved)
         self.filled_at_most, self.even = max(lengths), len(set(lengths)) == 1
+        filled = self._indices() >= 0
+        self._counts_positions = bool((self.positions == self._indices())[filled].all())
 
     def __repr__(self) -> str:
         sizes = f"{self.batch}, {self.num_kv_heads}, {self.max_length}, {self.head_dim}"
         v_dim = "" if self.v_dim == self.head_dim else f", v_dim={self.v_dim}"
         options = f"dtype={self.keys.dtype}, device={str(self.keys.device)!r}"
         return f"{type(self).__name__}({sizes}{v_dim}, {options}), filled_at_most={self.filled_at_most}"
+
+    def __copy__(self) -> "KVCache":
+        # Two caches must not share memory: each counts its tokens itself.
+        copied = object.__new__(type(self))
+        with torch.inference_mode(False):
+            copied.__dict__ |= {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        return copied
+
+    def _indices(self) -> Tensor:
+        """Return the index of the token in each slot [batch, max_length]; below 0 for an empty slot."""
+        slots = arange(self.max_length, device=self.lengths.device)
+        return torch.where(slots < self.lengths[:, None], slots, -1)
 
     def _buffers(self) -> dict[str, Tensor]:
         buffers = {"keys": self.keys, "values": self.values, "lengths": self.lengths, "positions": self.positions}
@@ -384,6 +423,9 @@ class KVCache:
         new = {"keys": k.detach(), "values": v.detach(), "positions": indices}
         if positions is not None:
             new["positions"] = positions.to(torch.int64).expand(self.batch, seq)
+            self._counts_positions = False
+        elif not self._counts_positions:
+            new["positions"] = self.next_positions()[:, None] + steps
         if self.hidden is not None:
             remembered = hidden is not None and key_mask is not None and key_mask.shape[1] == seq
             new["hidden"] = hidden if remembered and hidden is not None else zeros_like(indices, dtype=torch.bool)
@@ -415,6 +457,7 @@ class KVCache:
             k.device,
             asked="attention(key_mask=...) with a cache",
             dims=f"[batch, seq], the new tokens{slots}",
+            do="True is a visible key; pass the mask of the new tokens alone: the cache remembers the earlier ones",
         )
         # Later, all new tokens of a sequence can be hidden: those of a sequence that has ended.
         if self.filled_at_most == 0:
@@ -484,11 +527,15 @@ class KVCache:
             do="pass the number of tokens per sequence that are not padding; padding is at the end",
         )
 
+    def _newest_positions(self) -> Tensor:
+        """Return the position of the last token of each sequence [batch]; any number if it is empty."""
+        return self.positions.gather(1, ((self.lengths - 1).clamp_min(0) % self.max_length)[:, None])[:, 0]
+
     def _warn_if_not_beyond(self, positions: Tensor, counts: Tensor | None) -> None:
         """Warn if the first new position of a sequence is not larger than that of its last token in the cache."""
         if self.filled_at_most == 0 or not positions.numel() or not can_read_values(positions):
             return
-        newest = self.positions.gather(1, ((self.lengths - 1).clamp_min(0) % self.max_length)[:, None])[:, 0]
+        newest = self._newest_positions()
         first = positions[..., 0].to(torch.int64).expand(self.batch)
         behind = (first <= newest) & (self.lengths > 0)
         behind = behind if counts is None else behind & (counts > 0)

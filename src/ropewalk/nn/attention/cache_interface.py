@@ -4,9 +4,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ropewalk.errors import RopewalkError, shown
 from ropewalk.nn.attention.visibility import Visibility
+from ropewalk.nn.position_checks import described
 
-__all__ = ["Cache", "CachedTokens"]
+__all__ = ["Cache", "CachedTokens", "check_cached_tokens"]
 
 
 class CachedTokens(NamedTuple):
@@ -68,3 +70,35 @@ class Cache(Protocol):
             Keys, values and positions in slots, and which slots are visible to each query.
         """
         ...
+
+
+def check_cached_tokens(tokens: CachedTokens, k: Tensor, v: Tensor) -> None:
+    """Raise unless the result of `Cache.update` has keys, values and positions in the same slots.
+
+    Args:
+        tokens: The result of a cache that is not ropewalk's.
+        k: The new keys, for batch, heads, width, dtype and device.
+        v: The new values.
+
+    Raises:
+        RopewalkError: If the type, a shape, a dtype or a device does not match.
+
+    >>> k = torch.zeros(1, 1, 2, 4)
+    >>> check_cached_tokens(CachedTokens(k, k, torch.arange(2)[None], Visibility()), k, k)
+    """
+    asked, do = "the result of cache.update(k, v, ...)", "see rw.Cache, which states what update returns"
+    if not isinstance(tokens, CachedTokens) or not isinstance(tokens.visibility, Visibility):
+        expected = "rw.CachedTokens(keys, values, positions, rw.Visibility(...))"
+        raise RopewalkError(asked=asked, expected=expected, got=shown(type(tokens).__name__), do=do)
+    slots = tokens.keys.shape[2] if isinstance(tokens.keys, Tensor) and tokens.keys.dim() == 4 else None
+    for name, x, new in (("keys", tokens.keys, k), ("values", tokens.values, v)):
+        expected = (*new.shape[:2], slots, new.shape[3])
+        fits = isinstance(x, Tensor) and slots is not None and x.shape == expected
+        if not fits or x.dtype != new.dtype or x.device != new.device:
+            sizes = ", ".join("slots" if n is None else str(n) for n in expected)
+            wanted = f"{name} [{sizes}] of {new.dtype} on {new.device}"
+            raise RopewalkError(asked=asked, expected=wanted, got=described(x), do=do)
+    positions = tokens.positions
+    if not isinstance(positions, Tensor) or positions.shape not in ((slots,), (len(k), slots)):
+        wanted = f"positions [{len(k)}, {slots}], one per slot"
+        raise RopewalkError(asked=asked, expected=wanted, got=described(positions), do=do)

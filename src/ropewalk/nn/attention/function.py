@@ -84,7 +84,8 @@ def attention(
         k: Keys [batch, kv_heads, keys, head_dim]. heads is a multiple of kv_heads.
         v: Values [batch, kv_heads, keys, v_dim].
         encoding: Rotates q and k, or adds a bias to the scores, and can set another scale. None adds no position.
-        q_positions: Positions of q [queries] or [batch, queries]. Defaults to those of the last keys.
+        q_positions: Positions of q [queries] or [batch, queries]. Defaults to those of the last keys. Required with an
+            encoding if not causal and if there are more or fewer queries than keys.
         k_positions: Positions of k [keys] or [batch, keys]; [axes, keys] or [axes, batch, keys] if tokens have several
             axes. Defaults to 0 .. keys-1, in each packed sequence.
         causal: Hide the keys after a query.
@@ -123,24 +124,27 @@ def attention(
             asked="attention(q, k, v, causal=True)" if causal else "attention(q, k, v, window=...)",
             expected="at most as many queries as keys: the queries are the last tokens of the sequence",
             got=f"{queries} queries and {keys} keys",
-            do="pass the keys of all tokens up to the last query",
+            do="pass the keys of all tokens up to the last query, or causal=False for the tokens of another sequence",
         )
     if cu_seqlens is not None:
         _check_packed(cu_seqlens, q, k)
-        k_positions = packed_positions(cu_seqlens, keys) if k_positions is None else k_positions
     start = keys - queries if causal or window is not None else 0
-    q_positions, k_positions = _positions(q, k, q_positions, k_positions, start, rope_axes(added))
+    score_bias = None
     if added is not None:
-        q, k = (x.to(v.dtype) for x in added.rotate(q, k, q_positions, k_positions=k_positions))
+        positions = _positions(q, k, q_positions, k_positions, start, cu_seqlens, rope_axes(added))
+        q, k = (x.to(v.dtype) for x in added.rotate(q, k, positions[0], k_positions=positions[1]))
+        if type(added).bias is not Encoding.bias:
+            score_bias = ScoreBias(added, *positions)
+    else:
+        for name, ids, x in (("q_positions", q_positions, q), ("k_positions", k_positions, k)):
+            if ids is not None:
+                check_positions(ids, x, asked=f"attention({name}=...)")
     if key_mask is not None:
         check_key_mask(key_mask, (k.shape[0], keys), k.device, asked="attention(key_mask=...)")
         warn_if_row_is_hidden(key_mask, asked="attention(key_mask=...)")
         # Hidden values are still multiplied by 0, which is NaN if padding contains NaN or infinity.
         k, v = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (k, v))
     visibility = Visibility(causal, start or None, key_mask, window=window)
-    score_bias = None
-    if added is not None and type(added).bias is not Encoding.bias:
-        score_bias = ScoreBias(added, q_positions, k_positions)
     if scale is None:
         scale = None if added is None else added.scale
         factor = width**-0.5 if scale is None else scale
@@ -207,17 +211,35 @@ def _checked_encoding(
 
 
 def _positions(
-    q: Tensor, k: Tensor, q_positions: Tensor | None, k_positions: Tensor | None, start: int, axes: int
+    q: Tensor,
+    k: Tensor,
+    q_positions: Tensor | None,
+    k_positions: Tensor | None,
+    start: int,
+    cu_seqlens: Tensor | None,
+    axes: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the positions of q and k. Those of q default to those of the last keys."""
+    """Return the positions of q and k. Those of q default to those of the last keys, if order relates both."""
+    if q_positions is None and start + q.shape[2] != k.shape[2]:
+        raise RopewalkError(
+            asked="attention(q, k, v, causal=False, encoding=...)",
+            expected="q_positions=: without causality nothing relates the queries to the keys",
+            got=f"{q.shape[2]} queries, {k.shape[2]} keys, and no q_positions",
+            do="pass q_positions= and k_positions=",
+        )
     if k_positions is None:
-        # Without axes of their own, tokens are text: the same position on every axis.
-        k_positions = arange(k.shape[2], device=k.device).expand(*((axes,) if axes > 1 else ()), -1)
+        if cu_seqlens is None:
+            k_positions = arange(k.shape[2], device=k.device)
+        else:
+            k_positions = packed_positions(cu_seqlens, k.shape[2])
+        # Tokens without positions on several axes are text, with the same position on every axis.
+        k_positions = k_positions if axes == 1 else k_positions.expand(axes, -1)
     else:
         check_positions(k_positions, k, asked="attention(k_positions=...)", axes=axes)
     if q_positions is None:
-        q_positions = k_positions[..., start : start + q.shape[2]]
-    check_positions(q_positions, q, asked="attention(q_positions=...)", axes=axes)
+        q_positions = k_positions[..., start:]
+    else:
+        check_positions(q_positions, q, asked="attention(q_positions=...)", axes=axes)
     return q_positions, k_positions
 
 

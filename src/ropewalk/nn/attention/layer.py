@@ -8,7 +8,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, as_float, require_count, shown
 from ropewalk.kernels.constructors import arange
 from ropewalk.nn.attention.cache import KVCache
-from ropewalk.nn.attention.cache_interface import Cache
+from ropewalk.nn.attention.cache_interface import Cache, check_cached_tokens
 from ropewalk.nn.attention.function import checked_window
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.attention.rolling_cache import RollingKVCache
@@ -38,8 +38,8 @@ class Attention(ProjectedHeads):
     q, k and v are projections of x, split into heads. Each key head is shared by num_heads / num_kv_heads query heads
     (GQA, 2305.13245). The projections are named as in most checkpoints: q_proj, k_proj, v_proj and o_proj.
 
-    On the CPU a mask or a bias is a tensor [..., seq, seq]. On a CUDA device FlexAttention computes it per score,
-    except in float64, with dropout, or for few queries.
+    On the CPU a mask or a bias is a tensor [..., seq, seq], or [..., part, keys] per part of the queries in a window.
+    On a CUDA device FlexAttention computes it per score, except in float64, with dropout, or for few queries.
 
     Args:
         dim: Width of the model.
@@ -162,8 +162,8 @@ class Attention(ProjectedHeads):
         if positions is None and self.axes == 1:
             # Otherwise positions stay None: the rotation then uses a plain range, which is faster.
             if cache is not None:
-                even = isinstance(cache, KVCache) and cache.even
-                positions = range_positions(seq, cache.lengths[0] if even else cache.lengths, x.device)
+                start = cache.next_positions() if isinstance(cache, KVCache) else cache.lengths
+                positions = range_positions(seq, start, x.device)
             elif cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, seq)
         q, k, v = self.heads_of(x)
@@ -176,6 +176,8 @@ class Attention(ProjectedHeads):
             seen = cache.update(k, v, counts=counts, positions=stored, key_mask=key_mask, window=self.window)
             if isinstance(cache, KVCache):
                 set_owner(cache, self)
+            else:
+                check_cached_tokens(seen, k, v)
             y = self._attend(q, seen.keys, seen.values, seen.visibility, positions, seen.positions)
             return self.joined(y)
         if key_mask is not None:
@@ -300,6 +302,13 @@ class Attention(ProjectedHeads):
                 do="without a cache, hide padding with key_mask=",
             )
         if positions is not None:
+            if isinstance(positions, Cache):
+                raise RopewalkError(
+                    asked="attention(x, positions)",
+                    expected="positions, or None",
+                    got=f"a {type(positions).__name__}",
+                    do="pass it by name: attention(x, cache=cache)",
+                )
             check_positions(positions, x, asked="attention(positions=...)", axes=self.axes)
         if key_mask is not None and cache is None:
             asked = "attention(key_mask=...)"

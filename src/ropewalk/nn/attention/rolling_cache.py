@@ -92,7 +92,7 @@ class RollingKVCache(KVCache):
                 asked="a RollingKVCache in a layer",
                 expected=f"a layer with a window of at most {self.window}, the number of slots",
                 got="a layer without a window" if window is None else f"window={window}",
-                do="create the cache with layer.make_cache(batch), or use a KVCache",
+                do="create the cache with layer.make_cache(batch, max_length)",
             )
         seq, empty, filled = k.shape[2], self.filled_at_most == 0, self.filled_at_most
         starts = self.lengths[0].clone() if self.even else self.lengths.clone()
@@ -110,9 +110,10 @@ class RollingKVCache(KVCache):
         # Writing the new tokens overwrites old ones that the first queries see.
         before = None if empty else (self.keys.clone(), self.values.clone(), self.positions.clone(), self._indices())
         hidden = None if self.hidden is None else self.hidden.clone()
+        following = arange(seq, device=k.device) + self.next_positions().unsqueeze(-1)
         k, v = self._write(k, v, counts, positions, key_mask)
         steps = arange(seq, device=k.device) + (starts if starts.dim() == 0 else starts[:, None])
-        ids = (steps if positions is None else positions.to(torch.int64)).expand(self.batch, seq)
+        ids = (following if positions is None else positions.to(torch.int64)).expand(self.batch, seq)
         if before is None:
             return CachedTokens(k, v, ids, Visibility(True, key_mask=key_mask, window=window))
         indices = torch.cat([before[3], steps.expand(self.batch, seq)], dim=1)

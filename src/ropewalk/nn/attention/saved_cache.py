@@ -60,8 +60,14 @@ def checked_cache_state(
             expected=f"at most {slots} slots, and lengths from 0 to the number of slots"
             + (f", or any lengths with {slots} slots" if rolling else ""),
             got=f"{saved} slots, and lengths {shown(lengths)}",
-            do="load it in a RollingKVCache of the same window"
-            if max(lengths) > saved
-            else f"create a cache with room for {saved} tokens",
+            do=_how_to_load(saved, slots, lengths, rolling),
         )
     return tensors, lengths
+
+
+def _how_to_load(saved: int, slots: int, lengths: list[int], rolling: bool) -> str:
+    if min(lengths) < 0 or max(lengths) > 2**62:
+        return "save the cache again: no cache has such lengths"
+    if max(lengths) > saved:
+        return f"load it in a RollingKVCache of window={saved}, which the saved cache was"
+    return "load it in a KVCache" if rolling else f"create a cache of max_length={saved} or more"
