@@ -86,9 +86,7 @@ _SCALE = Argument(("scale",), "it is not an option of a layer: pass it to rw.att
 _LSE = Argument(("return_lse",), "omit it: it belongs to rw.attention")
 _DROPOUT = Argument(("dropout",), "it belongs to a layer: Attention(dropout=...)")
 _NORM = Argument((), "it is not an option: override heads_of of the layer, and normalize q and k there")
-_CAPPED = Argument(
-    (), "scores that are changed after the product are not supported: use FlexAttention with a score_mod"
-)
+_CAPPED = Argument((), "it is not supported: rotate q and k with rope(q, k), and call FlexAttention with a score_mod")
 _BIAS = Argument(("qkv_bias",), "omit it: it belongs to the projections of attention")
 _BATCH = Argument(("batch",), "omit it: the batch is read from the shapes of the tensors")
 _ENCODING = Argument(("encoding", "rope"), "omit it: this function has no encoding")

@@ -185,6 +185,8 @@ def test_a_layer_goes_on_from_empty_and_hidden_sequences():
 
 
 @pytest.mark.slow
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_a_graph_has_the_same_positions():
     def f(q, k, v, ends, mask):
         options = {"cu_seqlens": ends, "key_mask": mask, "return_state": True}

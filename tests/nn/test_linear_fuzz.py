@@ -27,6 +27,8 @@ def test_a_sample_agrees_with_the_direct_sums():
 
 
 @pytest.mark.slow
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_a_larger_sample_agrees_with_the_direct_sums():
     _, failures = check_many(seed=2, first=0, count=1000)
     assert not failures, "\n".join(failures)
@@ -34,6 +36,8 @@ def test_a_larger_sample_agrees_with_the_direct_sums():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@meant("cu_seqlens")
+@meant("key_mask")
 def test_kernels_for_a_gpu_agree_with_the_direct_sums():
     _, failures = check_many(seed=3, first=0, count=6, triton=1.0)
     assert not failures, "\n".join(failures)

@@ -263,7 +263,9 @@ def check_key_mask(
         )
 
 
-def check_packed(cu_seqlens: Tensor, batch: int, seq: int, device: torch.device, *, asked: str) -> None:
+def check_packed(
+    cu_seqlens: Tensor, batch: int, seq: int, device: torch.device, *, asked: str, at_least: int = 1
+) -> None:
     """Raise unless `cu_seqlens` are cumulated lengths of sequences that are packed in a batch of 1.
 
     Args:
@@ -272,6 +274,7 @@ def check_packed(cu_seqlens: Tensor, batch: int, seq: int, device: torch.device,
         seq: Number of its tokens.
         device: Required device.
         asked: The first line of the error.
+        at_least: Smallest number of cumulated lengths.
 
     Raises:
         RopewalkError: If there is more than one row, or if the dtype, the shape, the device or a value does not match.
@@ -286,10 +289,10 @@ def check_packed(cu_seqlens: Tensor, batch: int, seq: int, device: torch.device,
             do="concatenate them: x.flatten(0, 1).unsqueeze(0)",
         )
     check_ids(cu_seqlens, asked=asked, shape="[sequences + 1]", dims=(1,), whole=True)
-    if cu_seqlens.device != device or len(cu_seqlens) == 0:
+    if cu_seqlens.device != device or len(cu_seqlens) < at_least:
         raise RopewalkError(
             asked=asked,
-            expected=f"cumulated lengths that start at 0, on {device}",
+            expected=f"cumulated lengths that start at 0, on {device}; at least {at_least}",
             got=described(cu_seqlens),
             do="put a 0 before the cumulated lengths, and move them to the device of the tokens",
         )

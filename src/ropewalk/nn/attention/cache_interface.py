@@ -20,6 +20,7 @@ class CachedTokens(NamedTuple):
         positions: Position of the token in each slot [batch, slots], for encodings that add a bias.
         visibility: Which slots are visible to each query.
 
+    >>> import torch
     >>> tokens = CachedTokens(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.arange(2)[None], Visibility())
     >>> tokens.keys.shape
     torch.Size([1, 1, 2, 4])
@@ -83,6 +84,7 @@ def check_cached_tokens(tokens: CachedTokens, k: Tensor, v: Tensor) -> None:
     Raises:
         RopewalkError: If the type, a shape, a dtype or a device does not match.
 
+    >>> import torch
     >>> k = torch.zeros(1, 1, 2, 4)
     >>> check_cached_tokens(CachedTokens(k, k, torch.arange(2)[None], Visibility()), k, k)
     """

@@ -395,11 +395,11 @@ def _name_mismatch(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: str) ->
 def _check_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     """Raise unless `cu_seqlens` are cumulated lengths of the sequences in q and k."""
     asked = "linear_attention(cu_seqlens=...)"
-    check_packed(cu_seqlens, q.shape[0], k.shape[2], q.device, asked=asked)
-    if q.shape[2] != k.shape[2] or len(cu_seqlens) < 2:
+    check_packed(cu_seqlens, q.shape[0], k.shape[2], q.device, asked=asked, at_least=2)
+    if q.shape[2] != k.shape[2]:
         raise RopewalkError(
             asked=asked,
-            expected="as many queries as keys, and at least two cumulated lengths",
-            got=f"{q.shape[2]} queries, {k.shape[2]} keys and {len(cu_seqlens)} cumulated lengths",
-            do="concatenate the sequences along seq",
+            expected="as many queries as keys",
+            got=f"{q.shape[2]} queries and {k.shape[2]} keys",
+            do="pass the queries of all packed tokens",
         )
