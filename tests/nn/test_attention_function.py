@@ -292,6 +292,39 @@ def test_a_rope_over_two_axes():
     y = rw.attention(q, k, v, encoding=rope, k_positions=ids)
     rotated = rope(q, k, positions=ids)
     torch.testing.assert_close(y, rw.attention(*rotated, v), **TIGHT)
-    text = rw.attention(q, k, v, encoding=rope, cu_seqlens=torch.tensor([0, 2, 6]))
-    alone = rw.attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], encoding=rope)
-    torch.testing.assert_close(text[:, :, 2:], alone, **TIGHT)
+    with pytest.raises(rw.RopewalkError, match=r"k_positions \[2, keys\]"):
+        rw.attention(q, k, v, encoding=rope)
+
+
+def test_padding_may_hold_anything():
+    q, k, v = heads(5, 5)
+    mask = torch.tensor([[True] * 5, [False, True, True, False, True]])
+    expected = rw.attention(q, k, v, key_mask=mask, return_lse=True)
+    for x in (k, v):
+        x[1, :, [0, 3]] = torch.nan
+    for ours, theirs in zip(rw.attention(q, k, v, key_mask=mask, return_lse=True), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **TIGHT)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_query_without_a_key_may_hold_anything(return_lse):
+    q, k, v = heads(4, 4)
+    q[1, :, 0] = torch.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    mask = torch.tensor([[True] * 4, [False, True, True, True]])
+    y = rw.attention(*leaves, key_mask=mask, return_lse=return_lse)
+    y = y[0] if return_lse else y
+    assert not y[1, :, 0].any()
+    for gradient in torch.autograd.grad(y.sum(), leaves):
+        assert gradient.isfinite().all()
+    assert not torch.autograd.grad(rw.attention(*leaves, key_mask=mask).sum(), q)[0][1, :, 0].any()
+
+
+def test_the_log_sum_exp_under_autocast():
+    q, k, v = (x.float() for x in heads(6, 6))
+    expected = rw.attention(q.double(), k.double(), v.double(), return_lse=True)[1]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, lse = rw.attention(q, k, v, return_lse=True)
+        assert y.dtype == rw.attention(q, k, v).dtype
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected, rtol=0, atol=1e-5)

@@ -131,7 +131,8 @@ def test_after_eviction_the_rest_is_as_if_it_had_been_first(kind, ragged):
             attention(seen, cache=made)
             n = seen.shape[1]
             assert torch.allclose(cache.keys[row, :, :n], made.keys[0, :, :n], **CLOSE)
-            assert torch.equal(cache.positions[row, :n], torch.arange(n))
+            # Without an encoding keys keep their positions, which nothing uses.
+            assert torch.equal(cache.positions[row, :n], torch.arange(n)) or kind == "none"
     assert not cache.keys[:, :, cache.filled_at_most :].any()
 
 
@@ -416,3 +417,77 @@ def test_every_argument_of_its_methods_matters():
     assert evicted(1, None) != evicted(2, None)
     assert evicted(1, None) != evicted(1, RotaryEmbedding(WIDTH))
     assert evicted(1, None) == evicted(1, T5Bias(HEADS))
+
+
+def test_a_mask_over_slots_hides_new_tokens_for_good_and_others_in_one_call():
+    attention, x = layer("rope"), vector(0, 1, 8, DIM)
+    slots = torch.ones(1, 40, dtype=torch.bool)
+    slots[0, 2] = False
+    cache, other = cache_for(1), cache_for(1)
+    with torch.no_grad():
+        attention(x[:, :5], cache=cache, key_mask=slots)
+        attention(x[:, :5], cache=other, key_mask=slots[:, :5])
+        assert torch.equal(attention(x[:, 5:6], cache=cache), attention(x[:, 5:6], cache=other))
+        slots[0, 3] = False
+        hidden = attention(x, key_mask=slots[:, :8])
+        step = attention(x[:, 6:7], cache=cache, key_mask=slots)
+        assert torch.allclose(step, hidden[:, 6:7], **CLOSE)
+        slots[0, 3] = True
+        assert torch.allclose(attention(x[:, 7:], cache=cache), attention(x, key_mask=slots[:, :8])[:, 7:], **CLOSE)
+
+
+def test_keys_that_keep_their_positions_after_eviction():
+    attention, x = layer("rope"), vector(0, 1, 12, DIM)
+    caches = cache_for(1), cache_for(1)
+    with torch.no_grad():
+        for cache, rope in zip(caches, (None, attention.encoding), strict=True):
+            attention(x[:, :10], cache=cache)
+            cache.evict_prefix(3, rope)
+        y, z = (attention(x[:, 10:], cache=cache) for cache in caches)
+    assert torch.allclose(y, z, **CLOSE)
+    assert caches[0].next_positions().tolist() == [12]
+
+
+def test_truncation():
+    attention, x = layer("alibi"), vector(0, 2, 12, DIM)
+    cache = cache_for(2)
+    with torch.no_grad():
+        attention(x[:, :8], cache=cache, key_mask=torch.arange(8).expand(2, 8) != 7)
+        cache.truncate(6)
+        assert cache.lengths.tolist() == [6, 6]
+        assert not cache.keys[:, :, 6:].any()
+        y = attention(x[:, 6:], cache=cache)
+        assert torch.allclose(y, attention(x)[:, 6:], **CLOSE)
+        cache.truncate(40)
+        assert cache.lengths.tolist() == [12, 12]
+    with pytest.raises(RopewalkError, match="the number of tokens to keep"):
+        cache.truncate(0)
+
+
+def test_next_positions_are_a_copy():
+    cache = cache_for(2)
+    before = cache.next_positions()
+    cache.append(torch.zeros(2, 2, 3, WIDTH).double(), torch.zeros(2, 2, 3, WIDTH).double())
+    assert (before.tolist(), cache.next_positions().tolist()) == ([0, 0], [3, 3])
+
+
+def test_copies_made_in_inference_mode_are_usable_outside():
+    attention, x = layer("rope"), vector(0, 1, 5, DIM)
+    with torch.inference_mode():
+        cache = cache_for(1)
+        attention(x[:, :3], cache=cache)
+        copies = copy.copy(cache), copy.deepcopy(cache)
+    with torch.no_grad():
+        for copied in copies:
+            assert torch.allclose(attention(x[:, 3:], cache=copied), attention(x)[:, 3:], **CLOSE)
+
+
+def test_caches_of_earlier_versions():
+    attention, x = layer("rope"), vector(0, 1, 5, DIM)
+    cache = cache_for(1)
+    with torch.no_grad():
+        attention(x[:, :3], cache=cache)
+        old = KVCache.__new__(KVCache)
+        new = {"hidden", "_counts_positions", "_knows_positions"}
+        old.__setstate__({name: value for name, value in vars(cache).items() if name not in new})
+        assert torch.allclose(attention(x[:, 3:], cache=old), attention(x)[:, 3:], **CLOSE)

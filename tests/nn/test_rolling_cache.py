@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 
 import ropewalk as rw
 from nn.test_attention import DIM, HEADS, WIDTH, encoding_for, layer
@@ -161,6 +162,7 @@ def test_bad_input():
         (lambda: attention(x[:1], cache=cache), "batch=1(.|\n)*batch=2(.|\n)*make_cache"),
         (lambda: attention(x, cache=rw.KVCache(2, 4, 9, WIDTH)), "num_kv_heads=2(.|\n)*num_kv_heads=4"),
         (lambda: cache.evict_prefix(1, attention.encoding), "replaces the oldest one"),
+        (lambda: cache.truncate(1), "copy.copy"),
         (lambda: attention(x, cache=cache, key_mask=torch.ones(2, 4, dtype=torch.bool)), r"bool \[2, 3\]"),
         (lambda: rw.RollingKVCache(2, 2, 0, WIDTH), "an integer of at least 1"),
         (lambda: layer("rope").make_cache(2), "a max_length: this layer has no window"),
@@ -183,6 +185,7 @@ def test_make_cache():
     full = rw.Attention(32, HEADS).to(torch.bfloat16).make_cache(3, 20)
     assert (type(full), full.max_length, full.keys.dtype, full.batch) == (rw.KVCache, 20, torch.bfloat16, 3)
     assert attention.make_cache(1, dtype=torch.float64, device="meta").keys.is_meta
+    assert rw.Attention(16, 2, device="meta", window=4).make_cache(1).keys.is_meta
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         cache = attention.make_cache(1)
         assert cache.keys.dtype == torch.bfloat16
@@ -207,3 +210,41 @@ def test_by_flex_attention(kind, monkeypatch):
         following = torch.stack([x[0, 30:50], x[1, 19:39]])
         y = attention(following, cache=cache)
     torch.testing.assert_close(y, torch.stack([whole[0, 30:50], whole[1, 19:39]]), **TIGHT)
+
+
+def test_prompts_of_many_lengths_are_few_graphs():
+    attention = layer("rope", window=4)
+    cache, counter = attention.make_cache(1), CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for length in range(5, 20):
+            cache.reset()
+            x = vector(length, 1, length, DIM)
+            torch.testing.assert_close(compiled(x, cache=cache), attention(x), rtol=0, atol=1e-10)
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("sizes", [[40, 40], [3, 50, 30], [5, 70]])
+def test_a_second_long_prompt_is_computed_in_chunks(sizes, monkeypatch):
+    """Stored tokens in the order of their indices: no mask over all queries and keys."""
+    attention, x = layer("alibi", window=4), vector(0, 2, sum(sizes), DIM)
+    whole = attention(x).detach()
+    monkeypatch.setattr(scores, "SMALLEST_CHUNK", 8)
+    for cache in (attention.make_cache(2), rw.KVCache(2, 2, 100, WIDTH, dtype=torch.float64)):
+        masks, real = [], scores._mask
+        monkeypatch.setattr(
+            scores, "_mask", lambda v, q, k, real=real, masks=masks: masks.append(k.shape[2]) or real(v, q, k)
+        )
+        torch.testing.assert_close(read(attention, x, sizes, cache), whole, **TIGHT)
+        monkeypatch.setattr(scores, "_mask", real)
+        assert max(widths) <= 16
+
+
+def test_rows_whose_slots_are_all_empty():
+    """A cache of one's own can have such rows: they see nothing."""
+    q = vector(0, 2, 2, 3, 4)
+    indices = torch.tensor([[0, 1, 2], [-1, -1, -1]])
+    y = scores.attend(q, q, q, rw.Visibility(True, key_indices=indices), scale=1.0)
+    assert not y[1].any()
+    assert y.isfinite().all()

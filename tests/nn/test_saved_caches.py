@@ -159,6 +159,8 @@ HOSTILE = {
     "sparse keys": lambda s: s | {"keys": s["keys"].to_sparse()},
     "keys on meta": lambda s: s | {"keys": s["keys"].to("meta")},
     "an encoding state of another batch": lambda s: s | {"encoding_state": torch.zeros(3, 4)},
+    "expanded keys": lambda s: s | {"keys": s["keys"].new_zeros(1).expand(s["keys"].shape)},
+    "an expanded encoding state": lambda s: s | {"encoding_state": torch.zeros(2, 1).expand(2, 10**9)},
     "an encoding state of integers": lambda s: s | {"encoding_state": torch.zeros(2, 4).long()},
     "more slots than fit": lambda s: {
         name: x.repeat_interleave(4, 2 if x.dim() == 4 else 1) if x.dim() > 1 else x for name, x in s.items()
@@ -174,6 +176,19 @@ def test_hostile_states_are_refused_and_change_nothing(name):
     with pytest.raises(rw.RopewalkError, match=r"KVCache.load_state_dict\(state\)(.|\n)*do this:"):
         cache.load_state_dict(HOSTILE[name](cache.state_dict()))
     assert all(torch.equal(x, before[key]) for key, x in cache._buffers().items())
+
+
+def test_immense_lengths_of_a_rolling_cache():
+    _, rolling, _ = filled("rolling")
+    with pytest.raises(rw.RopewalkError, match="no cache has such lengths"):
+        rolling.load_state_dict(rolling.state_dict() | {"lengths": torch.tensor([2**62 + 1, 3])})
+
+
+def test_a_cache_on_meta_loads():
+    layer, cache, _ = filled()
+    meta = layer.make_cache(2, 16, device="meta")
+    meta.load_state_dict(cache.state_dict())
+    assert meta.filled_at_most == 6
 
 
 def test_windows_of_other_sizes():
@@ -253,6 +268,9 @@ HOSTILE_STATES = {
     "another key": lambda s: (
         s | {"about": torch.tensor(list(b'{"spec":null,"feature_map":"elu","learned":false,"x":1}'), dtype=torch.uint8)}
     ),
+    "expanded sums": lambda s: s | {"above": torch.zeros(1).expand(2, 2, 10**5, 10**5)},
+    "long text": lambda s: s | {"about": torch.zeros(10**6, dtype=torch.uint8)},
+    "a position that is no number": lambda s: s | {"position": torch.tensor(torch.nan)},
     "text as numbers": lambda s: s | {"about": s["about"].long()},
     "a spec that is none": lambda s: (
         s | {"about": torch.tensor(list(b'{"spec":"{}","feature_map":"elu","learned":false}'), dtype=torch.uint8)}

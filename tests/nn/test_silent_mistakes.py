@@ -126,8 +126,8 @@ def test_a_mask_row_that_hides_everything():
         lambda mask: rw.attention(q, q, q, key_mask=mask),
     ):
         with torch.no_grad():
-            for row, mask in ((0, hidden), (1, one)):
-                with pytest.warns(rw.RopewalkWarning, match=f"row {row} of (.|\n)*see no key(.|\n)*pass ~mask"):
+            for mask in (hidden, one):
+                with pytest.warns(rw.RopewalkWarning, match="a row without True(.|\n)*pass ~mask"):
                     call(mask)
             call(~hidden)
             call(torch.arange(5).expand(2, 5) > 3)
@@ -151,7 +151,7 @@ def test_packed_sequences_that_end_before_the_tokens():
         lambda ends: rw.attention(q, q, q, cu_seqlens=ends),
         lambda ends: rw.linear_attention(q, q, q, cu_seqlens=ends),
     ):
-        with pytest.warns(rw.RopewalkWarning, match="an end of 3: the 2 tokens after it belong to no sequence"):
+        with pytest.warns(rw.RopewalkWarning, match="a smaller end: the tokens after it"):
             call(torch.tensor([0, 2, 3]))
         call(torch.tensor([0, 2, 5]))
 
@@ -160,13 +160,14 @@ def test_packed_sequences_that_end_before_the_tokens():
 def test_positions_that_restart_in_a_row(layer):
     attention = layer(16, 2, encoding=rw.RotaryEmbedding(8))
     for ids in ([0, 1, 2, 0, 1], [[0, 1, 2, 3, 0]], [7, 8, 0, 1, 0]):
-        with pytest.warns(rw.RopewalkWarning, match=r"position 0 after .\n.*pass cu_seqlens="):
+        with pytest.warns(rw.RopewalkWarning, match=r"occurs earlier in the row\n.*pass cu_seqlens="):
             attention(X, torch.tensor(ids))
     for ids in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 1, 4, 3], [0, 0, 0, 1, 1], [5.5, 6, 6.5, 7, 9]):
         attention(X, torch.tensor(ids))
     # Packed, or padded at the start as tokenizers do.
     attention(X, torch.tensor([0, 1, 2, 0, 1]), cu_seqlens=torch.tensor([0, 3, 5]))
     attention(X, torch.tensor([[1, 1, 0, 1, 2]]), key_mask=torch.tensor([[False, False, True, True, True]]))
+    attention(X, torch.tensor([[0, 1, 2, 1, 1]]), key_mask=torch.tensor([[True, True, True, False, False]]))
     # Not read inside a graph.
     torch.compiler.reset()
     torch.compile(attention, fullgraph=True, backend="eager")(X, torch.tensor([0, 1, 2, 0, 1]))
@@ -183,14 +184,43 @@ def test_positions_that_are_not_beyond_the_cache():
     for cache, layer in ((attention.make_cache(1, 32), attention), (windowed.make_cache(1), windowed)):
         with torch.no_grad():
             layer(X, cache=cache)
-            with pytest.warns(rw.RopewalkWarning, match=r"positions beyond 4, (.|\n)*0 in sequence 0\n"):
+            with pytest.warns(rw.RopewalkWarning, match="positions beyond that of the last token(.|\n)*omit positions"):
                 layer(X[:, :1], torch.tensor([0]), cache=cache)
             layer(X[:, :1], torch.tensor([7]), cache=cache)
-            with pytest.warns(rw.RopewalkWarning, match="positions beyond 7, "):
+            with pytest.warns(rw.RopewalkWarning, match="positions beyond that of the last token"):
                 layer(X[:, :2], torch.tensor([[7, 8]]), cache=cache)
             layer(X[:, :1], cache=cache, positions=torch.tensor([[20]]))
-            # Fractions are not stored, and not compared.
+            # Fractions are not stored, and not compared. Positions cannot continue from them.
             layer(X[:, :1], cache=cache, positions=torch.tensor([0.5]))
+            with pytest.raises(rw.RopewalkError, match="pass positions= in every call"):
+                layer(X[:, :1], cache=cache)
+
+
+def test_hidden_tokens_are_not_compared():
+    attention, x = rw.Attention(16, 2, encoding=rw.RotaryEmbedding(8)), X.expand(2, 5, 16)
+    real, ids = torch.tensor([[True] * 5, [True] * 3 + [False] * 2]), torch.tensor([[5], [3]])
+    for cache in (attention.make_cache(2, 16), attention.make_cache(2, 16)):
+        with torch.no_grad():
+            attention(x, torch.arange(5), cache, key_mask=real)
+            attention(x[:, :1], ids, cache)
+            attention(x[:, :1], torch.tensor([[6], [3]]), cache, key_mask=torch.tensor([[True], [False]]))
+
+
+def test_a_warning_is_one_for_all_batches():
+    attention = rw.Attention(16, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        for end in (2, 3, 4):
+            attention(X, cu_seqlens=torch.tensor([0, end]))
+    assert len(caught) == 1
+
+
+def test_a_part_of_the_keys_may_be_padding_only():
+    q = torch.randn(2, 2, 5, 8)
+    mask = torch.tensor([[True] * 5, [False] * 5])
+    _, lse = rw.attention(q, q, q, key_mask=mask, return_lse=True)
+    assert lse[1].eq(-torch.inf).all()
 
 
 def test_ragged_rows_without_a_token_are_not_compared():
@@ -199,14 +229,14 @@ def test_ragged_rows_without_a_token_are_not_compared():
     with torch.no_grad():
         attention(x, cache=cache, counts=torch.tensor([5, 0]))
         attention(x[:, :1], torch.tensor([[0], [0]]), cache=cache, counts=torch.tensor([0, 1]))
-        with pytest.warns(rw.RopewalkWarning, match="0 in sequence 1"):
+        with pytest.warns(rw.RopewalkWarning, match="positions beyond that of the last token"):
             attention(x[:, :1], torch.tensor([[9], [0]]), cache=cache, counts=torch.tensor([1, 1]))
 
 
 def test_positions_that_are_not_beyond_the_state():
     layer = rw.LinearAttention(16, 2, encoding=rw.RotaryEmbedding(8))
     _, state = layer.step(X)
-    with pytest.warns(rw.RopewalkWarning, match="positions from 5 on(.|\n)*got:      ?.*0(.|\n)*omit positions"):
+    with pytest.warns(rw.RopewalkWarning, match="positions from the next one of the state on(.|\n)*omit positions"):
         layer(X[:, :1], torch.tensor([0]), state)
     layer(X[:, :1], torch.tensor([5]), state)
     layer(X[:, :1], torch.tensor([[9]]), state)

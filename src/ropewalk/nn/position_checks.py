@@ -180,8 +180,8 @@ def check_ends(cu_seqlens: Tensor, seq: int, *, asked: str) -> None:
     if ends[:1] == [0] and ends == sorted(ends) and ends[-1] < seq:
         warn(
             asked=asked,
-            expected=f"cumulated lengths that end at {seq}, the number of tokens",
-            got=f"an end of {ends[-1]}: the {seq - ends[-1]} tokens after it belong to no sequence",
+            expected="cumulated lengths that end at the number of tokens",
+            got="a smaller end: the tokens after it belong to no sequence",
             do="pass the cumulative sum of all lengths; if these tokens are padding, ignore this warning",
         )
     if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > seq:
@@ -309,11 +309,10 @@ def warn_if_row_is_hidden(key_mask: Tensor, *, asked: str) -> None:
         return
     seen = key_mask.any(-1)
     if not bool(seen.all()):
-        row = int(seen.int().argmin())
         warn(
             asked=asked,
             expected="True for the keys that are visible",
-            got=f"row {row} of bool {list(key_mask.shape)} without True: its queries see no key",
+            got="a row without True: its queries see no key",
             do="if True is padding in this mask, as in key_padding_mask of torch.nn, pass ~mask",
         )
 
@@ -339,12 +338,14 @@ def warn_if_positions_restart(positions: Tensor, key_mask: Tensor | None, *, ask
     visible = ones_like(rows, dtype=torch.bool) if key_mask is None else key_mask.cpu()
     for row, mask in zip(*torch.broadcast_tensors(rows, visible), strict=True):
         ids = row[mask].tolist()
-        for index, (before, here) in enumerate(itertools.pairwise(ids), start=1):
-            if here < before and here in ids[:index]:
+        earlier: set[float] = set()
+        for before, here in itertools.pairwise(ids):
+            earlier.add(before)
+            if here < before and here in earlier:
                 warn(
                     asked=asked,
                     expected="positions that increase within a row: without cu_seqlens a row is one sequence",
-                    got=f"position {here} after {before}",
+                    got="a position that is smaller than the one before, and occurs earlier in the row",
                     do="for packed sequences pass cu_seqlens=, so that each only sees itself",
                 )
                 return

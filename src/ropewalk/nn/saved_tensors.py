@@ -42,7 +42,8 @@ def checked_tensors(
         )
     for name, x in state.items():
         in_memory = isinstance(x, Tensor) and x.layout == torch.strided and not x.is_quantized and not x.is_meta
-        if not in_memory:
+        # A small file can contain an expanded tensor, whose copy takes any amount of memory.
+        if not in_memory or x.numel() * x.element_size() > x.untyped_storage().nbytes():
             raise RopewalkError(asked=asked, expected=f"{name} as a dense tensor", got=described(x), do=do)
     return dict(state)
 

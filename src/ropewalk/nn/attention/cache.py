@@ -6,20 +6,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_count, shown, warn
-from ropewalk.kernels.constructors import arange, zeros, zeros_like
+from ropewalk.errors import RopewalkError, require_count, warn
+from ropewalk.kernels.constructors import arange, full_like, zeros, zeros_like
+from ropewalk.nn.attention.cache_checks import check_counts, check_new_tokens, checked_dtype
 from ropewalk.nn.attention.cache_interface import CachedTokens
 from ropewalk.nn.attention.moved_keys import KeyRotation, moved_keys
 from ropewalk.nn.attention.saved_cache import checked_cache_state
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.owners import release
 from ropewalk.nn.position_checks import (
+    as_signed,
     can_read_values,
     check_ids,
     check_index,
     check_key_mask,
     check_positions,
-    described,
     warn_if_row_is_hidden,
 )
 from ropewalk.signatures import checks_names
@@ -92,7 +93,7 @@ class KVCache:
         self.max_length: int = sizes["max_length"]
         self.head_dim: int = sizes["head_dim"]
         self.v_dim: int = sizes["v_dim"]
-        dtype = _checked_dtype(torch.get_default_dtype() if dtype is None else dtype, "KVCache(dtype=...)")
+        dtype = checked_dtype(torch.get_default_dtype() if dtype is None else dtype, "KVCache(dtype=...)")
         shape = self.batch, self.num_kv_heads, self.max_length
         # Tensors created in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
@@ -106,6 +107,8 @@ class KVCache:
         self.even: bool = True
         # Whether the position of every token is its index. Otherwise new tokens continue from the stored positions.
         self._counts_positions: bool = True
+        # False after positions that are not stored: fractions, or several axes.
+        self._knows_positions: bool = True
 
     @checks_names
     def append(self, k: Tensor, v: Tensor, counts: Tensor | None = None, *, positions: Tensor | None = None) -> None:
@@ -150,8 +153,8 @@ class KVCache:
             v: As for `append`.
             counts: As for `append`.
             positions: As for `append`.
-            key_mask: bool [batch, seq]: False hides a new token, now and in later calls. Or bool [batch, max_length]:
-                False hides a slot in this call.
+            key_mask: bool [batch, seq]: False hides a new token, now and in later calls. Or bool [batch, max_length],
+                one per slot: it also hides earlier tokens, in this call alone.
             window: Number of tokens that a query sees, itself included; None for all.
 
         Returns:
@@ -167,9 +170,9 @@ class KVCache:
         (torch.Size([1, 1, 2, 1]), True)
         """
         seq, empty, even = k.shape[2], self.filled_at_most == 0, self.even
-        starts = (self.lengths[0] if even else self.lengths).clone()
-        self._write(k, v, counts, positions, key_mask)
         compiling = torch.compiler.is_compiling()
+        starts = self.filled_at_most if even and not compiling else self.lengths.clone()
+        self._write(k, v, counts, positions, key_mask)
         # torch.compile reads the whole cache, so that shapes do not change between steps.
         filled = self.max_length if compiling else self.filled_at_most
         first, last = 0, seq if empty else filled
@@ -190,17 +193,69 @@ class KVCache:
     def next_positions(self) -> Tensor:
         """Return the position after the last token of each sequence, where tokens continue by default.
 
+        Hidden tokens count too.
+
         Returns:
-            int64 [batch], or [] if the host knows that all are equal.
+            int64 [batch].
+
+        Raises:
+            RopewalkError: If the cache does not store the positions of its tokens, which were fractions.
 
         >>> cache = KVCache(1, 1, 4, 1)
         >>> cache.append(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), positions=torch.tensor([7]))
         >>> cache.next_positions().tolist()
         [8]
         """
+        if not self._knows_positions:
+            raise RopewalkError(
+                asked="positions that continue from a cache",
+                expected="a cache that stores the positions of its tokens, which are whole",
+                got="a cache whose tokens had fractional positions",
+                do="pass positions= in every call",
+            )
         if self._counts_positions:
-            return self.lengths[0] if self.even else self.lengths
+            return self.lengths.clone()
         return torch.where(self.lengths > 0, self._newest_positions() + 1, 0)
+
+    @property
+    def starts_equally(self) -> bool:
+        """Whether the host knows that the next position is the same for all sequences: their number of tokens.
+
+        >>> KVCache(2, 1, 4, 1).starts_equally
+        True
+        """
+        return self.even and self._counts_positions
+
+    def forget_positions(self) -> None:
+        """Record that the next tokens have positions that are not stored, so that positions cannot continue from them.
+
+        >>> KVCache(1, 1, 4, 1).forget_positions()
+        """
+        self._knows_positions = self._counts_positions = False
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens after the first `length` of each sequence, such as draft tokens that were rejected.
+
+        Args:
+            length: Number of tokens to keep. A sequence with fewer tokens is unchanged.
+
+        Raises:
+            RopewalkError: If `length` is not an integer of at least 1.
+
+        >>> cache = KVCache(1, 1, 4, 1)
+        >>> cache.append(torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))
+        >>> cache.truncate(2)
+        >>> cache.lengths.tolist(), cache.keys.flatten().tolist()
+        ([2], [1.0, 1.0, 0.0, 0.0])
+        """
+        asked, do = "KVCache.truncate(length)", "pass the number of tokens to keep; reset() drops all"
+        number = require_count(length, asked=asked, do=do)
+        for name, dim in SLOT_DIMS.items():
+            buffer = getattr(self, name)
+            if buffer is not None and number < self.max_length:
+                buffer.narrow(dim, number, self.max_length - number).zero_()
+        self.lengths.clamp_(max=number)
+        self.filled_at_most = min(self.filled_at_most, number)
 
     def evict_prefix(self, count: int, rope: KeyRotation) -> None:
         """Drop the first `count` tokens of each sequence, and move the others to the front. Positions start at 0 again.
@@ -237,7 +292,10 @@ class KVCache:
         filled = slice(number, self.filled_at_most)
         # Copies: source and destination overlap.
         keys = moved_keys(self.keys[:, :, filled], self.positions[:, filled], -number, rope)
-        moved = {"keys": keys, "positions": self.positions[:, filled] - number}
+        moved = {"keys": keys, "positions": self.positions[:, filled] - (0 if rope is None else number)}
+        if rope is None:
+            # Keys keep the positions that they may have been rotated with, and new tokens continue from these.
+            self._counts_positions = False
         for name, dim in SLOT_DIMS.items():
             buffer = getattr(self, name)
             if buffer is not None:
@@ -272,9 +330,9 @@ class KVCache:
                     buffer.copy_(rows)
                 else:
                     setattr(self, name, rows)
+            if self.encoding_state is not None:
+                self.encoding_state = self.encoding_state.index_select(0, index)
         self.batch = len(index)
-        if self.encoding_state is not None:
-            self.encoding_state = self.encoding_state.index_select(0, index)
 
     def reset(self) -> None:
         """Remove all tokens. The memory stays allocated.
@@ -288,7 +346,7 @@ class KVCache:
         for buffer in self._buffers().values():
             buffer.zero_()
         self.hidden, self.encoding_state, self.filled_at_most, self.even = None, None, 0, True
-        self._counts_positions = True
+        self._counts_positions = self._knows_positions = True
         release(self)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "KVCache":
@@ -307,7 +365,7 @@ class KVCache:
         >>> KVCache(1, 1, 2, 1).to(dtype=torch.float64).keys.dtype
         torch.float64
         """
-        dtype = _checked_dtype(self.keys.dtype if dtype is None else dtype, "KVCache.to(dtype=...)")
+        dtype = checked_dtype(self.keys.dtype if dtype is None else dtype, "KVCache.to(dtype=...)")
         with torch.inference_mode(False):
             self.keys, self.values = (x.to(device=device, dtype=dtype) for x in (self.keys, self.values))
             self.lengths, self.positions = self.lengths.to(device=device), self.positions.to(device=device)
@@ -376,8 +434,10 @@ class KVCache:
                 saved = saved.masked_fill(slots[:, None, :, None] if dim == 2 else slots, 0)
                 getattr(self, name).narrow(dim, 0, saved.shape[dim]).copy_(saved)
         self.filled_at_most, self.even = max(lengths), len(set(lengths)) == 1
-        filled = self._indices() >= 0
-        self._counts_positions = bool((self.positions == self._indices())[filled].all())
+        indices = self._indices(state["lengths"].cpu())[:, : state["positions"].shape[1]]
+        stored = state["positions"].cpu()
+        self._counts_positions = bool(((stored == indices) | (indices < 0)).all())
+        self._knows_positions = bool(((stored >= 0) | (indices < 0)).all()) or self._counts_positions
 
     def __repr__(self) -> str:
         sizes = f"{self.batch}, {self.num_kv_heads}, {self.max_length}, {self.head_dim}"
@@ -392,10 +452,18 @@ class KVCache:
             copied.__dict__ |= {name: x.clone() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
         return copied
 
-    def _indices(self) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> "KVCache":
+        memo[id(self)] = copied = self.__copy__()
+        return copied
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        # Caches that were pickled by earlier versions have fewer attributes.
+        self.__dict__ |= {"hidden": None, "_counts_positions": True, "_knows_positions": True} | state
+
+    def _indices(self, lengths: Tensor) -> Tensor:
         """Return the index of the token in each slot [batch, max_length]; below 0 for an empty slot."""
-        slots = arange(self.max_length, device=self.lengths.device)
-        return torch.where(slots < self.lengths[:, None], slots, -1)
+        slots = arange(self.max_length, device=lengths.device)
+        return torch.where(slots < lengths[:, None], slots, -1)
 
     def _buffers(self) -> dict[str, Tensor]:
         buffers = {"keys": self.keys, "values": self.values, "lengths": self.lengths, "positions": self.positions}
@@ -409,12 +477,12 @@ class KVCache:
         seq = k.shape[2]
         steps = arange(seq, device=k.device)
         indices = self.lengths[:, None] + steps
-        hidden = None
-        if key_mask is not None:
-            hidden = self._checked_mask(key_mask, k, indices)
-            if key_mask.shape[1] == seq and self.hidden is None:
-                with torch.inference_mode(False):
-                    self.hidden = zeros(self.batch, self.max_length, dtype=torch.bool, device=k.device)
+        hidden = None if key_mask is None else self._checked_mask(key_mask, k, indices)
+        if positions is not None:
+            self._warn_if_not_beyond(positions, counts, hidden)
+        if key_mask is not None and self.hidden is None:
+            with torch.inference_mode(False):
+                self.hidden = zeros(self.batch, self.max_length, dtype=torch.bool, device=k.device)
         padding = None if counts is None else steps >= counts[:, None]
         ignored = hidden if padding is None else padding if hidden is None else hidden | padding
         if ignored is not None:
@@ -424,11 +492,12 @@ class KVCache:
         if positions is not None:
             new["positions"] = positions.to(torch.int64).expand(self.batch, seq)
             self._counts_positions = False
+        elif not self._knows_positions:
+            new["positions"] = full_like(indices, -1)
         elif not self._counts_positions:
             new["positions"] = self.next_positions()[:, None] + steps
         if self.hidden is not None:
-            remembered = hidden is not None and key_mask is not None and key_mask.shape[1] == seq
-            new["hidden"] = hidden if remembered and hidden is not None else zeros_like(indices, dtype=torch.bool)
+            new["hidden"] = zeros_like(indices, dtype=torch.bool) if hidden is None else hidden
         self._store(new, indices, counts)
         self.lengths += seq if counts is None else counts
         self.filled_at_most += seq
@@ -460,43 +529,19 @@ class KVCache:
             do="True is a visible key; pass the mask of the new tokens alone: the cache remembers the earlier ones",
         )
         # Later, all new tokens of a sequence can be hidden: those of a sequence that has ended.
-        if self.filled_at_most == 0:
+        if self.filled_at_most == 0 and seq > 1:
             warn_if_row_is_hidden(key_mask, asked="attention(key_mask=...) with a cache")
         return ~(key_mask.gather(1, indices.clamp_max(self.max_length - 1)) if by_slot else key_mask)
 
     def _check_append(self, k: Tensor, v: Tensor, counts: Tensor | None, positions: Tensor | None) -> None:
         """Raise unless keys and values match the cache, and fit by what the host knows."""
-        for name, x, buffer in (("k", k, self.keys), ("v", v, self.values)):
-            fits = isinstance(x, Tensor) and x.dim() == 4 and x.dtype == buffer.dtype and x.device == buffer.device
-            if not fits or x.shape[:2] != buffer.shape[:2] or x.shape[3] != buffer.shape[3]:
-                batch, heads, _, width = buffer.shape
-                raise RopewalkError(
-                    asked=f"KVCache.append({name})",
-                    expected=f"[{batch}, {heads}, seq, {width}] of {buffer.dtype} on {buffer.device}",
-                    got=described(x),
-                    do="pass keys and values of the batch, heads and dtype of the cache, or create another cache",
-                )
-        if k.shape[2] != v.shape[2]:
-            raise RopewalkError(
-                asked="KVCache.append(k, v)",
-                expected="as many values as keys",
-                got=f"{k.shape[2]} keys and {v.shape[2]} values",
-                do="pass both for the same tokens",
-            )
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
-            raise RopewalkError(
-                asked="KVCache.append(k, v)",
-                expected="keys and values without a gradient: the cache is overwritten at every step",
-                got="a tensor that requires a gradient",
-                do="decode under torch.inference_mode() or torch.no_grad()",
-            )
+        check_new_tokens(k, v, self.keys, self.values)
         if counts is not None:
-            self._check_counts(counts, k.shape[2])
+            check_counts(counts, self.lengths, k.shape[2])
         if positions is not None:
             asked = "positions= with a KVCache"
             check_ids(positions, asked=asked, whole=True)
             check_positions(positions, k, asked=asked)
-            self._warn_if_not_beyond(positions, counts)
         self._check_capacity(k.shape[2], counts)
 
     def _check_capacity(self, seq: int, counts: Tensor | None) -> None:
@@ -514,47 +559,25 @@ class KVCache:
             do=do if counts is None else f"{do}; padding needs slots too while it is written",
         )
 
-    def _check_counts(self, counts: Tensor, seq: int) -> None:
-        """Raise unless `counts` has the number of tokens per sequence, from 0 to `seq`. The rest is padding."""
-        fits = isinstance(counts, Tensor) and counts.dtype in (torch.int32, torch.int64)
-        fits = fits and counts.shape == self.lengths.shape and counts.device == self.lengths.device
-        if fits and (not can_read_values(counts) or bool(((counts >= 0) & (counts <= seq)).all())):
-            return
-        raise RopewalkError(
-            asked=f"counts= for {seq} tokens with padding",
-            expected=f"whole numbers [{self.batch}] from 0 to {seq}, one per sequence, on {self.lengths.device}",
-            got=f"{counts.tolist()}" if fits else described(counts),
-            do="pass the number of tokens per sequence that are not padding; padding is at the end",
-        )
-
     def _newest_positions(self) -> Tensor:
         """Return the position of the last token of each sequence [batch]; any number if it is empty."""
         return self.positions.gather(1, ((self.lengths - 1).clamp_min(0) % self.max_length)[:, None])[:, 0]
 
-    def _warn_if_not_beyond(self, positions: Tensor, counts: Tensor | None) -> None:
-        """Warn if the first new position of a sequence is not larger than that of its last token in the cache."""
+    def _warn_if_not_beyond(self, positions: Tensor, counts: Tensor | None, hidden: Tensor | None) -> None:
+        """Warn if the first new position of a sequence is not larger than that of its last visible token."""
         if self.filled_at_most == 0 or not positions.numel() or not can_read_values(positions):
             return
-        newest = self._newest_positions()
-        first = positions[..., 0].to(torch.int64).expand(self.batch)
-        behind = (first <= newest) & (self.lengths > 0)
+        indices = self._indices(self.lengths)
+        indices = indices if self.hidden is None else indices.masked_fill(self.hidden, -1)
+        newest = self.positions.gather(1, indices.argmax(1, keepdim=True))[:, 0]
+        first = as_signed(positions[..., 0]).expand(self.batch)
+        behind = (first <= newest) & (indices >= 0).any(1)
         behind = behind if counts is None else behind & (counts > 0)
+        behind = behind if hidden is None else behind & ~hidden[:, 0]
         if bool(behind.any()):
-            row = int(behind.int().argmax())
             warn(
                 asked="attention(positions=...) with a cache",
-                expected=f"positions beyond {int(newest[row])}, that of the last token in the cache",
-                got=f"{int(first[row])} in sequence {row}",
+                expected="positions beyond that of the last token in the cache",
+                got="a first position that is not larger",
                 do="omit positions, which continue from the cache; or pass the positions of the new tokens alone",
             )
-
-
-def _checked_dtype(dtype: torch.dtype, asked: str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-        return dtype
-    raise RopewalkError(
-        asked=asked,
-        expected="a floating-point dtype",
-        got=shown(dtype),
-        do="pass the dtype of the keys: torch.bfloat16",
-    )

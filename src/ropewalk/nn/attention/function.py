@@ -141,7 +141,9 @@ def attention(
                 check_positions(ids, x, asked=f"attention({name}=...)")
     if key_mask is not None:
         check_key_mask(key_mask, (k.shape[0], keys), k.device, asked="attention(key_mask=...)")
-        warn_if_row_is_hidden(key_mask, asked="attention(key_mask=...)")
+        # A part of the keys of a longer sequence can be padding only.
+        if not return_lse:
+            warn_if_row_is_hidden(key_mask, asked="attention(key_mask=...)")
         # Hidden values are still multiplied by 0, which is NaN if padding contains NaN or infinity.
         k, v = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (k, v))
     visibility = Visibility(causal, start or None, key_mask, window=window)
@@ -227,13 +229,16 @@ def _positions(
             got=f"{q.shape[2]} queries, {k.shape[2]} keys, and no q_positions",
             do="pass q_positions= and k_positions=",
         )
+    if k_positions is None and axes > 1:
+        raise RopewalkError(
+            asked="attention(encoding=...) with a rope over several axes",
+            expected=f"k_positions [{axes}, keys] or [{axes}, batch, keys]",
+            got="no positions",
+            do="compute them with ropewalk.positions; for text, text_positions",
+        )
     if k_positions is None:
-        if cu_seqlens is None:
-            k_positions = arange(k.shape[2], device=k.device)
-        else:
-            k_positions = packed_positions(cu_seqlens, k.shape[2])
-        # Tokens without positions on several axes are text, with the same position on every axis.
-        k_positions = k_positions if axes == 1 else k_positions.expand(axes, -1)
+        keys = k.shape[2]
+        k_positions = arange(keys, device=k.device) if cu_seqlens is None else packed_positions(cu_seqlens, keys)
     else:
         check_positions(k_positions, k, asked="attention(k_positions=...)", axes=axes)
     if q_positions is None:

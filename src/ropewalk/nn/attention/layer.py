@@ -162,8 +162,7 @@ class Attention(ProjectedHeads):
         if positions is None and self.axes == 1:
             # Otherwise positions stay None: the rotation then uses a plain range, which is faster.
             if cache is not None:
-                start = cache.next_positions() if isinstance(cache, KVCache) else cache.lengths
-                positions = range_positions(seq, start, x.device)
+                positions = range_positions(seq, self._start(cache), x.device)
             elif cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, seq)
         q, k, v = self.heads_of(x)
@@ -173,6 +172,8 @@ class Attention(ProjectedHeads):
             # A cache stores whole positions of one axis. A bias needs them; other encodings can use fractions.
             storable = self.axes == 1 and (self._adds_bias or explicit is None or not explicit.is_floating_point())
             stored = explicit if storable else None
+            if explicit is not None and stored is None and isinstance(cache, KVCache):
+                cache.forget_positions()
             seen = cache.update(k, v, counts=counts, positions=stored, key_mask=key_mask, window=self.window)
             if isinstance(cache, KVCache):
                 set_owner(cache, self)
@@ -228,7 +229,8 @@ class Attention(ProjectedHeads):
         weight = self.k_proj.weight
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
-            autocast = torch.is_autocast_enabled(device.type) and weight.dtype != torch.float64
+            autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+            autocast = autocast and weight.dtype != torch.float64
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         if self.window is None or (max_length is not None and max_length < self.window):
             slots = 1 if max_length is None else max_length
@@ -271,6 +273,13 @@ class Attention(ProjectedHeads):
             return attend(q, k, v, visibility, scale=self.scale, dropout=dropout, score_bias=score_bias)
         y, _ = attend_packed(q, k, v, visibility, cu_seqlens, scale=self.scale, dropout=dropout, score_bias=score_bias)
         return y
+
+    @staticmethod
+    def _start(cache: Cache) -> int | Tensor:
+        """Return the position of the next token: one for all sequences if the host knows it, which is faster."""
+        if not isinstance(cache, KVCache):
+            return cache.lengths
+        return cache.lengths[0] if cache.starts_equally else cache.next_positions()
 
     @property
     def _adds_bias(self) -> bool:
@@ -317,7 +326,8 @@ class Attention(ProjectedHeads):
         if cu_seqlens is not None:
             check_packed(cu_seqlens, batch, seq, x.device, asked="attention(cu_seqlens=...)")
         elif positions is not None and self.axes == 1:
-            mask = key_mask if key_mask is not None and key_mask.shape == (batch, seq) else None
+            fits = isinstance(key_mask, Tensor) and key_mask.dtype == torch.bool and key_mask.shape == (batch, seq)
+            mask = key_mask if fits else None
             warn_if_positions_restart(positions, mask, asked="attention(positions=...)")
 
     def _check_cache(self, cache: Cache, x: Tensor, cu_seqlens: Tensor | None) -> None:

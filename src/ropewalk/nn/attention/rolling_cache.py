@@ -1,12 +1,12 @@
 """RollingKVCache: keys and values of the last tokens, for layers with a window, in constant memory."""
 
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.constructors import arange, ones_like
+from ropewalk.kernels.constructors import arange, ones_like, zeros_like
 from ropewalk.nn.attention.cache import SLOT_DIMS, KVCache
 from ropewalk.nn.attention.cache_interface import CachedTokens
 from ropewalk.nn.attention.moved_keys import KeyRotation
@@ -14,6 +14,14 @@ from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.signatures import checks_names
 
 __all__ = ["RollingKVCache"]
+
+
+class _OldTokens(NamedTuple):
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    indices: Tensor
+    visible: Tensor
 
 
 class RollingKVCache(KVCache):
@@ -94,36 +102,54 @@ class RollingKVCache(KVCache):
                 got="a layer without a window" if window is None else f"window={window}",
                 do="create the cache with layer.make_cache(batch, max_length)",
             )
-        seq, empty, filled = k.shape[2], self.filled_at_most == 0, self.filled_at_most
-        starts = self.lengths[0].clone() if self.even else self.lengths.clone()
+        seq, filled, compiling = k.shape[2], self.filled_at_most, torch.compiler.is_compiling()
+        # Whether the host knows which token is in which slot.
+        known = self.even and counts is None and not compiling
         if seq == 1:
-            simple = self.even and counts is None and not torch.compiler.is_compiling()
+            starts = self.lengths.clone()
             self._write(k, v, counts, positions, key_mask)
-            slots = slice(0, min(filled + 1, self.window)) if simple else slice(0, self.window)
+            slots = slice(0, min(filled + 1, self.window)) if known else slice(0, self.window)
             # Every token in the cache is in the window if it has no more slots than the window.
             visibility = Visibility()
-            if not simple or window < self.window:
-                visibility = Visibility(True, starts, window=window, key_indices=self._indices()[:, slots])
+            if not known or window < self.window:
+                visibility = Visibility(True, starts, window=window, key_indices=self._indices(self.lengths)[:, slots])
             if self.hidden is not None:
                 visibility = visibility._replace(key_mask=~self.hidden[:, slots])
             return CachedTokens(self.keys[:, :, slots], self.values[:, :, slots], self.positions[:, slots], visibility)
         # Writing the new tokens overwrites old ones that the first queries see.
-        before = None if empty else (self.keys.clone(), self.values.clone(), self.positions.clone(), self._indices())
-        hidden = None if self.hidden is None else self.hidden.clone()
-        following = arange(seq, device=k.device) + self.next_positions().unsqueeze(-1)
+        old = None if filled == 0 else self._in_order(filled if known else None)
+        starts = self.lengths.clone()
+        if positions is None and self._knows_positions:
+            following = arange(seq, device=k.device) + self.next_positions()[:, None]
+        elif positions is not None:
+            following = positions.to(torch.int64).expand(self.batch, seq)
+        else:
+            following = zeros_like(k[:, 0, :, 0], dtype=torch.int64)
         k, v = self._write(k, v, counts, positions, key_mask)
-        steps = arange(seq, device=k.device) + (starts if starts.dim() == 0 else starts[:, None])
-        ids = (following if positions is None else positions.to(torch.int64)).expand(self.batch, seq)
-        if before is None:
-            return CachedTokens(k, v, ids, Visibility(True, key_mask=key_mask, window=window))
-        indices = torch.cat([before[3], steps.expand(self.batch, seq)], dim=1)
-        visibility = Visibility(True, starts, window=window, key_indices=indices)
-        if self.hidden is not None:
-            old = ones_like(self.hidden) if hidden is None else ~hidden
-            new = ones_like(ids, dtype=torch.bool) if key_mask is None else key_mask
-            visibility = visibility._replace(key_mask=torch.cat([old, new], dim=1))
-        keys, values = torch.cat([before[0], k], dim=2), torch.cat([before[1], v], dim=2)
-        return CachedTokens(keys, values, torch.cat([before[2], ids], dim=1), visibility)
+        if old is None:
+            return CachedTokens(k, v, following, Visibility(True, key_mask=key_mask, window=window))
+        keys, values = torch.cat([old.keys, k], dim=2), torch.cat([old.values, v], dim=2)
+        key_mask = ones_like(following, dtype=torch.bool) if key_mask is None else key_mask
+        visible = None if self.hidden is None else torch.cat([old.visible, key_mask], dim=1)
+        visibility = Visibility(True, old.keys.shape[2], visible, window=window)
+        if not known:
+            indices = torch.cat([old.indices, starts[:, None] + arange(seq, device=k.device)], dim=1)
+            visibility = visibility._replace(starts=starts, key_indices=indices)
+        return CachedTokens(keys, values, torch.cat([old.positions, following], dim=1), visibility)
+
+    def _in_order(self, filled: int | None) -> "_OldTokens":
+        """Return copies of the stored tokens: in the order of their indices if the host knows how many there are."""
+        indices = self._indices(self.lengths)
+        visible = ones_like(indices, dtype=torch.bool) if self.hidden is None else ~self.hidden
+        if filled is None:
+            return _OldTokens(self.keys.clone(), self.values.clone(), self.positions.clone(), indices, visible)
+        number, first = min(filled, self.window), filled % self.window if filled > self.window else 0
+        parts = slice(first, number), slice(0, first)
+        keys, values = (torch.cat([x[:, :, part] for part in parts], dim=2) for x in (self.keys, self.values))
+        positions, indices, visible = (
+            torch.cat([x[:, part] for part in parts], dim=1) for x in (self.positions, indices, visible)
+        )
+        return _OldTokens(keys, values, positions, indices, visible)
 
     def evict_prefix(self, count: int, rope: KeyRotation) -> None:
         """Raise an error: old tokens are overwritten without it.
@@ -138,18 +164,16 @@ class RollingKVCache(KVCache):
             do="omit the call",
         )
 
-    def _indices(self) -> Tensor:
-        """Return the index of the token in each slot [batch, window]; below 0 for an empty slot."""
-        slots, newest = arange(self.window, device=self.lengths.device), self.lengths[:, None] - 1
+    def _indices(self, lengths: Tensor) -> Tensor:
+        slots, newest = arange(self.window, device=lengths.device), lengths[:, None] - 1
         return newest - (newest - slots) % self.window
 
     def _store(self, new: dict[str, Tensor], indices: Tensor, counts: Tensor | None) -> None:
         seq, window = indices.shape[1], self.window
         if counts is None:
             # The last tokens, each in its own slot.
-            kept = slice(max(0, seq - window), seq)
-            last = {name: x[:, :, kept] if SLOT_DIMS[name] == 2 else x[:, kept] for name, x in new.items()}
-            super()._store(last, indices[:, kept] % window, None)
+            last = {name: x[:, :, -window:] if SLOT_DIMS[name] == 2 else x[:, -window:] for name, x in new.items()}
+            super()._store(last, indices[:, -window:] % window, None)
             return
         # Per slot: the new token to write to it. Sequences keep different slots.
         slots, newest = arange(window, device=indices.device), (self.lengths + counts)[:, None] - 1
@@ -160,6 +184,19 @@ class RollingKVCache(KVCache):
             shape = (self.batch, 1, window, 1) if dim == 2 else (self.batch, window)
             chosen = source.view(shape).expand_as(buffer)
             buffer.copy_(torch.where(is_new.view(shape), x.gather(dim, chosen), buffer))
+
+    def truncate(self, length: int) -> None:
+        """Raise an error: tokens before the window were overwritten, and would be visible again.
+
+        Raises:
+            RopewalkError: Always.
+        """
+        raise RopewalkError(
+            asked=f"RollingKVCache.truncate({length})",
+            expected="a KVCache, which keeps all tokens",
+            got="a RollingKVCache, in which a new token replaces the oldest one",
+            do="copy the cache before draft tokens are read: copy.copy(cache)",
+        )
 
     def _check_capacity(self, seq: int, counts: Tensor | None) -> None:
         """Any number of tokens fits."""

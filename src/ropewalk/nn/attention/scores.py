@@ -222,6 +222,8 @@ def _attend(
     if bias is None and unmasked:
         return _sdpa(q, k, v, None, visibility.causal, scale, dropout), None
     mask, no_keys = _mask(visibility, q, k)
+    # NaN in a query whose result is dropped would reach the gradients of keys.
+    q = q if no_keys is None else q.masked_fill(no_keys, 0)
     if bias is not None:
         mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
     y = _sdpa(q, k, v, mask, False, scale, dropout)
@@ -232,16 +234,21 @@ def _with_lse(
     q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """SDPA does not return the log-sum-exp: all scores are computed here, in float32 or float64."""
-    working = working_dtype(q)
+    working, device = working_dtype(q), q.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    result_dtype = torch.get_autocast_dtype(device) if autocast and v.dtype != torch.float64 else v.dtype
+    mask, no_keys = _mask(visibility, q, k)
+    q = q if no_keys is None else q.masked_fill(no_keys, 0)
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(working).repeat_interleave(group, dim=1) for x in (k, v))
-    scores = (q.to(working) @ keys.transpose(-2, -1)) * scale
-    scores = scores if bias is None else scores + bias.to(working)
-    mask, no_keys = _mask(visibility, q, k)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-    y = ((scores - lse).exp() @ values).to(v.dtype)
+    # Autocast would compute the products, and the logarithm with them, in a lower precision.
+    with torch.autocast("cpu" if not autocast else device, enabled=False):
+        scores = (q.to(working) @ keys.transpose(-2, -1)) * scale
+        scores = scores if bias is None else scores + bias.to(working)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+        y = ((scores - lse).exp() @ values).to(result_dtype)
     if no_keys is not None:
         y, lse = y.masked_fill(no_keys, 0), lse.masked_fill(no_keys, float("-inf"))
     return y, lse.squeeze(-1)

@@ -83,7 +83,10 @@ class RecurrentEncoding(Encoding):
         if order is not None:
             outputs = _reordered(outputs, order.argsort(dim=-1))
         if cache is not None:
-            cache.encoding_state = state.view(*x.shape[:-2], self.dim)
+            state = state.view(*x.shape[:-2], self.dim)
+            # A tensor of inference mode could not be used outside of it.
+            with torch.inference_mode(False):
+                cache.encoding_state = state.clone() if state.is_inference() else state
         return outputs.to(x.dtype)
 
     def _check_state(self, state: Tensor | None, x: Tensor) -> None:

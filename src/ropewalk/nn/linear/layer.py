@@ -147,11 +147,8 @@ class LinearAttention(ProjectedHeads):
                 check_owner(state, self, "state")
         q, k, v = self.heads_of(x)
         rotates = getattr(self.encoding, "rope", None) is not None
-        if positions is not None:
-            if not rotates:
-                check_positions(positions, x, asked="attention(positions=...)")
-            if rope_axes(self.encoding) == 1:
-                self._warn_about(positions, state, key_mask, cu_seqlens)
+        if positions is not None and not rotates:
+            check_positions(positions, x, asked="attention(positions=...)")
         result = linear_attention(
             q,
             k,
@@ -165,6 +162,8 @@ class LinearAttention(ProjectedHeads):
             state=state,
             return_state=require_flag(return_state, asked="layer(return_state=...)"),
         )
+        if positions is not None and rope_axes(self.encoding) == 1:
+            self._warn_about(positions, state, key_mask, cu_seqlens)
         if not isinstance(result, tuple):
             return self.joined(result)
         set_owner(result[1], self)
@@ -271,18 +270,16 @@ class LinearAttention(ProjectedHeads):
         """Warn if positions start again in a row, or are not beyond those in the state."""
         if cu_seqlens is not None:
             return
-        if key_mask is None or key_mask.shape[-1:] == positions.shape[-1:]:
-            warn_if_positions_restart(positions, key_mask, asked="attention(positions=...)")
+        warn_if_positions_restart(positions, key_mask, asked="attention(positions=...)")
         if state is None or not can_read_values(positions) or not positions.numel():
             return
         following, first = state.position, as_signed(positions[..., 0])
         readable = not isinstance(following, Tensor) or can_read_values(following)
         if readable and bool((first < following).any()):
-            following = following.tolist() if isinstance(following, Tensor) else following
             warn(
-                asked="attention(positions=..., state=...)",
-                expected=f"positions from {shown(following)} on, the next of the state",
-                got=f"{shown(first.tolist())}",
+                asked="attention(positions=...) with a state",
+                expected="positions from the next one of the state on",
+                got="a first position that is smaller",
                 do="omit positions, which continue from the state; or pass the positions of the new tokens alone",
             )
 

@@ -11,12 +11,16 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, as_int, shown
 from ropewalk.kernels.constructors import tensor
 from ropewalk.kernels.types import Sums
-from ropewalk.nn.position_checks import can_read_values, check_ids, check_index, described
+from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids, check_index, described
 from ropewalk.nn.saved_tensors import check_tensor, checked_tensors
 from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["LinearState", "check_length", "checked_state"]
+
+
+# Bytes of JSON in a saved state.
+LONGEST_TEXT = 65_536
 
 
 # eq=False: comparing tensors does not return one bool.
@@ -267,7 +271,7 @@ def _loaded(state: Mapping[str, Tensor]) -> LinearState:
         expected = "above [batch, kv_heads, width, v_dim] of float32 or float64"
         raise RopewalkError(asked=asked, expected=expected, got=described(above), do=do)
     check_tensor(below, "below", tuple(above.shape[:3]), above.dtype, asked=asked, do=do)
-    check_tensor(about, "about", (about.numel(),), torch.uint8, asked=asked, do=do)
+    check_tensor(about, "about", (min(about.numel(), LONGEST_TEXT),), torch.uint8, asked=asked, do=do)
     numbers: dict[str, int | Tensor] = {}
     for name in ("position", "length"):
         if name in tensors:
@@ -275,6 +279,7 @@ def _loaded(state: Mapping[str, Tensor]) -> LinearState:
             check_ids(x, asked=f"{asked} with a {name}", shape=shape, dims=(0, 1))
             if x.dim() and len(x) != len(above):
                 raise RopewalkError(asked=asked, expected=f"a {name} {shape}", got=described(x), do=do)
+            check_finite(x, asked=f"{asked} with a {name}")
             numbers[name] = int(x) if x.dim() == 0 and not x.is_floating_point() else x.detach().clone()
     spec, names, learned = _parsed(bytes(about.tolist()), asked, do)
     above, below = above.detach().clone(), below.detach().clone()
