@@ -201,9 +201,12 @@ def test_by_flex_attention(kind, monkeypatch):
     whole = attention(x).detach()
     as_on_a_gpu(monkeypatch)
     used, real = [], scores._by_flex
-    monkeypatch.setattr(scores, "_by_flex", lambda *given: used.append(1) or real(*given))
-    torch.testing.assert_close(read(attention, x, [30, 1, 18, 21], attention.make_cache(2)), whole, **TIGHT)
-    assert len(used) == 3
+    monkeypatch.setattr(scores, "_by_flex", lambda *given: used.append(given[3]) or real(*given))
+    for cache in (attention.make_cache(2), rw.KVCache(2, 2, 100, 16, dtype=torch.float64)):
+        used.clear()
+        torch.testing.assert_close(read(attention, x, [30, 1, 18, 21], cache), whole, **TIGHT)
+        assert [visibility.starts for visibility in used[:1]] == [None]
+        assert len(used) == 3
     cache = attention.make_cache(2)
     with torch.inference_mode():
         attention(x[:, :30], cache=cache, counts=counts)

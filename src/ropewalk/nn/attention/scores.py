@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.constructors import new_empty, new_full, new_zeros
+from ropewalk.kernels.constructors import full, new_empty, new_full, new_zeros
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import is_transformed
 from ropewalk.nn.attention.visibility import FLEX_BLOCK, Visibility, documents_of, window_blocks
@@ -363,6 +363,9 @@ def _by_flex(
 ) -> Any:
     create_block_mask, flex_attention = _flex_functions(q.is_cuda and not torch.compiler.is_compiling())
     blocks = None
+    if isinstance(visibility.starts, int) and not torch.compiler.is_compiling():
+        # A tensor: the functions are compiled again for every other int.
+        visibility = visibility._replace(starts=full((), visibility.starts, dtype=torch.int64, device=q.device))
     if not visibility.hides_nothing:
         rows = visibility.rows(q.shape[0])
 
