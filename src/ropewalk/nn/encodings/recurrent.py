@@ -84,9 +84,11 @@ class RecurrentEncoding(Encoding):
             outputs = _reordered(outputs, order.argsort(dim=-1))
         if cache is not None:
             state = state.view(*x.shape[:-2], self.dim)
-            # A tensor of inference mode could not be used outside of it.
-            with torch.inference_mode(False):
-                cache.encoding_state = state.clone() if state.is_inference() else state
+            if not torch.compiler.is_compiling() and state.is_inference():
+                # It could not be used outside of inference mode.
+                with torch.inference_mode(False):
+                    state = state.clone()
+            cache.encoding_state = state
         return outputs.to(x.dtype)
 
     def _check_state(self, state: Tensor | None, x: Tensor) -> None:
