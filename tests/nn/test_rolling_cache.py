@@ -127,6 +127,7 @@ def test_beam_search():
     torch.testing.assert_close(steps, attention(chosen)[:, 9:].detach(), **TIGHT)
 
 
+@pytest.mark.slow
 def test_memory_is_constant_over_ten_thousand_steps():
     attention = rw.Attention(8, 2, window=16, encoding=rw.RotaryEmbedding(4)).eval()
     cache, x = attention.make_cache(1), torch.randn(1, 10_000, 8, generator=torch.Generator().manual_seed(0))
@@ -193,7 +194,8 @@ def test_make_cache():
 
 
 @flex_in_eager_mode
-@pytest.mark.parametrize("kind", ["none", slow("alibi"), slow("t5")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["none", "alibi", "t5"])
 def test_by_flex_attention(kind, monkeypatch):
     """Chunks of more than 16 tokens, for which FlexAttention is used on a GPU."""
     attention = rw.Attention(64, 4, num_kv_heads=2, encoding=encoding_for(kind), window=20).double().eval()
@@ -215,6 +217,7 @@ def test_by_flex_attention(kind, monkeypatch):
     torch.testing.assert_close(y, torch.stack([whole[0, 30:50], whole[1, 19:39]]), **TIGHT)
 
 
+@pytest.mark.slow
 def test_prompts_of_many_lengths_are_few_graphs():
     attention = layer("rope", window=4)
     cache, counter = attention.make_cache(1), CompileCounter()

@@ -149,6 +149,7 @@ def test_the_block_mask_of_a_window(causal, tokens, window, hides):
     assert blocks.shape == (1, 1, tokens, tokens)
 
 
+@pytest.mark.slow
 @flex_in_eager_mode
 def test_a_window_by_flex_attention():
     for causal, kind in itertools.product((True, False), ("none", "alibi")):
