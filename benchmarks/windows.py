@@ -4,12 +4,15 @@ python benchmarks/windows.py [--tokens 65536] [--window 1024] [--rounds 15]
 
 Needs a CUDA device. q, k and v are (1, 16, tokens, 128) in bfloat16. The result is first compared with softmax in
 float64 for some queries. Wall-clock times, each call with a synchronization, in interleaved rounds in random order.
+Exits with 1 if a result is wrong, if ours is less than 8 times as fast as SDPA, or if it takes more than 1.5 times as
+long as transformers' window. These floors are for the default sizes.
 """
 
 import argparse
 import importlib.util
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -20,12 +23,16 @@ from torch.nn import functional
 import ropewalk as rw
 
 HEADS, DIM = 16, 128
+OURS, SDPA, PEER = "rw.attention(window=...)", "SDPA, causal, no window", "transformers' flex sliding window"
+# Their time over ours must be at least this.
+FLOORS = {SDPA: 8.0, PEER: 1 / 1.5}
+LARGEST_ERROR = 2.0**-7
 
 
 def peers(q: Tensor, k: Tensor, v: Tensor, window: int) -> dict[str, Callable[[], Tensor]]:
     calls: dict[str, Callable[[], Tensor]] = {
-        "SDPA, causal, no window": lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "rw.attention(window=...)": lambda: rw.attention(q, k, v, window=window),
+        SDPA: lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+        OURS: lambda: rw.attention(q, k, v, window=window),
     }
     if importlib.util.find_spec("transformers") is not None:
         from transformers.integrations.flex_attention import flex_attention_forward
@@ -40,7 +47,7 @@ def peers(q: Tensor, k: Tensor, v: Tensor, window: int) -> dict[str, Callable[[]
             )
             return flex_attention_forward(layer, q, k, v, mask, scaling=DIM**-0.5)[0].transpose(1, 2)
 
-        calls["transformers' flex sliding window"] = transformers_window
+        calls[PEER] = transformers_window
     return calls
 
 
@@ -66,11 +73,14 @@ def main() -> None:
     q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     calls = peers(q, k, v, arguments.window)
     times: dict[str, list[float]] = {name: [] for name in calls}
+    wrong = False
     with torch.no_grad():
         for name, call in calls.items():
             y = call()  # compiles
-            if "window" in name.replace("no window", ""):
-                print(f"{name}: relative error {relative_error(y, q, k, v, arguments.window):.1e}")
+            if name != SDPA:
+                error = relative_error(y, q, k, v, arguments.window)
+                print(f"{name}: relative error {error:.1e}")
+                wrong = wrong or not error < LARGEST_ERROR
             call()
         for _ in range(arguments.rounds):
             for name in random.sample(list(calls), len(calls)):
@@ -79,10 +89,12 @@ def main() -> None:
                 calls[name]()
                 torch.cuda.synchronize()
                 times[name].append((time.perf_counter() - start) * 1e3)
-    ours = statistics.median(times["rw.attention(window=...)"])
+    ours = statistics.median(times[OURS])
     for name, values in times.items():
         median = statistics.median(values)
         print(f"{name:36} {median:8.3f} ms   {median / ours:5.2f} x ours")
+        wrong = wrong or median / ours < FLOORS.get(name, 0.0)
+    sys.exit(wrong)
 
 
 if __name__ == "__main__":

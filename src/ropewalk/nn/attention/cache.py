@@ -53,7 +53,7 @@ class KVCache:
         keys: [batch, num_kv_heads, max_length, head_dim].
         values: [batch, num_kv_heads, max_length, v_dim].
         lengths: Number of tokens per sequence [batch], int64, on the device. Lengths differ if `counts` were passed.
-        positions: Position of the token in each slot [batch, max_length], int64, for encodings that add a bias.
+        positions: Position of the token in each slot [batch, max_length], int64; -1 if it was a fraction.
         hidden: True for slots with a token that a `key_mask` hides [batch, max_length]; None if there was no mask.
         encoding_state: State of an encoding that needs one between calls; None in a new cache.
         filled_at_most: Upper bound of `lengths`, known to the host.
@@ -471,8 +471,8 @@ class KVCache:
 
     def _write(
         self, k: Tensor, v: Tensor, counts: Tensor | None, positions: Tensor | None, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Check and store new tokens. Return k and v with zeros for padding and hidden tokens."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Check and store new tokens. Return k and v with zeros for padding and hidden tokens, and their positions."""
         self._check_append(k, v, counts, positions)
         seq = k.shape[2]
         steps = arange(seq, device=k.device)
@@ -505,7 +505,7 @@ class KVCache:
             self.even = False
             if can_read_values(self.lengths):
                 self.filled_at_most = int(self.lengths.max())
-        return k, v
+        return k, v, new["positions"]
 
     def _store(self, new: dict[str, Tensor], indices: Tensor, counts: Tensor | None) -> None:
         """Write tensors with one entry per new token to the slots of the tokens."""

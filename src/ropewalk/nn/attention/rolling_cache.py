@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.constructors import arange, ones_like, zeros_like
+from ropewalk.kernels.constructors import arange, ones_like
 from ropewalk.nn.attention.cache import SLOT_DIMS, KVCache
 from ropewalk.nn.attention.cache_interface import CachedTokens
 from ropewalk.nn.attention.moved_keys import KeyRotation
@@ -119,13 +119,7 @@ class RollingKVCache(KVCache):
         # Writing the new tokens overwrites old ones that the first queries see.
         old = None if filled == 0 else self._in_order(filled if known else None)
         starts = self.lengths.clone()
-        if positions is None and self._knows_positions:
-            following = arange(seq, device=k.device) + self.next_positions()[:, None]
-        elif positions is not None:
-            following = positions.to(torch.int64).expand(self.batch, seq)
-        else:
-            following = zeros_like(k[:, 0, :, 0], dtype=torch.int64)
-        k, v = self._write(k, v, counts, positions, key_mask)
+        k, v, following = self._write(k, v, counts, positions, key_mask)
         if old is None:
             return CachedTokens(k, v, following, Visibility(True, key_mask=key_mask, window=window))
         keys, values = torch.cat([old.keys, k], dim=2), torch.cat([old.values, v], dim=2)
@@ -176,8 +170,7 @@ class RollingKVCache(KVCache):
             super()._store(last, indices[:, -window:] % window, None)
             return
         # Per slot: the new token to write to it. Sequences keep different slots.
-        slots, newest = arange(window, device=indices.device), (self.lengths + counts)[:, None] - 1
-        source = newest - (newest - slots) % window - self.lengths[:, None]
+        source = self._indices(self.lengths + counts) - self.lengths[:, None]
         is_new, source = source >= 0, source.clamp(0, max(seq - 1, 0))
         for name, x in new.items() if seq else ():
             buffer, dim = getattr(self, name), SLOT_DIMS[name]
