@@ -128,6 +128,7 @@ def test_a_rope_of_the_other_layout_moves_the_keys_of_a_cache_too(angles):
 def test_learned_frequencies_and_limits(angles):
     rope = rw.RotaryEmbedding(rw.RopeSpec(16, angles=angles), learned=True, context_length=TOKENS, check_ids=True)
     with torch.no_grad():
+        assert rope.log_scale is not None
         rope.log_scale.uniform_(-1, 1)
         cache, _ = filled(rope, torch.arange(TOKENS))
     cache.evict_prefix(DROPPED, rope)
@@ -164,6 +165,7 @@ def test_a_layer_of_a_loaded_spec_continues_as_if_the_rest_had_been_first(name):
 def test_axes_continue_without_a_rotation():
     spec = specs_of(CONFIGS / "qwen2-vl-7b.json")
     spec = next(one for one in spec.values() if one.axes is not None)
+    assert spec.axes is not None
     rope = rw.RotaryEmbedding(spec)
     attention = rw.Attention(32, 1, head_dim=spec.head_dim, encoding=rope)
     x, cache = torch.randn(1, TOKENS + 1, 32), rw.KVCache(1, 1, TOKENS + 1, spec.head_dim)
