@@ -17,6 +17,16 @@ X, IDS = vector(0, 2, 3, 5, 8), torch.arange(5)
 TABLE, WEIGHT = vector(1, 16, 8), vector(2, 8, 8)
 COS, SIN = rw.build_rotary_frequencies(8, 5)
 SHORT = vector(3, 2, 5, 8)
+TUNED: dict[str, tuple[Any, Any]] = {
+    "case": ("larger base", "tuned length"),
+    "limit": (129_027.0, None),
+    "critical_base": (71_738.0, 26_784.0),
+    "trained_critical_dim": (92, 82),
+    "critical_dim": (92, 106),
+    "thresholds": ((2607.6, 1303.8, 651.9), (5215.2, 2607.6, 1303.8)),
+    "slowest_rotation": (0.07, 1.2),
+    "least_rotation": (0.0, 1.0),
+}
 ROTATION = {"x": X, "positions": IDS, "inv_freq": theta(8)}
 ROTATION_CHANGES = {
     "x": X + 1,
@@ -129,7 +139,11 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
                 "encode": lambda x, m: x,
                 "placement": "projection",
             },
-        )
+        ),
+        (
+            {"x": SHORT, "positions": IDS, "weight": WEIGHT, "encode": reference.sinusoidal, "placement": "scores"},
+            {"placement": "input", "role": "v"},
+        ),
     ],
     reference.t5_bucket: [
         (
@@ -178,6 +192,7 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
                 "positions": IDS + 1,
                 "causal": True,
                 "embed": None,
+                "encode_heads": lambda q, k, v, m: (q, k, 2 * v),
                 "rotate": lambda q, k, m: (2 * q, k),
                 "bias": lambda m, n: vector(8, 5, 5),
             },
@@ -350,6 +365,19 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
     ],
     theory.extrapolation_limit: [
         ({"base": 1e6, "rotary_dim": 128, "critical_dim": 92}, {"base": 1e5, "rotary_dim": 256, "critical_dim": 100})
+    ],
+    theory.small_base_thresholds: [({"tuned_length": 4096}, {"tuned_length": 8192})],
+    theory.context_after_tuning: [
+        (
+            {"trained_length": 4096, "tuned_length": 8192, "new_base": 1e6, "rotary_dim": 128},
+            {"trained_length": 2048, "tuned_length": 9000, "new_base": 500.0, "rotary_dim": 64, "base": 5e5},
+        )
+    ],
+    theory.TunedContext: [
+        (
+            {name: value for name, (value, _) in TUNED.items()},
+            {name: other for name, (_, other) in TUNED.items()},
+        )
     ],
     theory.first_negative_distance: [
         ({"inv_freq": Plain(1e4).evaluate(128), "limit": 4096}, {"inv_freq": Plain(1e3).evaluate(128), "limit": 1000})

@@ -60,6 +60,12 @@ def test_placements(seed, name):
     assert torch.equal(project(x, ids, weight, encode, "input"), encode(x, ids) @ weight.T)
     assert torch.equal(project(x, ids, weight, encode, "projection"), encode(x @ weight.T, ids))
     assert not torch.allclose(project(x, ids, weight, encode), project(x, ids, weight, encode, "projection"))
+    for role in "qk":
+        for placement in ("projection", "scores"):
+            assert torch.equal(project(x, ids, weight, encode, placement, role), encode(x @ weight.T, ids))
+    assert torch.equal(project(x, ids, weight, encode, "projection", "v"), encode(x @ weight.T, ids))
+    assert torch.equal(project(x, ids, weight, encode, "scores", "v"), x @ weight.T)
+    assert torch.equal(project(x, ids, weight, encode, "input", "v"), encode(x, ids) @ weight.T)
 
 
 @given(st.integers(-(10**6), 10**6), st.integers(1, 32), st.floats(2.0, 1e6))
@@ -123,6 +129,7 @@ def test_the_result_is_the_float64_result_rounded_once(name, dtype):
             r"a matrix \[dim, 3\]",
         ),
         (lambda: project(torch.ones(1, 2), torch.tensor([0]), torch.eye(2), sinusoidal, "output"), "'input' or"),
+        (lambda: project(torch.ones(1, 2), torch.tensor([0]), torch.eye(2), sinusoidal, role="o"), "'q' or 'k' or 'v'"),
         (lambda: project(torch.ones(1, 2), torch.tensor([0]), torch.eye(3), sinusoidal), r"a matrix \[out, 2\]"),
         (lambda: recurrent(torch.ones(1, 2), torch.tensor([0]), *torch.ones(2, 2, 3), torch.ones(2)), "two matrices"),
         (lambda: learned(torch.ones(1, 2), [0], torch.ones(3, 2)), "a torch.Tensor"),

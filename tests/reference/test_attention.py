@@ -1,4 +1,4 @@
-"""Softmax attention: comparison with torch, grouped heads, the causal mask, the three hooks."""
+"""Softmax attention: comparison with torch, grouped heads, the causal mask, the four hooks."""
 
 import pytest
 import torch
@@ -46,11 +46,13 @@ def test_the_hooks_are_applied_in_order():
         positions=ids,
         causal=True,
         embed=sinusoidal,
+        encode_heads=lambda q, k, v, m: (sinusoidal(q, m), 2 * k, sinusoidal(v, -m)),
         rotate=lambda q, k, m: (rotate(q, m, theta(4)), rotate(k, m, theta(4))),
         bias=lambda m, n: alibi_bias(m, n, 2),
     )
     embedded = sinusoidal(x, ids)
     q, k, v = ((embedded @ w.T).view(2, 5, 2, 4).transpose(1, 2) for w in weights[:3])
+    q, k, v = sinusoidal(q, ids), 2 * k, sinusoidal(v, -ids)
     q, k = rotate(q, ids, theta(4)), rotate(k, ids, theta(4))
     out = softmax_attention(q, k, v, causal=True, bias=alibi_bias(ids, ids, 2))
     assert torch.allclose(y, out.transpose(1, 2).reshape(2, 5, 8) @ weights.output.T, atol=1e-13)

@@ -210,36 +210,44 @@ def project(
     weight: Float[Tensor, "out dim"],
     encode: Encode,
     placement: str = "input",
+    role: str = "q",
 ) -> Float[Tensor, "*any seq out"]:
-    """Projection with an encoding before it, W encode(x), or after it, encode(W x).
+    """Projection to queries, keys or values, with an encoding before it, W encode(x), or after it, encode(W x).
 
     For an additive encoding p these are W(x+p), as in Vaswani et al., and Wx+p, as in many later papers. They differ
-    by W p - p.
+    by W p - p. With the placement "scores" p is in the scores alone, (q_m + p_m) . (k_n + p_n), and values are Wx. If
+    several heads share p, `weight` is that of one head.
 
     Args:
         x: Tokens [..., seq, dim].
         positions: Positions [seq] or [batch, seq].
         weight: W [out, dim].
         encode: A function of (x, positions).
-        placement: "input" encodes before the projection, "projection" after it.
+        placement: "input" encodes before the projection, "projection" after it, "scores" after it except for values.
+        role: What W projects to: "q", "k" or "v".
 
     Returns:
         Tensor [..., seq, out] in the dtype of x.
 
     Raises:
-        RopewalkError: If `placement` is unknown or `weight` does not fit x.
+        RopewalkError: If `placement` or `role` is unknown or `weight` does not fit x.
 
     >>> shift = lambda x, positions: x + positions[:, None]
     >>> double = 2 * torch.eye(1)
     >>> x, m = torch.tensor([[1.0]]), torch.tensor([3])
-    >>> [project(x, m, double, shift, placement).item() for placement in ("input", "projection")]
-    [8.0, 5.0]
+    >>> [project(x, m, double, shift, placement).item() for placement in ("input", "projection", "scores")]
+    [8.0, 5.0, 5.0]
+    >>> [project(x, m, double, shift, placement, "v").item() for placement in ("input", "projection", "scores")]
+    [8.0, 5.0, 2.0]
     """
-    require_choice(placement, ("input", "projection"), asked="project(placement=...)")
+    require_choice(placement, ("input", "projection", "scores"), asked="project(placement=...)")
+    require_choice(role, ("q", "k", "v"), asked="project(role=...)")
     errors = {"asked": "project(weight=...)", "rows": "out", "do": "pass a matrix with one column per input feature"}
     if placement == "input":
         return _projected(encode(x.double(), positions), weight, **errors).to(x.dtype)
-    return encode(_projected(x.double(), weight, **errors), positions).to(x.dtype)
+    projected = _projected(x.double(), weight, **errors)
+    in_scores = role in ("q", "k")
+    return (encode(projected, positions) if placement == "projection" or in_scores else projected).to(x.dtype)
 
 
 def _projected(x: Tensor, weight: Tensor, *, asked: str, rows: str, do: str) -> Tensor:

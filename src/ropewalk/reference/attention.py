@@ -1,4 +1,4 @@
-"""Softmax attention, with three hooks for encodings: embed, rotate, bias."""
+"""Softmax attention, with four hooks for encodings: embed, encode_heads, rotate, bias."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from ropewalk.reference.arguments import checked_positions, require_float
 __all__ = ["Projections", "group_heads", "multi_head_attention", "require_bias", "require_qkv", "softmax_attention"]
 
 Embed = Callable[[Tensor, Tensor], Tensor]
+EncodeHeads = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Rotate = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Bias = Callable[[Tensor, Tensor], Tensor]
 
@@ -88,10 +89,11 @@ def multi_head_attention(
     positions: Shaped[Tensor, "*ids seq"] | None = None,
     causal: bool = False,
     embed: Embed | None = None,
+    encode_heads: EncodeHeads | None = None,
     rotate: Rotate | None = None,
     bias: Bias | None = None,
 ) -> Float[Tensor, "batch seq dim"]:
-    """Self-attention layer with any encoding. Values are never rotated.
+    """Self-attention layer with any encoding. Values are never rotated. Hooks run in the order of the arguments.
 
     Args:
         x: Tokens [batch, seq, dim].
@@ -101,6 +103,8 @@ def multi_head_attention(
         positions: Positions [seq] or [batch, seq]. Default: 0 .. seq-1.
         causal: Whether later tokens are masked.
         embed: embed(x, positions) returns changed tokens. It runs before the projections.
+        encode_heads: encode_heads(q, k, v, positions) returns changed queries, keys and values
+            [batch, heads, seq, head_dim].
         rotate: rotate(q, k, positions) returns changed queries and keys [batch, heads, seq, head_dim].
         bias: bias(positions, positions) is added to the scores.
 
@@ -146,6 +150,8 @@ def multi_head_attention(
     x = x if embed is None else embed(x, positions)
     q, k, v = (x @ weight.double().T for weight in weights[:3])
     q, k, v = _split_heads(q, heads), _split_heads(k, kv_heads), _split_heads(v, kv_heads)
+    if encode_heads is not None:
+        q, k, v = encode_heads(q, k, v, positions)
     if rotate is not None:
         q, k = rotate(q, k, positions)
     added = None if bias is None else bias(positions, positions)
