@@ -6,13 +6,16 @@ from ropewalk.theory.bands import bands as bands
 from ropewalk.theory.bands import classify as classify
 from ropewalk.theory.bands import plain_inv_freq as plain_inv_freq
 from ropewalk.theory.bands import rotations as rotations
+from ropewalk.theory.context import TunedContext as TunedContext
 from ropewalk.theory.context import admissible_bases as admissible_bases
+from ropewalk.theory.context import context_after_tuning as context_after_tuning
 from ropewalk.theory.context import critical_base as critical_base
 from ropewalk.theory.context import critical_dimension as critical_dimension
 from ropewalk.theory.context import extrapolation_limit as extrapolation_limit
 from ropewalk.theory.context import first_negative_distance as first_negative_distance
 from ropewalk.theory.context import lowest_admissible_base as lowest_admissible_base
 from ropewalk.theory.context import periods as periods
+from ropewalk.theory.context import small_base_thresholds as small_base_thresholds
 from ropewalk.theory.decay import BAND_EDGES as BAND_EDGES
 from ropewalk.theory.decay import abel_bound as abel_bound
 from ropewalk.theory.decay import abel_transform as abel_transform
@@ -28,6 +31,7 @@ __all__ = [
     "BAND_EDGES",
     "KINDS",
     "Band",
+    "TunedContext",
     "abel_bound",
     "abel_transform",
     "admissible_bases",
@@ -35,6 +39,7 @@ __all__ = [
     "band_means",
     "bands",
     "classify",
+    "context_after_tuning",
     "critical_base",
     "critical_dimension",
     "decay_curve",
@@ -47,5 +52,6 @@ __all__ = [
     "rotations",
     "score_sum",
     "sinusoidal_table",
+    "small_base_thresholds",
     "t5_buckets",
 ]

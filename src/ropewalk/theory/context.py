@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 from jaxtyping import Float64
@@ -13,14 +15,21 @@ from ropewalk.theory.arguments import InvFreq, frequencies_of
 from ropewalk.theory.decay import score_sum
 
 __all__ = [
+    "TunedContext",
+    "TuningCase",
     "admissible_bases",
+    "context_after_tuning",
     "critical_base",
     "critical_dimension",
     "extrapolation_limit",
     "first_negative_distance",
     "lowest_admissible_base",
     "periods",
+    "small_base_thresholds",
 ]
+
+# The half of the scaling law that applies to a model tuned with a new base.
+TuningCase: TypeAlias = Literal["larger base", "tuned length", "no limit"]
 
 # Distances are evaluated in rows of this length. A row is computed by matrix products, without new cosines.
 _ROW = 512
@@ -80,8 +89,9 @@ def critical_dimension(rotary_dim: int, base: float, trained_length: int) -> int
 def critical_base(trained_length: int, tuned_length: int, base: float = 10_000.0) -> float:
     """Critical base of fine-tuning: beta_0 = base^(log_{T_train/2pi} (T_tune/2pi)) (Liu et al., 2310.05209, eq. 16a).
 
-    A model trained at `trained_length` and fine-tuned at `tuned_length` extrapolates beyond the tuned length only with
-    a base above this.
+    A model is trained at `trained_length` and fine-tuned at `tuned_length`. With a base above this, its limit is
+    `extrapolation_limit`. With a base at or below it, its limit is the tuned length; `context_after_tuning` returns
+    either.
 
     Args:
         trained_length: Number of positions in training, at least 7.
@@ -89,7 +99,7 @@ def critical_base(trained_length: int, tuned_length: int, base: float = 10_000.0
         base: Base in training, above 1.
 
     Returns:
-        The critical base.
+        The critical base. Infinite if it exceeds float64, which occurs for trained lengths of a few positions.
 
     Raises:
         RopewalkError: If an argument is out of its range.
@@ -98,7 +108,11 @@ def critical_base(trained_length: int, tuned_length: int, base: float = 10_000.0
     71738
     """
     base = _base_above_one(base, "critical_base")
-    return base ** (math.log(_length(tuned_length) / (2 * math.pi)) / math.log(_length(trained_length) / (2 * math.pi)))
+    exponent = math.log(_length(tuned_length) / (2 * math.pi)) / math.log(_length(trained_length) / (2 * math.pi))
+    try:
+        return base**exponent
+    except OverflowError:
+        return math.inf
 
 
 def extrapolation_limit(base: float, rotary_dim: int, critical_dim: int) -> float:
@@ -127,6 +141,122 @@ def extrapolation_limit(base: float, rotary_dim: int, critical_dim: int) -> floa
             do="critical_dimension(rotary_dim, base, trained_length) computes it",
         )
     return 2 * math.pi * _base_above_one(base, "extrapolation_limit") ** (critical_dim / dim)
+
+
+def small_base_thresholds(tuned_length: int) -> tuple[float, float, float]:
+    """Bases beta_1 = 2T/pi, beta_2 = T/pi, beta_3 = T/2pi, below which extrapolation improves (2310.05209, eq. 16d).
+
+    Derivation: the slowest pair has the period 2 pi base^(1 - 2/d) < 2 pi base. If base <= beta_1, this is below 4T, so
+    within T positions every pair completes more than a quarter of a rotation. If base <= beta_2, it is half a rotation,
+    in which cos has all its values. If base <= beta_3, it is a full rotation, in which sin has all its values too.
+
+    They are no bounds on the length. Liu et al. expect, and measure on tuned models, that the loss beyond the tuned
+    length increases more slowly below each of them. The stated limit of a small base is the tuned length.
+
+    Args:
+        tuned_length: Number of positions T in fine-tuning, at least 7.
+
+    Returns:
+        The three bases, in decreasing order: a quarter, a half and a full rotation.
+
+    Raises:
+        RopewalkError: If `tuned_length` is not an integer of at least 7.
+
+    >>> [round(base, 1) for base in small_base_thresholds(4096)]
+    [2607.6, 1303.8, 651.9]
+    """
+    length = _length(tuned_length)
+    return 2 * length / math.pi, length / math.pi, length / (2 * math.pi)
+
+
+@dataclass(frozen=True)
+class TunedContext:
+    """The context of a model that is fine-tuned with a new base, by the scaling law of Liu et al. (2310.05209).
+
+    Attributes:
+        case: The half of the law that applies. "larger base": the new base is above the critical base. "tuned length":
+            it is at or below. "no limit": it is above, and every pair completed a rotation in training already.
+        limit: Longest context: T_extra (eq. 16b) for "larger base", the tuned length for "tuned length", None for
+            "no limit". Beyond T_extra the loss of tuned models increases steeply; beyond the tuned length with a small
+            base it increases slowly.
+        critical_base: The critical base beta_0 (eq. 16a).
+        trained_critical_dim: Number of features that completed a rotation in training, d_extra (eq. 13).
+        critical_dim: The same after tuning: d'_extra (eq. 16c) for "tuned length", otherwise d_extra.
+        thresholds: The bases beta_1, beta_2, beta_3 of the tuned length; see `small_base_thresholds`.
+        slowest_rotation: Number of rotations that the slowest pair completes within the tuned length.
+        least_rotation: The part of a rotation that every pair completes by the thresholds: 0, 0.25, 0.5 or 1. It is an
+            expectation on the result of tuning, not a bound on the length.
+    """
+
+    case: TuningCase
+    limit: float | None
+    critical_base: float
+    trained_critical_dim: int
+    critical_dim: int
+    thresholds: tuple[float, float, float]
+    slowest_rotation: float
+    least_rotation: float
+
+
+def context_after_tuning(
+    trained_length: int, tuned_length: int, new_base: float, rotary_dim: int, base: float = 10_000.0
+) -> TunedContext:
+    """Longest context of a model that is fine-tuned with a new base, larger or smaller (2310.05209, theorem 3).
+
+    Above the critical base beta_0 the limit is T_extra = 2 pi new_base^(d_extra/d): the period of the first pair that
+    completed no rotation in training. At or below beta_0 the limit is the tuned length. The two differ at beta_0 by
+    less than a factor of beta_0^(2/d), because d_extra is rounded up.
+
+    Differs from the paper: if every pair completed a rotation in training (d_extra = d), no such pair exists, and the
+    limit above beta_0 is None.
+
+    Args:
+        trained_length: Number of positions in training, at least 7.
+        tuned_length: Number of positions in fine-tuning, at least `trained_length`.
+        new_base: Base in fine-tuning, above 1.
+        rotary_dim: Number of rotated features d.
+        base: Base in training, above 1.
+
+    Returns:
+        The limit and what it follows from.
+
+    Raises:
+        RopewalkError: If an argument is out of its range.
+
+    >>> larger = context_after_tuning(4096, 16384, new_base=1_000_000, rotary_dim=128)  # LLaMA-2, tuned at 16384
+    >>> larger.case, round(larger.limit), round(larger.critical_base)
+    ('larger base', 129027, 71738)
+    >>> smaller = context_after_tuning(4096, 16384, new_base=500, rotary_dim=128)
+    >>> smaller.case, smaller.limit, smaller.critical_dim, smaller.least_rotation
+    ('tuned length', 16384.0, 128, 1.0)
+    """
+    new_base = _base_above_one(new_base, "context_after_tuning", "new_base")
+    trained_dim = critical_dimension(rotary_dim, base, trained_length)
+    threshold = critical_base(trained_length, tuned_length, base)
+    if tuned_length < trained_length:
+        raise RopewalkError(
+            asked="context_after_tuning(tuned_length)",
+            expected=f"at least trained_length = {trained_length}: the law is stated for tuning at no shorter length",
+            got=f"{tuned_length}",
+            do="pass trained_length as tuned_length if the model is tuned at shorter lengths",
+        )
+    case: TuningCase = "tuned length"
+    limit, critical_dim = float(tuned_length), critical_dimension(rotary_dim, new_base, tuned_length)
+    if new_base > threshold:
+        case, critical_dim = "larger base" if trained_dim < rotary_dim else "no limit", trained_dim
+        limit = extrapolation_limit(new_base, rotary_dim, trained_dim) if case == "larger base" else None
+    thresholds = small_base_thresholds(tuned_length)
+    parts = (part for part, below in zip((1.0, 0.5, 0.25), reversed(thresholds), strict=True) if new_base <= below)
+    return TunedContext(
+        case=case,
+        limit=limit,
+        critical_base=threshold,
+        trained_critical_dim=trained_dim,
+        critical_dim=critical_dim,
+        thresholds=thresholds,
+        slowest_rotation=tuned_length / (2 * math.pi * new_base ** (1 - 2 / rotary_dim)),
+        least_rotation=next(parts, 0.0),
+    )
 
 
 def first_negative_distance(inv_freq: InvFreq, limit: int) -> int | None:
@@ -289,11 +419,12 @@ def _phases(frequencies: Float64[np.ndarray, "*any pairs"], step: int, count: in
     return phases[:count]
 
 
-def _base_above_one(base: float, asked: str) -> float:
-    value = require_positive(base, asked=f"{asked}(base)", do="pass the base of the frequencies, for example 10_000")
+def _base_above_one(base: float, asked: str, argument: str = "base") -> float:
+    asked = f"{asked}({argument})"
+    value = require_positive(base, asked=asked, do="pass the base of the frequencies, for example 10_000")
     if value <= 1:
         raise RopewalkError(
-            asked=f"{asked}(base)",
+            asked=asked,
             expected="a base above 1, so that frequencies decrease",
             got=repr(base),
             do="pass the base of the frequencies, for example 10_000",
