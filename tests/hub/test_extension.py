@@ -108,6 +108,23 @@ def test_the_effect_of_a_new_base():
     assert effect.negative == int(np.flatnonzero(sums < 0)[0])
 
 
+def test_a_new_base_has_no_limit_if_every_pair_completed_a_rotation():
+    small = Start("", RopeSpec(128, Plain(100)), 100.0, 4096, 4096)
+    (ntk,) = extensions(small, 8192, "ntk")
+    assert ntk.spec is not None
+    assert effect_of(small, ntk.spec, 8192, ntk.base).limit is None
+
+
+def test_the_critical_base_of_a_very_short_model_exceeds_float64():
+    (law,) = extensions(Start("", RopeSpec(128), 10_000.0, 7, 7), 1 << 20, "base-law")
+    assert "exceeds float64" in str(law.why_not)
+
+
+def test_the_critical_base_states_the_limit_of_smaller_bases():
+    (law,) = extensions(LLAMA_2, 16_384, "base-law")
+    assert any("with any smaller base the limit of a model tuned at 16384 is 16384 too" in note for note in law.notes)
+
+
 @settings(max_examples=40)
 @given(st.integers(2, 32).map(lambda pairs: 2 * pairs), st.floats(100, 1e7), st.integers(64, 8192), st.floats(1.01, 9))
 def test_rules_that_interpolate_keep_slow_pairs_within_the_angles_of_training(dim, base, trained, times):

@@ -6,6 +6,7 @@ them, worked out apart from this package: from the formulas of the papers and of
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -105,6 +106,96 @@ def test_the_sheet_of_llama_3_1(capsys, narrow):
         assert line in lines
     # Both ends of the bands whose pairs are changed alike, and every pair of the ramp.
     assert sum(line.endswith(("unchanged", "between", "interpolated")) for line in lines) == 2 + 6 + 2
+
+
+def shown_rows(out: str) -> dict[str, str]:
+    """The figures of a sheet by name. A line without a name continues the one before."""
+    rows: dict[str, str] = {}
+    for line in out.split("rotations in")[0].splitlines():
+        name, text = line[2:22].strip(), " ".join(line[22:].split())
+        rows[name or list(rows)[-1]] = text if name else f"{rows[list(rows)[-1]]} {text}"
+    return rows
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize(
+    ("data", "larger", "smaller"),
+    [
+        # LLaMA 2: eq. 16b with d_extra = 92, and the three bases of eq. 16d.
+        (
+            {},
+            "tuned at 4,096: the limit is 2π·base^(92/128), 24,656 for base 100,000",
+            "tuned at 4,096: the limit is 4,096. Beyond it, the loss is expected to rise more slowly below base 2,608,"
+            " 1,304 and 652 (1/4, 1/2 and 1 rotation of every pair)",
+        ),
+        # The base is below two of the three: the next one is left.
+        (
+            {"rope_theta": 1000.0},
+            "tuned at 4,096: the limit is 2π·base^(122/128), 40,802 for base 10,000",
+            "tuned at 4,096: the limit is 4,096. Beyond it, the loss is expected to rise more slowly below base 652"
+            " (1 rotation of every pair)",
+        ),
+        # No pair is left that completes no rotation in training.
+        (
+            {"rope_theta": 500.0},
+            "tuned at 4,096: no limit; every pair completes a rotation within 4,096",
+            "tuned at 4,096: the limit is 4,096",
+        ),
+        # Of 256 features 64 are rotated: the law counts those.
+        (
+            {"head_dim": 256, "partial_rotary_factor": 0.25, "model_type": "glm"},
+            "tuned at 4,096: the limit is 2π·base^(46/64), 24,656 for base 100,000",
+            "tuned at 4,096: the limit is 4,096. Beyond it, the loss is expected to rise more slowly below base 2,608,"
+            " 1,304 and 652 (1/4, 1/2 and 1 rotation of every pair)",
+        ),
+    ],
+)
+def test_the_sheet_has_both_halves_of_the_scaling_law(data, larger, smaller, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    whole = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 4096, "rope_theta": 10_000.0}
+    path.write_text(json.dumps(whole | data))
+    assert inspect([str(path)]) == 0
+    rows = shown_rows(capsys.readouterr().out)
+    assert (rows["larger base"], rows["smaller base"]) == (larger, smaller)
+
+
+def law(data: dict[str, Any]) -> Any:
+    layers: Any = inspect_model(data).as_json()["layers"]
+    return layers[0]["new_base"]
+
+
+def test_the_scaling_law_in_json():
+    data = json.loads(Path(config("llama-2-7b")).read_text())
+    assert law(data) == {
+        "tuned_length": 4096,
+        "critical_base": 10_000.0,
+        "larger_base_exponent": 92 / 128,
+        "smaller_base_limit": 4096.0,
+        "smaller_base_thresholds": pytest.approx([2607.5946, 1303.7973, 651.8986], abs=1e-4),
+        "slowest_rotation": pytest.approx(4096 / (2 * math.pi * 10_000 ** (126 / 128)), rel=1e-12),
+    }
+    assert law(data | {"rope_theta": 500.0})["larger_base_exponent"] is None
+    assert law(data | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "has_law"),
+    [
+        ("llama-2-7b", {"": True}),
+        ("llama-3.1-8b", {"": False}),  # a rule other than a base
+        ("gemma-2-9b", {"": True}),  # every second layer attends to the whole context
+        ("mistral-7b-v0.1", {"": False}),  # a window in layers that the config does not name
+        ("modernbert-base", {"sliding_attention": False, "full_attention": True}),
+        ("qwen2-vl-7b", {"": False}),  # three axes
+        ("mistral-7b-v0.3-params", {"": False}),  # no trained length
+        ("gpt-neox-20b", {"": True}),
+    ],
+)
+def test_the_scaling_law_is_shown_only_for_layers_that_it_is_stated_for(name, has_law, capsys):
+    layers = inspect_model(config(name)).layers
+    assert {layer.name: layer.new_base is not None for layer in layers} == has_law
+    assert inspect([config(name)]) == 0
+    assert capsys.readouterr().out.count("larger base") == sum(has_law.values())
 
 
 @pytest.mark.usefixtures("narrow")

@@ -9,10 +9,22 @@ from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError
 from ropewalk.hub.configs.keys import Caller, ConfigSource
+from ropewalk.hub.configs.layers import has_window
 from ropewalk.hub.configs.model import Lengths, Model, model_for
 from ropewalk.hub.configs.pitfalls import ADVICE
+from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import Pairing, RopeSpec
-from ropewalk.theory import Band, bands, critical_dimension, first_negative_distance, periods, plain_inv_freq, rotations
+from ropewalk.theory import (
+    Band,
+    TunedContext,
+    bands,
+    context_after_tuning,
+    critical_dimension,
+    first_negative_distance,
+    periods,
+    plain_inv_freq,
+    rotations,
+)
 
 __all__ = ["Inspection", "Layer", "View", "inspect_model", "inspection_of", "kind_of"]
 
@@ -73,6 +85,9 @@ class Layer:
         spec: Its rotation. None if it does not rotate.
         kind: The kind of RoPE, in a few words.
         critical_dimension: The number of features whose pairs completed a rotation in training. None if unknown.
+        new_base: What the scaling law states about tuning with a new base at the trained length: its critical base is
+            the base of training. None for layers that the law is not stated for: it needs plain frequencies, a trained
+            length, and attention to the whole context.
         reach: The length that the rule is made for: the factor times the trained length. None if unknown.
         views: Its frequencies: at one length, or at two if they depend on the length. Empty if it does not rotate.
     """
@@ -81,6 +96,7 @@ class Layer:
     spec: RopeSpec | None
     kind: str
     critical_dimension: int | None
+    new_base: TunedContext | None
     reach: int | None
     views: tuple[View, ...]
 
@@ -172,7 +188,7 @@ def inspection_of(model: Model) -> Inspection:
             do="inspect the layer types one by one: load_spec(...) returns one spec per layer type",
         )
     terms = min(TERMS, 2 * TERMS // sum(map(len, viewed.values())))
-    return Inspection(model, tuple(_layer(name, spec, lengths, viewed[name], terms) for name, spec in model.layers))
+    return Inspection(model, tuple(_layer(name, spec, model, viewed[name], terms) for name, spec in model.layers))
 
 
 def _reach(spec: RopeSpec) -> int | None:
@@ -190,11 +206,19 @@ def _lengths_to_view(spec: RopeSpec, lengths: Lengths) -> list[int | None]:
     return [trained, longer[0]]
 
 
-def _layer(name: str, spec: RopeSpec | None, lengths: Lengths, viewed: list[int | None], terms: int) -> Layer:
+def _layer(name: str, spec: RopeSpec | None, model: Model, viewed: list[int | None], terms: int) -> Layer:
     if spec is None:
-        return Layer(name, None, "no rotation", None, None, ())
-    views = tuple(_view(spec, length, terms) for length in viewed)
-    return Layer(name, spec, kind_of(spec), _critical(spec, lengths.trained), _reach(spec), views)
+        return Layer(name, None, "no rotation", None, None, None, ())
+    trained = model.lengths.trained
+    return Layer(
+        name=name,
+        spec=spec,
+        kind=kind_of(spec),
+        critical_dimension=_critical(spec, trained),
+        new_base=_new_base(spec, trained) if _sees_whole_context(name, model) else None,
+        reach=_reach(spec),
+        views=tuple(_view(spec, length, terms) for length in viewed),
+    )
 
 
 def _view(spec: RopeSpec, length: int | None, terms: int) -> View:
@@ -222,6 +246,21 @@ def _critical(spec: RopeSpec, trained: int | None) -> int | None:
     return min(critical_dimension(spec.rotated_dim, base, trained), 2 * int(np.count_nonzero(spec.inv_freq())))
 
 
+def _new_base(spec: RopeSpec, trained: int | None) -> TunedContext | None:
+    """Return the scaling law for tuning at the trained length, or None if it is not stated for the frequencies."""
+    rule = spec.frequencies
+    if not isinstance(rule, Plain) or rule.base <= 1 or spec.axes is not None or trained is None or trained < 7:
+        return None
+    return context_after_tuning(trained, trained, rule.base, spec.rotated_dim, rule.base)
+
+
+def _sees_whole_context(name: str, model: Model) -> bool:
+    """Return whether some layers of the type are known to attend to more than a window."""
+    if name or model.window is None:
+        return not has_window(name, model.config.language.data)
+    return model.kinds is not None and "full_attention" in model.kinds
+
+
 def kind_of(spec: RopeSpec) -> str:
     """Describe the kind of RoPE in a few words.
 
@@ -246,9 +285,23 @@ def _layer_json(layer: Layer, lengths: Lengths) -> dict[str, object]:
         "kind": layer.kind,
         "spec": json.loads(layer.spec.to_json()),
         "critical_dimension": layer.critical_dimension,
+        "new_base": None if layer.new_base is None else _new_base_json(layer.new_base, layer.spec, lengths),
         "reach": layer.reach,
         "softmax_scale": layer.spec.softmax_scale,
         "views": [_view_json(view, lengths) for view in layer.views],
+    }
+
+
+def _new_base_json(law: TunedContext, spec: RopeSpec, lengths: Lengths) -> dict[str, object]:
+    """The limit is 2 pi base^exponent above the critical base (no limit if null), and the tuned length otherwise."""
+    has_limit = law.trained_critical_dim < spec.rotated_dim
+    return {
+        "tuned_length": lengths.trained,
+        "critical_base": law.critical_base,
+        "larger_base_exponent": law.trained_critical_dim / spec.rotated_dim if has_limit else None,
+        "smaller_base_limit": law.limit,
+        "smaller_base_thresholds": list(law.thresholds),
+        "slowest_rotation": law.slowest_rotation,
     }
 
 

@@ -9,7 +9,15 @@ from ropewalk.hub.configs.limits import LAYERS, MOST_COUNT, MOST_KINDS, MOST_LEN
 from ropewalk.hub.families.family import BASE_KEYS, Family, LayerPattern, Sharing
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["kinds_by_number", "layer_count", "layer_kinds", "parameters_by_layer", "specs_by_number", "window_of"]
+__all__ = [
+    "has_window",
+    "kinds_by_number",
+    "layer_count",
+    "layer_kinds",
+    "parameters_by_layer",
+    "specs_by_number",
+    "window_of",
+]
 
 # Per layer type: its rope parameters (None for no rotation), and whether they are nested in the config.
 Layers = dict[str, tuple[Keys | None, bool]]
@@ -262,6 +270,17 @@ def window_of(part: Mapping[str, Any]) -> int | None:
     """
     window = as_int(part.get("sliding_window")) if part.get("use_sliding_window", True) else None
     return window if window is not None and 0 < window <= MOST_LENGTH else None
+
+
+def has_window(layer: str, part: Mapping[str, Any]) -> bool:
+    """Return whether the name of a layer type means that its layers attend to a window or a chunk only.
+
+    >>> has_window("sliding_attention", {}), has_window("", {"sliding_window": 4096})
+    (True, False)
+    """
+    # The layers of Llama 4 that rotate attend to a chunk, even if the config does not contain its length.
+    chunked = "attention_chunk_size" in part or str(part.get("model_type")).startswith("llama4")
+    return "sliding" in layer or "chunked" in layer or (layer == "rope" and chunked)
 
 
 def layer_kinds(part: Mapping[str, Any], family: Family) -> list[str] | None:

@@ -15,7 +15,7 @@ from ropewalk.hub.families.family import Family
 from ropewalk.spec.frequencies import Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory.bands import KINDS, Kind, classify, rotations
-from ropewalk.theory.context import critical_dimension, extrapolation_limit, first_negative_distance
+from ropewalk.theory.context import context_after_tuning, first_negative_distance
 
 __all__ = ["Effect", "cache_bytes", "cache_is_bound", "effect_of", "trained_rotations"]
 
@@ -40,7 +40,8 @@ class Effect:
             up to the length.
         seen: The length up to which every pair that completed no rotation in training stays within the angles seen
             there. None if all pairs completed a rotation.
-        limit: The limit of the scaling law, for rules that change only the base.
+        limit: The limit by the scaling law if the model is tuned at its trained length, for rules that change only the
+            base. None if every pair completed a rotation in training, so that the law sets no limit.
     """
 
     inv_freq: tuple[float, ...]
@@ -83,7 +84,7 @@ def effect_of(start: Start, spec: RopeSpec, length: int, base: float | None = No
     seen = start.trained * (plain[incomplete] / new[incomplete]).min() if incomplete.any() else None
     limit = None
     if base is not None and start.trained >= 7:
-        limit = extrapolation_limit(base, start.dim, critical_dimension(start.dim, start.base, start.trained))
+        limit = context_after_tuning(start.trained, start.trained, base, start.dim, start.base).limit
     return Effect(
         inv_freq=tuple(spec.inv_freq(length).tolist()),
         plain=tuple(plain.tolist()),

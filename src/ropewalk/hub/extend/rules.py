@@ -1,6 +1,7 @@
 """Rules that extend the context of a model: which of them apply, and the rotation that results from each."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.hub.configs.keys import Caller
+from ropewalk.hub.configs.layers import has_window
 from ropewalk.hub.configs.model import Model
 from ropewalk.spec.by_parts import Llama3, Ramp, Yarn
 from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
@@ -164,7 +166,7 @@ def start_of(model: Model, trained: int | None = None) -> Start:
     for name, spec in model.layers:
         if spec is None:
             left[name] = "does not rotate"
-        elif _has_window(name, model):
+        elif has_window(name, model.config.language.data):
             left[name] = "attends to a window only"
         else:
             extended[name] = spec
@@ -199,13 +201,6 @@ def start_of(model: Model, trained: int | None = None) -> Start:
         )
     by_caller = trained is not None and trained != in_config
     return Start(layer, spec, float(base), length, model.lengths.configured, tuple(left.items()), by_caller)
-
-
-def _has_window(name: str, model: Model) -> bool:
-    part = model.config.language.data
-    # The layers of Llama 4 that rotate attend to a chunk, even if the config does not contain its length.
-    chunked = "attention_chunk_size" in part or str(part.get("model_type")).startswith("llama4")
-    return "sliding" in name or "chunked" in name or (name == "rope" and chunked)
 
 
 def extensions(start: Start, length: int, rule: RuleName | None = None, caller: Caller = _CALLER) -> list[Extension]:
@@ -381,8 +376,13 @@ def _base_law(start: Start, length: int, factor: float) -> Extension:
     if critical_dimension(start.dim, start.base, start.trained) == start.dim:
         return Extension("base-law", does, None, "every pair completed a rotation in training: the law sets no limit")
     base = critical_base(start.trained, length, start.base)
-    does = f"base {base:.9g}: with a larger one, a model tuned at {length} extrapolates beyond it"
-    notes = ("meant for a model that is tuned with it, not for use without tuning",)
+    if math.isinf(base):
+        return Extension("base-law", does, None, f"the critical base for {length} positions exceeds float64")
+    does = f"base {base:.9g}: the limit of a model tuned with it at {length} is {length}, with a larger base more"
+    notes = (
+        "meant for a model that is tuned with it, not for use without tuning",
+        f"with any smaller base the limit of a model tuned at {length} is {length} too",
+    )
     return _applied(start, "base-law", does, _rebased(start, base), base=base, notes=notes)
 
 

@@ -189,7 +189,8 @@ def _legend(console: Console, extended: ModelExtension) -> None:
         " that occurred there",
         "similar key wins to": "the distance up to which a key that is similar to the query scores above a random key,"
         " in theory (2405.14591)",
-        "limit if tuned": "the limit of a model that is tuned with the new base, by a scaling law (2310.05209)",
+        "limit if tuned": "the limit of a model that is tuned with the new base at its trained length, by a scaling law"
+        " (2310.05209); tuned at a longer length, the limit is at least that length",
     }
     for name, text in lines.items():
         _row(console, name, text, style="dim", width=_WIDE)

@@ -18,6 +18,7 @@ from ropewalk.hub.configs.pitfalls import ADVICE
 from ropewalk.hub.inspection import Inspection, Layer, View
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory.bands import Band, rotations
+from ropewalk.theory.context import context_after_tuning
 
 __all__ = ["KIND_STYLES", "features_of", "number", "pairs_to_show", "sheet", "warnings_of"]
 
@@ -80,6 +81,7 @@ def _figures(layer: Layer, spec: RopeSpec, model: Model) -> Table:
         "query temperature": "" if spec.query_temperature is None else repr(spec.query_temperature),
         **_lengths(layer, lengths),
         "critical dimension": _critical(layer, spec, lengths),
+        **_new_base(layer, spec, lengths),
         "score sum ≥ 0": _per_view(layer, [_score(view) for view in layer.views]) + _rotated_part(spec),
         "amplitude": _per_view(layer, [number(view.amplitude) for view in layer.views]),
         # Only DeepSeek's YaRN has another scale.
@@ -120,6 +122,34 @@ def _critical(layer: Layer, spec: RopeSpec, lengths: Lengths) -> str:
     scaled = "" if kinds <= {"unchanged", "still"} else ", before scaling"
     features = f"{layer.critical_dimension} of {spec.rotated_dim} features"
     return f"{features} complete a rotation within {number(lengths.trained)}{scaled}"
+
+
+def _new_base(layer: Layer, spec: RopeSpec, lengths: Lengths) -> dict[str, str]:
+    """The two halves of the scaling law, for tuning at the trained length."""
+    law = layer.new_base
+    if law is None or lengths.trained is None:
+        return {}
+    length, example = number(lengths.trained), 10 * law.critical_base
+    tuned = context_after_tuning(lengths.trained, lengths.trained, example, spec.rotated_dim, law.critical_base)
+    larger = f"no limit; every pair completes a rotation within {length}"
+    if tuned.limit is not None:
+        formula = f"2π·base^({law.trained_critical_dim}/{spec.rotated_dim})"
+        larger = f"the limit is {formula}, {number(tuned.limit)} for base {number(example)}"
+    # The others are not below the base of training.
+    parts = zip(law.thresholds, ("1/4", "1/2", "1"), strict=True)
+    left = [(number(round(base)), part) for base, part in parts if base < law.critical_base]
+    smaller = f"the limit is {length}"
+    if left:
+        bases, rotation = (_listed(column) for column in zip(*left, strict=True))
+        smaller += (
+            f". Beyond it, the loss is expected to rise more slowly below base {bases} ({rotation} rotation of every"
+            " pair)"
+        )
+    return {"larger base": f"tuned at {length}: {larger}", "smaller base": f"tuned at {length}: {smaller}"}
+
+
+def _listed(values: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(values[:-1]), values[-1])))
 
 
 def _score(view: View) -> str:
