@@ -186,6 +186,10 @@ class TunedContext:
         slowest_rotation: Number of rotations that the slowest pair completes within the tuned length.
         least_rotation: The part of a rotation that every pair completes by the thresholds: 0, 0.25, 0.5 or 1. It is an
             expectation on the result of tuning, not a bound on the length.
+
+    >>> half_rotation = context_after_tuning(4096, 4096, new_base=1000, rotary_dim=128)
+    >>> half_rotation.least_rotation, round(half_rotation.slowest_rotation, 3)  # 4096 / (2 pi 1000^(126/128))
+    (0.5, 0.726)
     """
 
     case: TuningCase
