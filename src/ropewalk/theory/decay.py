@@ -62,7 +62,8 @@ def partial_sums(distance: Distances, inv_freq: InvFreq) -> Complex128[np.ndarra
 def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*any"]:
     """Mean of |S_1| .. |S_{d/2}|, which RoFormer's figure 2 plots against the distance.
 
-    The curve decreases on average, but not at every step. Compare `band_means`, not neighbouring distances.
+    The curve oscillates, so compare `band_means`, not neighbouring distances. The means fall up to a distance that
+    depends on the base: for 128 features and base 10,000, they are lowest at distances of 8192 to 16384.
 
     Args:
         distance: Distances D = m - n, of any shape.

@@ -25,7 +25,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.mathtext import MathTextParser
-    from matplotlib.patches import Circle
+    from matplotlib.patches import Arc, Circle
 except ImportError:
     raise RopewalkError(
         asked="pictures",
@@ -44,8 +44,10 @@ __all__ = [
     "KINDS",
     "ORANGE",
     "RED",
+    "Arc",
     "Circle",
     "Figure",
+    "cite",
     "figure",
     "legend_below",
     "lengths_axis",
@@ -72,6 +74,8 @@ DPI = 200
 _TEXT = 8.0
 # The number of letters of a legend that fit into an inch, with room for wide letters and the symbol before the name.
 _LETTERS_PER_INCH = 12
+# The same for the text of a source, which is smaller and has no symbol.
+_SMALL_LETTERS_PER_INCH = 17
 _LOOK: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -158,6 +162,17 @@ def legend_below(
         if columns == 1 or legend.get_window_extent().width <= width:
             return
         legend.remove()
+
+
+def cite(canvas: Figure, text: str) -> None:
+    """Write the source of a picture below its axes, in grey, on the left. Long texts are wrapped.
+
+    Args:
+        canvas: The figure, in the `with` block of `figure`.
+        text: The source: the number and line of a note, the number and figure of a paper.
+    """
+    wrapped = textwrap.fill(text, int(canvas.get_figwidth() * _SMALL_LETTERS_PER_INCH))
+    canvas.supxlabel(wrapped, x=0.01, ha="left", fontsize=_TEXT - 1.5, color=GREY, multialignment="left")
 
 
 def lengths_axis(axes: Axes, low: int, high: int) -> None:

@@ -1,8 +1,9 @@
 """`ropewalk plot` and its options. The code of a command is imported when the command is called."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ropewalk.tools.options import json_option
 
@@ -11,8 +12,21 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
+
+class _Pictures(TyperGroup):
+    """The commands. The error for an unknown one lists those that exist."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands and not ctx.resilient_parsing:
+            from ropewalk.errors import require_choice
+
+            require_choice(cmd_name, self.commands, asked="ropewalk plot")
+        return super().get_command(ctx, cmd_name)
+
+
 plot: typer.Typer = typer.Typer(
-    help="""Plot decay, frequencies, rotation, biases and sinusoids.
+    cls=_Pictures,
+    help="""Plot decay, frequencies, rotation, biases, sinusoids, and what the notes show.
 
 The input is one or more configs, or options that describe a rotation. The suffix of --out selects PNG, SVG (with
 searchable text) or PDF. --json writes the numbers, with or without a picture. Needs neither weights nor torch.
@@ -95,6 +109,20 @@ MaxDistance = Annotated[
 ]
 TableDim = Annotated[int, typer.Option("--dim", metavar="N", help="The number of features.")]
 TableBase = Annotated[float, typer.Option("--base", metavar="BASE", help="Base of the frequencies.")]
+BoundDim = Annotated[int, typer.Option("--dim", metavar="N", help="The number of rotated features d.")]
+BoundLength = Annotated[int, typer.Option("--length", metavar="N", help="Distances below N on logarithmic axes.")]
+MatrixDim = Annotated[int, typer.Option("--dim", metavar="N", help="Rows and columns of the matrix, at most 12.")]
+MatrixPosition = Annotated[int, typer.Option("--position", metavar="M", help="The position m.")]
+MatrixPairing = Annotated[
+    str, typer.Option("--pairing", metavar="half|interleaved", help="Which features form a pair.")
+]
+SplitHeads = Annotated[int, typer.Option("--num-heads", metavar="N", help="The number of heads, at most 16.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", metavar="N", help="The number of features of a head.")]
+T5Buckets = Annotated[int, typer.Option("--buckets", metavar="N", help="The number of T5 buckets.")]
+T5MaxDistance = Annotated[
+    int, typer.Option("--max-distance", metavar="N", help="T5's last bucket has all distances from N on.")
+]
+T5Length = Annotated[int, typer.Option("--length", metavar="N", help="Distances below N.")]
 
 
 def _target(out: str | None, json: str | None, title: str | None, dpi: int | None) -> "Target":
@@ -254,3 +282,128 @@ def sinusoidal(
     from ropewalk.tools.plot.command import plot_sinusoidal
 
     raise typer.Exit(plot_sinusoidal(_target(out, json, title, dpi), dim, base, length))
+
+
+@plot.command()
+def bound(
+    out: Out = None,
+    json: Json = None,
+    title: Title = None,
+    dpi: Dpi = None,
+    dim: BoundDim = 128,
+    base: TableBase = 10_000.0,
+    length: BoundLength = 131_072,
+) -> None:
+    """Plot RoFormer's figure 2, and the same bound farther.
+
+    Left: the axes of the paper, linear, distances 0 to 250. Right: logarithmic axes, with means over bands.
+
+    \b
+    Examples:
+      ropewalk plot bound --length 4096 --out bound.png
+    """
+    from ropewalk.tools.plot.note_command import plot_bound
+
+    raise typer.Exit(plot_bound(_target(out, json, title, dpi), dim, base, length))
+
+
+@plot.command()
+def score(out: Out = None, json: Json = None, title: Title = None, dpi: Dpi = None) -> None:
+    """Plot the sum S(Δ) of note 002, stated and computed.
+
+    S(Δ) = cos Δ + cos 0.3Δ + cos 0.05Δ. The distances 0, 2, 20 and 50 are marked with the sums that the note states and
+    with the sums that are computed.
+
+    \b
+    Examples:
+      ropewalk plot score --out score.png
+    """
+    from ropewalk.tools.plot.note_command import plot_score
+
+    raise typer.Exit(plot_score(_target(out, json, title, dpi)))
+
+
+@plot.command()
+def matrix(
+    out: Out = None,
+    json: Json = None,
+    title: Title = None,
+    dpi: Dpi = None,
+    dim: MatrixDim = 8,
+    position: MatrixPosition = 20,
+    base: TableBase = 10_000.0,
+    pairing: MatrixPairing = "interleaved",
+) -> None:
+    """Plot the rotation matrix of a position as an image.
+
+    \b
+    Examples:
+      ropewalk plot matrix --dim 6 --position 3 --pairing half --out matrix.png
+    """
+    from ropewalk.tools.plot.note_command import plot_matrix
+
+    raise typer.Exit(plot_matrix(_target(out, json, title, dpi), dim, position, base, pairing))
+
+
+@plot.command()
+def heads(
+    out: Out = None,
+    json: Json = None,
+    title: Title = None,
+    dpi: Dpi = None,
+    num_heads: SplitHeads = 8,
+    head_dim: HeadDim = 64,
+    base: TableBase = 10_000.0,
+) -> None:
+    """Plot the periods per head, rotated before or after the split.
+
+    Left: d_model is rotated and then split into heads, so every head has a band of frequencies. Right: every head is
+    rotated, so every head has all frequencies.
+
+    \b
+    Examples:
+      ropewalk plot heads --num-heads 12 --out heads.png
+    """
+    from ropewalk.tools.plot.note_command import plot_heads
+
+    raise typer.Exit(plot_heads(_target(out, json, title, dpi), num_heads, head_dim, base))
+
+
+@plot.command()
+def plane(out: Out = None, json: Json = None, title: Title = None, dpi: Dpi = None) -> None:
+    """Plot vectors before and after their rotation by mθ.
+
+    Left: a vector, the rotated vector, and the angle between them. Then a query and a key at two pairs of positions
+    with the same distance: the angles differ, the score does not.
+
+    \b
+    Examples:
+      ropewalk plot plane --out plane.png
+    """
+    from ropewalk.tools.plot.note_command import plot_plane
+
+    raise typer.Exit(plot_plane(_target(out, json, title, dpi)))
+
+
+@plot.command()
+def t5(
+    out: Out = None,
+    json: Json = None,
+    title: Title = None,
+    dpi: Dpi = None,
+    buckets: T5Buckets = 32,
+    max_distance: T5MaxDistance = 128,
+    length: T5Length = 256,
+) -> None:
+    """Plot T5's buckets, and a stated table of biases.
+
+    T5 adds the bias to q·k, which it does not divide by √d. The table is an example, not a learned one: a bucket whose
+    least distance is n has the bias -ln(1 + n). `ropewalk plot bias CONFIG` plots the biases that a model learned.
+
+    \b
+    Examples:
+      ropewalk plot t5 --buckets 64 --max-distance 256 --out t5.png
+    """
+    from ropewalk.tools.plot.note_command import plot_t5
+
+    raise typer.Exit(plot_t5(_target(out, json, title, dpi), buckets, max_distance, length))

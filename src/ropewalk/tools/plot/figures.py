@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
-from ropewalk.theory import BAND_EDGES, classify, periods, plain_inv_freq
+from ropewalk.theory import classify, periods, plain_inv_freq
 from ropewalk.theory.encodings import sinusoidal_table
 from ropewalk.tools.pictures import (
     BLUE,
@@ -20,17 +20,20 @@ from ropewalk.tools.pictures import (
     DASHES,
     GREY,
     RED,
-    Circle,
     Figure,
+    cite,
     figure,
     legend_below,
     lengths_axis,
     save,
     shades,
+    shown_length,
 )
 from ropewalk.tools.plot.curves import Curve, Decay, as_text, decay_of
+from ropewalk.tools.plot.note_figures import plane
+from ropewalk.tools.plot.notes import lowest_band, planes
 
-__all__ = ["bias", "decay", "draw_all", "frequencies", "relative", "rotation", "sinusoidal"]
+__all__ = ["bias", "decay", "draw_all", "frequencies", "rotation", "sinusoidal"]
 
 # The number of positions that are drawn per pair, and of heads in a legend.
 _POINTS, _MOST_NAMED = 900, 12
@@ -168,7 +171,7 @@ def bias(
                 style = {"color": colour, "where": "post", "label": f"{head}" if shown else None}
                 axes.step(distance[1:], row[1:], **style)
             axes.axhline(0, color=GREY, linewidth=0.6)
-            axes.set(title=f"T5, {name}: the learned bias", ylabel="added to the score")
+            axes.set(title=f"T5, {name}: the learned bias", ylabel="added to q·k (no 1/√d)")
             axes.legend(title="head", loc="center left", bbox_to_anchor=(1, 0.5), fontsize=6.5, handlelength=1.5)
         if buckets and not learned:
             axes = next(grid)
@@ -193,26 +196,8 @@ def sinusoidal(table: NDArray[np.float64], title: str) -> Figure:
         axes.set(xlabel="feature: sine at 2i, cosine at 2i + 1", ylabel="position")
         axes.set_title(title, wrap=True)
         axes.grid(False)
-        drawn.colorbar(image, ax=axes, label="value", pad=0.02)
-    return drawn
-
-
-def relative(theta: float, positions: Sequence[tuple[int, int]]) -> Figure:
-    """A query and a key in the plane, rotated by their positions m and n. The angle between them depends on m - n."""
-    with figure(7.1, 2.8) as drawn:
-        query, key = 0.6 * np.exp(0.4j), 0.5 * np.exp(1.9j)
-        for axes, (m, n) in zip(drawn.subplots(1, len(positions)), positions, strict=True):
-            rotated = query * np.exp(1j * m * theta), key * np.exp(1j * n * theta)
-            for vector, colour, name in zip(rotated, (BLUE, RED), (f"q at {m}", f"k at {n}"), strict=True):
-                arrow = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "shrinkA": 0, "shrinkB": 0}
-                axes.annotate("", (vector.real, vector.imag), (0, 0), arrowprops=arrow)
-                axes.annotate(name, (1.3 * vector.real, 1.3 * vector.imag), color=colour, ha="center", va="center")
-            axes.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.6, clip_on=False))
-            score = (rotated[0] * rotated[1].conjugate()).real
-            axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), aspect="equal", xticks=[], yticks=[])
-            axes.set_title(f"m − n = {m - n}:  q·k = {score:.3f}", loc="center")
-            axes.set_frame_on(False)
-        drawn.suptitle(f"Both vectors rotate by θ per position; the score depends only on m − n (θ = {theta:g})")
+        drawn.colorbar(image, ax=axes, label="value, no unit", pad=0.02)
+        cite(drawn, "Vaswani et al., 1706.03762, section 3.5; notes 000 (line 18), 001 (line 11) and 004 (line 18).")
     return drawn
 
 
@@ -220,18 +205,24 @@ def _bases(*bases: float, trained: int | None = None) -> list[Curve]:
     return [Curve(f"base {base:,.12g}", RopeSpec(128, Plain(base)), trained) for base in bases]
 
 
+def _long_decay(curve: Curve) -> Figure:
+    """The decay to 131072, past the band with the lowest mean, which the title names."""
+    numbers = decay_of(curve, 1 << 17)
+    low, high, _ = lowest_band(numbers.edges, numbers.bound_means)
+    band = f"{shown_length(low)} to {shown_length(high)}"
+    title = f"Long-term decay, d = {curve.spec.rotated_dim}, {curve.name}: the means are lowest at distances of {band}"
+    return decay([(curve, numbers)], title)
+
+
 # The pictures of `ropewalk verify`, by file name.
 FIGURES: dict[str, Callable[[], Figure]] = {
-    "decay": lambda: decay(
-        [(curve, decay_of(curve, BAND_EDGES[-1])) for curve in _bases(10_000)],
-        "Long-term decay, d = 128: means over bands fall, single distances oscillate",
-    ),
+    "decay": lambda: _long_decay(*_bases(10_000)),
     "wavelengths": lambda: frequencies(
         _bases(10_000, 500_000, 10_000_000, trained=4096),
         None,
         "Positions per full rotation of a pair, d = 128",
     ),
-    "rotation": lambda: relative(0.35, ((0, 0), (3, 1), (10, 8))),
+    "rotation": lambda: plane(planes()),
     "sinusoid": lambda: sinusoidal(
         sinusoidal_table(np.arange(128), 64),
         "Sinusoidal encoding, d = 64: high frequencies on the left, low on the right",
