@@ -82,6 +82,21 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
             },
         )
     ],
+    rw.rotation_matrix: [
+        (
+            {"spec": rw.RopeSpec(8, rw.DynamicNTK(1e4, 2, 4), xpos=rw.XPos(64)), "position": 3}
+            | {"length": 4, "role": "q"},
+            {
+                "spec": rw.RopeSpec(8),
+                "position": 4,
+                "length": 64,
+                "role": "k",
+                "sparse": True,
+                "dtype": torch.float32,
+                "device": "meta",
+            },
+        )
+    ],
     rw.load_spec: [
         (
             {"config": YARN_CONFIG},

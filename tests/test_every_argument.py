@@ -58,7 +58,8 @@ def flat(result: Any) -> list[Any]:
     if isinstance(result, tuple | list):
         return [leaf for part in result for leaf in flat(part)]
     if isinstance(result, torch.Tensor):
-        return [result.device.type, str(result.dtype), list(result.shape), *([] if result.is_meta else result.tolist())]
+        kind = [result.device.type, str(result.dtype), str(result.layout), list(result.shape)]
+        return [*kind, *([] if result.is_meta else result.to_dense().tolist())]
     return [result.tolist() if isinstance(result, np.ndarray) else result]
 
 

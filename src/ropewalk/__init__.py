@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ropewalk.nn.rotary.functions import apply_rope as apply_rope
     from ropewalk.nn.rotary.functions import build_rotary_frequencies as build_rotary_frequencies
     from ropewalk.nn.rotary.qk_norm import qk_norm_rope as qk_norm_rope
+    from ropewalk.reference.rotation_matrix import rotation_matrix as rotation_matrix
     from ropewalk.spec.axes import Axes as Axes
     from ropewalk.spec.by_parts import Llama3 as Llama3
     from ropewalk.spec.by_parts import NTKByParts as NTKByParts
@@ -103,6 +104,7 @@ _HOME = {
     "linear_attention": "ropewalk.nn.linear.function",
     "load_spec": "ropewalk.hub.configs.parse",
     "qk_norm_rope": "ropewalk.nn.rotary.qk_norm",
+    "rotation_matrix": "ropewalk.reference.rotation_matrix",
 }
 
 # Packages and modules with their own public names: rw.hub.inspect_model works without importing ropewalk.hub.
@@ -150,6 +152,7 @@ __all__ = [
     "load_spec",
     "positions",
     "qk_norm_rope",
+    "rotation_matrix",
 ]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, shown
 
 # Dtypes too coarse for positions and frequencies: bfloat16 cannot represent 257, float16 cannot represent 2049.
-_COARSE = (torch.float16, torch.bfloat16)
+COARSE = (torch.float16, torch.bfloat16)
 
 
 def require_tensor(value: object, *, asked: str) -> None:
@@ -55,7 +55,7 @@ def checked_positions(
     seq = shape[-2]
     batches = [1, shape[0]] if len(shape) >= 3 else []
     fits = positions.dim() == 1 or (positions.dim() == 2 and positions.shape[0] in batches)
-    countable = positions.dtype not in (torch.bool, *_COARSE) and not positions.is_complex()
+    countable = positions.dtype not in (torch.bool, *COARSE) and not positions.is_complex()
     if not countable or not fits or positions.shape[-1] != seq:
         raise RopewalkError(
             asked=asked,
