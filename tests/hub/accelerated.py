@@ -21,9 +21,11 @@ SIZES = {
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+ROFORMER = {"is_decoder": True, "embedding_size": 32, "max_position_embeddings": 128}
 LAYERS = ["sliding_attention", "full_attention"]
 # Names of config and model, what a family needs besides, the rotation that is to be found, and what becomes of QK-norm.
 HALF, PARTLY = "apply_rotary_pos_emb, half pairs", "apply_rotary_pos_emb, half pairs of the leading features"
+PACKED = "apply_rotary_position_embeddings, interleaved pairs"
 OVER_ALL = "not fused, its norms are not the last operation on q and k before the rotation"
 FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str | None]] = {
     "llama": ("Llama", "Llama", {}, HALF, None),
@@ -61,6 +63,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], str, str | None]] = {
     ),
     "starcoder2": ("Starcoder2", "Starcoder2", {}, HALF, None),
     "granite": ("Granite", "Granite", {}, HALF, None),
+    "roformer": ("RoFormer", "RoFormer", ROFORMER, PACKED, None),
+    "roformer_with_values": ("RoFormer", "RoFormer", ROFORMER | {"rotary_value": True}, PACKED, None),
 }
 
 
@@ -76,6 +80,8 @@ def tiny(family: str, *, seed: int = 0, attention: str | None = None, **changes:
     model = getattr(transformers, f"{model_name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if "embed_positions" in name:
+                continue  # a table of sines, which is no weight
             # Enough for scores that differ, and norms whose weights can be told from 1.
             scale = 0.3 if parameter.dim() == 1 else 1.5 * parameter[0].numel() ** -0.5
             drawn = torch.randn(parameter.shape) * scale

@@ -28,7 +28,9 @@ def quiet():
 
 
 def attention_of(model: Any) -> list[Any]:
-    return [module for name, module in model.named_modules() if name.endswith(("self_attn", "attention"))]
+    # The attention module of RoFormer contains the one that rotates.
+    modules = [module for name, module in model.named_modules() if name.endswith(("self_attn", "attention"))]
+    return [getattr(module, "self", module) for module in modules]
 
 
 def state_of(model: Any) -> list[tuple[type, dict[str, Any]]]:

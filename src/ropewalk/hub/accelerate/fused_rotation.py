@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.hub.accelerate.rotation_probe import Rotation, parameters_of
+from ropewalk.hub.accelerate.rotation_probe import PACKED, Rotation, parameters_of
 from ropewalk.kernels.precision import FLOATS
 from ropewalk.kernels.torch_internals import has_hooks
 from ropewalk.kernels.types import Layout, Norm
@@ -42,8 +42,9 @@ def fused_rotation(
     names = list(parameters_of(original))
     defaults = {name: value.default for name, value in parameters_of(original).items()}
     default_dim, seq_dims = defaults.get("unsqueeze_dim"), dict(rotation.seq_dims)
-    first = [name for name in names if name not in ("cos", "sin")][: 2 if rotation.both else 1]
-    known = {*first, "cos", "sin", "unsqueeze_dim"}
+    first = [name for name in names if name not in rotation.tables][: 2 if rotation.both else 1]
+    values = rotation.values
+    known = {*first, *rotation.tables, "unsqueeze_dim", *([] if values is None else [values])}
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -51,12 +52,16 @@ def fused_rotation(
         tensors = [arguments.get(name) for name in first]
         if seq_dim is None or len(args) > len(names) or any(name not in known for name in arguments):
             return original(*args, **kwargs)
-        prepared = _prepared(tensors, arguments.get("cos"), arguments.get("sin"), rotation, widths, seq_dim)
+        if values is not None and arguments.get(values) is not None:
+            tensors.append(arguments[values])
+        prepared = _prepared(tensors, *_cos_sin(arguments, rotation), rotation, widths, seq_dim)
         if prepared is None:
             return original(*args, **kwargs)
         xs, cos, sin, layout = prepared
         other = xs[1] if rotation.both else None
         results = rotate(xs[0], other, cos, sin, layout, conjugate=rotation.conjugate)
+        if len(xs) == 3:
+            results = (*results, rotate(xs[2], None, cos, sin, layout, conjugate=rotation.conjugate)[0])
         if rotation.reorders:
             results = tuple(y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for y in results)
         return results if rotation.both else results[0]
@@ -161,6 +166,17 @@ def _prepared(
         cos, sin = cos.to(working), sin.to(working)
     start = head_dim - rotated_dim if rotation.part == "trailing" else 0
     return tensors, cos, sin, Layout(rotation.pairing == "interleaved", start, seq_dim)
+
+
+def _cos_sin(arguments: dict[str, Any], rotation: Rotation) -> tuple[Any, Any]:
+    """Return cos and sin [batch, seq, width], or None for both if their table has another shape."""
+    if rotation.packing is None:
+        return arguments.get("cos"), arguments.get("sin")
+    table = arguments.get(PACKED)
+    if not isinstance(table, Tensor) or table.dim() != 4 or table.shape[1] != 1 or table.shape[-1] % 2:
+        return None, None
+    one, two = table[:, 0].chunk(2, dim=-1)
+    return (two, one) if rotation.packing == "sin, cos" else (one, two)
 
 
 def _pairs(table: Tensor, rotation: Rotation) -> Tensor:

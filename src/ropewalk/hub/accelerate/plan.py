@@ -1,9 +1,11 @@
 """Finds the modules of a model that rotate, and builds a subclass with the fused rotation for each of them.
 
 The subclass overrides the methods that call the rotation. They have the same code, but the name of the rotation
-function refers to the fused one. If QK-norm is fused as well, the code is compiled again.
+function refers to the fused one. A rotation that is a static method of the class is overridden itself. If QK-norm is
+fused as well, the code is compiled again.
 """
 
+import ast
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -50,12 +52,16 @@ class Part:
 
 @dataclass(frozen=True)
 class _Method:
-    """A method, and the functions of cos and sin that it calls: per name, the function and what it computes."""
+    """A method, and the functions of cos and sin that it calls: per name, the function and what it computes.
+
+    The names in `static` are static methods of the class. The others are names of the module of the method.
+    """
 
     name: str
     function: Any
     decorated: bool
     rotations: dict[str, tuple[Callable[..., Any], Rotation | str]]
+    static: frozenset[str]
 
     def known(self) -> dict[str, tuple[Callable[..., Any], Rotation]]:
         return {name: (call, kind) for name, (call, kind) in self.rotations.items() if isinstance(kind, Rotation)}
@@ -132,6 +138,11 @@ class _Analysis:
 
     def _calling(self, kind: type) -> Iterator[_Method]:
         attributes = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+        static_methods = {
+            name: value.__func__
+            for name, value in attributes.items()
+            if isinstance(value, staticmethod) and is_candidate(value.__func__)
+        }
         for name, value in attributes.items():
             if not isinstance(value, types.FunctionType) or value.__module__ == nn.Module.__module__:
                 continue
@@ -140,9 +151,21 @@ class _Analysis:
                 continue
             used = {key: function.__globals__[key] for key in _names(function.__code__) if key in function.__globals__}
             called = {key: item for key, item in used.items() if is_candidate(item)}
-            if called:
-                rotations = {key: (item, self.rotation_of(item)) for key, item in called.items()}
-                yield _Method(name, function, function is not value, rotations)
+            # Most classes have none, and then the source is not parsed.
+            of_self = self._of_self(function) if static_methods else set[str]()
+            static = {key: item for key, item in static_methods.items() if key in of_self and key not in called}
+            if called or static:
+                rotations = {key: (item, self.rotation_of(item)) for key, item in (called | static).items()}
+                yield _Method(name, function, function is not value, rotations, frozenset(static))
+
+    def _of_self(self, function: types.FunctionType) -> set[str]:
+        """Return the attributes of its first argument that the code of a method reads, as in self.name."""
+        definition = self.sources.definition(function) if function.__code__.co_argcount else None
+        if definition is None:
+            return set()
+        owner = function.__code__.co_varnames[0]
+        nodes = [node for node in ast.walk(definition) if isinstance(node, ast.Attribute)]
+        return {node.attr for node in nodes if isinstance(node.value, ast.Name) and node.value.id == owner}
 
     def rotation_of(self, function: Any) -> Rotation | str:
         if function not in self._rotations:
@@ -214,7 +237,7 @@ def _why_not(module: nn.Module, methods: list[_Method]) -> str | None:
     decorated = [method.name for method in methods if method.decorated]
     if decorated:
         return f"its {decorated[0]} is decorated"
-    replaced = [method.name for method in methods if method.name in module.__dict__]
+    replaced = [name for method in methods for name in (method.name, *method.static) if name in module.__dict__]
     # The device hooks of the accelerate package store the method that they wrap. That method can be replaced.
     if replaced and not set(replaced) <= set(bound_methods(module, [method.function for method in methods]).values()):
         return f"its {replaced[0]} was replaced in this instance"
@@ -261,8 +284,9 @@ Fusion = tuple[FusedMethod, str, Rotation, type, NormKind]
 
 def _fusion(module: nn.Module, method: _Method, analysis: _Analysis) -> Fusion | str:
     """Return how QK-norm is fused with the rotation of a method, or why it is not."""
-    pairs = [(name, kind) for name, (_, kind) in method.known().items() if kind.both]
-    if len(pairs) != 1 or len(method.rotations) != 1 or pairs[0][1].conjugate or pairs[0][1].reorders:
+    pairs = [(name, kind) for name, (_, kind) in method.known().items() if kind.both and kind.packing is None]
+    supported = len(pairs) == len(method.rotations) == 1 and not method.static
+    if not supported or pairs[0][1].conjugate or pairs[0][1].reorders:
         return "a norm cannot be fused with its rotation"
     name, rotation = pairs[0]
     fused = analysis.fused_method(method.function, name)
@@ -301,6 +325,7 @@ def _subclass(
         names = {
             name: fused_rotation(original, rotation, widths) for name, (original, rotation) in method.known().items()
         }
+        namespace |= {name: staticmethod(names.pop(name)) for name in method.static & names.keys()}
         code, fusion = method.function.__code__, fusions[method.name]
         if not isinstance(fusion, str):
             fused, name, rotation, norms, norm = fusion

@@ -8,7 +8,7 @@ none matches, the reason is returned.
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,9 +19,13 @@ from ropewalk.hub.accelerate.straight_code import why_not_straight
 from ropewalk.reference.rotate import apply_rope
 from ropewalk.spec.rope import PAIRINGS, Pairing
 
-__all__ = ["Rotation", "Table", "is_candidate", "parameters_of", "rotation_of"]
+__all__ = ["PACKED", "Rotation", "Table", "is_candidate", "parameters_of", "rotation_of"]
 
 Table = Literal["halves", "neighbours", "single"]
+# The argument of functions that receive one table with both sin and cos in its last dimension, as in RoFormer.
+PACKED = "sinusoidal_pos"
+Packing = Literal["sin, cos", "cos, sin"]
+PACKINGS: tuple[Packing, ...] = ("sin, cos", "cos, sin")
 
 
 class Sizes(NamedTuple):
@@ -67,6 +71,9 @@ class Rotation:
         seq_dims: The supported sequence dimensions, per value of the argument unsqueeze_dim (None if it has none).
         both: Whether the function rotates q and k, or one tensor.
         keeps_dtype: False if cos in float32 promotes queries in bfloat16 to float32.
+        packing: Which half of one table [batch, 1, seq, 2 * width] contains sin and which cos. None if they are two
+            arguments.
+        values: The name of an optional argument for a tensor that is rotated as q and k are. None if there is none.
 
     >>> def apply_rotary_pos_emb(q, k, cos, sin):
     ...     def rotated(x):
@@ -87,6 +94,13 @@ class Rotation:
     seq_dims: tuple[tuple[int | None, int], ...]
     both: bool
     keeps_dtype: bool
+    packing: Packing | None = None
+    values: str | None = None
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The names of the arguments for cos and sin."""
+        return ("cos", "sin") if self.packing is None else (PACKED,)
 
     def __str__(self) -> str:
         words = [f"{self.pairing} pairs" + (f" of the {self.part} features" if self.part else "")]
@@ -96,12 +110,15 @@ class Rotation:
 
 
 def is_candidate(function: object) -> bool:
-    """Return whether this is a function of cos and sin, by the names of its arguments.
+    """Return whether this is a function of cos and sin, or of one table of both, by the names of its arguments.
 
     >>> is_candidate(lambda q, k, cos, sin: None), is_candidate(lambda q, angles: None)
     (True, False)
     """
-    return callable(function) and not inspect.isclass(function) and {"cos", "sin"} <= set(parameters_of(function))
+    if not callable(function) or inspect.isclass(function):
+        return False
+    names = set(parameters_of(function))
+    return {"cos", "sin"} <= names or PACKED in names
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
@@ -122,7 +139,7 @@ def rotation_of(function: Callable[..., object], sources: Sources | None = None)
     """Determine which rotation a function computes.
 
     Args:
-        function: A function of q, cos and sin, or of q, k, cos and sin.
+        function: A function of q, cos and sin, or of q, k, cos and sin. cos and sin may be one table.
         sources: If not None, the source of the function is analyzed before it is called: its result must not depend on
             the call. A function that keeps state between calls is never called.
 
@@ -133,26 +150,50 @@ def rotation_of(function: Callable[..., object], sources: Sources | None = None)
     'it computes no rotation of pairs that ropewalk supports'
     """
     names = parameters_of(function)
-    tensors = [name for name in list(names)[:4] if name not in ("cos", "sin")]
-    both = list(names)[1:2] not in (["cos"], ["sin"])
-    inputs = tensors[: 2 if both else 1]
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = {n for n, p in names.items() if p.default is p.empty and p.kind not in variadic}
-    required -= {*inputs, "cos", "sin"}
-    if required:
-        return f"it requires {', '.join(sorted(required))} in addition to q, k, cos and sin"
-    reason = None if sources is None else why_not_straight(function, inputs, sources)
+    required = [n for n, p in names.items() if p.default is p.empty and p.kind not in variadic]
+    tables = ("cos", "sin") if {"cos", "sin"} <= set(names) else (PACKED,)
+    if tables == (PACKED,):
+        inputs = [name for name in required if name != PACKED][:2]
+    else:
+        both = list(names)[1:2] not in (["cos"], ["sin"])
+        inputs = [name for name in list(names)[:4] if name not in tables][: 2 if both else 1]
+    others = set(required) - {*inputs, *tables}
+    if others:
+        return f"it requires {', '.join(sorted(others))} in addition to q, k, cos and sin"
+    reason = None if sources is None else why_not_straight(function, [*inputs, *tables], sources)
     if reason is not None:
         return reason
+    unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (None,)
+    forms: list[tuple[Packing | None, int | None, int]] = [(packing, None, -2) for packing in PACKINGS]
+    if tables != (PACKED,):
+        forms = [(None, axis, dim) for axis in unsqueeze_dims for dim in (-2, -3)]
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        unsqueeze_dims = (1, 2) if "unsqueeze_dim" in names else (None,)
         for table in TABLES:
-            probes = [_Probe(function, tuple(inputs), table, axis, dim) for axis in unsqueeze_dims for dim in (-2, -3)]
+            probes = [_Probe(function, tuple(inputs), table, *form) for form in forms]
             matches = [(probe, kind) for probe in probes for kind in [probe.kind()] if kind is not None]
             kinds = {kind for _, kind in matches}
             if len(kinds) == 1:
-                return _rotation([probe for probe, _ in matches], *kinds, both=both)
+                rotation = _rotation([probe for probe, _ in matches], *kinds, both=len(inputs) == 2)
+                return _with_values(rotation, [probe for probe, _ in matches], sources)
     return "it computes no rotation of pairs that ropewalk supports"
+
+
+def _with_values(rotation: Rotation | str, probes: "list[_Probe]", sources: Sources | None) -> Rotation | str:
+    """Add the name of an optional argument for values, if values are rotated as q and k are."""
+    function, inputs = probes[0].function, probes[0].names
+    optional = [n for n, p in parameters_of(function).items() if p.default is None and (n == "v" or "value" in n)]
+    if isinstance(rotation, str) or not rotation.both or len(optional) != 1:
+        return rotation
+    names = (*inputs, *optional)
+    if sources is not None and why_not_straight(function, [*names, *rotation.tables], sources) is not None:
+        return rotation
+    of_three = [
+        _Probe(function, names, probe.table, probe.packing, probe.unsqueeze_dim, probe.seq_dim) for probe in probes
+    ]
+    kind = rotation.pairing, rotation.conjugate, rotation.reorders
+    same = _rotation(of_three, kind, both=True) if all(probe.is_kind(kind) for probe in of_three) else None
+    return replace(rotation, values=optional[0]) if same == rotation else rotation
 
 
 def _rotation(probes: "list[_Probe]", kind: "Kind", *, both: bool) -> Rotation | str:
@@ -179,6 +220,7 @@ def _rotation(probes: "list[_Probe]", kind: "Kind", *, both: bool) -> Rotation |
         seq_dims=tuple((probe.unsqueeze_dim, probe.seq_dim) for probe in probes),
         both=both,
         keeps_dtype=keeps_dtype,
+        packing=first.packing,
     )
 
 
@@ -199,6 +241,7 @@ class _Probe:
         function: Callable[..., Any],
         names: tuple[str, ...],
         table: Table,
+        packing: Packing | None,
         unsqueeze_dim: int | None,
         seq_dim: int,
         sizes: Sizes = SIZES,
@@ -207,27 +250,31 @@ class _Probe:
         self.function, self.names, self.unsqueeze_dim, self.seq_dim = function, names, unsqueeze_dim, seq_dim
         self.sizes = sizes
         self.table: Table = table
+        self.packing: Packing | None = packing
         # A separate generator, so that the random state of a training run does not change.
         options = {"dtype": torch.float64, "device": "cpu", "generator": torch.Generator().manual_seed(0)}
         batch, heads, seq, whole, part = sizes
         angles = torch.rand(batch, seq, whole // 2, **options) * 6
         # cos and sin may contain an amplitude.
         self.cos, self.sin = (1.25 * angles.cos()).to(dtype), (1.25 * angles.sin()).to(dtype)
-        # Keys have fewer heads than queries, if there is more than one.
-        counts = heads, max(heads // 2, 1)
+        # Keys and values have fewer heads than queries, if there is more than one.
+        counts = [heads] + [max(heads // 2, 1)] * max(len(names) - 1, 1)
         self.inputs = [torch.randn(batch, n, seq, whole, **options).to(dtype) for n in counts]
         self.not_rotated = [torch.randn(batch, n, seq, part - whole, **options).to(dtype) for n in counts]
 
     def of_sizes(self, sizes: Sizes) -> "_Probe":
-        return _Probe(self.function, self.names, self.table, self.unsqueeze_dim, self.seq_dim, sizes)
+        return _Probe(self.function, self.names, self.table, *self._form(), sizes)
 
     def of_dtype(self, dtype: torch.dtype) -> "_Probe":
-        return _Probe(self.function, self.names, self.table, self.unsqueeze_dim, self.seq_dim, self.sizes, dtype)
+        return _Probe(self.function, self.names, self.table, *self._form(), self.sizes, dtype)
+
+    def _form(self) -> tuple[Packing | None, int | None, int]:
+        return self.packing, self.unsqueeze_dim, self.seq_dim
 
     def _call(self, inputs: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor] | None:
         """Return results with the sequence in dimension -2, or None if the call fails or returns other shapes."""
         arranged = [x if self.seq_dim == -2 else x.transpose(1, 2) for x in inputs]
-        kwargs = dict(zip(self.names, arranged, strict=False)) | {"cos": cos, "sin": sin}
+        kwargs = dict(zip(self.names, arranged, strict=False)) | self._table_arguments(cos, sin)
         kwargs |= {} if self.unsqueeze_dim is None else {"unsqueeze_dim": self.unsqueeze_dim}
         try:
             result: Any = self.function(**kwargs)
@@ -240,6 +287,11 @@ class _Probe:
         results = [y if self.seq_dim == -2 or y.dim() != 4 else y.transpose(1, 2) for y in results]
         same_shapes = all(y.shape == x.shape for y, x in zip(results, inputs, strict=False))
         return results if same_shapes else None
+
+    def _table_arguments(self, cos: Tensor, sin: Tensor) -> dict[str, Tensor]:
+        if self.packing is None:
+            return {"cos": cos, "sin": sin}
+        return {PACKED: torch.cat((sin, cos) if self.packing == "sin, cos" else (cos, sin), dim=-1).unsqueeze(1)}
 
     def _tables(self) -> tuple[Tensor, Tensor]:
         return _widened(self.cos, self.table), _widened(self.sin, self.table)

@@ -31,7 +31,7 @@ __all__ = ["why_norm_not_straight", "why_not_straight"]
 # autograd or on the length. squeeze depends on a size, so it is not included.
 _MOVES = {
     *("cat", "concat", "concatenate", "stack", "repeat_interleave", "expand", "expand_as"),
-    *("flatten", "unflatten", "reshape", "view", "view_as", "unsqueeze"),
+    *("flatten", "unflatten", "reshape", "reshape_as", "view", "view_as", "unsqueeze"),
     *("movedim", "permute", "swapaxes", "transpose"),
     *("clone", "contiguous", "double", "float", "to", "type", "type_as"),
 }
@@ -113,8 +113,8 @@ def why_not_straight(function: object, tensors: Iterable[str], sources: Sources)
 
     Args:
         function: The function.
-        tensors: The names of its arguments that are tensors, in addition to cos and sin. All other arguments are
-            assumed to have their defaults, except unsqueeze_dim.
+        tensors: The names of its arguments that are tensors. All other arguments are assumed to have their defaults,
+            except unsqueeze_dim.
         sources: Parsed source files.
 
     Returns:
@@ -122,14 +122,14 @@ def why_not_straight(function: object, tensors: Iterable[str], sources: Sources)
 
     >>> def apply_rotary_pos_emb(q, cos, sin):
     ...     return q * 2 if q.shape[-2] > 16 else q
-    >>> why_not_straight(apply_rotary_pos_emb, ["q"], Sources())
+    >>> why_not_straight(apply_rotary_pos_emb, ["q", "cos", "sin"], Sources())
     'its code may depend on the call: line 2, q.shape[-2] > 16'
     """
     # Some packages replace a function by a module. Its forward is analyzed if nothing else runs.
     if isinstance(function, nn.Module):
         function = _forward_of(function)
     reader = _Reader(sources)
-    kwargs = dict.fromkeys([*tensors, "cos", "sin"], _Tensor())
+    kwargs = dict.fromkeys(tensors, _Tensor())
     return reader.why_not(function, kwargs)
 
 
