@@ -256,7 +256,7 @@ def test_t5s_bias_is_in_score_units_if_the_weights_are_there(target, drawn, tmp_
             added = [row[distance] for row in written["bias"][stack]]
             assert added == pytest.approx(learned[stack][bucket].tolist(), rel=1e-7)
     decoder, encoder = drawn[0].axes
-    assert [axes.get_ylabel() for axes in (decoder, encoder)] == ["added to the score"] * 2
+    assert [axes.get_ylabel() for axes in (decoder, encoder)] == ["added to q·k (no 1/√d)"] * 2
     assert decoder.lines[2].get_ydata().tolist() == written["bias"]["decoder"][2][1:]
     assert "T5, encoder" in encoder.get_title(loc="left")
     assert capsys.readouterr().err == ""
@@ -314,11 +314,17 @@ def test_sinusoidal_is_the_table(target, drawn):
     assert drawn[0].axes[0].images[0].get_array().tolist() == table
 
 
-def test_the_pictures_of_verify_are_drawn_by_the_same_functions():
+def test_the_bands_are_those_of_the_theory():
     assert octaves(BAND_EDGES[-1]) == list(BAND_EDGES)
+
+
+def test_the_pictures_of_verify_are_drawn_by_the_same_functions():
     labels = legend(figures.FIGURES["wavelengths"]())
     assert labels[0] == "base 10,000: 46 of 64 periods within 4,096"
-    assert [axes.get_title() for axes in figures.FIGURES["rotation"]().axes][1:] == ["m − n = 2:  q·k = 0.209"] * 2
+    assert [axes.get_title() for axes in figures.FIGURES["rotation"]().axes][1:] == [
+        "m = 5, n = 3, m − n = 2:\nq·k = 0.209",
+        "m = 10, n = 8, m − n = 2:\nq·k = 0.209",
+    ]
 
 
 @pytest.mark.slow
@@ -409,7 +415,19 @@ def without(package: str, *commands: str, folder: Path) -> subprocess.CompletedP
 
 @pytest.mark.slow
 def test_no_picture_needs_torch(tmp_path):
-    names = ("decay", "frequencies", "rotation", "bias", "sinusoidal")
+    names = (
+        "decay",
+        "frequencies",
+        "rotation",
+        "bias",
+        "sinusoidal",
+        "bound",
+        "score",
+        "matrix",
+        "heads",
+        "plane",
+        "t5",
+    )
     result = without("torch", *(f"{name} --out {name}.png --dpi 50" for name in names), folder=tmp_path)
     assert result.stderr == ""
     assert result.stdout.splitlines() == [line for name in names for line in (f"picture: {name}.png", "0")]
