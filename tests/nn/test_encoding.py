@@ -252,8 +252,8 @@ def test_compiled_in_one_graph(name, given):
 
 # Another value for each option; it must be seen in a result, in the module, or as an error.
 OTHERS: dict[str, dict[str, Any]] = {
-    "learned": {"length": 10},
-    "sinusoidal": {"base": 50.0},
+    "learned": {"length": 10, "head_dim": 4, "placement": "scores"},
+    "sinusoidal": {"base": 50.0, "head_dim": 4, "placement": "projection"},
     "multiplicative": {"length": 10},
     "concatenated": {"width": 4, "length": 50, "base": 50.0},
     "t5": {"causal": True, "num_buckets": 16, "max_distance": 6},
@@ -309,9 +309,11 @@ def test_every_option_matters(name):
     assert not isinstance(before, str)
     for option, other in OTHERS.get(name, {}).items():
         assert outcome(name, {}, **{option: other}) != before, option
+    # The number of heads matters to vectors that are added to heads.
+    placed: dict[str, Any] = {"placement": "scores"} if "placement" in options_of(name) else {}
     for size, other in (("dim", 12), ("num_heads", 4)):
         if size in inspect.signature(ENCODINGS[name]).parameters:
-            assert outcome(name, {size: other}) != before, size
+            assert outcome(name, {size: other}, **placed) != outcome(name, {}, **placed), size
     assert "an integer of at least 1" in outcome(name, {"dim": 0})
     assert "an integer of at least 1" in outcome(name, {"num_heads": True})
 

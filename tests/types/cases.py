@@ -107,6 +107,12 @@ def attention(x: Tensor) -> None:
     layer = rw.Attention(512, 8, encoding=rw.encoding("rope", dim=512, num_heads=8))
     assert_type(layer(x), Tensor)
     rw.encoding("rotary", dim=512, num_heads=8)  # error: reportArgumentType
+    learned = rw.encoding("learned", dim=512, num_heads=8, length=64, placement="scores")
+    assert_type(learned.encode_heads(x, x, x), tuple[Tensor, Tensor, Tensor])
+    rw.encoding("sinusoidal", dim=512, num_heads=8, placement="projection", head_dim=32)
+    rw.encoding("sinusoidal", dim=512, num_heads=8, placement="values")  # error: reportArgumentType
+    rw.encoding("rope", dim=512, num_heads=8, placement="scores")  # error: reportArgumentType
+    rw.encoding("t5", dim=512, num_heads=8, placement="input")  # error: reportArgumentType
 
 
 def linear(q: Tensor, k: Tensor, v: Tensor, state: rw.LinearState) -> None:

@@ -83,7 +83,8 @@ def attention(
         q: Queries [batch, heads, queries, head_dim].
         k: Keys [batch, kv_heads, keys, head_dim]. heads is a multiple of kv_heads.
         v: Values [batch, kv_heads, keys, v_dim].
-        encoding: Rotates q and k, or adds a bias to the scores, and can set another scale. None adds no position.
+        encoding: Changes q, k and v, rotates q and k, or adds a bias to the scores, and can set another scale. None
+            adds no position.
         q_positions: Positions of q [queries] or [batch, queries]. Defaults to those of the last keys. Required with an
             encoding if not causal and if there are more or fewer queries than keys.
         k_positions: Positions of k [keys] or [batch, keys]; [axes, keys] or [axes, batch, keys] if tokens have several
@@ -132,7 +133,9 @@ def attention(
     score_bias = None
     if added is not None:
         positions = _positions(q, k, q_positions, k_positions, start, cu_seqlens, rope_axes(added))
-        q, k = (x.to(v.dtype) for x in added.rotate(q, k, positions[0], k_positions=positions[1]))
+        dtype = v.dtype
+        q, k, v = (x.to(dtype) for x in added.encode_heads(q, k, v, positions[0], k_positions=positions[1]))
+        q, k = (x.to(dtype) for x in added.rotate(q, k, positions[0], k_positions=positions[1]))
         if type(added).bias is not Encoding.bias:
             score_bias = ScoreBias(added, *positions)
     else:
@@ -205,7 +208,7 @@ def _checked_encoding(
     if isinstance(encoding, Encoding) and encoding.only_embeds:
         raise RopewalkError(
             asked=f"attention(encoding=...) with {encoding.name}",
-            expected="an encoding that rotates q and k or adds a bias to the scores, or None",
+            expected="an encoding that changes q and k or adds a bias to the scores, or None",
             got=f"{encoding.name}, which changes tokens before they are projected",
             do="call its embed(x, positions) before the first layer of the model, and omit encoding",
         )

@@ -46,9 +46,9 @@ class Attention(ProjectedHeads):
         num_heads: Number of query heads.
         num_kv_heads: Number of key heads, a divisor of `num_heads`; None for `num_heads`.
         head_dim: Width of a head; None for dim / num_heads.
-        encoding: Rotates q and k, or adds a bias to the scores, and can set another scale. It can be shared between
-            layers. The `embed` hook is not called here: the model calls it once, before the first layer. None adds no
-            position.
+        encoding: Changes q, k and v, rotates q and k, or adds a bias to the scores, and can set another scale. It can
+            be shared between layers. The `embed` hook is not called here: the model calls it once, before the first
+            layer. None adds no position.
         causal: Hide the tokens after a query.
         window: Number of tokens that a query sees, itself included, as `sliding_window` in configs: query m sees key n
             if 0 <= m - n < window; if not causal, if |m - n| < window. m and n count tokens, not positions. None for no
@@ -167,7 +167,9 @@ class Attention(ProjectedHeads):
                 positions = packed_positions(cu_seqlens, seq)
         q, k, v = self.heads_of(x)
         if self.encoding is not None:
-            q, k = (rotated.to(v.dtype) for rotated in self.encoding.rotate(q, k, positions))
+            dtype = v.dtype
+            q, k, v = (heads.to(dtype) for heads in self.encoding.encode_heads(q, k, v, positions))
+            q, k = (rotated.to(dtype) for rotated in self.encoding.rotate(q, k, positions))
         if cache is not None:
             # A cache stores whole positions of one axis. A bias needs them; other encodings can use fractions.
             storable = self.axes == 1 and (self._adds_bias or explicit is None or not explicit.is_floating_point())

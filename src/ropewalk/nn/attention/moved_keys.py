@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.precision import working_dtype
-from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.base import Encoding, encodes_heads
 from ropewalk.nn.encodings.rotary import rope_in
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.spec.rope import RopeSpec
@@ -66,12 +66,14 @@ def moved_keys(keys: Tensor, positions: Tensor, by: int, rotation: KeyRotation) 
 def _rope_of_keys(rotation: object, head_dim: int) -> tuple[RotaryEmbedding | None, int | None]:
     """Return the rope that rotated the keys, or None if keys contain no position; and the length it was used with."""
     rope = RotaryEmbedding(rotation) if isinstance(rotation, RopeSpec) else rope_in(rotation)
-    if rope is not None:
+    # What encode_heads added to keys cannot be moved.
+    added = encodes_heads(rotation)
+    if rope is not None and not added:
         length = getattr(rotation, "at_length", None)
         _check_rope(rope, length, head_dim)
         return rope, length
     no_rotation = isinstance(rotation, Encoding) and rotation.relative and type(rotation).rotate is Encoding.rotate
-    if rotation is None or no_rotation:
+    if rotation is None or (no_rotation and not added):
         return None, None
     got = f"{rotation}" if isinstance(rotation, nn.Module) else shown(rotation)
     do = "pass the encoding of the layer; if it is absolute, call reset() and read the last tokens again"

@@ -1,27 +1,110 @@
-"""Absolute encodings, which implement the `embed` hook: they change each token by its position, before the first layer.
+"""Absolute encodings: they change each token alone, by a vector that depends on its position.
 
-x is [batch, seq, dim], or [..., seq, dim] with the batch first. The vector of a position is computed in float64 or in
-the dtype of the parameters, and the result is rounded once to the dtype of x.
+Most implement the `embed` hook, before the first layer: x is [batch, seq, dim], or [..., seq, dim] with the batch
+first. An added vector can be placed after the projections instead, by the hook `encode_heads`. The vector of a position
+is computed in float64 or in the dtype of the parameters, and the result is rounded once to the dtype of x.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ropewalk.errors import RopewalkError, require_count, require_even
+from ropewalk.errors import RopewalkError, require_choice, require_count, require_even
 from ropewalk.kernels.angles.torch import angles_at
 from ropewalk.kernels.constructors import arange, constant, placed
-from ropewalk.nn.encodings.base import Encoding, EncodingCache, check_token_positions, check_tokens
+from ropewalk.nn.encodings.base import (
+    Encoding,
+    EncodingCache,
+    check_heads,
+    check_token_positions,
+    check_tokens,
+    head_dim_of_model,
+)
 from ropewalk.nn.position_checks import can_read_values
 from ropewalk.nn.rotary.spec_numbers import plain_frequencies
 from ropewalk.spec.frequencies import Plain
 
-__all__ = ["ConcatenatedEncoding", "LearnedEncoding", "MultiplicativeEncoding", "SinusoidalEncoding"]
+__all__ = [
+    "ConcatenatedEncoding",
+    "LearnedEncoding",
+    "MultiplicativeEncoding",
+    "PlacementName",
+    "SinusoidalEncoding",
+    "learned_for_model",
+    "sinusoidal_for_model",
+]
+
+# What a vector p is added to: tokens before the first layer; q, k and v of every layer; q and k of every layer.
+PlacementName = Literal["input", "projection", "scores"]
 
 # Standard deviation of the initial table, as in BERT and GPT-2.
 STD = 0.02
+
+
+class _Added(Encoding):
+    """An encoding that adds a vector p_m to each token, at one of three placements. `dim` is the width of p_m.
+
+    Attributes:
+        placement: What p_m is added to.
+    """
+
+    relative = False
+    only_embeds = True
+    # A class attribute too: encodings that an earlier version pickled have none.
+    placement: PlacementName = "input"
+    dim: int
+
+    def _place(self, placement: PlacementName) -> None:
+        asked = f"{type(self).__name__}(placement=...)"
+        self.placement = require_choice(placement, get_args(PlacementName), asked=asked)
+        self.only_embeds = placement == "input"
+
+    @property
+    def head_dim(self) -> int | None:
+        """Width of the heads that p_m is added to; None if it is added to the tokens."""
+        return None if self.placement == "input" else self.dim
+
+    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
+        if self.placement != "input":
+            return x
+        asked = f"{type(self).__name__}.embed"
+        check_tokens(x, self.dim, asked=asked, parameter=self._parameter)
+        self.note_embedded()
+        return (x + self._vectors(x, positions, f"{asked}(positions)")).to(x.dtype)
+
+    def encode_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None = None,
+        *,
+        k_positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.placement == "input":
+            return q, k, v
+        asked, values = f"{type(self).__name__}.encode_heads", self.placement == "projection"
+        for name, x in (("q", q), ("k", k), ("v", v)) if values else (("q", q), ("k", k)):
+            check_heads(x, self.dim, asked=f"{asked}({name})", parameter=self._parameter)
+        p = p_of_keys = self._vectors(q, positions, f"{asked}(positions)")
+        if k_positions is not None or q.shape[-2] != k.shape[-2]:
+            keys, name = (positions, "positions") if k_positions is None else (k_positions, "k_positions")
+            p_of_keys = self._vectors(k, keys, f"{asked}({name})")
+        return (q + p).to(q.dtype), (k + p_of_keys).to(k.dtype), (v + p_of_keys).to(v.dtype) if values else v
+
+    @property
+    def _parameter(self) -> Tensor | None:
+        """The parameter whose device the tokens must be on; None if there is none."""
+        return None
+
+    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
+        """Return p_m for the positions of x, shaped to broadcast. `asked` names the argument, for errors."""
+        raise NotImplementedError
+
+    def _placement_repr(self) -> str:
+        return "" if self.placement == "input" else f", placement={self.placement!r}"
 
 
 class _Table(Encoding):
@@ -45,40 +128,55 @@ class _Table(Encoding):
         """Initialise the table, as required after `to_empty`."""
         nn.init.normal_(self.weight, std=STD)
 
-    def _rows(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        asked = f"{type(self).__name__}.embed"
-        check_tokens(x, self.dim, asked=asked, parameter=self.weight)
-        self.note_embedded()
-        return _rows(self.weight, self._length, x, positions, asked)
-
     def extra_repr(self) -> str:
         return f"{self.dim}, length={self._length}"
 
 
-class LearnedEncoding(_Table):
+class LearnedEncoding(_Added, _Table):
     """x_m + p_m, where p_m is row m of a learned table (Gehring et al., 1705.03122, section 3.1; BERT, GPT-2).
 
     Absolute. Positions from `length` on and negative positions raise an error. Ids on a GPU or under torch.compile are
     not checked; the device raises an index error instead. The table is initialised with a standard deviation of 0.02.
 
+    p_m is added at one of three placements. "input": x_m + p_m before the first layer, by `embed`. "projection":
+    W x_m + p_m for q, k and v, by `encode_heads`. "scores": (q_m + p_m) . (k_n + p_n), by `encode_heads`, without a
+    change of the values. For the last two, p_m has the width of a head. All heads share it, key heads too.
+
     Args:
-        dim: Width of the model.
+        dim: Width of p_m: that of the model for "input", that of a head for "projection" and "scores".
         length: Number of positions, which is the number of rows of the table.
+        placement: What p_m is added to: "input", "projection" or "scores".
 
     Raises:
-        RopewalkError: If an argument is not an integer of at least 1.
+        RopewalkError: If a size is not an integer of at least 1, or if the placement is unknown.
 
     >>> learned = LearnedEncoding(2, length=3)
     >>> learned.load_state_dict({"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])})
     <All keys matched successfully>
     >>> learned.embed(torch.full((1, 1, 2), 0.5), torch.tensor([1])).tolist()
     [[[3.5, 4.5]]]
+    >>> scores = LearnedEncoding(2, length=3, placement="scores")
+    >>> _ = scores.load_state_dict(learned.state_dict())
+    >>> q = k = v = torch.full((1, 1, 1, 2), 0.5)
+    >>> [x.flatten().tolist() for x in scores.encode_heads(q, k, v, torch.tensor([1]))]
+    [[3.5, 4.5], [3.5, 4.5], [0.5, 0.5]]
     """
 
     name = "learned"
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
-        return (x + self._rows(x, positions)).to(x.dtype)
+    def __init__(self, dim: int, *, length: int, placement: PlacementName = "input") -> None:
+        super().__init__(dim, length=length)
+        self._place(placement)
+
+    @property
+    def _parameter(self) -> Tensor:
+        return self.weight
+
+    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
+        return _rows(self.weight, self._length, x, positions, asked)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + self._placement_repr()
 
 
 class MultiplicativeEncoding(_Table):
@@ -107,46 +205,52 @@ class MultiplicativeEncoding(_Table):
         nn.init.ones_(self.weight)
 
     def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
-        return (x * self._rows(x, positions)).to(x.dtype)
+        asked = f"{type(self).__name__}.embed"
+        check_tokens(x, self.dim, asked=asked, parameter=self.weight)
+        self.note_embedded()
+        return (x * _rows(self.weight, self._length, x, positions, f"{asked}(positions)")).to(x.dtype)
 
 
-class SinusoidalEncoding(Encoding):
+class SinusoidalEncoding(_Added):
     """x_m + p_m with p_{m,2i} = sin(m base^(-2i/d)), p_{m,2i+1} = cos(m base^(-2i/d)) (1706.03762, section 3.5).
 
     Absolute. Defined at every position: fractional, negative and large ones too. No table is stored, and casting the
     module does not change the frequencies. Sines and cosines alternate, as in the paper; some code puts all sines
-    before all cosines.
+    before all cosines. d is `dim`, the width of p_m.
+
+    p_m is added at one of the three placements of `LearnedEncoding`.
 
     Args:
-        dim: Width of the model. It must be even.
+        dim: Width of p_m: that of the model for "input", that of a head for "projection" and "scores". It must be even.
         base: Base of the frequencies.
+        placement: What p_m is added to: "input", "projection" or "scores".
 
     Raises:
-        RopewalkError: If `dim` is not even, or if `base` is invalid.
+        RopewalkError: If `dim` is not even, if `base` is invalid, or if the placement is unknown.
 
     >>> y = SinusoidalEncoding(2).embed(torch.zeros(1, 2, 2))
     >>> [round(wave, 4) for wave in y.flatten().tolist()]  # sin 0, cos 0; sin 1, cos 1
     [0.0, 1.0, 0.8415, 0.5403]
+    >>> q = k = v = torch.zeros(1, 1, 1, 2)
+    >>> [x.flatten().tolist() for x in SinusoidalEncoding(2, placement="projection").encode_heads(q, k, v)]
+    [[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
     """
 
     name = "sinusoidal"
-    relative = False
-    only_embeds = True
     held: ClassVar[tuple[str, ...]] = ("_theta",)
 
-    def __init__(self, dim: int, *, base: float = 10_000.0) -> None:
+    def __init__(self, dim: int, *, base: float = 10_000.0, placement: PlacementName = "input") -> None:
         super().__init__()
         self.dim: int = _even(dim, "SinusoidalEncoding(dim)")
         self.base: float = Plain(base).base
         self._theta: Tensor = plain_frequencies(self.base, self.dim)
+        self._place(placement)
 
-    def embed(self, x: Tensor, positions: Tensor | None = None, *, cache: EncodingCache | None = None) -> Tensor:
-        check_tokens(x, self.dim, asked="SinusoidalEncoding.embed")
-        self.note_embedded()
-        return (x + _waves(self._theta, x, positions, "SinusoidalEncoding.embed")).to(x.dtype)
+    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
+        return _waves(self._theta, x, positions, asked)
 
     def extra_repr(self) -> str:
-        return f"{self.dim}, base={self.base:g}"
+        return f"{self.dim}, base={self.base:g}" + self._placement_repr()
 
 
 class ConcatenatedEncoding(Encoding):
@@ -213,6 +317,7 @@ class ConcatenatedEncoding(Encoding):
         asked, matrix = "ConcatenatedEncoding.embed", self.projection.weight
         check_tokens(x, self.dim, asked=asked, parameter=matrix)
         self.note_embedded()
+        asked = f"{asked}(positions)"
         if self.weight is None or self._length is None:
             vector = _waves(self._theta, x, positions, asked)
         else:
@@ -225,6 +330,65 @@ class ConcatenatedEncoding(Encoding):
     def extra_repr(self) -> str:
         kind = f"base={self.base:g}" if self._length is None else f"length={self._length}"
         return f"{self.dim}, width={self.width}, {kind}"
+
+
+def learned_for_model(
+    dim: int, num_heads: int, *, length: int, head_dim: int | None = None, placement: PlacementName = "input"
+) -> LearnedEncoding:
+    """Create `encoding("learned")` for a model of width `dim`.
+
+    Args:
+        dim: Width of the model.
+        num_heads: Number of query heads.
+        length: As in `LearnedEncoding`.
+        head_dim: Width of a head, for the placements after the projections; None for dim / num_heads.
+        placement: As in `LearnedEncoding`.
+
+    Returns:
+        The encoding.
+
+    Raises:
+        RopewalkError: If the sizes or the options are invalid.
+
+    >>> learned_for_model(8, 2, length=64), learned_for_model(8, 2, length=64, placement="scores")
+    (LearnedEncoding(8, length=64), LearnedEncoding(4, length=64, placement='scores'))
+    """
+    return LearnedEncoding(
+        _width_at("learned", placement, dim, num_heads, head_dim), length=length, placement=placement
+    )
+
+
+def sinusoidal_for_model(
+    dim: int,
+    num_heads: int,
+    *,
+    base: float = 10_000.0,
+    head_dim: int | None = None,
+    placement: PlacementName = "input",
+) -> SinusoidalEncoding:
+    """Create `encoding("sinusoidal")` for a model of width `dim`. Arguments are those of `learned_for_model`.
+
+    >>> sinusoidal_for_model(8, 2, head_dim=6, placement="projection")
+    SinusoidalEncoding(6, base=10000, placement='projection')
+    """
+    return SinusoidalEncoding(
+        _width_at("sinusoidal", placement, dim, num_heads, head_dim), base=base, placement=placement
+    )
+
+
+def _width_at(name: str, placement: PlacementName, dim: int, num_heads: int, head_dim: int | None) -> int:
+    """Return the width of a vector at a placement: that of the model, or that of a head."""
+    require_choice(placement, get_args(PlacementName), asked=f"encoding({name!r}, placement=...)")
+    if placement != "input":
+        return head_dim_of_model(name, dim, num_heads, head_dim)
+    if head_dim is not None:
+        raise RopewalkError(
+            asked=f"encoding({name!r}, head_dim=...)",
+            expected='head_dim only with placement="projection" or "scores"',
+            got=f"head_dim={head_dim!r} and placement='input'",
+            do="omit head_dim: the vectors have the width of the model",
+        )
+    return dim
 
 
 def _rows(table: Tensor, length: int, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
@@ -247,7 +411,7 @@ def _rows(table: Tensor, length: int, x: Tensor, positions: Tensor | None, asked
 
 def _past(length: int, first: int, last: int, asked: str) -> RopewalkError:
     return RopewalkError(
-        asked=f"{asked}(positions)",
+        asked=asked,
         expected=f"positions from 0 to {length - 1}, the rows of the table",
         got=f"positions from {first} to {last}",
         do="a learned table has no rows past its length: train a longer table, or use an encoding with a formula",

@@ -1,4 +1,4 @@
-"""Encoding: the base class of all encodings, with the three hooks that add position to a model."""
+"""Encoding: the base class of all encodings, with the four hooks that add position to a model."""
 
 from collections.abc import Callable
 from typing import ClassVar, Protocol
@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, shown, warn
+from ropewalk.errors import RopewalkError, require_count, shown, warn
 from ropewalk.kernels.constructors import empty
 from ropewalk.kernels.torch_internals import constant_to_compiler, fake_mode
 from ropewalk.nn.memory_layout import check_strided
@@ -14,7 +14,17 @@ from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids, check_positions
 from ropewalk.nn.scripting import refuse_scripting
 
-__all__ = ["Encoding", "EncodingCache", "ScoreMod", "check_token_positions", "check_tokens", "warn_if_not_embedded"]
+__all__ = [
+    "Encoding",
+    "EncodingCache",
+    "ScoreMod",
+    "check_heads",
+    "check_token_positions",
+    "check_tokens",
+    "encodes_heads",
+    "head_dim_of_model",
+    "warn_if_not_embedded",
+]
 
 # score_mod of FlexAttention: (score, batch, head, query index, key index) -> score.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -38,10 +48,13 @@ class EncodingCache(Protocol):
 
 
 class Encoding(DropsOldBuffers):
-    """Base class of encodings, which add position to a model by one or more of three hooks.
+    """Base class of encodings, which add position to a model by one or more of four hooks.
 
     - `embed` changes the tokens [batch, seq, dim]. The model calls it once, before the first layer.
-    - `rotate` changes queries and keys [batch, heads, seq, head_dim]. Every attention layer calls it.
+    - `encode_heads` changes queries, keys and values [batch, heads, seq, head_dim], each token alone. Every attention
+      layer calls it after the projections; in linear attention that is before the feature map.
+    - `rotate` changes queries and keys [batch, heads, seq, head_dim]. Every attention layer calls it after
+      `encode_heads`. Linear attention rotates features instead, by the RotaryEmbedding `rope` of an encoding.
     - `bias` returns a bias [heads, q, k] or [batch, heads, q, k] that is added to the scores.
 
     A hook that is not overridden does nothing, so `Encoding()` is the encoding "none". Positions are [seq] or
@@ -66,7 +79,7 @@ class Encoding(DropsOldBuffers):
     linear: ClassVar[bool] = True
     held: ClassVar[tuple[str, ...]] = ()
     flex_options: ClassVar[dict[str, object] | None] = None
-    only_embeds: ClassVar[bool] = False
+    only_embeds: bool = False
 
     @property
     def length(self) -> int | None:
@@ -90,6 +103,29 @@ class Encoding(DropsOldBuffers):
             Tensor of the shape and dtype of x.
         """
         return x
+
+    def encode_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None = None,
+        *,
+        k_positions: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Add position to queries, keys and values, after the projections. Each token is changed alone.
+
+        Args:
+            q: Queries [batch, heads, seq, head_dim].
+            k: Keys [batch, kv_heads, keys, head_dim].
+            v: Values [batch, kv_heads, keys, v_dim].
+            positions: Positions of q [seq] or [batch, seq]; None is 0 .. seq-1.
+            k_positions: Positions of k and v [keys] or [batch, keys]; None is `positions`.
+
+        Returns:
+            q, k and v, of the same shapes and dtypes.
+        """
+        return q, k, v
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor | None = None, *, k_positions: Tensor | None = None
@@ -196,25 +232,75 @@ def warn_if_not_embedded(encoding: Encoding | None, layer: str) -> None:
     )
 
 
+def encodes_heads(encoding: object) -> bool:
+    """Whether an encoding adds position to queries, keys or values by its hook `encode_heads`.
+
+    >>> encodes_heads(Encoding()), encodes_heads(None)
+    (False, False)
+    """
+    if not isinstance(encoding, Encoding) or encoding.only_embeds:
+        return False
+    return type(encoding).encode_heads is not Encoding.encode_heads
+
+
+def head_dim_of_model(name: str, dim: int, num_heads: int, head_dim: int | None) -> int:
+    """Return the width of a head, for `encoding(name, dim=..., num_heads=..., head_dim=...)`.
+
+    >>> head_dim_of_model("rope", 512, 8, None)
+    64
+    """
+    if head_dim is not None:
+        return require_count(head_dim, asked=f"encoding({name!r}, head_dim=...)", do="pass the width of one head")
+    if dim % num_heads:
+        raise RopewalkError(
+            asked=f"encoding({name!r}, dim={dim}, num_heads={num_heads})",
+            expected="a dim that is a multiple of num_heads, or head_dim=",
+            got=f"{dim} / {num_heads}",
+            do="pass the width of one head as head_dim=",
+        )
+    return dim // num_heads
+
+
 def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = None) -> None:
     """Raise unless `x` is a tensor of tokens [..., seq, dim] on the device of the encoding's `parameter`.
 
     >>> check_tokens(torch.zeros(2, 5, 8), 8, asked="a doctest")
     """
-    check_strided(x, asked=f"{asked}(x)")
-    if not (isinstance(x, Tensor) and x.dtype in _TOKENS and x.dim() >= 2 and x.shape[-1] == dim):
+    do = "pass the tokens before the heads are split, or create the encoding with their dim"
+    fits = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] == dim
+    _check_features(x, fits, ("tokens [batch, seq", dim), parameter, asked=f"{asked}(x)", do=do)
+
+
+def check_heads(x: Tensor, head_dim: int, *, asked: str, parameter: Tensor | None = None) -> None:
+    """Raise unless `x` is a tensor of heads [batch, heads, seq, head_dim] on the device of the encoding's `parameter`.
+
+    >>> check_heads(torch.zeros(2, 4, 5, 8), 8, asked="a doctest")
+    """
+    do = "pass the projections after the heads are split, or create the encoding for heads of this width"
+    fits = isinstance(x, Tensor) and x.dim() == 4 and x.shape[-1] == head_dim
+    _check_features(x, fits, ("heads [batch, heads, seq", head_dim), parameter, asked=asked, do=do)
+
+
+def _check_features(
+    x: Tensor, fits: bool, expected: tuple[str, int], parameter: Tensor | None, *, asked: str, do: str
+) -> None:
+    """Raise unless `x` fits the `expected` dimensions and width, and has a supported dtype and the right device."""
+    check_strided(x, asked=asked)
+    dims, width = expected
+    if not (fits and x.dtype in _TOKENS):
         raise RopewalkError(
-            asked=f"{asked}(x)",
-            expected=f"tokens [batch, seq, {dim}] in float32, float64, bfloat16 or float16",
+            asked=asked,
+            expected=f"{dims}, {width}] in float32, float64, bfloat16 or float16",
             got=f"{x.dtype} of shape {list(x.shape)}" if isinstance(x, Tensor) else shown(x),
-            do="pass the tokens before the heads are split, or create the encoding with their dim",
+            do=do,
         )
     if parameter is not None and parameter.device != x.device:
+        name = dims.split(" ", 1)[0]
         raise RopewalkError(
-            asked=f"{asked}(x)",
-            expected=f"tokens on {parameter.device}, the device of its parameters",
-            got=f"tokens on {x.device}",
-            do="move one of them: encoding.to(x.device)",
+            asked=asked,
+            expected=f"{name} on {parameter.device}, the device of its parameters",
+            got=f"{name} on {x.device}",
+            do=f"move one of them: encoding.to({str(x.device)!r})",
         )
 
 
@@ -223,7 +309,6 @@ def check_token_positions(positions: Tensor, x: Tensor, *, asked: str, whole: bo
 
     >>> check_token_positions(torch.arange(5), torch.zeros(2, 5, 8), asked="a doctest")
     """
-    asked = f"{asked}(positions)"
     check_ids(positions, asked=asked, whole=whole)
     check_positions(positions, x, asked=asked, batched=x.dim() > 2)
     if can_read_values(positions):

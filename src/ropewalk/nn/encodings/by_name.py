@@ -5,14 +5,17 @@ To add an encoding, write its class in a separate file, and add its name, its ov
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, Unpack, get_args, overload
+from typing import Literal, NoReturn, Unpack, get_args, overload
 
 from ropewalk.errors import RopewalkError, require_choice, require_count, shown
 from ropewalk.nn.encodings.absolute import (
     ConcatenatedEncoding,
     LearnedEncoding,
     MultiplicativeEncoding,
+    PlacementName,
     SinusoidalEncoding,
+    learned_for_model,
+    sinusoidal_for_model,
 )
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
@@ -49,8 +52,8 @@ EncodingName = Literal[
 # parameters are the options of the encoding.
 ENCODINGS: dict[EncodingName, Callable[..., Encoding]] = {
     "none": Encoding,
-    "learned": LearnedEncoding,
-    "sinusoidal": SinusoidalEncoding,
+    "learned": learned_for_model,
+    "sinusoidal": sinusoidal_for_model,
     "recurrent": RecurrentEncoding,
     "multiplicative": MultiplicativeEncoding,
     "concatenated": ConcatenatedEncoding,
@@ -72,10 +75,24 @@ _NEEDED = {
 @overload
 def encoding(name: Literal["none"], *, dim: int, num_heads: int) -> Encoding: ...
 @overload
-def encoding(name: Literal["learned"], *, dim: int, num_heads: int, length: int) -> LearnedEncoding: ...
+def encoding(
+    name: Literal["learned"],
+    *,
+    dim: int,
+    num_heads: int,
+    length: int,
+    head_dim: int | None = None,
+    placement: PlacementName = "input",
+) -> LearnedEncoding: ...
 @overload
 def encoding(
-    name: Literal["sinusoidal"], *, dim: int, num_heads: int, base: float = 10_000.0
+    name: Literal["sinusoidal"],
+    *,
+    dim: int,
+    num_heads: int,
+    base: float = 10_000.0,
+    head_dim: int | None = None,
+    placement: PlacementName = "input",
 ) -> SinusoidalEncoding: ...
 @overload
 def encoding(name: Literal["recurrent"], *, dim: int, num_heads: int) -> RecurrentEncoding: ...
@@ -143,14 +160,16 @@ def encoding(name: EncodingName, *, dim: int, num_heads: int, **options: object)
     """Create the encoding `name` for a model of width `dim` with `num_heads` query heads. See docs/encodings.md.
 
     Args:
-        name: Name of the encoding, here with its options in parentheses: none; learned (length); sinusoidal (base);
-            recurrent; multiplicative (length); concatenated (width, and length or base); t5 (causal, num_buckets,
-            max_distance); alibi; rope (base and pairing, or spec); rope-across-heads (base, pairing); xpos (spec).
+        name: Name of the encoding, here with its options in parentheses: none; learned (length, placement); sinusoidal
+            (base, placement); recurrent; multiplicative (length); concatenated (width, and length or base); t5 (causal,
+            num_buckets, max_distance); alibi; rope (base and pairing, or spec); rope-across-heads (base, pairing); xpos
+            (spec).
         dim: Width of the model.
         num_heads: Number of query heads.
-        **options: Options of the encoding. Rotary encodings also accept `head_dim` if it is not dim / num_heads,
-            `at_length` (except rope-across-heads), and `context_length`, `learned`, `backend` and `check_ids` of
-            `RotaryEmbedding`.
+        **options: Options of the encoding. `placement` is what the vectors of learned and sinusoidal are added to:
+            "input", "projection" or "scores", as in `LearnedEncoding`. Encodings that change heads also accept
+            `head_dim` if it is not dim / num_heads. Rotary encodings also accept `at_length` (except
+            rope-across-heads), and `context_length`, `learned`, `backend` and `check_ids` of `RotaryEmbedding`.
 
     Returns:
         An instance of the subclass of `Encoding` with this name.
@@ -197,6 +216,8 @@ def options_of(name: EncodingName) -> dict[str, bool]:
 def _check_options(name: EncodingName, options: dict[str, object]) -> None:
     known = options_of(name)
     for option, value in options.items():
+        if option not in known and option == "placement":
+            _raise_placement(name, value)
         if option not in known:
             raise RopewalkError(
                 asked=f"encoding({name!r}, {option}=...)",
@@ -212,3 +233,26 @@ def _check_options(name: EncodingName, options: dict[str, object]) -> None:
                 got=", ".join(options) if options else "no options",
                 do=_NEEDED.get(option, f"pass {option}="),
             )
+
+
+# Where each hook adds position, for an encoding that has no choice.
+_PLACES = {
+    "embed": "it changes the tokens before the first layer",
+    "rotate": "it rotates queries and keys after the projections",
+    "bias": "it adds a bias to the scores",
+}
+
+
+def _raise_placement(name: EncodingName, placement: object) -> NoReturn:
+    """Raise the error for a placement of an encoding that has one place only."""
+    create = ENCODINGS[name]
+    kind = create if isinstance(create, type) else inspect.signature(create).return_annotation
+    places = [place for hook, place in _PLACES.items() if getattr(kind, hook) is not getattr(Encoding, hook)]
+    raise RopewalkError(
+        asked=f"encoding({name!r}, placement=...)",
+        expected=f"no placement: {' and '.join(places) or 'it adds no position'}",
+        got=f"placement={shown(placement)}",
+        do="omit it, or use an encoding with a placement: "
+        + ", ".join(repr(other) for other in ENCODINGS if "placement" in options_of(other))
+        + f" can have {', '.join(map(repr, get_args(PlacementName)))}",
+    )

@@ -58,7 +58,7 @@ class RecurrentEncoding(Encoding):
         check_tokens(x, self.dim, asked=asked, parameter=self.input_weight)
         self.note_embedded()
         if positions is not None:
-            check_token_positions(positions, x, asked=asked)
+            check_token_positions(positions, x, asked=f"{asked}(positions)")
         before = None if cache is None else getattr(cache, "encoding_state", None)
         self._check_state(before, x)
         if x.shape[-2] == 0:

@@ -5,7 +5,7 @@ from typing import NoReturn, TypedDict, Unpack
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, shown
-from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.base import Encoding, encodes_heads, head_dim_of_model
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.spec.frequencies import AcrossHeads
 from ropewalk.spec.rope import Pairing, RopeSpec
@@ -18,6 +18,7 @@ __all__ = [
     "across_heads_for_model",
     "as_encoding",
     "check_encoding",
+    "check_head_dim",
     "rope_axes",
     "rope_for_linear",
     "rope_for_model",
@@ -211,7 +212,7 @@ def rope_for_model(
     >>> rope_for_model(8, 2, pairing="half").rope.spec.head_dim
     4
     """
-    width = _head_dim("rope", dim, num_heads, head_dim)
+    width = head_dim_of_model("rope", dim, num_heads, head_dim)
     # RotaryEmbedding rejects a base or a pairing together with a spec.
     head = width if spec is None else _fitting("rope", spec, width)
     return RotaryEncoding(RotaryEmbedding(head, base=base, pairing=pairing, **options), at_length=at_length)
@@ -231,7 +232,7 @@ def across_heads_for_model(
     >>> across_heads_for_model(4, 2).rope.inv_freq.tolist()
     [[1.0], [0.01]]
     """
-    width = _head_dim("rope-across-heads", dim, num_heads, head_dim)
+    width = head_dim_of_model("rope-across-heads", dim, num_heads, head_dim)
     spec = RopeSpec(width, AcrossHeads(base, num_heads), pairing=pairing)
     return AcrossHeadsEncoding(RotaryEmbedding(spec, **options))
 
@@ -251,21 +252,8 @@ def xpos_for_model(
     >>> xpos_for_model(8, 2, spec=RopeSpec(4, xpos=XPos(64))).length
     64
     """
-    fitting = _fitting("xpos", spec, _head_dim("xpos", dim, num_heads, head_dim))
+    fitting = _fitting("xpos", spec, head_dim_of_model("xpos", dim, num_heads, head_dim))
     return XPosEncoding(RotaryEmbedding(fitting, **options), at_length=at_length)
-
-
-def _head_dim(name: str, dim: int, num_heads: int, head_dim: int | None) -> int:
-    if head_dim is not None:
-        return require_count(head_dim, asked=f"encoding({name!r}, head_dim=...)", do="pass the width of one head")
-    if dim % num_heads:
-        raise RopewalkError(
-            asked=f"encoding({name!r}, dim={dim}, num_heads={num_heads})",
-            expected="a dim that is a multiple of num_heads, or head_dim=",
-            got=f"{dim} / {num_heads}",
-            do="pass the width of one head as head_dim=",
-        )
-    return dim // num_heads
 
 
 def _fitting(name: str, spec: RopeSpec, head_dim: int) -> RopeSpec:
@@ -340,6 +328,7 @@ def check_encoding(
             got=f"{rope}",
             do="create it for the heads of this layer",
         )
+    check_head_dim(encoding, head_dim, layer=layer)
     rope_heads = None if rope is None else rope.heads
     per_head = rope_heads is not None
     encoding_heads = rope_heads if per_head else getattr(encoding, "num_heads", num_heads)
@@ -351,6 +340,30 @@ def check_encoding(
             + (", with different frequencies per head" if per_head else ""),
             do=f"create it with num_heads={num_heads}" + (", and omit num_kv_heads" if per_head else ""),
         )
+
+
+def check_head_dim(encoding: object, head_dim: int, *, layer: str) -> None:
+    """Raise if an encoding changes queries, keys or values of another width: of its attribute `head_dim`.
+
+    Args:
+        encoding: The encoding of the layer.
+        head_dim: Width of a head of the layer.
+        layer: Name of the layer, for the error.
+
+    Raises:
+        RopewalkError: If the widths differ.
+
+    >>> check_head_dim(Encoding(), 4, layer="a doctest")
+    """
+    width = getattr(encoding, "head_dim", None) if encodes_heads(encoding) else None
+    if width in (None, head_dim):
+        return
+    raise RopewalkError(
+        asked=f"{layer}(encoding=...) with head_dim={head_dim}",
+        expected=f"an encoding for heads of {head_dim} features",
+        got=f"{encoding}",
+        do=f"create it for the heads of this layer: head_dim={head_dim}",
+    )
 
 
 def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> RotaryEmbedding | None:

@@ -11,13 +11,13 @@ from ropewalk.kernels.linear.feature_maps import map_features, row_shift
 from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.types import FeatureMap as NamedMap
 from ropewalk.kernels.types import FeatureMapName, Layout, Side
-from ropewalk.nn.encodings.base import Encoding
-from ropewalk.nn.encodings.rotary import rope_for_linear
+from ropewalk.nn.encodings.base import Encoding, encodes_heads
+from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
-from ropewalk.nn.linear.state import LinearState, check_length, checked_state
+from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state
 from ropewalk.nn.memory_layout import check_strided
-from ropewalk.nn.position_checks import check_key_mask, check_packed, warn_if_row_is_hidden
-from ropewalk.nn.positions import packed_positions
+from ropewalk.nn.position_checks import check_key_mask, check_packed, check_positions, warn_if_row_is_hidden
+from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
@@ -88,7 +88,8 @@ def linear_attention(
         q: Queries [batch, heads, seq, dim]. Causal queries are the last tokens of the sequence.
         k: Keys [batch, kv_heads, keys, dim]. heads is a multiple of kv_heads.
         v: Values [batch, kv_heads, keys, v_dim].
-        rope: Rotates the features; its head_dim is the number of features. None for no rotation.
+        rope: Rotates the features; its head_dim is the number of features. An encoding with the hook `encode_heads`
+            changes q, k and v before the feature map. None for no position.
         positions: Positions of q [seq] or [batch, seq], and also of k unless `k_positions` is passed. Defaults to
             0 .. keys-1, or continues from the state.
         k_positions: Positions of k [keys] or [batch, keys].
@@ -121,10 +122,11 @@ def linear_attention(
     _check_tensors(q, k, v, causal)
     require_flag(return_state, asked="linear_attention(return_state=...)")
     rotation = rope_for_linear(rope, "linear_attention(rope=...)")
-    if rotation is None and isinstance(rope, Encoding) and rope.name != "none":
+    added = rope if isinstance(rope, Encoding) and encodes_heads(rope) else None
+    if rotation is None and added is None and isinstance(rope, Encoding) and rope.name != "none":
         raise RopewalkError(
             asked=f"linear_attention(rope=...) with {rope.name}",
-            expected="an encoding that rotates q and k, or None",
+            expected="an encoding that changes q and k, or None",
             got=f"{rope.name}, which changes tokens before they are projected",
             do="call its embed(x, positions) before the first layer of the model, and omit rope",
         )
@@ -147,6 +149,12 @@ def linear_attention(
         # Part of a stream may be padding only.
         if state is None and not return_state:
             warn_if_row_is_hidden(key_mask, asked="linear_attention(key_mask=...)")
+    rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    start = checked_start(state, rows, asked="linear_attention")
+    uses_positions = rotation is not None or added is not None
+    placement = _placement(uses_positions, q, k, positions, k_positions, cu_seqlens, start, length)
+    if added is not None:
+        q, k, v = _with_encoded_heads(added, q, k, v, placement)
     spec = None if rotation is None else rotation.spec
     learned = rotation is not None and rotation.log_scale is not None
     map_names = map_name(maps[0]), map_name(maps[1])
@@ -166,7 +174,6 @@ def linear_attention(
             got=f"{queries.shape[-1]} and {keys.shape[-1]}",
             do="use two maps with the same number of features",
         )
-    rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     before = checked_state(
         state,
         (rows, k.shape[1], keys.shape[-1], v.shape[-1]),
@@ -179,8 +186,6 @@ def linear_attention(
     if hidden is not None:
         # The input that each map sends to 0: a hidden key adds nothing to numerator and denominator.
         keys, v = keys.masked_fill(hidden, NamedMap[k_name].zero), v.masked_fill(hidden, 0.0)
-    start = 0 if state is None else state.start(rows)
-    placement = _placement(rotation, queries, keys, positions, k_positions, cu_seqlens, start, length)
     sides, layout = _sides(rotation, queries, keys, (q_name, k_name), placement)
     if rotation is not None and rotation.spec.varies and length is None and k.shape[2]:
         length = k.shape[2]
@@ -246,8 +251,22 @@ def _mapped(x: Tensor, feature_map: FeatureMap, name: str, *ignored: Tensor | No
     return features.to(working_dtype(x)), "identity"
 
 
+def _with_encoded_heads(
+    encoding: Encoding, q: Tensor, k: Tensor, v: Tensor, placement: Placement
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v after the hook `encode_heads`, in their dtype."""
+    ids, k_ids = placement.positions, placement.k_positions
+    for name, numbers, x in (("positions", ids, q), ("k_positions", k_ids, k)):
+        if numbers is not None:
+            check_positions(numbers, x, asked=f"linear_attention({name}=...)", axes=rope_axes(encoding))
+    if placement.offset is not None:
+        ids = range_positions(q.shape[2], placement.offset, q.device)
+    encoded_q, encoded_k, encoded_v = (x.to(v.dtype) for x in encoding.encode_heads(q, k, v, ids, k_positions=k_ids))
+    return encoded_q, encoded_k, encoded_v
+
+
 def _placement(
-    rope: RotaryEmbedding | None,
+    uses_positions: bool,
     q: Tensor,
     k: Tensor,
     positions: Tensor | None,
@@ -259,7 +278,7 @@ def _placement(
     """Return the positions of q and k as arguments of rope(q, k, ...)."""
     explicit = positions is not None or k_positions is not None
     queries, keys = q.shape[2], k.shape[2]
-    if rope is None:
+    if not uses_positions:
         if explicit:
             raise RopewalkError(
                 asked="linear_attention(positions=...)",

@@ -8,8 +8,15 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown, warn
 from ropewalk.kernels.constructors import zeros
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
-from ropewalk.nn.encodings.base import Encoding, warn_if_not_embedded
-from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_axes, rope_for_linear, rope_in
+from ropewalk.nn.encodings.base import Encoding, encodes_heads, warn_if_not_embedded
+from ropewalk.nn.encodings.rotary import (
+    as_encoding,
+    check_encoding,
+    check_head_dim,
+    rope_axes,
+    rope_for_linear,
+    rope_in,
+)
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.state import LinearState
@@ -36,8 +43,9 @@ class LinearAttention(ProjectedHeads):
         num_heads: Number of query heads.
         num_kv_heads: Number of key heads, a divisor of `num_heads`; None for `num_heads`.
         head_dim: Width of a head; None for dim / num_heads.
-        encoding: Rotates the features. The `embed` hook is not called here: the model calls it once, before the first
-            layer. An encoding with a bias raises an error. None adds no position.
+        encoding: Changes q, k and v before the feature map, or rotates the features. The `embed` hook is not called
+            here: the model calls it once, before the first layer. An encoding with a bias raises an error. None adds no
+            position.
         feature_map: As in `linear_attention`, or "favor" for `FavorFeatures`.
         num_features: Number of features for "favor"; None for head_dim.
         causal: Hide the tokens after a query.
@@ -100,6 +108,7 @@ class LinearAttention(ProjectedHeads):
                 got=f"head_dim={rope.spec.head_dim}",
                 do=f"the rotation is applied after the feature map: pass RotaryEmbedding({width})",
             )
+        check_head_dim(encoding, self.head_dim, layer=layer)
         if encoding is not None and rope is not None and all(isinstance(side, str) for side in maps):
             check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads, layer=layer)
         self.encoding: Encoding | None = as_encoding(encoding)
@@ -146,15 +155,16 @@ class LinearAttention(ProjectedHeads):
             if isinstance(state, LinearState):
                 check_owner(state, self, "state")
         q, k, v = self.heads_of(x)
-        rotates = getattr(self.encoding, "rope", None) is not None
-        if positions is not None and not rotates:
+        # Otherwise positions reach no hook of the encoding, and the state counts tokens.
+        uses_positions = getattr(self.encoding, "rope", None) is not None or encodes_heads(self.encoding)
+        if positions is not None and not uses_positions:
             check_positions(positions, x, asked="attention(positions=...)")
         result = linear_attention(
             q,
             k,
             v,
-            rope=self.encoding if rotates else None,
-            positions=positions if rotates else None,
+            rope=self.encoding if uses_positions else None,
+            positions=positions if uses_positions else None,
             cu_seqlens=cu_seqlens,
             key_mask=key_mask,
             feature_map=self._maps,

@@ -16,7 +16,7 @@ from ropewalk.nn.saved_tensors import check_tensor, checked_tensors
 from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["LinearState", "check_length", "checked_state"]
+__all__ = ["LinearState", "check_length", "checked_start", "checked_state"]
 
 
 # Bytes of JSON in a saved state.
@@ -172,6 +172,51 @@ class LinearState:
         return replace(self, above=self.above.detach(), below=self.below.detach())
 
 
+_SAME_LAYER = "pass to each layer the state that the same layer returned, or start with None"
+
+
+def checked_start(state: LinearState | None, rows: int, *, asked: str) -> int | Tensor:
+    """Return the position of the next token of a state; 0 if it is None.
+
+    Args:
+        state: The state, or None.
+        rows: Number of sequences.
+        asked: The function, for errors.
+
+    Returns:
+        As `LinearState.start`.
+
+    Raises:
+        RopewalkError: If it is not a state, or if its position is invalid.
+
+    >>> checked_start(LinearState(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1), 7), 1, asked="a doctest")
+    7
+    """
+    if state is None:
+        return 0
+    do = _SAME_LAYER
+    if not isinstance(state, LinearState):
+        if isinstance(state, tuple):
+            do = "a call with return_state=True returns the output and the state: pass the second"
+        got = type(state).__name__ if isinstance(state, tuple | Tensor) else shown(state)
+        raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
+    position = state.position
+    has_position = as_int(position) is not None or (
+        isinstance(position, Tensor) and tuple(position.shape) in ((), (rows,))
+    )
+    if not (isinstance(state.above, Tensor) and isinstance(state.below, Tensor) and has_position):
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected=f"two tensors of sums, and a position that is an int or a tensor [{rows}]",
+            got=f"{type(state.above).__name__}, {type(state.below).__name__}, and "
+            + (f"a position of shape {list(position.shape)}" if isinstance(position, Tensor) else shown(position)),
+            do=do,
+        )
+    if isinstance(position, Tensor):
+        check_ids(position, asked=f"{asked}(state=...) with a position", shape=f"[] or [{rows}]", dims=(0, 1))
+    return state.start(rows)
+
+
 def checked_state(
     state: LinearState | None,
     sizes: tuple[int, int, int, int],
@@ -185,7 +230,7 @@ def checked_state(
     """Return the sums of a state if it matches the call; None if `state` is None.
 
     Args:
-        state: The state, or None.
+        state: The state, or None. `checked_start` accepted it.
         sizes: Required sizes: rows, key heads, features, and width of values.
         v: Values of the call, for dtype and device.
         spec: The rotation of the call, or None.
@@ -206,27 +251,7 @@ def checked_state(
     if state is None:
         return None
     working = torch.float64 if v.dtype == torch.float64 else torch.float32
-    do = "pass to each layer the state that the same layer returned, or start with None"
-    if not isinstance(state, LinearState):
-        if isinstance(state, tuple):
-            do = "a call with return_state=True returns the output and the state: pass the second"
-        got = type(state).__name__ if isinstance(state, tuple | Tensor) else shown(state)
-        raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
-    shapes, rows = (sizes, sizes[:3]), sizes[0]
-    position = state.position
-    has_position = as_int(position) is not None or (
-        isinstance(position, Tensor) and tuple(position.shape) in ((), (rows,))
-    )
-    if not (isinstance(state.above, Tensor) and isinstance(state.below, Tensor) and has_position):
-        raise RopewalkError(
-            asked=f"{asked}(state=...)",
-            expected=f"two tensors of sums, and a position that is an int or a tensor [{rows}]",
-            got=f"{type(state.above).__name__}, {type(state.below).__name__}, and "
-            + (f"a position of shape {list(position.shape)}" if isinstance(position, Tensor) else shown(position)),
-            do=do,
-        )
-    if isinstance(position, Tensor):
-        check_ids(position, asked=f"{asked}(state=...) with a position", shape=f"[] or [{rows}]", dims=(0, 1))
+    do, shapes = _SAME_LAYER, (sizes, sizes[:3])
     if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
         raise RopewalkError(
             asked=f"{asked}(state=...)",
