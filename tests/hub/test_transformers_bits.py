@@ -11,9 +11,10 @@ import transformers
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.roformer.modeling_roformer import RoFormerSinusoidalPositionalEmbedding
 
 from hub.configs import load_spec
-from ropewalk import RotaryEmbedding
+from ropewalk import Plain, RopeSpec, RotaryEmbedding
 from ropewalk.hub import RopeConfigWarning
 from slow import slow
 
@@ -141,3 +142,13 @@ def test_exact_angles_are_within_their_rounding_of_transformers():
         angle = ids[:, None] * torch.tensor(rope.spec.inv_freq(int(ids.max()) + 1)).abs()
         allowed = (angle * 2**-20 + 2**-22) * rope.spec.amplitude(int(ids.max()) + 1)
         assert ((mine - cos[0, :, : mine.shape[-1]]).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("angles", ["float32", "exact"])
+def test_roformers_table_is_computed_in_float64(angles):
+    config = transformers.RoFormerConfig()
+    spec = load_spec(config.to_dict(), angles=angles)
+    assert spec == RopeSpec(64, Plain(10_000.0), pairing="interleaved", angles="exact")
+    own = RoFormerSinusoidalPositionalEmbedding(config.max_position_embeddings, 64).create_weight()
+    cos, sin = RotaryEmbedding(spec).at(torch.arange(config.max_position_embeddings))
+    assert torch.equal(torch.cat((sin, cos), dim=-1), own)

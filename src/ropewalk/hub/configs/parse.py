@@ -100,8 +100,8 @@ def load_spec(
             model_type. Required for an unknown model_type. For a known one it must agree with it.
         policy: Which implementation of YaRN's amplitude to follow: "transformers", "deepseek" or "vllm". Defaults to
             that of the model's code in transformers.
-        angles: "float32" computes angles in the same order of operations as transformers. "exact" computes them
-            exactly.
+        angles: "float32" computes angles in the same order of operations as transformers: in float32, or exactly
+            in a family where transformers does (RoFormer). "exact" computes them exactly.
 
     Returns:
         The spec of all layers, or None if no layer rotates. If layer types differ, a dict with one spec (or None) per
@@ -243,7 +243,7 @@ def _spec(
         axes=axes,
         sign=family.sign,
         query_temperature=temperature,
-        angles=options.angles,
+        angles="exact" if family.exact_angles else options.angles,
     )
 
 

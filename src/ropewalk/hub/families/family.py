@@ -79,6 +79,8 @@ class Family:
     sections: tuple[int, ...] | None = None
     # "everywhere" is llama_4_scaling_beta; "without rotation" is Llama 4's, in layers that do not rotate.
     temperature: Literal["everywhere", "without rotation"] | None = None
+    # Whether transformers computes the angles in float64, and rounds only cos and sin to float32.
+    exact_angles: bool = False
     # How layer types share the rope parameters.
     layers: Sharing = "alike"
     # Which layers have an attention window if a file has no layer_types; None if only layer_types specifies it.

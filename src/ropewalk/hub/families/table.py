@@ -90,7 +90,8 @@ FAMILIES: dict[str, Family] = {
     "clvp_encoder": Family(rotary_dim=lambda head_dim: max(head_dim // 2, 32)),
     # Pairs (0,1), (2,3), ...
     **_each(replace(_INTERLEAVED, base=2e4), "pe_audio_encoder pe_audio_video_encoder pe_video_encoder"),
-    **_each(_INTERLEAVED, "roformer blt_patcher"),
+    "roformer": replace(_INTERLEAVED, exact_angles=True),
+    "blt_patcher": _INTERLEAVED,
     **_each(replace(_INTERLEAVED, usual_rotary_dim=64), "gptj codegen"),
     **_each(replace(_INTERLEAVED, base=5e5), "blt blt_global_transformer blt_local_decoder blt_local_encoder"),
     **_each(replace(_INTERLEAVED, base=5e5), "cohere ernie4_5 ernie4_5_moe"),
