@@ -10,6 +10,7 @@ import torch
 
 import ropewalk as rw
 from kernels.triton_device import DEVICE
+from meant import meant
 from nn.linear_cases import NAMES, direct_sums, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_launch
@@ -151,6 +152,7 @@ def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, mo
 
 
 @pytest.mark.slow
+@meant("cu_seqlens")
 @pytest.mark.parametrize("causal", [True, False])
 def test_packed_sequences_are_separate_ones(causal):
     inputs = drawn(1, 2, 1, 200, 16, 8, torch.float32)
