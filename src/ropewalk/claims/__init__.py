@@ -4,9 +4,11 @@ from ropewalk.claims.claim import Chapter as Chapter
 from ropewalk.claims.claim import Claim as Claim
 from ropewalk.claims.claim import Entry as Entry
 from ropewalk.claims.claim import Finding as Finding
+from ropewalk.claims.claim import NotAvailable as NotAvailable
 from ropewalk.claims.claim import Verdict as Verdict
 from ropewalk.claims.claim import run as run
 from ropewalk.claims.papers import context, extension, precision
+from ropewalk.claims.records import Record as Record
 from ropewalk.claims.seeds import (
     absolute,
     attention,
@@ -20,8 +22,22 @@ from ropewalk.claims.seeds import (
     order,
     rotation,
 )
+from ropewalk.claims.sources import Place as Place
+from ropewalk.claims.sources import Source as Source
 
-__all__ = ["CHAPTERS", "Chapter", "Claim", "Entry", "Finding", "Verdict", "run"]
+__all__ = [
+    "CHAPTERS",
+    "Chapter",
+    "Claim",
+    "Entry",
+    "Finding",
+    "NotAvailable",
+    "Place",
+    "Record",
+    "Source",
+    "Verdict",
+    "run",
+]
 
 # In reading order.
 CHAPTERS: tuple[Chapter, ...] = tuple(

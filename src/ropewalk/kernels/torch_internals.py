@@ -17,12 +17,13 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "MASKS",
     "TENSOR_METHODS",
     "TORCH_FUNCTIONS",
+    "TorchDispatchMode",
     "constant_to_compiler",
     "current_stream",
     "delay",

@@ -125,8 +125,13 @@ PicturesFolder = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="TEXT", help="Measure only claims whose id contains TEXT. May be repeated."),
+    typer.Option("--only", metavar="ID", help="Only claims whose id contains ID, all measured. May be repeated."),
 ]
+FromSources = Annotated[
+    list[str] | None,
+    typer.Option("--source", metavar="SOURCE", help="Only claims of a note (002) or paper (2104.09864), in full."),
+]
+InFull = Annotated[bool, typer.Option("--long", help="Print every claim with quotation, method and expectation.")]
 
 
 @app.callback()
@@ -253,20 +258,23 @@ def verify(
     json: ClaimsJson = None,
     plots: PicturesFolder = None,
     only: Only = None,
+    source: FromSources = None,
+    long: InFull = False,
 ) -> None:
-    """Measure what notes and papers claim about position encodings.
+    """Measure what notes and papers state about position encodings.
 
-    Every claim is computed again and printed with the measured value. Exits with 1 if a measurement contradicts a
-    recorded verdict.
+    Prints one screen: counts per source, and every statement that does not hold. Measurements that take long are cited
+    from records, unless --only selects them. Exits with 1 if a measurement contradicts a recorded verdict.
 
     \b
     Examples:
-      ropewalk verify --only decay
+      ropewalk verify --source 002
+      ropewalk verify --only decay.s20
       ropewalk verify --json claims.json --plots pictures
     """
     from ropewalk.tools.verify import verify as run
 
-    raise typer.Exit(run(json_file=json, plots=plots, only=only or ()))
+    raise typer.Exit(run(json_file=json, plots=plots, only=only or (), sources=source or (), long=long))
 
 
 app.add_typer(plot, name="plot")

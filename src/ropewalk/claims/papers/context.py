@@ -5,16 +5,19 @@ import math
 import numpy as np
 
 from ropewalk.claims.claim import Chapter, Finding
-from ropewalk.claims.sources import LIU, LLAMA_2, MEN
+from ropewalk.claims.sources import KEXUE, LIU, LLAMA_2, MEN
 from ropewalk.spec import Plain
 from ropewalk.theory import (
     admissible_bases,
+    context_after_tuning,
     critical_base,
     critical_dimension,
     extrapolation_limit,
     first_negative_distance,
     lowest_admissible_base,
+    periods,
     score_sum,
+    small_base_thresholds,
 )
 
 __all__ = ["chapter"]
@@ -32,6 +35,7 @@ def _first_negative(dim: int, base: float) -> int | None:
     MEN,
     method="100000 draws, d = 128, mean 0.7, σ = 1.3, at m = 0, 100, 1707",
     expected="64, 30.54, −0.50, within 4 standard errors",
+    long=True,
 )
 def _() -> Finding:
     rng, f, sigma = np.random.default_rng(0), Plain().evaluate(128), 1.3
@@ -53,7 +57,7 @@ def _() -> Finding:
     LLAMA_2,
     method="the first m with Σ cos(mθ_i) < 0, d = 128",
     expected="1707",
-    fails="by the criterion of Men et al. (2405.14591) 1706 is the last supported distance",
+    fails="base 10⁴: 1706 by 2405.14591, not 4096",
 )
 def _() -> Finding:
     first = _first_negative(128, 10_000)
@@ -88,7 +92,8 @@ def _() -> Finding:
     MEN,
     method="test every integer base from 26900 to 29100 for a context of 4096, d = 128",
     expected="[26953, 26973] and [28629, 29079], with a gap between them",
-    fails="admissible bases form separate intervals, so bisection can fail: every base must be tested",
+    fails="separate intervals; test every base",
+    long=True,
 )
 def _() -> Finding:
     intervals = admissible_bases(range(26_900, 29_101), rotary_dim=128, length=4096)
@@ -102,7 +107,7 @@ def _() -> Finding:
     MEN,
     method="test every integer base from 11500 to 11700, d = 128",
     expected="11588 is admissible",
-    fails="1.2e4: a finer search finds a lower interval, [11588, 11649]",
+    fails="1.2e4 for 2048, not 1.6e4: [11588, 11649]",
 )
 def _() -> Finding:
     lowest = lowest_admissible_base(range(11_500, 11_701), rotary_dim=128, length=2048)
@@ -115,7 +120,7 @@ def _() -> Finding:
     MEN,
     method="sums of the table's second method (base 10000, trained length 4k, factor 8) for m < 15·1024 and < 30·1024",
     expected="97 of the first 15360 are below 0, as printed in the table, and 2554 of 30720",
-    fails="it counts the m with Σ cos(mθ_i) < 0",
+    fails="it counts sums below 0, not above",
 )
 def _() -> Finding:
     i = np.arange(64)
@@ -132,7 +137,7 @@ def _() -> Finding:
 @chapter.claim(
     "men.partial",
     "Rotating half of the features satisfies the bound at any length.",
-    "kexue.fm 10122",
+    KEXUE,
     method="Σ cos with 32 frequencies and 32 zeros, d = 128, m < 100000, bases 10 and 10000",
     expected="never below 0",
 )
@@ -180,3 +185,68 @@ def _() -> Finding:
 def _() -> Finding:
     base, length = round(critical_base(4096, 16_384)), round(extrapolation_limit(1e6, 128, 92))
     return Finding(f"{base} and {length}", stated=(base, length) == (71_738, 129_027))
+
+
+@chapter.claim(
+    "liu.small-base",
+    "Tuned with a base at or below β_0, a model is limited by the tuned length.",
+    LIU,
+    method="eq. 16a to 16c for LLaMA 2 (d = 128, trained at 4096), tuned at 4096, 8192, 16384, 131072: T_extra / "
+    "T_tune at β_0 and at 0.8 β_0, with the unrounded and the rounded d_extra; d'_extra for bases 100 to β_0",
+    expected="unrounded, T_extra = T_tune at β_0, and less below it: there the tuned length is the larger of the two. "
+    "Rounded, up to a factor β_0^(2/d) more. d'_extra ≥ d_extra = 92",
+    needs="tuned models; measured here: T_extra falls to T_tune at β_0, up to the rounding of d_extra",
+)
+def _() -> Finding:
+    exponent, right, rounded = math.log(4096 / math.tau, 10_000), True, []
+    for length in (4096, 8192, 16_384, 131_072):
+        critical = critical_base(4096, length)
+        at, below = (math.tau * base**exponent / length for base in (critical, 0.8 * critical))
+        rounded.append(math.tau * critical ** (92 / 128) / length)
+        right &= abs(at - 1) < 1e-9 and below < 0.9 and 1 <= rounded[-1] < critical ** (2 / 128)
+        for base in (100.0, 500.0, 652.0, 2608.0, 10_000.0, critical):
+            tuned = context_after_tuning(4096, length, base, rotary_dim=128)
+            right &= tuned.limit == length and tuned.critical_dim >= 92
+        right &= context_after_tuning(4096, length, 1.001 * critical, rotary_dim=128).case == "larger base"
+    return Finding(
+        f"unrounded 1 at β_0, {below:.2f} at 0.8 β_0; rounded {', '.join(f'{ratio:.2f}' for ratio in rounded)} at β_0; "
+        f"d'_extra {'≥' if right else '< or not all ≥'} 92",
+        stated=None,
+        amended=right,
+    )
+
+
+@chapter.claim(
+    "liu.thresholds",
+    "Below β_1, β_2, β_3 = 2T/π, T/π, T/2π (2608, 1304, 652 for 4096) every pair completes 1/4, 1/2, 1 rotation.",
+    LIU,
+    method="eq. 16d; the rotations of the slowest of 64 pairs, T/(2π β^(1−2/d)), at the three bases",
+    expected="2607.6, 1303.8, 651.9; at least 0.25, 0.5 and 1: the exponent 1 − 2/d is below the 1 of the thresholds",
+)
+def _() -> Finding:
+    bases = small_base_thresholds(4096)
+    completed = [4096 / periods(Plain(base).evaluate(128)).max() for base in bases]
+    golden = [round(base, 1) for base in bases] == [2607.6, 1303.8, 651.9]
+    return Finding(
+        f"{', '.join(f'{base:.1f}' for base in bases)}; {', '.join(f'{part:.3f}' for part in completed)} rotations",
+        stated=golden and all(a >= b for a, b in zip(completed, (0.25, 0.5, 1), strict=True)),
+    )
+
+
+@chapter.claim(
+    "liu.thresholds-help",
+    "Tuning with a base below β_1, β_2 or β_3 improves extrapolation significantly, beyond the tuned length too.",
+    LIU,
+    method="the part of a rotation that the slowest pair completes within T = 4096, bases 10000, 2608, 1304, 652, 500",
+    expected="0.075, 0.283, 0.559, 1.106, 1.437: increases; the loss of a tuned model is not measured here",
+    needs="tuned models; the three bases are expectations on tuning, not bounds: the limit stays the tuned length",
+)
+def _() -> Finding:
+    tuned = [context_after_tuning(4096, 4096, base, 128) for base in (1e4, 2608.0, 1304.0, 652.0, 500.0)]
+    completed = [one.slowest_rotation for one in tuned]
+    golden = [round(part, 3) for part in completed] == [0.075, 0.283, 0.559, 1.106, 1.437]
+    return Finding(
+        f"{', '.join(f'{part:.3f}' for part in completed)} rotations; the limit is 4096 for each",
+        stated=None,
+        amended=golden and all(one.limit == 4096 for one in tuned),
+    )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.samples import cos_error, normal, theta
-from ropewalk.claims.sources import FOLKLORE
+from ropewalk.claims.sources import PRACTICE
 from ropewalk.reference import rotate
 
 __all__ = ["chapter"]
@@ -18,10 +18,10 @@ chapter: Chapter = Chapter("Papers: precision")
 @chapter.claim(
     "precision.bf16-positions",
     "bfloat16 can represent positions.",
-    FOLKLORE,
+    PRACTICE,
     method="257 and 4095 in bfloat16; the number of distinct values among 0 … 8192",
     expected="256, 4096, and 897 of 8193",
-    fails="from 257 on different positions round to the same number",
+    fails="from 257 on, positions become equal",
 )
 def _() -> Finding:
     a, b = torch.tensor([257.0, 4095.0]).bfloat16().tolist()
@@ -36,7 +36,7 @@ def _() -> Finding:
 @chapter.claim(
     "precision.float32-angles",
     "float32 angles are precise enough.",
-    FOLKLORE,
+    PRACTICE,
     method="largest error of cos, d = 128, base 10000, in the last 4096 positions before 4k, 32k, 128k, 1M",
     expected="2.3e-4, 1.9e-3, 7.7e-3, 6.2e-2",
     only_if="contexts are short; the error grows with the position, to 6e-2 at a million",
@@ -52,7 +52,7 @@ def _() -> Finding:
 @chapter.claim(
     "precision.bf16-angles",
     "Angles computed in bfloat16 are too inaccurate to use.",
-    FOLKLORE,
+    PRACTICE,
     method="largest error of cos up to position 4096; positions, frequencies and products in bfloat16, d = 128",
     expected="2.0, the largest possible error",
 )
@@ -64,7 +64,7 @@ def _() -> Finding:
 @chapter.claim(
     "precision.bf16-shift",
     "In bfloat16 RoPE loses its relative property, more so at larger positions.",
-    FOLKLORE,
+    PRACTICE,
     method="change of the scores of random q and k, d = 128, under shifts of 16 and 100000: q and k rounded to "
     "bfloat16 after an exact rotation, and angles computed in bfloat16",
     expected="2.6e-3 at both shifts for rounded vectors; far more for rounded angles",

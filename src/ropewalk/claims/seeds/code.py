@@ -1,11 +1,15 @@
-"""The code in the notes against its description. It is written here from the description, not copied."""
+"""The code of two notes, run as printed, and what the notes state about it."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ropewalk.claims.claim import Chapter, Finding
+from ropewalk.claims.notes_code import functions_of_note_003, module_of_note_002
 from ropewalk.claims.samples import EXACT, cos_error, largest, normal, theta
-from ropewalk.claims.sources import CHINESE_1, KOREAN
+from ropewalk.claims.sources import NOTE_002, NOTE_003
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.reference import apply_rope, build_rotary_frequencies, rotate
 
 __all__ = ["chapter"]
@@ -13,107 +17,137 @@ __all__ = ["chapter"]
 chapter: Chapter = Chapter("Code: tables, shapes and precision")
 
 
-def _float32_table(rows: int, dim: int) -> tuple[Tensor, Tensor]:
-    """cos and sin as both notes compute them: positions times frequencies, both in float32."""
-    frequencies = 1.0 / 10_000.0 ** (torch.arange(0, dim, 2).float() / dim)
-    angles = torch.outer(torch.arange(rows).float(), frequencies)
-    return angles.cos(), angles.sin()
+def _rotated_by_003(x: Tensor, rows: int | None = None) -> Tensor:
+    """x [batch, heads, seq, dim] rotated by the code of note 003, with tables of `rows` rows."""
+    build, apply = functions_of_note_003()
+    return apply(x, *build(x.shape[-1], x.shape[-2] if rows is None else rows))
 
 
-def _even_and_odd(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate even and odd features and interleave the results. The dtype is that of the product."""
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+def _raises(work: Callable[[], object]) -> bool:
+    try:
+        work()
+    except Exception:  # einx, einops and torch raise different errors
+        return True
+    return False
+
+
+@chapter.claim(
+    "code.module",
+    "The module rotates pairs of x by the angles of pos_ids.",
+    NOTE_002.at(382, "# 2D rotation matrix applied to pairs in x"),
+    method="the module as printed, context 512, dim 64, at all 512 positions: against rw.RotaryEmbedding, and both "
+    "against the rotation in float64, relative to the largest x",
+    expected="equal up to its float32 angles: 1e-5, where ours is 1e-7",
+)
+def _() -> Finding:
+    x, ids = normal(512, 64), torch.arange(512)
+    truth = rotate(x, ids, theta(64))
+    theirs = module_of_note_002(512, 64)(x.float(), ids).double()
+    single = x.float()[None, None]
+    ours = RotaryEmbedding(64)(single, single)[0][0, 0].double()
+    error, between, own = (largest(a - b) for a, b in ((theirs, truth), (theirs, ours), (ours, truth)))
+    return Finding(
+        f"{between:.1e} from ours; error {error:.1e}, ours {own:.1e}", stated=error < 1e-4 and own < 1e-6 < between
+    )
 
 
 @chapter.claim(
     "code.tables",
     "cos and sin are tables [1, 1, seq, d/2] of the angles m·base^(−2i/d).",
-    KOREAN,
-    method="build_rotary_frequencies(64, 100): shape, and error against float64",
-    expected="[1, 1, 100, 32]; within 2^-24",
+    NOTE_003.at(106, r"cos, sin: \[1, 1, S, D/2\] 형태의 회전 주파수 텐서."),
+    method="build_rotary_frequencies(64, 100), as printed and ours: shape, and error against float64",
+    expected="[1, 1, 100, 32]; 5e-6 as printed, from float32 angles; ours within 2^-24",
 )
 def _() -> Finding:
-    cos, sin = build_rotary_frequencies(64, 100)
     angles = torch.outer(torch.arange(100).double(), theta(64))
-    error = max(largest(cos[0, 0] - angles.cos()), largest(sin[0, 0] - angles.sin()))
-    return Finding(f"{list(cos.shape)}; error {error:.1e}", stated=cos.shape == (1, 1, 100, 32) and error <= 2**-24)
+
+    def error(cos: Tensor, sin: Tensor) -> float:
+        return max(largest(cos[0, 0] - angles.cos()), largest(sin[0, 0] - angles.sin()))
+
+    printed, ours = functions_of_note_003()[0](64, 100), build_rotary_frequencies(64, 100)
+    shapes = {tuple(table.shape) for table in (*printed, *ours)}
+    return Finding(
+        f"{[list(shape) for shape in shapes]}; error {error(*printed):.1e}, ours {error(*ours):.1e}",
+        stated=shapes == {(1, 1, 100, 32)} and error(*printed) < 1e-5 and error(*ours) <= 2**-24,
+    )
 
 
 @chapter.claim(
     "code.apply",
     "x'_{2i} = x_{2i} cos − x_{2i+1} sin, x'_{2i+1} = x_{2i} sin + x_{2i+1} cos is the matrix R(m, θ) times x.",
-    KOREAN,
-    method="apply_rope against the rotation from positions, float64 x [2, 3, 50, 64]",
+    NOTE_003.at(102, "이 함수는 입력 임베딩에 RoPE를 적용하여 위치 정보를 반영한 새로운 임베딩을 생성합니다."),
+    method="apply_rope, as printed and ours, against the rotation from positions, float64 x [2, 3, 50, 64]",
     expected="equal, up to the rounding of the float32 tables",
 )
 def _() -> Finding:
     x = normal(2, 3, 50, 64)
-    error = largest(apply_rope(x, *build_rotary_frequencies(64, 50)) - rotate(x, torch.arange(50), theta(64)))
-    return Finding(f"largest error {error:.1e}", stated=error < 1e-6)
+    truth = rotate(x, torch.arange(50), theta(64))
+    printed = largest(_rotated_by_003(x) - truth)
+    ours = largest(apply_rope(x, *build_rotary_frequencies(64, 50)) - truth)
+    return Finding(f"error {printed:.1e}, ours {ours:.1e}", stated=printed < 1e-4 and ours < 1e-6)
 
 
 @chapter.claim(
     "code.subscript",
     "The second feature of a pair is x_{xi+1}.",
-    KOREAN,
-    method="the formula with 2i+1 instead, against the block matrix",
-    expected="equal with 2i+1; 'xi+1' is not an index",
-    fails="x_{2i+1}",
+    NOTE_003.at(124, r"\begin{bmatrix} x'_{2i} \\ x'_{xi+1} \end{bmatrix}"),
+    method="the note's own code, which uses 2i and 2i+1, against the block matrix, float64 tables",
+    expected="equal: the pair of x_{2i} is x_{2i+1}; 'xi+1' is not an index",
+    misprint="x_{2i+1}, as in the sentence above the formula",
 )
 def _() -> Finding:
-    x, m = normal(1, 8), 3
-    cos, sin = torch.cos(m * theta(8)), torch.sin(m * theta(8))
-    error = largest(_even_and_odd(x, cos, sin) - rotate(x, torch.tensor([m]), theta(8)))
+    x, ids = normal(1, 1, 5, 8), torch.arange(5)
+    angles = torch.outer(ids.double(), theta(8))
+    error = largest(functions_of_note_003()[1](x, angles.cos(), angles.sin()) - rotate(x, ids, theta(8)))
     return Finding(f"error {error:.1e} with 2i+1", stated=error > EXACT, amended=error < EXACT)
 
 
 @chapter.claim(
     "code.interleave-comment",
     "The tables have shape [seq, dim_head], first cosines, then sines.",
-    KOREAN,
-    method="the shapes that the described steps produce for dim_head = 64",
-    expected="two tables [seq, 32]",
-    fails="cos and sin are two tables [seq, dim_head/2]; nothing is interleaved",
+    NOTE_003.at(44, "# interleave to shape [seq, dim_head] as [cos(x0), cos(x1), ..., sin(x0), sin(x1), ...]"),
+    method="the shapes of the tables that the code below the comment returns for dim_head = 64 and 10 positions",
+    expected="two tables [1, 1, 10, 32]",
+    fails="two tables [seq, d/2], not one [seq, d]",
 )
 def _() -> Finding:
-    cos, sin = _float32_table(10, 64)
+    cos, sin = functions_of_note_003()[0](64, 10)
     return Finding(
         f"{list(cos.shape)} and {list(sin.shape)}",
-        stated=cos.shape == (10, 64),
-        amended=cos.shape == sin.shape == (10, 32),
+        stated=cos.shape[-2:] == (10, 64),
+        amended=cos.shape == sin.shape == (1, 1, 10, 32),
     )
 
 
 @chapter.claim(
     "code.positions-comment",
     "The positions have shape [seq_len, 1].",
-    KOREAN,
-    method="the shape of a range of positions, and of its outer product with the frequencies",
-    expected="[seq_len]",
-    fails="[seq_len]; its outer product with the frequencies is [seq_len, d/2]",
+    NOTE_003.at(40, "# positions : [seq_len, 1]"),
+    method="the shape of seq in the code below the comment, torch.arange(max_seq_len).float(); of its outer product",
+    expected="[seq_len]; [seq_len, dim_head/2]",
+    fails="[seq_len], not [seq_len, 1]",
 )
 def _() -> Finding:
-    ids, table = torch.arange(10), _float32_table(10, 64)[0]
+    seq, cos = torch.arange(10).float(), functions_of_note_003()[0](64, 10)[0]
     return Finding(
-        f"{list(ids.shape)}, product {list(table.shape)}",
-        stated=ids.shape == (10, 1),
-        amended=ids.shape == (10,) and table.shape == (10, 32),
+        f"{list(seq.shape)}, product {list(cos.shape[-2:])}",
+        stated=seq.shape == (10, 1),
+        amended=seq.shape == (10,) and cos.shape[-2:] == (10, 32),
     )
 
 
 @chapter.claim(
     "code.halves-comment",
     "x is split into its two halves.",
-    KOREAN,
-    method="rotated even and odd features, against rotations with both pairings",
+    NOTE_003.at(57, "cos/sin: [1,1,S, D/2] (we will split x to half halves)"),
+    method="apply_rope as printed, with float64 tables, against rotations with both pairings",
     expected="equal to pairs (2i, 2i+1), not to pairs (i, i+d/2)",
-    fails="x is split into even and odd features",
+    fails="even and odd features, not halves",
 )
 def _() -> Finding:
-    x, ids = normal(5, 8), torch.arange(5)
+    x, ids = normal(1, 1, 5, 8), torch.arange(5)
     angles = torch.outer(ids.double(), theta(8))
-    y = _even_and_odd(x, angles.cos(), angles.sin())
+    y = functions_of_note_003()[1](x, angles.cos(), angles.sin())
     half, neighbours = (largest(y - rotate(x, ids, theta(8), pairing=p)) for p in ("half", "interleaved"))
     return Finding(
         f"error {half:.3g} against halves, {neighbours:.1e} against neighbours",
@@ -125,68 +159,62 @@ def _() -> Finding:
 @chapter.claim(
     "code.dtype",
     "Applying the rotation returns x, rotated.",
-    f"{KOREAN}, {CHINESE_1}",
-    method="dtype of the result for bfloat16 and float32 x with float32 tables, as described, and with apply_rope",
-    expected="float32 for both as described; the dtype of x with apply_rope",
+    NOTE_002.at(391, "return result"),
+    NOTE_003.at(58, "Returns rotated x."),
+    method="dtype of the result for bfloat16 and float32 x: both codes as printed, and ours",
+    expected="float32 for both dtypes as printed; the dtype of x with ours",
     only_if="x is float32; for bfloat16 the result is float32, with twice the memory",
 )
 def _() -> Finding:
-    x = normal(1, 1, 4, 8).bfloat16()
-    described = _even_and_odd(x, *_float32_table(4, 8)).dtype
-    single = _even_and_odd(x.float(), *_float32_table(4, 8)).dtype
+    x, ids = normal(1, 1, 4, 8).bfloat16(), torch.arange(4)
+    module = module_of_note_002(4, 8)
+    printed = {_rotated_by_003(x).dtype, module(x[0, 0], ids).dtype}
+    single = {_rotated_by_003(x.float()).dtype, module(x[0, 0].float(), ids).dtype}
     ours = apply_rope(x, *build_rotary_frequencies(8, 4)).dtype
     return Finding(
-        f"{described} as described, {ours} with apply_rope",
-        stated=described == x.dtype,
-        amended=single == torch.float32 and ours == x.dtype,
+        f"{', '.join(map(str, printed))} as printed, {ours} with ours",
+        stated=printed == {x.dtype},
+        amended=printed == single == {torch.float32} and ours == x.dtype,
     )
 
 
 @chapter.claim(
     "code.longer-table",
     "max_seq_len is the longest sequence that a table supports.",
-    KOREAN,
-    method="a table of 8 rows with a sequence of 5, as described, and with apply_rope",
-    expected="an error as described; apply_rope uses the first 5 rows",
-    only_if="the table is sliced to the sequence first; as described, every shorter sequence raises an error",
+    NOTE_003.at(76, "최대 시퀀스 길이(`max_seq_len`)"),
+    method="a table of 8 rows with sequences of 5 and 8 tokens, as printed, and with ours",
+    expected="an error for 5 as printed, none for 8; ours uses the first 5 rows",
+    only_if="the table is sliced to the sequence first; as printed, every shorter sequence raises an error",
 )
 def _() -> Finding:
-    x = normal(1, 1, 5, 8)
-    try:
-        _even_and_odd(x, *(table[None, None] for table in _float32_table(8, 8)))
-        raised = False
-    except RuntimeError:
-        raised = True
-    error = largest(apply_rope(x, *build_rotary_frequencies(8, 8)) - rotate(x, torch.arange(5), theta(8)))
+    x = normal(1, 1, 8, 8)
+    shorter, equal = (_raises(lambda n=n: _rotated_by_003(x[:, :, :n], rows=8)) for n in (5, 8))
+    truth = rotate(x[:, :, :5], torch.arange(5), theta(8))
+    error = largest(apply_rope(x[:, :, :5], *build_rotary_frequencies(8, 8)) - truth)
     return Finding(
-        f"as described: {'an error' if raised else 'no error'}; apply_rope: off by {error:.1e}",
-        stated=not raised,
-        amended=error < 1e-6,
+        f"as printed: error for 5: {shorter}, for 8: {equal}; ours: off by {error:.1e}",
+        stated=not shorter,
+        amended=shorter and not equal and error < 1e-6,
     )
 
 
 @chapter.claim(
     "code.ids",
     "pos_ids [..., seq] select the rows of the table for x [..., seq, d].",
-    CHINESE_1,
-    method="ids [B, S] and x [B, H, S, D], broadcast as described, with B = H = 3 and with B = 2; x without heads",
-    expected="wrong without an error for B = H, an error for B ≠ H",
+    NOTE_002.at(372, 'def forward(self, x: Float[Tensor, "... seq d"], pos_ids: Int[Tensor, "... seq"]):'),
+    method="the module as printed, x [B, H, S, D] with ids [B, S], B = H = 3 and B = 2; x [B, S, D] without heads",
+    expected="wrong without an error for B = H, an error for B ≠ H; right without heads",
     only_if="x has exactly one dimension more than the ids; with heads, the batch of the ids is aligned with the heads",
 )
 def _() -> Finding:
-    cos, sin = _float32_table(1000, 8)
+    module = module_of_note_002(1000, 8)
     ids = torch.randint(0, 1000, (3, 4), generator=torch.Generator().manual_seed(0))
     x = normal(3, 3, 4, 8)
-    y = _even_and_odd(x, cos[ids], sin[ids])
-    truth = rotate(x, ids, theta(8))
+    y, truth = module(x, ids), rotate(x, ids, theta(8))
     wrong = largest(y - truth)
     heads_as_batches = largest(y - rotate(x.transpose(0, 1), ids, theta(8)).transpose(0, 1))
-    flat = largest(_even_and_odd(x[:, 0], cos[ids], sin[ids]) - truth[:, 0])
-    try:
-        _even_and_odd(x[:2], cos[ids[:2]], sin[ids[:2]])
-        raised = False
-    except RuntimeError:
-        raised = True
+    flat = largest(module(x[:, 0], ids) - truth[:, 0])
+    raised = _raises(lambda: module(x[:2], ids[:2]))
     return Finding(
         f"off by {wrong:.3g} for B = H; error for B = 2: {raised}; without heads off by {flat:.1e}",
         stated=wrong < 1e-3,
@@ -197,88 +225,118 @@ def _() -> Finding:
 @chapter.claim(
     "code.extra-repr",
     "The module prints its context_length and dim/2.",
-    CHINESE_1,
-    method="shape[0] and shape[1] of stacked cos and sin, for context 512 and dim 64",
-    expected="it prints 2 and 512",
-    fails="the stacked table is [2, context_length, dim/2]: shape[1] is the context, shape[2] is dim/2",
+    NOTE_002.at(
+        394, 'return f"context_length={self._freq_cis_cache.shape[0]}, dim/2= {self._freq_cis_cache.shape[1]}"'
+    ),
+    method="repr of the module as printed, context 512 and dim 64; the shape of its table",
+    expected="context_length=2, dim/2= 512; the table is [2, 512, 32]",
+    fails="it prints 2 and 512, not 512 and 32",
 )
 def _() -> Finding:
-    shape = torch.stack(_float32_table(512, 64)).shape
+    module = module_of_note_002(512, 64)
+    shown, shape = module.extra_repr(), tuple(module.get_buffer("_freq_cis_cache").shape)
     return Finding(
-        f"context_length={shape[0]}, dim/2={shape[1]}",
-        stated=(shape[0], shape[1]) == (512, 32),
-        amended=(shape[1], shape[2]) == (512, 32),
+        f"{shown}; table {list(shape)}",
+        stated=shown == "context_length=512, dim/2= 32",
+        amended=shown == "context_length=2, dim/2= 512" and shape == (2, 512, 32),
     )
 
 
 @chapter.claim(
     "code.buffer",
-    "A table in a non-persistent buffer does not change.",
-    CHINESE_1,
-    method="largest error of cos in such a buffer after the module is moved, and after it is cast to bfloat16",
-    expected="0 after a move, 2^-9 after a cast",
+    "The table is kept in a non-persistent buffer, which follows the module.",
+    NOTE_002.at(355, "RotaryEmbedding._init_cache(context_length, dim, theta), persistent=False"),
+    method="largest change of the table of the module as printed after it is moved, and after it is cast to bfloat16; "
+    "the change of the frequencies of rw.RotaryEmbedding after the same cast",
+    expected="0 after a move, 2^-9 after a cast; 0 with ours",
     only_if="the model is never cast; .to(bfloat16) rounds buffers, persistent or not",
 )
 def _() -> Finding:
-    module = torch.nn.Module()
-    table = _float32_table(512, 64)[0]
-    module.register_buffer("table", table.clone(), persistent=False)
-    moved = largest(module.to("cpu").get_buffer("table") - table) + len(module.state_dict())
-    cast = largest(module.to(torch.bfloat16).get_buffer("table").float() - table)
+    module = module_of_note_002(512, 64)
+    table = module.get_buffer("_freq_cis_cache").clone()
+    moved = largest(module.to("cpu").get_buffer("_freq_cis_cache") - table) + len(module.state_dict())
+    cast = largest(module.to(torch.bfloat16).get_buffer("_freq_cis_cache").float() - table)
+    x = normal(1, 1, 512, 64).float()
+    rope = RotaryEmbedding(64)
+    before = rope(x, x)[0]
+    ours = largest(rope.to(torch.bfloat16)(x, x)[0] - before)
     return Finding(
-        f"error {moved:g} after a move, {cast:.1e} after a cast", stated=cast == 0, amended=moved == 0 and cast < 2**-8
+        f"change {moved:g} after a move, {cast:.1e} after a cast; ours {ours:g}",
+        stated=cast == 0,
+        amended=moved == ours == 0 and 0 < cast < 2**-8,
     )
 
 
 @chapter.claim(
     "code.negative-id",
-    "An id outside 0 … context_length − 1 raises an error.",
-    CHINESE_1,
-    method="rows 512 and −1 of a table of 512 rows",
-    expected="an error for 512; the last row, without an error, for −1",
-    only_if="the id is too large; −1 returns the row of position 511",
+    "pos_ids select the rows of their positions.",
+    NOTE_002.at(379, "cos, sin = einx.get_at('cos_sin [pos] half_dim, ... -> cos_sin ... half_dim',"),
+    method="the module as printed with ids −1 and 512, context 512: its result against a rotation with the table's row "
+    "511, and with the cosines and sines of that row swapped; the same ids in rw.RotaryEmbedding with context 512",
+    expected="512 raises an error, in ours too; −1 rotates by row 511 with cos and sin swapped; ours by −θ",
+    only_if="ids are 0 … context_length − 1; −1 is no error, and rotates by row 511 with cos and sin swapped",
 )
 def _() -> Finding:
-    cos, _ = _float32_table(512, 64)
+    module, x = module_of_note_002(512, 64), normal(1, 64).float()
+    above = _raises(lambda: module(x, torch.tensor([512])))
+    y = module(x, torch.tensor([-1]))
+    cos, sin = module.get_buffer("_freq_cis_cache")[:, 511]
+    apply = functions_of_note_003()[1]
+    swapped, row_511 = (largest(apply(x[None, None], a, b)[0, 0] - y) for a, b in ((sin, cos), (cos, sin)))
+    inside = largest(module(x, torch.tensor([511])) - apply(x[None, None], cos, sin)[0, 0])
+    rope = RotaryEmbedding(64, context_length=512, check_ids=True)
 
-    def raises(row: int) -> bool:
-        try:
-            cos[torch.tensor([row])]
-        except IndexError:
-            return True
-        return False
+    def ours(position: int) -> Tensor:
+        return rope(x[None, None], x[None, None], positions=torch.tensor([position]))[0][0, 0]
 
-    above, below = raises(512), raises(-1)
-    last_row = torch.equal(cos[torch.tensor([-1])], cos[511:])
-    return Finding(f"error for 512: {above}, for −1: {below}", stated=above and below, amended=above and last_row)
+    exact = largest(ours(-1) - rotate(x.double(), torch.tensor([-1]), theta(64)))
+    rejected = _raises(lambda: ours(512))
+    return Finding(
+        f"error for 512: {above}, ours {rejected}; −1: off by {swapped:.1e} from row 511 with cos and sin swapped, by "
+        f"{row_511:.2g} from row 511; ours off by {exact:.1e} from R_(−1)",
+        stated=not (above and swapped < 1e-6),
+        amended=above and swapped < 1e-6 < 0.1 < row_511 and inside < 1e-6 and rejected and exact < 1e-6,
+    )
 
 
 @chapter.claim(
     "code.float32-angles",
     "The cosine of freqs = positions × frequencies is cos(mθ).",
-    f"{KOREAN}, {CHINESE_1}",
-    method="largest error of float32 tables, d = 128, in the last 4096 of 4096 and of 131072 positions",
-    expected="2e-4 and 8e-3; 3e-8 with float64 angles",
+    NOTE_002.at(367, 'freqs = einsum(t, freqs, "t, f -> t f")'),
+    NOTE_003.at(42, 'freqs = torch.einsum("s,d -> sd", seq, theta)'),
+    method="largest error of the tables of both codes as printed, d = 128, 4096 positions; of float32 angles in the "
+    "last 4096 of 131072 positions; of our tables",
+    expected="2e-4 as printed, 8e-3 at 131071; 3e-8 with float64 angles",
     only_if="positions are small; with float32 angles the error is up to 8e-3 at 131071, with float64 angles 3e-8",
 )
 def _() -> Finding:
-    near, far = (cos_error(rows - 4096, rows, torch.float32) for rows in (4096, 131_072))
     exact = torch.cos(torch.outer(torch.arange(4096).double(), theta(128)))
-    ours = largest(build_rotary_frequencies(128, 4096)[0][0, 0].double() - exact)
+    module, build = module_of_note_002(4096, 128), functions_of_note_003()[0]
+    tables = (
+        module.get_buffer("_freq_cis_cache")[0],
+        build(128, 4096)[0][0, 0],
+        build_rotary_frequencies(128, 4096)[0][0, 0],
+    )
+    module_error, function_error, ours = (largest(table.double() - exact) for table in tables)
+    far = cos_error(131_072 - 4096, 131_072, torch.float32)
     return Finding(
-        f"{near:.1e} up to 4096, {far:.1e} up to 131072; float64 angles {ours:.1e}",
-        stated=far < 1e-6,
-        amended=near < 5e-4 and far > 1e-3 and ours <= 2**-24,
+        f"note 002 {module_error:.1e}, note 003 {function_error:.1e} up to 4096; {far:.1e} up to 131072; ours "
+        f"{ours:.1e}",
+        stated=max(module_error, function_error, far) < 1e-6,
+        amended=min(module_error, function_error) > 1e-5
+        and max(module_error, function_error) < 5e-4
+        and far > 1e-3
+        and ours <= 2**-24,
     )
 
 
 @chapter.claim(
     "code.base-frequency",
     "base is the base frequency, usually 10000.",
-    KOREAN,
+    NOTE_003.at(85, "base : 기본 주파수 (보통 10000)"),
     method="highest and lowest frequency for base 10000, d = 64, in radians per position",
     expected="1 and 1.3e-4: no frequency is 10000",
-    fails="the frequencies are powers of the base; the highest frequency is 1 for every base",
+    misprint="the base of the powers that the frequencies are; the highest frequency is 1 for every base",
 )
 def _() -> Finding:
     frequencies, other = theta(64), theta(64, 500_000.0)

@@ -2,20 +2,25 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.samples import EXACT, largest, normal, rotate_to, theta
-from ropewalk.claims.sources import BARBERO, CHINESE_1, ROFORMER, RUSSIAN_1
-from ropewalk.theory import BAND_EDGES, abel_bound, abel_transform, band_means, decay_curve, score_sum
+from ropewalk.claims.sources import BARBERO, NOTE_000, NOTE_002, PRACTICE, ROFORMER
+from ropewalk.theory import abel_bound, abel_transform, decay_curve, score_sum
 
 __all__ = ["chapter"]
 
 chapter: Chapter = Chapter("Decay: scores and distance")
 
 THREE = [1.0, 0.3, 0.05]
+OCTAVES = [1 << n for n in range(4, 18)]
+BASES = (10_000.0, 500_000.0, 1_000_000.0)
+# Up to which distance the means over octaves fall, per base.
+REACH = [16_384, 131_072, 131_072]
 
 
 def _polar(radius: float, angle: float) -> torch.Tensor:
@@ -30,7 +35,7 @@ def _sum_claim(distance: int, printed: float, right: float) -> Finding:
 @chapter.claim(
     "decay.polar",
     "In the plane the score is r_q r_k cos((α − β) + (m − n)θ).",
-    CHINESE_1,
+    NOTE_002.at(285, r"\text{AttentionScore} = r_q r_k \cos((\alpha - \beta) + (m - n)\theta)"),
     method="scores of rotated vectors with random radii and angles, against the formula",
     expected="equal",
 )
@@ -46,7 +51,7 @@ def _() -> Finding:
 @chapter.claim(
     "decay.polar-proportional",
     "So it is proportional to cos((m − n)θ).",
-    CHINESE_1,
+    NOTE_002.at(289, r"\text{RoPE}(m, n) \propto \cos((m - n)\theta)"),
     method="score / cos((m−n)θ) at distances 0 to 3, for α − β = 1 and for α = β",
     expected="constant only for α = β",
     only_if="q and k are parallel; otherwise α − β stays in the cosine",
@@ -69,7 +74,7 @@ def _() -> Finding:
 @chapter.claim(
     "decay.periodic-2d",
     "In two dimensions the score is periodic and does not decay.",
-    CHINESE_1,
+    NOTE_002.at(291, "这玩意是个周期函数，也没远程衰减性啊。"),
     method="the score at distances D and D + 2π/θ, and its largest value beyond 10000",
     expected="equal; the same maximum as at 0",
 )
@@ -83,7 +88,9 @@ def _() -> Finding:
 @chapter.claim(
     "decay.total-proportional",
     "In d dimensions the score is proportional to Σ_j cos((m − n)θ_j).",
-    CHINESE_1,
+    NOTE_002.at(
+        313, r"\text{Total Score} = \sum_{j=0}^{d/2-1} \text{Score}_j \propto \sum_{j=0}^{d/2-1} \cos((m - n)\theta_j)"
+    ),
     method="score / Σcos at distances 0 to 5: random q and k; k = q; every pair parallel and of equal norm",
     expected="constant only in the last case",
     only_if="every pair of q is parallel to that of k, and the product of their norms is the same for all pairs",
@@ -105,27 +112,9 @@ def _() -> Finding:
 
 
 @chapter.claim(
-    "decay.pair-index",
-    "q has pairs q_1 … q_{d/2}, and the total score is the sum over j = 0 … d/2−1.",
-    CHINESE_1,
-    method="the score for d = 16 as a sum over pairs 0 … 7, and over the pairs 1 … 7 that are in both ranges",
-    expected="equal for 0 … 7; one pair is missing in 1 … 7",
-    fails="the note numbers the same pairs from 1 in one line and from 0 in the next",
-)
-def _() -> Finding:
-    q, k = normal(2, 16, seed=6)
-    total = float(rotate_to(q, 5) @ k)
-    pairs = (rotate_to(q, 5) * k).view(8, 2).sum(-1)
-    shared, whole = abs(float(pairs[1:].sum()) - total), abs(float(pairs.sum()) - total)
-    return Finding(
-        f"off by {shared:.2g} over 1 … 7, {whole:.1e} over 0 … 7", stated=shared < EXACT, amended=whole < EXACT
-    )
-
-
-@chapter.claim(
     "decay.s0",
     "S(0) = 3.0 for θ = 1.0, 0.3, 0.05.",
-    CHINESE_1,
+    NOTE_002.at(319, r"当 $\Delta = 0$ 时 $S(0) = 3.0$"),
     method="Σ cos(Δθ_j)",
     expected="3.000000",
 )
@@ -134,13 +123,23 @@ def _() -> Finding:
 
 
 @chapter.claim(
-    "decay.s2", "S(2) = 1.4.", CHINESE_1, method="Σ cos(Δθ_j)", expected="−0.416147 + 0.825336 + 0.995004 = 1.404193"
+    "decay.s2",
+    "S(2) = 1.4.",
+    NOTE_002.at(319, r"当 $\Delta = 2$ 时 $S(2) = 1.4$"),
+    method="Σ cos(Δθ_j)",
+    expected="−0.416147 + 0.825336 + 0.995004 = 1.404193",
 )
 def _() -> Finding:
     return _sum_claim(2, 1.4, 1.404)
 
 
-@chapter.claim("decay.s50", "S(50) = −0.6.", CHINESE_1, method="Σ cos(Δθ_j)", expected="−0.595865")
+@chapter.claim(
+    "decay.s50",
+    "S(50) = −0.6.",
+    NOTE_002.at(319, r"当 $\Delta = 50$ 时 $S(50) = -0.6$"),
+    method="Σ cos(Δθ_j)",
+    expected="−0.595865",
+)
 def _() -> Finding:
     return _sum_claim(50, -0.6, -0.596)
 
@@ -148,10 +147,10 @@ def _() -> Finding:
 @chapter.claim(
     "decay.s20",
     "The sum S(Δ) = Σ cos(Δθ_j) is 1.4 at Δ = 20, as at Δ = 2.",
-    CHINESE_1,
+    NOTE_002.at(321, r"当 $\Delta = 20$ 时 $S(20) = 1.4 = S(2)$ 呀。"),
     method="Σ cos(Δθ_j)",
     expected="0.408082 + 0.960170 + 0.540302 = 1.908555",
-    fails="S(20) = 1.909, above S(2); it supports the note's own point that decay oscillates",
+    fails="S(20) = 1.909, not 1.4",
 )
 def _() -> Finding:
     return _sum_claim(20, 1.4, 1.909)
@@ -159,56 +158,90 @@ def _() -> Finding:
 
 @chapter.claim(
     "decay.farther-lower",
-    "The larger the distance of two tokens, the lower the score (S(0) > S(2) > S(50)).",
-    CHINESE_1,
-    method="S at 0, 2, 10, 20, 50, 100",
-    expected="increases from 10 to 20 and from 50 to 100",
-    fails="these three numbers decrease, others do not; no sum of cosines decreases at every distance",
+    "The larger the distance, the lower the score (S(0) > S(2) > S(50)), while it oscillates.",
+    NOTE_002.at(319, "可以发现，相对举例越远，注意力分数越低。"),
+    NOTE_002.at(321, "远程衰减本来就是振荡下降的。"),
+    method="S at 0, 2, 50; the largest S at distances 51 … 1000, and where it is",
+    expected="3.00, 1.40, −0.60; 2.94 at 126",
+    only_if="the distance is below the period 2π/0.05 = 126 of the slowest cosine, near which S returns to 2.94",
 )
 def _() -> Finding:
-    values = score_sum([0, 2, 10, 20, 50, 100], THREE)
-    shown = ", ".join(f"{v:.2f}" for v in values)
-    return Finding(shown, stated=bool((np.diff(values) < 0).all()), amended=values[3] > values[1] > values[2])
+    curve = score_sum(np.arange(1001), THREE)
+    falls = bool(curve[0] > curve[2] > curve[50])
+    peak = 51 + int(curve[51:127].argmax())
+    return Finding(
+        f"{curve[0]:.2f}, {curve[2]:.2f}, {curve[50]:.2f}; {curve[peak]:.2f} at {peak}, {curve[51:].max():.2f} below "
+        "1000",
+        stated=falls and bool(curve[51:].max() < curve[2]),
+        amended=falls and peak == 126 and round(float(curve[peak]), 2) == 2.94,
+    )
+
+
+def _octaves(curve: Callable[..., np.ndarray], base: float, dim: int = 128) -> np.ndarray:
+    """Means of `curve` over the octaves of distances [16, 32), [32, 64), … [65536, 131072)."""
+    distances = np.arange(OCTAVES[0], OCTAVES[-1])
+    frequencies = theta(dim, base).numpy()
+    values = np.concatenate([curve(part, frequencies) for part in np.array_split(distances, 16)])
+    return np.array([values[a - OCTAVES[0] : b - OCTAVES[0]].mean() for a, b in itertools.pairwise(OCTAVES)])
+
+
+def _falls_to(octaves: np.ndarray) -> int:
+    """Distance up to which the mean of every octave is below that of the octave before it."""
+    rising = np.flatnonzero(np.diff(octaves) >= 0)
+    return OCTAVES[int(rising[0]) + 1 if rising.size else len(octaves)]
 
 
 @chapter.claim(
     "decay.score",
     "RoPE decays: the larger the distance of two tokens, the smaller the product of their vectors.",
-    RUSSIAN_1,
-    method="Σ cos(Dθ) for d = 128: the number of increases in 256 steps, and band means up to 2048",
-    expected="many steps increase; band means decrease",
-    only_if="q = k with pairs of equal norm, and means over bands of distances are compared",
+    NOTE_000.at(
+        50,
+        "чем дальше токены друг от друга (в смысле позиции в тексте), тем меньше будет их скалярное произведение.",
+    ),
+    method="Σ cos(Dθ), which is the product for q = k with pairs of equal norm, d = 128: increases in 256 steps; means "
+    "over octaves of distances up to 131072 for bases 10⁴, 5·10⁵ and 10⁶",
+    expected="many steps increase; means fall up to 16384 for base 10⁴, to −2.89, and to 131072 for the others",
+    only_if="q = k with pairs of equal norm, means over octaves are compared, and, for base 10⁴, up to 16384",
 )
 def _() -> Finding:
-    curve = score_sum(np.arange(2048), theta(128).numpy())
-    rises = int((np.diff(curve[:257]) > 0).sum())
-    bands = band_means(curve, BAND_EDGES)
+    rises = int((np.diff(score_sum(np.arange(257), theta(128).numpy())) > 0).sum())
+    octaves = {base: _octaves(score_sum, base) for base in BASES}
+    reach = [_falls_to(means) for means in octaves.values()]
+    shown = ", ".join(f"{base:.0e}: {limit}" for base, limit in zip(BASES, reach, strict=True))
+    small = octaves[10_000.0]
     return Finding(
-        f"{rises} of 256 steps increase; bands {bands[0]:.1f} … {bands[-1]:.1f}",
+        f"{rises} of 256 steps increase; means fall up to {shown}; base 10⁴: {small[0]:.1f} … {small.min():.2f} … "
+        f"{small[-1]:.2f}",
         stated=rises == 0,
-        amended=bool((np.diff(bands) < 0).all()),
+        amended=reach == REACH and round(float(small.min()), 2) == -2.89 and small[-1] > small.min() + 2,
     )
 
 
 @chapter.claim(
     "decay.figure",
-    "Long-term decay oscillates downwards (RoFormer's figure 2: the mean of |S_j|, d = 128).",
-    f"{CHINESE_1}, {ROFORMER}",
-    method="the curve at 0, 1, 8, 100, 236; the number of increases in 256 steps; band means up to 2048",
-    expected="32.5, 31.5382, 19.8174, 10.2273, 6.4150; 115 increases; decreasing means 17.468, 12.020, … 5.298",
+    "Long-term decay oscillates downwards (RoFormer's figure 2: the mean of |S_j|, d = 128, distances to 250).",
+    NOTE_002.at(321, "我们可以看论文中远程衰减的原图就知道，远程衰减本来就是振荡下降的。"),
+    ROFORMER,
+    method="the curve at 0, 1, 8, 100, 236; increases in 256 steps; means over octaves up to 131072 for bases 10⁴, "
+    "5·10⁵ and 10⁶",
+    expected="32.5, 31.5382, 19.8174, 10.2273, 6.4150; 115 increases; means fall up to 16384 for base 10⁴ and then "
+    "rise (4.66, 4.70, 4.72, 4.78), and fall to 131072 for the others",
+    only_if="base 10⁴: distances up to 16384, after which the means of the bound rise slightly",
 )
 def _() -> Finding:
-    curve = decay_curve(np.arange(2048), theta(128).numpy())
+    curve = decay_curve(np.arange(257), theta(128).numpy())
     values = curve[[0, 1, 8, 100, 236]]
-    bands = band_means(curve, BAND_EDGES)
-    rises = int((np.diff(curve[:257]) > 0).sum())
+    rises = int((np.diff(curve) > 0).sum())
     golden = np.allclose(values, [32.5, 31.5382, 19.8174, 10.2273, 6.41500], rtol=0, atol=5e-5)
-    golden_bands = np.allclose(bands, [17.468, 12.020, 10.020, 8.268, 6.973, 5.960, 5.298], rtol=0, atol=5e-4)
-    decreasing = bool((np.diff(bands) < 0).all()) and int(curve[:257].argmin()) == 236
-    shown = ", ".join(f"{v:.4f}" for v in values)
+    octaves = {base: _octaves(decay_curve, base) for base in BASES}
+    reach = [_falls_to(means) for means in octaves.values()]
+    shown = ", ".join(f"{base:.0e}: {limit}" for base, limit in zip(BASES, reach, strict=True))
+    late = ", ".join(f"{mean:.2f}" for mean in octaves[10_000.0][-4:])
     return Finding(
-        f"{shown}; {rises} increases; {bands[0]:.3f} … {bands[-1]:.3f}",
-        stated=golden and golden_bands and decreasing and rises == 115,
+        f"{', '.join(f'{v:.4f}' for v in values)}; {rises} of 256 steps increase; means fall up to {shown}; base 10⁴ "
+        f"from 8192 on: {late}",
+        stated=golden and rises == 115 and min(reach) == OCTAVES[-1],
+        amended=golden and rises == 115 and reach == REACH and late == "4.66, 4.70, 4.72, 4.78",
     )
 
 
@@ -233,10 +266,10 @@ def _() -> Finding:
 @chapter.claim(
     "decay.random",
     "If the bound decays, the scores decay.",
-    f"{RUSSIAN_1}, {CHINESE_1}",
+    PRACTICE,
     method="mean and spread of (R_m q)·k over 4000 random q and k, d = 128, at distances 0, 10, 1000, 10000",
     expected="mean 0 and spread √128 = 11.3 at every distance",
-    fails="for random q and k the scores do not decay, although the bound does",
+    fails="scores of random q and k do not decay",
 )
 def _() -> Finding:
     q, k = normal(2, 4000, 128, seed=3)

@@ -2,14 +2,13 @@
 
 import cmath
 import functools
-import math
 from collections.abc import Callable
 
 import torch
 
 from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.samples import EXACT, normal
-from ropewalk.claims.sources import CHINESE_1, CHINESE_2, RUSSIAN_1
+from ropewalk.claims.sources import NOTE_000, NOTE_002, NOTE_004
 from ropewalk.reference import rotate
 
 __all__ = ["chapter"]
@@ -47,7 +46,7 @@ def _worst(error: Callable[[complex, complex, int, int], float]) -> float:
 @chapter.claim(
     "derivation.initial",
     "f(q, 0) = q: a vector at position 0 is unchanged.",
-    CHINESE_2,
+    NOTE_004.at(44, "假定下面的初值条件 $f(q,0)=q$，即位置 0 的绝对位置信息就是原始的 $q$"),
     method="the rotation of six vectors to position 0",
     expected="unchanged, bit by bit",
 )
@@ -59,10 +58,12 @@ def _() -> Finding:
 @chapter.claim(
     "derivation.inner-product",
     "⟨q, k⟩ = Re[q k*], and q and k must be real for that.",
-    CHINESE_2,
+    NOTE_004.at(
+        46, r"对于一个复数，有 $\langle{q},{k}\rangle=\mathrm{Re}[{q}{k}^*]$（注意：这里的 $q,k$ 都必须为实数才成立）"
+    ),
     method="q·k of 2-vectors against Re[q k*] of the same vectors as complex numbers",
     expected="equal for every complex q and k",
-    fails="the identity holds for any two plane vectors as complex numbers; only their components are real",
+    misprint="the components of q and k are real; as complex numbers q and k are arbitrary",
 )
 def _() -> Finding:
     error = max(abs((q.real * k.real + q.imag * k.imag) - (q * k.conjugate()).real) for q, k in PAIRS)
@@ -76,11 +77,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "derivation.one-g",
-    "Re[f(q,m) f*(k,n)] = g(q,k,m−n) can be solved as f(q,m) f*(k,n) = g(q,k,m−n), with the same g.",
-    CHINESE_2,
-    method="f(q,m) = q for even m and q* for odd m, so that f(q,0) = q: drift of the real and of the complex product",
-    expected="only the complex product drifts, so this solution is lost; the rotation solves both equations",
-    fails="the two g differ: the first is the real part of the second, and the second equation is stricter",
+    "If there is a complex g with f(q,m) f*(k,n) = g(q,k,m−n), its real part solves Re[f(q,m) f*(k,n)] = g.",
+    NOTE_004.at(48, "假设存在复数 $g(q,k,m-n)$ 使得 $[f(q,m)f^*(k,n)]=g(q,k,m-n)$"),
+    method="drift of the complex product and of its real part for f(q,m) = q exp(imθ), which the note finds; "
+    "the same for f(q,m) = q for even m and q* for odd m",
+    expected="no drift: the assumption has a solution; the mirror solves only the real equation, so there are others",
 )
 def _() -> Finding:
     def mirror(q: complex, m: int) -> complex:
@@ -94,16 +95,16 @@ def _() -> Finding:
 
     mirrored, rotated = drifts(mirror), drifts(_cached_f())
     return Finding(
-        f"mirror: drift {mirrored[0]:.1e} real, {mirrored[1]:.2g} complex; rotation: {rotated[1]:.1e}",
-        stated=mirrored[1] < EXACT,
-        amended=mirrored[0] < EXACT and max(rotated) < EXACT,
+        f"rotation: drift {rotated[1]:.1e} complex, {rotated[0]:.1e} real; mirror: {mirrored[1]:.2g} and "
+        f"{mirrored[0]:.1e}",
+        stated=max(rotated) < EXACT and mirrored[0] < EXACT < mirrored[1],
     )
 
 
 @chapter.claim(
     "derivation.radius",
     "R_f(q,m) R_f(k,n) = R_g(q,k,m−n), and at m = n this is |q| |k|.",
-    CHINESE_2,
+    NOTE_004.at(59, r"R_f(q,m)R_f(k,m)=R_g(q,k,0)=R_f(q,0)R_f(k,0)=\|q\|\|k\|"),
     method="|f(q,m)| |f(k,n)| over 144 pairs of positions, against |q| |k|",
     expected="equal",
 )
@@ -116,7 +117,7 @@ def _() -> Finding:
 @chapter.claim(
     "derivation.angle",
     "Θ_f(q,m) − Θ_f(k,n) = Θ_g(q,k,m−n), and at m = n this is Θ(q) − Θ(k).",
-    CHINESE_2,
+    NOTE_004.at(63, r"\Theta_f(q,m)-\Theta_f(k,m)=\Theta_g(q,k,0)=\Theta_f(q,0)-\Theta_f(k,0)=\Theta(q)-\Theta(k)"),
     method="the angles of f(q,m) and f(k,n) over 144 pairs of positions, modulo 2π",
     expected="Θ(q) − Θ(k) + (m−n)θ",
 )
@@ -134,7 +135,7 @@ def _() -> Finding:
 @chapter.claim(
     "derivation.phi",
     "Θ_f(q,m) − Θ(q) does not depend on q.",
-    CHINESE_2,
+    NOTE_004.at(64, r"即 $\Theta_f(q,m)-\Theta(q)$ 是一个只和 $m$ 相关而和 $q$ 无关的函数"),
     method="its spread over six vectors at each of 12 positions, modulo 2π",
     expected="0",
 )
@@ -149,7 +150,7 @@ def _() -> Finding:
 @chapter.claim(
     "derivation.step",
     "φ(m) − φ(m−1) = Θ_g(q,k,1) + Θ(k) − Θ(q), whose right side does not depend on m.",
-    CHINESE_2,
+    NOTE_004.at(65, r"\varphi(m)-\varphi(m-1)=\Theta_g(q,k,1)+\Theta(k)-\Theta(q)"),
     method="both sides for six pairs of vectors at 11 positions, Θ_g being the angle of f(q,m) f*(k,m−1), modulo 2π",
     expected="both sides are θ",
 )
@@ -169,7 +170,7 @@ def _() -> Finding:
 @chapter.claim(
     "derivation.arithmetic",
     "So φ is an arithmetic sequence, and φ(m) = mθ.",
-    CHINESE_2,
+    NOTE_004.at(66, r"这说明 $\varphi(m)$ 为等差数列，设右端为 $\theta$，得到 $\varphi(m)=m\theta$。"),
     method="φ(m) against mθ at 12 positions, modulo 2π",
     expected="equal; φ(0) = 0 by the initial condition",
 )
@@ -181,7 +182,12 @@ def _() -> Finding:
 @chapter.claim(
     "derivation.solution",
     "f(q, m) = |q| exp(i(Θ(q) + mθ)) = q exp(imθ), a rotation of the plane.",
-    f"{CHINESE_1}, {CHINESE_2}",
+    NOTE_002.at(208, r"f_q(x_m, m) &= (W_q x_m) e^{im\theta}"),
+    NOTE_004.at(
+        69,
+        r"f(q,m)=R_f(q,m)e^{\mathrm{i}\Theta_f({q},m)}=\|q\|e^{\mathrm"
+        r"{i}(\Theta({q})+m\theta)}=\boldsymbol{q}e^{\mathrm{i}m\theta}",
+    ),
     method="the rotation matrix times (q₀, q₁) against q exp(imθ), and against the polar form",
     expected="equal",
 )
@@ -193,11 +199,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "derivation.unique",
-    "The radius does not depend on m: R_f(q,m) = |q|, R_f(k,m) = |k|.",
-    CHINESE_2,
-    method="radii |q|ζ^m and |k|ζ^(−n), ζ = 0.98: drift of the product; the same with one f for q and k",
-    expected="no drift with two functions, so they are another solution; drift with one, where R_f(q,m)² = |q|²",
-    only_if="q and k use the same f; with different f_q and f_k there are other solutions, such as xPos",
+    "Assume that the radius does not depend on m: R_f(q,m) = |q|, R_f(k,m) = |k|.",
+    NOTE_004.at(60, r"假设 $R_f(q,m)=\|q\|,R_f(k,m)=\|k\|$，即他们不依赖于 $m$。"),
+    method="the radius of f(q,m) at 12 positions; drift of the product with radii |q|ζ^m and |k|ζ^n, ζ = 0.98, that is "
+    "one f for q and k, and with |k|ζ^(−n), that is two functions, as in xPos",
+    expected="|q|; drift with one function, so the assumption is necessary for one f; no drift with two",
 )
 def _() -> Finding:
     zeta, f = 0.98, _cached_f()
@@ -210,21 +216,20 @@ def _() -> Finding:
 
     separate = _worst(lambda q, k, m, n: abs(two(q, k, m, n) - two(q, k, m + 4, n + 4)))
     shared = _worst(lambda q, k, m, n: abs(one(q, k, m, n) - one(q, k, m + 4, n + 4)))
-    differs = max(abs(abs(zeta**5 * f(q, 5)) - abs(q)) for q in QUERIES)
+    radius = max(abs(abs(f(q, m)) - abs(q)) for q in QUERIES for m in range(-3, 9))
     return Finding(
-        f"drift {separate:.1e} with two functions, {shared:.2g} with one; radius changed by {differs:.2g}",
-        stated=separate > EXACT,
-        amended=separate < EXACT and shared > 0.01 and differs > 0.01,
+        f"radius off by {radius:.1e}; with ζ: drift {shared:.2g} with one function, {separate:.1e} with two",
+        stated=radius < EXACT and separate < EXACT and shared > 0.01,
     )
 
 
 @chapter.claim(
     "derivation.exponent",
     "With the query at n and the key at m, the score is Re[(W_q x_n)(W_k x_m)* exp(iθ(m−n))].",
-    RUSSIAN_1,
+    NOTE_000.at(29, r"Re[(W_qx_n)(W_kx_m)*e^{i\theta(m n n)}]"),
     method="the score of rotated vectors against both signs of the exponent",
     expected="n−m",
-    fails="the exponent is n−m (the note prints 'm n n'): the conjugate of the key has the minus sign",
+    misprint="n−m, where the note prints 'm n n'; the conjugate of the key has the minus sign",
 )
 def _() -> Finding:
     f = _cached_f()
@@ -243,10 +248,10 @@ def _() -> Finding:
 @chapter.claim(
     "derivation.g-arguments",
     "That score is g(x_n, x_n, m−n): a function of the query's token and the distance.",
-    RUSSIAN_1,
+    NOTE_000.at(29, "g(x_n, x_n, m - n)"),
     method="the score for one query and six keys at one distance",
     expected="it changes with the token of the key",
-    fails="g(x_n, x_m, m−n): it depends on both tokens",
+    misprint="g(x_n, x_m, m−n), as in line 22 of the note",
 )
 def _() -> Finding:
     scores = [(_f(QUERIES[0], 2) * _f(k, 5).conjugate()).real for k in KEYS]
@@ -260,20 +265,39 @@ def _() -> Finding:
 
 @chapter.claim(
     "derivation.original-score",
-    "In the complex form, (W_q x_q)(W_k x_k)* is the score without positions.",
-    CHINESE_1,
-    method="its imaginary part; its real part against q·k",
-    expected="its real part is the score; its imaginary part is not 0, and contributes to the score at other distances",
-    fails="its real part is the score; the imaginary part contributes if m ≠ n",
+    "The score is Re[(W_q x_q)(W_k x_k)* exp(i(m−n)θ)]; without the exponential it is the original score.",
+    NOTE_002.at(
+        212,
+        r"\text{Re}[\underbrace{(W_q x_q)(W_k x_k)^*}_{\text{原本的Score}} "
+        r"\cdot \underbrace{e^{i(m-n)\theta}}_{\text{相对位置}}]",
+    ),
+    method="scores of rotated vectors at 144 pairs of positions against the formula; at m = n against q·k; the "
+    "imaginary part of (W_q x_q)(W_k x_k)*",
+    expected="equal; the imaginary part is not 0, and enters the score if m ≠ n",
 )
 def _() -> Finding:
-    products = [(q * k.conjugate(), q.real * k.real + q.imag * k.imag) for q, k in PAIRS]
-    imaginary = max(abs(z.imag) for z, _ in products)
-    real = max(abs(z.real - dot) for z, dot in products)
-    right_angle = cmath.exp(1j * math.pi / 2)
-    swapped = max(abs((z * right_angle).real + z.imag) for z, _ in products)
+    f = _cached_f()
+
+    def error(q: complex, k: complex, m: int, n: int) -> float:
+        score = f(q, m).real * f(k, n).real + f(q, m).imag * f(k, n).imag
+        return abs(score - (q * k.conjugate() * cmath.exp(1j * (m - n) * THETA)).real)
+
+    worst = _worst(error)
+    original = max(abs((q * k.conjugate()).real - (q.real * k.real + q.imag * k.imag)) for q, k in PAIRS)
+    imaginary = max(abs((q * k.conjugate()).imag) for q, k in PAIRS)
     return Finding(
-        f"imaginary part {imaginary:.3g}; real part off by {real:.1e}; rotation by π/2: minus the imaginary part",
-        stated=imaginary < EXACT,
-        amended=real < EXACT and swapped < EXACT,
+        f"error {worst:.1e}; at m = n {original:.1e}; imaginary part {imaginary:.3g}",
+        stated=max(worst, original) < EXACT < imaginary,
     )
+
+
+@chapter.claim(
+    "derivation.real-part",
+    "The product of two vectors of the plane is the real part of q times the conjugate of k.",
+    NOTE_002.at(210, "在复数中，两个向量 q 和 k 的内积，等于 q 乘以 k 的共轭 (k^*) 的实部"),
+    method="q·k of six pairs of vectors against Re[q k*]",
+    expected="equal",
+)
+def _() -> Finding:
+    error = max(abs((q.real * k.real + q.imag * k.imag) - (q * k.conjugate()).real) for q, k in PAIRS)
+    return Finding(f"largest error {error:.1e}", stated=error < EXACT)

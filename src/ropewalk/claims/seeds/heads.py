@@ -1,12 +1,14 @@
 """Heads: one rotation of d_model or one per head, and the features that complete a rotation in training."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import WIDTH, layer, outputs
 from ropewalk.claims.samples import EXACT, drift, largest, normal, theta
-from ropewalk.claims.sources import LIU, RUSSIAN_1
+from ropewalk.claims.sources import LIU, NOTE_000, NOTE_002
 from ropewalk.nn.attention.layer import Attention
 from ropewalk.reference import rotate, softmax_attention
 from ropewalk.spec import AcrossHeads, Pairing, RopeSpec
@@ -28,7 +30,11 @@ def _split(x: Tensor) -> Tensor:
 @chapter.claim(
     "heads.own-frequencies",
     "Rotating all of d_model before the split into heads gives each head its own rotation.",
-    RUSSIAN_1,
+    NOTE_000.at(
+        52,
+        "мы считаем все проекции (итоговая размерность $d_{model}$) и применяем "
+        "поворот. Таким образом, каждая голова получит поворот со своими параметрами.",
+    ),
     method="512 features rotated and then split into 8 heads, against heads rotated with AcrossHeads frequencies; "
     "Attention with rope-across-heads against attention over projections that were rotated before the split",
     expected="equal; no frequency occurs in two heads",
@@ -55,11 +61,10 @@ def _() -> Finding:
 
 @chapter.claim(
     "heads.range",
-    "That is the simple way to use RoPE in multi-head attention.",
-    RUSSIAN_1,
+    "Then each head has parameters of its own: the heads have different ranges of periods.",
+    NOTE_000.at(52, "Таким образом, каждая голова получит поворот со своими параметрами."),
     method="shortest period of each head, 8 heads of 64: rotation of d_model, and rotation per head as in models",
     expected="d_model: head 0 has 6.3 … 19 and head 7 starts at 19869; per head: every head has 6.3 … 47117",
-    only_if="heads may differ; the last head hardly rotates within 4096 tokens, but models give all heads all periods",
 )
 def _() -> Finding:
     whole = [periods(row) for row in SPEC.inv_freq()]
@@ -68,18 +73,17 @@ def _() -> Finding:
     return Finding(
         f"head 0: {first[0]:.1f} … {first[-1]:.0f}, head 7: from {last[0]:.0f}; "
         f"per head: {each[0]:.1f} … {each[-1]:.0f}",
-        stated=bool(abs(last[0] - each[0]) < 1),
-        amended=bool(last[0] > 4 * 4096 and first[-1] < 32 and each[-1] > 40_000),
+        stated=bool(last[0] > 4 * 4096 and first[-1] < 32 and each[-1] > 40_000)
+        and all(a[-1] < b[0] for a, b in itertools.pairwise(whole)),
     )
 
 
 @chapter.claim(
     "heads.relative",
-    "Rotating all of d_model keeps the scores of each head relative.",
-    RUSSIAN_1,
+    "With pairs (x_1, x_2), (x_3, x_4), … the rotation of d_model keeps the scores of each head relative.",
+    NOTE_000.at(48, "делим входной вектор размерности $d$ на $d/2$ пар ($(x_1, x_2), (x_3, x_4)$ и так далее)"),
     method="drift of the score of each head, 512 features rotated and split into 8 heads, in both pairings",
     expected="none for pairs (0,1), (2,3), …; drift for pairs (i, i+256), which are in different heads",
-    only_if="pairs are neighbours; half-split pairs cross heads, and their scores are not relative",
 )
 def _() -> Finding:
     q, k = normal(2, 1, HEADS * DIM, seed=1)
@@ -97,15 +101,42 @@ def _() -> Finding:
     interleaved, half = score_drift("interleaved"), score_drift("half")
     return Finding(
         f"drift {interleaved:.1e} (neighbours), {half:.3g} (half)",
-        stated=max(interleaved, half) < EXACT,
-        amended=interleaved < EXACT,
+        stated=interleaved < EXACT < half,
+    )
+
+
+@chapter.claim(
+    "heads.d-model",
+    "The rotation has the width of the model: d = d_model = 768 or 4096.",
+    NOTE_002.at(247, "General form ($d_{model} = 768$ 或 $d_{model} = 4096$ 等)"),
+    method="768 features in 12 heads of 64: distinct frequencies, and the pairs of the last head that complete a "
+    "rotation within 4096 tokens, if d_model is rotated before the split, and if each head is rotated; the frequencies "
+    "of one head of 768, both ways",
+    expected="384 and 0 of 32; 32 and 23 of 32; equal for one head",
+    only_if="there is one head; models rotate each head, with d = head_dim, so that heads share their frequencies",
+)
+def _() -> Finding:
+    heads, width = 12, 768
+    across = RopeSpec(width // heads, AcrossHeads(10_000, num_heads=heads)).inv_freq()
+    each = RopeSpec(width // heads).inv_freq()
+    distinct = len(set(across.ravel().tolist())), len(set(each.tolist()))
+    complete = tuple(int((periods(row) <= 4096).sum()) for row in (across[-1], each))
+    single = RopeSpec(width, AcrossHeads(10_000, num_heads=1)).inv_freq()[0]
+    same = float(abs(single - RopeSpec(width).inv_freq()).max())
+    different = float(abs(across[-1] - each).max())
+    return Finding(
+        f"d_model: {distinct[0]} frequencies, {complete[0]} of 32 pairs of the last head complete a rotation; per "
+        f"head: {distinct[1]} and {complete[1]}; one head: difference {same:g}",
+        stated=different < EXACT,
+        amended=(distinct, complete, same) == ((384, 32), (0, 23), 0.0),
     )
 
 
 @chapter.claim(
     "heads.critical-dimension",
     "LLaMA-2 (d = 128, base 10000, trained to 4096) has a critical dimension of 92.",
-    f"{RUSSIAN_1}, {LIU}",
+    NOTE_000.at(55, "Scaling Laws of RoPE https://arxiv.org/pdf/2310.05209"),
+    LIU,
     method="2⌈d/2 · log_base(4096/2π)⌉, and the number of features with a period of at most 4096",
     expected="92 both ways; 36 features do not complete a rotation",
 )

@@ -3,15 +3,18 @@
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import one_head, operations
 from ropewalk.claims.samples import EXACT, largest, normal, rank
-from ropewalk.claims.sources import CHINESE_1, LINEAR
+from ropewalk.claims.sources import LINEAR, NOTE_002
+from ropewalk.kernels.torch_internals import TorchDispatchMode
 from ropewalk.nn.attention.scores import attend
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap
@@ -71,7 +74,9 @@ def _seconds(length: int) -> tuple[float, float]:
 @chapter.claim(
     "linear.association",
     "Without softmax, (QKᵀ)V = Q(KᵀV).",
-    CHINESE_1,
+    NOTE_002.at(
+        48, r"先算后面两个矩阵 $\mathbf{K}^T\mathbf{V}$ ： $\text{Result} = \mathbf{Q}(\mathbf{K}^T\mathbf{V})$"
+    ),
     method="both for N = 256, d = 16, relative to the largest element; linear_attention with φ(x) = x, times its "
     "denominator, against (QKᵀ)V",
     expected="equal",
@@ -88,7 +93,7 @@ def _() -> Finding:
 @chapter.claim(
     "linear.cost",
     "(QKᵀ)V costs O(N²), Q(KᵀV) costs O(N).",
-    CHINESE_1,
+    NOTE_002.at(61, "如果能做到这样, 那么时间复杂度就会从 $O(N^2)$ 变为 $O(N)$ 。"),
     method="operations counted by torch at N = 1024 and 2048, d = 64, for both forms, for the softmax of Attention, "
     "and for linear_attention, full and causal with RoPE; times of both forms at N = 2048",
     expected="4 times the operations for softmax and (QKᵀ)V, 2 times for the others",
@@ -106,10 +111,66 @@ def _() -> Finding:
     )
 
 
+class _Largest(TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (result if isinstance(result, tuple | list) else (result,)) if isinstance(x, Tensor)]
+        self.largest = max([self.largest, *(x.numel() * x.element_size() for x in tensors)])
+        return result
+
+
+def _largest_tensor(form: Callable[[Tensor, Tensor, Tensor], Tensor], length: int) -> int:
+    """Bytes of the largest tensor while `form` runs, for one head of 64 features in float32."""
+    inputs = normal(3, 1, 1, length, 64).float()
+    with _Largest() as mode:
+        form(*inputs.unbind())
+    return mode.largest
+
+
+def _materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return functional.scaled_dot_product_attention(q, k, v)
+
+
+@chapter.claim(
+    "linear.memory",
+    "Attention generates a matrix of N × N scores.",
+    NOTE_002.at(33, r"需要计算所有 Query 和 Key 的两两内积，生成一个 $N \times N$ 的注意力矩阵"),
+    method="the largest tensor in bytes at N = 1024 and 2048, one head of 64, float32, CPU: softmax(QKᵀ/√d)V as "
+    "written, PyTorch's fused kernel, linear_attention",
+    expected="4N² bytes as written, four times as many at 2N; twice as many for the fused kernel and linear_attention",
+    only_if="the scores are stored, as the formula does; a fused kernel stores one block of them at a time",
+)
+def _() -> Finding:
+    sizes = {
+        name: [_largest_tensor(form, n) for n in (1024, 2048)]
+        for name, form in (
+            ("as written", _materialized),
+            ("fused", _fused),
+            ("linear", lambda q, k, v: linear_attention(q, k, v)),
+        )
+    }
+    written, fused, linear = sizes.values()
+    return Finding(
+        "; ".join(f"{name} {a / 2**20:.2f} and {b / 2**20:.2f} MiB" for name, (a, b) in sizes.items()),
+        # Not every way of computing attention generates the matrix.
+        stated=fused[1] >= 4 * 2048**2,
+        amended=written == [4 * 1024**2, 4 * 2048**2] and fused[1] == 2 * fused[0] and linear[1] == 2 * linear[0],
+    )
+
+
 @chapter.claim(
     "linear.cost-in-d",
     "The total cost of linear attention is O(L d²).",
-    CHINESE_1,
+    NOTE_002.at(142, "总时间复杂度为: $O(Ld^2) + O(Ld^2) = O(Ld^2)$"),
     method="operations counted by torch for d = 64 and 128, and at L = 32 and L = 128 for d = 64; operations of "
     "linear_attention without a mask, minus the 4Ld² of the two products in the numerator",
     expected="4 times the operations for twice d; fewer than L² d only if L > d; at most 2Ld for the denominator",
@@ -128,7 +189,7 @@ def _() -> Finding:
 @chapter.claim(
     "linear.softmax-blocks",
     "Softmax prevents the use of associativity.",
-    CHINESE_1,
+    NOTE_002.at(63, "原始的 attention 中存在非线性变换 softmax 使得无法进行上述结合律变换:"),
     method="numerical rank of QKᵀ and of exp(QKᵀ/√d), N = 256, d = 16, and of the weights of linear_attention and of "
     "Attention, which are their outputs for the identity matrix as values",
     expected="16 for QKᵀ, far more for exp: no map to 16 features gives exp",
@@ -146,12 +207,16 @@ def _() -> Finding:
 
 @chapter.claim(
     "linear.kernel",
-    "A feature map approximates (or replaces) exp: sim(q, k) ≈ φ(q)·φ(k), for instance with φ = elu + 1.",
-    CHINESE_1,
+    "A feature map approximates exp, sim(q, k) ≈ φ(q)·φ(k), or replaces it, as φ = elu + 1 does.",
+    NOTE_002.at(
+        87,
+        r"假设存在一个特征映射函数 $\phi: \mathbb{R}^d \rightarrow "
+        r"\mathbb{R}^D$, 使得我们可以用内积来近似 (或替代) exp 函数:",
+    ),
     method="weights of linear_attention against softmax, median relative error: elu + 1, and FavorFeatures with "
     "16384 positive random features (FAVOR+), d = 16",
-    expected="a large error for elu + 1, a small one for random features",
-    only_if="'replaces' applies to elu + 1, which does not approximate exp; random features do",
+    expected="random features approximate exp: a small error; elu + 1 replaces it: a large one",
+    long=True,
 )
 def _() -> Finding:
     q, k = normal(2, 256, DIM)
@@ -163,13 +228,14 @@ def _() -> Finding:
         return float(((weights - truth).abs() / truth).median())
 
     elu, favor = error("elu"), error(FavorFeatures(DIM, 16_384))
-    return Finding(f"error of elu + 1 {elu:.0%}, of FAVOR+ {favor:.0%}", stated=elu < 0.2, amended=favor < 0.2)
+    return Finding(f"error of elu + 1 {elu:.0%}, of FAVOR+ {favor:.0%}", stated=favor < 0.2 < elu)
 
 
 @chapter.claim(
     "linear.elu",
     "φ(x) = elu(x) + 1 keeps attention scores positive.",
-    f"{CHINESE_1}, {LINEAR}",
+    NOTE_002.at(91, r"$\phi(x) = \text{elu}(x) + 1$"),
+    LINEAR,
     method="F.elu(x) + 1 and exp(x) in float32 for 10001 x from −80 to 0; linear_attention with each, over one key x "
     "with value 1, whose result is 1 unless the weight is 0",
     expected="elu(x) + 1 rounds to 0 below −24 ln 2 = −16.6 or −25 ln 2 = −17.3; exp(x) is positive",
@@ -195,7 +261,7 @@ def _() -> Finding:
 @chapter.claim(
     "linear.nonnegative",
     "φ should be non-negative, so that attention scores are positive.",
-    CHINESE_1,
+    NOTE_002.at(91, r"注: 为了保证注意力分数为正, $\phi(\cdot)$ 的值通常要求是非负的"),
     method="relu of 256 random q and k, d = 4, causal: the number of zero scores, and of queries with a zero "
     "denominator; the quotient and linear_attention for these queries; the same with elu + 1",
     expected="many zero scores and some zero denominators; 0/0 by the formula, 0 here; none with elu + 1",

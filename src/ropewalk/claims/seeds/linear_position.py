@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ropewalk.claims.claim import Chapter, Finding
-from ropewalk.claims.layers import one_head, token_by_token
+from ropewalk.claims.layers import one_head, operations, token_by_token
 from ropewalk.claims.samples import EXACT, largest, normal, rank, theta
-from ropewalk.claims.sources import CHINESE_1, ROFORMER
+from ropewalk.claims.sources import NOTE_002, ROFORMER
+from ropewalk.nn.attention.function import attention
 from ropewalk.nn.attention.scores import ScoreBias, attend
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
@@ -49,20 +50,37 @@ def _state_rank(factors: Tensor) -> int:
     return rank(factors[half:, :half])
 
 
-def _by_fft(weights: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Σ_j t(i−j) (q_i·k_j) v_j as a convolution of k_j v_jᵀ with t. `weights` are t(−(N−1)) … t(N−1)."""
+def _by_prefix_sums(factors: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Σ_j t(i−j) (q_i·k_j) v_j for a t with few values. `factors` are t(−(N−1)) … t(N−1).
+
+    Over a run of distances in which t is constant, Σ_j k_j v_jᵀ is a difference of two prefix sums.
+    """
     length = len(q)
-    moments = (k[:, :, None] * v[:, None, :]).flatten(1)
-    size = 3 * length
-    spectrum = torch.fft.rfft(moments, n=size, dim=0) * torch.fft.rfft(weights, n=size)[:, None]
-    summed = torch.fft.irfft(spectrum, n=size, dim=0)[length - 1 : 2 * length - 1]
-    return torch.einsum("id,ide->ie", q, summed.view(length, q.shape[1], v.shape[1]))
+    prefix = torch.cat((torch.zeros(1, q.shape[1], v.shape[1]).to(v), (k[:, :, None] * v[:, None, :]).cumsum(0)))
+    values, counts = torch.unique_consecutive(factors, return_counts=True)
+    ends = counts.cumsum(0) - length
+    result, ids = torch.zeros_like(v), torch.arange(length, device=v.device)
+    for value, first, last in zip(values, ends - counts + 1, ends, strict=True):
+        # Distances first .. last are the keys i − last .. i − first.
+        low, high = ((ids - edge).clamp(0, length) for edge in (last, first - 1))
+        result = result + value * torch.bmm(q[:, None, :], prefix[high] - prefix[low])[:, 0]
+    return result
+
+
+def _t5_factors(length: int) -> Tensor:
+    """exp(B) of T5 as a function of i−j, for i−j = −(length−1) … length−1, in both directions."""
+    distances = torch.arange(-(length - 1), length)
+    return torch.exp(t5_bias(torch.tensor([0]), -distances, normal(32, 1, seed=3), causal=False))[0, 0]
 
 
 @chapter.claim(
     "linear.bias-factor",
     "With an added bias the weight is exp(q·k) exp(B): exp(B_ij) multiplies each φ(q_i)·φ(k_j).",
-    CHINESE_1,
+    NOTE_002.at(
+        158,
+        r"\exp(\mathbf{q}_i \cdot \mathbf{k}_j + \mathbf{B}_{i,j}) \\ &= "
+        r"\exp(\mathbf{q}_i \cdot \mathbf{k}_j) \cdot \exp(\mathbf{B}_{i,j})",
+    ),
     method="exp(q·k + B) against exp(q·k) exp(B), with B of T5 and random weights; the weights of softmax "
     "attention with T5Bias against exp(q·k) exp(B) divided by its sum",
     expected="equal",
@@ -81,10 +99,12 @@ def _() -> Finding:
 @chapter.claim(
     "linear.bias-denominator",
     "With a bias, o_i = Σ_j φ(q_i)·φ(k_j) P_ij v_j.",
-    CHINESE_1,
+    NOTE_002.at(
+        170, r"\mathbf{o}_i = \sum_{j=1}^L (\phi(\mathbf{q}_i) \cdot \phi(\mathbf{k}_j)^T \cdot P_{i,j}) \mathbf{v}_j"
+    ),
     method="row sums of these weights, as printed, and divided by Σ_j φ(q_i)·φ(k_j) P_ij",
     expected="not 1 as printed; 1 with the division",
-    fails="the denominator Σ_j φ(q_i)·φ(k_j) P_ij is missing",
+    misprint="divided by Σ_j φ(q_i)·φ(k_j) P_ij, as in line 95 of the note without a bias",
 )
 def _() -> Finding:
     factors = torch.exp(_t5().bias(IDS, IDS)[0])
@@ -101,10 +121,11 @@ def _() -> Finding:
 @chapter.claim(
     "linear.bias-score",
     "Score is softmax(QKᵀ + B), and Score_ij is q_i·k_j + B_ij.",
-    CHINESE_1,
+    NOTE_002.at(148, r"\text{Score}(Q, K) = \text{Softmax}(QK^T + \mathbf{B})"),
+    NOTE_002.at(152, "在 T5 或其他使用加法相对位置编码的模型中, Attention 分数 (Score) 的计算公式是:"),
     method="the difference of the two; exp of the second, divided by its sum over j, against the first",
     expected="the two differ; after exp and division they are equal",
-    fails="the second is the score; the first is the weight, the softmax of the score",
+    misprint="two meanings of one word: the second is the score, the first the softmax of the scores",
 )
 def _() -> Finding:
     scores = Q @ K.T + t5_bias(IDS, IDS, normal(32, 1, seed=3), causal=False)[0]
@@ -117,41 +138,83 @@ def _() -> Finding:
 
 
 @chapter.claim(
-    "linear.bias-quadratic",
-    "With an added relative bias (T5) the cost of linear attention is O(L²) again.",
-    CHINESE_1,
-    method="rank of exp(B) for a random B and for T5Bias, of the whole matrix and between later queries and earlier "
-    "keys; the sum with T5's B by FFT against the double sum, and the steps of both",
-    expected="ranks far above d = 16, so B does not factor; but T5's B depends on i−j, and an FFT costs O(L log L)",
-    only_if="B is arbitrary; if B depends only on i−j the sum is a convolution, for causal ALiBi a recurrence",
+    "linear.t5-scale",
+    "T5 adds its bias to QKᵀ without dividing by √d: Softmax(QKᵀ + B).",
+    NOTE_002.at(148, r"\text{Score}(Q, K) = \text{Softmax}(QK^T + \mathbf{B})"),
+    method="weights of Attention with T5Bias, as its outputs for the identity matrix as values, against "
+    "softmax(QKᵀ + B) and softmax(QKᵀ/√d + B)",
+    expected="equal to the first, not to the second",
 )
 def _() -> Finding:
-    random_rank = rank(torch.exp(normal(LENGTH, LENGTH, seed=4)))
-    table = normal(32, 1, seed=3)
-    factors = torch.exp(_t5().bias(IDS, IDS)[0])
-    direct = ((PHI_Q @ PHI_K.T) * factors) @ V
-    # t(i−j) for i−j = −(N−1) … N−1: the bias of one query and keys on both sides of it.
-    gaps = torch.arange(-(LENGTH - 1), LENGTH)
-    weights = torch.exp(t5_bias(torch.tensor([0]), -gaps, table, causal=False))[0, 0]
-    error = largest(_by_fft(weights, PHI_Q, PHI_K, V) - direct) / largest(direct)
-    length = 65_536
-    quadratic, by_fft = length**2, 2 * DIM * 3 * length * math.log2(3 * length)
+    module = _t5()
+    bias = module.bias(IDS, IDS)[0]
+    q, k, v = (x[None, None] for x in (Q, K, EYE))
+    weights = attention(q, k, v, encoding=module, causal=False)[0, 0]
+    plain, divided = (largest(weights - torch.softmax(Q @ K.T * scale + bias, -1)) for scale in (1.0, DIM**-0.5))
     return Finding(
-        f"rank {random_rank} (random B), {rank(factors)} (T5), {_state_rank(factors)} of {LENGTH // 2} between halves; "
-        f"error of the FFT {error:.1e}; {quadratic / by_fft:.0f}× fewer steps at L = 65536",
-        stated=error > 1e-9,
-        amended=error < 1e-9 and random_rank == LENGTH and min(rank(factors), _state_rank(factors)) > DIM,
+        f"difference {plain:.1e} without, {divided:.2g} with the division", stated=plain < EXACT < 1e-2 < divided
+    )
+
+
+@chapter.claim(
+    "linear.encodings",
+    "A relative bias such as T5's makes linear attention impossible to use.",
+    NOTE_002.at(150, "但这样会直接导致无法使用线性注意力, 从而没法优化时间复杂度。"),
+    method="the values of exp(B) over distances; the sum over j with T5's B in both directions by prefix sums, one per "
+    "run of equal values, against the double sum; the same for the denominator",
+    expected="31 runs for 511 distances, constant from 91 on; equal to rounding",
+    fails="T5 has 32 values: prefix sums are exact",
+)
+def _() -> Finding:
+    factors = _t5_factors(LENGTH)
+    runs = len(torch.unique_consecutive(factors))
+    constant_from = LENGTH - len(factors[: LENGTH - 1][factors[: LENGTH - 1] == factors[0]])
+    weights = (PHI_Q @ PHI_K.T) * torch.exp(_t5().bias(IDS, IDS)[0])
+    above, below = (_by_prefix_sums(factors, PHI_Q, PHI_K, v) for v in (V, torch.ones_like(V[:, :1])))
+    errors = [
+        largest(ours / truth.abs().max() - truth / truth.abs().max())
+        for ours, truth in ((above, weights @ V), (below, weights.sum(-1, keepdim=True)))
+    ]
+    return Finding(
+        f"{runs} runs for {len(factors)} distances, constant from {constant_from} on; relative errors {errors[0]:.1e} "
+        f"and {errors[1]:.1e}",
+        stated=max(errors) > 1e-9,
+        amended=max(errors) < EXACT and (runs, constant_from) == (31, 91),
+    )
+
+
+@chapter.claim(
+    "linear.bias-quadratic",
+    "With an added relative bias the sum must be computed again for every i, so the cost is O(L²) again.",
+    NOTE_002.at(172, "因而必须针对每一个 i , 都重新去遍历一遍所有的 j , 这导致复杂度又回到了 $O(L^2)$ 。"),
+    method="operations of the sum with T5's B by prefix sums at L = 1024 and 2048, counted by torch; rank of exp(B) "
+    "for a random B and for T5Bias, L = 256",
+    expected="2 times the operations for T5; rank 256 for a random B, above d = 16 for T5's, so B does not factor",
+    fails="O(L) for T5; O(L²) for an arbitrary B",
+)
+def _() -> Finding:
+    def counted(length: int) -> int:
+        x = torch.empty(length, DIM, dtype=torch.float64, device="meta")
+        # The runs of equal values are a property of T5, so they are on the CPU.
+        return operations(lambda: _by_prefix_sums(_t5_factors(length), x, x, x))
+
+    growth = counted(2048) / counted(1024)
+    random_rank, t5_rank = rank(torch.exp(normal(LENGTH, LENGTH, seed=4))), rank(torch.exp(_t5().bias(IDS, IDS)[0]))
+    return Finding(
+        f"operations for twice L: {growth:g}×; rank {random_rank} (random B), {t5_rank} (T5)",
+        stated=growth > 3,
+        amended=growth == 2 and random_rank == LENGTH and t5_rank > DIM,
     )
 
 
 @chapter.claim(
     "linear.bias-alibi",
-    "A relative bias is not possible in O(N).",
-    CHINESE_1,
+    "With a relative bias no sum can be reused, because P_ij differs for every i.",
+    NOTE_002.at(172, "可看出求和的结果取决于 i 是几。由于对不同的 i , $P_{i,j}$ 有不同值。"),
     method="rank of exp(B) between later queries and earlier keys, with AlibiBias for 8 heads; the causal sum with "
     "these factors against the recurrence S_i = e^(−s) S_{i−1} + φ(k_i)v_iᵀ",
     expected="rank 1 in each head, 91 for T5; the sums are equal, with a state of constant size",
-    fails="causal ALiBi is a recurrence with decay, in O(N)",
+    fails="ALiBi, causal: S_i = e^(−s)·S_{i−1} + φkᵀv",
 )
 def _() -> Finding:
     factors = torch.exp(AlibiBias(8).double().bias(IDS, IDS))
@@ -173,7 +236,11 @@ def _() -> Finding:
 @chapter.claim(
     "linear.rotation-factors",
     "With RoPE linear attention stays linear: the rotation is applied to φ(q) and φ(k) separately.",
-    CHINESE_1,
+    NOTE_002.at(
+        336,
+        r"由于 RoPE 是通过旋转矩阵 R 来实现的，作者选择将旋转操作直接作用于特征映射后的向量 "
+        r"$\phi(q)$ 和 $\varphi(k)$ 上。",
+    ),
     method="rank of the rotated weights; the double sum against the recurrence, positions up to 2^20; the same for "
     "linear_attention with a RotaryEmbedding, all tokens at once and one token per call",
     expected="rank at most d = 16; equal",
@@ -200,7 +267,8 @@ def _() -> Finding:
 @chapter.claim(
     "linear.denominator",
     "The denominator is not rotated, because a rotated denominator can be 0 or negative.",
-    f"{CHINESE_1}, {ROFORMER}",
+    NOTE_002.at(340, "不在分母上加旋转是因为如果加上旋转，分母的求和结果可能会变成 0 甚至负数。"),
+    ROFORMER,
     method="φ = elu + 1 of (3, −40), θ = π/2: rotated and plain sums over keys at distances {2}, then {0, 2}; "
     "linear_attention with values 1 and 3 there, and the same with both sums rotated",
     expected="rotated: negative, then 0; plain: 16 and 32; (16·3 − 16·1)/32 = 1, far from 1 if both are rotated",
@@ -234,25 +302,37 @@ def _() -> Finding:
     )
 
 
+def _denominators(length: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Rotated and plain denominators of causal linear attention for random q and k, elu + 1, in O(N d)."""
+    q, k = (elu_plus_one(x) for x in normal(2, length, dim, seed=7))
+    ids = torch.arange(length)
+    rotated = (rotate(q, ids, theta(dim)) * rotate(k, ids, theta(dim)).cumsum(0)).sum(-1)
+    return rotated, (q * k.cumsum(0)).sum(-1)
+
+
 @chapter.claim(
     "linear.denominator-random",
     "With a rotated denominator the computation is extremely unstable, or impossible.",
-    CHINESE_1,
-    method="smallest rotated / plain denominator for random q and k, elu + 1, d = 64, 256 causal tokens; the same "
-    "ratio is the output of linear_attention for values of 1",
-    expected="about 0.3, so random data cause no problem; equal",
-    only_if="features are sparse or constructed; for these random ones a rotated denominator is well above 0",
+    NOTE_002.at(340, "这会导致数值极其不稳定，甚至无法计算。"),
+    method="rotated denominators of random q and k, elu + 1, causal, d = 16, 64, 128, N = 256, 4096, 16384 and 65536: "
+    "the share that is 0 or negative; smallest rotated / plain at N = 256, d = 64, which is also the smallest output "
+    "of linear_attention for values of 1",
+    expected="none up to N = 256; from N = 16384 on a part, and at N = 65536 a third to a half for every d",
+    long=True,
 )
 def _() -> Finding:
-    q, k = elu_plus_one(RAW_Q), elu_plus_one(RAW_K)
-    rotated = (rotate(q, IDS, theta(64)) @ rotate(k, IDS, theta(64)).T).tril().sum(-1)
-    ratio = rotated / (q @ k.T).tril().sum(-1)
-    ours = one_head(RAW_Q, RAW_K, torch.ones_like(q[:, :1]), rope=RotaryEmbedding(64))[:, 0]
-    smallest, error = float(ours.min()), largest(ours - ratio)
+    lengths, dims = (256, 4096, 16_384, 65_536), (16, 64, 128)
+    shares: list[list[float]] = []
+    for dim in dims:
+        rotated, _ = _denominators(lengths[-1], dim)
+        shares.append([float((rotated[:n] <= 0).double().mean()) for n in lengths])
+    rotated, plain = _denominators(LENGTH, 64)
+    ours = one_head(RAW_Q, RAW_K, torch.ones_like(RAW_Q[:, :1]), rope=RotaryEmbedding(64))[:, 0]
+    error, smallest = largest(ours - rotated / plain), float(ours.min())
+    shown = "; ".join(f"d = {dim}: {', '.join(f'{x:.1%}' for x in row)}" for dim, row in zip(dims, shares, strict=True))
     return Finding(
-        f"smallest ratio {smallest:.2f}; difference {error:.1e}",
-        stated=smallest < 0.01,
-        amended=smallest > 0.2 and error < EXACT,
+        f"{shown}; smallest ratio at N = 256: {smallest:.2f}, difference {error:.1e}",
+        stated=all(row[0] == 0 and row[-1] > 0.25 for row in shares) and smallest > 0.2 and error < EXACT,
     )
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.samples import EXACT, drift, largest, normal, rotate_to, theta
-from ropewalk.claims.sources import CHINESE_1, CHINESE_2, KOREAN, RUSSIAN_1, RUSSIAN_2
+from ropewalk.claims.sources import NOTE_000, NOTE_001, NOTE_002, NOTE_003, NOTE_004
 from ropewalk.errors import RopewalkError
 from ropewalk.reference import rotate, rotate_complex, rotate_matrix, softmax_attention
 from ropewalk.reference.pairs import join_pairs, split_pairs
@@ -40,7 +40,10 @@ def _matrix(position: float, dim: int = DIM, inv_freq: Tensor | None = None) -> 
 @chapter.claim(
     "rotation.relative-2d",
     "In two dimensions the product of a rotated query and a rotated key depends only on m − n.",
-    f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {CHINESE_2}",
+    NOTE_000.at(22, r"\left<f_q(x_n, n), f_k(x_m, m)\right> = g(x_n, x_m, m - n)"),
+    NOTE_001.at(23, r"f_q(\mathbf{x}_m, m) \cdot f_k(\mathbf{x}_n, n) = g(\mathbf{x}_m, \mathbf{x}_n, m - n)"),
+    NOTE_002.at(199, r"\langle f_q(x_m, m), f_k(x_n, n) \rangle = g(x_m, x_n, m - n)"),
+    NOTE_004.at(43, r"\langle f(q,m),f(k,n)\rangle=g(q,k,m-n)"),
     method="drift of the score if both positions shift by up to 1000",
     expected="none",
 )
@@ -52,7 +55,15 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.relative",
     "The same holds in d dimensions: (R_m q)ᵀ(R_n k) = qᵀ R_{n−m} k.",
-    f"{CHINESE_1}, {CHINESE_2}, {KOREAN}",
+    NOTE_002.at(261, r"= x_m^\top W_q^\top R_{\Theta,n-m}^d W_k x_n"),
+    NOTE_003.at(
+        15,
+        "RoPE는 절대 위치보다 상대적 위치 정보를 더 잘 반영하며, 특히 어텐션 "
+        "메커니즘에서 쿼리와 키의 [[dot product]] 에 위치 정보를 통합합니다.",
+    ),
+    NOTE_004.at(
+        75, r"(\mathcal{R}_mq)^\top(\mathcal{R}_nk)=q^\top\mathcal{R}_m^\top\mathcal{R}_nk=q^\top\mathcal{R}_{n-m}k"
+    ),
     method="drift of the score for d = 64, and the score against qᵀ R_{n−m} k",
     expected="no drift; equal",
 )
@@ -67,7 +78,11 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.before-w",
     "The rotation is applied to the embedding x_m of a token.",
-    KOREAN,
+    NOTE_003.at(
+        17,
+        "위치 $m$ 에 있는 토큰의 임베딩 $x_m$ 에 대해, 위치 정보를 "
+        "회전 행렬로 변환하여 새로운 임베딩 $x'_m$ 를 생성하는 것입니다.",
+    ),
     method="drift of the score for q = W_q R_m x, rotated before the projection, and for q = R_m W_q x",
     expected="drift if rotated before W, none after",
     only_if="x_m is the projected query or key; a rotation before W loses the relative property",
@@ -82,10 +97,14 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.q-and-v",
     "The product of the projections q and v should depend only on the relative position.",
-    RUSSIAN_1,
+    NOTE_000.at(
+        21,
+        "Давайте придумаем такой способ кодирования, чтобы скалярное произведений "
+        "проекций $q$ и $v$ зависело только от входных векторов и их относительной позиции:",
+    ),
     method="drift of ⟨R_m q, R_n k⟩, and of ⟨R_m q, v_n⟩ with v not rotated, as in attention",
     expected="none for q·k; q·v drifts, and attention never computes it",
-    fails="the statement should name q and k; v is averaged, never multiplied by q",
+    misprint="q and k, as the formula below the sentence has it; v is averaged, never multiplied by q",
 )
 def _() -> Finding:
     v = normal(DIM, seed=2)
@@ -96,7 +115,11 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.values-need-none",
     "Positions are used in q and k, whose product weights the values.",
-    RUSSIAN_1,
+    NOTE_000.at(
+        20,
+        "информация о позиция используется по большей части в $q$ и $k$ векторах, потому что "
+        "именно их мы скалярно перемножаем, чтобы посчитать веса для усреднения $v$ значений.",
+    ),
     method="change of the output of attention with rotated q and k if positions shift by 100; also with rotated v",
     expected="no change; with rotated v the output changes",
 )
@@ -114,11 +137,11 @@ def _() -> Finding:
 
 @chapter.claim(
     "rotation.needs-m",
-    "The rotated projection is R_Θ W x_m, with a matrix that does not depend on the position m.",
-    RUSSIAN_1,
+    "The rotated projection is R_Θ W x_m, without an index m on the matrix.",
+    NOTE_000.at(46, r"= R_{\Theta}^{q, k}W^{q,k}x_m"),
     method="scores with the same R for every position, against scores without R",
     expected="equal: such an R has no effect on the scores",
-    fails="the matrix is R_{Θ,m}: different for every position, the same for q and k",
+    misprint="R_{Θ,m}: the entries in the same formula have m; one R for all positions has no effect",
 )
 def _() -> Finding:
     q, k = normal(2, 5, DIM, seed=4)
@@ -136,7 +159,9 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.group",
     "R_mᵀ = R_{−m} and R_a R_b = R_{a+b}.",
-    CHINESE_1,
+    NOTE_002.at(
+        191, r"$\mathcal{R}_m^T = \mathcal{R}_{-m}$ 、 $\mathcal{R}_a \cdot \mathcal{R}_b = \mathcal{R}_{a+b}$"
+    ),
     method="64×64 matrices at 3, 17, −40 and 1000",
     expected="equal",
 )
@@ -150,7 +175,8 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.orthogonal",
     "R_m is orthogonal, so it preserves the norm of a vector.",
-    f"{CHINESE_1}, {CHINESE_2}",
+    NOTE_002.at(253, "那么可以设计正交阵："),
+    NOTE_004.at(76, r"这里的 $\mathcal{R}_{m}$ 是一个单位正交矩阵，因此不会改变向量的模长。"),
     method="R_mᵀR_m against 1, and |R_m q| against |q|, at positions up to 2^20",
     expected="equal",
 )
@@ -165,7 +191,15 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.formula-2d",
     "The rotation of (x, y) is (x cos θ − y sin θ, x sin θ + y cos θ), counter-clockwise.",
-    f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {CHINESE_2}, {KOREAN}",
+    NOTE_000.at(24, "В двумерном случае решение следующее:"),
+    NOTE_001.at(27, "Так выглядит преобразование для 2мерного вектора."),
+    NOTE_002.at(
+        235,
+        r"\mathbf{h}' = \begin{pmatrix} h^{(1)} \cos m\theta - h^{(2)} \sin "
+        r"m\theta \\ h^{(1)} \sin m\theta + h^{(2)} \cos m\theta \end{pmatrix}",
+    ),
+    NOTE_003.at(131, r"x'_{2i} = x_{2i}\cos(m\theta_i) - x_{2i+1}\sin(m\theta_i)"),
+    NOTE_004.at(71, r"\left(\begin{array}{rr}\cos m\theta&-\sin m\theta\\\sin m\theta&\cos m\theta\end{array}\right."),
     method="(1, 0) rotated by π/2; the formula written out for a random vector",
     expected="(0, 1); equal",
 )
@@ -184,7 +218,10 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.three-forms",
     "Block-diagonal matrix, complex product and element-wise formula are the same map.",
-    f"{RUSSIAN_1}, {RUSSIAN_2}, {CHINESE_1}, {KOREAN}",
+    NOTE_000.at(32, "В матричном виде это можно записать следующим образом:"),
+    NOTE_001.at(31, "Обобщение для пространства размерности d:"),
+    NOTE_002.at(233, "我们将这个结果还原回二维向量形式"),
+    NOTE_003.at(127, "이를 풀면"),
     method="all three forms for d = 64 at positions up to 2^20",
     expected="equal",
 )
@@ -198,10 +235,14 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.columns",
     "The element-wise formula multiplies x by a column of cosines and a column of sines, as printed.",
-    RUSSIAN_2,
+    NOTE_001.at(
+        33,
+        r"\vdots \\ \cos m\theta_{\frac{d}{2}} \\ \cos "
+        r"m\theta_{\frac{d}{2}} \\ \cos m\theta_{\frac{d}{2}} \end{pmatrix}",
+    ),
     method="number of entries in the printed columns for d = 6, where nothing is omitted",
     expected="6 entries are needed; printed are 7 cosines (θ_{d/2} three times) and 7 sines (one θ_2 too many)",
-    fails="each frequency occurs twice in each column: θ_1, θ_1, θ_2, θ_2, …, θ_{d/2}, θ_{d/2}",
+    misprint="each frequency occurs twice in each column: θ_1, θ_1, θ_2, θ_2, …, θ_{d/2}, θ_{d/2}",
 )
 def _() -> Finding:
     x, m, f = normal(6, seed=6), 5, theta(6)
@@ -224,7 +265,15 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.subspaces",
     "R splits the space into d/2 planes, each with its own rotation.",
-    f"{CHINESE_1}, {CHINESE_2}, {RUSSIAN_1}",
+    NOTE_000.at(
+        48,
+        "делим входной вектор размерности $d$ на $d/2$ пар ($(x_1, x_2), (x_3, "
+        "x_4)$ и так далее), к каждой паре применяем поворот со своим углом.",
+    ),
+    NOTE_001.at(35, r"Вектор разбивается на пары  $(x_1, x_2), (x_3, x_4), \dots (x_{d-1}, x_d)$"),
+    NOTE_002.at(257, "它是一个块对角矩阵，将 d 维空间切分为 $d/2$ 个子空间，每个子空间独立旋转。"),
+    NOTE_003.at(108, r"회전 행렬 $R(m, \theta)$ 는 블록 대각 행렬 형태로 구성됩니다."),
+    NOTE_004.at(72, "对于任意偶数维度的 RoPE，都可以表示为二维情况的拼接"),
     method="the entries of R_m outside its 2×2 blocks; the score against the sum of the scores of the planes",
     expected="0; equal",
 )
@@ -242,7 +291,8 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.theta",
     "θ_i = 10000^(−2i/d), i = 0 … d/2−1.",
-    f"{KOREAN}, {CHINESE_1}",
+    NOTE_002.at(315, r"原文中设置 $\theta_i = 10000^{-2i/d}$ ，它是一个递减的序列"),
+    NOTE_003.at(81, r"\theta_i = \text{base}^{-\frac{2i}{d}}, i = 0,1,...,\frac{d}{2}-1"),
     method="the frequencies of a spec against the formula, d = 128",
     expected="equal, decreasing from 1",
 )
@@ -259,7 +309,7 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.theta-from-one",
     "θ_i = 10000^(−2(i−1)/d), i = 1 … d/2.",
-    RUSSIAN_1,
+    NOTE_000.at(49, r"$\theta_i = 10000^{-2(i-1)/d}$"),
     method="the frequencies of a spec against the formula, d = 128",
     expected="equal to the frequencies numbered from 0",
 )
@@ -270,11 +320,14 @@ def _() -> Finding:
 
 @chapter.claim(
     "rotation.theta-mixed",
-    "The matrix has θ_1 … θ_{d/2}, and θ_i = 10000^(−2i/d).",
-    CHINESE_1,
+    "The matrix has θ_1 … θ_{d/2} and q the pairs 1 … d/2, but θ_i = 10000^(−2i/d), and sums start at j = 0.",
+    NOTE_002.at(255, r"\cos m\theta_{d/2} & -\sin m\theta_{d/2}"),
+    NOTE_002.at(315, r"原文中设置 $\theta_i = 10000^{-2i/d}$"),
+    NOTE_002.at(299, r"$q_m = (q_{m,1} \cdots q_{m,128})$"),
+    NOTE_002.at(313, r"\text{Total Score} = \sum_{j=0}^{d/2-1} \text{Score}_j"),
     method="10000^(−2i/d) at i = 1 … d/2 against the frequencies of RoFormer, d = 128",
     expected="each is too small by the factor 10000^(−2/d) = 0.866",
-    fails="if i starts at 1 the exponent is −2(i−1)/d; −2i/d needs i from 0",
+    misprint="indices from 1 and from 0 are mixed: −2i/d needs i from 0, with i from 1 it is −2(i−1)/d",
 )
 def _() -> Finding:
     mixed = torch.tensor([10_000.0 ** (-2 * i / 128) for i in range(1, 65)], dtype=torch.float64)
@@ -289,7 +342,7 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.even",
     "The dimension must be even.",
-    KOREAN,
+    NOTE_003.at(11, "즉 차원 $d$ 가 짝수여야 하며"),
     method="7 features rotated in pairs: the change of the last one at 100 positions; a spec of 7 features",
     expected="0: a feature without a partner does not depend on its position; RopeSpec raises an error",
 )
@@ -306,7 +359,9 @@ def _() -> Finding:
 @chapter.claim(
     "rotation.sparse",
     "Multiplying by the whole matrix wastes memory and time.",
-    CHINESE_1,
+    NOTE_002.at(
+        346, "由于 R_Θ^d 是一个巨大且稀疏的矩阵（绝大部分元素都是 0），直接应用矩阵乘法不仅浪费显存，而且计算效率低下。"
+    ),
     method="operations and stored numbers for one vector of d = 128: R_m x and the element-wise form, counted by torch",
     expected="2d² = 32768 operations on 16384 numbers, against 3d = 384 on 128 cosines and sines",
 )
