@@ -67,17 +67,18 @@ def output(layer: Layer) -> np.ndarray:
             weights = np.einsum("bmw,bnw->bmn", elu_plus_one(q), elu_plus_one(k)) * visible
         else:
             scores = np.einsum("bmw,bnw->bmn", q, k) / np.sqrt(width)
-            weights = np.exp(scores - scores.real.max(-1, keepdims=True)) * visible
+            weights = np.exp(scores - np.real(scores).max(-1, keepdims=True)) * visible
         out = np.einsum("bmn,bnw->bmw", weights / weights.sum(-1, keepdims=True), v)
         y = y + np.einsum("bmw,dw->bmd", out, layer.o[:, number * width : (number + 1) * width])
     return y
 
 
 def elu_plus_one(x: np.ndarray) -> np.ndarray:
-    return np.where(x.real > 0, x + 1, np.exp(np.where(x.real > 0, 0, x)))
+    positive = np.real(x) > 0
+    return np.where(positive, x + 1, np.exp(np.where(positive, 0, x)))
 
 
 def derivative(layer: Layer, name: str, direction: np.ndarray, cotangent: np.ndarray) -> float:
     """The derivative of sum(cotangent * output) by a field of the layer, in a direction."""
     moved = replace(layer, **{name: getattr(layer, name) + 1j * STEP * direction})
-    return float((cotangent * output(moved).imag).sum() / STEP)
+    return float((cotangent * np.imag(output(moved))).sum() / STEP)

@@ -134,8 +134,8 @@ def attention(
     if added is not None:
         positions = _positions(q, k, q_positions, k_positions, start, cu_seqlens, rope_axes(added))
         dtype = v.dtype
-        q, k, v = (x.to(dtype) for x in added.encode_heads(q, k, v, positions[0], k_positions=positions[1]))
-        q, k = (x.to(dtype) for x in added.rotate(q, k, positions[0], k_positions=positions[1]))
+        q, k, v = added.encode_heads(q, k, v, positions[0], k_positions=positions[1])
+        q, k, v = (x.to(dtype) for x in (*added.rotate(q, k, positions[0], k_positions=positions[1]), v))
         if type(added).bias is not Encoding.bias:
             score_bias = ScoreBias(added, *positions)
     else:

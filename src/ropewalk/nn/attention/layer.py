@@ -168,8 +168,8 @@ class Attention(ProjectedHeads):
         q, k, v = self.heads_of(x)
         if self.encoding is not None:
             dtype = v.dtype
-            q, k, v = (heads.to(dtype) for heads in self.encoding.encode_heads(q, k, v, positions))
-            q, k = (rotated.to(dtype) for rotated in self.encoding.rotate(q, k, positions))
+            q, k, v = self.encoding.encode_heads(q, k, v, positions)
+            q, k, v = (heads.to(dtype) for heads in (*self.encoding.rotate(q, k, positions), v))
         if cache is not None:
             # A cache stores whole positions of one axis. A bias needs them; other encodings can use fractions.
             storable = self.axes == 1 and (self._adds_bias or explicit is None or not explicit.is_floating_point())

@@ -180,6 +180,8 @@ def encoding(name: EncodingName, *, dim: int, num_heads: int, **options: object)
 
     >>> encoding("alibi", dim=512, num_heads=8)
     AlibiBias(8)
+    >>> encoding("learned", dim=512, num_heads=8, length=1024, placement="scores")
+    LearnedEncoding(64, length=1024, placement='scores')
     >>> encoding("rope", dim=512, num_heads=8, base=500_000, pairing="half").rope.inv_freq.shape
     torch.Size([32])
     """
