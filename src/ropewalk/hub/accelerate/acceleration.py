@@ -87,10 +87,10 @@ class Acceleration:
 def accelerate(model: nn.Module) -> Acceleration:
     """Replace the rotation of a loaded model by the fused rotation, and fuse its QK-norm where possible.
 
-    The methods of all modules that call a function of cos and sin are examined. The source of the function is analyzed:
-    its result must not depend on sizes, dtypes, values, modes or earlier calls. Then the function is called with random
-    numbers. It is replaced if it computes a rotation of half or interleaved pairs, of all features or of the first or
-    last ones. cos and sin are still computed by the model. The module that computes them is analyzed and called as
+    The methods of all modules that call a function of cos and sin, or of one table of both as in RoFormer, are
+    examined. The source of the function is analyzed: its result must not depend on sizes, dtypes, values, modes or
+    earlier calls. Then the function is called with random numbers. It is replaced if it computes a rotation of half or
+    interleaved pairs, of all features or of the first or last ones. cos and sin are still computed by the model. The module that computes them is analyzed and called as
     well, to check that both features of a pair have the same angle. An RMSNorm per head directly before the rotation is
     fused into the same pass.
 
