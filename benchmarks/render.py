@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.claims import CHAPTERS, Verdict
+from ropewalk.claims.sources import NOTES
 from ropewalk.errors import RopewalkError
 from ropewalk.tools.bench.records import read_sealed
 
@@ -408,9 +409,60 @@ def accelerate(page: str) -> str:
 def claims(page: str) -> str:
     verdicts = Counter(claim.verdict for chapter in CHAPTERS for claim in chapter.claims)
     return (
-        f"Of {verdicts.total()} statements {verdicts[Verdict.HOLDS]} hold, {verdicts[Verdict.CONDITIONAL]} hold only"
-        f" under a condition that the source leaves out, and {verdicts[Verdict.FAILS]} do not hold"
+        f"Of {verdicts.total()} statements {verdicts[Verdict.HOLDS]} hold, {verdicts[Verdict.CONDITIONAL]} only under a"
+        f" condition left out, {verdicts[Verdict.FAILS]} are false, {verdicts[Verdict.MISPRINT]} are misprints,"
+        f" and {verdicts[Verdict.UNMEASURABLE]} cannot be measured here"
     )
+
+
+AMENDMENTS = {
+    Verdict.CONDITIONAL: "Only if",
+    Verdict.FAILS: "Instead",
+    Verdict.MISPRINT: "Meant",
+    Verdict.UNMEASURABLE: "Needs",
+}
+
+
+def literal(text: str) -> str:
+    """Text that Markdown shows as it is. The longest run of backticks in it is shorter than the fence."""
+    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    return f"{fence} {text} {fence}" if "`" in text else f"{fence}{text}{fence}"
+
+
+def escaped(text: str) -> str:
+    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
+
+
+@block("claims-counts")
+def claims_counts(page: str) -> str:
+    everything = [claim for chapter in CHAPTERS for claim in chapter.claims]
+    rows = [["source", *map(str, Verdict)]]
+    groups = [(source.title, [claim for claim in everything if claim.is_from(source)]) for source in NOTES]
+    others = [claim for claim in everything if any(place.source not in NOTES for place in claim.places)]
+    for title, claims in (*groups, ("papers and common practice", others), ("all", everything)):
+        verdicts = Counter(claim.verdict for claim in claims)
+        rows.append([title, *(str(verdicts[verdict]) for verdict in Verdict)])
+    return own_lines(table(*rows))
+
+
+@block("claims-list")
+def claims_list(page: str) -> str:
+    """Every statement: its verdict, its quotations, our reading, and how it is measured."""
+    parts: list[str] = []
+    for chapter in CHAPTERS:
+        parts.append(f"### {escaped(chapter.title)}")
+        for claim in chapter.claims:
+            lines = [f"**`{claim.id}`**: {claim.verdict}\\"]
+            for place in claim.places:
+                quoted = literal(place.quotation) if place.quotation else escaped(place.source.title)
+                lines.append(f"{place.label}: {quoted}\\")
+            lines.append(paragraph(escaped(claim.statement)) + "\\")
+            if claim.amendment:
+                lines.append(paragraph(f"{AMENDMENTS[claim.verdict]}: {escaped(claim.amendment)}") + "\\")
+            lines.append(paragraph(f"Method: {escaped(claim.method)}") + "\\")
+            lines.append(paragraph(f"Expected: {escaped(claim.expected)}"))
+            parts.append("\n".join(lines))
+    return own_lines(*parts)
 
 
 @block("families")

@@ -227,7 +227,9 @@ def statements(entries: "Sequence[tuple[Entry, str]]") -> RenderableType:
         # A short figure needs its method to be understood.
         measured += method if len(measured + method) <= WIDTH - 2 * INDENT else ""
         lines += [
-            _wrapped(f"{source[0].upper() + source[1:] if source == 'a note' else source}: {entry.claim.statement}"),
+            _wrapped(
+                f"{source[0].upper() + source[1:] if source.startswith('note') else source}: {entry.claim.statement}"
+            ),
             _wrapped(measured, style="red", indent=2 * INDENT),
         ]
     return _section("6. Three false statements, paraphrased (all statements: ropewalk verify)", *lines)

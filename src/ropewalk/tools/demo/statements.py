@@ -23,10 +23,10 @@ def false_statements() -> list[Entry]:
 
 
 def source_of(entry: Entry) -> str:
-    """The source in few words: a paper by its arXiv number, a note as a note.
+    """The source in few words: a paper by its arXiv number, a note by its number and line.
 
     >>> [source_of(entry) for entry in false_statements()]
-    ['a note', 'arXiv 2405.14591', 'arXiv 2306.15595']
+    ['note 002, line 321', 'arXiv 2405.14591', 'arXiv 2306.15595']
     """
-    source = entry.claim.source
-    return "a note" if source in NOTES else f"arXiv {source.split(', ')[-1]}"
+    place = entry.claim.places[0]
+    return f"note {place.source.key}, line {place.line}" if place.source in NOTES else f"arXiv {place.source.key}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ropewalk.errors import RopewalkError
-from ropewalk.tools.output import require_writable_file, require_writable_folder, write_json
+from ropewalk.tools.output import require_writable_file, require_writable_folder, trimmed, write_json
 from ropewalk.tools.verify.screen import full_entries, one_screen, summary
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def verify(
             progress.update(task, advance=1, description=entry.claim.id.split(".")[0])
     if json_file is not None:
         write_json([entry.as_dict() for entry in entries], json_file)
-    console.print(full_entries(entries, chosen) if long or only or sources else one_screen(entries))
-    console.print(summary(entries))
+    with trimmed(console):
+        console.print(full_entries(entries, chosen) if long or only or sources else one_screen(entries))
+        console.print(summary(entries))
     if plots is not None:
         from ropewalk.tools.plot.figures import draw_all
 

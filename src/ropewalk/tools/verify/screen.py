@@ -43,22 +43,17 @@ def one_screen(entries: "Sequence[Entry]") -> RenderableType:
     others = [claim for claim in claims if any(place.source not in NOTES for place in claim.places)]
     counts.add_row("papers and common practice", *_counted(others))
     counts.add_row("all", *_counted(claims), style="bold")
+    failing = [claim for claim in claims if claim.verdict == "does not hold"]
     false = Table.grid(padding=(0, 2))
-    false.add_column(no_wrap=True, style="red", min_width=max((len(claim.id) for claim in claims), default=1))
+    # Ids are typed after --only, so they are never shortened.
+    false.add_column(no_wrap=True, style="red", min_width=max((len(claim.id) for claim in failing), default=1))
     false.add_column(no_wrap=True, style="dim", min_width=len("2104.09864"))
     false.add_column(no_wrap=True, overflow="ellipsis")
-    for claim in claims:
-        if claim.verdict == "does not hold":
-            false.add_row(claim.id, claim.places[0].label, claim.amendment)
-    parts = [
-        counts,
-        Text(_LEGEND, style="dim"),
-        Text(""),
-        Text("Does not hold; what holds instead:", style="bold"),
-        false,
-    ]
+    for claim in failing:
+        false.add_row(claim.id, claim.places[0].label, claim.amendment)
+    heading = Text("\nDoes not hold, and what holds instead:", style="bold")
     wrong = [entry for entry in entries if entry.contradicted]
-    return Group(*parts, Text(""), *map(_in_full, wrong))
+    return Group(counts, Text(_LEGEND, style="dim"), heading, false, Text(""), *map(_in_full, wrong))
 
 
 def full_entries(entries: "Sequence[Entry]", sources: "Sequence[Source]") -> RenderableType:
@@ -103,7 +98,7 @@ def _counted(claims: "Sequence[Claim]") -> list[str]:
 def _spelled(entries: "Sequence[Entry]") -> str:
     counts = Counter(str(entry.claim.verdict) for entry in entries)
     return ", ".join(
-        f"{counts[verdict]} {heading}" for verdict, (heading, _, _) in _VERDICTS.items() if counts[verdict]
+        f"{heading} {counts[verdict]}" for verdict, (heading, _, _) in _VERDICTS.items() if counts[verdict]
     )
 
 
