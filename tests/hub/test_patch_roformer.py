@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,6 +126,16 @@ def test_the_function_is_known_by_what_it_computes():
         "value_layer",
     )
     assert (found.conjugate, found.reorders, found.keeps_dtype, found.part) == (False, False, False, None)
+
+
+@pytest.mark.parametrize("wrong", [{"packing": "cos, sin"}, {"pairing": "half"}, {"conjugate": True}])
+def test_a_wrong_rotation_is_noticed(wrong, monkeypatch):
+    model, ids = made(), tokens(2, 20)
+    own, right = first_of(model, ids), first_of(copy.deepcopy(model).double(), ids)
+    found: Any = rotation_of(OWN)
+    monkeypatch.setattr("ropewalk.hub.accelerate.plan.rotation_of", lambda *given: replace(found, **wrong))
+    with accelerate(model):
+        assert rms(first_of(model, ids) - right) > 100 * TIMES * rms(own - right)
 
 
 def table(seq: int = 7, pairs: int = 4, batch: int = 1) -> Tensor:

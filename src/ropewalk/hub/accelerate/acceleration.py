@@ -90,9 +90,9 @@ def accelerate(model: nn.Module) -> Acceleration:
     The methods of all modules that call a function of cos and sin, or of one table of both as in RoFormer, are
     examined. The source of the function is analyzed: its result must not depend on sizes, dtypes, values, modes or
     earlier calls. Then the function is called with random numbers. It is replaced if it computes a rotation of half or
-    interleaved pairs, of all features or of the first or last ones. cos and sin are still computed by the model. The module that computes them is analyzed and called as
-    well, to check that both features of a pair have the same angle. An RMSNorm per head directly before the rotation is
-    fused into the same pass.
+    interleaved pairs, of all features or of the first or last ones. cos and sin are still computed by the model. The
+    module that computes them is analyzed and called as well, to check that both features of a pair have the same angle.
+    An RMSNorm per head directly before the rotation is fused into the same pass.
 
     Queries and keys are rotated in float32 and rounded once, so results agree with those of the model up to the
     rounding of its own arithmetic.
