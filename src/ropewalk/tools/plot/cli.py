@@ -26,7 +26,7 @@ class _Pictures(TyperGroup):
 
 plot: typer.Typer = typer.Typer(
     cls=_Pictures,
-    help="""Plot decay, frequencies, rotation, biases, sinusoids, and what the notes show.
+    help="""Plot decay, frequencies, rotations, biases, and what notes show.
 
 The input is one or more configs, or options that describe a rotation. The suffix of --out selects PNG, SVG (with
 searchable text) or PDF. --json writes the numbers, with or without a picture. Needs neither weights nor torch.
