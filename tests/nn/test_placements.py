@@ -499,3 +499,20 @@ def test_every_encoding_at_every_placement_is_refused_or_right_in_linear_attenti
     assert torch.allclose(layer(x), truth, **EXACT)
     assert encoding.only_embeds == (name in ("recurrent", "multiplicative", "concatenated") or placement == "input"
                                     or (placement is None and name in KINDS))  # fmt: skip
+
+
+@pytest.mark.parametrize("placement", AFTER)
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_keys_as_queries_at_other_positions(kind, placement):
+    """Keys and values have the positions of the keys."""
+    encoding, ids = made(kind, placement), IDS["ids of a batch"]
+    table, eye = getattr(encoding, "weight", None), torch.eye(WIDTH).double()
+    heads = [vector(seed, BATCH, HEADS, SEQ, WIDTH) for seed in range(3)]
+
+    def encode(x, positions):
+        return reference.sinusoidal(x, positions) if table is None else reference.learned(x, positions, table)
+
+    encoded = encoding.encode_heads(*heads, ids, k_positions=ids + 3)
+    for role, x, y in zip("qkv", heads, encoded, strict=True):
+        positions = ids if role == "q" else ids + 3
+        assert torch.allclose(y, reference.project(x, positions, eye, encode, placement, role), **EXACT)
