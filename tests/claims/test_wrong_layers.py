@@ -54,7 +54,7 @@ def test_linear_attention_without_rotation_is_detected(monkeypatch):
 
 def test_linear_attention_that_forgets_its_state_is_detected(monkeypatch):
     linear_ops(monkeypatch, lambda attend, q, k, v, before, causal: attend(q, k, v, None, causal=causal))
-    ids = ("linear.state", "linear.rotation-factors", "linear.encodings")
+    ids = ("linear.state", "linear.rotation-factors", "linear.layers")
     assert contradicted(*ids) == set(ids)
 
 
@@ -118,12 +118,6 @@ def test_a_quotient_that_is_not_a_number_is_detected(monkeypatch):
 def test_random_features_that_do_not_estimate_softmax_are_detected(monkeypatch):
     monkeypatch.setattr(FavorFeatures, "forward", lambda self, x: torch.relu(x @ self.projection.to(x.dtype).T))
     assert contradicted("linear.kernel") == {"linear.kernel"}
-
-
-def test_a_layer_that_accepts_any_bias_is_detected(monkeypatch):
-    target = "ropewalk.nn.linear.layer.rope_for_linear"
-    monkeypatch.setattr(target, lambda encoding, asked: getattr(encoding, "rope", None))
-    assert contradicted("linear.encodings") == {"linear.encodings"}
 
 
 def test_a_bias_that_is_the_same_everywhere_is_detected(monkeypatch):

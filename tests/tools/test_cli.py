@@ -16,7 +16,7 @@ from slow import slow
 from tools.command import ropewalk
 
 CONFIG = str(Path(__file__).parent.parent / "data" / "configs" / "gemma-3-4b.json")
-KEYS = {"id", "statement", "source", "method", "expected", "measured", "verdict"}
+KEYS = {"id", "statement", "places", "method", "expected", "measured", "verdict", "available", "record"}
 
 
 @pytest.mark.parametrize("only", [("--only", "decay"), slow(())])
@@ -50,12 +50,13 @@ def test_a_contradicted_verdict_is_exit_code_1(monkeypatch, capsys):
     from ropewalk import claims
 
     broken = claims.Chapter("Broken: on purpose")
-    broken.claim("broken.sum", "1 + 1 is 3.", "nobody", method="add", expected="3")(lambda: Finding("2", stated=False))
+    nobody = claims.Source("nobody", "nobody")
+    broken.claim("broken.sum", "1 + 1 is 3.", nobody, method="add", expected="3")(lambda: Finding("2", stated=False))
     monkeypatch.setattr(claims, "CHAPTERS", (broken,))
     assert verify() == 1
     out = capsys.readouterr().out
     assert "WRONG" in out
-    assert "1 of the measurements contradict the recorded verdict: broken.sum" in out
+    assert "The measurement contradicts the recorded verdict of 1: broken.sum" in out
 
 
 def test_links_and_pipes_are_written_through(tmp_path: Path):
@@ -76,7 +77,11 @@ def test_version():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verify", "--only", "no-such-thing"], "try a subject: absolute, alibi"),
+        (["verify", "--only", "no-such-thing"], "alibi.: slopes"),
+        (["verify", "--only", "decay.s20", "--only", "no-such-thing"], "decay.: polar,"),
+        (["verify", "--source", "005"], "002: note 002 (zh), RoPE and linear attention"),
+        (["verify", "--source", "note"], "5 sources with such a title"),
+        (["verify", "--source", ""], "2104.09864: RoFormer"),
         (["verify", "--json", "/proc/nowhere/claims.json"], "in an existing folder"),
         (["verify", "--json", "/proc/claims.json"], "a folder that can be written"),
         (["verify", "--plots", "/proc/nowhere"], "a folder that can be written"),

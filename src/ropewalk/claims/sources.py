@@ -38,6 +38,9 @@ class Place:
         source: The note or paper.
         line: Line in the source, counted from 1; None for the source as a whole.
         quotation: The original words in their own language. Empty for papers.
+
+    >>> ROFORMER.at(3, "...").source.title, Place(ROFORMER).label
+    ('RoFormer, 2104.09864', '2104.09864')
     """
 
     source: Source

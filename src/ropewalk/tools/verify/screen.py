@@ -75,7 +75,9 @@ def summary(entries: "Sequence[Entry]") -> RenderableType:
     lines = [f"{len(entries)} {'statement' if len(entries) == 1 else 'statements'}: {_spelled(entries)}."]
     if recorded:
         dates = ", ".join(sorted({record.date for record in recorded}))
-        lines.append(f"{len(recorded)} take long: cited from records ({dates}). --only ID measures them anew.")
+        lines.append(
+            f"{len(recorded)} {'takes' if len(recorded) == 1 else 'take'} long: cited from records ({dates}). --only ID measures them anew."
+        )
     for reason in sorted({entry.finding.measured for entry in missing}):
         count = sum(entry.finding.measured == reason for entry in missing)
         lines.append(f"{count} {reason}.")
@@ -111,7 +113,8 @@ def _in_full(entry: "Entry") -> RenderableType:
     title.add_row(Text(claim.id, style="bold"), str(claim.verdict))
     body = Table.grid(padding=(0, 2))
     body.add_column(no_wrap=True, style="dim")
-    body.add_column()
+    # Formulas in quotations have no spaces to break at.
+    body.add_column(overflow="fold")
     for place in claim.places:
         body.add_row(place.label, Text(_quoted(place), style="italic"))
     body.add_row("reading", claim.statement)
