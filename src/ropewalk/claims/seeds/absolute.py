@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ropewalk.claims.claim import Chapter, Finding
-from ropewalk.claims.layers import WIDTH, layer, order_effect
+from ropewalk.claims.layers import HEADS, WIDTH, layer, order_effect
 from ropewalk.claims.samples import EXACT, drift, largest, normal, rotate_to, theta
 from ropewalk.claims.sources import NOTE_000, NOTE_001, NOTE_002, NOTE_003, NOTE_004, PRACTICE, SINUSOIDS
 from ropewalk.errors import RopewalkError
+from ropewalk.nn.attention.function import attention
 from ropewalk.nn.attention.layer import Attention
+from ropewalk.nn.encodings.absolute import SinusoidalEncoding
 from ropewalk.reference import absolute, alibi_bias, softmax_attention
 from ropewalk.spec import Plain
 from ropewalk.theory import periods, sinusoidal_table
@@ -34,12 +36,25 @@ def _sinusoid(position: int, dim: int) -> Tensor:
     return torch.tensor(row, dtype=torch.float64)
 
 
+def _layer_error() -> float:
+    """Difference of Attention with p added to q, k and v from the formula of note 000."""
+    encoding = SinusoidalEncoding(WIDTH // HEADS, placement="projection")
+    ours = Attention(WIDTH, HEADS, encoding=encoding).double().requires_grad_(False)
+    tokens, p = normal(1, 5, WIDTH, seed=11), absolute.sinusoidal_table(IDS, WIDTH // HEADS)
+    q, k, v = (
+        proj(tokens).unflatten(-1, (HEADS, -1)).transpose(1, 2) + p for proj in (ours.q_proj, ours.k_proj, ours.v_proj)
+    )
+    by_formula = ours.o_proj(softmax_attention(q, k, v, causal=True).transpose(1, 2).flatten(2))
+    return largest(ours(tokens) - by_formula)
+
+
 @chapter.claim(
     "absolute.added",
     "An absolute encoding is W x_i + p_i.",
     NOTE_000.at(14, "f_{q, k, v}(x_i, i) = W_{k, q, v}x_i + p_i"),
-    method="|W(x+p) − (Wx+p)| for random W, and for W = 1",
-    expected="a difference of Wp − p, which is 0 only for W = 1",
+    method="|W(x+p) − (Wx+p)| for random W, and for W = 1; Attention with placement='projection' against attention "
+    "over W_q x + p, W_k x + p and W_v x + p",
+    expected="a difference of Wp − p, which is 0 only for W = 1; the layer equals the formula",
     only_if="p is added after the projection; transformers add it before: W(x+p) = Wx + Wp",
 )
 def _() -> Finding:
@@ -53,10 +68,12 @@ def _() -> Finding:
     difference = largest(gap(WEIGHT))
     error = largest(gap(WEIGHT) - (TABLE @ WEIGHT.T - TABLE))
     identity = largest(gap(torch.eye(DIM, dtype=torch.float64)))
+    in_layer = _layer_error()
     return Finding(
-        f"difference {difference:.3g}, equal to Wp − p within {error:.1e}; W = 1: {identity:.1e}",
+        f"difference {difference:.3g}, equal to Wp − p within {error:.1e}; W = 1: {identity:.1e}; Attention "
+        f"{in_layer:.1e}",
         stated=difference < EXACT,
-        amended=error < EXACT and identity < EXACT,
+        amended=max(error, identity, in_layer) < EXACT,
     )
 
 
@@ -223,8 +240,9 @@ def _() -> Finding:
     "absolute.four-terms",
     "With added positions the score is (q_m + p_m)ᵀ(k_n + p_n).",
     NOTE_002.at(184, r"\text{AttentionScore} = (\mathbf{q}_m + \mathbf{p}_m)^T \cdot (\mathbf{k}_n + \mathbf{p}_n)"),
-    method="the score against q·k + q·p + p·k + p·p, and the drift of each term if m and n shift",
-    expected="equal; no drift of q·k, drift of the other three",
+    method="the score against q·k + q·p + p·k + p·p, and the drift of each term if m and n shift; the weights of "
+    "attention with placement='scores' against softmax((q + p)(k + p)ᵀ/√d)",
+    expected="equal; no drift of q·k, drift of the other three; the weights are equal",
 )
 def _() -> Finding:
     q, k = normal(2, 32, seed=5)
@@ -233,7 +251,14 @@ def _() -> Finding:
     terms = (lambda m, n: q @ p[n], lambda m, n: p[m] @ k, lambda m, n: p[m] @ p[n])
     drifts = [drift(term) for term in terms]
     shown = ", ".join(f"{d:.2g}" for d in drifts)
-    return Finding(f"error {error:.1e}; drift of q·p, p·k, p·p: {shown}", stated=error < EXACT and min(drifts) > 0.1)
+    queries, keys = normal(2, 1, 1, 5, 32, seed=12)
+    eye, table = torch.eye(5, dtype=torch.float64)[None, None], absolute.sinusoidal_table(IDS, 32)
+    weights = attention(queries, keys, eye, encoding=SinusoidalEncoding(32, placement="scores"), causal=False)
+    in_layer = largest(weights - torch.softmax((queries + table) @ (keys + table).mT / 32**0.5, -1))
+    return Finding(
+        f"error {error:.1e}; drift of q·p, p·k, p·p: {shown}; attention {in_layer:.1e}",
+        stated=max(error, in_layer) < EXACT and min(drifts) > 0.1,
+    )
 
 
 @chapter.claim(

@@ -51,7 +51,7 @@ class _Added(Encoding):
     """
 
     relative = False
-    only_embeds = True
+    only_embeds: bool = True
     # A class attribute too: encodings that an earlier version pickled have none.
     placement: PlacementName = "input"
     dim: int

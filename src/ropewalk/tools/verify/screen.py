@@ -75,9 +75,8 @@ def summary(entries: "Sequence[Entry]") -> RenderableType:
     lines = [f"{len(entries)} {'statement' if len(entries) == 1 else 'statements'}: {_spelled(entries)}."]
     if recorded:
         dates = ", ".join(sorted({record.date for record in recorded}))
-        lines.append(
-            f"{len(recorded)} {'takes' if len(recorded) == 1 else 'take'} long: cited from records ({dates}). --only ID measures them anew."
-        )
+        verb = "takes" if len(recorded) == 1 else "take"
+        lines.append(f"{len(recorded)} {verb} long: cited from records ({dates}). --only ID measures them anew.")
     for reason in sorted({entry.finding.measured for entry in missing}):
         count = sum(entry.finding.measured == reason for entry in missing)
         lines.append(f"{count} {reason}.")
