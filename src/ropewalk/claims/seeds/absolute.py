@@ -78,6 +78,29 @@ def _() -> Finding:
 
 
 @chapter.claim(
+    "absolute.input",
+    "An absolute encoding adds p_k to the k-th vector of the input: x_k + p_k, where p_k depends on k alone.",
+    NOTE_004.at(
+        6,
+        "在输入的第 $k$ 个向量 $x_k$ 中加入位置向量 $p_k$ 得到 $x_k+p_k$，且 $p_k$ 只依赖于位置的编号 $k$。",
+    ),
+    method="encoding.embed(x) − x for two sequences of random tokens, learned and sinusoidal: against each other, and "
+    "against the row of the table and the formula",
+    expected="equal for all tokens; the rows",
+)
+def _() -> Finding:
+    encodings = layer(Attention, "learned").encoding, SinusoidalEncoding(WIDTH)
+    formula = torch.stack([_sinusoid(m, WIDTH) for m in range(5)])
+    between, error = 0.0, 0.0
+    for encoding, rows in zip(encodings, (None, formula), strict=True):
+        assert encoding is not None
+        added = [encoding.embed(x, IDS) - x for x in normal(2, 1, 5, WIDTH, seed=13)]
+        rows = encoding.get_parameter("weight")[:5] if rows is None else rows
+        between, error = max(between, largest(added[0] - added[1])), max(error, largest(added[0][0] - rows))
+    return Finding(f"difference {between:.1e} between tokens, {error:.1e} from p", stated=max(between, error) < EXACT)
+
+
+@chapter.claim(
     "absolute.learned",
     "A learned encoding is a trained matrix with one row per position, for instance 512 × 768, added to x.",
     NOTE_000.at(17, "Под каждую позицию выделить свой обучаемый вектор"),
