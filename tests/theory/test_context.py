@@ -1,5 +1,6 @@
 """Periods, the critical dimension and bounds on the base: figures of the papers, and a complete scan of bases."""
 
+import inspect
 import math
 
 import numpy as np
@@ -92,7 +93,9 @@ GOLDEN = [
 
 def result_of(tuned_length, new_base):
     tuned = context_after_tuning(4096, tuned_length, new_base, rotary_dim=128)
-    return tuned.case, round(tuned.limit), tuned.critical_dim, tuned.least_rotation
+    parts = zip((0.25, 0.5, 1), tuned.thresholds, strict=True)
+    part = max((part for part, threshold in parts if new_base <= threshold), default=0)
+    return tuned.case, round(tuned.limit), tuned.critical_dim, part
 
 
 @pytest.mark.parametrize("row", GOLDEN, ids=str)
@@ -154,10 +157,29 @@ def test_below_a_threshold_every_pair_completes_its_part_of_a_rotation(tuned_len
     tuned = context_after_tuning(7, tuned_length, new_base, dim)
     slowest = rotations(Plain(new_base).evaluate(dim), tuned_length).min()
     assert tuned.slowest_rotation == pytest.approx(slowest, rel=1e-9)
-    assert tuned.slowest_rotation >= tuned.least_rotation
+    for part, threshold in zip((0.25, 0.5, 1), tuned.thresholds, strict=True):
+        assert (tuned.slowest_rotation >= part) == (tuned.least_rotation >= part)
+        if new_base <= threshold:
+            assert tuned.least_rotation >= part
     # With many features the exponent of the slowest pair is almost 1, and the thresholds are sharp.
     wide = context_after_tuning(7, tuned_length, new_base, 1 << 20)
     assert wide.slowest_rotation == pytest.approx(tuned_length / (2 * math.pi * new_base), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("new_base", "dim", "expected"),
+    [
+        # A single pair has the frequency 1, two pairs 1 and base^-0.5.
+        *((1e4, 2, 1), (1e9, 2, 1), (1e4, 4, 1), (1e6, 4, 0.5), (5e6, 4, 0.25), (1e7, 4, 0)),
+        # 64 pairs: the slowest completes a quarter up to base 2607.6^(128/126) = 2954, above the threshold.
+        *((2607, 128, 0.25), (2954, 128, 0.25), (2956, 128, 0), (1303, 128, 0.5), (651, 128, 1)),
+    ],
+)
+def test_the_least_rotation_is_that_of_the_slowest_pair(new_base, dim, expected):
+    tuned = context_after_tuning(4096, 4096, new_base, dim)
+    assert tuned.least_rotation == expected
+    completed = 4096 / periods(Plain(new_base).evaluate(dim)).max()
+    assert max(part for part in (0, 0.25, 0.5, 1) if part <= completed) == expected
 
 
 @pytest.mark.parametrize(
@@ -274,3 +296,38 @@ def test_the_scan_equals_the_definition(dim, length, tried):
 def test_bad_input(call, message):
     with pytest.raises(RopewalkError, match=message):
         call()
+
+
+VALID = {
+    "trained_length": 4096,
+    "tuned_length": 8192,
+    "length": 64,
+    "limit": 64,
+    "inv_freq": [1.0],
+    "rotary_dim": 128,
+    "critical_dim": 92,
+    "base": 1e4,
+    "new_base": 1e4,
+    "bases": [1e4],
+}
+FUNCTIONS = (
+    *(admissible_bases, context_after_tuning, critical_base, critical_dimension, extrapolation_limit),
+    *(first_negative_distance, lowest_admissible_base, periods, small_base_thresholds),
+)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [(function, argument) for function in FUNCTIONS for argument in inspect.signature(function).parameters],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_an_error_names_the_function_that_was_called_and_its_argument(function, argument):
+    arguments = {name: VALID[name] for name in inspect.signature(function).parameters}
+    function(**arguments)
+    for bad in (-1, math.nan, "x"):
+        with pytest.raises(RopewalkError) as raised:
+            function(**arguments | {argument: [bad, math.nan] if isinstance(VALID[argument], list) else bad})
+        # Frequencies are named in what is expected of them.
+        expected = function.__name__ if argument == "inv_freq" else f"{function.__name__}({argument})"
+        assert raised.value.asked == expected

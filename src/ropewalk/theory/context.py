@@ -80,9 +80,10 @@ def critical_dimension(rotary_dim: int, base: float, trained_length: int) -> int
     >>> critical_dimension(128, 10_000, 4096)  # LLaMA-2
     92
     """
-    dim = require_even(rotary_dim, asked="critical_dimension(rotary_dim)", do="pass the rotary_dim of a head")
+    dim = _dim(rotary_dim, "critical_dimension")
     log_base = math.log(_base_above_one(base, "critical_dimension"))
-    pairs = math.ceil(dim / 2 * math.log(_length(trained_length) / (2 * math.pi)) / log_base)
+    length = _length(trained_length, "critical_dimension", "trained_length")
+    pairs = math.ceil(dim / 2 * math.log(length / (2 * math.pi)) / log_base)
     return 2 * min(max(pairs, 0), dim // 2)
 
 
@@ -108,7 +109,9 @@ def critical_base(trained_length: int, tuned_length: int, base: float = 10_000.0
     71738
     """
     base = _base_above_one(base, "critical_base")
-    exponent = math.log(_length(tuned_length) / (2 * math.pi)) / math.log(_length(trained_length) / (2 * math.pi))
+    trained = _length(trained_length, "critical_base", "trained_length")
+    tuned = _length(tuned_length, "critical_base", "tuned_length")
+    exponent = math.log(tuned / (2 * math.pi)) / math.log(trained / (2 * math.pi))
     try:
         return base**exponent
     except OverflowError:
@@ -132,7 +135,7 @@ def extrapolation_limit(base: float, rotary_dim: int, critical_dim: int) -> floa
     >>> round(extrapolation_limit(1_000_000, rotary_dim=128, critical_dim=92))
     129027
     """
-    dim = require_even(rotary_dim, asked="extrapolation_limit(rotary_dim)", do="pass the rotary_dim of a head")
+    dim = _dim(rotary_dim, "extrapolation_limit")
     if as_int(critical_dim) is None or not 0 <= critical_dim <= dim:
         raise RopewalkError(
             asked="extrapolation_limit(critical_dim)",
@@ -165,7 +168,7 @@ def small_base_thresholds(tuned_length: int) -> tuple[float, float, float]:
     >>> [round(base, 1) for base in small_base_thresholds(4096)]
     [2607.6, 1303.8, 651.9]
     """
-    length = _length(tuned_length)
+    length = _length(tuned_length, "small_base_thresholds", "tuned_length")
     return 2 * length / math.pi, length / math.pi, length / (2 * math.pi)
 
 
@@ -183,13 +186,19 @@ class TunedContext:
         trained_critical_dim: Number of features that completed a rotation in training, d_extra (eq. 13).
         critical_dim: The same after tuning: d'_extra (eq. 16c) for "tuned length", otherwise d_extra.
         thresholds: The bases beta_1, beta_2, beta_3 of the tuned length; see `small_base_thresholds`.
-        slowest_rotation: Number of rotations that the slowest pair completes within the tuned length.
-        least_rotation: The part of a rotation that every pair completes by the thresholds: 0, 0.25, 0.5 or 1. It is an
-            expectation on the result of tuning, not a bound on the length.
+        slowest_rotation: Number of rotations that the slowest pair completes within the tuned length. A head with a
+            single pair has the frequency 1 for every base, so this is the tuned length divided by 2 pi.
+        least_rotation: The part of a rotation that every pair completes: the largest of 0, 0.25, 0.5 and 1 that
+            `slowest_rotation` reaches. Differs from the paper: the thresholds hold for any number of features, and a
+            base slightly above one can suffice. It is an expectation on the result of tuning, not a bound on the
+            length.
 
     >>> half_rotation = context_after_tuning(4096, 4096, new_base=1000, rotary_dim=128)
     >>> half_rotation.least_rotation, round(half_rotation.slowest_rotation, 3)  # 4096 / (2 pi 1000^(126/128))
     (0.5, 0.726)
+    >>> single_pair = context_after_tuning(4096, 4096, new_base=1_000_000, rotary_dim=2)
+    >>> single_pair.least_rotation, round(single_pair.slowest_rotation, 1)  # 4096 / (2 pi)
+    (1.0, 651.9)
     """
 
     case: TuningCase
@@ -234,12 +243,16 @@ def context_after_tuning(
     >>> smaller.case, smaller.limit, smaller.critical_dim, smaller.least_rotation
     ('tuned length', 16384.0, 128, 1.0)
     """
-    new_base = _base_above_one(new_base, "context_after_tuning", "new_base")
+    asked = "context_after_tuning"
+    new_base, base = _base_above_one(new_base, asked, "new_base"), _base_above_one(base, asked)
+    rotary_dim = _dim(rotary_dim, asked)
+    trained_length = _length(trained_length, asked, "trained_length")
+    tuned_length = _length(tuned_length, asked, "tuned_length")
     trained_dim = critical_dimension(rotary_dim, base, trained_length)
     threshold = critical_base(trained_length, tuned_length, base)
     if tuned_length < trained_length:
         raise RopewalkError(
-            asked="context_after_tuning(tuned_length)",
+            asked=f"{asked}(tuned_length)",
             expected=f"at least trained_length = {trained_length}: the law is stated for tuning at no shorter length",
             got=f"{tuned_length}",
             do="pass trained_length as tuned_length if the model is tuned at shorter lengths",
@@ -249,17 +262,16 @@ def context_after_tuning(
     if new_base > threshold:
         case, critical_dim = "larger base" if trained_dim < rotary_dim else "no limit", trained_dim
         limit = extrapolation_limit(new_base, rotary_dim, trained_dim) if case == "larger base" else None
-    thresholds = small_base_thresholds(tuned_length)
-    parts = (part for part, below in zip((1.0, 0.5, 0.25), reversed(thresholds), strict=True) if new_base <= below)
+    slowest_rotation = tuned_length / (2 * math.pi * new_base ** (1 - 2 / rotary_dim))
     return TunedContext(
         case=case,
         limit=limit,
         critical_base=threshold,
         trained_critical_dim=trained_dim,
         critical_dim=critical_dim,
-        thresholds=thresholds,
-        slowest_rotation=tuned_length / (2 * math.pi * new_base ** (1 - 2 / rotary_dim)),
-        least_rotation=next(parts, 0.0),
+        thresholds=small_base_thresholds(tuned_length),
+        slowest_rotation=slowest_rotation,
+        least_rotation=max(part for part in (0.0, 0.25, 0.5, 1.0) if part <= slowest_rotation),
     )
 
 
@@ -318,7 +330,7 @@ def admissible_bases(bases: Iterable[float], rotary_dim: int, length: int) -> li
     """
     islands: list[tuple[float, float]] = []
     inside = False
-    for base, passed in _admissible([_base_above_one(base, "admissible_bases") for base in bases], rotary_dim, length):
+    for base, passed in _admissible(_bases(bases, "admissible_bases"), rotary_dim, length, "admissible_bases"):
         if passed:
             islands = [*islands[:-1], (islands[-1][0], base)] if inside else [*islands, (base, base)]
         inside = passed
@@ -344,14 +356,15 @@ def lowest_admissible_base(bases: Iterable[float], rotary_dim: int, length: int)
     >>> lowest_admissible_base(range(4280, 4341), rotary_dim=128, length=1024)
     4294.0
     """
-    rising = sorted({_base_above_one(base, "lowest_admissible_base") for base in bases})
-    return next((base for base, passed in _admissible(rising, rotary_dim, length) if passed), None)
+    asked = "lowest_admissible_base"
+    rising = sorted(set(_bases(bases, asked)))
+    return next((base for base, passed in _admissible(rising, rotary_dim, length, asked) if passed), None)
 
 
-def _admissible(bases: Sequence[float], rotary_dim: int, length: int) -> Iterator[tuple[float, bool]]:
+def _admissible(bases: Sequence[float], rotary_dim: int, length: int, asked: str) -> Iterator[tuple[float, bool]]:
     """Yield each base, and whether sum_i cos(m theta_i) >= 0 at every integer m <= length."""
-    dim = require_even(rotary_dim, asked="admissible_bases(rotary_dim)", do="pass the rotary_dim of a head")
-    length = require_count(length, asked="admissible_bases(length)", do="pass the context length")
+    dim = _dim(rotary_dim, asked)
+    length = require_count(length, asked=f"{asked}(length)", do="pass the context length")
     # Chunks are smaller for more than 128 features, so that they need no more memory.
     size = max(1, min(_BASES, 64 * _BASES // (dim // 2)))
     for chunk in (bases[start : start + size] for start in range(0, len(bases), size)):
@@ -436,6 +449,13 @@ def _base_above_one(base: float, asked: str, argument: str = "base") -> float:
     return value
 
 
-def _length(length: int) -> int:
-    value = require_count(length, asked="a context length", do="pass the number of positions", at_least=7)
-    return value
+def _bases(bases: Iterable[float], asked: str) -> list[float]:
+    return [_base_above_one(base, asked, "bases") for base in bases]
+
+
+def _dim(rotary_dim: int, asked: str) -> int:
+    return require_even(rotary_dim, asked=f"{asked}(rotary_dim)", do="pass the rotary_dim of a head")
+
+
+def _length(length: int, asked: str, argument: str) -> int:
+    return require_count(length, asked=f"{asked}({argument})", do="pass the number of positions", at_least=7)
