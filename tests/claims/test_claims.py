@@ -8,6 +8,7 @@ import torch
 
 from ropewalk.claims import CHAPTERS, Chapter, Claim, Finding, NotAvailable, Record, Source, Verdict, run
 from ropewalk.claims.records import records
+from ropewalk.claims.samples import theta
 from ropewalk.claims.sources import NOTES
 from slow import slow, slow_except
 
@@ -152,6 +153,19 @@ def test_a_claim_that_is_not_available_is_neither_right_nor_wrong():
     )
 
 
+def test_a_comment_that_the_code_makes_true_is_noticed(monkeypatch):
+    notes_code = importlib.import_module("ropewalk.claims.notes_code")
+    code = notes_code.code_of("003").replace(
+        'torch.einsum("s,d -> sd", seq, theta)', 'torch.einsum("sx,d -> sd", seq[:, None], theta)'
+    )
+    monkeypatch.setattr(notes_code, "code_of", lambda note: code)
+    notes_code.functions_of_note_003.cache_clear()
+    try:
+        assert contradicted("code.positions-comment", "code.tables") == {"code.positions-comment"}
+    finally:
+        notes_code.functions_of_note_003.cache_clear()
+
+
 # Per verdict, a change of the library or of a note's code that makes its measurement come out otherwise.
 def test_a_mutant_per_verdict_is_detected(monkeypatch):
     notes_code = importlib.import_module("ropewalk.claims.notes_code")
@@ -190,7 +204,15 @@ def test_a_mutant_per_verdict_is_detected(monkeypatch):
     ("id", "change"),
     [
         slow("linear.denominator-random", ("ropewalk.claims.seeds.linear_position.rotate", lambda x, *rest: x)),
-        slow("decay.figure", ("ropewalk.claims.seeds.decay.OCTAVES", [1 << n for n in range(4, 14)])),
+        slow("decay.bound", ("ropewalk.claims.seeds.decay.OCTAVES", [1 << n for n in range(4, 14)])),
+        ("decay.figure", ("ropewalk.claims.seeds.decay.theta", lambda dim, base=1e4: theta(dim, 9_000.0))),
+        ("decay.farther-lower", ("ropewalk.claims.seeds.decay.THREE", [1.0, 0.3, 0.02])),
+        ("decay.s50", ("ropewalk.claims.seeds.decay.THREE", [1.0, 0.3, 0.0499])),
+        ("linear.bias-quadratic", ("ropewalk.claims.seeds.linear_position._by_fft", lambda t, q, k, v: q @ (k.T @ v))),
+        (
+            "code.positions-comment",
+            ("ropewalk.claims.seeds.code._passed_to_einsum", lambda dim, rows: (torch.ones(rows, 1), torch.ones(dim))),
+        ),
         slow("decay.score", ("ropewalk.claims.seeds.decay.BASES", (500_000.0, 10_000.0, 1_000_000.0))),
         (
             "linear.encodings",
@@ -202,7 +224,7 @@ def test_a_mutant_per_verdict_is_detected(monkeypatch):
             ("ropewalk.claims.seeds.absolute._shift_matrix", lambda k, dim: torch.eye(dim).numpy()),
         ),
         ("linear.memory", ("ropewalk.claims.seeds.linear._fused", lambda q, k, v: (q @ k.mT).softmax(-1) @ v)),
-        ("linear.t5-scale", ("ropewalk.claims.seeds.linear_position.DIM", 1)),
+        slow("linear.t5-scale", ("ropewalk.nn.encodings.bias.T5Bias.scale", 0.5)),
         ("liu.small-base", ("ropewalk.claims.papers.context.critical_base", lambda *lengths: 20_000.0)),
     ],
 )

@@ -123,7 +123,7 @@ def test_random_features_that_do_not_estimate_softmax_are_detected(monkeypatch):
 def test_a_bias_that_is_the_same_everywhere_is_detected(monkeypatch):
     original = T5Bias.bias
     monkeypatch.setattr(T5Bias, "bias", lambda self, q, k: 0 * original(self, q, k))
-    ids = ("linear.bias-factor", "linear.bias-quadratic", "linear.bias-alibi", "attention.reverse")
+    ids = ("linear.bias-factor", "linear.encodings", "linear.bias-alibi", "attention.reverse")
     assert contradicted(*ids) == set(ids)
 
 

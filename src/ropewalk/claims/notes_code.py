@@ -82,6 +82,8 @@ def _class_of_note_002() -> type[nn.Module]:
         einops, einx = (importlib.import_module(name) for name in ("einops", "einx"))
     except ImportError as error:
         raise NotAvailable(f"{error.name} is missing; pip install einops einx") from None
+    if not hasattr(einx, "rearrange"):
+        raise NotAvailable("this einx has no rearrange, which the note calls; pip install 'einx<0.5'")
     jaxtyping = importlib.import_module("jaxtyping")
     names = {"torch": torch, "nn": nn, "Tensor": Tensor, "Float": jaxtyping.Float, "Int": jaxtyping.Int, "einx": einx}
     return _run("002", {**names, "einsum": einops.einsum, "rearrange": einops.rearrange})["RotaryEmbedding"]

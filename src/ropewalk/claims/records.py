@@ -1,4 +1,4 @@
-"""Records of measurements that take long or need hardware. `make claims` measures them again."""
+"""Records of measurements that take long or need hardware. `python benchmarks/record_claims.py` measures them again."""
 
 import json
 from dataclasses import dataclass

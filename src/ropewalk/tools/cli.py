@@ -125,11 +125,19 @@ PicturesFolder = Annotated[
 ]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="ID", help="Only claims whose id contains ID, all measured. May be repeated."),
+    typer.Option(
+        "--only",
+        metavar="ID",
+        help="Only the claim ID, or claims whose id contains ID, measured anew. May be repeated.",
+    ),
 ]
 FromSources = Annotated[
     list[str] | None,
-    typer.Option("--source", metavar="SOURCE", help="Only claims of a note (002) or paper (2104.09864), in full."),
+    typer.Option(
+        "--source",
+        metavar="SOURCE",
+        help="Only claims of a note (002) or paper (2104.09864), in full. May be repeated.",
+    ),
 ]
 InFull = Annotated[bool, typer.Option("--long", help="Print every claim with quotation, method and expectation.")]
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ropewalk.claims.claim import Chapter, Finding
-from ropewalk.claims.sources import KEXUE, LIU, LLAMA_2, MEN
+from ropewalk.claims.sources import KEXUE, LIU, MEN
 from ropewalk.spec import Plain
 from ropewalk.theory import (
     admissible_bases,
@@ -33,7 +33,7 @@ def _first_negative(dim: int, base: float) -> int | None:
     "men.theorem",
     "On average the score of a similar key exceeds that of a random key by 2σ² Σ cos(mθ_i).",
     MEN,
-    method="100000 draws, d = 128, mean 0.7, σ = 1.3, at m = 0, 100, 1707",
+    method="100000 draws, d = 128, mean 0.7, σ = 1.3, at m = 0, 100, 1707; the difference divided by 2σ²",
     expected="64, 30.54, −0.50, within 4 standard errors",
     long=True,
 )
@@ -53,15 +53,14 @@ def _() -> Finding:
 
 @chapter.claim(
     "men.llama2",
-    "A base of 10000 supports a context of 4096.",
-    LLAMA_2,
+    "By the criterion Σ cos(mθ_i) ≥ 0, the base of Llama 2, 10000, does not suffice for its length of 4096.",
+    MEN,
     method="the first m with Σ cos(mθ_i) < 0, d = 128",
-    expected="1707",
-    fails="base 10⁴: 1706 by 2405.14591, not 4096",
+    expected="1707: the last admissible distance is 1706, that is a length of 1707",
 )
 def _() -> Finding:
     first = _first_negative(128, 10_000)
-    return Finding(f"{first}", stated=first is None or first > 4096, amended=first == 1707)
+    return Finding(f"{first}", stated=first == 1707)
 
 
 @chapter.claim(
@@ -120,7 +119,7 @@ def _() -> Finding:
     MEN,
     method="sums of the table's second method (base 10000, trained length 4k, factor 8) for m < 15·1024 and < 30·1024",
     expected="97 of the first 15360 are below 0, as printed in the table, and 2554 of 30720",
-    fails="it counts sums below 0, not above",
+    misprint="it counts the m with Σ cos(mθ_i) < 0",
 )
 def _() -> Finding:
     i = np.arange(64)
@@ -163,7 +162,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "liu.critical-cap",
-    "The result of that formula is a number of features, at most d.",
+    "d_extra is a number of features, at most d.",
     LIU,
     method="T = 65536, base 10000, d = 128, as printed and as computed here",
     expected="130 of 128 as printed",
@@ -198,7 +197,7 @@ def _() -> Finding:
     needs="tuned models; measured here: T_extra falls to T_tune at β_0, up to the rounding of d_extra",
 )
 def _() -> Finding:
-    exponent, right, rounded = math.log(4096 / math.tau, 10_000), True, []
+    exponent, right, rounded, smallest = math.log(4096 / math.tau, 10_000), True, [], 128
     for length in (4096, 8192, 16_384, 131_072):
         critical = critical_base(4096, length)
         at, below = (math.tau * base**exponent / length for base in (critical, 0.8 * critical))
@@ -206,13 +205,15 @@ def _() -> Finding:
         right &= abs(at - 1) < 1e-9 and below < 0.9 and 1 <= rounded[-1] < critical ** (2 / 128)
         for base in (100.0, 500.0, 652.0, 2608.0, 10_000.0, critical):
             tuned = context_after_tuning(4096, length, base, rotary_dim=128)
-            right &= tuned.limit == length and tuned.critical_dim >= 92
+            right &= tuned.limit == length
+            smallest = min(smallest, tuned.critical_dim)
+            right &= tuned.critical_dim == critical_dimension(128, base, length)
         right &= context_after_tuning(4096, length, 1.001 * critical, rotary_dim=128).case == "larger base"
     return Finding(
         f"unrounded 1 at β_0, {below:.2f} at 0.8 β_0; rounded {', '.join(f'{ratio:.2f}' for ratio in rounded)} at β_0; "
-        f"d'_extra {'≥' if right else '< or not all ≥'} 92",
+        f"smallest d'_extra {smallest}",
         stated=None,
-        amended=right,
+        amended=right and smallest == 92,
     )
 
 
@@ -246,7 +247,8 @@ def _() -> Finding:
     completed = [one.slowest_rotation for one in tuned]
     golden = [round(part, 3) for part in completed] == [0.075, 0.283, 0.559, 1.106, 1.437]
     return Finding(
-        f"{', '.join(f'{part:.3f}' for part in completed)} rotations; the limit is 4096 for each",
+        f"{', '.join(f'{part:.3f}' for part in completed)} rotations; limits "
+        f"{', '.join(str(one.limit) for one in tuned)}",
         stated=None,
         amended=golden and all(one.limit == 4096 for one in tuned),
     )

@@ -40,7 +40,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "pi.bound-random",
-    "A test on random vectors shows whether a bound holds (here the bound above, as printed).",
+    "A test on random vectors shows whether a bound holds, such as the printed bound of Position Interpolation.",
     PRACTICE,
     method="200 draws of complex normal h, scaled to max|h| = 1: the largest error / printed bound",
     expected="below 1 in every draw",
@@ -113,7 +113,7 @@ def _() -> Finding:
     NOPE,
     method="that number against the slopes of ALiBi for 8 heads",
     expected="0.939 against 0.5, 0.25, …",
-    fails="slopes 2^(−8k/n): 0.5, 0.25, …, not 0.939",
+    misprint="2^(−8k/n) for head k of n, as in ALiBi",
 )
 def _() -> Finding:
     printed, slopes = 2 ** -(2 ** -math.log2(8 + 3)), alibi_slopes(8).tolist()

@@ -28,8 +28,10 @@ def _polar(radius: float, angle: float) -> torch.Tensor:
 
 
 def _sum_claim(distance: int, printed: float, right: float) -> Finding:
+    """The sum at a distance. A printed number holds if it is the right one, rounded."""
     value = float(score_sum(distance, THREE))
-    return Finding(f"{value:.6f}", stated=abs(value - printed) < 0.05, amended=abs(value - right) < 5e-4)
+    computed = abs(value - right) < 5e-4
+    return Finding(f"{value:.6f}", stated=computed and abs(value - printed) < 0.05, amended=computed)
 
 
 @chapter.claim(
@@ -50,7 +52,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "decay.polar-proportional",
-    "So it is proportional to cos((m − n)θ).",
+    "In the plane the score is proportional to cos((m − n)θ).",
     NOTE_002.at(289, r"\text{RoPE}(m, n) \propto \cos((m - n)\theta)"),
     method="score / cos((m−n)θ) at distances 0 to 3, for α − β = 1 and for α = β",
     expected="constant only for α = β",
@@ -161,19 +163,19 @@ def _() -> Finding:
     "The larger the distance, the lower the score (S(0) > S(2) > S(50)), while it oscillates.",
     NOTE_002.at(319, "可以发现，相对举例越远，注意力分数越低。"),
     NOTE_002.at(321, "远程衰减本来就是振荡下降的。"),
-    method="S at 0, 2, 50; the largest S at distances 51 … 1000, and where it is",
-    expected="3.00, 1.40, −0.60; 2.94 at 126",
-    only_if="the distance is below the period 2π/0.05 = 126 of the slowest cosine, near which S returns to 2.94",
+    method="S at 0, 2, 50; means of S over distances 1–31, 32–63, 64–95, 96–126; S at 126",
+    expected="3.00, 1.40, −0.60; 0.60, −0.61, −0.65, 0.73; 2.94",
+    only_if="distances are at most 63, half the period of the slowest cosine; then S rises, to 2.94 at 126",
 )
 def _() -> Finding:
-    curve = score_sum(np.arange(1001), THREE)
+    curve = score_sum(np.arange(127), THREE)
     falls = bool(curve[0] > curve[2] > curve[50])
-    peak = 51 + int(curve[51:127].argmax())
+    bands = [float(curve[a:b].mean()) for a, b in ((1, 32), (32, 64), (64, 96), (96, 127))]
     return Finding(
-        f"{curve[0]:.2f}, {curve[2]:.2f}, {curve[50]:.2f}; {curve[peak]:.2f} at {peak}, {curve[51:].max():.2f} below "
-        "1000",
-        stated=falls and bool(curve[51:].max() < curve[2]),
-        amended=falls and peak == 126 and round(float(curve[peak]), 2) == 2.94,
+        f"{curve[0]:.2f}, {curve[2]:.2f}, {curve[50]:.2f}; {', '.join(f'{band:.2f}' for band in bands)}; "
+        f"{curve[126]:.2f}",
+        stated=falls and bands == sorted(bands, reverse=True),
+        amended=falls and bands[0] > bands[1] and bands[3] > bands[1] + 1 and round(float(curve[126]), 2) == 2.94,
     )
 
 
@@ -189,6 +191,11 @@ def _falls_to(octaves: np.ndarray) -> int:
     """Distance up to which the mean of every octave is below that of the octave before it."""
     rising = np.flatnonzero(np.diff(octaves) >= 0)
     return OCTAVES[int(rising[0]) + 1 if rising.size else len(octaves)]
+
+
+def _listed(reach: list[int]) -> str:
+    """Up to which distance means fall, per base."""
+    return ", ".join(f"{limit} (base {base:,.0f})" for base, limit in zip(BASES, reach, strict=True))
 
 
 @chapter.claim(
@@ -207,11 +214,10 @@ def _() -> Finding:
     rises = int((np.diff(score_sum(np.arange(257), theta(128).numpy())) > 0).sum())
     octaves = {base: _octaves(score_sum, base) for base in BASES}
     reach = [_falls_to(means) for means in octaves.values()]
-    shown = ", ".join(f"{base:.0e}: {limit}" for base, limit in zip(BASES, reach, strict=True))
-    small = octaves[10_000.0]
+    small = octaves[BASES[0]]
     return Finding(
-        f"{rises} of 256 steps increase; means fall up to {shown}; base 10⁴: {small[0]:.1f} … {small.min():.2f} … "
-        f"{small[-1]:.2f}",
+        f"{rises} of 256 steps increase; means fall up to {_listed(reach)}; base 10⁴: {small[0]:.1f} … "
+        f"{small.min():.2f} … {small[-1]:.2f}",
         stated=rises == 0,
         amended=reach == REACH and round(float(small.min()), 2) == -2.89 and small[-1] > small.min() + 2,
     )
@@ -219,29 +225,42 @@ def _() -> Finding:
 
 @chapter.claim(
     "decay.figure",
-    "Long-term decay oscillates downwards (RoFormer's figure 2: the mean of |S_j|, d = 128, distances to 250).",
+    "Long-term decay oscillates downwards: RoFormer's figure 2, the mean of |S_j|, d = 128, distances to 250.",
     NOTE_002.at(321, "我们可以看论文中远程衰减的原图就知道，远程衰减本来就是振荡下降的。"),
     ROFORMER,
-    method="the curve at 0, 1, 8, 100, 236; increases in 256 steps; means over octaves up to 131072 for bases 10⁴, "
-    "5·10⁵ and 10⁶",
-    expected="32.5, 31.5382, 19.8174, 10.2273, 6.4150; 115 increases; means fall up to 16384 for base 10⁴ and then "
-    "rise (4.66, 4.70, 4.72, 4.78), and fall to 131072 for the others",
-    only_if="base 10⁴: distances up to 16384, after which the means of the bound rise slightly",
+    method="the curve at 0, 1, 8, 100, 236; increases in 256 steps; means over 0–31, 32–63, 64–127, 128–255",
+    expected="32.5, 31.5382, 19.8174, 10.2273, 6.4150; 115 increases; decreasing means",
 )
 def _() -> Finding:
     curve = decay_curve(np.arange(257), theta(128).numpy())
-    values = curve[[0, 1, 8, 100, 236]]
-    rises = int((np.diff(curve) > 0).sum())
+    values, rises = curve[[0, 1, 8, 100, 236]], int((np.diff(curve) > 0).sum())
     golden = np.allclose(values, [32.5, 31.5382, 19.8174, 10.2273, 6.41500], rtol=0, atol=5e-5)
+    means = [float(curve[a:b].mean()) for a, b in itertools.pairwise((0, 32, 64, 128, 256))]
+    return Finding(
+        f"{', '.join(f'{v:.4f}' for v in values)}; {rises} of 256 steps increase; means "
+        f"{', '.join(f'{mean:.1f}' for mean in means)}",
+        stated=bool(golden) and rises == 115 and means == sorted(means, reverse=True),
+    )
+
+
+@chapter.claim(
+    "decay.bound",
+    "The upper bound gradually decreases overall as the distance grows.",
+    NOTE_002.at(271, "我们不会采用原文那种比较数学的方式去证明 upper bound 总体上会逐渐减小"),
+    ROFORMER,
+    method="the mean of |S_j|, d = 128: means over octaves of distances up to 131072 for bases 10⁴, 5·10⁵ and 10⁶",
+    expected="means fall up to 16384 for base 10⁴ and then rise (4.66, 4.70, 4.72, 4.78), and fall to 131072 for the "
+    "others",
+    only_if="base 10⁴: distances up to 16384, after which the means of the bound rise slightly",
+)
+def _() -> Finding:
     octaves = {base: _octaves(decay_curve, base) for base in BASES}
     reach = [_falls_to(means) for means in octaves.values()]
-    shown = ", ".join(f"{base:.0e}: {limit}" for base, limit in zip(BASES, reach, strict=True))
-    late = ", ".join(f"{mean:.2f}" for mean in octaves[10_000.0][-4:])
+    late = ", ".join(f"{mean:.2f}" for mean in octaves[BASES[0]][-4:])
     return Finding(
-        f"{', '.join(f'{v:.4f}' for v in values)}; {rises} of 256 steps increase; means fall up to {shown}; base 10⁴ "
-        f"from 8192 on: {late}",
-        stated=golden and rises == 115 and min(reach) == OCTAVES[-1],
-        amended=golden and rises == 115 and reach == REACH and late == "4.66, 4.70, 4.72, 4.78",
+        f"means fall up to {_listed(reach)}; base 10⁴ from 8192 on: {late}",
+        stated=min(reach) == OCTAVES[-1],
+        amended=reach == REACH and late == "4.66, 4.70, 4.72, 4.78",
     )
 
 

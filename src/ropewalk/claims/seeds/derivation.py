@@ -247,7 +247,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "derivation.g-arguments",
-    "That score is g(x_n, x_n, m−n): a function of the query's token and the distance.",
+    "The score is g(x_n, x_n, m−n): a function of the query's token and the distance.",
     NOTE_000.at(29, "g(x_n, x_n, m - n)"),
     method="the score for one query and six keys at one distance",
     expected="it changes with the token of the key",

@@ -61,7 +61,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "heads.range",
-    "Then each head has parameters of its own: the heads have different ranges of periods.",
+    "If d_model is rotated before the split, each head has parameters of its own: other ranges of periods.",
     NOTE_000.at(52, "Таким образом, каждая голова получит поворот со своими параметрами."),
     method="shortest period of each head, 8 heads of 64: rotation of d_model, and rotation per head as in models",
     expected="d_model: head 0 has 6.3 … 19 and head 7 starts at 19869; per head: every head has 6.3 … 47117",
@@ -135,7 +135,6 @@ def _() -> Finding:
 @chapter.claim(
     "heads.critical-dimension",
     "LLaMA-2 (d = 128, base 10000, trained to 4096) has a critical dimension of 92.",
-    NOTE_000.at(55, "Scaling Laws of RoPE https://arxiv.org/pdf/2310.05209"),
     LIU,
     method="2⌈d/2 · log_base(4096/2π)⌉, and the number of features with a period of at most 4096",
     expected="92 both ways; 36 features do not complete a rotation",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ropewalk.claims.claim import Chapter, Finding
+from ropewalk.claims.claim import Chapter, Finding, NotAvailable
 from ropewalk.claims.layers import one_head, operations
 from ropewalk.claims.samples import EXACT, largest, normal, rank
 from ropewalk.claims.sources import LINEAR, NOTE_002
@@ -137,7 +137,10 @@ def _materialized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        return functional.scaled_dot_product_attention(q, k, v)
+        try:
+            return functional.scaled_dot_product_attention(q, k, v)
+        except RuntimeError:
+            raise NotAvailable("this PyTorch has no fused attention on the CPU") from None
 
 
 @chapter.claim(

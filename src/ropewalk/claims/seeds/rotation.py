@@ -55,7 +55,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "rotation.relative",
-    "The same holds in d dimensions: (R_m q)ᵀ(R_n k) = qᵀ R_{n−m} k.",
+    "In d dimensions the score is relative too: (R_m q)ᵀ(R_n k) = qᵀ R_{n−m} k.",
     NOTE_002.at(261, r"= x_m^\top W_q^\top R_{\Theta,n-m}^d W_k x_n"),
     NOTE_003.at(
         15,
@@ -306,7 +306,7 @@ def _() -> Finding:
     error = max(abs(float(frequencies[i]) - 10_000.0 ** (-2 * i / 128)) for i in range(64))
     decreasing = bool((frequencies[1:] < frequencies[:-1]).all())
     return Finding(
-        f"error {error:.1e}, first {frequencies[0]:g}, decreasing: {decreasing}",
+        f"error {error:.1e}, first {frequencies[0]:g}, {'decreasing' if decreasing else 'not decreasing'}",
         stated=error < 1e-15 and decreasing and frequencies[0] == 1,
     )
 
@@ -358,7 +358,9 @@ def _() -> Finding:
         rejected = bool(RopeSpec(7)) and False
     except RopewalkError:
         rejected = True
-    return Finding(f"change {change:g}; RopeSpec(7) rejected: {rejected}", stated=change == 0 and rejected)
+    return Finding(
+        f"change {change:g}; RopeSpec(7) is {'rejected' if rejected else 'accepted'}", stated=change == 0 and rejected
+    )
 
 
 @chapter.claim(

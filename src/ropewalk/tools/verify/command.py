@@ -57,6 +57,13 @@ def verify(
     chosen = [_source(text, claims) for text in sources]
     selected = _by_id(only, claims)
     selected = [claim for claim in selected if not chosen or any(claim.is_from(source) for source in chosen)]
+    if not selected:
+        raise RopewalkError(
+            asked=f"ropewalk verify --only {' --only '.join(only)} --source {' --source '.join(sources)}",
+            expected="a claim that both options select",
+            got="none: the claims with such ids are from other sources",
+            do="omit one of the options",
+        )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=len(selected))
@@ -78,16 +85,20 @@ def verify(
 
 
 def _by_id(only: Sequence[str], claims: "list[Claim]") -> "list[Claim]":
-    """The claims whose id contains one of the texts. Each text must select at least one."""
-    for text in only:
-        if not any(text.lower() in claim.id for claim in claims):
+    """The claims with one of these ids, or whose id contains one of the texts. Each text must select at least one."""
+    names = {claim.id for claim in claims}
+    selected: set[str] = set()
+    for text in map(str.lower, only):
+        matching = {text} if text in names else {name for name in names if text.strip() and text in name}
+        selected |= matching
+        if not matching:
             raise RopewalkError(
                 asked=f"ropewalk verify --only {text}",
                 expected="a text that occurs in the id of a claim",
                 got="no claim with such an id",
                 do=f"the ids are: {_listed(claim.id for claim in claims)}",
             )
-    return [claim for claim in claims if not only or any(text.lower() in claim.id for text in only)]
+    return [claim for claim in claims if not only or claim.id in selected]
 
 
 def _source(text: str, claims: "list[Claim]") -> "Source":

@@ -25,8 +25,9 @@ _VERDICTS = {
     "not measurable here": ("open", "magenta", "needs"),
 }
 _LEGEND = (
-    "only if: under a condition that the source leaves out; misprint: or notation;\n"
-    "open: not measurable here. A statement of several sources counts in each."
+    "only if: under a condition that the source leaves out; false: does not hold;\n"
+    "misprint: or notation; open: not measurable here. A statement of several\n"
+    "sources counts in each."
 )
 _WRONG = "bold white on red"
 
@@ -48,7 +49,7 @@ def one_screen(entries: "Sequence[Entry]") -> RenderableType:
     # Ids are typed after --only, so they are never shortened.
     false.add_column(no_wrap=True, style="red", min_width=max((len(claim.id) for claim in failing), default=1))
     false.add_column(no_wrap=True, style="dim", min_width=len("2104.09864"))
-    false.add_column(no_wrap=True, overflow="ellipsis")
+    false.add_column(overflow="fold")
     for claim in failing:
         false.add_row(claim.id, claim.places[0].label, claim.amendment)
     heading = Text("\nDoes not hold, and what holds instead:", style="bold")
@@ -107,7 +108,7 @@ def _in_full(entry: "Entry") -> RenderableType:
     claim = entry.claim
     _, style, amendment = _VERDICTS[claim.verdict]
     title = Table.grid(expand=True)
-    title.add_column()
+    title.add_column(overflow="fold")
     title.add_column(justify="right", style=style)
     title.add_row(Text(claim.id, style="bold"), str(claim.verdict))
     body = Table.grid(padding=(0, 2))
