@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Arc
+from matplotlib.text import Annotation
 from typer.testing import CliRunner
 
 from formulas import plain_frequencies, score_sums
@@ -53,6 +55,12 @@ def bounds(dim: int, length: int) -> np.ndarray:
 
 def texts(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
+
+
+def vectors(axes: Axes) -> dict[str, tuple[float, float]]:
+    """The end of each vector that starts at the origin, by its label, which is the text after its arrow."""
+    labelled = itertools.pairwise(text for text in axes.texts if isinstance(text, Annotation))
+    return {label.get_text().strip("$"): arrow.xy for arrow, label in labelled if arrow.arrow_patch is not None}
 
 
 def source(figure: Figure) -> str:
@@ -209,7 +217,12 @@ def test_the_rotation_shows_the_vector_before_and_after_and_the_arc_of_the_angle
         angles = [math.radians(arc.theta2 - arc.theta1) for arc in arcs]
         assert angles == pytest.approx([plane["m"] * 0.35, plane["n"] * 0.35], abs=1e-12)
         assert math.radians(arcs[0].theta1) == pytest.approx(math.atan2(*plane["query"][::-1]), abs=1e-12)
-        assert axes.get_title().endswith("q·k = 0.209")
+        # The number in the title is the product of the vectors that it names, as they are drawn.
+        ends = vectors(axes)
+        product, _, value = axes.get_title().splitlines()[1].partition(" = ")
+        left, right = re.findall(r"\((.+?)\)", product)
+        assert float(value) == round(float(np.dot(ends[left], ends[right])), 3) == 0.209
+        assert round(float(np.dot(ends["q"], ends["k"])), 3) == 0.021
     assert "figure 1" in source(drawn[0])
 
 

@@ -202,9 +202,9 @@ def plane(numbers: Sequence[Plane], title: str | None = None) -> Figure:
         for axes, both in zip(others, numbers, strict=True):
             _rotated(axes, both.query, both.m * both.theta, "q", "m", BLUE, 0.36)
             _rotated(axes, both.key, both.n * both.theta, "k", "n", RED, 0.2)
-            axes.set_title(
-                f"m = {both.m}, n = {both.n}, m − n = {both.m - both.n}:\nq·k = {both.score:.3f}", loc="center"
-            )
+            product = r"$(\mathcal{R}_m\,q)\cdot(\mathcal{R}_n\,k)$"
+            at = f"m = {both.m}, n = {both.n}, m − n = {both.m - both.n}"
+            axes.set_title(f"{at}:\n{product} = {both.score:.3f}", loc="center")
         for axes in drawn.axes:
             axes.axhline(0, color="#e4e4e4", linewidth=0.5, zorder=0)
             axes.axvline(0, color="#e4e4e4", linewidth=0.5, zorder=0)
