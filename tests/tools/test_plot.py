@@ -75,6 +75,8 @@ def test_decay_has_the_sums_and_the_means_over_all_integer_distances(target, dra
     (figure,) = drawn
     assert all(axes.get_xscale() == "log" and axes.get_xlim() == (1, 4096) for axes in figure.axes)
     assert legend(figure) == ["single distances", "mean over a band"]
+    # For pairs of other norms Σ cos is not the score.
+    assert figure.axes[1].get_title(loc="left").startswith("score, pairs parallel and of norm 1: ")
     for axes, key in zip(figure.axes, ("bound", "score"), strict=True):
         assert axes.lines[0].get_ydata().tolist() == curve[key][1:]
         assert axes.patches[0].get_data().values.tolist() == curve[f"{key}_means"]
@@ -321,9 +323,10 @@ def test_the_bands_are_those_of_the_theory():
 def test_the_pictures_of_verify_are_drawn_by_the_same_functions():
     labels = legend(figures.FIGURES["wavelengths"]())
     assert labels[0] == "base 10,000: 46 of 64 periods within 4,096"
+    product = r"$(\mathcal{R}_m\,q)\cdot(\mathcal{R}_n\,k)$ = 0.209"
     assert [axes.get_title() for axes in figures.FIGURES["rotation"]().axes][1:] == [
-        "m = 5, n = 3, m − n = 2:\nq·k = 0.209",
-        "m = 10, n = 8, m − n = 2:\nq·k = 0.209",
+        "m = 5, n = 3, m − n = 2:\n" + product,
+        "m = 10, n = 8, m − n = 2:\n" + product,
     ]
 
 

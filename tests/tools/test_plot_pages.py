@@ -1,6 +1,7 @@
 """The pictures in docs/ are those of the commands on the pages, and what is quoted from a note is in the note."""
 
 import io
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from formulas import plain_frequencies, score_sums
+from ropewalk.theory import decay_curve
 from ropewalk.tools.cli import app
 from slow import slow_except
 
@@ -62,6 +65,26 @@ def test_a_picture_is_that_of_its_command(name, tmp_path, monkeypatch):
         before, now = (matplotlib.image.imread(io.BytesIO(file), format="png") for file in (stored, drawn))
         # One digit of the smallest text has more pixels than this.
         assert (np.abs(before - now).max(axis=-1) > 0.25).sum() < 8
+
+
+def test_the_page_states_up_to_which_distance_the_means_fall():
+    text = re.sub(r"\s+", " ", PAGE.read_text(encoding="utf-8"))
+    (stated,) = re.findall(r"means over octaves fall up to a distance of (\d+)", text)
+    edges = [1 << exponent for exponent in range(10, 16)]
+    theta = plain_frequencies(128)
+    for curve in (decay_curve(range(edges[-1]), theta), score_sums(theta, edges[-1])):
+        means = [curve[low:high].mean() for low, high in itertools.pairwise(edges)]
+        lowest = int(np.argmin(means))
+        assert means[: lowest + 1] == sorted(means[: lowest + 1], reverse=True)
+        assert int(stated) == edges[lowest + 1]
+
+
+def test_a_text_that_calls_the_sum_of_cosines_a_score_names_both_conditions():
+    texts = [*DOCS.glob("*.md"), *(ROOT / "src" / "ropewalk" / "tools").rglob("*.py")]
+    for path in texts:
+        assert not re.search(r"score\s+of\s+(two\s+)?parallel\s+vectors", path.read_text(encoding="utf-8")), path.name
+    score = PAGE.read_text(encoding="utf-8").partition("The bound is not the score.")[2]
+    assert "equal norm" in score.partition("```")[0]
 
 
 def plain(text: str) -> str:

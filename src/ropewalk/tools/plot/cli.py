@@ -156,8 +156,8 @@ def decay(
 ) -> None:
     """Plot scores against the distance, with means over bands.
 
-    Left: the mean of |S_j|, the bound in RoFormer's figure 2. Right: the score of vectors whose pairs are parallel.
-    Rules that depend on the length are evaluated at --length.
+    Left: the mean of |S_j|, the bound in RoFormer's figure 2. Right: the score of a query and a key whose pairs are
+    parallel and of norm 1. Rules that depend on the length are evaluated at --length.
 
     \b
     Examples:
@@ -374,7 +374,7 @@ def plane(out: Out = None, json: Json = None, title: Title = None, dpi: Dpi = No
     """Plot vectors before and after their rotation by mθ.
 
     Left: a vector, the rotated vector, and the angle between them. Then a query and a key at two pairs of positions
-    with the same distance: the angles differ, the score does not.
+    with the same distance: the angles differ, the score of the rotated vectors does not.
 
     \b
     Examples:

@@ -104,7 +104,7 @@ def _figures() -> Any:
 def plot_decay(
     configs: Sequence[str], target: Target, flags: Flags, length: int | None = None, pairing: str | None = None
 ) -> int:
-    """Plot RoFormer's bound and the score of parallel vectors over the distance, with means over bands.
+    """Plot RoFormer's bound and the score of parallel pairs of norm 1 over the distance, with means over bands.
 
     Args:
         configs: Paths of configs or model folders. Empty if `flags` describes the rotation.

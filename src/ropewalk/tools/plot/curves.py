@@ -71,7 +71,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Decay:
-    """The bound of RoFormer's figure 2 and the score of parallel vectors, per distance and as means over bands."""
+    """The bound of RoFormer's figure 2 and the score of parallel pairs of norm 1, single distances and band means."""
 
     distance: NDArray[np.int64]
     bound: NDArray[np.float64]

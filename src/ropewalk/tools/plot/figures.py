@@ -40,11 +40,11 @@ _POINTS, _MOST_NAMED = 900, 12
 
 
 def decay(curves: Sequence[tuple[Curve, Decay]], title: str) -> Figure:
-    """RoFormer's figure 2 with means over bands, next to the score of parallel vectors."""
+    """RoFormer's figure 2 with means over bands, next to the score of pairs that are parallel and of norm 1."""
     with figure(7.1, 3.4) as drawn:
         panels = (
             ("bound", "bound: mean of $|S_j|$ (RoFormer, figure 2)", "mean of $|S_j|$"),
-            ("score", r"score of parallel vectors: $\Sigma_i\,\cos(\Delta\,\theta_i)$", "score"),
+            ("score", r"score, pairs parallel and of norm 1: $\Sigma_i\,\cos(\Delta\,\theta_i)$", "score"),
         )
         for axes, (name, heading, label) in zip(drawn.subplots(1, 2), panels, strict=True):
             for number, (curve, decayed) in enumerate(curves):
