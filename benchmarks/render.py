@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ropewalk.claims import CHAPTERS, Verdict
-from ropewalk.claims.sources import NOTES
+from ropewalk.claims.sources import NOTES, PRACTICE, Place
 from ropewalk.errors import RopewalkError
 from ropewalk.tools.bench.records import read_sealed
 
@@ -407,9 +407,11 @@ def accelerate(page: str) -> str:
 
 @block("claims")
 def claims(page: str) -> str:
-    verdicts = Counter(claim.verdict for chapter in CHAPTERS for claim in chapter.claims)
+    everything = [claim for chapter in CHAPTERS for claim in chapter.claims]
+    verdicts = Counter(claim.verdict for claim in everything)
+    papers = {place.source for claim in everything for place in claim.places} - {*NOTES, PRACTICE}
     return (
-        f"Of {verdicts.total()} statements {verdicts[Verdict.HOLDS]} hold, {verdicts[Verdict.CONDITIONAL]} only under a"
+        f"Of {verdicts.total()} statements of five notes and {len(papers)} papers {verdicts[Verdict.HOLDS]} hold, {verdicts[Verdict.CONDITIONAL]} only under a"
         f" condition left out, {verdicts[Verdict.FAILS]} are false, {verdicts[Verdict.MISPRINT]} are misprints,"
         f" and {verdicts[Verdict.UNMEASURABLE]} cannot be measured here"
     )
@@ -433,6 +435,20 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 
 
+def quoted(place: Place) -> str:
+    """The quotation, in the language of its note, or the title of a paper."""
+    if not place.quotation:
+        return escaped(place.source.title)
+    language = re.search(r"\((\w\w)\)", place.source.title)
+    text = literal(place.quotation)
+    return text if language is None else f'<span lang="{language[1]}">{text}</span>'
+
+
+def item_of(text: str) -> str:
+    """An item of a list, wrapped."""
+    return textwrap.fill(f"- {text}", 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 @block("claims-counts")
 def claims_counts(page: str) -> str:
     everything = [claim for chapter in CHAPTERS for claim in chapter.claims]
@@ -452,16 +468,12 @@ def claims_list(page: str) -> str:
     for chapter in CHAPTERS:
         parts.append(f"### {escaped(chapter.title)}")
         for claim in chapter.claims:
-            lines = [f"**`{claim.id}`**: {claim.verdict}\\"]
-            for place in claim.places:
-                quoted = literal(place.quotation) if place.quotation else escaped(place.source.title)
-                lines.append(f"{place.label}: {quoted}\\")
-            lines.append(paragraph(escaped(claim.statement)) + "\\")
-            if claim.amendment:
-                lines.append(paragraph(f"{AMENDMENTS[claim.verdict]}: {escaped(claim.amendment)}") + "\\")
-            lines.append(paragraph(f"Method: {escaped(claim.method)}") + "\\")
-            lines.append(paragraph(f"Expected: {escaped(claim.expected)}"))
-            parts.append("\n".join(lines))
+            places = [f"{place.label}: {quoted(place)}" for place in claim.places]
+            amended = f"*{AMENDMENTS[claim.verdict]}*: {escaped(claim.amendment)}" if claim.amendment else ""
+            texts = [f"*Reading*: {escaped(claim.statement)}", amended, f"*Method*: {escaped(claim.method)}"]
+            texts.append(f"*Expected*: {escaped(claim.expected)}")
+            items = [f"- {item}" for item in places] + [item_of(text) for text in texts if text]
+            parts.append("\n".join([f"**`{claim.id}`**: {claim.verdict}", "", *items]))
     return own_lines(*parts)
 
 
