@@ -56,10 +56,16 @@ class _Added(Encoding):
     placement: PlacementName = "input"
     dim: int
 
-    def _place(self, placement: PlacementName) -> None:
-        asked = f"{type(self).__name__}(placement=...)"
-        self.placement = require_choice(placement, get_args(PlacementName), asked=asked)
+    def _place(self, placement: PlacementName, option: str) -> None:
+        name = type(self).__name__
+        self.placement = require_choice(placement, get_args(PlacementName), asked=f"{name}(placement=...)")
         self.only_embeds = placement == "input"
+        # Not in the property: a compiled call would have to format numbers.
+        self._identity: str = f"{name}({self.dim}, {option}, placement={self.placement!r})"
+
+    @property
+    def state_identity(self) -> str:
+        return self._identity
 
     @property
     def head_dim(self) -> int | None:
@@ -166,7 +172,7 @@ class LearnedEncoding(_Added, _Table):
 
     def __init__(self, dim: int, *, length: int, placement: PlacementName = "input") -> None:
         super().__init__(dim, length=length)
-        self._place(placement)
+        self._place(placement, f"length={self._length}")
 
     @property
     def _parameter(self) -> Tensor:
@@ -244,7 +250,7 @@ class SinusoidalEncoding(_Added):
         self.dim: int = _even(dim, "SinusoidalEncoding(dim)")
         self.base: float = Plain(base).base
         self._theta: Tensor = plain_frequencies(self.base, self.dim)
-        self._place(placement)
+        self._place(placement, f"base={self.base!r}")
 
     def _vectors(self, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
         return _waves(self._theta, x, positions, asked)

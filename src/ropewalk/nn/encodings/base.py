@@ -23,6 +23,7 @@ __all__ = [
     "check_tokens",
     "encodes_heads",
     "head_dim_of_model",
+    "identity_in_state",
     "warn_if_not_embedded",
 ]
 
@@ -85,6 +86,14 @@ class Encoding(DropsOldBuffers):
     def length(self) -> int | None:
         """Number of positions that the encoding supports, from 0 on; None for no limit."""
         return None
+
+    @property
+    def state_identity(self) -> str:
+        """Text that identifies the hook `encode_heads` in a `LinearState`: the name of the class.
+
+        Override it if options change what the hook computes: a state of other options then raises an error.
+        """
+        return type(self).__name__
 
     @property
     def scale(self) -> float | None:
@@ -241,6 +250,15 @@ def encodes_heads(encoding: object) -> bool:
     if not isinstance(encoding, Encoding) or encoding.only_embeds:
         return False
     return type(encoding).encode_heads is not Encoding.encode_heads
+
+
+def identity_in_state(encoding: object) -> str | None:
+    """Return what a `LinearState` records of the encoding of its keys and values; None if it leaves them as they are.
+
+    >>> identity_in_state(Encoding()) is None
+    True
+    """
+    return encoding.state_identity if isinstance(encoding, Encoding) and encodes_heads(encoding) else None
 
 
 def head_dim_of_model(name: str, dim: int, num_heads: int, head_dim: int | None) -> int:

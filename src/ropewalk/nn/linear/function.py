@@ -11,7 +11,7 @@ from ropewalk.kernels.linear.feature_maps import map_features, row_shift
 from ropewalk.kernels.precision import FLOATS, working_dtype
 from ropewalk.kernels.types import FeatureMap as NamedMap
 from ropewalk.kernels.types import FeatureMapName, Layout, Side
-from ropewalk.nn.encodings.base import Encoding, encodes_heads
+from ropewalk.nn.encodings.base import Encoding, encodes_heads, identity_in_state
 from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state
@@ -181,6 +181,7 @@ def linear_attention(
         spec=spec,
         learned=learned,
         feature_map=map_names,
+        encoding=identity_in_state(added),
         asked="linear_attention",
     )
     if hidden is not None:
@@ -210,7 +211,7 @@ def linear_attention(
     if k.shape[2] == 0:
         # No key was rotated: the length is that of the earlier keys, if there are any.
         length = None if state is None else state.length
-    return out, LinearState(*after, following, spec, map_names, learned, length)
+    return out, LinearState(*after, following, spec, map_names, learned, length, identity_in_state(added))
 
 
 def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:

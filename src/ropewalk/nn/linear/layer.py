@@ -8,7 +8,7 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown, warn
 from ropewalk.kernels.constructors import zeros
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
-from ropewalk.nn.encodings.base import Encoding, encodes_heads, warn_if_not_embedded
+from ropewalk.nn.encodings.base import Encoding, encodes_heads, identity_in_state, warn_if_not_embedded
 from ropewalk.nn.encodings.rotary import (
     as_encoding,
     check_encoding,
@@ -271,7 +271,7 @@ class LinearAttention(ProjectedHeads):
         below = zeros(rows, self.num_kv_heads, width, dtype=working, device=device)
         names = map_name(self._maps[0]), map_name(self._maps[1])
         spec, learned = (None, False) if rope is None else (rope.spec, rope.log_scale is not None)
-        return LinearState(above, below, 0, spec, names, learned)
+        return LinearState(above, below, 0, spec, names, learned, encoding=identity_in_state(self.encoding))
 
     @staticmethod
     def _warn_about(

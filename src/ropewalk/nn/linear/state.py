@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ class LinearState:
         feature_map: Name of the feature map, or a tuple of names for q and k; None if unknown.
         learned: Whether the frequencies are parameters.
         length: The length that determined the frequencies, if the rule depends on it; None if unknown.
+        encoding: `state_identity` of the encoding that changed keys and values by `encode_heads`, or None.
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -53,6 +55,7 @@ class LinearState:
     feature_map: str | tuple[str, str] | None = None
     learned: bool = False
     length: int | Tensor | None = None
+    encoding: str | None = None
 
     def reorder(self, index: Tensor) -> "LinearState":
         """Select rows of the batch, for beam search or to drop finished sequences.
@@ -116,18 +119,20 @@ class LinearState:
         `torch.load` reads them with weights_only=True.
 
         Returns:
-            Copies of "above", "below" and "position", of "length" if it is known, and "about": the spec and the feature
-            map as JSON text in bytes.
+            Copies of "above", "below" and "position", of "length" if it is known, and "about": the spec, the feature
+            map and the encoding as JSON text in bytes.
 
         >>> saved = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 7).state_dict()
         >>> LinearState.from_state_dict(saved).position
         7
         """
-        about = {
+        about: dict[str, object] = {
             "spec": None if self.spec is None else self.spec.to_json(),
             "feature_map": self.feature_map,
             "learned": self.learned,
         }
+        if self.encoding is not None:
+            about["encoding"] = self.encoding
         state = {"above": self.above, "below": self.below}
         for name, x in (("position", self.position), ("length", self.length)):
             if x is not None:
@@ -225,6 +230,7 @@ def checked_state(
     spec: RopeSpec | None,
     learned: bool,
     feature_map: tuple[str, str],
+    encoding: str | None,
     asked: str,
 ) -> Sums | None:
     """Return the sums of a state if it matches the call; None if `state` is None.
@@ -236,6 +242,7 @@ def checked_state(
         spec: The rotation of the call, or None.
         learned: Whether the frequencies of the call are parameters.
         feature_map: Names of the maps of q and k.
+        encoding: `state_identity` of the encoding of the call, or None.
         asked: The function, for errors.
 
     Returns:
@@ -244,8 +251,8 @@ def checked_state(
     Raises:
         RopewalkError: If the state does not match.
 
-    >>> options = {"spec": None, "learned": False, "feature_map": ("elu", "elu"), "asked": "a doctest"}
-    >>> checked_state(None, (1, 1, 4, 3), torch.ones(1, 1, 2, 3), **options) is None
+    >>> options = {"spec": None, "learned": False, "feature_map": ("elu", "elu"), "encoding": None}
+    >>> checked_state(None, (1, 1, 4, 3), torch.ones(1, 1, 2, 3), **options, asked="a doctest") is None
     True
     """
     if state is None:
@@ -277,6 +284,16 @@ def checked_state(
             got=got,
             do="keys in a state are already rotated, and cannot be rotated again: start with None",
         )
+    if state.encoding != encoding:
+        expected, got = (
+            f"a state of {'no encoding of the heads' if name is None else name}" for name in (encoding, state.encoding)
+        )
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected=expected,
+            got=got,
+            do="keys and values in a state already contain their positions: pass the same encoding, or start with None",
+        )
     state_maps = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
     if state_maps is not None and state_maps != feature_map:
         raise RopewalkError(
@@ -306,25 +323,37 @@ def _loaded(state: Mapping[str, Tensor]) -> LinearState:
                 raise RopewalkError(asked=asked, expected=f"a {name} {shape}", got=described(x), do=do)
             check_finite(x, asked=f"{asked} with a {name}")
             numbers[name] = int(x) if x.dim() == 0 and not x.is_floating_point() else x.detach().clone()
-    spec, names, learned = _parsed(bytes(about.tolist()), asked, do)
-    above, below = above.detach().clone(), below.detach().clone()
-    return LinearState(above, below, numbers["position"], spec, names, learned, numbers.get("length"))
+    about = _parsed(bytes(about.tolist()), asked, do)
+    sums = above.detach().clone(), below.detach().clone()
+    return LinearState(*sums, numbers["position"], length=numbers.get("length"), **about)
 
 
-def _parsed(text: bytes, asked: str, do: str) -> tuple[RopeSpec | None, str | tuple[str, str] | None, bool]:
-    """Return the spec, the feature map, and whether frequencies are learned. Raise unless `state_dict` wrote them."""
+class _About(TypedDict):
+    spec: RopeSpec | None
+    feature_map: str | tuple[str, str] | None
+    learned: bool
+    encoding: str | None
+
+
+def _parsed(text: bytes, asked: str, do: str) -> _About:
+    """Return what `state_dict` wrote as text. Raise unless it did."""
     try:
         about = json.loads(text)
         spec, names, learned = (about.pop(name) for name in ("spec", "feature_map", "learned"))
+        # Earlier versions did not write it, and read a state only without it.
+        encoding = about.pop("encoding", None)
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-        about, spec, names, learned = None, None, None, None
+        about, spec, names, learned, encoding = None, None, None, None, None
     pair = isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)
-    valid = about == {} and isinstance(learned, bool) and isinstance(spec, str | None)
+    valid = (
+        about == {} and isinstance(learned, bool) and isinstance(spec, str | None) and isinstance(encoding, str | None)
+    )
     if not valid or not (pair or isinstance(names, str | None)):
-        expected = "about as JSON text with spec, feature_map and learned"
+        expected = "about as JSON text with spec, feature_map, learned and, if there is one, encoding"
         raise RopewalkError(asked=asked, expected=expected, got=shown(text), do=do)
     names = (names[0], names[1]) if isinstance(names, list) else names
-    return None if spec is None else RopeSpec.from_json(spec), names, bool(learned)
+    parsed = None if spec is None else RopeSpec.from_json(spec)
+    return _About(spec=parsed, feature_map=names, learned=bool(learned), encoding=encoding)
 
 
 def check_length(state: LinearState | None, spec: RopeSpec | None, length: int | Tensor | None, asked: str) -> None:
