@@ -125,6 +125,29 @@ def test_the_critical_base_states_the_limit_of_smaller_bases():
     assert any("with any smaller base the limit of a model tuned at 16384 is 16384 too" in note for note in law.notes)
 
 
+@pytest.mark.parametrize(("dim", "trained", "length"), [(128, 4096, 16_384), (128, 2048, 8192), (64, 4096, 131_072)])
+def test_the_critical_base_explains_its_limit_at_the_trained_length(dim, trained, length):
+    start = Start("", RopeSpec(dim), 10_000.0, trained, trained)
+    (law,) = extensions(start, length, "base-law")
+    assert law.spec is not None
+    limit = effect_of(start, law.spec, length, law.base).limit
+    assert limit is not None
+    assert limit > length + 1
+    assert any(f"tuned at {trained}, the limit is {limit:.0f}: d_extra is rounded up" in note for note in law.notes)
+    # Without the rounding, both limits are the length.
+    unrounded = dim / 2 * math.log(trained / math.tau, 10_000)
+    assert math.tau * (law.base or 0) ** (unrounded / (dim / 2)) == pytest.approx(length, rel=1e-9)
+
+
+def test_a_limit_without_rounding_has_no_explanation():
+    # 2 pi 10000^(1/2) = 628.3: half of the pairs, almost without rounding.
+    start = Start("", RopeSpec(128), 10_000.0, 628, 628)
+    (law,) = extensions(start, 629, "base-law")
+    assert law.spec is not None
+    assert round(effect_of(start, law.spec, 629, law.base).limit or 0) == 629
+    assert not any("rounded" in note for note in law.notes)
+
+
 @settings(max_examples=40)
 @given(st.integers(2, 32).map(lambda pairs: 2 * pairs), st.floats(100, 1e7), st.integers(64, 8192), st.floats(1.01, 9))
 def test_rules_that_interpolate_keep_slow_pairs_within_the_angles_of_training(dim, base, trained, times):

@@ -230,6 +230,16 @@ def test_a_verdict_without_a_rule_says_what_to_do(name):
     assert f"stay within {reach:,} positions" in result.stdout or "no rule is needed" in result.stdout
 
 
+def test_the_limits_of_the_critical_base_are_explained_within_80_columns(llama):
+    result = ropewalk("extend", llama, "--to", "16384", "--rule", "base-law")
+    assert result.returncode == 0, result.stderr
+    assert max(len(line) for line in result.stdout.splitlines() if "max_position" not in line) <= 80
+    text = " ".join(result.stdout.split())
+    assert re.search(r"base-law( [\d.]+)+ 19420 ", text)
+    assert "the limit of a model tuned with it at 16384 is 16384" in text
+    assert "tuned at 4096, the limit is 19420: d_extra is rounded up to a whole pair" in text
+
+
 def test_all_rules_are_printed_side_by_side_within_80_columns(llama):
     result = ropewalk("extend", llama, "--to", "131072", "--all")
     assert result.returncode == 0, result.stderr

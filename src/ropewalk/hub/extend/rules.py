@@ -15,7 +15,13 @@ from ropewalk.spec.by_parts import Llama3, Ramp, Yarn
 from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.stretched import DynamicNTK, LongRope, PositionInterpolation
-from ropewalk.theory.context import critical_base, critical_dimension, first_negative_distance, lowest_admissible_base
+from ropewalk.theory.context import (
+    critical_base,
+    critical_dimension,
+    extrapolation_limit,
+    first_negative_distance,
+    lowest_admissible_base,
+)
 
 __all__ = ["RULES", "RULE_NAMES", "Extension", "RuleName", "Start", "extensions", "require_rule", "start_of"]
 
@@ -373,17 +379,21 @@ def _base_law(start: Start, length: int, factor: float) -> Extension:
     does = "the critical base of the scaling law"
     if start.trained < 7:
         return Extension("base-law", does, None, "the trained length is below 7: no pair completed a rotation")
-    if critical_dimension(start.dim, start.base, start.trained) == start.dim:
+    critical_dim = critical_dimension(start.dim, start.base, start.trained)
+    if critical_dim == start.dim:
         return Extension("base-law", does, None, "every pair completed a rotation in training: the law sets no limit")
     base = critical_base(start.trained, length, start.base)
     if math.isinf(base):
         return Extension("base-law", does, None, f"the critical base for {length} positions exceeds float64")
     does = f"base {base:.9g}: the limit of a model tuned with it at {length} is {length}, with a larger base more"
-    notes = (
+    notes = [
         "meant for a model that is tuned with it, not for use without tuning",
         f"with any smaller base the limit of a model tuned at {length} is {length} too",
-    )
-    return _applied(start, "base-law", does, _rebased(start, base), base=base, notes=notes)
+    ]
+    limit = round(extrapolation_limit(base, start.dim, critical_dim))
+    if limit != length:
+        notes.append(f"tuned at {start.trained}, the limit is {limit}: d_extra is rounded up to a whole pair")
+    return _applied(start, "base-law", does, _rebased(start, base), base=base, notes=tuple(notes))
 
 
 def _longrope(start: Start, length: int, factor: float) -> Extension:
