@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ropewalk as rw
 from nn.test_placements import (
@@ -306,20 +307,68 @@ def test_compiled_by_inductor(kind, placement):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("placement", AFTER)
-def test_sums_are_rounded_once(placement, dtype):
-    """Sines in float64, rows in the dtype of the table, and the sum rounded to the dtype of the heads."""
+def test_where_sums_are_rounded(placement, dtype):
+    """Sines are computed in float64 and rounded to float32. Rows have the dtype of the table. Sums are rounded once."""
     q, k, v = (vector(seed, BATCH, HEADS, SEQ, WIDTH).to(dtype) for seed in range(3))
     ids = IDS["ids of a batch"]
     sines = made("sinusoidal", placement).to(dtype)
     rows = made("learned", placement).float()
     waves = reference.sinusoidal_table(ids, WIDTH)[:, None]
-    for encoding, p in ((sines, waves), (rows, rows.weight[ids][:, None])):
+    for encoding, p in ((sines, waves.float()), (rows, rows.weight[ids][:, None])):
         results = encoding.encode_heads(q, k, v, ids)
         for x, y in zip((q, k, v), results, strict=True):
             expected = x if x is v and placement == "scores" else (x.to(p.dtype) + p).to(dtype)
             assert torch.equal(y, expected)
     low = made("learned", placement).to(dtype)
     assert all(y.dtype == dtype for y in low.encode_heads(q, k, v, ids))
+    # At the input the sum is in float64 too.
+    x = X.to(dtype)
+    assert torch.equal(
+        made("sinusoidal", "input").embed(x, ids), (x.double() + reference.sinusoidal_table(ids, DIM)).to(dtype)
+    )
+
+
+@pytest.mark.parametrize("placement", AFTER)
+@pytest.mark.parametrize("exact", range(3))
+def test_heads_of_several_dtypes(placement, exact):
+    """If one of q, k and v is float64, sines are not rounded."""
+    heads = [vector(seed, BATCH, HEADS, SEQ, WIDTH) for seed in range(3)]
+    heads = [x if number == exact else x.float() for number, x in enumerate(heads)]
+    waves = reference.sinusoidal_table(torch.arange(SEQ), WIDTH)
+    results = made("sinusoidal", placement).encode_heads(*heads)
+    for number, (x, y) in enumerate(zip(heads, results, strict=True)):
+        if placement == "projection" or number < 2:
+            assert y.dtype == x.dtype
+            p = waves if placement == "projection" or exact < 2 else waves.float()
+            assert torch.equal(y, (x.double() + p).to(x.dtype) if x.dtype != p.dtype else x + p)
+
+
+class Largest(TorchDispatchMode):
+    """Records the number of elements of the largest float64 result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: int = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("placement", AFTER)
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_are_not_converted_to_float64(kind, placement, dtype):
+    """They are in every layer. Only sines are float64, one set for all heads."""
+    encoding = made(kind, placement).to(dtype)
+    q = vector(0, BATCH, HEADS, SEQ, WIDTH).to(dtype).requires_grad_()
+    for ids, elements in ((None, SEQ * WIDTH), (IDS["ids"], SEQ * WIDTH), (IDS["ids of a batch"], BATCH * SEQ * WIDTH)):
+        with Largest() as largest:
+            torch.cat(encoding.encode_heads(q, q, q, ids)).sum().backward()
+        assert largest.elements == (elements if kind == "sinusoidal" else 0)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

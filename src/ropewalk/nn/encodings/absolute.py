@@ -1,8 +1,11 @@
 """Absolute encodings: they change each token alone, by a vector that depends on its position.
 
 Most implement the `embed` hook, before the first layer: x is [batch, seq, dim], or [..., seq, dim] with the batch
-first. An added vector can be placed after the projections instead, by the hook `encode_heads`. The vector of a position
-is computed in float64 or in the dtype of the parameters, and the result is rounded once to the dtype of x.
+first. The vector of a position is computed in float64 or in the dtype of the parameters, and the result is rounded once
+to the dtype of x.
+
+An added vector can be placed after the projections instead, by the hook `encode_heads`. Every layer adds it then, so
+sines and cosines are rounded to float32 first, unless the heads are float64: a sum in float64 is several times slower.
 """
 
 from typing import ClassVar, Literal, get_args
@@ -78,7 +81,7 @@ class _Added(Encoding):
         asked = f"{type(self).__name__}.embed"
         check_tokens(x, self.dim, asked=asked, parameter=self._parameter)
         self.note_embedded()
-        return (x + self._vectors(x, positions, f"{asked}(positions)")).to(x.dtype)
+        return (x + self._vectors(x, positions, f"{asked}(positions)", exact=True)).to(x.dtype)
 
     def encode_heads(
         self,
@@ -92,12 +95,14 @@ class _Added(Encoding):
         if self.placement == "input":
             return q, k, v
         asked, values = f"{type(self).__name__}.encode_heads", self.placement == "projection"
-        for name, x in (("q", q), ("k", k), ("v", v)) if values else (("q", q), ("k", k)):
+        heads = {"q": q, "k": k, "v": v} if values else {"q": q, "k": k}
+        for name, x in heads.items():
             check_heads(x, self.dim, asked=f"{asked}({name})", parameter=self._parameter)
-        p = p_of_keys = self._vectors(q, positions, f"{asked}(positions)")
+        exact = any(x.dtype == torch.float64 for x in heads.values())
+        p = p_of_keys = self._vectors(q, positions, f"{asked}(positions)", exact=exact)
         if k_positions is not None or q.shape[-2] != k.shape[-2]:
             keys, name = (positions, "positions") if k_positions is None else (k_positions, "k_positions")
-            p_of_keys = self._vectors(k, keys, f"{asked}({name})")
+            p_of_keys = self._vectors(k, keys, f"{asked}({name})", exact=exact)
         return (q + p).to(q.dtype), (k + p_of_keys).to(k.dtype), (v + p_of_keys).to(v.dtype) if values else v
 
     @property
@@ -105,8 +110,11 @@ class _Added(Encoding):
         """The parameter whose device the tokens must be on; None if there is none."""
         return None
 
-    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
-        """Return p_m for the positions of x, shaped to broadcast. `asked` names the argument, for errors."""
+    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str, *, exact: bool) -> Tensor:
+        """Return p_m for the positions of x, shaped to broadcast. `asked` names the argument, for errors.
+
+        With `exact`, p_m is not rounded after it is computed. Without, it is at most float32, or as the parameters are.
+        """
         raise NotImplementedError
 
     def _placement_repr(self) -> str:
@@ -178,7 +186,7 @@ class LearnedEncoding(_Added, _Table):
     def _parameter(self) -> Tensor:
         return self.weight
 
-    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
+    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str, *, exact: bool) -> Tensor:
         return _rows(self.weight, self._length, x, positions, asked)
 
     def extra_repr(self) -> str:
@@ -224,7 +232,9 @@ class SinusoidalEncoding(_Added):
     module does not change the frequencies. Sines and cosines alternate, as in the paper; some code puts all sines
     before all cosines. d is `dim`, the width of p_m.
 
-    p_m is added at one of the three placements of `LearnedEncoding`.
+    p_m is added at one of the three placements of `LearnedEncoding`. It is computed in float64. "input" adds it in
+    float64 too. "projection" and "scores" round it to float32 and add it in float32, unless the heads are float64. The
+    sum is rounded once to the dtype of the tokens or heads.
 
     Args:
         dim: Width of p_m: that of the model for "input", that of a head for "projection" and "scores". It must be even.
@@ -252,8 +262,9 @@ class SinusoidalEncoding(_Added):
         self._theta: Tensor = plain_frequencies(self.base, self.dim)
         self._place(placement, f"base={self.base!r}")
 
-    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str) -> Tensor:
-        return _waves(self._theta, x, positions, asked)
+    def _vectors(self, x: Tensor, positions: Tensor | None, asked: str, *, exact: bool) -> Tensor:
+        waves = _waves(self._theta, x, positions, asked)
+        return waves if exact else waves.to(torch.float32)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, base={self.base:g}" + self._placement_repr()
