@@ -411,9 +411,9 @@ def claims(page: str) -> str:
     verdicts = Counter(claim.verdict for claim in everything)
     papers = {place.source for claim in everything for place in claim.places} - {*NOTES, PRACTICE}
     return (
-        f"Of {verdicts.total()} statements of five notes and {len(papers)} papers {verdicts[Verdict.HOLDS]} hold, {verdicts[Verdict.CONDITIONAL]} only under a"
-        f" condition left out, {verdicts[Verdict.FAILS]} are false, {verdicts[Verdict.MISPRINT]} are misprints,"
-        f" and {verdicts[Verdict.UNMEASURABLE]} cannot be measured here"
+        f"Of {verdicts.total()} statements of five notes and {len(papers)} papers {verdicts[Verdict.HOLDS]} hold,"
+        f" {verdicts[Verdict.CONDITIONAL]} only under a condition left out, {verdicts[Verdict.FAILS]} are false,"
+        f" {verdicts[Verdict.MISPRINT]} are misprints, and {verdicts[Verdict.UNMEASURABLE]} cannot be measured here"
     )
 
 
@@ -432,16 +432,19 @@ def literal(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    return re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
+    """Text without Markdown. The site's Markdown shows the backslash of an escaped <, so it is an entity."""
+    return re.sub(r"([\\`*_\[\]>|])", r"\\\1", text.replace("&", "&amp;")).replace("<", "&lt;")
 
 
-def quoted(place: Place) -> str:
-    """The quotation, in the language of its note, or the title of a paper."""
-    if not place.quotation:
-        return escaped(place.source.title)
+def cited(place: Place) -> str:
+    """The title of a source as a whole, or the line of a note and the quotation in the language of the note."""
+    if place.line is None:
+        title = escaped(place.source.title)
+        return title[:1].upper() + title[1:]
     language = re.search(r"\((\w\w)\)", place.source.title)
     text = literal(place.quotation)
-    return text if language is None else f'<span lang="{language[1]}">{text}</span>'
+    text = text if language is None else f'<span lang="{language[1]}">{text}</span>'
+    return f"Note {place.source.key}, line {place.line}: {text}"
 
 
 def item_of(text: str) -> str:
@@ -468,7 +471,7 @@ def claims_list(page: str) -> str:
     for chapter in CHAPTERS:
         parts.append(f"### {escaped(chapter.title)}")
         for claim in chapter.claims:
-            places = [f"{place.label}: {quoted(place)}" for place in claim.places]
+            places = [cited(place) for place in claim.places]
             amended = f"*{AMENDMENTS[claim.verdict]}*: {escaped(claim.amendment)}" if claim.amendment else ""
             texts = [f"*Reading*: {escaped(claim.statement)}", amended, f"*Method*: {escaped(claim.method)}"]
             texts.append(f"*Expected*: {escaped(claim.expected)}")

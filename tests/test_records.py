@@ -1,6 +1,8 @@
 """The measured figures on pages come from records: rendering changes nothing, and an edited record is an error."""
 
+import html
 import json
+import re
 import runpy
 import shutil
 from copy import deepcopy
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ropewalk.claims import CHAPTERS
 from ropewalk.errors import RopewalkError
 from ropewalk.tools.bench.floors import accelerate_floors, attention_floors, cpu_floors, gpu_floors
 from ropewalk.tools.bench.records import digest, read_sealed, shown_missed, write_record
@@ -47,6 +50,21 @@ def floors(name: str, content: dict[str, Any]) -> list[str]:
 def test_rendering_again_changes_nothing(render):
     code, out, err = render("--check")
     assert code == 0, out + err
+
+
+def test_the_site_shows_the_texts_of_the_claims_as_they_are():
+    text = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").partition("<!-- figures: claims-list -->")[2]
+    # What the Markdown of the site unescapes. It shows the backslash before any other character.
+    shown = " ".join(html.unescape(re.sub(r"\\([\\`*_{}\[\]()>#+\-.!|])", r"\1", text)).split())
+    for claim in (claim for chapter in CHAPTERS for claim in chapter.claims):
+        for part in (claim.statement, claim.amendment, claim.method, claim.expected):
+            assert " ".join((part or "").split()) in shown, claim.id
+        for place in claim.places:
+            note = place.line is not None
+            assert (
+                f"- Note {place.source.key}, line {place.line}: " in shown if note else place.source.title[1:] in shown
+            )
+    assert "\\<" not in shown
 
 
 def test_an_edited_figure_is_found_and_rendered_away(tmp_path, render):
