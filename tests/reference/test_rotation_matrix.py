@@ -198,7 +198,9 @@ def test_dtype_and_device():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(rotation_matrix(spec, 70_000, dtype=dtype), exact.to(dtype))
         assert torch.equal(rotation_matrix(spec, 70_000, dtype=dtype, sparse=True).to_dense(), exact.to(dtype))
-    assert rotation_matrix(spec, 1, device="meta").device.type == "meta"
+    for device in ("meta", torch.device("meta")):
+        assert rotation_matrix(spec, 1, device=device).device.type == "meta"
+        assert rotation_matrix(spec, 1, device=device, sparse=True).device.type == "meta"
     with torch.device("meta"):
         assert rotation_matrix(spec, 1).device.type == "meta"
         assert rotation_matrix(spec, 1, device="cpu").tolist() == rotation_matrix(spec, 1, device="cpu").tolist()
@@ -243,6 +245,19 @@ TWO = rw.RopeSpec(4, axes=rw.Axes.chunked([1, 1]))
         (SPEC, 1, {"sparse": 1}, "True or False", "1"),
         (SPEC, 1, {"dtype": torch.int64}, "a floating-point dtype", "torch.int64"),
         (SPEC, 1, {"dtype": "float32"}, "a floating-point dtype", "'float32'"),
+        (SPEC, 1, {"device": "cudaa"}, "a device", "'cudaa'"),
+        (SPEC, 1, {"device": ""}, "a device", "''"),
+        (SPEC, 1, {"device": "cpu:x"}, "a device", "'cpu:x'"),
+        (SPEC, 1, {"device": "cuda:-1"}, "a device", "'cuda:-1'"),
+        (SPEC, 1, {"device": "cuda:99"}, "a device that this machine has", "'cuda:99'"),
+        (SPEC, 1, {"device": torch.device("cuda:99")}, "a device that this machine has", "cuda"),
+        (SPEC, 1, {"device": "privateuseone"}, "a device that this machine has", "'privateuseone'"),
+        (SPEC, 1, {"device": 3.5}, "a device", "3.5"),
+        (SPEC, 1, {"device": 0}, "a device", "0"),
+        (SPEC, 1, {"device": True}, "a device", "True"),
+        (SPEC, 1, {"device": ["cpu"]}, "a device", "['cpu']"),
+        (SPEC, 1, {"device": torch.float32}, "a device", "torch.float32"),
+        (SPEC, 1, {"device": torch.ones(1)}, "a device", "Tensor"),
         (SPEC, 1, {"role": "v"}, "'q' or 'k'", "'v'"),
         (SPEC, 1, {"length": 0}, "an integer of at least 1", "0"),
         (rw.RopeSpec(4, xpos=rw.XPos(64)), 1, {}, 'role="q" for queries or role="k" for keys', "no role"),

@@ -73,6 +73,7 @@ def rotation_matrix(
     _check_spec(spec, length, role, asked)
     require_flag(sparse, asked="rotation_matrix(..., sparse=...)")
     _check_dtype(dtype)
+    _check_device(device)
     ids = _checked_position(position, spec, asked)
     values = _values(spec, ids, length, role, asked).to(dtype)
     rows, columns = _places(spec)
@@ -188,6 +189,26 @@ def _check_dtype(dtype: object) -> None:
             got=shown(dtype),
             do="pass torch.float64, torch.float32, torch.bfloat16 or torch.float16",
         )
+
+
+def _check_device(device: object) -> None:
+    if device is None or (isinstance(device, torch.device | str) and _has_device(device)):
+        return
+    raise RopewalkError(
+        asked="rotation_matrix(..., device=...)",
+        expected="a device that this machine has, or None",
+        got=shown(device),
+        do='pass "cpu", a name such as "cuda:0", or a torch.device',
+    )
+
+
+def _has_device(device: torch.device | str) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError):
+        # For an unknown name, a device that torch was built without, and one whose module is missing.
+        return False
+    return True
 
 
 def _checked_position(position: object, spec: RopeSpec, asked: str) -> Float64[Tensor, "axes *ids"]:
