@@ -1,6 +1,5 @@
 """Periods, the critical dimension and bounds on the base: figures of the papers, and a complete scan of bases."""
 
-import inspect
 import math
 
 import numpy as np
@@ -296,38 +295,3 @@ def test_the_scan_equals_the_definition(dim, length, tried):
 def test_bad_input(call, message):
     with pytest.raises(RopewalkError, match=message):
         call()
-
-
-VALID = {
-    "trained_length": 4096,
-    "tuned_length": 8192,
-    "length": 64,
-    "limit": 64,
-    "inv_freq": [1.0],
-    "rotary_dim": 128,
-    "critical_dim": 92,
-    "base": 1e4,
-    "new_base": 1e4,
-    "bases": [1e4],
-}
-FUNCTIONS = (
-    *(admissible_bases, context_after_tuning, critical_base, critical_dimension, extrapolation_limit),
-    *(first_negative_distance, lowest_admissible_base, periods, small_base_thresholds),
-)
-
-
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize(
-    ("function", "argument"),
-    [(function, argument) for function in FUNCTIONS for argument in inspect.signature(function).parameters],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
-def test_an_error_names_the_function_that_was_called_and_its_argument(function, argument):
-    arguments = {name: VALID[name] for name in inspect.signature(function).parameters}
-    function(**arguments)
-    for bad in (-1, math.nan, "x"):
-        with pytest.raises(RopewalkError) as raised:
-            function(**arguments | {argument: [bad, math.nan] if isinstance(VALID[argument], list) else bad})
-        # Frequencies are named in what is expected of them.
-        expected = function.__name__ if argument == "inv_freq" else f"{function.__name__}({argument})"
-        assert raised.value.asked == expected

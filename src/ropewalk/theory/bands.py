@@ -115,10 +115,14 @@ def classify(inv_freq: InvFreq, plain: InvFreq) -> list[Kind]:
     >>> classify([1.0, 0.05, 0.0025, 0.0], [1.0, 0.1, 0.01, 0.001])
     ['unchanged', 'between', 'interpolated', 'still']
     """
-    scaled, unscaled = (frequencies_of(values, asked="classify") for values in (inv_freq, plain))
+    return _kinds(inv_freq, plain, "classify")
+
+
+def _kinds(inv_freq: InvFreq, plain: InvFreq, asked: str) -> list[Kind]:
+    scaled, unscaled = (frequencies_of(values, asked=asked) for values in (inv_freq, plain))
     if scaled.shape != unscaled.shape or not unscaled.all():
         raise RopewalkError(
-            asked="classify(inv_freq, plain)",
+            asked=f"{asked}(inv_freq, plain)",
             expected="the same number of frequencies in both, and no 0 in `plain`",
             got=f"{scaled.size} and {unscaled.size} frequencies{'' if unscaled.all() else ', with a 0 in `plain`'}",
             do="pass spec.inv_freq() and plain_inv_freq(spec)",
@@ -141,7 +145,7 @@ def bands(inv_freq: InvFreq, plain: InvFreq) -> list[Band]:
     >>> bands([1.0, 0.1, 0.0025], [1.0, 0.1, 0.01])
     [Band(kind='unchanged', first=0, last=1), Band(kind='interpolated', first=2, last=2)]
     """
-    kinds = classify(inv_freq, plain)
+    kinds = _kinds(inv_freq, plain, "bands")
     runs = (list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda i: kinds[i]))
     return [Band(kinds[run[0]], run[0], run[-1]) for run in runs]
 

@@ -55,8 +55,12 @@ def partial_sums(distance: Distances, inv_freq: InvFreq) -> Complex128[np.ndarra
     >>> partial_sums(0, [1.0, 0.3, 0.05]).real.tolist()
     [1.0, 2.0, 3.0]
     """
-    gaps = distances_of(distance, asked="partial_sums")
-    return np.exp(1j * gaps[..., None] * frequencies_of(inv_freq, asked="partial_sums")).cumsum(axis=-1)
+    return _partial_sums(distance, inv_freq, "partial_sums")
+
+
+def _partial_sums(distance: Distances, inv_freq: InvFreq, asked: str) -> Complex128[np.ndarray, "*any pairs"]:
+    gaps = distances_of(distance, asked=asked)
+    return np.exp(1j * gaps[..., None] * frequencies_of(inv_freq, asked=asked)).cumsum(axis=-1)
 
 
 def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "*any"]:
@@ -78,7 +82,7 @@ def decay_curve(distance: Distances, inv_freq: InvFreq) -> Float64[np.ndarray, "
     >>> float(decay_curve(0, [1.0] * 64))  # (1 + 2 + ... + 64) / 64
     32.5
     """
-    return np.asarray(np.abs(partial_sums(distance, inv_freq)).mean(axis=-1))
+    return np.asarray(np.abs(_partial_sums(distance, inv_freq, "decay_curve")).mean(axis=-1))
 
 
 def band_means(curve: NDArray[np.float64] | Sequence[float], edges: Sequence[int]) -> Float64[np.ndarray, "bands"]:
@@ -128,8 +132,8 @@ def abel_transform(products: NDArray[np.complex128], distance: float, inv_freq: 
     >>> abel_transform(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1]).real  # 2 + 1
     3.0
     """
-    steps = _steps(products, distance, inv_freq)
-    return complex(-(partial_sums(distance, inv_freq) * steps).sum())
+    steps, sums = _steps_and_sums(products, distance, inv_freq, "abel_transform")
+    return complex(-(sums * steps).sum())
 
 
 def abel_bound(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq) -> float:
@@ -149,17 +153,21 @@ def abel_bound(products: NDArray[np.complex128], distance: float, inv_freq: InvF
     >>> abel_bound(np.array([2.0 + 0j, 1.0]), 0.0, [1.0, 0.1])  # 1 * (1 + 2)
     3.0
     """
-    steps = _steps(products, distance, inv_freq)
-    return float(np.abs(steps).max() * np.abs(partial_sums(distance, inv_freq)).sum())
+    steps, sums = _steps_and_sums(products, distance, inv_freq, "abel_bound")
+    return float(np.abs(steps).max() * np.abs(sums).sum())
 
 
-def _steps(products: NDArray[np.complex128], distance: float, inv_freq: InvFreq) -> Complex128[np.ndarray, "pairs"]:
-    pairs = len(frequencies_of(inv_freq, asked="the Abel transform"))
+def _steps_and_sums(
+    products: NDArray[np.complex128], distance: float, inv_freq: InvFreq, asked: str
+) -> tuple[Complex128[np.ndarray, "pairs"], Complex128[np.ndarray, "pairs"]]:
+    """The steps h_{i+1} - h_i, and the partial sums S_{i+1}."""
+    pairs = len(frequencies_of(inv_freq, asked=asked))
     if np.shape(products) != (pairs,) or np.shape(distance) != ():
         raise RopewalkError(
-            asked="the Abel transform",
+            asked=asked,
             expected=f"{pairs} products h_i, one per frequency, and one distance",
             got=f"products of shape {np.shape(products)}, distance of shape {np.shape(distance)}",
             do="pass q_i * conj(k_i) for each pair i",
         )
-    return np.diff(np.asarray(products, dtype=np.complex128), append=0.0)
+    steps = np.diff(np.asarray(products, dtype=np.complex128), append=0.0)
+    return steps, _partial_sums(distance, inv_freq, asked)
