@@ -13,10 +13,17 @@ from ropewalk.claims.sources import NOTES
 from slow import slow, slow_except
 
 CLAIMS = [claim for chapter in CHAPTERS for claim in chapter.claims]
+# These take a second or more.
+SECONDS = {
+    *("absolute.shift-matrix", "rotation.sparse", "decay.score", "decay.bound", "decay.made-for-distance"),
+    *("heads.unseen-angles", "linear.cost", "linear.memory", "linear.relative"),
+}
 
 
 @pytest.mark.parametrize(
-    "claim", slow_except([claim for claim in CLAIMS if not claim.long], CLAIMS), ids=lambda claim: claim.id
+    "claim",
+    slow_except([claim for claim in CLAIMS if not claim.long and claim.id not in SECONDS], CLAIMS),
+    ids=lambda claim: claim.id,
 )
 def test_the_measurement_agrees_with_the_verdict(claim):
     (entry,) = run([claim])
@@ -219,11 +226,11 @@ def test_a_mutant_per_verdict_is_detected(monkeypatch):
             ("ropewalk.claims.seeds.linear_position._by_prefix_sums", lambda t, q, k, v: q @ (k.T @ v)),
         ),
         ("derivation.one-g", ("ropewalk.claims.seeds.derivation._f", lambda q, m: q * (1 + m / 100))),
-        (
+        slow(
             "absolute.shift-matrix",
             ("ropewalk.claims.seeds.absolute._shift_matrix", lambda k, dim: torch.eye(dim).numpy()),
         ),
-        ("linear.memory", ("ropewalk.claims.seeds.linear._fused", lambda q, k, v: (q @ k.mT).softmax(-1) @ v)),
+        slow("linear.memory", ("ropewalk.claims.seeds.linear._fused", lambda q, k, v: (q @ k.mT).softmax(-1) @ v)),
         slow("linear.t5-scale", ("ropewalk.nn.encodings.bias.T5Bias.scale", 0.5)),
         ("liu.small-base", ("ropewalk.claims.papers.context.critical_base", lambda *lengths: 20_000.0)),
     ],

@@ -50,7 +50,7 @@ def first_of(model: Any, *given: Any, **more: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("rotary_value", [False, True], ids=["", "values"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)])
 @pytest.mark.parametrize("head", ["ForMaskedLM", *map(slow, HEADS)])
 def test_encoders_with_masks(head, dtype, rotary_value):
     # Enough sequences for a mean of squares: some heads return two numbers per sequence, or one.

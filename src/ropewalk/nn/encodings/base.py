@@ -285,6 +285,7 @@ def check_tokens(x: Tensor, dim: int, *, asked: str, parameter: Tensor | None = 
     >>> check_tokens(torch.zeros(2, 5, 8), 8, asked="a doctest")
     """
     do = "pass the tokens before the heads are split, or create the encoding with their dim"
+    check_strided(x, asked=f"{asked}(x)")
     fits = isinstance(x, Tensor) and x.dim() >= 2 and x.shape[-1] == dim
     _check_features(x, fits, ("tokens [batch, seq", dim), parameter, asked=f"{asked}(x)", do=do)
 
@@ -295,6 +296,7 @@ def check_heads(x: Tensor, head_dim: int, *, asked: str, parameter: Tensor | Non
     >>> check_heads(torch.zeros(2, 4, 5, 8), 8, asked="a doctest")
     """
     do = "pass the projections after the heads are split, or create the encoding for heads of this width"
+    check_strided(x, asked=asked)
     fits = isinstance(x, Tensor) and x.dim() == 4 and x.shape[-1] == head_dim
     _check_features(x, fits, ("heads [batch, heads, seq", head_dim), parameter, asked=asked, do=do)
 
@@ -303,7 +305,6 @@ def _check_features(
     x: Tensor, fits: bool, expected: tuple[str, int], parameter: Tensor | None, *, asked: str, do: str
 ) -> None:
     """Raise unless `x` fits the `expected` dimensions and width, and has a supported dtype and the right device."""
-    check_strided(x, asked=asked)
     dims, width = expected
     if not (fits and x.dtype in _TOKENS):
         raise RopewalkError(
