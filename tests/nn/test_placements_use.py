@@ -271,7 +271,7 @@ def test_compiled_in_one_graph(layer, kind, placement, positions):
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("placement", map(slow, AFTER))
+@pytest.mark.parametrize("placement", [slow(placement) for placement in AFTER])
 @torch.no_grad()
 def test_compiled_steps(placement):
     torch._dynamo.reset()
