@@ -42,6 +42,7 @@ CALLS = {
     "learned": lambda x: encoded("learned", x, length=4),
     "sinusoidal": lambda x: encoded("sinusoidal", x),
     "recurrent": lambda x: encoded("recurrent", x),
+    "encode_heads": lambda x: rw.encoding("sinusoidal", dim=8, num_heads=1, placement="scores").encode_heads(x, x, x),
     "multiplicative": lambda x: encoded("multiplicative", x, length=4),
     "concatenated": lambda x: encoded("concatenated", x, width=4),
     "alibi": lambda x: rw.encoding("alibi", dim=8, num_heads=2).bias(x, x),
