@@ -313,7 +313,8 @@ class Attention(ProjectedHeads):
                 do="without a cache, hide padding with key_mask=",
             )
         if positions is not None:
-            if isinstance(positions, Cache):
+            # The compiler cannot test a tensor against a protocol with attributes.
+            if not isinstance(positions, Tensor) and isinstance(positions, Cache):
                 raise RopewalkError(
                     asked="attention(x, positions)",
                     expected="positions, or None",
