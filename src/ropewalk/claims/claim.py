@@ -58,14 +58,12 @@ class Finding:
 class NotAvailable(Exception):  # noqa: N818 - not an error: the claim is reported as not measured
     """Raised by a measurement that needs a package which is not installed. Its text is the reason.
 
-    >>> needs_einx = Claim("a.b", "1 is 1", (), "compare", "1", Verdict.HOLDS, "", lambda: _raise("einx is missing"))
-    >>> [(entry.finding.measured, entry.contradicted) for entry in run([needs_einx])]
+    >>> def measure() -> Finding:
+    ...     raise NotAvailable("einx is missing")
+    >>> claim = Claim("a.b", "1 is 1", (), "compare", "1", Verdict.HOLDS, "", measure)
+    >>> [(entry.finding.measured, entry.contradicted) for entry in run([claim])]
     [('not measured: einx is missing', False)]
     """
-
-
-def _raise(reason: str) -> Finding:
-    raise NotAvailable(reason)
 
 
 @dataclass(frozen=True)
