@@ -313,7 +313,7 @@ class Attention(ProjectedHeads):
                 do="without a cache, hide padding with key_mask=",
             )
         if positions is not None:
-            # The compiler cannot test a tensor against a protocol with attributes.
+            # The compiler cannot compare tensors with a protocol that has attributes.
             if not isinstance(positions, Tensor) and isinstance(positions, Cache):
                 raise RopewalkError(
                     asked="attention(x, positions)",
