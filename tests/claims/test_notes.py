@@ -24,6 +24,7 @@ CLAIMS = [claim for chapter in CHAPTERS for claim in chapter.claims]
 QUOTED = [(claim.id, place) for claim in CLAIMS for place in claim.places if place.source in NOTES]
 # The notes are not part of the repository. They are next to it where they are checked.
 SEEDS = Path(__file__).parent.parent.parent.parent / "shared" / "seeds"
+with_notes = pytest.mark.skipif(not SEEDS.exists(), reason="the notes are not next to the repository")
 
 
 def lines_of(number: str) -> list[str]:
@@ -38,7 +39,7 @@ def test_every_claim_of_a_note_has_a_quotation_and_a_line():
         assert place.line, id
 
 
-@pytest.mark.skipif(not SEEDS.exists(), reason="the notes are not next to the repository")
+@with_notes
 def test_quotations_are_in_the_notes_at_their_lines():
     wrong = [
         (id, place.label)
@@ -48,7 +49,7 @@ def test_quotations_are_in_the_notes_at_their_lines():
     assert not wrong
 
 
-@pytest.mark.skipif(not SEEDS.exists(), reason="the notes are not next to the repository")
+@with_notes
 def test_quoted_code_is_the_code_of_the_notes():
     assert quotation("002").split("\n")[:-1] == lines_of("002")[349:394]
     assert quotation("003").split("\n")[:-1] == lines_of("003")[27:71]

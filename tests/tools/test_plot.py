@@ -20,7 +20,6 @@ from ropewalk.errors import RopewalkError
 from ropewalk.hub.extend.rules import RULE_NAMES
 from ropewalk.spec import Frequencies, RopeSpec, Yarn
 from ropewalk.theory import BAND_EDGES
-from ropewalk.tools import pictures
 from ropewalk.tools.plot import figures
 from ropewalk.tools.plot.command import Target, plot_bias, plot_decay, plot_frequencies, plot_rotation, plot_sinusoidal
 from ropewalk.tools.plot.curves import RULES, Curve, Flags, decay_of, octaves
@@ -34,15 +33,6 @@ NEW_FAMILY = {"model_type": "brand-new", "hidden_size": 64, "num_attention_heads
 @pytest.fixture
 def target(tmp_path):
     return Target(str(tmp_path / "picture.png"), str(tmp_path / "numbers.json"))
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that are saved."""
-    saved: list[Figure] = []
-    save = pictures.save
-    monkeypatch.setattr(pictures, "save", lambda figure, *more: (saved.append(figure), save(figure, *more)))
-    return saved
 
 
 def numbers(target: Target) -> Any:

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from formulas import plain_frequencies, score_sums
 from ropewalk.errors import RopewalkError
-from ropewalk.tools import pictures
 from ropewalk.tools.cli import app
 from ropewalk.tools.plot import figures
 from ropewalk.tools.plot.command import Target
@@ -30,15 +29,6 @@ COMMANDS |= {"t5": plot_t5}
 @pytest.fixture
 def target(tmp_path):
     return Target(str(tmp_path / "picture.png"), str(tmp_path / "numbers.json"), dpi=50)
-
-
-@pytest.fixture
-def drawn(monkeypatch):
-    """The figures that are saved."""
-    saved: list[Figure] = []
-    save = pictures.save
-    monkeypatch.setattr(pictures, "save", lambda figure, *more: (saved.append(figure), save(figure, *more)))
-    return saved
 
 
 def numbers(target: Target) -> Any:
