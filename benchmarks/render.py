@@ -283,7 +283,7 @@ def gpu_shares(page: str) -> str:
         ),
         paragraph(
             f"One token, (64, 1, 32, 8, 128): {device[0]:.1f} and {device[1]:.1f} µs on the device, and"
-            f" {host('ropewalk')} µs of host time. A bare launch by Triton's interface with two `empty_like` takes"
+            f" {host('ropewalk')} µs of host time. A bare launch with two `empty_like` takes"
             f" {host('bare Triton launch')} µs of host time. Explicit positions take {host('ropewalk, from positions')}"
             " µs of it."
         ),
@@ -292,6 +292,40 @@ def gpu_shares(page: str) -> str:
 
 def _short(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def host_table(name: str, machine: str) -> str:
+    """The host time of every call of a record of `ropewalk bench host`."""
+    whole = record(name)
+    (case,) = whole["cases"]
+    lines = {line["path"]: line for line in case["lines"]}
+    versions = whole["versions"]
+    bare = ", ".join(f"{path} {line['us']:.1f}" for path, line in lines.items() if line["floor"] is None)
+    rows = [
+        [f"`{path}`", f"{line['us']:.1f}", f"{line['floor_us']:.1f} ({line['floor']})", f"{line['ratio']:.2f} ×"]
+        for path, line in lines.items()
+        if line["floor"] is not None
+    ]
+    return own_lines(
+        paragraph(
+            f"{machine}, torch {_short(versions['torch'])}, one token, {case['dtype']}, {case['pairing']}, medians of"
+            f" {whole['rounds']} rounds of {whole['calls']} calls, {whole['date']}, `{whole['command']}`"
+            f" ([record](../benchmarks/{name}.json)). Microseconds of the host per call:"
+        ),
+        table(["call", "µs", "cannot go below", "ratio"], *rows),
+        paragraph(f"In the same run: {bare}."),
+    )
+
+
+@block("host-cpu")
+def host_cpu(page: str) -> str:
+    machine = cores("host_cpu")
+    return host_table("host_cpu", machine[0].upper() + machine[1:])
+
+
+@block("host-gpu")
+def host_gpu(page: str) -> str:
+    return host_table("host_gpu", f"One {record('host_gpu')['hardware']['gpu'].removeprefix('NVIDIA ')}")
 
 
 @block("gpu-others")

@@ -13,7 +13,7 @@ import pytest
 
 from ropewalk.claims import CHAPTERS
 from ropewalk.errors import RopewalkError
-from ropewalk.tools.bench.floors import accelerate_floors, attention_floors, cpu_floors, gpu_floors
+from ropewalk.tools.bench.floors import accelerate_floors, attention_floors, cpu_floors, gpu_floors, host_floors
 from ropewalk.tools.bench.records import digest, read_sealed, shown_missed, write_record
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +44,8 @@ def record(name: str) -> dict[str, Any]:
 def floors(name: str, content: dict[str, Any]) -> list[str]:
     if name.startswith("attention"):
         return attention_floors(content["device"], content["cases"], content["growth"])
+    if name.startswith("host"):
+        return host_floors(content["device"], content["cases"])
     return {"accelerate_gpu": accelerate_floors, "cpu": cpu_floors, "gpu": gpu_floors}[name](content["cases"])
 
 
@@ -100,6 +102,34 @@ def test_an_edited_record_is_an_error(tmp_path, render):
     assert "a digest that does not match the content" in err
 
 
+@pytest.mark.parametrize("name", ["host_cpu", "host_gpu"])
+def test_records_of_host_times_are_rendered(tmp_path, render, name):
+    benchmarks = tmp_path / "benchmarks"
+    benchmarks.mkdir()
+    (tmp_path / "docs").mkdir()
+    script = Path(shutil.copy(ROOT / "benchmarks" / "render.py", benchmarks))
+    block = name.replace("_", "-")
+    page = tmp_path / "README.md"
+    page.write_text(f"<!-- figures: {block} --><!-- /figures -->", encoding="utf-8")
+    bare = {"path": "copy", "us": 10.04, "floor": None, "floor_us": None, "ratio": None}
+    call = {"path": "rope(q, k, offset=n)", "us": 11.5, "floor": "copy", "floor_us": 10.04, "ratio": 1.145}
+    content = {
+        "command": "ropewalk bench host --device cpu",
+        "date": "2026-11-20",
+        "hardware": {"gpu": "NVIDIA H200", "processor": "0xd0c", "threads": 2},
+        "versions": {"torch": "2.11.0+cu130"},
+        "rounds": 31,
+        "calls": 200,
+        "cases": [{"dtype": "float32", "pairing": "half", "lines": [bare, call]}],
+    }
+    write_record(content, str(benchmarks / f"{name}.json"), missed=[])
+    assert render("--root", str(tmp_path), script=script)[0] == 0
+    text = page.read_text(encoding="utf-8")
+    assert ("One H200" if name == "host_gpu" else "Two Neoverse-N1 cores") in text
+    assert "| `rope(q, k, offset=n)` | 11.5 | 10.0 (copy) | 1.15 × |" in text
+    assert "In the same run: copy 10.0." in text
+
+
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
 def test_committed_records_are_as_written_and_state_the_floors_of_today(path):
     content = read_sealed(path)
@@ -116,6 +146,9 @@ def test_a_record_that_misses_a_floor_or_leaves_cases_out_is_not_published(tmp_p
         read_sealed(target)
     write_record({"command": "bench --quick", "cases": []}, str(target), missed=[])
     with pytest.raises(RopewalkError, match="measure without --quick"):
+        read_sealed(target)
+    write_record({"command": "bench --only generate", "cases": []}, str(target), missed=[])
+    with pytest.raises(RopewalkError, match="measure without --only"):
         read_sealed(target)
     target.write_text("{}")
     with pytest.raises(RopewalkError, match="a digest that does not match"):

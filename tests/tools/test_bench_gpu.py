@@ -9,7 +9,7 @@ import torch
 from ropewalk.errors import RopewalkError
 from ropewalk.tools.bench import gpu as bench_gpu
 from ropewalk.tools.bench import timing
-from ropewalk.tools.bench.gpu import COPY, OURS, GpuCase, gpu_cases, measure
+from ropewalk.tools.bench.gpu import COPY, COPY_FUNCTION, OURS, GpuCase, gpu_cases, measure
 from ropewalk.tools.bench.peers import GPU_PEERS, GpuPeer
 
 
@@ -27,8 +27,9 @@ def _on_the_cpu(monkeypatch):
 
     monkeypatch.setattr(timing, "DEVICE", "cpu")
     monkeypatch.setattr(timing, "device_times", times)
-    monkeypatch.setattr(timing, "host_times", times)
-    monkeypatch.setattr(bench_gpu, "_bare_launch", lambda case, tensors: bench_gpu._copy(case, tensors))
+    real = timing.clock_times
+    monkeypatch.setattr(timing, "clock_times", lambda candidates, *_: real(candidates, 1, 1, lambda: None))
+    monkeypatch.setattr(bench_gpu, "bare_launch", lambda q, k: lambda: None)
 
 
 def test_every_kind_of_case_exists():
@@ -65,6 +66,12 @@ def test_every_candidate_is_compared_with_the_reference(options, pairing):
     assert lines[0].path == COPY
     ours = [line for line in lines if line.path.startswith(OURS)]
     assert len(ours) == 2
+    assert (COPY_FUNCTION in by_path) == (options.get("work") == "forward+backward")
+    for line in lines:
+        if line.us is not None:
+            assert line.host_us is not None
+            assert line.wall_us is not None
+            assert line.host_us <= line.wall_us
     for line in ours:
         assert line.us is not None
         assert line.error_over_budget is not None
@@ -110,7 +117,27 @@ def test_the_record_is_written_after_every_case(monkeypatch, tmp_path):
     record = json.loads(target.read_text(encoding="utf-8"))
     assert record["hardware"]["gpu"] == "a device"
     assert [case["pairing"] for case in record["cases"]] == ["half", "interleaved"]
-    assert record["cases"][1]["lines"][0]["host_us"] is not None
+    lines = [line for case in record["cases"] for line in case["lines"]]
+    assert all(line[unit] is not None for line in lines for unit in ("us", "wall_us", "host_us"))
+    assert "bare Triton launch" in {line["path"] for line in lines}
+
+
+@pytest.mark.usefixtures("_on_the_cpu")
+def test_a_long_sequence_is_timed_without_positions_too(monkeypatch):
+    monkeypatch.setattr(bench_gpu, "LONG", (1, 32, 2, 1, 64))
+    lines = {line.path: line for line in measure(GpuCase((1, 32, 2, 1, 64), "half"), rounds=1, compiled=False)}
+    error = lines["ropewalk, rope(q, k)"].error_over_budget
+    assert error is not None
+    assert error <= 1
+
+
+def test_the_table_fits_the_screen():
+    line = bench_gpu.GpuLine("ropewalk, formula compiled", 16144.5, 4100.0, 0.987, 12.34, 0.987, 23456.7, 16150.1)
+    small = bench_gpu.GpuLine("copy, autograd.Function", 5.13, 4100.0, 1.0, 0.5, None, 110.4, 111.5)
+    shown = bench_gpu._shown([line, small]).splitlines()
+    assert max(map(len, shown)) <= 80
+    assert shown[0].split() == ["path", "device", "wall", "host", "GB/s", "of", "copy", "x", "ours", "error"]
+    assert shown[1].split()[3:6] == ["16144", "16150", "23457"]
 
 
 def test_without_a_gpu_it_raises():

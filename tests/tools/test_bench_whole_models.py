@@ -88,6 +88,12 @@ def test_the_record_and_the_exit_code(tmp_path, monkeypatch, capsys):
     assert record["command"] == "ropewalk bench accelerate --device cpu --quick"
     assert [case["model"] for case in record["cases"]] == ["llama", "qwen3"]
     assert "wall clock ms" in capsys.readouterr().out
+    with pytest.raises(RopewalkError, match="'generate' or 'forward' or 'training'"):
+        bench.bench_whole_models(quick=True, device="cpu", only="decode")
+    assert bench.bench_whole_models(str(target), quick=True, device="cpu", only="generate") == 0
+    record = json.loads(target.read_text(encoding="utf-8"))
+    assert record["command"] == "ropewalk bench accelerate --device cpu --only generate --quick"
+    assert record["cases"] == []
     monkeypatch.setitem(LIMITS, "bfloat16", -1.0)
     assert bench.bench_whole_models(quick=True, device="cpu") == 1
 
@@ -105,6 +111,9 @@ def test_bad_input(tmp_path, monkeypatch):
         bench.bench_whole_models(device="cuda")
     with pytest.raises(RopewalkError, match="a file name in an existing folder"):
         bench.bench_whole_models(str(tmp_path / "no" / "file.json"), device="cpu")
+    result = ropewalk("bench", "accelerate", "--device", "cpu", "--only", "generate")
+    assert result.returncode == 2
+    assert "--only with --device cuda" in result.stderr
     result = ropewalk("bench", "accelerate", "--device", "gpu")
     assert result.returncode == 2
     assert "expected: 'cpu' or 'cuda'" in result.stderr

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ropewalk.errors import require_choice
+from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.tools.options import json_option
 
 __all__ = ["bench"]
@@ -30,6 +30,11 @@ QuickGpu = Annotated[
     bool, typer.Option("--quick", help="One case per kind, few rounds, no compiled forms: half a minute.")
 ]
 QuickAttention = Annotated[bool, typer.Option("--quick", help="Three lengths, few rounds: 15 seconds.")]
+QuickHost = Annotated[bool, typer.Option("--quick", help="Few rounds: a few seconds.")]
+OnlyWork = Annotated[
+    str | None,
+    typer.Option("--only", metavar="KIND", help="On a GPU: generate, forward or training alone."),
+]
 QuickModels = Annotated[bool, typer.Option("--quick", help="Tiny models and few rounds.")]
 PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Plot time and memory against N.")]
 Device = Annotated[
@@ -81,9 +86,9 @@ def gpu(
 ) -> None:
     """Time the rotation on a GPU, next to other libraries.
 
-    Times forward, backward, decoding, and RMSNorm fused with the rotation, next to a copy. Prints medians over
-    interleaved rounds with an empty cache. A path with a wrong result gets no time. Exits with 1 if ropewalk has a
-    wrong result.
+    Times forward, backward, decoding, and RMSNorm fused with the rotation, next to a copy: on the device, by wall
+    clock, and on the host. Prints medians over interleaved rounds. A path with a wrong result gets no time. Exits with
+    1 if ropewalk has a wrong result.
 
     \b
     Examples:
@@ -95,10 +100,32 @@ def gpu(
 
 
 @bench.command()
+def host(
+    json: Json = None,
+    quick: QuickHost = False,
+    device: Device = None,
+) -> None:
+    """Time what the host needs for each public call with one token.
+
+    Times rotations, in place or not, and RMSNorm fused with the rotation, with and without gradients, next to what a
+    host cannot go below: allocations, copies, a bare launch, an autograd.Function that computes nothing. Prints medians
+    over interleaved rounds. A call with a wrong result gets no time. Exits with 1 if there is one.
+
+    \b
+    Examples:
+      ropewalk bench host --quick --device cpu
+    """
+    from ropewalk.tools.bench.host import bench_host
+
+    raise typer.Exit(bench_host(device, json_file=json, quick=quick))
+
+
+@bench.command()
 def accelerate(
     json: Json = None,
     quick: QuickModels = False,
     device: Device = None,
+    only: OnlyWork = None,
 ) -> None:
     """Time whole models of transformers before and after accelerate.
 
@@ -118,8 +145,15 @@ def accelerate(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if require_choice(device, ("cpu", "cuda"), asked=f"ropewalk bench accelerate --device {device}") == "cpu":
+        if only is not None:
+            raise RopewalkError(
+                asked=f"ropewalk bench accelerate --device cpu --only {only}",
+                expected="--only with --device cuda",
+                got="--device cpu, which times a forward pass alone",
+                do="leave --only out, or use --device cuda",
+            )
         raise typer.Exit(bench_accelerate(json_file=json, quick=quick))
-    raise typer.Exit(bench_whole_models(json_file=json, quick=quick))
+    raise typer.Exit(bench_whole_models(json_file=json, quick=quick, only=only))
 
 
 @bench.command()

@@ -7,7 +7,7 @@ information.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["accelerate_floors", "attention_floors", "cpu_floors", "gpu_floors"]
+__all__ = ["accelerate_floors", "attention_floors", "cpu_floors", "gpu_floors", "host_floors", "host_limit"]
 
 Case = dict[str, Any]
 
@@ -30,6 +30,32 @@ WHOLE_MODELS = {
 }
 # The range of the exponent p in time ~ N^p of linear attention on a CPU.
 GROWTH = 0.9, 1.15
+# The host time of a call for one token, at most so many times what it cannot go below: `ropewalk bench host`.
+HOST: dict[str, dict[str, float]] = {
+    "cpu": {
+        "rope(q, k, offset=n)": 1.15,
+        "rope(q, k, angles=a)": 1.45,
+        "rope(q, k, positions=[S])": 1.9,
+        "rope(q, k, positions=[B, S])": 1.9,
+        "rope.rotate_(q, k, offset=n)": 1.15,
+        "rope(q, k, offset=n), grad": 1.3,
+        "rope(q, k, angles=a), grad": 1.3,
+    },
+    "cuda": {
+        "rope(q, k, offset=n)": 2.0,
+        "rope(q, k, angles=a)": 2.0,
+        "rope(q, k, positions=[S])": 2.0,
+        "rope(q, k, positions=[B, S])": 2.0,
+        "qk_norm_rope(q, k, offset=n)": 2.0,
+        "qk_norm_rope(q, k, angles=a)": 2.0,
+        "rope(q, k, offset=n), grad": 1.6,
+        "rope(q, k, angles=a), grad": 1.6,
+        "qk_norm_rope(q, k), grad": 1.6,
+        "rope(q, k, offset=n), fwd+bwd": 1.5,
+        "rope(q, k, angles=a), fwd+bwd": 1.5,
+        "qk_norm_rope(q, k), fwd+bwd": 1.8,
+    },
+}
 
 
 def cpu_floors(cases: Sequence[Case]) -> list[str]:
@@ -57,6 +83,29 @@ def accelerate_floors(cases: Sequence[Case]) -> list[str]:
         if floor is not None and ratio < floor:
             mode = "compiled" if case["compiled"] else "eager"
             missed.append(f"{case['model']}, {case['kind']}, {mode}: {ratio:.3f} times as fast, below {floor}")
+    return missed
+
+
+def host_limit(device: str, path: str) -> float | None:
+    """The largest ratio of a call of `ropewalk bench host`, or None.
+
+    >>> host_limit("cuda", "rope(q, k, offset=n)")
+    2.0
+    """
+    return HOST[device].get(path)
+
+
+def host_floors(device: str, cases: Sequence[Case]) -> list[str]:
+    """The missed floors of `ropewalk bench host` on `device`, one sentence each."""
+    missed: list[str] = []
+    for case in cases:
+        lines = {line["path"]: line for line in case["lines"]}
+        for path, most in HOST[device].items():
+            ratio = lines[path]["ratio"] if path in lines else None
+            if ratio is None:
+                missed.append(f"{path}: has no time")
+            elif ratio > most:
+                missed.append(f"{path}: {ratio:.2f} times {lines[path]['floor']}, above {most}")
     return missed
 
 

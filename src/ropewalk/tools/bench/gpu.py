@@ -22,6 +22,7 @@ from ropewalk.nn.rotary.qk_norm import qk_norm_rope
 from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import PAIRINGS, Pairing, RopeSpec
 from ropewalk.tools.bench import timing
+from ropewalk.tools.bench.bare import bare_function, bare_launch, copied
 from ropewalk.tools.bench.floors import gpu_floors
 from ropewalk.tools.bench.peers import GPU_PEERS, Rotation, norm_before
 from ropewalk.tools.bench.records import shown_missed, write_record
@@ -31,7 +32,7 @@ from ropewalk.tools.output import package_version, require_writable_file
 
 __all__ = ["GpuCase", "GpuLine", "bench_gpu", "gpu_cases", "measure"]
 
-OURS, COPY, BARE = "ropewalk", "copy", "bare Triton launch"
+OURS, COPY, BARE, COPY_FUNCTION = "ropewalk", "copy", "bare Triton launch", "copy, autograd.Function"
 EPS = 1e-6
 TRAINING, LONG, SMALL, DECODE = (
     (4, 8192, 32, 8, 128),
@@ -92,7 +93,19 @@ class GpuCase:
 
 @dataclass(frozen=True)
 class GpuLine:
-    """A row of the table. A path with a wrong result has no time. Host time is only measured for decoding."""
+    """A row of the table. A path with a wrong result has no time.
+
+    Attributes:
+        path: The name of the path.
+        us: The time on the device, from an empty cache.
+        gb_per_s: What a copy moves, over `us`.
+        share_of_copy: The device time of a copy over `us`.
+        ratio_to_ropewalk: `us` over the device time of ropewalk.
+        error_over_budget: The largest error, in error budgets.
+        host_us: The host time per call.
+        wall_us: The wall-clock time per call, if calls follow each other.
+        note: Why the path failed.
+    """
 
     path: str
     us: float | None
@@ -101,6 +114,7 @@ class GpuLine:
     ratio_to_ropewalk: float | None
     error_over_budget: float | None
     host_us: float | None = None
+    wall_us: float | None = None
     note: str | None = None
 
 
@@ -155,6 +169,8 @@ def _rotations(case: GpuCase, weights: tuple[Tensor, Tensor], compiled: bool) ->
     else:
         yield OURS, ours(rope, angles=angles), False
     yield f"{OURS}, from positions", ours(rope, positions=ids), False
+    if case.shape == LONG and not case.norm:
+        yield f"{OURS}, rope(q, k)", ours(rope), False
     if compiled:
         yield f"{OURS}, compiled", torch.compile(ours(rope, angles=angles), dynamic=False), False
         yield f"{OURS}, formula compiled", torch.compile(ours(formula, angles=angles), dynamic=False), False
@@ -210,19 +226,19 @@ def _copy(case: GpuCase, tensors: list[Tensor]) -> Candidate:
     return Candidate(COPY, lambda: [y.copy_(x) for _ in range(times) for y, x in zip(targets, tensors, strict=True)])
 
 
-def _bare_launch(case: GpuCase, tensors: list[Tensor]) -> Candidate:
-    """Allocates two outputs and launches our kernel by Triton's own interface: the lower bound of the host time."""
-    from ropewalk.kernels.triton_launch import LAUNCHES
+def _copy_function(tensors: list[Tensor], cotangents: list[Tensor]) -> Candidate:
+    """The lower bound by wall clock: an autograd.Function that copies q and k, and its backward pass, which copies."""
+    leaves, function = [x.detach().requires_grad_() for x in tensors], bare_function(copied)
+    return Candidate(COPY_FUNCTION, lambda: torch.autograd.grad(function(*leaves), leaves, cotangents))
 
-    rope = RotaryEmbedding(case.shape[-1], pairing=case.pairing).to(timing.DEVICE)
-    cos, sin = rope.at(torch.arange(case.positions().start, case.positions().stop, device=timing.DEVICE))
-    LAUNCHES.clear()
-    rope(*tensors, angles=(cos, sin))
-    (launch,) = LAUNCHES.values()
+
+def _bare_launch(tensors: list[Tensor]) -> Candidate:
+    """Allocates two outputs and launches a compiled kernel by its own launcher: the lower bound of the host time."""
+    (q, k), launch = tensors, bare_launch(*tensors)
 
     def run() -> object:
-        outputs = [torch.empty_like(x) for x in tensors]
-        launch.bare(*tensors, *outputs, cos, sin, 0)
+        outputs = torch.empty_like(q), torch.empty_like(k)
+        launch()
         return outputs
 
     return Candidate(BARE, run)
@@ -279,9 +295,12 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
     del truths
     one_token = case.shape[1] == 1
     if one_token:
-        candidates.append(_bare_launch(case, tensors))
+        candidates.append(_bare_launch(tensors))
+    if backward:
+        candidates.append(_copy_function(tensors, cotangents))
     times = timing.device_times(candidates, rounds)
-    host = timing.host_times(candidates, 7) if one_token else {}
+    # A thousand launches wait in the queue of the device. Eager paths with a backward pass have up to fifty each.
+    clock = timing.clock_times(candidates, 11, 200 if one_token else 20)
     moved = 2 * sum(x.numel() * x.element_size() for x in tensors) * (2 if backward else 1)
     lines = [
         GpuLine(
@@ -291,7 +310,7 @@ def _measure(case: GpuCase, rounds: int, compiled: bool) -> list[GpuLine]:
             times[COPY] / us,
             us / times[OURS] if OURS in times else None,
             errors.get(name),
-            host.get(name),
+            *clock[name],
         )
         for name, us in sorted(times.items(), key=lambda item: (item[0] != COPY, item[1]))
     ]
@@ -303,16 +322,17 @@ def _shown(lines: list[GpuLine]) -> str:
     """The table of one case, at most 80 columns wide."""
 
     def number(value: float | None, digits: int) -> str:
-        return "" if value is None else f"{value:.{digits}f}"
+        return "" if value is None else f"{value:.{0 if abs(value) >= 1000 else digits}f}"
 
-    text = [f"  {'path':<29}{'us':>9}{'GB/s':>6}{'of copy':>9}{'x ours':>8}{'error':>7}{'host us':>9}"]
+    header = "".join(f"{name:>8}" for name in ("device", "wall", "host"))
+    text = [f"  {'path':<26}{header}{'GB/s':>6}{'of copy':>8}{'x ours':>7}{'error':>7}"]
     for line in lines:
         error = number(line.error_over_budget, 0 if (line.error_over_budget or 0) >= 100 else 3)
         us = number(line.us, 1) or ("failed" if line.note else "wrong")
         text.append(
-            f"  {line.path:<29}{us:>9}{number(line.gb_per_s, 0):>6}"
-            f"{number(line.share_of_copy, 3):>9}{number(line.ratio_to_ropewalk, 2):>8}{error:>7}"
-            f"{number(line.host_us, 1):>9}" + (f"  {line.note}" if line.note else "")
+            f"  {line.path:<26}{us:>8}{number(line.wall_us, 1):>8}{number(line.host_us, 1):>8}"
+            f"{number(line.gb_per_s, 0):>6}{number(line.share_of_copy, 3):>8}"
+            f"{number(line.ratio_to_ropewalk, 2):>7}{error:>7}" + (f"  {line.note}" if line.note else "")
         )
     return "\n".join(line.rstrip() for line in text) + "\n"
 
@@ -333,9 +353,11 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
     rounds, compiled = (9, False) if quick else (31, True)
     name = torch.cuda.get_device_name()
     show.write(
-        f"{name}; medians of {rounds} interleaved rounds with an empty L2 cache.\n"
-        "Shapes: batch, seq, q heads, k heads, dim. of copy: time of a copy / time.\n"
-        "x ours: time / time of ropewalk. error: in error budgets, at most 1 for ropewalk.\n\n"
+        f"{name}; medians of interleaved rounds, times in microseconds.\n"
+        f"device: {rounds} rounds from an empty L2 cache. wall: by the clock, per call, if calls\n"
+        "follow each other. host: until the call returns.\n"
+        "Shapes: batch, seq, q heads, k heads, dim. of copy: device time of a copy / device.\n"
+        "x ours: device / that of ropewalk. error: in error budgets, at most 1 for ropewalk.\n\n"
     )
     packages = ("torch", "triton", "transformers", "liger_kernel", "flash-linear-attention", "flash-attn")
     record: dict[str, Any] = {

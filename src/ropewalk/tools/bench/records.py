@@ -59,7 +59,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
     Raises:
         RopewalkError: If the digest does not match the content, if a floor is missed, or if cases are missing due to
-            `--quick`.
+            `--quick` or `--only`.
     """
     asked = f"the record {path.name}"
     do = "measure again with the command in the record"
@@ -67,8 +67,11 @@ def read_sealed(path: Path) -> dict[str, Any]:
     if record.get("digest") != digest(record):
         expected = "an unchanged record of a benchmark"
         raise RopewalkError(asked=asked, expected=expected, got="a digest that does not match the content", do=do)
-    if "--quick" in record["command"]:
-        raise RopewalkError(asked=asked, expected="all cases", got=record["command"], do="measure without --quick")
+    for option in ("--quick", "--only"):
+        if option in record["command"]:
+            raise RopewalkError(
+                asked=asked, expected="all cases", got=record["command"], do=f"measure without {option}"
+            )
     if record["missed"]:
         got = "; ".join(record["missed"])
         raise RopewalkError(asked=asked, expected="no missed floor", got=got, do="fix the regression, then " + do)

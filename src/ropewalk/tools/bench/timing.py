@@ -1,4 +1,4 @@
-"""Times candidates in alternating order: wall-clock time on the CPU, device time or host time on a GPU."""
+"""Times candidates in alternating order: by wall clock, on the device, and on the host."""
 
 import gc
 import random
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ropewalk.kernels.torch_internals import delay
 
-__all__ = ["Candidate", "device_times", "host_times", "wall_times"]
+__all__ = ["Candidate", "clock_times", "device_times", "host_times", "wall_times"]
 
 DEVICE = "cuda"
 
@@ -109,18 +109,60 @@ def device_times(
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
-def host_times(candidates: Sequence[Candidate], rounds: int, calls: int = 200) -> dict[str, float]:
-    """The median host time per call, in microseconds: many calls in a row without synchronization."""
-    times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+def clock_times(
+    candidates: Sequence[Candidate], rounds: int, calls: int = 200, wait: Callable[[], object] = torch.cuda.synchronize
+) -> dict[str, tuple[float, float]]:
+    """The median host time and wall-clock time per call, in microseconds.
+
+    Calls follow each other, and nobody waits for a result. The host time ends when the last call returns, the wall
+    clock when the device has finished. The order is shuffled in every round.
+
+    Args:
+        candidates: The functions to time.
+        rounds: The number of rounds.
+        calls: The number of calls per round and candidate. All their launches must fit into the queue of the device,
+            about a thousand. Otherwise the host waits for the device.
+        wait: Waits for the device.
+
+    Returns:
+        The host time and the wall-clock time by name.
+
+    >>> times = clock_times([Candidate("nothing", lambda: None)], rounds=3, calls=2, wait=lambda: None)
+    >>> 0 < times["nothing"][0] <= times["nothing"][1]
+    True
+    """
+    times: dict[str, list[tuple[float, float]]] = {candidate.name: [] for candidate in candidates}
     order, shuffle = list(candidates), random.Random(0)
-    for number in range(rounds + 1):
-        shuffle.shuffle(order)
-        for candidate in order:
-            torch.cuda.synchronize()
-            start = time.perf_counter_ns()
-            for _ in range(calls):
-                candidate.run()
-            if number:
-                times[candidate.name].append((time.perf_counter_ns() - start) / calls * 1e-3)
-    torch.cuda.synchronize()
-    return {name: statistics.median(samples) for name, samples in times.items()}
+    collecting = gc.isenabled()
+    try:
+        for number in range(rounds + 1):
+            shuffle.shuffle(order)
+            for candidate in order:
+                run = candidate.run
+                wait()
+                gc.disable()
+                start = time.perf_counter_ns()
+                for _ in range(calls):
+                    run()
+                host = time.perf_counter_ns()
+                wait()
+                wall = time.perf_counter_ns()
+                # Between two candidates, so that what one of them leaves is collected.
+                if collecting:
+                    gc.enable()
+                if number:
+                    times[candidate.name].append(((host - start) / calls * 1e-3, (wall - start) / calls * 1e-3))
+    finally:
+        if collecting:
+            gc.enable()
+    return {
+        name: (statistics.median(host for host, _ in samples), statistics.median(wall for _, wall in samples))
+        for name, samples in times.items()
+    }
+
+
+def host_times(
+    candidates: Sequence[Candidate], rounds: int, calls: int = 200, wait: Callable[[], object] = torch.cuda.synchronize
+) -> dict[str, float]:
+    """The median host time per call, in microseconds. For the arguments see `clock_times`."""
+    return {name: host for name, (host, _) in clock_times(candidates, rounds, calls, wait).items()}

@@ -1,9 +1,11 @@
 """`ropewalk bench accelerate --device cuda`: whole models as transformers has them, accelerated, and with Liger's rope.
 
-Forward pass, training step and `generate`, eager and compiled. All paths use the same kernel of
+`python -m ropewalk.tools.bench.whole_models` is the same command. Forward pass, training step and `generate`, eager and
+compiled. All paths use the same kernel of
 scaled_dot_product_attention. They are timed in interleaved rounds by wall clock. A profiler sums their kernels.
 """
 
+import argparse
 import copy
 import importlib
 import platform
@@ -20,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import Tensor, nn
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.tools.bench.accelerate import LIMITS, ROTATION, ModelCase, build_model
 from ropewalk.tools.bench.floors import accelerate_floors
@@ -33,6 +35,8 @@ __all__ = ["ModelLine", "Work", "bench_whole_models", "measure_model", "whole_mo
 
 OWN, OURS, LIGER = "transformers", "ropewalk", "Liger's rope"
 FORWARD, TRAINING, GENERATE = "forward", "training step", "generate"
+# What --only accepts.
+KINDS = {"generate": GENERATE, "forward": FORWARD, "training": TRAINING}
 
 
 @dataclass(frozen=True)
@@ -203,8 +207,12 @@ def _table(title: str, lines: list[ModelLine]) -> Table:
     return table
 
 
-def bench_whole_models(json_file: str | None = None, quick: bool = False, device: str = "cuda") -> int:
+def bench_whole_models(
+    json_file: str | None = None, quick: bool = False, device: str = "cuda", only: str | None = None
+) -> int:
     """Time whole models before and after accelerate. Exits with 1 if the results differ too much."""
+    if only is not None:
+        require_choice(only, tuple(KINDS), asked=f"ropewalk bench accelerate --only {only}")
     console = Console(stderr=json_file == "-", highlight=False, markup=False)
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk bench accelerate --json {json_file}")
@@ -215,7 +223,8 @@ def bench_whole_models(json_file: str | None = None, quick: bool = False, device
             got="torch.cuda.is_available() is False",
             do="run it on a machine with a CUDA device, or use --device cpu",
         )
-    models, tasks, rounds = whole_models(quick), works(quick), 2 if quick else 8
+    models, rounds = whole_models(quick), 2 if quick else 10
+    tasks = [work for work in works(quick) if only is None or work.kind == KINDS[only]]
     results: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -241,7 +250,9 @@ def bench_whole_models(json_file: str | None = None, quick: bool = False, device
         packages = ("torch", "triton", "transformers", "liger-kernel")
         gpu = torch.cuda.get_device_name() if device == "cuda" else None
         record = {
-            "command": f"ropewalk bench accelerate --device {device}" + (" --quick" if quick else ""),
+            "command": f"ropewalk bench accelerate --device {device}"
+            + (f" --only {only}" if only else "")
+            + (" --quick" if quick else ""),
             "date": datetime.now(UTC).date().isoformat(),
             "hardware": {"gpu": gpu, "machine": platform.machine()},
             "versions": {"python": platform.python_version()}
@@ -251,3 +262,22 @@ def bench_whole_models(json_file: str | None = None, quick: bool = False, device
         }
         write_record(record, json_file, missed=missed)
     return int(any(result["results_apart"] > LIMITS[result["dtype"]] for result in results))
+
+
+def main() -> None:
+    """`python -m ropewalk.tools.bench.whole_models`."""
+    prog, description = "python -m ropewalk.tools.bench.whole_models", bench_whole_models.__doc__
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument("--json", metavar="FILE", help="write the results as JSON; - for standard output")
+    parser.add_argument("--only", metavar="|".join(KINDS), help="time one kind of work")
+    parser.add_argument("--quick", action="store_true", help="use tiny models and few rounds")
+    options = parser.parse_args()
+    try:
+        raise SystemExit(bench_whole_models(options.json, options.quick, only=options.only))
+    except RopewalkError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
