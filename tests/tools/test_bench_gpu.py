@@ -9,6 +9,7 @@ import torch
 from ropewalk.errors import RopewalkError
 from ropewalk.tools.bench import gpu as bench_gpu
 from ropewalk.tools.bench import timing
+from ropewalk.tools.bench.floors import gpu_floors
 from ropewalk.tools.bench.gpu import COPY, COPY_FUNCTION, OURS, GpuCase, gpu_cases, measure
 from ropewalk.tools.bench.peers import GPU_PEERS, GpuPeer
 
@@ -145,3 +146,41 @@ def test_without_a_gpu_it_raises():
         return
     with pytest.raises(RopewalkError, match="a CUDA device and Triton"):
         bench_gpu.bench_gpu()
+
+
+def case_of(shape, times, **fields):
+    """A case of a record, with its times as (device, wall)."""
+    lines = [
+        {"path": path, "us": us, "wall_us": wall, "host_us": wall, "error_over_budget": 0.5}
+        for path, (us, wall) in times.items()
+    ]
+    usual = {"pairing": "half", "memory": "transposed", "work": "forward", "rotary_dim": 0, "norm": False}
+    return usual | {"shape": list(shape), "dtype": "bfloat16", "lines": lines} | fields
+
+
+def test_floors_of_calls_without_positions_and_by_the_clock():
+    path = "ropewalk, rope(q, k)"
+    times = {"copy": (600.0, 600.0), "ropewalk": (610.0, 610.0), path: (617.0, 617.0)}
+    assert gpu_floors([case_of(bench_gpu.LONG, times)]) == []
+    (missed,) = gpu_floors([case_of(bench_gpu.LONG, times | {path: (619.0, 619.0)})])
+    assert "rope(q, k) takes 1.032 times as long as copy_, above 1.03" in missed
+    assert gpu_floors([case_of(bench_gpu.LONG, times | {path: (630.0, 630.0)}, memory="contiguous")]) == []
+    del times[path]
+    assert "rope(q, k) has no time" in gpu_floors([case_of(bench_gpu.LONG, times)])[0]
+    times = {"copy": (80.0, 80.0), "ropewalk": (80.0, 129.0), COPY_FUNCTION: (80.0, 100.0)}
+    assert gpu_floors([case_of(bench_gpu.SMALL, times, work="forward+backward")]) == []
+    (missed,) = gpu_floors([case_of(bench_gpu.SMALL, times | {"ropewalk": (80.0, 131.0)}, work="forward+backward")])
+    assert missed.endswith("1.31 times copy, autograd.Function by wall clock, above 1.3")
+    del times[COPY_FUNCTION]
+    assert "by wall clock" in gpu_floors([case_of(bench_gpu.SMALL, times, work="forward+backward")])[0]
+
+
+def test_floors_of_one_token_and_of_a_norm():
+    times = {"copy": (7.0, 9.0), "ropewalk": (5.0, 18.0), "bare Triton launch": (5.0, 9.0)}
+    assert gpu_floors([case_of(bench_gpu.DECODE, times)]) == []
+    (missed,) = gpu_floors([case_of(bench_gpu.DECODE, times | {"ropewalk": (5.0, 18.5)})])
+    assert missed.endswith("18.5 µs of host time, a bare launch 9.0, above 2 times")
+    norm = {"norm": True, "work": "forward+backward"}
+    assert gpu_floors([case_of(bench_gpu.TRAINING, {"copy": (100.0, 1.0), "ropewalk": (134.0, 1.0)}, **norm)]) == []
+    (missed,) = gpu_floors([case_of(bench_gpu.TRAINING, {"copy": (100.0, 1.0), "ropewalk": (136.0, 1.0)}, **norm)])
+    assert missed.endswith("1.36 times copy_, above 1.35")
