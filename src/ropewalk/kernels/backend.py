@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ropewalk.errors import RopewalkError, require_choice, shown
+from ropewalk.kernels.types import RopeNumbers, Shortcut
 
 __all__ = [
     "OPERATIONS",
@@ -62,9 +63,8 @@ class Operation:
             cu_seqlens) -> gradients of q, k, v and of the initial sums. Default: gradients of the formula. rotate needs
             none: its backward is the rotation by the opposite angle.
         table_gradient: For rotate: (tensors, cotangents, cos, layout, row, conjugate) -> gradients of cos and sin.
-        run_if_ready: For rotate, for calls that are limited by host time: (q, k, cos, sin, layout, row, rows, head_dim,
-            check_only) checks q and k, and rotates them or returns None. With check_only it returns True instead of
-            rotating.
+        shortcut: For rotate and norm_rotate, for calls that are limited by host time: a function of `RopeNumbers` that
+            returns a `Shortcut` for one rope.
         empty_saved: For linear_attention: (q, k, v, cu_seqlens) -> tensors shaped as those that `run` saves, for fake
             tensors.
         joint: For norm_rotate: whether `backward` computes two tensors in one pass. Otherwise each tensor has its own
@@ -83,7 +83,7 @@ class Operation:
     worthwhile: Callable[..., bool] | None = None
     backward: Callable[..., Any] | None = None
     table_gradient: Callable[..., Any] | None = None
-    run_if_ready: Callable[..., Any] | None = None
+    shortcut: Callable[[RopeNumbers], Shortcut] | None = None
     empty_saved: Callable[..., Any] | None = None
     joint: bool = False
     in_place: bool = False

@@ -17,18 +17,22 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.nn.modules import module as _modules
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
-    "MASKS",
     "TENSOR_METHODS",
     "TORCH_FUNCTIONS",
+    "TORCH_STATE",
     "TorchDispatchMode",
+    "calls_forward",
     "constant_to_compiler",
+    "current_device",
     "current_stream",
     "delay",
     "fake_mode",
     "has_hooks",
+    "is_capturing",
     "is_eager",
     "is_exporting",
     "is_masked",
@@ -38,6 +42,7 @@ __all__ = [
     "openmp_team",
     "outside_modes",
     "own_tensors",
+    "plain_apply",
     "view_base",
     "why_not_plain",
     "why_view_is_fixed",
@@ -52,8 +57,19 @@ _Parameter = torch.nn.Parameter
 _is_zerotensor = torch._is_zerotensor  # pyright: ignore[reportPrivateImportUsage]
 _is_functional_tensor = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
 
-# Checks that the C kernel calls on each tensor. It detects tensors without memory by itself.
-MASKS: tuple[Callable[[Tensor], bool], ...] = (is_legacy_batchedtensor, Tensor.is_neg)
+# What the C kernel asks torch: the number of threads; whether a tensor is a negated view (it detects tensors without
+# memory by itself); whether a graph is built, and whether inference mode is active; a function that increments the
+# versions of tensors; functions that return something true if a call is transformed, intercepted or traced; and the
+# namespace with the level of forward-mode differentiation.
+TORCH_STATE: tuple[Any, ...] = (
+    torch.get_num_threads,
+    Tensor.is_neg,
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch._C._increment_version,
+    (torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state),
+    vars(forward_ad),
+)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -73,6 +89,43 @@ def own_tensors(module: torch.nn.Module) -> dict[str, Tensor | None]:
     ['weight', 'bias']
     """
     return {**module._parameters, **module._buffers}
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return `function.apply` for plain tensors in eager calls, without its wrapper for torch.func, which takes longer.
+
+    >>> class Double(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, x):
+    ...         return 2 * x
+    >>> plain_apply(Double)(torch.ones(1)).item()
+    2.0
+    """
+    return super(torch.autograd.Function, function).apply
+
+
+def calls_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether an eager call of the module runs this forward and nothing else: no hooks, no trace, no other forward.
+
+    >>> calls_forward(torch.nn.Identity(), torch.nn.Identity.forward)
+    True
+    >>> module = torch.nn.Identity()
+    >>> handle = module.register_forward_hook(lambda *_: None)
+    >>> calls_forward(module, torch.nn.Identity.forward)
+    False
+    """
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _modules._global_forward_hooks
+        or _modules._global_forward_pre_hooks
+        or _modules._global_backward_hooks
+        or _modules._global_backward_pre_hooks
+        or module._compiled_call_impl is not None
+        or getattr(module.forward, "__func__", None) is not forward
+    )
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -196,6 +249,28 @@ def current_stream(device: torch.device) -> int:
         return 0
     # As `torch.cuda.current_stream`, without creating an object: this adds to the latency of decoding.
     return torch._C._cuda_getCurrentRawStream(device.index)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def current_device() -> int:
+    """Return the index of the current CUDA device, which must be initialized; -1 without CUDA.
+
+    >>> torch.cuda.is_available() or current_device() == -1
+    True
+    """
+    return _get_device()
+
+
+# As `torch.cuda.current_device`, without its checks: this adds to the latency of decoding.
+_get_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", lambda: -1)
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream, the current one of the current CUDA device, records a graph. The default stream, 0, cannot.
+
+    >>> is_capturing(0)
+    False
+    """
+    return stream != 0 and torch.cuda.is_current_stream_capturing()
 
 
 def delay(cycles: int) -> None:

@@ -1,12 +1,17 @@
 """Launches of Triton kernels: tensors as rows of features, and launch arguments that are computed once per shape."""
 
+import functools
+import importlib
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ropewalk.kernels.torch_internals import current_device, current_stream
 
 __all__ = [
     "INSTALLED",
@@ -17,9 +22,11 @@ __all__ = [
     "alignment",
     "heads_are_adjacent",
     "is_wide",
+    "launcher_note",
     "rows_of",
     "table_strides",
     "tokens_before_next_head",
+    "why_launcher_unknown",
 ]
 
 # Whether Triton is installed. Checked at import and not in calls, because torch.compile would trace the check.
@@ -150,11 +157,46 @@ def is_wide(*reaches: int) -> bool:
     return any(reach >= REACH - (1 << 24) for reach in reaches)
 
 
+# The first parameters of the launcher of a compiled kernel, as Triton 3.5 to 3.9 have them.
+_LAUNCHER = ("gridX", "gridY", "gridZ", "stream", "function")
+
+
+def why_launcher_unknown(launcher: Any) -> str | None:
+    """Return what is unknown about the launcher of compiled kernels, an object or its class, or None.
+
+    >>> class Launcher:
+    ...     def __call__(self, gridX, gridY, gridZ, stream, function, *arguments): ...
+    >>> why_launcher_unknown(Launcher()) is None, why_launcher_unknown(print)
+    (True, 'a launcher with other parameters')
+    """
+    kind = launcher if isinstance(launcher, type) else type(launcher)
+    call = inspect.getattr_static(kind, "__call__", None)
+    names = tuple(inspect.signature(call).parameters)[1:6] if inspect.isfunction(call) else ()
+    return None if names == _LAUNCHER else "a launcher with other parameters"
+
+
+def launcher_note() -> str | None:
+    """Return how kernels are launched if it is not the fastest way, for `ropewalk bench --backends`; else None.
+
+    >>> launcher_note() is None or "kernel[grid]" in launcher_note()
+    True
+    """
+    if not INSTALLED or INTERPRETED:
+        return None
+    try:
+        launcher = importlib.import_module("triton.backends.nvidia.driver").CudaLauncher
+    except (ImportError, AttributeError):
+        return "launches by kernel[grid], which takes longer: Triton has no CudaLauncher"
+    reason = why_launcher_unknown(launcher)
+    return None if reason is None else f"launches by kernel[grid], which takes longer: Triton has {reason}"
+
+
 class Launch:
     """A kernel with its grid, numbers and constants. A call passes the tensors.
 
     Triton looks up the compiled binary for its arguments in every call, which takes several times as long as the
-    launch. Here it is looked up once and stored.
+    launch. Here it is looked up once, and later calls use its launcher, with addresses instead of tensors. An unknown
+    launcher, and hooks of a profiler, need Triton's own interface.
 
     >>> launch = Launch(kernel=None, programs=3, numbers=(7,), constants={"WIDTH": 4}, warps=4)
     >>> launch.programs
@@ -169,23 +211,56 @@ class Launch:
         self._numbers, self._constants = tuple(numbers), constants
         self._rest = (*numbers, *constants.values())
         self._run: Callable[..., Any] | None = None
+        # The binary and its description, and no metadata and no hooks of profilers.
+        self._binary: tuple[Any, ...] = ()
 
     def __call__(self, device: torch.device, *arguments: Tensor | int | float) -> None:
-        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        """Launch the kernel on the current stream of a device."""
+        if device.type == "cuda" and current_device() != device.index:
             with torch.cuda.device(device):
                 return self(device, *arguments)
         if self._run is not None:
-            self._run(*arguments, *self._rest)
-            return None
+            addresses = [x if isinstance(x, int | float) else x.data_ptr() for x in arguments]
+            if self.by_address(current_stream(device), *addresses):
+                return None
         compiled = self.bare(*arguments)
         # Triton's interpreter returns None.
-        if compiled is not None:
-            self._run = compiled[self._grid]
+        if compiled is not None and self._run is None and why_launcher_unknown(compiled.run) is None:
+            self._binary = compiled.function, compiled.packed_metadata, None, None, None
+            self._run = compiled.run
         return None
+
+    def by_address(self, stream: int, *arguments: int | float) -> bool:
+        """Launch the kernel on a stream of the current device, with the addresses of tensors.
+
+        Returns:
+            Whether it was launched. The first launch, and those that profilers observe, need tensors.
+        """
+        if self._run is None or _are_observed():
+            return False
+        self._run(*self._grid, stream, *self._binary, *arguments, *self._rest)
+        return True
 
     def bare(self, *arguments: Tensor | int | float) -> Any:
         """Launch the kernel by Triton's own interface."""
         return self._kernel[self._grid](*arguments, *self._numbers, **self._constants, num_warps=self._warps)
+
+
+def _are_observed() -> bool:
+    """Whether hooks of a profiler, such as Triton's Proton, observe launches."""
+    hooks = runtime_knobs()
+    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+@functools.cache
+def runtime_knobs() -> Any:
+    """Return Triton's settings for launches. Triton is imported when the first kernel is launched.
+
+    >>> hasattr(runtime_knobs(), "launch_enter_hook") if INSTALLED else True
+    True
+    """
+    return importlib.import_module("triton.knobs").runtime
 
 
 class _Launches(dict[Any, Any]):

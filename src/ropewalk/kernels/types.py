@@ -1,13 +1,26 @@
 """Arguments of all backends: layouts of features, tables of cos and sin, norms, sides and sums of linear attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["FeatureMap", "FeatureMapName", "Features", "Layout", "Norm", "Side", "Sums", "Tables", "line_up"]
+__all__ = [
+    "FeatureMap",
+    "FeatureMapName",
+    "Features",
+    "Layout",
+    "Norm",
+    "RopeNumbers",
+    "Shortcut",
+    "Side",
+    "Sums",
+    "Tables",
+    "line_up",
+]
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,65 @@ class Tables(NamedTuple):
     cos: Tensor
     sin: Tensor
     row: int = 0
+
+
+class RopeNumbers(NamedTuple):
+    """What a `Shortcut` must know of a rope: what it rotates, its frequencies, and what else its calls need.
+
+    Args:
+        head_dim: Number of features that q and k must have.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        inv_freq: Frequencies [pairs], on the device of the calls.
+        radix_table: Radix table, or None.
+        amplitude: Factor on cos and sin, a float64 tensor [].
+        makers: Which rope computed a tensor of cos, by its id: (weak reference, rope, parameter).
+        rope: The object by which `makers` identifies this rope.
+        context_length: Number of positions that are allowed, or None.
+        with_graph: (q, k or None, rotated tensors, cos, sin, row, whether cos and sin belong to a cache) -> the rotated
+            tensors with a graph, for calls that need gradients of q and k. For norm_rotate: (q, k, q_weight, k_weight,
+            rotated tensors, cos, sin, whether they belong to a cache, row, norm). None before `ops` has chosen.
+        from_positions: Whether calls with positions are supported: no other backend computes cos and sin.
+
+    >>> RopeNumbers(4, Layout(True, 0, -2), torch.ones(2), None, torch.ones(()), {}, "this rope").head_dim
+    4
+    """
+
+    head_dim: int
+    layout: Layout
+    inv_freq: Tensor
+    radix_table: Tensor | None
+    amplitude: Tensor
+    makers: dict[int, Any]
+    rope: object
+    context_length: int | None = None
+    with_graph: Callable[..., tuple[Tensor, ...]] | None = None
+    from_positions: bool = False
+
+
+class Shortcut(Protocol):
+    """The common calls of one rope, for a backend whose host time matters: all checks and the rotation in one step.
+
+    A call that is unusual in any way returns None and does nothing. The caller then uses the general path, which raises
+    all errors. The caller detects compilers; the shortcut detects everything else that traces or intercepts calls.
+
+    >>> Shortcut.__name__
+    'Shortcut'
+    """
+
+    def __call__(self, *arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...] | None:
+        """Rotate q, or q and k, as the module does, with one of the options offset, angles and positions, or none.
+
+        For norm_rotate: (q, k, q_weight, k_weight, norm), with offset or angles.
+        """
+        ...
+
+    def rotate_(self, *arguments: Any, **options: Any) -> Tensor | tuple[Tensor, ...] | None:
+        """The same in place."""
+        ...
+
+    def remember(self, start: int, stop: int, cos: Tensor, sin: Tensor) -> object:
+        """Use cos and sin [stop - start, pairs] for calls at positions start .. stop-1, until the next call of this."""
+        ...
 
 
 def line_up(table: Tensor, x: Tensor, seq_dim: int, row: int = 0) -> Tensor:

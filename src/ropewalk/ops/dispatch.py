@@ -23,7 +23,7 @@ from ropewalk.kernels.backend import Choice, OperationName, backends, candidates
 from ropewalk.kernels.backends import TORCH
 from ropewalk.kernels.torch_internals import is_exporting, is_one, is_plain, is_transformed, why_not_plain
 
-__all__ = ["backend_reasons", "choose", "direct_rotation", "find", "require_backend"]
+__all__ = ["backend_reasons", "choose", "find", "require_backend", "with_shortcut"]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -136,18 +136,19 @@ def _have_plain_types(tensors: Sequence[Tensor | None]) -> bool:
     return all(x is None or type(x) in _PLAIN_TYPES for x in tensors)
 
 
-def direct_rotation(device: torch.device, requested: str | None) -> Choice | None:
-    """Return the backend that rotates plain tensors on a device, or None if it has no `run_if_ready`.
+def with_shortcut(name: OperationName, device: torch.device, requested: str | None) -> Choice | None:
+    """Return the backend that computes an operation of plain tensors on a device, or None if it has no shortcuts.
 
     Args:
+        name: Name of the operation.
         device: Device of the tensors.
         requested: Name of the forced backend, or None.
 
-    >>> direct_rotation(torch.device("cpu"), "torch") is None
+    >>> with_shortcut("rotate", torch.device("cpu"), "torch") is None
     True
     """
-    first = next(iter(candidates("rotate", requested, device.type)), None)
-    if first is None or first.operation.run_if_ready is None:
+    first = next(iter(candidates(name, requested, device.type)), None)
+    if first is None or first.operation.shortcut is None:
         return None
     # A forced backend may support devices on which it is not chosen automatically. `choose` decides these calls.
     devices = registered(first.backend).devices

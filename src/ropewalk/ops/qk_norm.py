@@ -11,12 +11,12 @@ from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.qk_norm.torch import factor, norm_backward
 from ropewalk.kernels.qk_norm.torch import norm_rotate as norm_rotate_formula
 from ropewalk.kernels.rotate.torch import rotate_traceable
-from ropewalk.kernels.torch_internals import is_plain
-from ropewalk.kernels.types import Layout, Norm
-from ropewalk.ops.dispatch import choose
+from ropewalk.kernels.torch_internals import is_plain, plain_apply
+from ropewalk.kernels.types import Layout, Norm, RopeNumbers, Shortcut
+from ropewalk.ops.dispatch import choose, with_shortcut
 from ropewalk.ops.rotation import by_formula, rows_for
 
-__all__ = ["norm_rotate"]
+__all__ = ["norm_rotate", "norm_shortcut_of"]
 
 
 def norm_rotate(
@@ -69,36 +69,78 @@ def norm_rotate(
     else:
         sides = (q, q_weight), (k, k_weight)
         needs = [grad and any(x is not None and x.requires_grad for x in side) for side in sides]
-        options = cos, sin, layout, choice, norm, row
+        how = cos, sin, False, layout, choice, norm, row
         if all(needs) and choice.operation.joint:
-            results = _NormRotate.apply(*both, *weights, *options)
+            results = _apply_norm(*both, *weights, None, how)
         elif any(needs):
             # One Function for both would put a tensor without gradient into the graph, and free what the other saved.
-            results = [_NormRotate.apply(*side, *options)[0] for side in sides]  # pyright: ignore[reportOptionalSubscript]
+            results = [_apply_norm(*side, None, how)[0] for side in sides]
         else:
             results = choice.operation.run(both, weights, cos, sin, layout, norm, row)
     return tuple(results)  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
+def norm_shortcut_of(numbers: RopeNumbers, device: torch.device, backend: str | None) -> Shortcut | None:
+    """Return the shortcut for `norm_rotate` with a rope on a device; None if its backend has none there.
+
+    Arguments are those of `shortcut_of`.
+
+    >>> theta, one = torch.ones(1, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    >>> numbers = RopeNumbers(2, Layout(True, 0, -2), theta, None, one, {}, None)
+    >>> norm_shortcut_of(numbers, torch.device("cpu"), None) is None
+    True
+    """
+    choice = with_shortcut("norm_rotate", device, backend)
+    if choice is None or choice.operation.shortcut is None:
+        return None
+    layout = numbers.layout
+
+    def with_graph(
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        rotated: tuple[Tensor, ...],
+        cos: Tensor,
+        sin: Tensor,
+        is_cached: bool,
+        row: int,
+        norm: Norm,
+    ) -> tuple[Tensor, ...]:
+        return _apply_norm(q, k, q_weight, k_weight, rotated, (cos, sin, is_cached, layout, choice, norm, row))
+
+    return choice.operation.shortcut(numbers._replace(with_graph=with_graph))
+
+
 class _NormRotate(torch.autograd.Function):
-    """Norm and rotation by the kernel of a backend. Inputs: one or two tensors, their weights, cos, sin, options."""
+    """Norm and rotation by the kernel of a backend. Inputs: one or two tensors, their weights, results or None, how.
+
+    `how` is cos and sin, whether they belong to a cache, which never writes to them, and the options of the kernel.
+    A shortcut has computed the results already. They only get their graph here.
+    """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        *tensors, layout, choice, norm, row = inputs
-        count = (len(tensors) - 2) // 2
-        ctx.save_for_backward(*tensors)
-        ctx.options = count, layout, choice, norm, row
-        both, weights, (cos, sin) = tensors[:count], tensors[count:-2], tensors[-2:]
-        return tuple(choice.operation.run(both, weights, cos, sin, layout, norm, row))
+        *tensors, results, how = inputs
+        cos, sin, is_cached, layout, choice, norm, row = how
+        count = len(tensors) // 2
+        if is_cached:
+            ctx.save_for_backward(*tensors)
+        else:
+            ctx.save_for_backward(*tensors, cos, sin)
+        ctx.options = count, (cos, sin) if is_cached else None, layout, choice, norm, row
+        if results is None:
+            results = choice.operation.run(tensors[:count], tensors[count:], cos, sin, layout, norm, row)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, cos, sin = ctx.saved_tensors
-        count, layout, choice, norm, row = ctx.options
-        both, weights, options = tensors[:count], tensors[count:], [None] * 6
+        count, cached, layout, choice, norm, row = ctx.options
+        saved = ctx.saved_tensors
+        tensors, (cos, sin) = saved[: 2 * count], cached or saved[2 * count :]
+        both, weights, options = tensors[:count], tensors[count:], [None] * 2
         backward = choice.operation.backward
-        if backward is None or torch.is_grad_enabled() or not is_plain(*cotangents, *both, cos, sin):
+        if backward is None or torch.is_grad_enabled() or not is_plain(*cotangents, *both):
             # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
 
             def formula(*inputs: Any) -> list[Tensor]:
@@ -108,6 +150,9 @@ class _NormRotate(torch.autograd.Function):
         learns = any(ctx.needs_input_grad[count : 2 * count])
         of_both, of_weights = backward(cotangents, both, weights, learns, cos, sin, layout, norm, row)
         return *of_both, *of_weights, *options
+
+
+_apply_norm = plain_apply(_NormRotate)
 
 
 @torch.library.custom_op("ropewalk::norm_rotate", mutates_args=())

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Choice, registered
+from ropewalk.kernels.backend import Choice, candidates, registered
 from ropewalk.kernels.constructors import empty_like, new_empty_strided
 from ropewalk.kernels.rotate.torch import rotate_traceable
-from ropewalk.kernels.torch_internals import is_eager, is_plain
-from ropewalk.kernels.types import Layout
-from ropewalk.ops.dispatch import choose
+from ropewalk.kernels.torch_internals import is_plain, plain_apply
+from ropewalk.kernels.types import Layout, RopeNumbers, Shortcut
+from ropewalk.ops.dispatch import choose, with_shortcut
 
-__all__ = ["by_formula", "rotate", "rotate_directly", "rotation_in_place", "rows_for"]
+__all__ = ["by_formula", "rotate", "rotation_in_place", "rows_for", "shortcut_of"]
 
 
 def rotate(
@@ -77,8 +77,13 @@ def _by_kernel(
         if k is not None and q.requires_grad != k.requires_grad:
             # One Function for both would add the tensor that needs no gradient to the graph.
             return tuple(_by_kernel(choice, x, None, cos, sin, layout, row, conjugate)[0] for x in (q, k))
-        return _Rotate.apply(q, k, cos, sin, layout, choice, row, conjugate)  # pyright: ignore[reportReturnType]
+        return _apply_rotation(q, k, None, (cos, sin, False, layout, choice, row, conjugate))
     return choice.operation.run(q, k, cos, sin, layout, row, conjugate)
+
+
+# cos and sin of a rotation of plain tensors, whether they belong to a cache, which never writes to them, the layout,
+# the choice, the row, and whether the angles are negated.
+_How = tuple[Tensor, Tensor, bool, Layout, Choice, int, bool]
 
 
 def _by_op(
@@ -103,44 +108,32 @@ def rows_for(table: Tensor, row: int, x: Tensor, layout: Layout) -> Tensor:
     return table.narrow(-2, row, seq) if row or table.shape[-2] != seq else table
 
 
-def rotate_directly(
-    direct: Choice | None,
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    layout: Layout,
-    row: int,
-    rows: int,
-    head_dim: int,
-) -> tuple[Tensor, ...] | None:
-    """Rotate in a plain eager call if a backend supports the tensors directly; otherwise return None.
-
-    It checks in two microseconds what `choose` and the checks of a module need ten microseconds for.
+def shortcut_of(numbers: RopeNumbers, device: torch.device, backend: str | None) -> Shortcut | None:
+    """Return the shortcut for the calls of a rope on a device; None if its backend has none there.
 
     Args:
-        direct: Result of `direct_rotation` for the device of cos and sin.
-        q: Queries.
-        k: Keys, or None.
-        cos: Plain tensor that needs no gradient.
-        sin: Plain tensor that needs no gradient.
-        layout: Pairing, first rotated feature, and dimension of the sequence.
-        row: Row of cos and sin that belongs to the first token.
-        rows: Number of rows of cos and sin from `row` on.
-        head_dim: Number of features that q and k must have.
+        numbers: The rope. `with_graph` and `from_positions` are set here.
+        device: Device of the calls.
+        backend: Name of the forced backend, or None.
 
-    >>> from ropewalk.ops.dispatch import direct_rotation
-    >>> table, direct = torch.ones(3, 2), direct_rotation(torch.device("cpu"), None)
-    >>> direct and rotate_directly(direct, torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)
+    >>> theta, one = torch.ones(1, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    >>> numbers = RopeNumbers(2, Layout(True, 0, -2), theta, None, one, {}, None)
+    >>> shortcut_of(numbers, torch.device("cpu"), "torch") is None
+    True
     """
-    if direct is None or not is_eager():
+    choice = with_shortcut("rotate", device, backend)
+    if choice is None or choice.operation.shortcut is None:
         return None
-    run_if_ready = direct.operation.run_if_ready
-    if torch.is_grad_enabled() and (getattr(q, "requires_grad", False) or getattr(k, "requires_grad", False)):
-        if not run_if_ready(q, k, cos, sin, layout, row, rows, head_dim, True):  # pyright: ignore[reportOptionalCall]
-            return None
-        return _by_kernel(direct, q, k, cos, sin, layout, row)
-    return run_if_ready(q, k, cos, sin, layout, row, rows, head_dim)  # pyright: ignore[reportOptionalCall]
+    layout = numbers.layout
+
+    def with_graph(
+        q: Tensor, k: Tensor | None, rotated: tuple[Tensor, ...], cos: Tensor, sin: Tensor, row: int, is_cached: bool
+    ) -> tuple[Tensor, ...]:
+        return _apply_rotation(q, k, rotated, (cos, sin, is_cached, layout, choice, row, False))
+
+    first = next(iter(candidates("cos_sin", backend, device.type)), None)
+    from_positions = first is not None and first.backend == choice.backend
+    return choice.operation.shortcut(numbers._replace(with_graph=with_graph, from_positions=from_positions))
 
 
 def rotation_in_place(
@@ -188,31 +181,34 @@ def rotation_in_place(
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of one or two tensors, with the opposite rotation as its backward. cos and sin get no gradient."""
+    """Rotation by the kernel of a backend, without gradients of cos and sin.
+
+    `rotated` are the results if they were already computed. A shortcut computes them, and they only get their graph.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        layout: Layout,
-        choice: Choice,
-        row: int,
-        conjugate: bool,
+        ctx: Any, q: Tensor, k: Tensor | None, rotated: tuple[Tensor, ...] | None, how: _How
     ) -> tuple[Tensor, ...]:
+        cos, sin, is_cached, layout, choice, row, conjugate = how
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin)
-        rotated = choice.operation.run(q, k, cos, sin, layout, row, conjugate)
-        ctx.options = layout, choice, row, conjugate, [y.stride() for y in rotated]
+        if not is_cached:
+            # Autograd must detect if they are written before the backward.
+            ctx.save_for_backward(cos, sin)
+        if rotated is None:
+            rotated = choice.operation.run(q, k, cos, sin, layout, row, conjugate)
+        strides = [y.stride() for y in rotated] if choice.operation.into else None
+        ctx.how = (cos, sin) if is_cached else None, layout, choice, row, conjugate, strides
         return rotated
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        grads = _rotated_back(cotangents, cos, sin, *ctx.options)
-        return (*grads, *[None] * (8 - len(grads)))
+        cached, *options = ctx.how
+        grads = _rotated_back(cotangents, *(cached or ctx.saved_tensors), *options)
+        return (*grads, *[None] * (4 - len(grads)))
+
+
+_apply_rotation = plain_apply(_Rotate)
 
 
 def _rotated_back(
@@ -223,21 +219,23 @@ def _rotated_back(
     choice: Choice,
     row: int,
     conjugate: bool,
-    strides: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]] | None,
 ) -> list[Tensor | None]:
     """Return the cotangents of a rotation, rotated by the opposite angles, with the strides of the rotated tensors.
 
-    These are the strides that autograd expects when it adds gradients, or multiplies them with a weight.
+    These are the strides that autograd expects when it adds gradients, or multiplies them with a weight. They are None
+    if the backend creates its results itself.
     """
-    present = [(g, stride) for g, stride in zip(cotangents, strides, strict=True) if g is not None]
+    present = [g for g in cotangents if g is not None]
     if not present:
         return [None for _ in cotangents]
-    q, k = present[0][0], present[1][0] if len(present) == 2 else None
-    if not is_plain(q, k, cos, sin):
+    q, k = present[0], present[1] if len(present) == 2 else None
+    if not is_plain(q, k):
         # For example batched cotangents, which only the formula supports, whichever backend was forced.
         rotated = rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate)
-    elif choice.operation.into and not torch.is_grad_enabled():
-        out = [new_empty_strided(g, g.shape, stride) for g, stride in present]
+    elif strides is not None and not torch.is_grad_enabled():
+        both = zip(cotangents, strides, strict=True)
+        out = [new_empty_strided(g, g.shape, stride) for g, stride in both if g is not None]
         rotated = choice.operation.run(q, k, cos, sin, layout, row, not conjugate, out=out)
     else:
         rotated = _by_kernel(choice, q, k, cos, sin, layout, row, not conjugate)
@@ -275,12 +273,15 @@ def by_formula(
 
 
 class _RotateLearned(torch.autograd.Function):
-    """Rotation with gradients of cos and sin, by a backend that supports them. Inputs are those of `_Rotate`."""
+    """Rotation with gradients of cos and sin, by a backend that supports them."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        rotated = _Rotate.forward(ctx, *inputs)
-        ctx.save_for_backward(*inputs[:4])
+        q, k, cos, sin, layout, choice, row, conjugate = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, cos, sin)
+        rotated = choice.operation.run(q, k, cos, sin, layout, row, conjugate)
+        ctx.options = layout, choice, row, conjugate, [y.stride() for y in rotated]
         return rotated
 
     @staticmethod

@@ -3,6 +3,7 @@
 Calls that differ from what was probed (other lengths, tables of another width, no keys) use the model's own function.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from ropewalk.hub.accelerate.rotation_probe import PACKED, Rotation, parameters_of
 from ropewalk.kernels.precision import FLOATS
-from ropewalk.kernels.torch_internals import has_hooks
+from ropewalk.kernels.torch_internals import current_stream, has_hooks, is_capturing, is_plain
 from ropewalk.kernels.types import Layout, Norm
 from ropewalk.ops import norm_rotate, rotate
 
-__all__ = ["fused_norm_rotation", "fused_rotation"]
+__all__ = ["PairTables", "fused_norm_rotation", "fused_rotation"]
 
 
 def fused_rotation(
@@ -45,6 +46,7 @@ def fused_rotation(
     first = [name for name in names if name not in rotation.tables][: 2 if rotation.both else 1]
     values = rotation.values
     known = {*first, *rotation.tables, "unsqueeze_dim", *([] if values is None else [values])}
+    pairs = PairTables(rotation)
 
     def rotated(*args: Any, **kwargs: Any) -> Any:
         arguments = dict(zip(names, args, strict=False)) | kwargs
@@ -54,7 +56,7 @@ def fused_rotation(
             return original(*args, **kwargs)
         if values is not None and arguments.get(values) is not None:
             tensors.append(arguments[values])
-        prepared = _prepared(tensors, *_cos_sin(arguments, rotation), rotation, widths, seq_dim)
+        prepared = _prepared(tensors, *_cos_sin(arguments, rotation), rotation, widths, seq_dim, pairs)
         if prepared is None:
             return original(*args, **kwargs)
         xs, cos, sin, layout = prepared
@@ -97,9 +99,10 @@ def fused_norm_rotation(
     [-1.1314, 0.8485]
     """
     seq_dim = dict(rotation.seq_dims).get(1, dict(rotation.seq_dims).get(None))
+    pairs = PairTables(rotation)
 
     def normed_and_rotated(q_norm: Any, k_norm: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-        prepared = None if seq_dim is None else _prepared([q, k], cos, sin, rotation, widths, seq_dim)
+        prepared = None if seq_dim is None else _prepared([q, k], cos, sin, rotation, widths, seq_dim, pairs)
         # If cos promotes q to a wider dtype, the norm has to round before the rotation.
         supported = (
             prepared is not None
@@ -130,8 +133,68 @@ def _is_plain(module: Any, norms: type, x: Tensor) -> bool:
     )
 
 
+class PairTables:
+    """cos and sin as the kernels accept them: one number per pair, in the working dtype.
+
+    The layers of a model receive the same cos and sin in a forward pass, so those of the last call are kept. Nothing is
+    kept if a write to cos or sin could not be detected, or if other code is to see the conversion: a compiler, autograd
+    or a CUDA graph.
+
+    Args:
+        rotation: What the model's function computes.
+
+    >>> rotation = Rotation("half", "halves", False, False, False, None, ((None, -2),), True, False)
+    >>> tables, cos, sin = PairTables(rotation), torch.ones(1, 3, 4).bfloat16(), torch.zeros(1, 3, 4).bfloat16()
+    >>> first, again = tables(cos, sin, torch.float32), tables(cos, sin, torch.float32)
+    >>> first[0].shape, first[0].dtype, again[0] is first[0]
+    (torch.Size([1, 3, 2]), torch.float32, True)
+    >>> _ = cos.mul_(2)
+    >>> tables(cos, sin, torch.float32)[0][0, 0, 0].item()
+    2.0
+    """
+
+    def __init__(self, rotation: Rotation) -> None:
+        self._rotation = rotation
+        self._last: tuple[Any, Any, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, cos: Tensor, sin: Tensor, working: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Convert cos and sin [batch, seq, width]."""
+        key = _key_of(cos, sin, working)
+        if key is None:
+            return self._converted(cos, working), self._converted(sin, working)
+        last = self._last
+        if last is not None and last[0]() is cos and last[1]() is sin and last[2] == key:
+            return last[3]
+        tables = self._converted(cos, working).contiguous(), self._converted(sin, working).contiguous()
+        self._last = weakref.ref(cos), weakref.ref(sin), key, tables
+        return tables
+
+    def _converted(self, table: Tensor, working: torch.dtype) -> Tensor:
+        pairs = _pairs(table, self._rotation)
+        return pairs if pairs.dtype == working else pairs.to(working)
+
+
+def _key_of(cos: Tensor, sin: Tensor, working: torch.dtype) -> tuple[Any, ...] | None:
+    """What a conversion depends on beside cos and sin; None if it must not be kept."""
+    if torch.compiler.is_compiling() or not is_plain(cos, sin) or cos.is_inference() or sin.is_inference():
+        return None
+    if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
+        return None
+    stream = current_stream(cos.device)
+    # Kept tensors of inference mode cannot be saved for a backward.
+    if torch.is_inference_mode_enabled() or (cos.is_cuda and is_capturing(stream)):
+        return None
+    return cos._version, sin._version, working, stream
+
+
 def _prepared(
-    tensors: list[Any], cos: Any, sin: Any, rotation: Rotation, widths: frozenset[int] | None, seq_dim: int
+    tensors: list[Any],
+    cos: Any,
+    sin: Any,
+    rotation: Rotation,
+    widths: frozenset[int] | None,
+    seq_dim: int,
+    pairs: PairTables,
 ) -> tuple[list[Tensor], Tensor, Tensor, Layout] | None:
     """Return the tensors, and cos and sin as the kernels accept them, or None if the shapes were not probed.
 
@@ -161,9 +224,7 @@ def _prepared(
         dtype = torch.promote_types(dtype, cos.dtype)
         tensors = [x.to(dtype) for x in tensors]
     working = torch.float64 if dtype == torch.float64 else torch.float32
-    cos, sin = _pairs(cos, rotation), _pairs(sin, rotation)
-    if cos.dtype != working or sin.dtype != working:
-        cos, sin = cos.to(working), sin.to(working)
+    cos, sin = pairs(cos, sin, working)
     start = head_dim - rotated_dim if rotation.part == "trailing" else 0
     return tensors, cos, sin, Layout(rotation.pairing == "interleaved", start, seq_dim)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ropewalk.kernels.constructors import empty, empty_like
 from ropewalk.kernels.triton_launch import LAUNCHES, Launch
 
-__all__ = ["cos_sin"]
+__all__ = ["cos_sin", "cos_sin_of"]
 
 # Up to this angle, the reduction with two terms of pi/2 is more precise than float32. Larger angles use the cosine of
 # the library, which is slower.
@@ -42,6 +42,18 @@ def _near(angle):
     cos = tl.where(swapped, sine, cosine)
     sin = tl.where(swapped, cosine, sine)
     return tl.where(((quarter + 1) & 2) == 2, -cos, cos), tl.where((quarter & 2) == 2, -sin, sin)
+
+
+@triton.jit
+def cos_sin_of(angle, dtype: tl.constexpr):
+    """Return float64 cos and sin of float64 angles, exact enough for results of `dtype`."""
+    if dtype == tl.float64:
+        c, s = tl.cos(angle), tl.sin(angle)
+    elif tl.max(tl.abs(angle)) < FAR:
+        c, s = _near(angle)
+    else:
+        c, s = tl.cos(angle), tl.sin(angle)
+    return c, s
 
 
 @triton.jit(do_not_specialize=["tokens", "seq"])
@@ -78,12 +90,7 @@ def _cos_sin(
             position += on_axis * tl.load(axes + axis * PAIRS + pair)
     angle = position * tl.load(inv_freq + head * PAIRS + pair)
     scale = tl.load(amplitude)
-    if cos.dtype.element_ty == tl.float64:
-        c, s = tl.cos(angle), tl.sin(angle)
-    elif tl.max(tl.abs(angle)) < FAR:
-        c, s = _near(angle)
-    else:
-        c, s = tl.cos(angle), tl.sin(angle)
+    c, s = cos_sin_of(angle, cos.dtype.element_ty)
     tl.store(cos + at, (scale * c).to(cos.dtype.element_ty), mask=valid)
     tl.store(sin + at, (scale * s).to(sin.dtype.element_ty), mask=valid)
 

@@ -16,7 +16,7 @@ NATIVE = Backend(
         "rotate": Operation(
             run=rotate.rotate,
             supports=rotate.supports,
-            run_if_ready=rotate.rotate_if_ready,
+            shortcut=rotate.shortcut,
             in_place=True,
         ),
         "norm_rotate": Operation(

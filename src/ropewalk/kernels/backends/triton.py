@@ -105,7 +105,7 @@ TRITON = Backend(
         "rotate": Operation(
             run=_late("rotate.triton", "rotate"),
             supports=_supports_rotation,
-            run_if_ready=_late("rotate.triton", "rotate_if_ready"),
+            shortcut=_late("rotate.triton_shortcut", "shortcut"),
             table_gradient=_late("rotate.triton_tables", "table_gradient"),
             in_place=True,
             into=True,
@@ -114,6 +114,7 @@ TRITON = Backend(
             run=_late("qk_norm.triton", "norm_rotate"),
             supports=_supports_rotation,
             backward=_late("qk_norm.triton", "norm_rotate_backward"),
+            shortcut=_late("qk_norm.triton_shortcut", "shortcut"),
             joint=True,
         ),
         "linear_attention": Operation(

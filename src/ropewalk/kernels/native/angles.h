@@ -45,12 +45,16 @@ static void angles_row(const Angles *a, int64_t position, int64_t head, AnyFloat
     }
 }
 
+static int64_t position_of(const Angles *a, int64_t row) {
+    const int64_t at = row / a->seq * a->batch_step + row % a->seq * a->seq_step;
+    return a->wide ? ((const AnyLong *)a->positions)[at] : ((const AnyInt *)a->positions)[at];
+}
+
 static void angles_part(const void *job, int64_t part, int64_t parts) {
     const Angles *a = job;
     const int64_t rows = a->batch * a->seq, stop = rows * (part + 1) / parts;
     for (int64_t row = rows * part / parts; row < stop; row++) {
-        const int64_t batch = row / a->seq, token = row % a->seq, at = batch * a->batch_step + token * a->seq_step;
-        const int64_t position = a->wide ? ((const AnyLong *)a->positions)[at] : ((const AnyInt *)a->positions)[at];
+        const int64_t batch = row / a->seq, token = row % a->seq, position = position_of(a, row);
         for (int64_t head = 0; head < a->heads; head++) {
             const int64_t to = ((batch * a->heads + head) * a->seq + token) * a->pairs;
             angles_row(a, position, head, a->cos + to, a->sin + to);

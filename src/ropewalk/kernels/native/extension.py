@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.constructors import empty_like
-from ropewalk.kernels.torch_internals import MASKS, openmp_team
+from ropewalk.kernels.torch_internals import TORCH_STATE, openmp_team
 
 __all__ = ["MISSING", "MOST_DIMS", "NATIVE", "instructions"]
 
@@ -41,7 +41,7 @@ def _load() -> tuple[ModuleType | None, str | None]:
     if exchange is None:
         return None, f"torch {torch.__version__} does not export DLPack's exchange API: use torch 2.11 or later"
     try:
-        native.use_torch(Tensor, torch.nn.Parameter, exchange, openmp_team(), MASKS, empty_like)
+        native.use_torch(Tensor, torch.nn.Parameter, exchange, openmp_team(), (empty_like, *TORCH_STATE))
     except (ImportError, ValueError) as error:
         return None, f"torch {torch.__version__} exports its tensors in a way that is not supported ({error})"
     return native, None

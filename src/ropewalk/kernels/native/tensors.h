@@ -38,7 +38,7 @@ typedef uint16_t AnyHalf __attribute__((aligned(1), may_alias));
 typedef int32_t AnyInt __attribute__((aligned(1), may_alias));
 typedef int64_t AnyLong __attribute__((aligned(1), may_alias));
 
-enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DL_CPU = 1, DL_INT = 0, DL_FLOAT = 2, DL_BFLOAT = 4, DL_COMPLEX = 5 };
 
 static const Exchange *exchange;
 static PyTypeObject *tensor_type, *parameter_type;
@@ -58,12 +58,14 @@ static int use_torch(PyObject *tensors, PyObject *parameters, PyObject *capsule)
     return 0;
 }
 
-/* Whether the tensor has memory, or needs none because it is empty. */
-static int has_memory(const Tensor *t) {
+static int has_elements(const Tensor *t) {
     for (int i = 0; i < t->dims; i++)
-        if (t->shape[i] == 0) return 1;
-    return t->data != NULL;
+        if (t->shape[i] == 0) return 0;
+    return 1;
 }
+
+/* Whether the tensor has memory, or needs none because it is empty. */
+static int has_memory(const Tensor *t) { return t->data != NULL || !has_elements(t); }
 
 /* Describe a plain CPU tensor in `out`, valid while the object lives. Returns 0, or -1 with an exception. */
 static int borrow(PyObject *object, Tensor *out, const char *name) {

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.constructors import empty, empty_like, zeros
-from ropewalk.kernels.qk_norm.triton_kernels import norm_rotate_backward_kernel, norm_rotate_kernel
+from ropewalk.kernels.qk_norm.triton_kernels import (
+    norm_rotate_backward_kernel,
+    norm_rotate_kernel,
+    weight_sums_kernel,
+)
 from ropewalk.kernels.triton_launch import (
     LAUNCHES,
     Launch,
@@ -23,10 +27,10 @@ from ropewalk.kernels.triton_launch import (
 )
 from ropewalk.kernels.types import Layout, Norm
 
-__all__ = ["norm_rotate", "norm_rotate_backward"]
+__all__ = ["norm_rotate", "norm_rotate_backward", "plan_norm"]
 
 # Programs of the backward per multiprocessor. More programs balance the load, but leave more sums to add.
-PROGRAMS = 16
+PROGRAMS = 8
 
 
 def norm_rotate(
@@ -48,7 +52,7 @@ def norm_rotate(
     [-1.1314, 0.8485]
     """
     out = [empty_like(x) for x in both]
-    _run(norm_rotate_kernel, [both, out], weights, None, cos, sin, layout, norm, row)
+    _run(norm_rotate_kernel, [both, out], weights, [None for _ in both], None, cos, sin, layout, norm, row)
     return out
 
 
@@ -74,15 +78,16 @@ def norm_rotate_backward(
     [0.181, -0.1358]
     """
     out = [empty_like(x) for x in both]
-    sums = _run(norm_rotate_backward_kernel, [both, cotangents, out], weights, learns, cos, sin, layout, norm, row)
-    both_sums = zip(weights, sums, strict=True)
-    return out, [None if w is None or part is None else part.to(w.dtype) for w, part in both_sums]
+    dtypes = [None if w is None or not learns else w.dtype for w in weights]
+    options = learns, cos, sin, layout, norm, row
+    return out, _run(norm_rotate_backward_kernel, [both, cotangents, out], weights, dtypes, *options)
 
 
 def _run(
     kernel: Any,
     groups: Sequence[Sequence[Tensor]],
     weights: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype | None],
     learns: bool | None,
     cos: Tensor,
     sin: Tensor,
@@ -90,58 +95,92 @@ def _run(
     norm: Norm,
     row: int,
 ) -> list[Tensor | None]:
-    """Launch the kernel on one or two tensors of each group. Return the weight gradients, or None if not needed."""
-    if any(x.numel() == 0 for x in groups[0]):
-        options = learns, cos, sin, layout, norm, row
-        return (
-            _run_separately(kernel, groups, weights, *options)
-            if len(weights) == 2
-            else _zero_sums(weights, learns, cos)
-        )
+    """Launch the kernel on one or two tensors of each group: inputs, cotangents in the backward, and outputs.
+
+    Returns:
+        The weight gradients in the dtypes `dtypes`, and None for those that are None.
+    """
+    both = groups[0]
+    options = learns, cos, sin, layout, norm, row
+    if any(x.numel() == 0 for x in both):
+        if len(weights) == 2:
+            return _run_separately(kernel, groups, weights, dtypes, *options)
+        dim = both[0].shape[-1:]
+        return [None if dtype is None else zeros(dim, dtype=dtype, device=cos.device) for dtype in dtypes]
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     weights = [w if w is None or w.is_contiguous() else w.contiguous() for w in weights]
-    factors = [x if w is None else w for w, x in zip(weights, groups[0], strict=True)]
+    factors = [x if w is None else w for w, x in zip(weights, both, strict=True)]
     tensors = [x for group in (*groups, factors) for x in _as_pair(group)]
+    # Outputs have the strides of `empty_like`, which depend on the inputs. Triton compiles for the alignment.
+    addresses = cos.data_ptr() | sin.data_ptr()
+    for x in tensors:
+        addresses |= x.data_ptr()
+    strides = [(x.shape, x.stride()) for group in groups[:-1] for x in group]
     key = (
         kernel,
-        tuple((x.shape, x.stride(), x.dtype, x.data_ptr() & 15) for x in tensors),
-        (cos.shape, cos.dtype, cos.data_ptr() & 15, sin.data_ptr() & 15),
-        (cos.device, tuple(w is None for w in weights), layout, norm, learns),
+        (*strides, tuple([None if w is None else w.dtype for w in weights])),
+        (both[0].dtype, cos.shape, cos.dtype, cos.device, layout, norm, learns),
+        addresses & 15 and tuple([x.data_ptr() & 15 for x in (*tensors, cos, sin)]),
     )
     plan = LAUNCHES.get(key)
     if plan is None:
-        plan = LAUNCHES.keep(key, _plan(kernel, groups, weights, learns, cos, layout, norm) or "separately")
+        plan = LAUNCHES.keep(key, plan_norm(kernel, groups, weights, learns, cos, layout, norm) or "separately")
     if plan == "separately":
-        return _run_separately(kernel, groups, weights, learns, cos, sin, layout, norm, row)
+        return _run_separately(kernel, groups, weights, dtypes, *options)
     launch, programs = plan
     if learns is None:
         launch(cos.device, *tensors, cos, sin, row)
         return [None for _ in weights]
-    sums = empty((sum(programs), groups[0][0].shape[-1]), dtype=cos.dtype, device=cos.device) if learns else cos
+    if all(dtype is None for dtype in dtypes):
+        launch(cos.device, *tensors, cos, cos, sin, row)
+        return [None for _ in weights]
+    sums = empty((sum(programs), both[0].shape[-1]), dtype=cos.dtype, device=cos.device)
     launch(cos.device, *tensors, sums, cos, sin, row)
-    return [part.sum(0) for part in sums.split(programs)] if learns else [None for _ in weights]
+    return _added(sums, programs, dtypes)
+
+
+def _added(sums: Tensor, programs: Sequence[int], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    """Add the sums of all programs, in one launch."""
+    dim, rows = sums.shape[-1], 256
+    totals = [None if dtype is None else empty(dim, dtype=dtype, device=sums.device) for dtype in dtypes]
+    key = (weight_sums_kernel, dim, tuple(programs), tuple(dtypes), sums.dtype, sums.device)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        constants = {
+            "DIM": dim,
+            "Q_WEIGHTED": dtypes[0] is not None,
+            "K_WEIGHTED": len(dtypes) == 2 and dtypes[1] is not None,
+            "ROWS": rows,
+            "COLUMNS": 16,
+        }
+        counts = programs[0], programs[1] if len(programs) == 2 else 0
+        launch = Launch(weight_sums_kernel, -(-dim // 16) * len(programs), counts, constants, 8)
+        launch = LAUNCHES.keep(key, launch)
+    launch(sums.device, sums, *[sums if total is None else total for total in _as_pair(totals)])
+    return totals
 
 
 def _run_separately(
-    kernel: Any, groups: Sequence[Sequence[Tensor]], weights: Sequence[Tensor | None], *options: Any
+    kernel: Any,
+    groups: Sequence[Sequence[Tensor]],
+    weights: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype | None],
+    *options: Any,
 ) -> list[Tensor | None]:
     """Launch once per tensor. A single tensor whose strides do not form rows is processed slice by slice."""
     if len(weights) == 2:
         return [
-            part
-            for i, weight in enumerate(weights)
-            for part in _run(kernel, [[group[i]] for group in groups], [weight], *options)
+            total
+            for i in range(2)
+            for total in _run(kernel, [[group[i]] for group in groups], [weights[i]], [dtypes[i]], *options)
         ]
+    cos, dtype = options[1], dtypes[0]
     slices = zip(*(group[0].unbind(1) for group in groups), strict=True)
-    sums = [_run(kernel, [[x] for x in each], weights, *options)[0] for each in slices]
+    working = [None if dtype is None else cos.dtype]
+    sums = [_run(kernel, [[x] for x in each], weights, working, *options)[0] for each in slices]
     present = [part for part in sums if part is not None]
-    return [torch.stack(present).sum(0) if present else None]
-
-
-def _zero_sums(weights: Sequence[Tensor | None], learns: bool | None, cos: Tensor) -> list[Tensor | None]:
-    """Return the weight gradients of a tensor without elements."""
-    return [None if w is None or not learns else zeros(w.shape, dtype=cos.dtype, device=w.device) for w in weights]
+    return [torch.stack(present).sum(0).to(dtype) if present and dtype is not None else None]
 
 
 def _as_pair(items: Sequence[Any]) -> Sequence[Any]:
@@ -161,7 +200,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _plan(
+def plan_norm(
     kernel: Any,
     groups: Sequence[Sequence[Tensor]],
     weights: Sequence[Tensor | None],
@@ -170,7 +209,22 @@ def _plan(
     layout: Layout,
     norm: Norm,
 ) -> tuple[Launch, list[int]] | None:
-    """Return the launch and the programs per tensor, or None if strides differ too much or do not form rows."""
+    """Return the launch and the programs per tensor, or None if strides differ too much or do not form rows.
+
+    Args:
+        kernel: The kernel of the forward or of the backward.
+        groups: Inputs, cotangents in the backward, and outputs: one or two tensors each.
+        weights: Their weights, or None.
+        learns: Whether weights need gradients. None in the forward.
+        cos: cos, which must be contiguous.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        norm: eps, plus_one and rounding of the norm.
+
+    >>> x = torch.ones(2, 3, 5, 8)
+    >>> launch, _ = plan_norm(None, [[x], [x]], [None], None, torch.ones(5, 4), Layout(True, 0, -2), Norm(1e-6))
+    >>> launch.programs
+    1
+    """
     dims, pairs = cos.dim(), cos.shape[-1]
     eps, plus_one, rounding = norm
     row_views = [[rows_of(x, layout.seq_dim, dims) for x in _as_pair(group)] for group in groups]

@@ -232,13 +232,13 @@ def _load_both(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Load a block of rows of x, and of their cotangents."""
+    """Load a block of rows of x, and of their cotangents. Also return where they are."""
     _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
     source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
     cotangent = g + (b * g_strides[0] + s * g_strides[1] + head * g_strides[2]) * TILE[2]
     n, m, o = load_rows(source, valid, STEPS[0], TILE[1], FEATURES)
     e, f, h = load_rows(cotangent, valid, STEPS[1], TILE[1], FEATURES)
-    return n, m, o, e, f, h
+    return n, m, o, e, f, h, b, s, head, valid
 
 
 @triton.jit
@@ -280,15 +280,17 @@ def _norm_rows_backward(
         du = tl.zeros((ROWS, FEATURES[4]), dtype)
         dv = tl.zeros((ROWS, FEATURES[4]), dtype)
         dw = tl.zeros((ROWS, FEATURES[5]), dtype)
-    count = (counts[2].to(tl.int64) * (TILE[0] * HEADS) + ROWS - 1) // ROWS
-    index = program.to(tl.int64)
-    n, m, o, e, f, h = _load_both(x, g, x_strides, g_strides, counts, index, HEADS, STEPS, FEATURES, TILE, WIDE)
+    counting = tl.int64 if WIDE else tl.int32
+    count = (counts[2].to(counting) * (TILE[0] * HEADS) + ROWS - 1) // ROWS
+    index = program.to(counting)
+    n, m, o, e, f, h, b, s, head, valid = _load_both(
+        x, g, x_strides, g_strides, counts, index, HEADS, STEPS, FEATURES, TILE, WIDE
+    )
     while index < count:
         # Loads of the next iteration overlap with the arithmetic of this one.
-        n_, m_, o_, e_, f_, h_ = _load_both(
+        n_, m_, o_, e_, f_, h_, b_, s_, head_, valid_ = _load_both(
             x, g, x_strides, g_strides, counts, index + programs, HEADS, STEPS, FEATURES, TILE, WIDE
         )
-        _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
         c, d = _tables(cos, sin, rows, b, s, head, valid, FEATURES)
         first, second, rest = _cast(n, m, o, dtype)
         # Rows that are not valid must add nothing to the sums, even if eps is 0.
@@ -314,6 +316,7 @@ def _norm_rows_backward(
         _store(target, p, r, t, valid, STEPS[2], ROWS, FEATURES)
         index += programs
         n, m, o, e, f, h = n_, m_, o_, e_, f_, h_
+        b, s, head, valid = b_, s_, head_, valid_
     if NORM[3]:
         always = tl.zeros((1,), tl.int32) == 0
         du, dv, dw = tl.sum(du, axis=0)[None, :], tl.sum(dv, axis=0)[None, :], tl.sum(dw, axis=0)[None, :]
@@ -400,3 +403,36 @@ def norm_rotate_backward_kernel(
             k, gk, dk, k_weight, sums, cos, sin, rows, x_strides, g_strides, dx_strides, counts, program - Q_PROGRAMS,
             K_PROGRAMS, K_HEADS, K_WEIGHTED, STEPS, FEATURES, TILE, NORM, WIDE,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["q_programs", "k_programs"])
+def weight_sums_kernel(
+    sums,
+    q_sum,
+    k_sum,
+    q_programs,
+    k_programs,
+    DIM: tl.constexpr,
+    Q_WEIGHTED: tl.constexpr,
+    K_WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add the rows of `sums` that the programs of q and of k wrote: the gradients of both weights, in their dtypes."""
+    blocks: tl.constexpr = (DIM + COLUMNS - 1) // COLUMNS
+    is_k = tl.program_id(0) >= blocks
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.where(is_k, q_programs, 0)
+    count = tl.where(is_k, k_programs, q_programs)
+    total = tl.zeros((ROWS, COLUMNS), sums.dtype.element_ty)
+    row = 0
+    while row < count:
+        rows = row + tl.arange(0, ROWS)
+        at = (first + rows)[:, None] * DIM + column[None, :]
+        total += tl.load(sums + at, mask=(rows < count)[:, None] & (column < DIM)[None, :], other=0.0)
+        row += ROWS
+    result = tl.sum(total, axis=0)
+    if Q_WEIGHTED:
+        tl.store(q_sum + column, result.to(q_sum.dtype.element_ty), mask=column < tl.where(is_k, 0, DIM))
+    if K_WEIGHTED:
+        tl.store(k_sum + column, result.to(k_sum.dtype.element_ty), mask=column < tl.where(is_k, DIM, 0))

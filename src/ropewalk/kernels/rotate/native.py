@@ -5,9 +5,9 @@ from torch import Tensor
 
 from ropewalk.kernels.native.extension import MOST_DIMS, NATIVE
 from ropewalk.kernels.precision import FLOATS
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.types import Layout, RopeNumbers, Shortcut
 
-__all__ = ["rotate", "rotate_if_ready", "supports"]
+__all__ = ["rotate", "shortcut", "supports"]
 
 
 def supports(q: Tensor, k: Tensor | None, layout: Layout) -> str | None:
@@ -50,45 +50,28 @@ def rotate(
     return NATIVE.rotate(q, k, yq, yk, cos, sin, *options)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def rotate_if_ready(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    layout: Layout,
-    row: int,
-    rows: int,
-    head_dim: int,
-    check_only: bool = False,
-) -> tuple[Tensor, ...] | bool | None:
-    """Rotate if q and k are plain CPU tensors of the same dtype and length, and fit; otherwise return None.
+def shortcut(numbers: RopeNumbers) -> Shortcut:
+    """Return the shortcut of a rope: its common calls, checked and run in C.
 
-    All checks of the caller are done here in C, because they add to the latency of decoding.
-
-    Args:
-        q: Queries.
-        k: Keys, or None.
-        cos: As `cos_sin` returns it.
-        sin: As `cos_sin` returns it.
-        layout: Pairing, first rotated feature, and dimension of the sequence.
-        row: Row of cos and sin that belongs to the first token.
-        rows: Most tokens that q and k may have.
-        head_dim: Number of features that q and k must have.
-        check_only: Whether to return True instead of rotating.
-
-    >>> table = torch.ones(3, 2)
-    >>> NATIVE and rotate_if_ready(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)
+    >>> theta, one = torch.ones(1, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    >>> rotated = None
+    >>> if NATIVE is not None:
+    ...     rotated = shortcut(RopeNumbers(2, Layout(True, 0, -2), theta, None, one, {}, None))(torch.ones(3, 2))
+    >>> rotated is None  # without remembered cos and sin
+    True
     """
-    return NATIVE.direct(  # pyright: ignore[reportOptionalMemberAccess]
-        q,
-        k,
-        cos,
-        sin,
-        row,
-        rows,
-        head_dim,
+    layout = numbers.layout
+    return NATIVE.shortcut(  # pyright: ignore[reportOptionalMemberAccess]
+        numbers.head_dim,
+        numbers.inv_freq.shape[0],
         layout.start,
         layout.seq_dim,
         layout.interleaved,
-        0 if check_only else torch.get_num_threads(),
+        numbers.context_length,
+        numbers.inv_freq,
+        numbers.radix_table if numbers.from_positions else None,
+        numbers.amplitude,
+        numbers.makers,
+        numbers.rope,
+        numbers.with_graph,
     )

@@ -14,14 +14,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ropewalk.kernels.angles.triton import cos_sin_of
 from ropewalk.kernels.constructors import empty_like
-from ropewalk.kernels.precision import FLOATS
-from ropewalk.kernels.torch_internals import is_masked
 from ropewalk.kernels.triton_launch import (
     LAUNCHES,
     Launch,
@@ -35,7 +33,7 @@ from ropewalk.kernels.triton_launch import (
 )
 from ropewalk.kernels.types import Layout
 
-__all__ = ["Tile", "rotate", "rotate_if_ready", "tile_of"]
+__all__ = ["TableShape", "Tile", "plan", "rotate", "table_shape", "tile_of"]
 
 
 @triton.jit
@@ -57,7 +55,7 @@ def place(index, counts, HEADS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.cons
     LANES: tl.constexpr = TILE[1]
     BLOCK_LANES: tl.constexpr = TOKENS * HEADS * PARTS
     counting = tl.int64 if WIDE else tl.int32
-    first = index.to(tl.int64) * LANES
+    first = index.to(counting) * LANES
     block = first // BLOCK_LANES
     lane = (first - block * BLOCK_LANES).to(tl.int32) + tl.arange(0, LANES)
     later, lane = lane // BLOCK_LANES, lane % BLOCK_LANES
@@ -95,6 +93,7 @@ def _rotate_lanes(
     y,
     cos,
     sin,
+    amplitude,
     first_rows,
     x_strides,
     y_strides,
@@ -107,9 +106,13 @@ def _rotate_lanes(
     SHARE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CONJUGATE: tl.constexpr,
+    FROM_POSITIONS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Rotate the lanes of one program. `index` is its number among the programs of this tensor."""
+    """Rotate the lanes of one program. `index` is its number among the programs of this tensor.
+
+    With FROM_POSITIONS, `cos` contains positions and `sin` frequencies. Each lane computes its cos and sin.
+    """
     PAIRS: tl.constexpr = FEATURES[0]
     REST: tl.constexpr = FEATURES[1]
     START: tl.constexpr = FEATURES[2]
@@ -124,13 +127,20 @@ def _rotate_lanes(
     head = group[:, None] * SHARE + tl.arange(0, SHARE)[None, :]
 
     pair = tl.arange(0, V)
-    at_table = (first_rows[0] + b * first_rows[1] + group * first_rows[2] + s) * PAIRS + part * V
-    at_table = at_table[:, None, None] + pair[None, None, :]
+    row = first_rows[0] + b * first_rows[1] + group * first_rows[2] + s
     is_rotated = part < ROTATED_PARTS
     known = (valid & is_rotated)[:, None, None]
-    # If heads are not adjacent, each reads cos and sin again: they should stay in the cache.
-    c = tl.load(cos + at_table, mask=known, other=1.0, eviction_policy="evict_last")
-    d = tl.load(sin + at_table, mask=known, other=0.0, eviction_policy="evict_last")
+    if FROM_POSITIONS:
+        position = tl.load(cos + row, mask=valid, other=0).to(tl.float64)[:, None, None]
+        frequency = tl.load(sin + (part * V)[:, None, None] + pair[None, None, :], mask=known, other=0.0)
+        c, d = cos_sin_of(position * frequency, tl.float32)
+        scale = tl.load(amplitude)
+        c, d = (c * scale).to(tl.float32), (d * scale).to(tl.float32)
+    else:
+        at_table = (row * PAIRS + part * V)[:, None, None] + pair[None, None, :]
+        # If heads are not adjacent, each reads cos and sin again: they should stay in the cache.
+        c = tl.load(cos + at_table, mask=known, other=1.0, eviction_policy="evict_last")
+        d = tl.load(sin + at_table, mask=known, other=0.0, eviction_policy="evict_last")
 
     source = x + ((b * x_strides[0] + s * x_strides[1])[:, None] + head * x_strides[2]) * ALIGN
     target = y + ((b * y_strides[0] + s * y_strides[1])[:, None] + head * y_strides[2]) * ALIGN
@@ -188,6 +198,7 @@ def _rotate(
     yk,
     cos,
     sin,
+    amplitude,
     row,
     table_b,
     table_h,
@@ -222,6 +233,7 @@ def _rotate(
     SHARE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     CONJUGATE: tl.constexpr,
+    FROM_POSITIONS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Rotate q and k. Of each Q_SHARE + K_SHARE consecutive programs, the first ones process q and the others k."""
@@ -234,14 +246,14 @@ def _rotate(
     if slot < Q_SHARE:
         x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_SHARE + slot
         _rotate_lanes(
-            q, yq, cos, sin, rows, x_strides, y_strides, counts, index, Q_HEADS, STEPS, FEATURES, TILE, SHARE,
-            INTERLEAVED, CONJUGATE, WIDE,
+            q, yq, cos, sin, amplitude, rows, x_strides, y_strides, counts, index, Q_HEADS, STEPS, FEATURES,
+            TILE, SHARE, INTERLEAVED, CONJUGATE, FROM_POSITIONS, WIDE,
         )  # fmt: skip
     elif K_SHARE:
         x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_SHARE + slot - Q_SHARE
         _rotate_lanes(
-            k, yk, cos, sin, rows, x_strides, y_strides, counts, index, K_HEADS, STEPS, FEATURES, TILE, SHARE,
-            INTERLEAVED, CONJUGATE, WIDE,
+            k, yk, cos, sin, amplitude, rows, x_strides, y_strides, counts, index, K_HEADS, STEPS, FEATURES,
+            TILE, SHARE, INTERLEAVED, CONJUGATE, FROM_POSITIONS, WIDE,
         )  # fmt: skip
 
 
@@ -260,6 +272,7 @@ def rotate(
 
     Arguments are those of `rotate.torch.rotate`.
 
+    >>> import torch
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, tables = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=device), torch.zeros(2, 1, 2, device=device)
@@ -275,7 +288,7 @@ def rotate(
         yq, yk = empty_like(q), None if k is None else empty_like(k)
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
-    tensors = (q, q if k is None else k, yq, yq if yk is None else yk, cos, sin)
+    tensors = (q, q if k is None else k, yq, yq if yk is None else yk, cos, sin, cos)
     # torch's allocator aligns memory, but views may be unaligned. Triton specializes kernels on the alignment.
     addresses = 0
     for x in tensors:
@@ -287,51 +300,13 @@ def rotate(
     if launch is None and q.numel() == 0 and (k is None or k.numel() == 0):
         return (yq,) if yk is None else (yq, yk)
     if launch is None:
-        launch = LAUNCHES.keep(key, _plan(q, k, yq, yk, cos, layout, conjugate, in_place) or "separately")
+        tables = table_shape(cos)
+        launch = LAUNCHES.keep(key, plan(q, k, yq, yk, tables, layout, conjugate, in_place) or "separately")
     if launch == "separately":
         _rotate_separately(q, k, yq, yk, (cos, sin, layout, row, conjugate, in_place))
     else:
         launch(q.device, *tensors, row)
     return (yq,) if yk is None else (yq, yk)
-
-
-def rotate_if_ready(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    layout: Layout,
-    row: int,
-    rows: int,
-    head_dim: int,
-    check_only: bool = False,
-) -> tuple[Tensor, ...] | bool | None:
-    """Rotate if q and k are plain tensors on the device of cos, and fit; otherwise return None.
-
-    Arguments are those of `rotate.native.rotate_if_ready`.
-
-    >>> from ropewalk.kernels.triton_launch import INTERPRETED
-    >>> table = torch.ones(3, 2, device="cpu" if INTERPRETED else "cuda")
-    >>> rotate_if_ready(torch.ones(3, 4), None, table, table, Layout(True, 0, -2), 0, 3, 5)  # x has 4 features, not 5
-    """
-    seq_dim, device = layout.seq_dim, cos.device
-    if row < 0 or type(q) is not Tensor or q.device != device or q.dtype not in FLOATS or is_masked(q):
-        return None
-    shape, dtype = q.shape, q.dtype
-    if len(shape) < -seq_dim or shape[-1] != head_dim or not 0 < shape[seq_dim] <= rows:
-        return None
-    if k is not None:
-        if type(k) is not Tensor or k.device != device or k.dtype != dtype or is_masked(k):
-            return None
-        other = k.shape
-        if len(other) < -seq_dim or other[-1] != head_dim or other[seq_dim] != shape[seq_dim]:
-            return None
-    if (dtype == torch.float64) != (cos.dtype == torch.float64):
-        return None
-    # Tensors that a CUDA graph reads must outlive it, but the cache of ranges may free cos and sin.
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    return True if check_only else rotate(q, k, cos, sin, layout, row)
 
 
 def _misaligned(tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -348,19 +323,68 @@ def _rotate_separately(q: Tensor, k: Tensor | None, yq: Tensor, yk: Tensor | Non
             rotate(x, None, *options, out=(y,))
 
 
-def _plan(
+class TableShape(NamedTuple):
+    """Where a kernel finds cos and sin, or the positions that it computes them from.
+
+    Args:
+        dims: 2 if all sequences share them, 3 if each sequence has its own, 4 if each head has.
+        pairs: Number of pairs.
+        batch_rows: Rows from one sequence to the next, 0 for shared ones.
+        head_rows: Rows from one head to the next, 0 for shared ones.
+        rows: All rows.
+        from_positions: Whether the kernel computes cos and sin from positions.
+
+    >>> TableShape(2, 64, 0, 0, 512).from_positions
+    False
+    """
+
+    dims: int
+    pairs: int
+    batch_rows: int
+    head_rows: int
+    rows: int
+    from_positions: bool = False
+
+
+def table_shape(cos: Tensor) -> TableShape:
+    """Return the shape of cos, which must be contiguous.
+
+    >>> import torch
+    >>> table_shape(torch.ones(2, 5, 4))
+    TableShape(dims=3, pairs=4, batch_rows=5, head_rows=0, rows=10, from_positions=False)
+    """
+    return TableShape(cos.dim(), cos.shape[-1], *table_strides(cos), cos.shape[:-1].numel())
+
+
+def plan(
     q: Tensor,
     k: Tensor | None,
     yq: Tensor,
     yk: Tensor | None,
-    cos: Tensor,
+    tables: TableShape,
     layout: Layout,
     conjugate: bool,
     in_place: bool,
 ) -> Launch | None:
-    """Return the launch for tensors with these shapes and strides, or None if one launch does not support them."""
-    seq_dim, dims, pairs = layout.seq_dim, cos.dim(), cos.shape[-1]
-    row_views = [rows_of(x, seq_dim, dims) for x in (q, yq, *(() if k is None or yk is None else (k, yk)))]
+    """Return the launch for tensors with these shapes and strides, or None if one launch does not support them.
+
+    Args:
+        q: Queries.
+        k: Keys, or None.
+        yq: Rotated queries.
+        yk: Rotated keys, or None.
+        tables: Shape of cos and sin.
+        layout: Pairing, first rotated feature, and dimension of the sequence.
+        conjugate: Whether to rotate by the opposite angles.
+        in_place: Whether yq and yk are q and k, so that unrotated features are not copied.
+
+    >>> import torch
+    >>> x = torch.ones(2, 3, 5, 8)
+    >>> plan(x, None, x, None, TableShape(2, 4, 0, 0, 5), Layout(False, 0, -2), False, True).programs
+    1
+    """
+    seq_dim, pairs = layout.seq_dim, tables.pairs
+    row_views = [rows_of(x, seq_dim, tables.dims) for x in (q, yq, *(() if k is None or yk is None else (k, yk)))]
     rows = [x for x in row_views if x is not None]
     x, y = rows[:2] if len(rows) == len(row_views) else (None, None)
     if x is None or y is None:
@@ -373,9 +397,8 @@ def _plan(
     )
     if not alike:
         return None
-    table_b, table_h = table_strides(cos)
     rest = 0 if in_place else x.dim - 2 * pairs
-    tile = tile_of(x, layout.interleaved, bool(table_h))
+    tile = tile_of(x, layout.interleaved, bool(tables.head_rows))
     most = max(2 if layout.interleaved else 1, tile.width // q.element_size())
     widths = (2 * pairs, layout.start, rest & ~1) if layout.interleaved else (pairs, layout.start, rest)
     width = alignment(most, *widths)
@@ -407,9 +430,10 @@ def _plan(
         "SHARE": tile.share,
         "INTERLEAVED": layout.interleaved,
         "CONJUGATE": conjugate,
-        "WIDE": is_wide(*(r.reach() for r in (x, y, *others)), cos.numel()),
+        "FROM_POSITIONS": tables.from_positions,
+        "WIDE": is_wide(*(r.reach() for r in (x, y, *others)), tables.rows * pairs),
     }
-    numbers = (table_b, table_h, x.seq, blocks_per_batch, blocks, *strides)
+    numbers = (tables.batch_rows, tables.head_rows, x.seq, blocks_per_batch, blocks, *strides)
     return Launch(_rotate, units * sum(shares), numbers, constants, tile.warps)
 
 

@@ -13,7 +13,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.kernels.torch_internals import is_eager
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["check_maker", "note_maker", "shared_spec"]
+__all__ = ["MAKERS", "check_maker", "note_maker", "shared_spec"]
 
 
 # A tensor of cos and the spec of the rope that computed it. If its frequencies are learned: their owner and their
@@ -22,7 +22,7 @@ _Maker = tuple[weakref.ref[Tensor], RopeSpec, tuple[weakref.ref[Any], weakref.re
 # By id, because tensors are compared by their values. An entry whose tensor was released is replaced when its id is
 # used again, or removed when there are too many: a callback would cost more than all the rest. An attribute of the
 # tensor would be saved with it, and torch.load(weights_only=True) would refuse it.
-_MADE: dict[int, _Maker] = {}
+MAKERS: dict[int, _Maker] = {}
 _MOST = 256
 
 
@@ -56,16 +56,16 @@ def note_maker(cos: Tensor, spec: RopeSpec, owner: object, log_scale: Tensor | N
     if torch.compiler.is_compiling() or type(cos) is not Tensor:
         return
     learned = None if log_scale is None else (weakref.ref(owner), weakref.ref(log_scale))
-    _MADE[id(cos)] = weakref.ref(cos), spec, learned
-    if len(_MADE) > _MOST:
+    MAKERS[id(cos)] = weakref.ref(cos), spec, learned
+    if len(MAKERS) > _MOST:
         _forget_released()
 
 
 def _forget_released() -> None:
-    alive = {key: maker for key, maker in list(_MADE.items()) if maker[0]() is not None}
-    _MADE.clear()
+    alive = {key: maker for key, maker in list(MAKERS.items()) if maker[0]() is not None}
+    MAKERS.clear()
     # Tensors that are forgotten are accepted by every rope.
-    _MADE.update(alive if len(alive) <= _MOST // 2 else {})
+    MAKERS.update(alive if len(alive) <= _MOST // 2 else {})
 
 
 def check_maker(cos: Tensor, spec: RopeSpec, owner: object, log_scale: Tensor | None, call: str) -> None:
@@ -93,7 +93,7 @@ def check_maker(cos: Tensor, spec: RopeSpec, owner: object, log_scale: Tensor | 
     """
     if torch.compiler.is_compiling():
         return
-    maker = _MADE.get(id(cos))
+    maker = MAKERS.get(id(cos))
     if maker is None:
         return
     made, maker_spec, learned = maker

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.angles.arithmetic import Constants, TorchArithmetic
+from ropewalk.kernels.backend import Registry, current
 from ropewalk.kernels.constructors import full, home, ones_like, placed
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import current_stream, fake_mode, is_plain
-from ropewalk.kernels.types import Tables
+from ropewalk.kernels.types import Layout, RopeNumbers, Shortcut, Tables
 from ropewalk.nn.positions import range_positions
-from ropewalk.nn.rotary.angle_makers import check_maker, shared_spec
+from ropewalk.nn.rotary.angle_makers import MAKERS, check_maker, shared_spec
 from ropewalk.nn.rotary.call import (
     Angles,
     Limits,
@@ -25,15 +26,16 @@ from ropewalk.nn.rotary.call import (
     is_start,
     warn_of_layout,
 )
-from ropewalk.nn.rotary.range_cache import RangeCache
+from ropewalk.nn.rotary.range_cache import Block, RangeCache, shared_ranges
 from ropewalk.nn.rotary.spec_numbers import amplitude_at, dtype_of, numbers_of, table_of
 from ropewalk.nn.rotary.tables import check_angles
-from ropewalk.ops import cos_sin
+from ropewalk.ops import cos_sin, norm_shortcut_of, shortcut_of
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["AngleSource", "Part", "angle_device"]
 
 _NO_LIMITS = Limits(None, None, False)
+_NO_SHORTCUT = {"shortcut": None, "norm_shortcut": None, "registry": None, "_shortcut_device": None}
 
 
 class Part(NamedTuple):
@@ -110,7 +112,18 @@ class AngleSource:
         # torch.compile computes the angles without the table. A module created in a compiled function gets its table at
         # its first eager call.
         self._table: Tensor | None = table_of(spec) if self._has_table and not torch.compiler.is_compiling() else None
-        self.ranges: RangeCache = RangeCache(backend)
+        self.ranges: RangeCache = shared_ranges(self.identity, backend, self.inv_freq.numel())
+        start = 0 if spec.rotary_slice == "leading" else spec.head_dim - 2 * self.pairs
+        self.layout: Layout = Layout(spec.pairing == "interleaved", start, seq_dim)
+        # The common calls on the device of the last call, chosen from `registry`. Another registry may choose another
+        # backend. Rules that depend on more than positions, and checks of ids on a GPU, need the general path.
+        self.shortcut: Shortcut | None = None
+        self.norm_shortcut: Shortcut | None = None
+        self.registry: Registry | None = None
+        self._shortcut_device: torch.device | None = None
+        self._has_shortcut: bool = self.plain_ranges and self.heads is None and not (learned or limits.check_ids)
+        # Whether a call for a range was checked for the memory layout of the other seq_dim.
+        self._layout_checked: bool = False
 
     @property
     def pairs(self) -> int:
@@ -118,18 +131,19 @@ class AngleSource:
         return self.inv_freq.shape[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The table is large. Both can be computed from the spec.
-        return self.__dict__ | {"_table": None, "identity": None}
+        # The table is large. All of these can be computed from the spec.
+        return self.__dict__ | {"_table": None, "identity": None, "ranges": None} | _NO_SHORTCUT
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.identity = shared_spec(self.spec)
+        self.ranges = shared_ranges(self.identity, self.backend, self.inv_freq.numel())
         self._table = table_of(self.spec) if self._has_table else None
 
     def __deepcopy__(self, _: dict[int, object]) -> "AngleSource":
-        # The tensors are never written, so a copy shares them. Only the cache is replaced by calls.
+        # The tensors are never written, so a copy shares them. Only the shortcut is replaced by calls.
         copied = object.__new__(AngleSource)
-        copied.__dict__.update(self.__dict__ | {"ranges": RangeCache(self.backend)})
+        copied.__dict__.update(self.__dict__ | _NO_SHORTCUT)
         return copied
 
     def to(self, device: torch.device) -> None:
@@ -142,6 +156,7 @@ class AngleSource:
             self.inv_freq, self.amplitude = self.inv_freq.to(device), self.amplitude.to(device)
             self.axes = None if self.axes is None else self.axes.to(device)
             self._constants = tuple(tuple((key, x.to(device)) for key, x in constants) for constants in self._constants)
+            self.__dict__.update(_NO_SHORTCUT)
 
     def frequencies(self, log_scale: Tensor | None) -> Tensor:
         """Return the frequencies, times exp(log_scale) if they are learned.
@@ -292,7 +307,42 @@ class AngleSource:
         def make(first: int, last: int) -> Angles:
             return self.at(range_positions(last - first, first, device), dtype, None, role)
 
-        return Tables(*self.ranges.find((device, dtype, current_stream(device), role), start, start + seq, make))
+        stop = start + seq
+        block = self.ranges.find((device, dtype, current_stream(device), role), start, stop, make)
+        if block is None:
+            return Tables(*make(start, stop))
+        self._remember(block)
+        return Tables(block.cos, block.sin, start - block.start)
+
+    def _remember(self, block: Block) -> None:
+        """Let the next calls of a range use these cos and sin at once."""
+        self._prepare_shortcut(block.key[0])
+        for shortcut in (self.shortcut, self.norm_shortcut):
+            if shortcut is not None:
+                shortcut.remember(block.start, block.stop, block.cos, block.sin)
+
+    def _prepare_shortcut(self, device: torch.device) -> None:
+        """Create the shortcut for plain calls on a device, unless there is one."""
+        if not self._has_shortcut or (self.registry is current() and self._shortcut_device == device):
+            return
+        if self.inv_freq.device != device:
+            # The module was not moved to the device of its inputs.
+            self.__dict__.update(_NO_SHORTCUT)
+            return
+        numbers = RopeNumbers(
+            self.spec.head_dim,
+            self.layout,
+            self.inv_freq,
+            self._table if device.type == "cpu" else None,
+            self.amplitude,
+            MAKERS,
+            self.identity,
+            self.limits.context_length,
+        )
+        registry = current()
+        self.shortcut = shortcut_of(numbers, device, self.backend)
+        self.norm_shortcut = norm_shortcut_of(numbers, device, self.backend)
+        self.registry, self._shortcut_device = registry, device
 
     def parts(self, q: Tensor, k: Tensor | None, placement: Placement, log_scale: Tensor | None = None) -> list[Part]:
         """Split a call into parts: q and k with the same cos and sin, or one part per tensor.
@@ -344,8 +394,8 @@ class AngleSource:
         seq = q.shape[self.seq_dim]
         plain = placement.positions is None and placement.cu_seqlens is None and placement.angles is None
         if plain and self.plain_ranges and is_start(placement.offset):
-            # Only before the first range is cached, which costs later calls nothing.
-            if k is not None and not torch.compiler.is_compiling() and self.ranges.recent is None:
+            if k is not None and not torch.compiler.is_compiling() and not self._layout_checked:
+                self._layout_checked = True
                 warn_of_layout(q, k, self.seq_dim, placement.call)
             # Not `or`: torch.compile would guard on 0, and compile a separate graph for it.
             start = 0 if placement.offset is None else placement.offset
@@ -371,12 +421,16 @@ class AngleSource:
         if placement.angles is not None:
             angles = check_angles(placement.angles, x, self.pairs, self.seq_dim, placement.call)
             check_maker(placement.angles[0], self.identity, self, log_scale, placement.call)
+            if is_plain(x):
+                self._prepare_shortcut(x.device)
             return Tables(*angles)
         seq = x.shape[self.seq_dim]
         fresh, call = seq if placement.is_fresh else None, placement.call
         length = checked_length(placement.length, self.spec, self.rows(x), fresh, call=call)
         ids = self.positions_or_start(x, placement)
         if isinstance(ids, Tensor):
+            if is_plain(x):
+                self._prepare_shortcut(x.device)
             return Tables(*self.at(ids, working_dtype(x), length, placement.role, log_scale))
         self.limits.check_range(ids, seq, call)
         return self.range_at(ids, seq, x, length, placement.role, log_scale)

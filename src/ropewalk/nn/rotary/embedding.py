@@ -11,8 +11,8 @@ from ropewalk.kernels.angles.torch import cos_sin_between
 from ropewalk.kernels.backend import current
 from ropewalk.kernels.constructors import empty, ones
 from ropewalk.kernels.precision import working_dtype
-from ropewalk.kernels.torch_internals import current_stream
-from ropewalk.kernels.types import Layout, Tables
+from ropewalk.kernels.torch_internals import calls_forward
+from ropewalk.kernels.types import Layout, Shortcut, Tables
 from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import as_signed
 from ropewalk.nn.position_checks import check_ids as check_position_ids
@@ -29,12 +29,11 @@ from ropewalk.nn.rotary.call import (
     checked_length,
     checked_offset,
     checked_role,
-    is_start,
 )
 from ropewalk.nn.rotary.in_place import check_in_place
 from ropewalk.nn.rotary.spec_argument import spec_of_arguments
 from ropewalk.nn.scripting import refuse_scripting
-from ropewalk.ops import cos_sin, require_backend, rotate, rotate_directly, rotation_in_place
+from ropewalk.ops import cos_sin, require_backend, rotate, rotation_in_place
 from ropewalk.signatures import checks_names, refuse_arguments
 from ropewalk.spec.rope import Pairing, RopeSpec
 
@@ -111,8 +110,7 @@ class RotaryEmbedding(DropsOldBuffers):
         with torch.inference_mode(False):
             shape = self._source.inv_freq.shape
             self.log_scale: nn.Parameter | None = nn.Parameter(torch.zeros(shape)) if learned else None
-        start = 0 if spec.rotary_slice == "leading" else spec.head_dim - 2 * self._source.pairs
-        self.layout: Layout = Layout(spec.pairing == "interleaved", start, seq_dim)
+        self.layout: Layout = self._source.layout
 
     @property
     def context_length(self) -> int | None:
@@ -171,6 +169,16 @@ class RotaryEmbedding(DropsOldBuffers):
         """
         return self._source.keeps_norms
 
+    @property
+    def norm_shortcut(self) -> Shortcut | None:
+        """The common calls of `qk_norm_rope` with this module, or None if the backend has none.
+
+        >>> RotaryEmbedding(4).norm_shortcut is None
+        True
+        """
+        source = self._source
+        return source.norm_shortcut if source.registry is current() else None
+
     @overload
     def forward(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
     @overload
@@ -224,29 +232,6 @@ class RotaryEmbedding(DropsOldBuffers):
         """
         if unnamed or unknown:
             refuse_arguments("rope", RotaryEmbedding.forward, unnamed, unknown)
-        if (
-            positions is k_positions is cu_seqlens is angles is length is role is None
-            and self._source.plain_ranges
-            and not torch.compiler.is_compiling()
-            and is_start(offset)
-        ):
-            # Decoding is limited by host time, so a call that hits the cache goes directly to the kernel. torch.compile
-            # must not trace the cache: the graph would keep its tensors as constants.
-            source = self._source
-            block, start, stop = source.ranges.recent, offset or 0, source.limits.context_length
-            if (
-                block is not None
-                and block.start <= start < block.stop
-                and block.registry is current()
-                and current_stream(block.key[0]) == block.key[2]
-            ):
-                stop = block.stop if stop is None else min(stop, block.stop)
-                rows = start - block.start, stop - start
-                rotated = rotate_directly(
-                    block.direct, q, k, block.cos, block.sin, self.layout, *rows, self.spec.head_dim
-                )
-                if rotated is not None:
-                    return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
         placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role)
         if k_positions is None and role is None and self._source.same_for_both:
             cos, sin, row = self._source.shared_tables(q, k, placement, self.log_scale)
@@ -267,6 +252,20 @@ class RotaryEmbedding(DropsOldBuffers):
         @overload
         def __call__(self, q: Tensor, k: Tensor, **options: Unpack[PairOptions]) -> tuple[Tensor, Tensor]: ...
         def __call__(self, *arguments: object, **options: object) -> Tensor | tuple[Tensor, Tensor]: ...
+
+    else:
+
+        def __call__(self, *arguments, **options):
+            # Decoding is limited by host time, so the common calls are checked and run in one step, without the frames
+            # of nn.Module. torch.compile must not trace it: the graph would keep cached tensors as constants.
+            if not torch.compiler.is_compiling():
+                source = self._source
+                shortcut = source.shortcut
+                if shortcut is not None and source.registry is current() and calls_forward(self, _FORWARD):
+                    rotated = shortcut(*arguments, **options)
+                    if rotated is not None:
+                        return rotated
+            return super().__call__(*arguments, **options)
 
     @overload
     def rotate_(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
@@ -306,6 +305,13 @@ class RotaryEmbedding(DropsOldBuffers):
         """
         if unnamed or unknown:
             refuse_arguments("rope.rotate_", RotaryEmbedding.rotate_, unnamed, unknown)
+        source = self._source
+        if k_positions is cu_seqlens is length is role is None and not torch.compiler.is_compiling():
+            shortcut = source.shortcut
+            if shortcut is not None and source.registry is current():
+                rotated = shortcut.rotate_(q, k, positions=positions, offset=offset, angles=angles)
+                if rotated is not None:
+                    return rotated  # pyright: ignore[reportReturnType]
         placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role, call="rope.rotate_")
         parts, layout, writes = self.parts(q, k, placement), self.layout, []
         check_in_place(q, k, any(part.tables.cos.requires_grad or part.tables.sin.requires_grad for part in parts))
@@ -588,3 +594,6 @@ class RotaryEmbedding(DropsOldBuffers):
         parts += [f"{name}={value!r}" for name, value in options.items() if value is not None]
         flags = {"learned": self.log_scale is not None, "check_ids": self.check_ids}
         return ", ".join([*parts, *(f"{name}=True" for name, is_set in flags.items() if is_set)])
+
+
+_FORWARD = RotaryEmbedding.forward

@@ -1,5 +1,7 @@
 """qk_norm_rope: RMSNorm of queries and keys and their rotation, in one call."""
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ from ropewalk.kernels.types import Norm
 from ropewalk.nn.rotary.call import Angles, Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import norm_rotate
-from ropewalk.signatures import checks_names
+from ropewalk.signatures import checks_names, refuse_arguments
 
 __all__ = ["qk_norm_rope"]
 
@@ -18,7 +20,7 @@ def qk_norm_rope(
     q: Tensor,
     k: Tensor,
     rope: RotaryEmbedding,
-    *,
+    *unnamed: Never,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
@@ -29,6 +31,7 @@ def qk_norm_rope(
     cu_seqlens: Tensor | None = None,
     angles: Angles | None = None,
     length: int | Tensor | None = None,
+    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Normalise q and k per head and rotate them, in one pass over memory: rope(norm(q), norm(k)).
 
@@ -60,6 +63,8 @@ def qk_norm_rope(
     >>> [round(x, 4) for x in q[0, 0].tolist()], [round(x, 4) for x in k[0, 0].tolist()]
     ([0.8485, 1.1314], [1.6971, 2.2627])
     """
+    if unnamed or unknown:
+        refuse_arguments("qk_norm_rope", qk_norm_rope, unnamed, unknown)
     if not isinstance(rope, RotaryEmbedding):
         raise RopewalkError(
             asked="qk_norm_rope(q, k, rope, ...)",
@@ -72,6 +77,14 @@ def qk_norm_rope(
         eps = require_positive(eps, asked="qk_norm_rope(eps=...)", do="pass the eps of the model, 1e-6 in most")
     require_flag(plus_one, asked="qk_norm_rope(plus_one=...)")
     require_flag(round_norm, asked="qk_norm_rope(round_norm=...)")
+    if positions is cu_seqlens is length is None and not torch.compiler.is_compiling():
+        # The common calls are checked and run in one step: decoding is limited by host time.
+        shortcut = rope.norm_shortcut
+        if shortcut is not None:
+            norm = Norm.as_transformers(eps, plus_one) if round_norm else Norm(eps, plus_one)
+            rotated = shortcut(q, k, q_weight, k_weight, norm, offset=offset, angles=angles)
+            if rotated is not None:
+                return rotated  # pyright: ignore[reportReturnType]
     if not isinstance(k, Tensor):
         raise RopewalkError(
             asked="qk_norm_rope(q, k, ...)",
