@@ -117,8 +117,8 @@ def test_the_sanitizer_would_see_a_step_too_far(tmp_path):
     broken = tmp_path / "native"
     shutil.copytree(NATIVE, broken)
     rows = (broken / "rows.h").read_text(encoding="utf-8")
-    assert rows.count("n < inner->size") == 1
-    (broken / "rows.h").write_text(rows.replace("n < inner->size", "n <= inner->size"), encoding="utf-8")
+    assert rows.count("left > 0") == 1
+    (broken / "rows.h").write_text(rows.replace("left > 0", "left >= 0"), encoding="utf-8")
     target = tmp_path / "_native.so"
     compile_native(target, "-O1", "-g", "-fsanitize=address", sources=broken)
     script = "import torch; from ropewalk import RotaryEmbedding; RotaryEmbedding(64)(torch.ones(1, 2, 3, 64))"

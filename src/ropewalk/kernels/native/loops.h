@@ -1,10 +1,38 @@
 /* Loops over all rows of a tensor, in the order of its memory. Included once per instruction set, after rows.h. */
 
+/* A function per combination of options, which are constants in its loops. The variables of a loop then fit in
+   registers. Between the stores to y, a store to the stack would be slow: it interrupts a run of whole cache lines,
+   which processors write without reading them first. */
+#define VARIANT(KIND, T, W, LABEL, NORMED, CONTIGUOUS, INTERLEAVED, CONJUGATE)                                         \
+    APART void NAME(KIND##_##LABEL)(const T *x, T *y, const W *cosines, const W *sines, const Features *f,             \
+                                    const Norm *norm, const Axis *outer, const Axis *inner) {                          \
+        NAME(KIND##_rows)(x, y, cosines, sines, f, norm, outer, inner, NORMED, CONTIGUOUS, INTERLEAVED,                \
+                          CONJUGATE);                                                                                  \
+    }
+
 #define DEFINE_LOOPS(KIND, T, W)                                                                                       \
-    INLINE void NAME(KIND##_loops)(const Rotation *r, const Norm *norm) {                                              \
+    VARIANT(KIND, T, W, strided, norm != NULL, 0, 0, 0)                                                                \
+    VARIANT(KIND, T, W, half, 0, 1, 0, 0)                                                                              \
+    VARIANT(KIND, T, W, half_conjugate, 0, 1, 0, 1)                                                                    \
+    VARIANT(KIND, T, W, interleaved, 0, 1, 1, 0)                                                                       \
+    VARIANT(KIND, T, W, interleaved_conjugate, 0, 1, 1, 1)                                                             \
+    VARIANT(KIND, T, W, norm_half, 1, 1, 0, 0)                                                                         \
+    VARIANT(KIND, T, W, norm_half_conjugate, 1, 1, 0, 1)                                                               \
+    VARIANT(KIND, T, W, norm_interleaved, 1, 1, 1, 0)                                                                  \
+    VARIANT(KIND, T, W, norm_interleaved_conjugate, 1, 1, 1, 1)                                                        \
+    APART void NAME(KIND##_loops)(const Rotation *r) {                                                                 \
+        static void (*const variants[])(const T *, T *, const W *, const W *, const Features *, const Norm *,          \
+                                        const Axis *, const Axis *) = {                                                \
+            NAME(KIND##_half), NAME(KIND##_half_conjugate), NAME(KIND##_interleaved),                                  \
+            NAME(KIND##_interleaved_conjugate), NAME(KIND##_norm_half), NAME(KIND##_norm_half_conjugate),              \
+            NAME(KIND##_norm_interleaved), NAME(KIND##_norm_interleaved_conjugate), NAME(KIND##_strided)};             \
         const Axis t = r->tokens, h = r->heads;                                                                        \
-        const Features f = r->features;                                                                                \
+        const Features *f = &r->features;                                                                              \
+        const Norm *norm = r->norm.weight ? &r->norm : NULL;                                                           \
+        const int strided = f->careful || f->step != 1 || f->ystep != 1 || f->cos_step != 1 || f->sin_step != 1;       \
+        const int variant = strided ? 8 : 4 * (norm != NULL) + 2 * (f->interleaved != 0) + (f->conjugate != 0);        \
         const int by_token = llabs(h.x) <= llabs(t.x);                                                                 \
+        const int64_t block = by_token ? t.size : BLOCK;                                                               \
         int64_t at[MOST_OTHERS] = {0};                                                                                 \
         for (int axis = 0; axis >= 0;) {                                                                               \
             const T *x = (const T *)r->x;                                                                              \
@@ -14,15 +42,11 @@
                 const Axis *o = &r->others[i];                                                                         \
                 x += at[i] * o->x, y += at[i] * o->y, cosines += at[i] * o->cos, sines += at[i] * o->sin;              \
             }                                                                                                          \
-            if (by_token)                                                                                              \
-                NAME(KIND##_rows)(x, y, cosines, sines, &f, norm, &t, &h);                                             \
-            else                                                                                                       \
-                for (int64_t m = 0; m < t.size; m += BLOCK) {                                                          \
-                    Axis some = t;                                                                                     \
-                    some.size = t.size - m < BLOCK ? t.size - m : BLOCK;                                               \
-                    NAME(KIND##_rows)(x + m * t.x, y + m * t.y, cosines + m * t.cos, sines + m * t.sin, &f, norm, &h,  \
-                                      &some);                                                                          \
-                }                                                                                                      \
+            for (int64_t m = 0; m < t.size; m += block) {                                                              \
+                const Axis some = {t.size - m < block ? t.size - m : block, t.x, t.y, t.cos, t.sin};                   \
+                variants[variant](x + m * t.x, y + m * t.y, cosines + m * t.cos, sines + m * t.sin, f, norm,           \
+                                  by_token ? &some : &h, by_token ? &h : &some);                                       \
+            }                                                                                                          \
             axis = r->other_count - 1;                                                                                 \
             while (axis >= 0 && ++at[axis] == r->others[axis].size) at[axis--] = 0;                                    \
         }                                                                                                              \
@@ -33,22 +57,13 @@ DEFINE_LOOPS(f64, AnyDouble, AnyDouble)
 DEFINE_LOOPS(bf16, AnyHalf, AnyFloat)
 DEFINE_LOOPS(f16, AnyHalf, AnyFloat)
 #undef DEFINE_LOOPS
-
-/* Separate loops with and without a norm, so that an unused norm costs nothing. */
-#define CASE(LABEL, KIND)                                                                                              \
-    case LABEL:                                                                                                        \
-        if (r->norm.weight)                                                                                            \
-            NAME(KIND##_loops)(r, &r->norm);                                                                           \
-        else                                                                                                           \
-            NAME(KIND##_loops)(r, NULL);                                                                               \
-        break;
+#undef VARIANT
 
 TARGET static void NAME(loops)(const Rotation *r) {
     switch (r->dtype) {
-        CASE(F32, f32)
-        CASE(F64, f64)
-        CASE(BF16, bf16)
-        CASE(F16, f16)
+        case F32: NAME(f32_loops)(r); break;
+        case F64: NAME(f64_loops)(r); break;
+        case BF16: NAME(bf16_loops)(r); break;
+        case F16: NAME(f16_loops)(r); break;
     }
 }
-#undef CASE

@@ -69,16 +69,18 @@ typedef struct {
    than that of tokens. Fewer tokens would fit in a faster cache, but split the long reads that memory needs. */
 enum { BLOCK = 256 };
 
+/* Number of groups of pairs, of two vectors each, that are processed at once: as many as fit in 32 registers, or 16. */
+enum { GROUPS = NEON ? 2 : 1 };
+
+/* Whether a number may be NaN: if one is, so is their sum. A sum with infinite numbers may also be NaN: harmless. */
 static int any_nan(const AnyFloat *numbers, int64_t count) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint32_t bits;
-        memcpy(&bits, numbers + i, sizeof bits);
-        bits &= 0x7fffffffu;
-        largest = bits > largest ? bits : largest;
-    }
-    /* These are the bits of infinity. Those of a NaN are larger. */
-    return largest > 0x7f800000u;
+    float sums[16] = {0}, total = 0;
+    int64_t i = 0;
+    for (; i + 16 <= count; i += 16)
+        for (int j = 0; j < 16; j++) sums[j] += numbers[i + j];
+    for (; i < count; i++) total += numbers[i];
+    for (int j = 0; j < 16; j++) total += sums[j];
+    return total != total;
 }
 
 /* Whether a factor of a bfloat16 number may be NaN. */

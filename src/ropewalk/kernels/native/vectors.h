@@ -13,7 +13,6 @@ typedef uint16_t NAME(Q) __attribute__((vector_size(2 * LANES)));
 typedef double NAME(D) __attribute__((vector_size(4 * LANES)));
 typedef int64_t NAME(L) __attribute__((vector_size(4 * LANES)));
 
-
 /* u - v w and u + v w, fused if the instruction set supports it: NEON, and AVX2, which is only used with FMA. */
 #if NEON
 INLINE NAME(F) NAME(minus_f)(NAME(F) u, NAME(F) v, NAME(F) w) { return vfmsq_f32(u, v, w); }
@@ -32,17 +31,13 @@ INLINE NAME(D) NAME(minus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return u - v * w
 INLINE NAME(D) NAME(plus_d)(NAME(D) u, NAME(D) v, NAME(D) w) { return u + v * w; }
 #endif
 
+/* Loads and stores of two vectors. */
 INLINE void NAME(load_f32)(const AnyFloat *from, NAME(F) *v) {
-    for (int i = 0; i < 4; i++) memcpy(&v[i], from + i * LANES, sizeof v[i]);
-}
-
-/* Tables and weights for 16-bit features are two vectors of float32. */
-INLINE void NAME(load_pair)(const AnyFloat *from, NAME(F) *v) {
     for (int i = 0; i < 2; i++) memcpy(&v[i], from + i * LANES, sizeof v[i]);
 }
 
 INLINE void NAME(store_f32)(AnyFloat *to, const NAME(F) *v) {
-    for (int i = 0; i < 4; i++) memcpy(to + i * LANES, &v[i], sizeof v[i]);
+    for (int i = 0; i < 2; i++) memcpy(to + i * LANES, &v[i], sizeof v[i]);
 }
 
 INLINE void NAME(load_f64)(const AnyDouble *from, NAME(D) *v) {
@@ -95,12 +90,19 @@ INLINE NAME(F) NAME(nearest_bf16)(NAME(F) v) { return (NAME(F))(NAME(careful_bf1
 
 INLINE void NAME(load_bf16)(const AnyHalf *from, NAME(F) *v) { NAME(load_upper)(from, (NAME(U) *)v); }
 
+#if NEON
+/* round_bf16 of eight numbers, from their lower and upper halves: the upper half plus one if the lower half is more
+   than 0x8000, or is 0x8000 and the upper half is odd. */
+INLINE uint16x8_t NAME(round_halves)(uint16x8_t lower, uint16x8_t upper) {
+    const uint16x8_t even = vbicq_u16(vdupq_n_u16(1), upper);
+    return vsraq_n_u16(upper, vqsubq_u16(lower, even), 15);
+}
+#endif
+
 INLINE void NAME(store_bf16)(AnyHalf *to, const NAME(F) *v) {
 #if NEON
-    const NAME(U) low = (NAME(U))v[0], high = (NAME(U))v[1], half = vdupq_n_u32(0x7fffu);
-    /* round_bf16, with the addition and the dropping of the lower half in one instruction. */
-    const uint16x4_t first = vaddhn_u32(low - NAME(odd_bf16)(low), half);
-    const uint16x8_t both = vaddhn_high_u32(first, high - NAME(odd_bf16)(high), half);
+    const uint16x8_t low = (uint16x8_t)v[0], high = (uint16x8_t)v[1];
+    const uint16x8_t both = NAME(round_halves)(vuzp1q_u16(low, high), vuzp2q_u16(low, high));
     memcpy(to, &both, sizeof both);
 #else
     NAME(U) bits[2] = {NAME(round_bf16)(v[0]), NAME(round_bf16)(v[1])};
@@ -187,14 +189,6 @@ INLINE void NAME(careful_store_f16)(AnyHalf *to, const NAME(F) *v) { NAME(store_
 #endif
 
 INLINE void NAME(load2_f32)(const AnyFloat *from, NAME(F) *a, NAME(F) *b) {
-    for (int i = 0; i < 4; i++) {
-        NAME(F) u, v;
-        memcpy(&u, from + 2 * LANES * i, sizeof u), memcpy(&v, from + 2 * LANES * i + LANES, sizeof v);
-        a[i] = SHUFFLE(u, v, EVEN), b[i] = SHUFFLE(u, v, ODD);
-    }
-}
-
-INLINE void NAME(load2_pair)(const AnyFloat *from, NAME(F) *a, NAME(F) *b) {
     for (int i = 0; i < 2; i++) {
         NAME(F) u, v;
         memcpy(&u, from + 2 * LANES * i, sizeof u), memcpy(&v, from + 2 * LANES * i + LANES, sizeof v);
@@ -203,7 +197,7 @@ INLINE void NAME(load2_pair)(const AnyFloat *from, NAME(F) *a, NAME(F) *b) {
 }
 
 INLINE void NAME(store2_f32)(AnyFloat *to, const NAME(F) *a, const NAME(F) *b) {
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 2; i++) {
         NAME(F) u = SHUFFLE(a[i], b[i], LOW), v = SHUFFLE(a[i], b[i], HIGH);
         memcpy(to + 2 * LANES * i, &u, sizeof u), memcpy(to + 2 * LANES * i + LANES, &v, sizeof v);
     }
@@ -236,11 +230,11 @@ INLINE void NAME(load2_bf16)(const AnyHalf *from, NAME(F) *a, NAME(F) *b) {
 
 INLINE void NAME(store2_bf16)(AnyHalf *to, const NAME(F) *a, const NAME(F) *b) {
     for (int i = 0; i < 2; i++) {
-        NAME(U) even = NAME(round_bf16)(a[i]), odd = NAME(round_bf16)(b[i]), words;
 #if NEON
-        words = (NAME(U))vtrn2q_u16((uint16x8_t)even, (uint16x8_t)odd);
+        const uint16x8_t even = (uint16x8_t)a[i], odd = (uint16x8_t)b[i];
+        const uint16x8_t words = NAME(round_halves)(vtrn1q_u16(even, odd), vtrn2q_u16(even, odd));
 #else
-        words = (even >> 16) | (odd & 0xffff0000u);
+        const NAME(U) words = (NAME(round_bf16)(a[i]) >> 16) | (NAME(round_bf16)(b[i]) & 0xffff0000u);
 #endif
         memcpy(to + 2 * LANES * i, &words, sizeof words);
     }
