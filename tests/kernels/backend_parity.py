@@ -63,10 +63,17 @@ def check_rotate(name: str) -> None:
         rope, x = RotaryEmbedding(16, pairing=pairing, backend=name).to(home(name)), vector(0, 2, 3, 5, 16).float()
         truth = reference.rotate(x.double(), torch.arange(7, 12), theta(16), pairing=pairing)
         moved = x.to(home(name))
-        rotated = rope(moved, moved, offset=7)
-        if operation.run_if_ready is not None and automatic(name):
-            tables = rope.at(torch.arange(5, 12, device=home(name)))
-            rotated += operation.run_if_ready(moved, moved, *tables, rope.layout, 2, 5, 16)
+        rotated = list(rope(moved, moved, offset=7))
+        if operation.shortcut is not None and automatic(name):
+            # The first call has created the shortcut. It computes all of these.
+            ids = torch.arange(7, 12, device=home(name))
+            calls = ({"offset": 7}, {"positions": ids}, {"angles": rope.at(ids)})
+            for options in calls:
+                shortcut = rope._source.shortcut
+                results = None if shortcut is None else shortcut(moved, moved, **options)
+                if results is None:
+                    raise BudgetError(f"the shortcut of {name} does not support {list(options)}")
+                rotated += results
         for y in rotated:
             reference.assert_within_budget(y.cpu(), truth, rotary_dim=16, pairing=pairing, farthest=12.0)
         if operation.table_gradient is not None:

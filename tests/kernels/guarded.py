@@ -47,10 +47,9 @@ class Guarded:
             return tuple(x for x in (q, k) if x is not None)
         return tuple(results)
 
-    def direct(self, *args: Any) -> Any:
-        self.calls += 1
-        # Inputs are guarded; outputs are in memory of torch.
-        return self.native.direct(*[guarded(t) if type(t) is Tensor and t.is_cpu else t for t in args])
+    def shortcut(self, *args: Any) -> Any:
+        inside = [guarded(t) if isinstance(t, Tensor) else t for t in args]
+        return GuardedShortcut(self, self.native.shortcut(*inside))
 
     def cos_sin(self, *args: Any) -> None:
         self.calls += 1
@@ -59,3 +58,29 @@ class Guarded:
         self.native.cos_sin(*inside, threads)
         for target, t in zip(tensors[-2:], inside[-2:], strict=True):
             target.copy_(t)
+
+
+class GuardedShortcut:
+    """A shortcut of the C extension, called with copies of its arguments in guarded blocks."""
+
+    def __init__(self, owner: Guarded, shortcut: Any) -> None:
+        self.owner, self.right = owner, shortcut
+
+    def remember(self, start: int, stop: int, cos: Tensor, sin: Tensor) -> None:
+        self.right.remember(start, stop, guarded(cos), guarded(sin))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        # With a graph, the results belong to the arguments. Outputs are in memory of torch.
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+            return self.right(*args, **options)
+        self.owner.calls += 1
+        return self.right(*map(_guarded, args), **{name: _guarded(t) for name, t in options.items()})
+
+    def rotate_(self, *args: Any, **options: Any) -> Any:
+        return self.right.rotate_(*args, **options)
+
+
+def _guarded(t: Any) -> Any:
+    if isinstance(t, tuple):
+        return tuple(_guarded(one) for one in t)
+    return guarded(t) if type(t) is Tensor and t.is_cpu else t

@@ -29,7 +29,7 @@ def home(name: str) -> torch.device:
 
 
 def automatic(name: str) -> bool:
-    """Whether the backend is the default on that device. Only then is its `run_if_ready` called."""
+    """Whether the backend is the default on that device. Only then are its shortcuts used."""
     devices = registered(name).devices
     return devices is None or home(name).type in devices
 

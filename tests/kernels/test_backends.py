@@ -19,7 +19,7 @@ from ropewalk import RopewalkError
 from ropewalk.kernels.backend import OPERATIONS, Backend, Operation, backends, register
 from ropewalk.kernels.linear.torch import linear_attention
 from ropewalk.kernels.types import Layout, Sums, line_up
-from ropewalk.ops.dispatch import choose, direct_rotation, find
+from ropewalk.ops.dispatch import choose, find, with_shortcut
 from ropewalk.reference import rotate
 from ropewalk.reference.budget import BudgetError
 from slow import slow_except
@@ -260,7 +260,7 @@ def test_a_warm_module_follows_the_registry(registered_tiny):
 def test_a_forced_backend_is_asked_at_every_call():
     # The second call finds its range in the cache, and must not go around what the backend supports.
     rope, x = rw.RotaryEmbedding(8, backend="triton"), vector(0, 1, 2, 5, 8).float()
-    assert direct_rotation(x.device, "triton") is None
+    assert with_shortcut("rotate", x.device, "triton") is None
     where = x.to(DEVICE)
     rope = rope.to(DEVICE)
     assert torch.equal(rope(where), rope(where))

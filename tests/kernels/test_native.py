@@ -178,7 +178,7 @@ def test_what_is_not_plain_never_reaches_it(monkeypatch):
         raise AssertionError("the C kernel was called")
 
     monkeypatch.setattr(extension.NATIVE, "rotate", never)
-    monkeypatch.setattr(extension.NATIVE, "direct", never)
+    monkeypatch.setattr(extension.NATIVE, "shortcut", never)
     rope, x = RotaryEmbedding(8), vector(0, 2, 3, 5, 8).float()
 
     class Subclass(torch.Tensor):

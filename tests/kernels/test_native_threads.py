@@ -76,13 +76,13 @@ def test_the_work_is_shared_out():
     # In the place of OpenMP stands a function that writes down how many threads it was asked for.
     script = (
         "import ctypes, torch; from ropewalk.kernels.native.extension import NATIVE\n"
-        "from ropewalk import RotaryEmbedding; from ropewalk.kernels.torch_internals import MASKS\n"
+        "from ropewalk import RotaryEmbedding; from ropewalk.kernels.torch_internals import TORCH_STATE\n"
         "asked = []; work = ctypes.CFUNCTYPE(None, ctypes.c_void_p)\n"
         "@ctypes.CFUNCTYPE(None, work, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)\n"
         "def team(run, data, threads, flags): asked.append(threads); run(data)\n"
         "address = ctypes.cast(team, ctypes.c_void_p).value\n"
         "NATIVE.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__,"
-        " address, MASKS, torch.empty_like)\n"
+        " address, (torch.empty_like, *TORCH_STATE))\n"
         "rope, x = RotaryEmbedding(64, backend='native'), torch.randn(1, 4, 4000, 64)\n"
         "torch.set_num_threads(3); y = rope(x); assert asked[-1] == 3, asked\n"
         "rope(x[:, :, :10]); rope(x[:, :1, :1]); assert len(asked) <= 2, asked\n"
@@ -97,9 +97,9 @@ def test_without_openmp_threads_are_made_for_the_call():
     # In a process of its own, since the team is found once.
     script = (
         "import torch; from ropewalk.kernels.native.extension import NATIVE\n"
-        "from ropewalk import RotaryEmbedding; from ropewalk.kernels.torch_internals import MASKS\n"
+        "from ropewalk import RotaryEmbedding; from ropewalk.kernels.torch_internals import TORCH_STATE\n"
         "NATIVE.use_torch(torch.Tensor, torch.nn.Parameter, torch.Tensor.__dlpack_c_exchange_api__, 0,"
-        " MASKS, torch.empty_like)\n"
+        " (torch.empty_like, *TORCH_STATE))\n"
         "rope, x = RotaryEmbedding(64, backend='native'), torch.randn(1, 4, 4000, 64)\n"
         "torch.set_num_threads(1); one = rope(x); torch.set_num_threads(5); assert torch.equal(rope(x), one)\n"
     )

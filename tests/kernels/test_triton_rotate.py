@@ -9,12 +9,12 @@ from nn.module import by_module, with_heads_last
 from ropewalk import RopeSpec, RotaryEmbedding, ops
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels import triton_launch as launch_triton
-from ropewalk.kernels.backend import Choice
 from ropewalk.kernels.backends import triton as triton_backend
 from ropewalk.kernels.backends.triton import TRITON
 from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.rotate import triton as rotate_triton
-from ropewalk.kernels.types import Layout
+from ropewalk.kernels.rotate.triton_shortcut import RotationShortcut
+from ropewalk.kernels.types import Layout, RopeNumbers
 from ropewalk.reference import check_rotation
 from slow import slow
 from strategies import theta
@@ -297,8 +297,12 @@ def test_a_row_before_the_table_is_not_read(monkeypatch):
     ranges = rope._source.ranges
     block = ranges._blocks[0]
     assert block.start > 0
-    direct = Choice("kernel", "triton", TRITON.operations["rotate"])
-    assert ops.rotate_directly(direct, x, None, block.cos, block.sin, rope.layout, -block.start, block.stop, 8) is None
+    source = rope._source
+    shortcut = RotationShortcut(RopeNumbers(8, rope.layout, source.inv_freq, None, source.amplitude, {}, None))
+    shortcut.remember(block.start, block.stop, block.cos, block.sin)
+    assert shortcut(x) is None
+    assert shortcut(x, offset=block.stop - 4) is None
+    close(shortcut(x, offset=1000), x, *plain_tables(1005, 8)[:, 1000:], Layout(True, 0, -2))
     close(rope(x), x, *plain_tables(5, 8), Layout(True, 0, -2))
 
 
@@ -343,5 +347,5 @@ def test_batched_cotangents():
 def test_the_backend_that_was_asked_for_serves_cached_ranges_too(monkeypatch):
     rope, x = RotaryEmbedding(8, backend="triton"), random(1, 2, 5, 8)
     first = rope(x)
-    monkeypatch.setattr(NATIVE, "direct", lambda *arguments: pytest.fail("the C kernel was asked"))
+    monkeypatch.setattr(NATIVE, "shortcut", lambda *arguments: pytest.fail("the C kernel was asked"))
     assert torch.equal(rope(x), first)

@@ -4,10 +4,12 @@ Each defect of a library in the field that this module replaces is a test here.
 """
 
 import copy
+import gc
 import io
 import itertools
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ropewalk import RopeSpec, RotaryEmbedding
 from ropewalk.kernels.rotate import torch as rotate_torch
-from ropewalk.nn.rotary.range_cache import LONGEST, MOST_ROWS
+from ropewalk.nn.rotary import range_cache
 from ropewalk.reference import assert_within_budget, rotate
 from ropewalk.spec import AcrossHeads
 from strategies import theta, vector
@@ -156,8 +158,10 @@ def test_cached_ranges_do_not_change_results():
         x = vector(seq, 1, 1, seq, 8).float()
         fresh = RotaryEmbedding(8)(x, positions=torch.arange(seq) + start)
         assert torch.equal(rope(x, offset=start), fresh), (start, seq)
-    long = vector(0, 1, 1, LONGEST + 5, 8).float()
-    assert torch.equal(rope(long), RotaryEmbedding(8)(long, positions=torch.arange(LONGEST + 5)))
+    longest = range_cache.MOST_NUMBERS // 4
+    long = torch.ones(1, 1, 8).expand(1, longest + 5, 8)
+    assert torch.equal(rope(long), RotaryEmbedding(8)(long, positions=torch.arange(longest + 5)))
+    assert all(block.stop - block.start < longest for block in rope._source.ranges._blocks)
     # A caller cannot change the cached cos and sin.
     cos, _ = rope.at(torch.arange(5))
     cos.fill_(7)
@@ -174,14 +178,37 @@ def test_sequences_that_are_decoded_alternately_have_a_block_each(monkeypatch):
     assert len(made) == 3
     for start in range(0, 200_000, 10_000):
         rope(X[:, :, :1], offset=start)
-    assert sum(block.stop - block.start for block in rope._source.ranges._blocks) <= MOST_ROWS
+    assert len(rope._source.ranges._blocks) == range_cache.MOST_BLOCKS
+
+
+def test_cached_ranges_have_a_limit():
+    rope, longest = RotaryEmbedding(8), range_cache.MOST_NUMBERS // 4
+    for start in (0, 10**6, 10**7):
+        rope(torch.ones(1, 1, 8).expand(1, longest, 8), offset=start)
+    rows = sum(block.stop - block.start for block in rope._source.ranges._blocks)
+    assert longest <= rows <= longest + 8 * range_cache.STEP
 
 
 def test_copies_leave_the_ranges_and_the_table_behind():
     rope = RotaryEmbedding(128)
     rope(torch.ones(1, 1, 100, 128))
     assert len(pickle.dumps(rope)) < 20_000
-    assert copy.deepcopy(rope)._source.ranges._blocks == ()
+    for other in (copy.deepcopy(rope), pickle.loads(pickle.dumps(rope))):
+        assert other._source.shortcut is None
+        assert torch.equal(other(torch.ones(1, 1, 100, 128)), rope(torch.ones(1, 1, 100, 128)))
+
+
+def test_equal_ropes_share_their_ranges_while_one_is_alive():
+    layers = [RotaryEmbedding(8, base=12_345) for _ in range(3)]
+    for rope in layers:
+        rope(X)
+    assert len({id(rope._source.ranges._blocks[0].cos) for rope in layers}) == 1
+    alike = [RotaryEmbedding(8, base=12_346), RotaryEmbedding(8, base=12_345, backend="torch")]
+    assert all(rope._source.ranges is not layers[0]._source.ranges for rope in alike)
+    ranges = weakref.ref(layers[0]._source.ranges)
+    del layers, rope
+    gc.collect()
+    assert ranges() is None
 
 
 def test_modules_with_other_bases_share_nothing():

@@ -1,6 +1,5 @@
 """Launches of Triton kernels: tensors as rows of features, and launch arguments that are computed once per shape."""
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -246,30 +245,31 @@ class Launch:
         return self._kernel[self._grid](*arguments, *self._numbers, **self._constants, num_warps=self._warps)
 
 
+# Triton's settings for launches, from the first launch on.
+_SETTINGS: list[Any] = []
+
+
 def _are_observed() -> bool:
     """Whether hooks of a profiler, such as Triton's Proton, observe launches."""
-    hooks = runtime_knobs()
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-@functools.cache
-def runtime_knobs() -> Any:
-    """Return Triton's settings for launches. Triton is imported when the first kernel is launched.
-
-    >>> hasattr(runtime_knobs(), "launch_enter_hook") if INSTALLED else True
-    True
-    """
-    return importlib.import_module("triton.knobs").runtime
+    if not _SETTINGS:
+        _SETTINGS.append(importlib.import_module("triton.knobs").runtime)
+    settings = _SETTINGS[0]
+    try:
+        return bool(settings.launch_enter_hook.calls or settings.launch_exit_hook.calls)
+    except AttributeError:
+        # A hook that is not a chain of hooks.
+        return settings.launch_enter_hook is not None or settings.launch_exit_hook is not None
 
 
 class _Launches(dict[Any, Any]):
     """Cache of launches. A model needs few; the cache is cleared at a limit, for calls whose lengths never repeat."""
 
     def keep(self, key: Any, value: Any) -> Any:
+        """Store the value, unless the key is None, and return it."""
         if len(self) >= 1024:
             self.clear()
-        self[key] = value
+        if key is not None:
+            self[key] = value
         return value
 
 

@@ -27,10 +27,10 @@ static int find_dtype(const Tensor *t, Dtype *out) {
 }
 
 /* The first row of cos and sin, the first rotated feature, the dimension of the sequence counted from the end, the
-   pairing, and whether the angles are negated. */
+   pairing, whether the angles are negated, and whether cos and sin are known to contain no NaN. */
 typedef struct {
     int64_t row, start, seq_dim;
-    int interleaved, conjugate;
+    int interleaved, conjugate, finite;
 } Layout;
 
 typedef struct {
@@ -78,7 +78,7 @@ static int describe(Rotation *r, const Tensor *x, const Tensor *y, const Tensor 
         }
     }
     if (!fits) return fail("x, cos and sin do not fit together"), 0;
-    r->x = x->data, r->y = y->data;
+    r->x = x->data, r->y = y->data, r->finite = l->finite;
     const size_t width = bits / 8;
     r->cos = (char *)cos->data + l->row * axes[seq].cos * (int64_t)width;
     r->sin = (char *)sin->data + l->row * axes[seq].sin * (int64_t)width;
@@ -107,9 +107,21 @@ static int64_t longest(const Rotation *r, int *which) {
     return most;
 }
 
+/* Whether two rotations read the same rows of cos and sin. */
+static int share_tables(const Rotation *a, const Rotation *b) {
+    int same = a->cos == b->cos && a->sin == b->sin && a->tokens.size == b->tokens.size &&
+               a->other_count == b->other_count && !a->norm.weight && !b->norm.weight && !a->heads.cos && !b->heads.cos &&
+               !a->heads.sin && !b->heads.sin;
+    for (int i = 0; same && i < a->other_count; i++)
+        same = a->others[i].size == b->others[i].size && a->others[i].cos == b->others[i].cos &&
+               a->others[i].sin == b->others[i].sin;
+    return same;
+}
+
 /* Rotate one part of each tensor: a range of its longest dimension. */
 static void rotate_part(const void *data, int64_t part, int64_t parts) {
     const Job *job = data;
+    Rotation checked = {.cos = NULL};
     for (int i = 0; i < job->count; i++) {
         Rotation r = job->rotations[i];
         int which;
@@ -120,7 +132,10 @@ static void rotate_part(const void *data, int64_t part, int64_t parts) {
         r.x = (const char *)r.x + from * axis->x * width, r.y = (char *)r.y + from * axis->y * width;
         r.cos = (const char *)r.cos + from * axis->cos * table, r.sin = (const char *)r.sin + from * axis->sin * table;
         axis->size = to - from;
-        r.features.careful = r.dtype == BF16 && needs_care(&r);
+        /* cos and sin of q are usually those of k, and are checked once. */
+        if (r.dtype == BF16 && !(r.finite && !r.norm.weight))
+            r.features.careful = share_tables(&checked, &r) ? checked.features.careful : needs_care(&r);
+        checked = r;
         best(&r);
     }
 }

@@ -34,7 +34,7 @@ static PyObject *rotate(PyObject *self, PyObject *const *args, Py_ssize_t count)
     (void)self;
     if (!exchange || (count != 12 && count != 16)) return fail("rotate expects 12 or 16 arguments, after use_torch");
     const Layout layout = {PyLong_AsLongLong(args[6]), PyLong_AsLongLong(args[7]), PyLong_AsLongLong(args[8]),
-                           PyObject_IsTrue(args[9]), PyObject_IsTrue(args[10])};
+                           PyObject_IsTrue(args[9]), PyObject_IsTrue(args[10]), 0};
     const int64_t threads = PyLong_AsLongLong(args[11]);
     if (PyErr_Occurred()) return NULL;
     Tensor inputs[2], cos, sin;
@@ -102,6 +102,8 @@ static PyObject *cos_sin(PyObject *self, PyObject *const *args, Py_ssize_t count
 static PyMethodDef methods[] = {
     {"use_torch", (PyCFunction)(void (*)(void))use, METH_FASTCALL, NULL},
     {"shortcut", (PyCFunction)(void (*)(void))make_shortcut, METH_FASTCALL, NULL},
+    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, NULL},
+    {"is_eager", eager, METH_NOARGS, NULL},
     {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
     {"cos_sin", (PyCFunction)(void (*)(void))cos_sin, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

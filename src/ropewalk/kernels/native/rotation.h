@@ -60,6 +60,8 @@ typedef struct {
     const void *cos, *sin;
     Axis tokens, heads, others[MOST_OTHERS];
     int other_count;
+    /* Whether cos and sin are known to contain no NaN. */
+    int finite;
     Features features;
     Norm norm;
     Dtype dtype;

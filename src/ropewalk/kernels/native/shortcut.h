@@ -4,6 +4,8 @@
 #ifndef ROPEWALK_SHORTCUT_H
 #define ROPEWALK_SHORTCUT_H
 
+#include <stddef.h>
+
 #include "angles.h"
 #include "job.h"
 
@@ -99,6 +101,80 @@ static int is_ready(PyObject *object, Tensor *out) {
     return negated < 0 ? -1 : !negated;
 }
 
+/* The part of a signature that describes one tensor. */
+typedef struct {
+    int32_t device_type, device_id, dims;
+    DlType dtype;
+    int32_t misalignment, needs_gradient;
+    int64_t shape[MOST_OTHERS], strides[MOST_OTHERS];
+} Description;
+
+/* signature(*tensors) -> (bytes that describe everything about them except their numbers, their addresses), or None if
+   one of them is not a plain tensor with memory. A tensor may be None, with address 0. Kernels of other devices are
+   chosen by it, because Python takes longer to read the attributes. */
+static PyObject *signature(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    enum { MOST = 16 };
+    Description descriptions[MOST];
+    if (!exchange || count > MOST) return fail("signature expects at most 16 tensors, after use_torch");
+    memset(descriptions, 0, (size_t)count * sizeof *descriptions);
+    const int graphs = is_true(PyObject_CallNoArgs(is_grad_enabled));
+    PyObject *addresses = graphs < 0 ? NULL : PyTuple_New(count);
+    for (Py_ssize_t i = 0; addresses && i < count; i++) {
+        Description *d = &descriptions[i];
+        Tensor t = {.data = NULL};
+        if (args[i] != Py_None) {
+            if (Py_TYPE(args[i]) != tensor_type && Py_TYPE(args[i]) != parameter_type) goto unusual;
+            if (exchange->borrow(args[i], &t)) {
+                PyErr_Clear();
+                goto unusual;
+            }
+            if (t.dims > MOST_OTHERS || !t.strides || !has_memory(&t)) goto unusual;
+            const int negated = is_true(PyObject_CallOneArg(is_negated, args[i]));
+            if (negated < 0) goto error;
+            if (negated) goto unusual;
+            if (t.data) t.data = (char *)t.data + t.byte_offset;
+            d->device_type = t.device_type, d->device_id = t.device_id, d->dims = t.dims + 1, d->dtype = t.dtype;
+            d->misalignment = (int32_t)((uintptr_t)t.data & 15);
+            if (graphs && (d->needs_gradient = has_true(args[i], name_requires_grad)) < 0) goto error;
+            memcpy(d->shape, t.shape, (size_t)t.dims * sizeof *t.shape);
+            memcpy(d->strides, t.strides, (size_t)t.dims * sizeof *t.strides);
+        }
+        PyObject *address = PyLong_FromVoidPtr(t.data);
+        if (!address) goto error;
+        PyTuple_SET_ITEM(addresses, i, address);
+    }
+    if (!addresses) return NULL;
+    /* Only the used part of each description. */
+    char packed[MOST * sizeof(Description)];
+    size_t size = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const Description *d = &descriptions[i];
+        const size_t numbers = d->dims ? (size_t)(d->dims - 1) * sizeof *d->shape : 0;
+        memcpy(packed + size, d, offsetof(Description, shape)), size += offsetof(Description, shape);
+        memcpy(packed + size, d->shape, numbers), size += numbers;
+        memcpy(packed + size, d->strides, numbers), size += numbers;
+    }
+    PyObject *key = PyBytes_FromStringAndSize(packed, (Py_ssize_t)size);
+    PyObject *result = key ? PyTuple_Pack(2, key, addresses) : NULL;
+    Py_XDECREF(key), Py_DECREF(addresses);
+    return result;
+unusual:
+    Py_DECREF(addresses);
+    Py_RETURN_NONE;
+error:
+    Py_DECREF(addresses);
+    return NULL;
+}
+
+/* eager() -> whether nothing transforms, intercepts or traces a call. */
+static PyObject *eager(PyObject *module, PyObject *unused) {
+    (void)module, (void)unused;
+    if (!exchange) return fail("use_torch was not called");
+    const int value = is_eager();
+    return value < 0 ? NULL : PyBool_FromLong(value);
+}
+
 /* Whether q and k can be rotated: plain tensors of one dtype and length, with head_dim features. */
 static int are_ready(const Shortcut *self, const Call *call, Tensor *x, int *count) {
     Dtype dtype;
@@ -136,8 +212,12 @@ static int is_foreign(const Shortcut *self, PyObject *cos) {
     PyObject *maker = key ? PyDict_GetItemWithError(self->makers, key) : NULL;
     Py_XDECREF(key);
     if (!maker) return PyErr_Occurred() ? -1 : 0;
-    return !PyTuple_Check(maker) || PyTuple_GET_SIZE(maker) != 3 || PyTuple_GET_ITEM(maker, 1) != self->rope ||
-           PyTuple_GET_ITEM(maker, 2) != Py_None;
+    if (!PyTuple_Check(maker) || PyTuple_GET_SIZE(maker) != 3) return 1;
+    if (PyTuple_GET_ITEM(maker, 1) == self->rope && PyTuple_GET_ITEM(maker, 2) == Py_None) return 0;
+    /* The id may belong to another tensor by now. */
+    PyObject *made = PyObject_CallNoArgs(PyTuple_GET_ITEM(maker, 0));
+    Py_XDECREF(made);
+    return made ? made == cos : -1;
 }
 
 /* cos and sin of the caller: [seq, pairs] or [1 or batch, seq, pairs]. */
@@ -309,6 +389,8 @@ static PyObject *run(Shortcut *self, PyObject *args, PyObject *kwargs, int in_pl
         /* Another thread may replace them. */
         cosines = Py_NewRef(self->cos), sines = Py_NewRef(self->sin);
     }
+    /* A rope has finite frequencies, and positions are integers here. */
+    layout.finite = !call.angles;
     if (!is_type(&cos, DL_FLOAT, x[0].dtype.bits == 64 ? 64 : 32) || !is_type(&sin, DL_FLOAT, cos.dtype.bits)) goto end;
     if (in_place) {
         UNUSUAL(are_writable(&call, x, count, graphs, inference));
@@ -399,7 +481,7 @@ static PyObject *make_shortcut(PyObject *module, PyObject *const *args, Py_ssize
         (args[7] != Py_None && borrow(args[7], &tables, "tables")))
         return NULL;
     const int64_t head_dim = PyLong_AsLongLong(args[0]), pairs = PyLong_AsLongLong(args[1]);
-    const Layout layout = {0, PyLong_AsLongLong(args[2]), PyLong_AsLongLong(args[3]), PyObject_IsTrue(args[4]), 0};
+    const Layout layout = {0, PyLong_AsLongLong(args[2]), PyLong_AsLongLong(args[3]), PyObject_IsTrue(args[4]), 0, 0};
     const int64_t context = args[5] == Py_None ? INT64_MAX : PyLong_AsLongLong(args[5]);
     if (PyErr_Occurred()) return NULL;
     int fits = theta.dims == 1 && theta.shape[0] == pairs && amplitude.dims == 0 && is_type(&amplitude, DL_FLOAT, 64) &&

@@ -14,6 +14,7 @@ from ropewalk.kernels.qk_norm.triton_kernels import (
     norm_rotate_kernel,
     weight_sums_kernel,
 )
+from ropewalk.kernels.signature import signature
 from ropewalk.kernels.triton_launch import (
     LAUNCHES,
     Launch,
@@ -112,17 +113,9 @@ def _run(
     weights = [w if w is None or w.is_contiguous() else w.contiguous() for w in weights]
     factors = [x if w is None else w for w, x in zip(weights, both, strict=True)]
     tensors = [x for group in (*groups, factors) for x in _as_pair(group)]
-    # Outputs have the strides of `empty_like`, which depend on the inputs. Triton compiles for the alignment.
-    addresses = cos.data_ptr() | sin.data_ptr()
-    for x in tensors:
-        addresses |= x.data_ptr()
-    strides = [(x.shape, x.stride()) for group in groups[:-1] for x in group]
-    key = (
-        kernel,
-        (*strides, tuple([None if w is None else w.dtype for w in weights])),
-        (both[0].dtype, cos.shape, cos.dtype, cos.device, layout, norm, learns),
-        addresses & 15 and tuple([x.data_ptr() & 15 for x in (*tensors, cos, sin)]),
-    )
+    # Also the alignment, on which Triton specializes kernels. Outputs have the strides of `empty_like`.
+    described = signature(*(x for group in groups[:-1] for x in group), *weights, cos, sin)
+    key = None if described is None else (kernel, described[0], len(both), layout, norm, learns)
     plan = LAUNCHES.get(key)
     if plan is None:
         plan = LAUNCHES.keep(key, plan_norm(kernel, groups, weights, learns, cos, layout, norm) or "separately")

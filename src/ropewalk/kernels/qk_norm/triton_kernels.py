@@ -232,13 +232,13 @@ def _load_both(
     TILE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Load a block of rows of x, and of their cotangents. Also return where they are."""
+    """Load a block of rows of x, and of their cotangents."""
     _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
     source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
     cotangent = g + (b * g_strides[0] + s * g_strides[1] + head * g_strides[2]) * TILE[2]
     n, m, o = load_rows(source, valid, STEPS[0], TILE[1], FEATURES)
     e, f, h = load_rows(cotangent, valid, STEPS[1], TILE[1], FEATURES)
-    return n, m, o, e, f, h, b, s, head, valid
+    return n, m, o, e, f, h
 
 
 @triton.jit
@@ -283,14 +283,13 @@ def _norm_rows_backward(
     counting = tl.int64 if WIDE else tl.int32
     count = (counts[2].to(counting) * (TILE[0] * HEADS) + ROWS - 1) // ROWS
     index = program.to(counting)
-    n, m, o, e, f, h, b, s, head, valid = _load_both(
-        x, g, x_strides, g_strides, counts, index, HEADS, STEPS, FEATURES, TILE, WIDE
-    )
+    n, m, o, e, f, h = _load_both(x, g, x_strides, g_strides, counts, index, HEADS, STEPS, FEATURES, TILE, WIDE)
     while index < count:
         # Loads of the next iteration overlap with the arithmetic of this one.
-        n_, m_, o_, e_, f_, h_, b_, s_, head_, valid_ = _load_both(
+        n_, m_, o_, e_, f_, h_ = _load_both(
             x, g, x_strides, g_strides, counts, index + programs, HEADS, STEPS, FEATURES, TILE, WIDE
         )
+        _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
         c, d = _tables(cos, sin, rows, b, s, head, valid, FEATURES)
         first, second, rest = _cast(n, m, o, dtype)
         # Rows that are not valid must add nothing to the sums, even if eps is 0.
@@ -316,7 +315,6 @@ def _norm_rows_backward(
         _store(target, p, r, t, valid, STEPS[2], ROWS, FEATURES)
         index += programs
         n, m, o, e, f, h = n_, m_, o_, e_, f_, h_
-        b, s, head, valid = b_, s_, head_, valid_
     if NORM[3]:
         always = tl.zeros((1,), tl.int32) == 0
         du, dv, dw = tl.sum(du, axis=0)[None, :], tl.sum(dv, axis=0)[None, :], tl.sum(dw, axis=0)[None, :]

@@ -8,12 +8,11 @@ from torch import Tensor
 from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.qk_norm.triton import plan_norm
 from ropewalk.kernels.qk_norm.triton_kernels import norm_rotate_kernel
-from ropewalk.kernels.triton_shortcut import Plan, Source, TableShortcut, shape_of
+from ropewalk.kernels.signature import signature
+from ropewalk.kernels.triton_shortcut import Plan, Source, TableShortcut, tokens_of
 from ropewalk.kernels.types import Norm, RopeNumbers, Shortcut
 
 __all__ = ["NormShortcut", "shortcut"]
-
-_WEIGHTS = (Tensor, torch.nn.Parameter)
 
 
 class NormShortcut(TableShortcut):
@@ -42,57 +41,48 @@ class NormShortcut(TableShortcut):
         angles: Any = None,
     ) -> tuple[Tensor, ...] | None:
         """Normalise and rotate q and k; None for the general path. The caller has checked `norm`."""
-        if type(q) is not Tensor or type(k) is not Tensor or (offset is not None and angles is not None):
+        if k is None or (offset is not None and angles is not None):
             return None
         stream = self.stream()
         source = None if stream is None else self.source(None, angles, stream)
-        if stream is None or source is None or q.is_neg() or k.is_neg():
+        described = None if source is None else signature(q, k, q_weight, k_weight, source.first, source.second)
+        if stream is None or source is None or described is None:
             return None
-        key: tuple[Any, ...] = (q.shape, q.stride(), q.dtype, q.get_device(), source.key, norm)
-        key += (k.shape, k.stride(), k.dtype, k.get_device())
-        first, second, weights = source.first, source.second, (q_weight, k_weight)
-        try:
-            addresses = q.data_ptr() | k.data_ptr() | first.data_ptr() | second.data_ptr()
-            for weight in weights:
-                if weight is None:
-                    key += (None,)
-                elif type(weight) in _WEIGHTS and not weight.is_neg():
-                    key += (weight.shape, weight.stride(), weight.dtype, weight.get_device())
-                    addresses |= weight.data_ptr()
-                else:
-                    return None
-        except RuntimeError:
-            # Tensors without memory, such as those of nested transforms.
-            return None
-        known = self.plan(key, lambda: self._plan(q, k, weights, norm, source))
-        if known is None or addresses & 15 or not q.data_ptr():
-            return None
-        launch, tokens = known
-        row = self.row(offset, tokens) if source.is_cached else 0
+        (key, addresses), (kind, first, second) = described, source
+        key = kind, key, norm
+        plan = self._plans.get(key)
+        if plan is None:
+            if key in self._plans or not addresses[0]:
+                return None
+            plan = self.plan(key, lambda: self._plan(q, k, (q_weight, k_weight), norm, source))
+            if plan is None:
+                return None
+        launch, tokens, needs_graph = plan
+        row = self.row(offset, tokens) if kind == "range" else 0
         if row is None:
             return None
-        needed = False
-        if torch.is_grad_enabled():
-            needed = q.requires_grad or (q_weight is not None and q_weight.requires_grad)
-            k_needed = k.requires_grad or (k_weight is not None and k_weight.requires_grad)
-            if needed != k_needed or first.requires_grad or second.requires_grad:
-                return None
         yq, yk = rotated = empty_like(q), empty_like(k)
-        factors = q if q_weight is None else q_weight, k if k_weight is None else k_weight
-        tensors = q, k, yq, yk, *factors, first, second
-        if not launch.by_address(stream, *[x.data_ptr() for x in tensors], row):
-            launch(self.device, *tensors, row)
-        if needed:
-            how = first, second, source.is_cached, row, norm
+        q_at, k_at, q_weight_at, k_weight_at, first_at, second_at = addresses
+        # Kernels do not read a weight that is None.
+        weights = q_weight_at or q_at, k_weight_at or k_at
+        outputs = yq.data_ptr(), yk.data_ptr()
+        if not launch.by_address(stream, q_at, k_at, *outputs, *weights, first_at, second_at, row):
+            factors = q if q_weight is None else q_weight, k if k_weight is None else k_weight
+            launch(self.device, q, k, yq, yk, *factors, first, second, row)
+        if needs_graph:
+            how = first, second, kind == "range", row, norm
             rotated = self.numbers.with_graph(q, k, q_weight, k_weight, rotated, *how)  # pyright: ignore[reportOptionalCall]
         return rotated
 
     def _plan(
         self, q: Tensor, k: Tensor, weights: tuple[Tensor | None, Tensor | None], norm: Norm, source: Source
     ) -> Plan | None:
-        layout = self.numbers.layout
-        shape = shape_of(q, k, layout, self.numbers.head_dim, self.device)
-        if shape is None or self.fits(source, shape, q.dtype) is None:
+        layout, graphs = self.numbers.layout, torch.is_grad_enabled()
+        sides = zip((q, k), weights, strict=True)
+        needs = [graphs and any(x is not None and x.requires_grad for x in side) for side in sides]
+        tokens = tokens_of(q, k, layout, self.numbers.head_dim, self.device)
+        # A graph of both would include a tensor that needs no gradient.
+        if tokens is None or needs[0] != needs[1] or self.table_dims(source, q, k, tokens) is None:
             return None
         for weight in weights:
             if weight is None:
@@ -104,7 +94,7 @@ class NormShortcut(TableShortcut):
                 return None
         groups = [(q, k), (empty_like(q), empty_like(k))]
         planned = plan_norm(norm_rotate_kernel, groups, weights, None, source.first, layout, norm)
-        return None if planned is None else Plan(planned[0], shape.tokens)
+        return None if planned is None else Plan(planned[0], tokens, needs[0])
 
 
 def shortcut(numbers: RopeNumbers) -> Shortcut:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ropewalk.kernels.angles.triton import cos_sin_of
 from ropewalk.kernels.constructors import empty_like
+from ropewalk.kernels.signature import signature
 from ropewalk.kernels.triton_launch import (
     LAUNCHES,
     Launch,
@@ -289,13 +290,9 @@ def rotate(
     if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     tensors = (q, q if k is None else k, yq, yq if yk is None else yk, cos, sin, cos)
-    # torch's allocator aligns memory, but views may be unaligned. Triton specializes kernels on the alignment.
-    addresses = 0
-    for x in tensors:
-        addresses |= x.data_ptr()
-    others = None if k is None or yk is None else (k.shape, k.stride(), yk.stride(), k.dtype)
-    options = q.dtype, cos.dtype, q.device, layout, conjugate, in_place
-    key = _rotate, q.shape, q.stride(), yq.stride(), others, cos.shape, options, addresses & 15 and _misaligned(tensors)
+    # Also the alignment, on which Triton specializes kernels: torch's allocator aligns memory, but views may not be.
+    described = signature(q, k, yq, yk, cos, sin)
+    key = None if described is None else (_rotate, described[0], layout, conjugate, in_place)
     launch = LAUNCHES.get(key)
     if launch is None and q.numel() == 0 and (k is None or k.numel() == 0):
         return (yq,) if yk is None else (yq, yk)
@@ -307,10 +304,6 @@ def rotate(
     else:
         launch(q.device, *tensors, row)
     return (yq,) if yk is None else (yq, yk)
-
-
-def _misaligned(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(x.data_ptr() & 15 for x in tensors)
 
 
 def _rotate_separately(q: Tensor, k: Tensor | None, yq: Tensor, yk: Tensor | None, options: tuple[Any, ...]) -> None:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.rotate.triton import TableShape, plan, table_shape
-from ropewalk.kernels.triton_shortcut import Plan, Source, TableShortcut, shape_of
+from ropewalk.kernels.signature import signature
+from ropewalk.kernels.triton_shortcut import Plan, Source, TableShortcut, tokens_of
 from ropewalk.kernels.types import RopeNumbers, Shortcut
 
 __all__ = ["RotationShortcut", "shortcut"]
@@ -30,6 +31,10 @@ class RotationShortcut(TableShortcut):
     [0.5403, 0.8415]
     """
 
+    def __init__(self, numbers: RopeNumbers) -> None:
+        super().__init__(numbers)
+        self._amplitude_at: int = numbers.amplitude.data_ptr()
+
     def __call__(
         self,
         q: Any,
@@ -41,68 +46,57 @@ class RotationShortcut(TableShortcut):
         **others: Any,
     ) -> Tensor | tuple[Tensor, ...] | None:
         """Rotate q, or q and k; None for the general path."""
-        if unnamed or others or type(q) is not Tensor or (k is not None and type(k) is not Tensor):
+        if unnamed or others or (offset is not None and (positions is not None or angles is not None)):
             return None
         stream = self.stream()
-        if stream is None or (offset is not None and (positions is not None or angles is not None)):
+        source = None if stream is None else self.source(positions, angles, stream)
+        described = None if source is None else signature(q, k, source.first, source.second)
+        if stream is None or source is None or described is None:
             return None
-        source = self.source(positions, angles, stream)
-        if source is None or q.is_neg() or (k is not None and k.is_neg()):
-            return None
-        key = q.shape, q.stride(), q.dtype, q.get_device(), source.key
-        if k is not None:
-            key += (k.shape, k.stride(), k.dtype, k.get_device())
-        known = self.plan(key, lambda: self._plan(q, k, source))
-        if known is None:
-            return None
-        launch, tokens = known
-        row = self.row(offset, tokens) if source.is_cached else 0
+        (key, (q_at, k_at, first_at, second_at)), (kind, first, second) = described, source
+        plan = self._plans.get((kind, key))
+        if plan is None:
+            if (kind, key) in self._plans or not q_at:
+                return None
+            plan = self.plan((kind, key), lambda: self._plan(q, k, source))
+            if plan is None:
+                return None
+        launch, tokens, needs_graph = plan
+        row = self.row(offset, tokens) if kind == "range" else 0
         if row is None:
             return None
-        first, second, amplitude = source.first, source.second, self.numbers.amplitude
-        needed = False
-        if torch.is_grad_enabled():
-            needed = q.requires_grad
-            if (k is not None and k.requires_grad != needed) or first.requires_grad or second.requires_grad:
-                return None
-            if needed and positions is not None:
-                return None
-        try:
-            aligned = q.data_ptr() | second.data_ptr() | (0 if k is None else k.data_ptr())
-            aligned |= 0 if positions is not None else first.data_ptr()
-        except RuntimeError:
-            # Tensors without memory, such as those of nested transforms.
-            return None
-        if aligned & 15 or not q.data_ptr():
-            return None
-        yq = empty_like(q)
-        tensors = q, q, yq, yq, first, second, amplitude
-        rotated = (yq,)
-        if k is not None:
+        yq, amplitude = empty_like(q), self.numbers.amplitude
+        if k is None:
+            yk, rotated, k_at = yq, (yq,), q_at
+        else:
             yk = empty_like(k)
-            tensors, rotated = (q, k, yq, yk, first, second, amplitude), (yq, yk)
-        if not launch.by_address(stream, *[x.data_ptr() for x in tensors], row):
-            launch(self.device, *tensors, row)
-        if needed:
-            rotated = self.numbers.with_graph(q, k, rotated, first, second, row, source.is_cached)  # pyright: ignore[reportOptionalCall]
+            rotated = yq, yk
+        outputs = yq.data_ptr(), yk.data_ptr()
+        if not launch.by_address(stream, q_at, k_at, *outputs, first_at, second_at, self._amplitude_at, row):
+            launch(self.device, q, q if k is None else k, yq, yk, first, second, amplitude, row)
+        if needs_graph:
+            rotated = self.numbers.with_graph(q, k, rotated, first, second, row, kind == "range")  # pyright: ignore[reportOptionalCall]
         return rotated[0] if k is None else rotated
 
     def _plan(self, q: Tensor, k: Tensor | None, source: Source) -> Plan | None:
-        layout = self.numbers.layout
-        shape = shape_of(q, k, layout, self.numbers.head_dim, self.device)
-        dims = None if shape is None else self.fits(source, shape, q.dtype)
-        if shape is None or dims is None:
+        layout, (kind, first, _) = self.numbers.layout, source
+        needs_graph = torch.is_grad_enabled() and q.requires_grad
+        if torch.is_grad_enabled() and k is not None and k.requires_grad != needs_graph:
+            # A graph of both would include a tensor that needs no gradient.
             return None
-        if source.key[0] == "positions":
-            positions, batches = source.first, source.first.shape[0] if dims == 3 else 1
-            if positions.numel() > MOST_POSITIONS:
+        tokens = tokens_of(q, k, layout, self.numbers.head_dim, self.device)
+        dims = None if tokens is None else self.table_dims(source, q, k, tokens)
+        if tokens is None or dims is None:
+            return None
+        if kind == "positions":
+            if needs_graph or first.numel() > MOST_POSITIONS:
                 return None
-            rows = positions.shape[-1] if batches > 1 else 0
-            tables = TableShape(dims, self.numbers.inv_freq.shape[0], rows, 0, positions.numel(), from_positions=True)
+            rows = tokens if dims == 3 and first.shape[0] > 1 else 0
+            tables = TableShape(dims, self.numbers.inv_freq.shape[0], rows, 0, first.numel(), from_positions=True)
         else:
-            tables = table_shape(source.first)
+            tables = table_shape(first)
         launch = plan(q, k, empty_like(q), None if k is None else empty_like(k), tables, layout, False, False)
-        return None if launch is None else Plan(launch, shape.tokens)
+        return None if launch is None else Plan(launch, tokens, needs_graph)
 
 
 def shortcut(numbers: RopeNumbers) -> Shortcut:

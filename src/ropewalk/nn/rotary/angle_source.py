@@ -327,7 +327,6 @@ class AngleSource:
             return
         if self.inv_freq.device != device:
             # The module was not moved to the device of its inputs.
-            self.__dict__.update(_NO_SHORTCUT)
             return
         numbers = RopeNumbers(
             self.spec.head_dim,

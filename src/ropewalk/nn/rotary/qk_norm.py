@@ -1,5 +1,6 @@
 """qk_norm_rope: RMSNorm of queries and keys and their rotation, in one call."""
 
+import math
 from typing import Never
 
 import torch
@@ -72,19 +73,21 @@ def qk_norm_rope(
             got=shown(rope),
             do="create one: rope = RotaryEmbedding(head_dim, pairing=...)",
         )
-    if not torch.compiler.is_compiling():
-        # Under torch.compile eps can be a symbol, for which the check for a finite number cannot be traced.
-        eps = require_positive(eps, asked="qk_norm_rope(eps=...)", do="pass the eps of the model, 1e-6 in most")
-    require_flag(plus_one, asked="qk_norm_rope(plus_one=...)")
-    require_flag(round_norm, asked="qk_norm_rope(round_norm=...)")
-    if positions is cu_seqlens is length is None and not torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if not compiling and positions is cu_seqlens is length is None:
         # The common calls are checked and run in one step: decoding is limited by host time.
         shortcut = rope.norm_shortcut
-        if shortcut is not None:
+        usual = type(eps) is float and 0 < eps < math.inf and type(plus_one) is type(round_norm) is bool
+        if shortcut is not None and usual:
             norm = Norm.as_transformers(eps, plus_one) if round_norm else Norm(eps, plus_one)
             rotated = shortcut(q, k, q_weight, k_weight, norm, offset=offset, angles=angles)
             if rotated is not None:
                 return rotated  # pyright: ignore[reportReturnType]
+    if not compiling:
+        # Under torch.compile eps can be a symbol, for which the check for a finite number cannot be traced.
+        eps = require_positive(eps, asked="qk_norm_rope(eps=...)", do="pass the eps of the model, 1e-6 in most")
+    require_flag(plus_one, asked="qk_norm_rope(plus_one=...)")
+    require_flag(round_norm, asked="qk_norm_rope(round_norm=...)")
     if not isinstance(k, Tensor):
         raise RopewalkError(
             asked="qk_norm_rope(q, k, ...)",
