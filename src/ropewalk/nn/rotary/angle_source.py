@@ -318,7 +318,7 @@ class AngleSource:
         """Let the next calls of a range use these cos and sin at once."""
         self._prepare_shortcut(block.key[0])
         for shortcut in (self.shortcut, self.norm_shortcut):
-            if shortcut is not None:
+            if shortcut is not None and self._shortcut_device == block.key[0]:
                 shortcut.remember(block.start, block.stop, block.cos, block.sin)
 
     def _prepare_shortcut(self, device: torch.device) -> None:
