@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ropewalk.kernels.native.extension import instructions
-from ropewalk.kernels.triton_launch import INTERPRETED
+from ropewalk.kernels.triton_launch import INTERPRETED, launcher_note
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import PAIRINGS, Pairing
@@ -213,10 +213,11 @@ def _table(case: Case, lines: list[Line]) -> Table:
 
 def show_backends(console: Console) -> None:
     """Print every backend, with the reason if it is missing."""
+    note = launcher_note()
     for name, reason in backend_reasons().items():
         details = {
             "native": f" ({instructions()})",
-            "triton": " (in Triton's interpreter, slow)" if INTERPRETED else "",
+            "triton": " (in Triton's interpreter, slow)" if INTERPRETED else f" ({note})" if note else "",
         }
         ready = f"ready{details.get(name, '')}"
         console.print(f"{name}: {ready if reason is None else reason}", soft_wrap=True, markup=False)
