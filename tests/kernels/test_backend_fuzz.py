@@ -66,11 +66,11 @@ def ignores_the_conjugate(run, q, k, cos, sin, layout, row, conjugate, options):
 
 
 def starts_at_the_first_feature(run, q, k, cos, sin, layout, row, conjugate, options):
-    return run(q, k, cos, sin, replace(layout, start=0), row, conjugate, **options)
+    return run(q, k, cos, sin, layout._replace(start=0), row, conjugate, **options)
 
 
 def has_the_other_pairing(run, q, k, cos, sin, layout, row, conjugate, options):
-    other = replace(layout, interleaved=not layout.interleaved, start=layout.start & ~1)
+    other = layout._replace(interleaved=not layout.interleaved, start=layout.start & ~1)
     return run(q, k, cos, sin, other, row, conjugate, **options)
 
 

@@ -40,7 +40,12 @@ def launches(monkeypatch):
     """The grids of all launches."""
     seen: list[int] = []
     real = Launch.__call__
-    monkeypatch.setattr(Launch, "__call__", lambda self, *rest: seen.append(self.programs) or real(self, *rest))
+
+    def call(self: Launch, *rest: Any, **options: Any) -> None:
+        seen.append(self.programs)
+        real(self, *rest, **options)
+
+    monkeypatch.setattr(Launch, "__call__", call)
     real_by_address = Launch.by_address
     monkeypatch.setattr(
         Launch, "by_address", lambda self, *rest: real_by_address(self, *rest) and (seen.append(self.programs) or True)

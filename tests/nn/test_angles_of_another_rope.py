@@ -169,8 +169,8 @@ def test_angles_stay_plain(tmp_path):
 
 
 @pytest.fixture
-def nothing_made(monkeypatch):
-    monkeypatch.setattr(angle_makers, "_MADE", {})
+def nothing_made():
+    angle_makers.MAKERS.clear()
 
 
 @pytest.mark.usefixtures("nothing_made")
@@ -178,7 +178,7 @@ def nothing_made(monkeypatch):
 def test_remembered_tensors_are_released(learned):
     rope = rw.RotaryEmbedding(8, learned=learned)
     angles = rope.at(P)
-    assert list(angle_makers._MADE) == [id(angles[0])]
+    assert list(angle_makers.MAKERS) == [id(angles[0])]
     cos, log_scale = weakref.ref(angles[0]), None if rope.log_scale is None else weakref.ref(rope.log_scale)
     loss = rope(X, angles=angles).sum()
     del angles
@@ -200,13 +200,13 @@ def test_the_number_of_entries_is_bounded():
         kept.append(rope.at(P))
         blocks = [rope.at(P) for _ in range(angle_makers._MOST // 4)]
         del blocks
-        assert len(angle_makers._MADE) <= angle_makers._MOST
+        assert len(angle_makers.MAKERS) <= angle_makers._MOST
     # Those that are alive are still known.
     for angles in kept:
         with pytest.raises(rw.RopewalkError, match="another rope"):
             other(X, angles=angles)
     many = [rope.at(P) for _ in range(2 * angle_makers._MOST)]
-    assert len(angle_makers._MADE) <= angle_makers._MOST
+    assert len(angle_makers.MAKERS) <= angle_makers._MOST
     for angles in many:
         rope(X, angles=angles)
 
@@ -217,13 +217,13 @@ def test_an_id_that_is_used_again_is_another_tensor():
     angles = other.at(P)
     cos, sin = torch.ones(5, 4), torch.zeros(5, 4)
     for learned in (None, tuple(weakref.ref(x) for x in (other, angles[1]))):
-        angle_makers._MADE[id(cos)] = weakref.ref(angles[0]), other.spec, learned
+        angle_makers.MAKERS[id(cos)] = weakref.ref(angles[0]), other.spec, learned
         rope(X, angles=(cos, sin))
     del angles
     gc.collect()
     rope(X, angles=(cos, sin))
     mine = rope.at(P)
-    angle_makers._MADE[id(mine[0])] = angle_makers._MADE[id(cos)]
+    angle_makers.MAKERS[id(mine[0])] = angle_makers.MAKERS[id(cos)]
     rope(X, angles=mine)
 
 

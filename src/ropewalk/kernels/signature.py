@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.torch_internals import is_eager as is_eager_in_python
-from ropewalk.kernels.torch_internals import is_masked
+from ropewalk.kernels.torch_internals import is_masked, is_plain
 
-__all__ = ["Signature", "is_eager", "python_signature", "signature"]
+__all__ = ["Signature", "are_plain", "is_eager", "python_signature", "signature"]
 
 # A hashable key, and one address per tensor.
 Signature = tuple[Any, tuple[int, ...]]
@@ -53,6 +53,8 @@ def python_signature(*tensors: Any) -> Signature | None:
     return tuple(key), tuple(addresses)
 
 
-# The fastest `python_signature` and `torch_internals.is_eager`. Compilers are not detected by the latter.
+# The fastest `python_signature`, `torch_internals.is_eager` and `is_plain`. Those in C do not detect compilers.
 signature: Callable[..., Signature | None] = python_signature if NATIVE is None else NATIVE.signature
 is_eager: Callable[[], bool] = is_eager_in_python if NATIVE is None else NATIVE.is_eager
+# Whether a call is eager and its tensors are plain ones with memory, or None.
+are_plain: Callable[..., bool] = is_plain if NATIVE is None else NATIVE.are_plain

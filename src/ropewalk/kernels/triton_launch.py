@@ -213,13 +213,24 @@ class Launch:
         # The binary and its description, and no metadata and no hooks of profilers.
         self._binary: tuple[Any, ...] = ()
 
-    def __call__(self, device: torch.device, *arguments: Tensor | int | float) -> None:
-        """Launch the kernel on the current stream of a device."""
+    def __call__(
+        self, device: torch.device, *arguments: Tensor | int | float, addresses: Sequence[int | float] | None = None
+    ) -> None:
+        """Launch the kernel on the current stream of a device.
+
+        Args:
+            device: Device of the tensors.
+            arguments: Tensors and numbers.
+            addresses: The same with the addresses of the tensors, if they are known.
+        """
         if device.type == "cuda" and current_device() != device.index:
             with torch.cuda.device(device):
-                return self(device, *arguments)
-        if self._run is not None:
-            addresses = [x if isinstance(x, int | float) else x.data_ptr() for x in arguments]
+                return self(device, *arguments, addresses=addresses)
+        if self._run is not None and addresses is not None:
+            if self.by_address(current_stream(device), *addresses):
+                return None
+        elif self._run is not None:
+            addresses = [x if type(x) is int or type(x) is float else x.data_ptr() for x in arguments]  # pyright: ignore[reportAttributeAccessIssue]
             if self.by_address(current_stream(device), *addresses):
                 return None
         compiled = self.bare(*arguments)

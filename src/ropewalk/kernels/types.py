@@ -1,7 +1,6 @@
 """Arguments of all backends: layouts of features, tables of cos and sin, norms, sides and sums of linear attention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -23,8 +22,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Memory layout of a rotation.
 
     Args:

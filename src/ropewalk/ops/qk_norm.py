@@ -11,7 +11,8 @@ from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.qk_norm.torch import factor, norm_backward
 from ropewalk.kernels.qk_norm.torch import norm_rotate as norm_rotate_formula
 from ropewalk.kernels.rotate.torch import rotate_traceable
-from ropewalk.kernels.torch_internals import is_plain, plain_apply
+from ropewalk.kernels.signature import are_plain
+from ropewalk.kernels.torch_internals import plain_apply
 from ropewalk.kernels.types import Layout, Norm, RopeNumbers, Shortcut
 from ropewalk.ops.dispatch import choose, with_shortcut
 from ropewalk.ops.rotation import by_formula, rows_for
@@ -140,7 +141,7 @@ class _NormRotate(torch.autograd.Function):
         tensors, (cos, sin) = saved[: 2 * count], cached or saved[2 * count :]
         both, weights, options = tensors[:count], tensors[count:], [None] * 2
         backward = choice.operation.backward
-        if backward is None or torch.is_grad_enabled() or not is_plain(*cotangents, *both):
+        if backward is None or torch.is_grad_enabled() or not are_plain(*cotangents, *both):
             # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
 
             def formula(*inputs: Any) -> list[Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ropewalk.kernels.backend import Choice, candidates, registered
 from ropewalk.kernels.constructors import empty_like, new_empty_strided
 from ropewalk.kernels.rotate.torch import rotate_traceable
+from ropewalk.kernels.signature import are_plain
 from ropewalk.kernels.torch_internals import is_plain, plain_apply
 from ropewalk.kernels.types import Layout, RopeNumbers, Shortcut
 from ropewalk.ops.dispatch import choose, with_shortcut
@@ -230,15 +231,21 @@ def _rotated_back(
     if not present:
         return [None for _ in cotangents]
     q, k = present[0], present[1] if len(present) == 2 else None
-    if not is_plain(q, k):
+    if not are_plain(q, k):
         # For example batched cotangents, which only the formula supports, whichever backend was forced.
         rotated = rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate)
     elif strides is not None and not torch.is_grad_enabled():
         both = zip(cotangents, strides, strict=True)
-        out = [new_empty_strided(g, g.shape, stride) for g, stride in both if g is not None]
+        out = [
+            empty_like(g) if g.stride() == stride else new_empty_strided(g, g.shape, stride)
+            for g, stride in both
+            if g is not None
+        ]
         rotated = choice.operation.run(q, k, cos, sin, layout, row, not conjugate, out=out)
     else:
         rotated = _by_kernel(choice, q, k, cos, sin, layout, row, not conjugate)
+    if len(present) == len(cotangents):
+        return list(rotated)
     back = iter(rotated)
     return [None if g is None else next(back) for g in cotangents]
 

@@ -103,6 +103,7 @@ static PyMethodDef methods[] = {
     {"use_torch", (PyCFunction)(void (*)(void))use, METH_FASTCALL, NULL},
     {"shortcut", (PyCFunction)(void (*)(void))make_shortcut, METH_FASTCALL, NULL},
     {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, NULL},
+    {"are_plain", (PyCFunction)(void (*)(void))are_plain, METH_FASTCALL, NULL},
     {"is_eager", eager, METH_NOARGS, NULL},
     {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
     {"cos_sin", (PyCFunction)(void (*)(void))cos_sin, METH_FASTCALL, NULL},

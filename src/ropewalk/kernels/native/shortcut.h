@@ -167,6 +167,27 @@ error:
     return NULL;
 }
 
+/* are_plain(*tensors) -> whether nothing transforms, intercepts or traces the call, and all are plain tensors with
+   memory, or None. */
+static PyObject *are_plain(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    (void)module;
+    if (!exchange) return fail("use_torch was not called");
+    int plain = is_eager();
+    for (Py_ssize_t i = 0; plain > 0 && i < count; i++) {
+        if (args[i] == Py_None) continue;
+        Tensor t;
+        plain = Py_TYPE(args[i]) == tensor_type || Py_TYPE(args[i]) == parameter_type;
+        if (plain && exchange->borrow(args[i], &t)) {
+            PyErr_Clear();
+            plain = 0;
+        }
+        if (!plain || !t.strides || !has_memory(&t)) Py_RETURN_FALSE;
+        const int negated = is_true(PyObject_CallOneArg(is_negated, args[i]));
+        plain = negated < 0 ? -1 : !negated;
+    }
+    return plain < 0 ? NULL : PyBool_FromLong(plain);
+}
+
 /* eager() -> whether nothing transforms, intercepts or traces a call. */
 static PyObject *eager(PyObject *module, PyObject *unused) {
     (void)module, (void)unused;

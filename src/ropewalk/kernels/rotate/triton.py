@@ -56,7 +56,7 @@ def place(index, counts, HEADS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.cons
     LANES: tl.constexpr = TILE[1]
     BLOCK_LANES: tl.constexpr = TOKENS * HEADS * PARTS
     counting = tl.int64 if WIDE else tl.int32
-    first = index.to(counting) * LANES
+    first = tl.cast(index, counting) * LANES
     block = first // BLOCK_LANES
     lane = (first - block * BLOCK_LANES).to(tl.int32) + tl.arange(0, LANES)
     later, lane = lane // BLOCK_LANES, lane % BLOCK_LANES
@@ -301,8 +301,12 @@ def rotate(
         launch = LAUNCHES.keep(key, plan(q, k, yq, yk, tables, layout, conjugate, in_place) or "separately")
     if launch == "separately":
         _rotate_separately(q, k, yq, yk, (cos, sin, layout, row, conjugate, in_place))
-    else:
+    elif described is None:
         launch(q.device, *tensors, row)
+    else:
+        q_at, k_at, yq_at, yk_at, cos_at, sin_at = described[1]
+        addresses = q_at, k_at or q_at, yq_at, yk_at or yq_at, cos_at, sin_at, cos_at, row
+        launch(q.device, *tensors, row, addresses=addresses)
     return (yq,) if yk is None else (yq, yk)
 
 

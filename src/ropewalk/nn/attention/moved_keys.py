@@ -9,6 +9,7 @@ from ropewalk.errors import RopewalkError, shown
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.nn.encodings.base import Encoding, encodes_heads
 from ropewalk.nn.encodings.rotary import rope_in
+from ropewalk.nn.rotary.angle_source import angle_device
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.spec.rope import RopeSpec
 
@@ -54,12 +55,12 @@ def moved_keys(keys: Tensor, positions: Tensor, by: int, rotation: KeyRotation) 
     else:
         role = None if rope.spec.same_for_both else "k"
         dtype = working_dtype(keys)
-        cos, sin = rope.at(positions, dtype=dtype, length=length, role=role)
-        new_cos, new_sin = rope.at(positions + by, dtype=dtype, length=length, role=role)
-        # The inverse of a scaled rotation is its transpose, divided by the square of its scale.
+        tables = (rope.at(at, dtype=dtype, length=length, role=role) for at in (positions, positions + by))
+        (cos, sin), (new_cos, new_sin) = ([angle_device(table).double() for table in pair] for pair in tables)
+        # The inverse of a scaled rotation is its transpose, divided by the square of its scale. Rounded once.
         square = cos * cos + sin * sin
         angles = (new_cos * cos + new_sin * sin) / square, (new_sin * cos - new_cos * sin) / square
-        moved = rope(keys, angles=angles, role=role)
+        moved = rope(keys, angles=tuple(table.to(dtype).to(keys.device) for table in angles), role=role)
     return moved.transpose(1, 2) if rope.seq_dim == -3 else moved
 
 
