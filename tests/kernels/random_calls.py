@@ -95,16 +95,17 @@ def one_call(
     if operation.supports is not None and operation.supports(q, k, layout) is not None:
         return False
     options, targets = {}, None
-    kind = random.choice(["new", "new", "in place", "into"])
+    kind = random.choice(["new", "new", "in place", "strides"])
     if kind == "in place" and operation.in_place:
         options, targets = {"in_place": True}, tensors
-    elif kind == "into" and operation.into:
-        targets = [move(scattered(random, list(x.shape), dtype)) for x in tensors]
-        options = {"out": targets}
+    elif kind == "strides" and operation.strides:
+        options = {"strides": tuple(scattered(random, list(x.shape), dtype).stride() for x in tensors)}
     result = operation.run(q, k, *tables, layout, row, conjugate, **options)
     at = f"{shape}, tables {table}, {layout}, row {row}, conjugate {conjugate}, {dtype}, {kind}"
     if targets is not None and any(y.data_ptr() != x.data_ptr() for y, x in zip(result, targets, strict=True)):
         raise BudgetError(f"{at}: the result is not where it was asked for")
+    if "strides" in options and any(y.stride() != s for y, s in zip(result, options["strides"], strict=True)):
+        raise BudgetError(f"{at}: the result has other strides")
     for y, x, source in zip(result, wide, tensors, strict=True):
         expected, size = truth(x, lined[0], -lined[1] if conjugate else lined[1], start, interleaved)
         share = 2.0**-40 if dtype == torch.float64 else 2.0**-18

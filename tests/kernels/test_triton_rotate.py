@@ -265,9 +265,11 @@ def test_launches_are_kept_by_all_that_they_depend_on():
             assert torch.equal(written, y)
             (again,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate)
             assert torch.equal(again, y)
-            for out in (torch.empty_like(wide), torch.empty_strided(x.shape, (240, 16, 48, 1), device=DEVICE)):
-                (into_out,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate, out=(out,))
-                assert torch.equal(into_out, y)
+            for strides in (torch.empty_like(wide).stride(), (240, 16, 48, 1), (480, 160, 32, 2)):
+                for _ in range(2):
+                    (strided,) = rotate_triton.rotate(x, None, cos, sin, layout, 0, conjugate, strides=(strides,))
+                    assert torch.equal(strided, y)
+                    assert strided.stride() == strides
             (twice,) = rotate_triton.rotate(wide, None, cos, sin, layout, 0, conjugate)
             close(twice, wide, cos, sin, layout, 0, conjugate)
             mixed = torch.stack((sin, sin), -1)[..., 0]

@@ -70,7 +70,7 @@ class Operation:
         joint: For norm_rotate: whether `backward` computes two tensors in one pass. Otherwise each tensor has its own
             autograd node.
         in_place: Whether the `run` of rotate accepts in_place=True.
-        into: Whether the `run` of rotate accepts out=[...], tensors to write the results to.
+        strides: Whether the `run` of rotate accepts strides=(...), the strides of its results.
         opaque: Whether torch.compile gets a library op that runs it. Otherwise compiled code does not use it.
         is_formula: Whether `run` is the formula itself, which needs no autograd.Function. Only for "torch".
 
@@ -87,7 +87,7 @@ class Operation:
     empty_saved: Callable[..., Any] | None = None
     joint: bool = False
     in_place: bool = False
-    into: bool = False
+    strides: bool = False
     opaque: bool = True
     is_formula: bool = False
 

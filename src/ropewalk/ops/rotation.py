@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.backend import Choice, candidates, registered
-from ropewalk.kernels.constructors import empty_like, new_empty_strided
+from ropewalk.kernels.constructors import empty_like
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.signature import are_plain
 from ropewalk.kernels.torch_internals import is_plain, plain_apply
@@ -198,14 +198,21 @@ class _Rotate(torch.autograd.Function):
             ctx.save_for_backward(cos, sin)
         if rotated is None:
             rotated = choice.operation.run(q, k, cos, sin, layout, row, conjugate)
-        strides = [y.stride() for y in rotated] if choice.operation.into else None
+        strides = tuple([y.stride() for y in rotated]) if choice.operation.strides else None
         ctx.how = (cos, sin) if is_cached else None, layout, choice, row, conjugate, strides
         return rotated
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        cached, *options = ctx.how
-        grads = _rotated_back(cotangents, *(cached or ctx.saved_tensors), *options)
+        cached, layout, choice, row, conjugate, strides = ctx.how
+        cos, sin = cached or ctx.saved_tensors
+        if strides is not None and len(cotangents) == 2 and not torch.is_grad_enabled():
+            # The common case first: this adds to the host time of every training step.
+            q, k = cotangents
+            if q is not None and k is not None and are_plain(q, k):
+                q, k = choice.operation.run(q, k, cos, sin, layout, row, not conjugate, strides=strides)
+                return q, k, None, None
+        grads = _rotated_back(cotangents, cos, sin, layout, choice, row, conjugate, strides)
         return (*grads, *[None] * (4 - len(grads)))
 
 
@@ -220,7 +227,7 @@ def _rotated_back(
     choice: Choice,
     row: int,
     conjugate: bool,
-    strides: Sequence[tuple[int, ...]] | None,
+    strides: tuple[tuple[int, ...], ...] | None,
 ) -> list[Tensor | None]:
     """Return the cotangents of a rotation, rotated by the opposite angles, with the strides of the rotated tensors.
 
@@ -235,13 +242,9 @@ def _rotated_back(
         # For example batched cotangents, which only the formula supports, whichever backend was forced.
         rotated = rotate(q, k, cos, sin, layout, row=row, conjugate=not conjugate)
     elif strides is not None and not torch.is_grad_enabled():
-        both = zip(cotangents, strides, strict=True)
-        out = [
-            empty_like(g) if g.stride() == stride else new_empty_strided(g, g.shape, stride)
-            for g, stride in both
-            if g is not None
-        ]
-        rotated = choice.operation.run(q, k, cos, sin, layout, row, not conjugate, out=out)
+        if len(present) < len(cotangents):
+            strides = tuple(stride for g, stride in zip(cotangents, strides, strict=True) if g is not None)
+        rotated = choice.operation.run(q, k, cos, sin, layout, row, not conjugate, strides=strides)
     else:
         rotated = _by_kernel(choice, q, k, cos, sin, layout, row, not conjugate)
     if len(present) == len(cotangents):
@@ -288,7 +291,7 @@ class _RotateLearned(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, cos, sin)
         rotated = choice.operation.run(q, k, cos, sin, layout, row, conjugate)
-        ctx.options = layout, choice, row, conjugate, [y.stride() for y in rotated]
+        ctx.options = layout, choice, row, conjugate, tuple(y.stride() for y in rotated)
         return rotated
 
     @staticmethod

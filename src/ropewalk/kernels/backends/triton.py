@@ -108,7 +108,7 @@ TRITON = Backend(
             shortcut=_late("rotate.triton_shortcut", "shortcut"),
             table_gradient=_late("rotate.triton_tables", "table_gradient"),
             in_place=True,
-            into=True,
+            strides=True,
         ),
         "norm_rotate": Operation(
             run=_late("qk_norm.triton", "norm_rotate"),

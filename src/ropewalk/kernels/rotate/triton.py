@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ropewalk.kernels.angles.triton import cos_sin_of
-from ropewalk.kernels.constructors import empty_like
+from ropewalk.kernels.constructors import empty_like, new_empty_strided
 from ropewalk.kernels.signature import signature
 from ropewalk.kernels.triton_launch import (
     LAUNCHES,
@@ -267,9 +267,9 @@ def rotate(
     row: int = 0,
     conjugate: bool = False,
     in_place: bool = False,
-    out: Sequence[Tensor] | None = None,
+    strides: tuple[tuple[int, ...], ...] | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return rotated q, and k unless it is None: as new tensors with their strides, in `out`, or in place.
+    """Return rotated q, and k unless it is None: as new tensors with their strides or other ones, or in place.
 
     Arguments are those of `rotate.torch.rotate`.
 
@@ -281,43 +281,86 @@ def rotate(
     >>> rotate(x, None, *tables, Layout(False, 0, -2))[0].tolist()
     [[-3.0, -4.0, 1.0, 2.0]]
     """
+    # The signature contains the alignment, on which Triton specializes kernels. torch's allocator aligns new tensors.
+    described = signature(q, k, cos, sin)
+    key = None if described is None else (_rotate, described[0], layout, conjugate, in_place, strides)
+    launch = LAUNCHES.get(key)
+    if launch is None or described is None:
+        return _rotate_first(q, k, cos, sin, layout, row, conjugate, in_place, strides, key)
+    q_at, k_at, cos_at, sin_at = described[1]
     if in_place:
-        yq, yk = q, k
-    elif out is not None:
-        yq, yk = out[0], None if k is None else out[1]
+        yq, yk, yq_at, yk_at = q, k, q_at, k_at
     else:
         yq, yk = empty_like(q), None if k is None else empty_like(k)
-    if not (cos.is_contiguous() and sin.is_contiguous()):
-        cos, sin = cos.contiguous(), sin.contiguous()
-    tensors = (q, q if k is None else k, yq, yq if yk is None else yk, cos, sin, cos)
-    # Also the alignment, on which Triton specializes kernels: torch's allocator aligns memory, but views may not be.
-    described = signature(q, k, yq, yk, cos, sin)
-    key = None if described is None else (_rotate, described[0], layout, conjugate, in_place)
-    launch = LAUNCHES.get(key)
-    if launch is None and q.numel() == 0 and (k is None or k.numel() == 0):
-        return (yq,) if yk is None else (yq, yk)
-    if launch is None:
-        tables = table_shape(cos)
-        launch = LAUNCHES.keep(key, plan(q, k, yq, yk, tables, layout, conjugate, in_place) or "separately")
-    if launch == "separately":
-        _rotate_separately(q, k, yq, yk, (cos, sin, layout, row, conjugate, in_place))
-    elif described is None:
-        launch(q.device, *tensors, row)
-    else:
-        q_at, k_at, yq_at, yk_at, cos_at, sin_at = described[1]
-        addresses = q_at, k_at or q_at, yq_at, yk_at or yq_at, cos_at, sin_at, cos_at, row
-        launch(q.device, *tensors, row, addresses=addresses)
+        yq_at, yk_at = yq.data_ptr(), 0 if yk is None else yk.data_ptr()
+    tensors = q, q if k is None else k, yq, yq if yk is None else yk, cos, sin, cos, row
+    addresses = q_at, k_at or q_at, yq_at, yk_at or yq_at, cos_at, sin_at, cos_at, row
+    launch(q.device, *tensors, addresses=addresses)
     return (yq,) if yk is None else (yq, yk)
 
 
-def _rotate_separately(q: Tensor, k: Tensor | None, yq: Tensor, yk: Tensor | None, options: tuple[Any, ...]) -> None:
-    """Rotate q and k in separate launches. A single tensor whose strides do not form rows is rotated slice by slice."""
-    if k is not None and yk is not None:
-        rotate(q, None, *options, out=(yq,))
-        rotate(k, None, *options, out=(yk,))
+def _rotate_first(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int,
+    conjugate: bool,
+    in_place: bool,
+    strides: tuple[tuple[int, ...], ...] | None,
+    key: Any,
+) -> tuple[Tensor, ...]:
+    """Rotate, and keep the launch under `key` if later calls need only the launch: results like q and k."""
+    both = (q,) if k is None else (q, k)
+    if in_place:
+        out = both
+    elif strides is None:
+        out = tuple(empty_like(x) for x in both)
     else:
-        for x, y in zip(q.unbind(1), yq.unbind(1), strict=True):
-            rotate(x, None, *options, out=(y,))
+        out = tuple(new_empty_strided(x, x.shape, stride) for x, stride in zip(both, strides, strict=True))
+    if all(x.numel() == 0 for x in both):
+        return out
+    alike = in_place or all(y.stride() == empty_like(x).stride() for x, y in zip(both, out, strict=True))
+    if cos.is_contiguous() and sin.is_contiguous() and alike:
+        yk = out[1] if k is not None else None
+        launch = plan(q, k, out[0], yk, table_shape(cos), layout, conjugate, in_place)
+        if launch is not None:
+            LAUNCHES.keep(key, launch)
+    _rotate_into(both, out, cos.contiguous(), sin.contiguous(), layout, row, conjugate, in_place)
+    return out
+
+
+def _rotate_into(
+    both: Sequence[Tensor],
+    out: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    layout: Layout,
+    row: int,
+    conjugate: bool,
+    in_place: bool,
+) -> None:
+    """Rotate one or two tensors into others, in as few launches as their strides allow."""
+    options = cos, sin, layout, row, conjugate, in_place
+    described = signature(*both, *out, cos, sin)
+    key = None if described is None else (_rotate_into, described[0], len(both), layout, conjugate, in_place)
+    launch = LAUNCHES.get(key)
+    if launch is None:
+        if all(x.numel() == 0 for x in both):
+            return
+        k, yk = (both[1], out[1]) if len(both) == 2 else (None, None)
+        planned = plan(both[0], k, out[0], yk, table_shape(cos), layout, conjugate, in_place)
+        launch = LAUNCHES.keep(key, planned or "separately")
+    if launch != "separately":
+        launch(cos.device, both[0], both[-1], out[0], out[-1], cos, sin, cos, row)
+    elif len(both) == 2:
+        for x, y in zip(both, out, strict=True):
+            _rotate_into([x], [y], *options)
+    else:
+        # Strides that do not form rows: slice by slice.
+        for x, y in zip(both[0].unbind(1), out[0].unbind(1), strict=True):
+            _rotate_into([x], [y], *options)
 
 
 class TableShape(NamedTuple):
