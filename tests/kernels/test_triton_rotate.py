@@ -304,7 +304,7 @@ def test_a_row_before_the_table_is_not_read(monkeypatch):
     shortcut.remember(block.start, block.stop, block.cos, block.sin)
     assert shortcut(x) is None
     assert shortcut(x, offset=block.stop - 4) is None
-    close(shortcut(x, offset=1000), x, *plain_tables(1005, 8)[:, 1000:], Layout(True, 0, -2))
+    close(shortcut(x, offset=1000), x, *(table[1000:] for table in plain_tables(1005, 8)), Layout(True, 0, -2))
     close(rope(x), x, *plain_tables(5, 8), Layout(True, 0, -2))
 
 

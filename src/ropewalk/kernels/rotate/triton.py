@@ -326,7 +326,8 @@ def _rotate_first(
         yk = out[1] if k is not None else None
         launch = plan(q, k, out[0], yk, table_shape(cos), layout, conjugate, in_place)
         if launch is not None:
-            LAUNCHES.keep(key, launch)
+            LAUNCHES.keep(key, launch)(cos.device, q, both[-1], out[0], out[-1], cos, sin, cos, row)
+            return out
     _rotate_into(both, out, cos.contiguous(), sin.contiguous(), layout, row, conjugate, in_place)
     return out
 
