@@ -230,6 +230,7 @@ def plan_norm(
     padded_pairs, padded_rest = (1 << max(0, n - 1).bit_length() for n in (pairs, rest))
     backward = learns is not None
     tokens, tile_rows, warps = _tile(x, padded_pairs + padded_rest // 2, bool(table_h), layout.interleaved, backward)
+    ahead = heads_are_adjacent(x) and not layout.interleaved
     aligned = alignment(16 // groups[0][0].element_size(), *(n for pair in rows for r in pair for n in r.strides[:3]))
     blocks_per_batch = -(-x.seq // tokens)
     blocks = x.batch * blocks_per_batch
@@ -259,7 +260,7 @@ def plan_norm(
         "ALIGN": aligned,
         "EPS": eps,
         "PLUS_ONE": plus_one,
-        **({"LEARNS": learns} if backward else {"ROUNDING": rounding}),
+        **({"LEARNS": learns, "AHEAD": ahead} if backward else {"ROUNDING": rounding}),
         "WIDE": is_wide(*(r.reach() for pair in rows for r in pair), cos.numel()),
     }
     numbers = (table_b, table_h, x.seq, blocks_per_batch, blocks, *strides)

@@ -9,9 +9,6 @@ import triton.language as tl
 
 from ropewalk.kernels.rotate.triton import NUMBERS, STRIDES, feature_offset, place, rotate_pair, unrotated_feature
 
-# Iterations of the backward whose loads are in flight at once.
-STAGES = tl.constexpr(3)
-
 
 @triton.jit
 def load_rows(source, valid, STEP: tl.constexpr, ROWS: tl.constexpr, FEATURES: tl.constexpr):
@@ -222,6 +219,29 @@ def norm_rotate_kernel(
 
 
 @triton.jit
+def _load_both(
+    x,
+    g,
+    x_strides,
+    g_strides,
+    counts,
+    index,
+    HEADS: tl.constexpr,
+    STEPS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Load a block of rows of x, and of their cotangents."""
+    _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
+    source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
+    cotangent = g + (b * g_strides[0] + s * g_strides[1] + head * g_strides[2]) * TILE[2]
+    n, m, o = load_rows(source, valid, STEPS[0], TILE[1], FEATURES)
+    e, f, h = load_rows(cotangent, valid, STEPS[1], TILE[1], FEATURES)
+    return n, m, o, e, f, h
+
+
+@triton.jit
 def _norm_rows_backward(
     x,
     g,
@@ -262,13 +282,21 @@ def _norm_rows_backward(
         dw = tl.zeros((ROWS, FEATURES[5]), dtype)
     counting = tl.int64 if WIDE else tl.int32
     count = (counts[2].to(counting) * (TILE[0] * HEADS) + ROWS - 1) // ROWS
-    # In stages: loads of the next iterations overlap with the arithmetic of this one.
-    for index in tl.range(program.to(counting), count, programs, num_stages=STAGES):
+    start = program.to(counting)
+    # Loads of the next iterations overlap with the arithmetic of this one: of one iteration, kept in registers, or of
+    # several, in shared memory. Which is faster depends on the layout.
+    AHEAD: tl.constexpr = TILE[3]
+    STAGES: tl.constexpr = 1 if AHEAD else 3
+    if AHEAD:
+        n, m, o, e, f, h = _load_both(x, g, x_strides, g_strides, counts, start, HEADS, STEPS, FEATURES, TILE, WIDE)
+    for index in tl.range(start, count, programs, num_stages=STAGES):
+        if AHEAD:
+            n_, m_, o_, e_, f_, h_ = _load_both(
+                x, g, x_strides, g_strides, counts, index + programs, HEADS, STEPS, FEATURES, TILE, WIDE
+            )
+        else:
+            n, m, o, e, f, h = _load_both(x, g, x_strides, g_strides, counts, index, HEADS, STEPS, FEATURES, TILE, WIDE)
         _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
-        source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
-        cotangent = g + (b * g_strides[0] + s * g_strides[1] + head * g_strides[2]) * TILE[2]
-        n, m, o = load_rows(source, valid, STEPS[0], ROWS, FEATURES)
-        e, f, h = load_rows(cotangent, valid, STEPS[1], ROWS, FEATURES)
         c, d = _tables(cos, sin, rows, b, s, head, valid, FEATURES)
         first, second, rest = _cast(n, m, o, dtype)
         # Rows that are not valid must add nothing to the sums, even if eps is 0.
@@ -292,6 +320,8 @@ def _norm_rows_backward(
         target = dx + (b * dx_strides[0] + s * dx_strides[1] + head * dx_strides[2]) * TILE[2]
         p, r, t = inverse * (p - first * mean), inverse * (r - second * mean), inverse * (t - rest * mean)
         _store(target, p, r, t, valid, STEPS[2], ROWS, FEATURES)
+        if AHEAD:
+            n, m, o, e, f, h = n_, m_, o_, e_, f_, h_
     if NORM[3]:
         always = tl.zeros((1,), tl.int32) == 0
         du, dv, dw = tl.sum(du, axis=0)[None, :], tl.sum(dv, axis=0)[None, :], tl.sum(dw, axis=0)[None, :]
@@ -356,6 +386,7 @@ def norm_rotate_backward_kernel(
     EPS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     LEARNS: tl.constexpr,
+    AHEAD: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Process q with Q_PROGRAMS programs, then k with K_PROGRAMS. Each program writes one row of `sums`."""
@@ -363,7 +394,7 @@ def norm_rotate_backward_kernel(
     rows, counts = (row, table_b, table_h), (seq, blocks_per_batch, blocks)
     STEPS: tl.constexpr = (X_STEP, G_STEP, Y_STEP)
     FEATURES: tl.constexpr = (PAIRS, REST, START, INTERLEAVED, PADDED_PAIRS, PADDED_REST)
-    TILE: tl.constexpr = (TOKENS, ROWS, ALIGN)
+    TILE: tl.constexpr = (TOKENS, ROWS, ALIGN, AHEAD)
     NORM: tl.constexpr = (EPS, PLUS_ONE, 0, LEARNS)
     sums += program * (2 * PAIRS + REST)
     if program < Q_PROGRAMS:

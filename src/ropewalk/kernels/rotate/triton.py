@@ -503,13 +503,13 @@ def tile_of(rows: Rows, interleaved: bool, table_per_head: bool) -> Tile:
     """Return the tile that was fastest on an H200 for rows with these strides. docs/gpu.md lists what was tried.
 
     >>> tile_of(Rows(1, 64, 8, 128, (65536, 1024, 128, 1)), False, False)  # heads of a token are adjacent
-    Tile(tokens=1, share=1, lanes=128, warps=4, width=16)
+    Tile(tokens=1, share=1, lanes=64, warps=2, width=16)
     >>> tile_of(Rows(1, 64, 8, 128, (65536, 128, 8192, 1)), False, False)  # tokens of a head are adjacent
     Tile(tokens=64, share=2, lanes=128, warps=4, width=8)
     """
     if table_per_head:
         return Tile(1, 1, 128, 4, 16)
     if heads_are_adjacent(rows):
-        return Tile(1, 2 if interleaved and rows.heads > 1 else 1, 128, 4, 16)
+        return Tile(1, 2 if interleaved and rows.heads > 1 else 1, 64, 2, 16)
     # Four bfloat16 features of each half are eight bytes; cos and sin of a lane are then sixteen bytes each.
     return Tile(tokens_before_next_head(rows.seq), 2, 128, 4, 16 if interleaved else 8)

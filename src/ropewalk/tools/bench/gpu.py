@@ -350,7 +350,7 @@ def bench_gpu(json_file: str | None = None, quick: bool = False) -> int:
     if json_file is not None:
         require_writable_file(json_file, asked=f"ropewalk bench gpu --json {json_file}")
     show = sys.stderr if json_file == "-" else sys.stdout
-    rounds, compiled = (9, False) if quick else (31, True)
+    rounds, compiled = (9, False) if quick else (21, True)
     name = torch.cuda.get_device_name()
     show.write(
         f"{name}; medians of interleaved rounds, times in microseconds.\n"
