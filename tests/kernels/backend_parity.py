@@ -100,7 +100,7 @@ def _check_table_gradient(name: str, pairing: Pairing) -> None:
 
 def check_norm_rotate(name: str) -> None:
     """RMSNorm and rotation, forward and backward, against the formula in float64."""
-    run = registered(name).operations["norm_rotate"].run
+    operation = registered(name).operations["norm_rotate"]
     for pairing in PAIRINGS:
         for dtype, plus_one in ((torch.float32, False), (torch.bfloat16, True)):
             spec = RopeSpec(24, rotary_dim=16, pairing=pairing, rotary_slice="trailing")
@@ -123,8 +123,16 @@ def check_norm_rotate(name: str) -> None:
             # By itself too: `ops` traces the formula where a backend says that its function is the formula.
             with torch.no_grad():
                 tables = rope.at(ids.to(home(name)), dtype=torch.float32)
-                mine += run(leaves[:2], leaves[2:], *tables, rope.layout, Norm(1e-5, plus_one), 0)
-            true += truths
+                mine += operation.run(leaves[:2], leaves[2:], *tables, rope.layout, Norm(1e-5, plus_one), 0)
+                true += truths
+                if operation.shortcut is not None and automatic(name):
+                    # The first call has created the shortcut.
+                    shortcut = rope.norm_shortcut
+                    again = None if shortcut is None else shortcut(*leaves, Norm(1e-5, plus_one), offset=7)
+                    if again is None:
+                        raise BudgetError(f"the shortcut of {name} does not support an offset")
+                    mine += again
+                    true += truths
             # Sums over 24 features, or over 30 rows for the weights, of numbers near 1, in float32, rounded once.
             allowed = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-18
             for value, truth in zip(mine, true, strict=True):

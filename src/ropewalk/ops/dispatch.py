@@ -1,7 +1,7 @@
 """Choice of the backend that computes a call, and of the path by which it is called.
 
-Overhead of a call on two Neoverse-N1 cores with torch 2.13 (2026-11): a direct call 2 us, an autograd.Function 15 to
-22 us, a library op 21 to 58 us. Therefore there are three paths:
+The overhead of a library op, and of Python's checks, exceeds the time of a kernel for one token. Therefore there are
+three paths:
 
 - "kernel": plain tensors in an eager call are passed directly to the function of a backend, through the cheapest
   autograd.Function if a gradient is needed.
@@ -9,7 +9,8 @@ Overhead of a call on two Neoverse-N1 cores with torch 2.13 (2026-11): a direct 
 - "formula": everything else (export, functorch, forward-mode AD, tensor subclasses, gradients that no backend supports)
   gets torch operations, which all of them support.
 
-Only plain tensors reach a kernel, so that no kernel reads an invalid pointer.
+Only plain tensors reach a kernel, so that no kernel reads an invalid pointer. `with_shortcut` makes the same choice once
+per rope, for the common calls. Registering a backend makes it anew.
 """
 
 from collections.abc import Sequence
