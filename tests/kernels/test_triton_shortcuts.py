@@ -203,6 +203,23 @@ def test_angles_of_another_rope_use_the_general_path():
     assert shortcut(q, k, angles=(foreign[0].clone(), foreign[1])) is not None
 
 
+def test_a_range_that_another_thread_replaces_meanwhile(monkeypatch):
+    rope = RotaryEmbedding(16, backend="triton").to(DEVICE)
+    shortcut = RotationShortcut(numbers_of(rope))
+    blocks = [(start, start + 64, *rope.at(torch.arange(start, start + 64, device=DEVICE))) for start in (0, 32)]
+    q, k = both(2, 3, 16)
+    shortcut.remember(*blocks[0])
+
+    def replaced(*tensors: Any) -> Any:
+        shortcut.remember(*blocks[1])
+        return signature(*tensors)
+
+    monkeypatch.setattr(shortcuts, "signature", replaced)
+    mine, expected = shortcut(q, k, offset=40), rope.forward(q, k, offset=40)
+    assert mine is not None
+    assert all(torch.equal(y, truth) for y, truth in zip(mine, expected, strict=True))
+
+
 def test_plans_have_a_limit():
     rope = RotaryEmbedding(4).to(DEVICE)
     shortcut = RotationShortcut(numbers_of(rope))

@@ -46,6 +46,8 @@ class Source(NamedTuple):
         kind: "range" for remembered ones, which nothing writes to; "angles" for those of the caller; "positions".
         first: cos, or positions.
         second: sin, or frequencies.
+        start: First position of a range.
+        stop: Last position of a range that is allowed + 1.
 
     >>> Source("angles", torch.ones(1, 1), torch.zeros(1, 1)).kind
     'angles'
@@ -54,6 +56,20 @@ class Source(NamedTuple):
     kind: str
     first: Tensor
     second: Tensor
+    start: int = 0
+    stop: int = 0
+
+    def row(self, offset: Any, tokens: int) -> int | None:
+        """The row of the first token, or None if a token is not in a range. Rows of the caller start at 0.
+
+        >>> source = Source("range", torch.ones(8, 2), torch.ones(8, 2), 0, 8)
+        >>> source.row(3, 5), source.row(3, 6), source.row(None, 8), source.row(True, 1)
+        (3, None, 0, None)
+        """
+        if self.kind != "range":
+            return 0
+        first = 0 if offset is None else offset
+        return first - self.start if type(first) is int and self.start <= first <= self.stop - tokens else None
 
 
 def tokens_of(q: Tensor, k: Tensor | None, layout: Layout, head_dim: int, device: torch.device) -> int | None:
@@ -81,8 +97,8 @@ class TableShortcut:
     >>> one = torch.ones((), dtype=torch.float64)
     >>> shortcut = TableShortcut(RopeNumbers(4, Layout(True, 0, -2), torch.ones(2).double(), None, one, {}, None))
     >>> shortcut.remember(0, 8, torch.ones(8, 2), torch.ones(8, 2))
-    >>> shortcut.row(3, 5), shortcut.row(3, 6)
-    (3, None)
+    >>> shortcut.source(None, None, 0).stop
+    8
     """
 
     def __init__(self, numbers: RopeNumbers) -> None:
@@ -90,15 +106,14 @@ class TableShortcut:
         self.device: torch.device = numbers.inv_freq.device
         self._other_devices: bool = self.device.type == "cuda" and torch.cuda.device_count() > 1
         self._plans: dict[Any, Plan | None] = {}
-        # First position, last position + 1, and the stream that computed the source.
-        self._range: tuple[int, int, int] = 0, 0, 0
-        self._source: Source | None = None
+        # The remembered range, and the stream that computed it: one value, because other threads may replace it.
+        self._range: tuple[Source | None, int] = None, 0
 
     def remember(self, start: int, stop: int, cos: Tensor, sin: Tensor) -> None:
         """Use cos and sin [stop - start, pairs] for calls at positions start .. stop-1."""
         limit = self.numbers.context_length
-        self._range = start, stop if limit is None else min(stop, limit), current_stream(self.device)
-        self._source = Source("range", cos, sin)
+        last = stop if limit is None else min(stop, limit)
+        self._range = Source("range", cos, sin, start, last), current_stream(self.device)
 
     def rotate_(self, *arguments: Any, **options: Any) -> None:
         """Return None: the checks of memory before a call in place take longer than the call."""
@@ -119,12 +134,8 @@ class TableShortcut:
                 return None
             return Source("angles", *angles)
         # Tensors that a CUDA graph reads must outlive it, but cached cos and sin may be freed.
-        return self._source if self._range[2] == stream and not is_capturing(stream) else None
-
-    def row(self, offset: Any, tokens: int) -> int | None:
-        """The row of the first token in the remembered cos and sin, or None if a token is not in them."""
-        start, (first, stop, _) = 0 if offset is None else offset, self._range
-        return start - first if type(start) is int and first <= start <= stop - tokens else None
+        source, computed_on = self._range
+        return source if computed_on == stream and not is_capturing(stream) else None
 
     def plan(self, key: Any, make: Callable[[], Plan | None]) -> Plan | None:
         """Make the plan for a key, and keep it."""
@@ -135,7 +146,7 @@ class TableShortcut:
 
     def table_dims(self, source: Source, q: Tensor, k: Tensor | None, tokens: int) -> int | None:
         """The number of dimensions of tables for q and k, 2 or 3, if cos and sin match them; else None."""
-        kind, first, second = source
+        kind, first, second, _, _ = source
         if torch.is_grad_enabled() and (first.requires_grad or second.requires_grad):
             return None
         working = torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -9,8 +9,8 @@ three paths:
 - "formula": everything else (export, functorch, forward-mode AD, tensor subclasses, gradients that no backend supports)
   gets torch operations, which all of them support.
 
-Only plain tensors reach a kernel, so that no kernel reads an invalid pointer. `with_shortcut` makes the same choice once
-per rope, for the common calls. Registering a backend makes it anew.
+Only plain tensors reach a kernel, so that no kernel reads an invalid pointer. `with_shortcut` makes the same choice
+once per rope, for the common calls. Registering a backend makes it anew.
 """
 
 from collections.abc import Sequence

@@ -137,8 +137,8 @@ class PairTables:
     """cos and sin as the kernels accept them: one number per pair, in the working dtype.
 
     The layers of a model receive the same cos and sin in a forward pass, so those of the last call are kept. Nothing is
-    kept if a write to cos or sin could not be detected, or if other code is to see the conversion: a compiler, autograd
-    or a CUDA graph.
+    kept if autograd does not count writes to cos or sin (inference tensors), or if other code is to see the conversion:
+    a compiler, autograd or a CUDA graph. As everywhere in torch, a write through `.data` is not detected.
 
     Args:
         rotation: What the model's function computes.

@@ -48,7 +48,7 @@ class NormShortcut(TableShortcut):
         described = None if source is None else signature(q, k, q_weight, k_weight, source.first, source.second)
         if stream is None or source is None or described is None:
             return None
-        (key, addresses), (kind, first, second) = described, source
+        (key, addresses), (kind, first, second, _, _) = described, source
         key = kind, key, norm
         plan = self._plans.get(key)
         if plan is None:
@@ -58,7 +58,7 @@ class NormShortcut(TableShortcut):
             if plan is None:
                 return None
         launch, tokens, needs_graph = plan
-        row = self.row(offset, tokens) if kind == "range" else 0
+        row = source.row(offset, tokens)
         if row is None:
             return None
         yq, yk = rotated = empty_like(q), empty_like(k)

@@ -53,7 +53,8 @@ class RotationShortcut(TableShortcut):
         described = None if source is None else signature(q, k, source.first, source.second)
         if stream is None or source is None or described is None:
             return None
-        (key, (q_at, k_at, first_at, second_at)), (kind, first, second) = described, source
+        key, (q_at, k_at, first_at, second_at) = described
+        kind, first, second, _, _ = source
         plan = self._plans.get((kind, key))
         if plan is None:
             if (kind, key) in self._plans or not q_at:
@@ -62,7 +63,7 @@ class RotationShortcut(TableShortcut):
             if plan is None:
                 return None
         launch, tokens, needs_graph = plan
-        row = self.row(offset, tokens) if kind == "range" else 0
+        row = source.row(offset, tokens)
         if row is None:
             return None
         yq, amplitude = empty_like(q), self.numbers.amplitude
@@ -79,7 +80,7 @@ class RotationShortcut(TableShortcut):
         return rotated[0] if k is None else rotated
 
     def _plan(self, q: Tensor, k: Tensor | None, source: Source) -> Plan | None:
-        layout, (kind, first, _) = self.numbers.layout, source
+        layout, kind, first = self.numbers.layout, source.kind, source.first
         needs_graph = torch.is_grad_enabled() and q.requires_grad
         if torch.is_grad_enabled() and k is not None and k.requires_grad != needs_graph:
             # A graph of both would include a tensor that needs no gradient.
