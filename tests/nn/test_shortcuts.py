@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ropewalk import DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding, XPos, Yarn
@@ -209,12 +210,12 @@ def test_whatever_intercepts_calls_sees_the_operations():
     with torch.autograd.forward_ad.dual_level():
         rope(x)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore")
         torch.jit.trace(rope, (x,), check_trace=False)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         rope(mode.from_tensor(x))
     rope(x.to("meta"))
-    graph = torch.fx.experimental.proxy_tensor.make_fx(rope)(x)
+    graph = make_fx(rope)(x)
     assert any("mul" in str(node.target) for node in graph.graph.nodes)
     torch.autograd.grad(rope(x.requires_grad_()), x, torch.ones(3, *x.shape), is_grads_batched=True)
     assert shortcut.computed == 2  # the last forward, whose backward is batched

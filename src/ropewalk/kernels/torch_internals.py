@@ -101,7 +101,7 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     >>> plain_apply(Double)(torch.ones(1)).item()
     2.0
     """
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def calls_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:

@@ -196,11 +196,10 @@ class _Rotate(torch.autograd.Function):
         if not is_cached:
             # Autograd must detect if they are written before the backward.
             ctx.save_for_backward(cos, sin)
-        if rotated is None:
-            rotated = choice.operation.run(q, k, cos, sin, layout, row, conjugate)
-        strides = tuple([y.stride() for y in rotated]) if choice.operation.strides else None
+        results = rotated or choice.operation.run(q, k, cos, sin, layout, row, conjugate)
+        strides = tuple([y.stride() for y in results]) if choice.operation.strides else None
         ctx.how = (cos, sin) if is_cached else None, layout, choice, row, conjugate, strides
-        return rotated
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:

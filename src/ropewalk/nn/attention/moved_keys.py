@@ -59,8 +59,9 @@ def moved_keys(keys: Tensor, positions: Tensor, by: int, rotation: KeyRotation) 
         (cos, sin), (new_cos, new_sin) = ([angle_device(table).double() for table in pair] for pair in tables)
         # The inverse of a scaled rotation is its transpose, divided by the square of its scale. Rounded once.
         square = cos * cos + sin * sin
-        angles = (new_cos * cos + new_sin * sin) / square, (new_sin * cos - new_cos * sin) / square
-        moved = rope(keys, angles=tuple(table.to(dtype).to(keys.device) for table in angles), role=role)
+        by_cos, by_sin = (new_cos * cos + new_sin * sin) / square, (new_sin * cos - new_cos * sin) / square
+        angles = by_cos.to(dtype).to(keys.device), by_sin.to(dtype).to(keys.device)
+        moved = rope(keys, angles=angles, role=role)
     return moved.transpose(1, 2) if rope.seq_dim == -3 else moved
 
 
