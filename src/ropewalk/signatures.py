@@ -83,12 +83,15 @@ def checks_names(function: Checked) -> Checked:
     )
     call, refuse = original.__qualname__.removesuffix(".__init__"), refuse_arguments
 
+    known = frozenset(names)
+
     def checked(*arguments: object, **options: object) -> object:
         if len(arguments) > most:
             refuse(call, function, arguments[most:], {})
-        for name in options:
-            if name not in names and (refused is None or name in refused):
-                refuse(call, function, (), {name: options[name]})
+        if not known.issuperset(options):
+            for name in options:
+                if name not in known and (refused is None or name in refused):
+                    refuse(call, function, (), {name: options[name]})
         return function(*arguments, **options)
 
     # With the globals of the original: doctest recognizes by them to which module a function belongs.

@@ -337,3 +337,16 @@ def test_compiled_in_one_graph():
     grads = [torch.autograd.grad(rotated, [q, k, weight], cotangents) for rotated in results]
     for mine, wanted in zip((*results[1], *grads[1]), (*results[0], *grads[0]), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_side_without_a_weight_writes_no_sums():
+    # Keys with another stride of features need a launch of their own, which has no sums.
+    rope = RotaryEmbedding(16, backend="triton").to(DEVICE)
+    q = torch.ones(2, 3, 3, 16, device=DEVICE, requires_grad=True)
+    k = torch.ones(2, 2, 3, 32, device=DEVICE)[..., ::2].requires_grad_()
+    weight = torch.ones(16, device=DEVICE, requires_grad=True)
+    angles = rope.at(torch.arange(3, device=DEVICE))
+    before = [table.clone() for table in angles]
+    results = qk_norm_rope(q, k, rope, q_weight=weight, angles=angles)
+    torch.autograd.grad([y.sum() for y in results], [q, k, weight])
+    assert all(torch.equal(table, old) for table, old in zip(angles, before, strict=True))

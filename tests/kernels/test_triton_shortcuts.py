@@ -19,7 +19,7 @@ from ropewalk.kernels.triton_launch import Launch
 from ropewalk.kernels.triton_shortcut import MOST_PLANS
 from ropewalk.kernels.types import Norm, RopeNumbers
 from ropewalk.ops import norm_shortcut_of, shortcut_of
-from ropewalk.spec.rope import PAIRINGS
+from slow import slow
 from strategies import vector
 
 
@@ -60,9 +60,11 @@ def calls_of(rope: RotaryEmbedding, seq: int, batch: int) -> list[dict[str, Any]
     return [{"offset": 5}, {}, *forms, {"angles": rope.at(ids)}, {"angles": rope.at(per_batch)}]
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS)
-@pytest.mark.parametrize("source", ["C", "Python"])
-def test_one_launch_computes_what_the_general_path_does(pairing, source, launches, monkeypatch):
+@pytest.mark.parametrize(
+    ("source", "pairing"),
+    [("C", "half"), slow("C", "interleaved"), slow("Python", "half"), slow("Python", "interleaved")],
+)
+def test_one_launch_computes_what_the_general_path_does(source, pairing, launches, monkeypatch):
     if source == "Python":
         for module in (shortcuts, norm_shortcuts):
             monkeypatch.setattr(module, "signature", python_signature)
@@ -106,6 +108,22 @@ def test_norms(launches):
     assert shortcut(q, k, weights[0][:20], weights[1], Norm(1e-5), offset=7) is None
     assert shortcut(q, None, None, None, Norm(1e-5), offset=7) is None
     assert shortcut(q, k, "weight", weights[1], Norm(1e-5), offset=7) is None
+
+
+def test_angles_in_float32_are_not_computed_in_float64():
+    rope = RotaryEmbedding(RopeSpec(16, angles="float32")).to(DEVICE)
+    shortcut = shortcut_of(numbers_of(rope), torch.device("cuda"), None)
+    assert shortcut is not None
+    assert shortcut(*both(2, 3, 16), positions=torch.tensor([100_003, 5, 7], device=DEVICE)) is None
+
+
+def test_calls_without_queries_have_the_errors_of_the_general_path():
+    rope = RotaryEmbedding(16).to(DEVICE)
+    shortcut, (q, k) = RotationShortcut(numbers_of(rope)), both(2, 3, 16)
+    assert shortcut() is None
+    assert shortcut(k=k) is None
+    assert shortcut(q, q=q) is None
+    assert shortcut(q, k, k=k) is None
 
 
 def test_graphs_are_those_of_the_general_path():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ropewalk import DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding, XPos, Yarn
 from ropewalk.kernels.backend import Backend, Operation, register, registered
@@ -168,13 +169,20 @@ def test_what_surrounds_forward_still_runs():
         rope.register_forward_hook(lambda *_: seen.append("after")),
         rope.register_forward_pre_hook(lambda *_: seen.append("before")),
         nn.modules.module.register_module_forward_hook(lambda *_: seen.append("global")),
+        nn.modules.module.register_module_forward_pre_hook(lambda *_: seen.append("global before")),
     ]
     rope(x)
-    assert sorted(seen) == ["after", "before", "global"]
-    for removal in removals:
+    assert sorted(seen) == ["after", "before", "global", "global before"]
+    for number, removal in enumerate(removals):
+        # Each of them alone.
+        seen.clear()
         removal.remove()
-    rope(x)
-    assert len(seen) == 3
+        rope(x)
+        assert len(seen) == 3 - number
+    removal = nn.modules.module.register_module_full_backward_hook(lambda *_: seen.append("global backward"))
+    rope(x.clone().requires_grad_()).sum().backward()
+    assert seen == ["global backward"]
+    removal.remove()
     handle = rope.register_full_backward_hook(lambda *_: seen.append("backward"))
     rope(x.clone().requires_grad_()).sum().backward()
     assert seen[-1] == "backward"
@@ -183,6 +191,70 @@ def test_what_surrounds_forward_still_runs():
     assert rope(x) == "another forward"
     rope.forward = general
     assert torch.equal(rope(x), expected)
+
+
+def test_a_module_that_was_compiled_in_place():
+    rope, seen = warm(8), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    rope.compile(backend=backend)
+    rope(X)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_hooks_of_a_module_that_is_compiled(registered):
+    torch.compile(warm(8), backend="eager")(X)
+    rope, seen = warm(8), []
+    compiled: Any = torch.compile(rope, backend="eager")
+    if registered == "after":
+        compiled(X)
+    rope.register_forward_hook(lambda *_: seen.append("hook"))
+    compiled(X)
+    assert seen == ["hook"]
+
+
+def test_profilers_see_the_module():
+    rope = warm(8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True) as profile:
+        rope(X)
+    assert any("nn.Module: RotaryEmbedding" in event.name for event in profile.events() or ())
+
+
+@pytest.mark.parametrize("warmed", [False, True])
+def test_checkpoints_save_the_same_in_both_passes(warmed):
+    rope = warm(8) if warmed else RotaryEmbedding(8)
+    q = X.clone().requires_grad_()
+    y = checkpoint(lambda x: rope(x, offset=7).sin().sum(), q, use_reentrant=False)
+    rope(X, offset=10_000)
+    y.backward()  # pyright: ignore[reportAttributeAccessIssue]
+    expected = torch.autograd.grad(warm(8)(q, offset=7).sin().sum(), q)[0]
+    torch.testing.assert_close(q.grad, expected)
+
+
+def test_cos_and_sin_of_a_backend_are_not_those_of_the_next():
+    keep, calls = RotaryEmbedding(8, base=99.0), []
+    right = registered("native").operations["cos_sin"].run
+
+    def wrong(*arguments: Any) -> Any:
+        calls.append(1)
+        return tuple(0 * table for table in right(*arguments))
+
+    undo = register(Backend("wrong", {"cos_sin": Operation(run=wrong)}, devices=("cpu",)))
+    keep(X)
+    undo()
+    assert len(calls) == 1
+    expected = RotaryEmbedding(8, base=99.0, backend="torch")(X)
+    torch.testing.assert_close(RotaryEmbedding(8, base=99.0)(X), expected)
+    torch.testing.assert_close(keep(X), expected)
+
+
+def test_the_layout_cannot_be_replaced():
+    with pytest.raises(AttributeError):
+        warm(8).layout = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_class_whose_forward_was_replaced(monkeypatch):
@@ -285,7 +357,6 @@ BAD_OPTIONS: list[dict[str, Any]] = [
     {"angles": (torch.ones(3, 4), torch.ones(3, 3))},
     {"angles": (torch.ones(3, 3, 4), torch.ones(3, 3, 4))},
     {"angles": (torch.ones(3, 4).double(), torch.ones(3, 4).double())},
-    {"angles": RotaryEmbedding(8, base=5.0).at(torch.arange(3))},
     {"theta": 5.0},
     {"cu_seqlens": torch.tensor([0, 9])},
     {"role": "v"},
@@ -311,6 +382,13 @@ def test_options_that_are_refused_have_the_errors_of_the_general_path(options):
         assert results[0][0] in ("RopewalkError", "ArgumentError")
 
 
+def test_angles_of_another_rope_are_refused():
+    rope, angles = warm(8), RotaryEmbedding(8, base=5.0).at(torch.arange(3))
+    results = [outcome(call, X, angles=angles) for call in (rope, rope.forward)]
+    assert results[0] == results[1]
+    assert results[0][0] == "RopewalkError"
+
+
 def test_calls_that_are_unusual_are_right():
     rope = warm(8)
     negated = torch.ones(1, 2, 3, 8, dtype=torch.complex64).conj().imag
@@ -324,6 +402,12 @@ def test_calls_that_are_unusual_are_right():
     halves = tuple(table.bfloat16() for table in rope.at(torch.arange(3)))
     assert torch.equal(rope(X, angles=halves), rope.forward(X, angles=halves))
     assert rope(X[:, :, :0]).shape == (2, 2, 0, 8)
+    # A NaN whose bits are all ones must not be rounded to 0.
+    bits = torch.full((3, 4), -1, dtype=torch.int32).view(torch.float32)
+    assert rope(X.bfloat16(), angles=(bits, bits)).isnan().all()
+    for learned in (0, 1):
+        tables = [table.requires_grad_(number == learned) for number, table in enumerate(rope.at(torch.arange(3)))]
+        assert rope(X, angles=tuple(tables)).requires_grad
 
 
 def test_specs_without_a_shortcut():

@@ -53,8 +53,16 @@ def python_signature(*tensors: Any) -> Signature | None:
     return tuple(key), tuple(addresses)
 
 
-# The fastest `python_signature`, `torch_internals.is_eager` and `is_plain`. Those in C do not detect compilers.
+# The fastest `python_signature` and `torch_internals.is_eager`. Those in C do not detect compilers.
 signature: Callable[..., Signature | None] = python_signature if NATIVE is None else NATIVE.signature
 is_eager: Callable[[], bool] = is_eager_in_python if NATIVE is None else NATIVE.is_eager
-# Whether a call is eager and its tensors are plain ones with memory, or None.
-are_plain: Callable[..., bool] = is_plain if NATIVE is None else NATIVE.are_plain
+_are_plain: Callable[..., bool] = is_plain if NATIVE is None else NATIVE.are_plain
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether a call is eager and its tensors are plain ones with memory, or None.
+
+    >>> are_plain(torch.ones(2), None), are_plain(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    return is_plain(*tensors) if torch.compiler.is_compiling() else _are_plain(*tensors)

@@ -17,6 +17,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _modules
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -26,6 +27,7 @@ __all__ = [
     "TORCH_STATE",
     "TorchDispatchMode",
     "calls_forward",
+    "compiling_frames",
     "constant_to_compiler",
     "current_device",
     "current_stream",
@@ -43,6 +45,8 @@ __all__ = [
     "outside_modes",
     "own_tensors",
     "plain_apply",
+    "skip_frames",
+    "version_of",
     "view_base",
     "why_not_plain",
     "why_view_is_fixed",
@@ -54,6 +58,10 @@ TORCH_FUNCTIONS: Any = torch._C._VariableFunctions  # pyright: ignore[reportAttr
 TENSOR_METHODS = torch._C.TensorBase
 
 _Parameter = torch.nn.Parameter
+# Tracers replace it.
+_module_call = torch.nn.Module.__call__
+# Returns what torch.compile does with the frames of functions that are called now; None if it does nothing.
+compiling_frames: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 _is_zerotensor = torch._is_zerotensor  # pyright: ignore[reportPrivateImportUsage]
 _is_functional_tensor = torch._is_functional_tensor  # pyright: ignore[reportPrivateImportUsage]
 
@@ -107,6 +115,8 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def calls_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether an eager call of the module runs this forward and nothing else: no hooks, no trace, no other forward.
 
+    Profilers and tracers see calls of modules in nn.Module, which must not be bypassed then.
+
     >>> calls_forward(torch.nn.Identity(), torch.nn.Identity.forward)
     True
     >>> module = torch.nn.Identity()
@@ -124,6 +134,8 @@ def calls_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
         or _modules._global_backward_hooks
         or _modules._global_backward_pre_hooks
         or module._compiled_call_impl is not None
+        or torch.nn.Module.__call__ is not _module_call
+        or _profiler._is_profiler_enabled
         or getattr(module.forward, "__func__", None) is not forward
     )
 
@@ -295,6 +307,31 @@ def openmp_team() -> int:
         return 0
     entry = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
     return ctypes.cast(entry, ctypes.c_void_p).value or 0 if entry is not None else 0
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor was written to, as autograd counts it. Inference tensors have no such number.
+
+    >>> x = torch.ones(2)
+    >>> before = version_of(x)
+    >>> _ = x.mul_(2)
+    >>> version_of(x) - before
+    1
+    """
+    return x._version
+
+
+def skip_frames(function: Callable[..., Any]) -> None:
+    """Let torch.compile skip frames of a function, as it skips those of nn.Module: what they call is compiled.
+
+    A function that a compiled one calls is still inlined.
+
+    >>> skip_frames(lambda: None)
+    """
+    frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    actions = frames._FrameAction
+    strategy = frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
 
 
 def view_base(x: Tensor) -> Tensor:

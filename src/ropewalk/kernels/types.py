@@ -68,9 +68,9 @@ class RopeNumbers(NamedTuple):
         makers: Which rope computed a tensor of cos, by its id: (weak reference, rope, parameter).
         rope: The object by which `makers` identifies this rope.
         context_length: Number of positions that are allowed, or None.
-        with_graph: (q, k or None, rotated tensors, cos, sin, row, whether cos and sin belong to a cache) -> the rotated
-            tensors with a graph, for calls that need gradients of q and k. For norm_rotate: (q, k, q_weight, k_weight,
-            rotated tensors, cos, sin, whether they belong to a cache, row, norm). None before `ops` has chosen.
+        with_graph: (q, k or None, rotated tensors, cos, sin, row, whether nobody else can write to cos and sin) -> the
+            rotated tensors with a graph, for calls that need gradients of q and k. For norm_rotate: (q, k, q_weight,
+            k_weight, rotated tensors, cos, sin, whether nobody ..., row, norm). None before `ops` has chosen.
         from_positions: Whether calls with positions are supported: no other backend computes cos and sin.
 
     >>> RopeNumbers(4, Layout(True, 0, -2), torch.ones(2), None, torch.ones(()), {}, "this rope").head_dim

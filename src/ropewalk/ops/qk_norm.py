@@ -31,6 +31,7 @@ def norm_rotate(
     norm: Norm,
     *,
     row: int = 0,
+    owned: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the rotation of q / rms(q) * q_weight and of k / rms(k) * k_weight, differentiable in all tensors.
@@ -45,6 +46,7 @@ def norm_rotate(
         layout: Pairing, first rotated feature, and dimension of the sequence.
         norm: eps, plus_one and rounding of the norm.
         row: Row of cos and sin that belongs to the first token.
+        owned: Whether nobody else can write to cos and sin. A graph then keeps them without saving them.
         backend: Name of the forced backend, or None.
 
     Raises:
@@ -70,7 +72,7 @@ def norm_rotate(
     else:
         sides = (q, q_weight), (k, k_weight)
         needs = [grad and any(x is not None and x.requires_grad for x in side) for side in sides]
-        how = cos, sin, False, layout, choice, norm, row
+        how = cos, sin, owned, layout, choice, norm, row
         if all(needs) and choice.operation.joint:
             results = _apply_norm(*both, *weights, None, how)
         elif any(needs):
@@ -104,11 +106,11 @@ def norm_shortcut_of(numbers: RopeNumbers, device: torch.device, backend: str | 
         rotated: tuple[Tensor, ...],
         cos: Tensor,
         sin: Tensor,
-        is_cached: bool,
+        owned: bool,
         row: int,
         norm: Norm,
     ) -> tuple[Tensor, ...]:
-        return _apply_norm(q, k, q_weight, k_weight, rotated, (cos, sin, is_cached, layout, choice, norm, row))
+        return _apply_norm(q, k, q_weight, k_weight, rotated, (cos, sin, owned, layout, choice, norm, row))
 
     return choice.operation.shortcut(numbers._replace(with_graph=with_graph))
 
@@ -116,29 +118,29 @@ def norm_shortcut_of(numbers: RopeNumbers, device: torch.device, backend: str | 
 class _NormRotate(torch.autograd.Function):
     """Norm and rotation by the kernel of a backend. Inputs: one or two tensors, their weights, results or None, how.
 
-    `how` is cos and sin, whether they belong to a cache, which never writes to them, and the options of the kernel.
+    `how` is cos and sin, whether nobody else can write to them, and the options of the kernel.
     A shortcut has computed the results already. They only get their graph here.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
         *tensors, results, how = inputs
-        cos, sin, is_cached, layout, choice, norm, row = how
+        cos, sin, owned, layout, choice, norm, row = how
         count = len(tensors) // 2
-        if is_cached:
+        if owned:
             ctx.save_for_backward(*tensors)
         else:
             ctx.save_for_backward(*tensors, cos, sin)
-        ctx.options = count, (cos, sin) if is_cached else None, layout, choice, norm, row
+        ctx.options = count, (cos, sin) if owned else None, layout, choice, norm, row
         if results is None:
             results = choice.operation.run(tensors[:count], tensors[count:], cos, sin, layout, norm, row)
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        count, cached, layout, choice, norm, row = ctx.options
+        count, tables, layout, choice, norm, row = ctx.options
         saved = ctx.saved_tensors
-        tensors, (cos, sin) = saved[: 2 * count], cached or saved[2 * count :]
+        tensors, (cos, sin) = saved[: 2 * count], tables or saved[2 * count :]
         both, weights, options = tensors[:count], tensors[count:], [None] * 2
         backward = choice.operation.backward
         if backward is None or torch.is_grad_enabled() or not are_plain(*cotangents, *both):

@@ -26,6 +26,7 @@ def rotate(
     *,
     row: int = 0,
     conjugate: bool = False,
+    owned: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, ...]:
     """Return rotated q, and k unless it is None. All derivatives of torch are supported, in all tensors.
@@ -38,6 +39,7 @@ def rotate(
         layout: Pairing, first rotated feature, and dimension of the sequence.
         row: Row of cos and sin that belongs to the first token.
         conjugate: Whether to rotate by the opposite angles.
+        owned: Whether nobody else can write to cos and sin. A graph then keeps them without saving them.
         backend: Name of the forced backend, or None.
 
     Raises:
@@ -60,7 +62,7 @@ def rotate(
         return _by_op(q, k, *tables, layout, conjugate, choice.backend)
     if learned:
         return _RotateLearned.apply(q, k, cos, sin, layout, choice, row, conjugate)  # pyright: ignore[reportReturnType]
-    return _by_kernel(choice, q, k, cos, sin, layout, row, conjugate)
+    return _by_kernel(choice, q, k, cos, sin, layout, row, conjugate, owned)
 
 
 def _by_kernel(
@@ -72,18 +74,19 @@ def _by_kernel(
     layout: Layout,
     row: int,
     conjugate: bool = False,
+    owned: bool = False,
 ) -> tuple[Tensor, ...]:
     """Rotate plain tensors in an eager call by the kernel of a backend. cos and sin get no gradient."""
     if torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad)):
         if k is not None and q.requires_grad != k.requires_grad:
             # One Function for both would add the tensor that needs no gradient to the graph.
-            return tuple(_by_kernel(choice, x, None, cos, sin, layout, row, conjugate)[0] for x in (q, k))
-        return _apply_rotation(q, k, None, (cos, sin, False, layout, choice, row, conjugate))
+            return tuple(_by_kernel(choice, x, None, cos, sin, layout, row, conjugate, owned)[0] for x in (q, k))
+        return _apply_rotation(q, k, None, (cos, sin, owned, layout, choice, row, conjugate))
     return choice.operation.run(q, k, cos, sin, layout, row, conjugate)
 
 
-# cos and sin of a rotation of plain tensors, whether they belong to a cache, which never writes to them, the layout,
-# the choice, the row, and whether the angles are negated.
+# cos and sin of a rotation of plain tensors, whether nobody else can write to them, the layout, the choice, the row,
+# and whether the angles are negated.
 _How = tuple[Tensor, Tensor, bool, Layout, Choice, int, bool]
 
 
@@ -128,12 +131,13 @@ def shortcut_of(numbers: RopeNumbers, device: torch.device, backend: str | None)
     layout = numbers.layout
 
     def with_graph(
-        q: Tensor, k: Tensor | None, rotated: tuple[Tensor, ...], cos: Tensor, sin: Tensor, row: int, is_cached: bool
+        q: Tensor, k: Tensor | None, rotated: tuple[Tensor, ...], cos: Tensor, sin: Tensor, row: int, owned: bool
     ) -> tuple[Tensor, ...]:
-        return _apply_rotation(q, k, rotated, (cos, sin, is_cached, layout, choice, row, False))
+        return _apply_rotation(q, k, rotated, (cos, sin, owned, layout, choice, row, False))
 
     first = next(iter(candidates("cos_sin", backend, device.type)), None)
-    from_positions = first is not None and first.backend == choice.backend
+    exact = numbers.inv_freq.dtype == numbers.amplitude.dtype == torch.float64
+    from_positions = exact and first is not None and first.backend == choice.backend
     return choice.operation.shortcut(numbers._replace(with_graph=with_graph, from_positions=from_positions))
 
 
@@ -191,20 +195,20 @@ class _Rotate(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor | None, rotated: tuple[Tensor, ...] | None, how: _How
     ) -> tuple[Tensor, ...]:
-        cos, sin, is_cached, layout, choice, row, conjugate = how
+        cos, sin, owned, layout, choice, row, conjugate = how
         ctx.set_materialize_grads(False)
-        if not is_cached:
+        if not owned:
             # Autograd must detect if they are written before the backward.
             ctx.save_for_backward(cos, sin)
         results = rotated or choice.operation.run(q, k, cos, sin, layout, row, conjugate)
         strides = tuple([y.stride() for y in results]) if choice.operation.strides else None
-        ctx.how = (cos, sin) if is_cached else None, layout, choice, row, conjugate, strides
+        ctx.how = (cos, sin) if owned else None, layout, choice, row, conjugate, strides
         return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        cached, layout, choice, row, conjugate, strides = ctx.how
-        cos, sin = cached or ctx.saved_tensors
+        tables, layout, choice, row, conjugate, strides = ctx.how
+        cos, sin = tables or ctx.saved_tensors
         if strides is not None and len(cotangents) == 2 and not torch.is_grad_enabled():
             # The common case first: this adds to the host time of every training step.
             q, k = cotangents

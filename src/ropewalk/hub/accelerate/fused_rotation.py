@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ropewalk.hub.accelerate.rotation_probe import PACKED, Rotation, parameters_of
 from ropewalk.kernels.precision import FLOATS
-from ropewalk.kernels.torch_internals import current_stream, has_hooks, is_capturing, is_plain
+from ropewalk.kernels.torch_internals import current_stream, has_hooks, is_capturing, is_plain, version_of
 from ropewalk.kernels.types import Layout, Norm
 from ropewalk.ops import norm_rotate, rotate
 
@@ -138,7 +138,9 @@ class PairTables:
 
     The layers of a model receive the same cos and sin in a forward pass, so those of the last call are kept. Nothing is
     kept if autograd does not count writes to cos or sin (inference tensors), or if other code is to see the conversion:
-    a compiler, autograd or a CUDA graph. As everywhere in torch, a write through `.data` is not detected.
+    a compiler, autograd or a CUDA graph. Writes that torch does not count are not detected: through `.data`, through
+    NumPy or another library that shares the memory, and by the replay of a CUDA graph. Models compute cos and sin anew
+    in each forward pass.
 
     Args:
         rotation: What the model's function computes.
@@ -184,7 +186,7 @@ def _key_of(cos: Tensor, sin: Tensor, working: torch.dtype) -> tuple[Any, ...] |
     # Kept tensors of inference mode cannot be saved for a backward.
     if torch.is_inference_mode_enabled() or (cos.is_cuda and is_capturing(stream)):
         return None
-    return cos._version, sin._version, working, stream
+    return version_of(cos), version_of(sin), working, stream
 
 
 def _prepared(

@@ -102,9 +102,12 @@ static PyObject *cos_sin(PyObject *self, PyObject *const *args, Py_ssize_t count
 static PyMethodDef methods[] = {
     {"use_torch", (PyCFunction)(void (*)(void))use, METH_FASTCALL, NULL},
     {"shortcut", (PyCFunction)(void (*)(void))make_shortcut, METH_FASTCALL, NULL},
-    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL, NULL},
+    {"signature", (PyCFunction)(void (*)(void))signature, METH_FASTCALL,
+     PyDoc_STR("Return the signature of tensors: see ropewalk.kernels.signature.python_signature.\n\n"
+               ">>> import torch\n>>> signature(torch.ones(2), None)[1][1]\n0\n")},
     {"are_plain", (PyCFunction)(void (*)(void))are_plain, METH_FASTCALL, NULL},
-    {"is_eager", eager, METH_NOARGS, NULL},
+    {"is_eager", eager, METH_NOARGS,
+     PyDoc_STR("Return whether nothing transforms, intercepts or traces the current call.\n\n>>> is_eager()\nTrue\n")},
     {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
     {"cos_sin", (PyCFunction)(void (*)(void))cos_sin, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -102,6 +102,9 @@ def _run(
         The weight gradients in the dtypes `dtypes`, and None for those that are None.
     """
     both = groups[0]
+    if learns is not None:
+        # A side without a weight has no sums, even if the other side has.
+        learns = any(dtype is not None for dtype in dtypes)
     options = learns, cos, sin, layout, norm, row
     if any(x.numel() == 0 for x in both):
         if len(weights) == 2:
@@ -125,7 +128,8 @@ def _run(
     if learns is None:
         launch(cos.device, *tensors, cos, sin, row)
         return [None for _ in weights]
-    if all(dtype is None for dtype in dtypes):
+    if not learns:
+        # Without sums, the kernel does not write to their place.
         launch(cos.device, *tensors, cos, cos, sin, row)
         return [None for _ in weights]
     sums = empty((sum(programs), both[0].shape[-1]), dtype=cos.dtype, device=cos.device)

@@ -36,18 +36,14 @@ class RotationShortcut(TableShortcut):
         self._amplitude_at: int = numbers.amplitude.data_ptr()
 
     def __call__(
-        self,
-        q: Any,
-        k: Any = None,
-        *unnamed: Any,
-        positions: Any = None,
-        offset: Any = None,
-        angles: Any = None,
-        **others: Any,
+        self, *tensors: Any, positions: Any = None, offset: Any = None, angles: Any = None, **others: Any
     ) -> Tensor | tuple[Tensor, ...] | None:
         """Rotate q, or q and k; None for the general path."""
-        if unnamed or others or (offset is not None and (positions is not None or angles is not None)):
+        if others or not 1 <= len(tensors) <= 2:
             return None
+        if offset is not None and (positions is not None or angles is not None):
+            return None
+        q, k = tensors if len(tensors) == 2 else (tensors[0], None)
         stream = self.stream()
         source = None if stream is None else self.source(positions, angles, stream)
         described = None if source is None else signature(q, k, source.first, source.second)

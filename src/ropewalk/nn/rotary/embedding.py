@@ -11,7 +11,7 @@ from ropewalk.kernels.angles.torch import cos_sin_between
 from ropewalk.kernels.backend import current
 from ropewalk.kernels.constructors import empty, ones
 from ropewalk.kernels.precision import working_dtype
-from ropewalk.kernels.torch_internals import calls_forward
+from ropewalk.kernels.torch_internals import calls_forward, compiling_frames, skip_frames
 from ropewalk.kernels.types import Layout, Shortcut, Tables
 from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import as_signed
@@ -31,7 +31,7 @@ from ropewalk.nn.rotary.call import (
     checked_role,
 )
 from ropewalk.nn.rotary.in_place import check_in_place
-from ropewalk.nn.rotary.spec_argument import spec_of_arguments
+from ropewalk.nn.rotary.spec_argument import shown_fields, spec_of_arguments
 from ropewalk.nn.scripting import refuse_scripting
 from ropewalk.ops import cos_sin, require_backend, rotate, rotation_in_place
 from ropewalk.signatures import checks_names, refuse_arguments
@@ -110,7 +110,6 @@ class RotaryEmbedding(DropsOldBuffers):
         with torch.inference_mode(False):
             shape = self._source.inv_freq.shape
             self.log_scale: nn.Parameter | None = nn.Parameter(torch.zeros(shape)) if learned else None
-        self.layout: Layout = self._source.layout
 
     @property
     def context_length(self) -> int | None:
@@ -149,6 +148,15 @@ class RotaryEmbedding(DropsOldBuffers):
         [-1.0, -0.01]
         """
         return self._source.frequencies(self.log_scale)
+
+    @property
+    def layout(self) -> Layout:
+        """Pairing, first rotated feature and dimension of the sequence.
+
+        >>> RotaryEmbedding(4).layout.start
+        0
+        """
+        return self._source.layout
 
     @property
     def heads(self) -> int | None:
@@ -233,14 +241,15 @@ class RotaryEmbedding(DropsOldBuffers):
         if unnamed or unknown:
             refuse_arguments("rope", RotaryEmbedding.forward, unnamed, unknown)
         placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        owned = angles is None
         if k_positions is None and role is None and self._source.same_for_both:
             cos, sin, row = self._source.shared_tables(q, k, placement, self.log_scale)
-            rotated = rotate(q, k, cos, sin, self.layout, row=row, backend=self._source.backend)
+            rotated = rotate(q, k, cos, sin, self.layout, row=row, owned=owned, backend=self._source.backend)
             return rotated[0] if k is None else rotated  # pyright: ignore[reportReturnType]
         results: list[Tensor] = []
         for part in self.parts(q, k, placement):
             cos, sin, row = part.tables
-            rotated = rotate(part.q, part.k, cos, sin, self.layout, row=row, backend=self.backend)
+            rotated = rotate(part.q, part.k, cos, sin, self.layout, row=row, owned=owned, backend=self.backend)
             results += rotated if part.temperature is None else [self._scale_rest(rotated[0], part.temperature)]
         return results[0] if k is None else (results[0], results[1])
 
@@ -256,11 +265,10 @@ class RotaryEmbedding(DropsOldBuffers):
     else:
 
         def __call__(self, *arguments, **options):
-            # Decoding is limited by host time, so the common calls are checked and run in one step, without the frames
-            # of nn.Module. torch.compile must not trace it: the graph would keep cached tensors as constants.
-            if not torch.compiler.is_compiling():
-                source = self._source
-                shortcut = source.shortcut
+            # Host time limits decoding: common calls are checked and run in one step, without the frames of nn.Module.
+            # torch.compile must not trace it: the graph would keep cached tensors as constants.
+            if not torch.compiler.is_compiling() and compiling_frames() is None:
+                source, shortcut = self._source, self._source.shortcut
                 if shortcut is not None and source.registry is current() and calls_forward(self, _FORWARD):
                     rotated = shortcut(*arguments, **options)
                     if rotated is not None:
@@ -305,9 +313,8 @@ class RotaryEmbedding(DropsOldBuffers):
         """
         if unnamed or unknown:
             refuse_arguments("rope.rotate_", RotaryEmbedding.rotate_, unnamed, unknown)
-        source = self._source
         if k_positions is cu_seqlens is length is role is None and not torch.compiler.is_compiling():
-            shortcut = source.shortcut
+            source, shortcut = self._source, self._source.shortcut
             if shortcut is not None and source.registry is current():
                 rotated = shortcut.rotate_(q, k, positions=positions, offset=offset, angles=angles)
                 if rotated is not None:
@@ -583,13 +590,7 @@ class RotaryEmbedding(DropsOldBuffers):
 
     def extra_repr(self) -> str:
         """The spec in one line. Pairing and base come first: they are the most frequent mistakes."""
-        spec = self.spec
-        parts = [f"{spec.head_dim}", f"{spec.frequencies}", f"pairing={spec.pairing!r}"]
-        if spec.rotary_dim != spec.head_dim:
-            parts.append(f"rotary_dim={spec.rotary_dim} ({spec.rotary_slice})")
-        usual = {"axes": None, "sign": 1, "xpos": None, "query_temperature": None, "angles": "exact"}
-        parts += [f"{name}={getattr(spec, name)!r}" for name in usual if getattr(spec, name) != usual[name]]
-        parts.append(f"seq_dim={self.seq_dim}")
+        parts = [*shown_fields(self.spec), f"seq_dim={self.seq_dim}"]
         options = {name: getattr(self, name) for name in ("context_length", "backend")}
         parts += [f"{name}={value!r}" for name, value in options.items() if value is not None]
         flags = {"learned": self.log_scale is not None, "check_ids": self.check_ids}
@@ -597,3 +598,5 @@ class RotaryEmbedding(DropsOldBuffers):
 
 
 _FORWARD = RotaryEmbedding.forward
+# torch.compile(rope) compiles `forward`, and runs hooks outside of it, as for any module.
+skip_frames(RotaryEmbedding.__call__)

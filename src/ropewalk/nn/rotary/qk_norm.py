@@ -1,7 +1,6 @@
 """qk_norm_rope: RMSNorm of queries and keys and their rotation, in one call."""
 
 import math
-from typing import Never
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from ropewalk.kernels.types import Norm
 from ropewalk.nn.rotary.call import Angles, Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import norm_rotate
-from ropewalk.signatures import checks_names, refuse_arguments
+from ropewalk.signatures import checks_names
 
 __all__ = ["qk_norm_rope"]
 
@@ -21,7 +20,7 @@ def qk_norm_rope(
     q: Tensor,
     k: Tensor,
     rope: RotaryEmbedding,
-    *unnamed: Never,
+    *,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
@@ -32,7 +31,6 @@ def qk_norm_rope(
     cu_seqlens: Tensor | None = None,
     angles: Angles | None = None,
     length: int | Tensor | None = None,
-    **unknown: Never,
 ) -> tuple[Tensor, Tensor]:
     """Normalise q and k per head and rotate them, in one pass over memory: rope(norm(q), norm(k)).
 
@@ -64,8 +62,6 @@ def qk_norm_rope(
     >>> [round(x, 4) for x in q[0, 0].tolist()], [round(x, 4) for x in k[0, 0].tolist()]
     ([0.8485, 1.1314], [1.6971, 2.2627])
     """
-    if unnamed or unknown:
-        refuse_arguments("qk_norm_rope", qk_norm_rope, unnamed, unknown)
     if not isinstance(rope, RotaryEmbedding):
         raise RopewalkError(
             asked="qk_norm_rope(q, k, rope, ...)",
@@ -108,7 +104,8 @@ def qk_norm_rope(
         _check_weight(name, weight, x, plus_one)
     norm = Norm.as_transformers(eps, plus_one) if round_norm else Norm(eps, plus_one)
     tables = cos, sin, rope.layout, norm
-    return norm_rotate(q, k, q_weight, k_weight, *tables, row=row, backend=rope.backend)
+    owned = angles is None
+    return norm_rotate(q, k, q_weight, k_weight, *tables, row=row, owned=owned, backend=rope.backend)
 
 
 def _check_weight(name: str, weight: Tensor | None, x: Tensor, plus_one: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.backend import Registry, current
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["Block", "RangeCache", "shared_ranges"]
@@ -30,8 +31,9 @@ class Block(NamedTuple):
         stop: Last position + 1.
         cos: [stop - start, pairs], or [1, heads, stop - start, pairs] if frequencies are per head.
         sin: The same for sin.
+        registry: The backends that computed them. Others can compute other numbers.
 
-    >>> Block((torch.device("cpu"), torch.float32, 0), 0, 2, torch.ones(2, 1), torch.zeros(2, 1)).stop
+    >>> Block((torch.device("cpu"), torch.float32, 0), 0, 2, torch.ones(2, 1), torch.zeros(2, 1), current()).stop
     2
     """
 
@@ -40,6 +42,7 @@ class Block(NamedTuple):
     stop: int
     cos: Tensor
     sin: Tensor
+    registry: Registry
 
 
 class RangeCache:
@@ -82,7 +85,8 @@ class RangeCache:
         """
         if stop - start > self._longest:
             return None
-        blocks = self._blocks
+        registry = current()
+        blocks = tuple(block for block in self._blocks if block.registry is registry)
         for block in blocks:
             if block.start <= start and stop <= block.stop and block.key == key:
                 return block
@@ -90,7 +94,7 @@ class RangeCache:
         last = stop + STEP + (-stop) % STEP
         # Tensors created in inference mode cannot be saved for a later backward pass.
         with torch.inference_mode(False):
-            block = Block(key, first, last, *make(first, last))
+            block = Block(key, first, last, *make(first, last), registry)
         # Sequences that are decoded alternately have one block each, until all blocks together have too many rows.
         new_blocks, rows = [block], last - first
         for old in blocks:

@@ -6,7 +6,7 @@ from ropewalk.errors import RopewalkError, shown
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import Pairing, RopeSpec
 
-__all__ = ["spec_of_arguments"]
+__all__ = ["shown_fields", "spec_of_arguments"]
 
 
 def spec_of_arguments(head_dim: object, base: float | None, pairing: Pairing | None) -> RopeSpec:
@@ -58,3 +58,16 @@ def spec_of_arguments(head_dim: object, base: float | None, pairing: Pairing | N
             do="set them in the spec: RopeSpec(128, Plain(base), pairing=...)",
         )
     return head_dim
+
+
+def shown_fields(spec: RopeSpec) -> list[str]:
+    """Return the fields of a spec that a reader must know: pairing and base, and what is not the default.
+
+    >>> shown_fields(RopeSpec(8, rotary_dim=4, sign=-1))
+    ['8', 'Plain(base=10000.0)', "pairing='interleaved'", 'rotary_dim=4 (leading)', 'sign=-1']
+    """
+    parts = [f"{spec.head_dim}", f"{spec.frequencies}", f"pairing={spec.pairing!r}"]
+    if spec.rotary_dim != spec.head_dim:
+        parts.append(f"rotary_dim={spec.rotary_dim} ({spec.rotary_slice})")
+    usual = {"axes": None, "sign": 1, "xpos": None, "query_temperature": None, "angles": "exact"}
+    return parts + [f"{name}={getattr(spec, name)!r}" for name in usual if getattr(spec, name) != usual[name]]
