@@ -312,7 +312,7 @@ def host_table(name: str, machine: str) -> str:
             f" {whole['rounds']} rounds of {whole['calls']} calls, {whole['date']}, `{whole['command']}`"
             f" ([record](../benchmarks/{name}.json)). Microseconds of the host per call:"
         ),
-        table(["call", "µs", "cannot go below", "ratio"], *rows),
+        table(["call", "µs", "yardstick", "ratio"], *rows),
         paragraph(f"In the same run: {bare}."),
     )
 

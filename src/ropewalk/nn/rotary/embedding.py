@@ -184,8 +184,7 @@ class RotaryEmbedding(DropsOldBuffers):
         >>> RotaryEmbedding(4).norm_shortcut is None
         True
         """
-        source = self._source
-        return source.norm_shortcut if source.registry is current() else None
+        return self._source.norm_shortcut if self._source.registry is current() else None
 
     @overload
     def forward(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
@@ -253,8 +252,7 @@ class RotaryEmbedding(DropsOldBuffers):
             results += rotated if part.temperature is None else [self._scale_rest(rotated[0], part.temperature)]
         return results[0] if k is None else (results[0], results[1])
 
-    # nn.Module declares that a call returns Any.
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # nn.Module declares that a call returns Any.
 
         @overload
         def __call__(self, q: Tensor, k: None = None, **options: Unpack[SingleOptions]) -> Tensor: ...
@@ -591,7 +589,7 @@ class RotaryEmbedding(DropsOldBuffers):
     def extra_repr(self) -> str:
         """The spec in one line. Pairing and base come first: they are the most frequent mistakes."""
         parts = [*shown_fields(self.spec), f"seq_dim={self.seq_dim}"]
-        options = {name: getattr(self, name) for name in ("context_length", "backend")}
+        options = {"context_length": self.context_length, "backend": self.backend}
         parts += [f"{name}={value!r}" for name, value in options.items() if value is not None]
         flags = {"learned": self.log_scale is not None, "check_ids": self.check_ids}
         return ", ".join([*parts, *(f"{name}=True" for name, is_set in flags.items() if is_set)])

@@ -259,7 +259,7 @@ def _shown(device: str, lines: Sequence[HostLine]) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
     header = f"{'us':>8}{'floor':>7}{'ratio':>7}{'most':>6}  floor is"
-    text = [f"{'what a host cannot go below':<29}{'us':>8}"]
+    text = [f"{'yardsticks of the same run':<29}{'us':>8}"]
     text += [f"{line.path:<29}{number(line.us, 1):>8}" for line in lines if line.floor is None]
     text += ["", f"{'call':<29}{header}"]
     for line in lines:
@@ -296,7 +296,7 @@ def bench_host(device: str | None = None, json_file: str | None = None, quick: b
         f"q (1, {Q_HEADS}, 1, {DIM}), k (1, {K_HEADS}, 1, {DIM}), {dtype}, {PAIRING}; position n.\n"
         "grad: with an autograd graph; fwd+bwd: with autograd.grad. Function: one of\n"
         "autograd, of q and k, that computes nothing; (4): of q, k and two weights.\n"
-        "ratio: us / floor; most: the largest ratio of the committed records.\n\n"
+        "ratio: us / floor; most: the limit for ropewalk, where there is one.\n\n"
     )
     show.flush()
     lines = measure(device, rounds, calls)
