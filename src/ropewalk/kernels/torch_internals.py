@@ -59,7 +59,8 @@ TENSOR_METHODS = torch._C.TensorBase
 
 _Parameter = torch.nn.Parameter
 # Tracers replace it.
-_module_call = torch.nn.Module.__call__
+_Module = torch.nn.Module
+_module_call = _Module.__call__
 # Returns what torch.compile does with the frames of functions that are called now; None if it does nothing.
 compiling_frames: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # pyright: ignore[reportAttributeAccessIssue]
 _is_zerotensor = torch._is_zerotensor  # pyright: ignore[reportPrivateImportUsage]
@@ -134,9 +135,10 @@ def calls_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:
         or _modules._global_backward_hooks
         or _modules._global_backward_pre_hooks
         or module._compiled_call_impl is not None
-        or torch.nn.Module.__call__ is not _module_call
+        or _Module.__call__ is not _module_call
         or _profiler._is_profiler_enabled
-        or getattr(module.forward, "__func__", None) is not forward
+        or type(module).forward is not forward
+        or "forward" in module.__dict__
     )
 
 
