@@ -20,6 +20,7 @@ class Launcher:
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
 
+    # Triton's names, by which the launcher is recognized.
     def __call__(self, gridX, gridY, gridZ, stream, function, *args):  # noqa: N803
         self.calls.append(("launcher", (gridX, gridY, gridZ), stream, function, args))
 

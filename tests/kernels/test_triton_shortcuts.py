@@ -9,7 +9,6 @@ from torch import Tensor
 from kernels.triton_device import DEVICE
 from ropewalk import RopeSpec, RotaryEmbedding, Yarn, qk_norm_rope
 from ropewalk.kernels import signature as signatures
-from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.qk_norm import triton_shortcut as norm_shortcuts
 from ropewalk.kernels.qk_norm.triton_shortcut import NormShortcut
 from ropewalk.kernels.rotate import triton_shortcut as shortcuts
@@ -248,7 +247,6 @@ def test_plans_have_a_limit():
     assert len(shortcut._plans) <= MOST_PLANS
 
 
-@pytest.mark.skipif(NATIVE is None, reason="the C extension is not built")
 def test_signatures_in_c_and_in_python_distinguish_the_same_tensors():
     x = torch.arange(24.0).view(2, 3, 4)
     tensors = [

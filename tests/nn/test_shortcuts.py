@@ -16,13 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ropewalk import DynamicNTK, RopeSpec, RopewalkError, RotaryEmbedding, XPos, Yarn
 from ropewalk.kernels.backend import Backend, Operation, register, registered
-from ropewalk.kernels.native.extension import NATIVE
 from ropewalk.kernels.rotate.torch import rotate as rotate_by_torch
 from ropewalk.spec.rope import PAIRINGS
 from slow import slow
 from strategies import vector
 
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="the C extension is not built")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 

@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from ropewalk import RopewalkError, accelerate
 from ropewalk.tools.bench import whole_models as bench
 from ropewalk.tools.bench.accelerate import LIMITS, build_model
-from ropewalk.tools.bench.floors import accelerate_floors
+from ropewalk.tools.bench.floors import accelerate_floors, generate_floors
 from slow import slow
 from tools.command import ropewalk
 
@@ -103,6 +103,9 @@ def test_a_floor_that_is_missed_is_named():
     case = {"model": "Qwen3 1.7B", "family": "qwen3", "kind": bench.FORWARD, "compiled": False, "lines": lines}
     assert accelerate_floors([case]) == ["Qwen3 1.7B, forward, eager: 1.010 times as fast, below 1.25"]
     assert accelerate_floors([case | {"compiled": True}]) == []
+    (missed,) = generate_floors([case | {"kind": bench.GENERATE}, case])
+    assert missed == "Qwen3 1.7B, generate: 1.010 times as fast, below 1.1"
+    assert generate_floors([case | {"kind": bench.GENERATE, "family": "llama"}]) == []
 
 
 def test_bad_input(tmp_path, monkeypatch):

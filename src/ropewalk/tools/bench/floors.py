@@ -7,7 +7,15 @@ information.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["accelerate_floors", "attention_floors", "cpu_floors", "gpu_floors", "host_floors", "host_limit"]
+__all__ = [
+    "accelerate_floors",
+    "attention_floors",
+    "cpu_floors",
+    "generate_floors",
+    "gpu_floors",
+    "host_floors",
+    "host_limit",
+]
 
 Case = dict[str, Any]
 
@@ -41,6 +49,8 @@ WHOLE_MODELS = {
     ("qwen3", "forward", True): 1.0,
     ("qwen3", "training step", True): 1.0,
 }
+# The same for `generate`, when it is measured. The committed record is older than this floor.
+GENERATE = {"llama": 1.0, "qwen3": 1.1}
 # The range of the exponent p in time ~ N^p of linear attention on a CPU.
 GROWTH = 0.9, 1.15
 # The host time of a call for one token, at most so many times what it cannot go below: `ropewalk bench host`.
@@ -84,6 +94,17 @@ def gpu_floors(cases: Sequence[Case]) -> list[str]:
 def attention_floors(device: str, cases: Sequence[Case], growth: Sequence[dict[str, Any]]) -> list[str]:
     """The missed floors of `ropewalk bench attention` on `device`, one sentence each."""
     return list(_attention_gpu(cases) if device == "cuda" else _attention_cpu(cases, growth))
+
+
+def generate_floors(cases: Sequence[Case]) -> list[str]:
+    """The missed floors of `generate` in `ropewalk bench accelerate --device cuda`, one sentence each."""
+    missed: list[str] = []
+    for case in cases:
+        times, floor = _times(case, "wall_ms"), GENERATE.get(case["family"])
+        ratio = times["transformers"] / times["ropewalk"]
+        if case["kind"] == "generate" and floor is not None and ratio < floor:
+            missed.append(f"{case['model']}, generate: {ratio:.3f} times as fast, below {floor}")
+    return missed
 
 
 def accelerate_floors(cases: Sequence[Case]) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.hub.accelerate.acceleration import accelerate
 from ropewalk.tools.bench.accelerate import LIMITS, ROTATION, ModelCase, build_model
-from ropewalk.tools.bench.floors import accelerate_floors
+from ropewalk.tools.bench.floors import accelerate_floors, generate_floors
 from ropewalk.tools.bench.peers import installed
 from ropewalk.tools.bench.records import shown_missed, write_record
 from ropewalk.tools.bench.timing import Candidate, wall_times
@@ -244,7 +244,7 @@ def bench_whole_models(
                     entry = {"model": name} | asdict(case) | asdict(work)
                     results.append(entry | {"results_apart": apart, "lines": [asdict(line) for line in lines]})
             del plain, fast
-    missed = accelerate_floors(results)
+    missed = [*accelerate_floors(results), *generate_floors(results)]
     console.print(shown_missed(missed))
     if json_file is not None:
         packages = ("torch", "triton", "transformers", "liger-kernel")
