@@ -32,7 +32,8 @@ typedef struct {
     PyObject *inv_freq, *tables, *amplitude;
     /* Which rope computed a tensor of cos, by its id: (reference, rope, parameter). This rope is `rope`. */
     PyObject *makers, *rope;
-    /* (q, k, rotated tensors, cos, sin, row, whether they are remembered ones) -> the rotated tensors with a graph. */
+    /* (q, k, rotated tensors, cos, sin, row, whether nobody else can write to cos and sin) -> the rotated tensors with a
+       graph. */
     PyObject *with_graph;
 } Shortcut;
 
@@ -421,8 +422,8 @@ static PyObject *run(Shortcut *self, PyObject *args, PyObject *kwargs, int in_pl
         result = rotate_both(x, targets(NULL, call.inputs), &cos, &sin, &layout, -1, NULL);
         if (result && needed) {
             PyObject *rotated = result, *row = PyLong_FromLongLong(layout.row);
-            PyObject *is_cached = call.angles ? Py_False : Py_True;
-            PyObject *arguments[] = {call.inputs[0], call.inputs[1], rotated, cosines, sines, row, is_cached};
+            PyObject *owned = call.angles ? Py_False : Py_True;
+            PyObject *arguments[] = {call.inputs[0], call.inputs[1], rotated, cosines, sines, row, owned};
             result = row ? PyObject_Vectorcall(self->with_graph, arguments, 7, NULL) : NULL;
             Py_DECREF(rotated);
             Py_XDECREF(row);
