@@ -160,6 +160,20 @@ def test_tables_are_asked_for_several_axes():
     assert "different angles" in table_widths(Tables(mixed=False), "neighbours")
 
 
+@pytest.mark.parametrize(("ulps", "same"), [(1, True), (2, True), (40, False)])
+def test_the_same_angle_may_be_rounded_twice(ulps, same):
+    """torch's cos of the last elements of a row differs from that of its vectors in the last bit, as in StableLM on ARM."""
+
+    class Rounded(Tables):
+        def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+            cos, sin = super().forward(x, position_ids)
+            for _ in range(ulps):
+                cos[..., 2:] = torch.nextafter(cos[..., 2:], torch.tensor(2.0))
+            return cos, sin
+
+    assert (table_widths(Rounded(mixed=False), "halves") == frozenset({4})) is same
+
+
 class Scaled(nn.Module):
     """An RMSNorm, or something near it."""
 

@@ -92,12 +92,13 @@ class Token:
     """q, k and all that calls for one token need: weights, positions, leaves, cotangents."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self.q, self.k = (torch.randn(1, heads, 1, DIM, device=device).to(dtype) for heads in (Q_HEADS, K_HEADS))
-        self.weights = [(torch.rand(DIM, device=device) + 0.5).to(dtype) for _ in range(2)]
-        self.leaves = [x.clone().requires_grad_() for x in (self.q, self.k)]
-        self.learned = [weight.clone().requires_grad_() for weight in self.weights]
-        self.cotangents = [torch.randn_like(x) for x in (self.q, self.k)]
-        self.ids = torch.tensor([POSITION], device=device)
+        self.q: Tensor = torch.randn(1, Q_HEADS, 1, DIM, device=device).to(dtype)
+        self.k: Tensor = torch.randn(1, K_HEADS, 1, DIM, device=device).to(dtype)
+        self.weights: list[Tensor] = [(torch.rand(DIM, device=device) + 0.5).to(dtype) for _ in range(2)]
+        self.leaves: list[Tensor] = [x.clone().requires_grad_() for x in (self.q, self.k)]
+        self.learned: list[Tensor] = [weight.clone().requires_grad_() for weight in self.weights]
+        self.cotangents: list[Tensor] = [torch.randn_like(x) for x in (self.q, self.k)]
+        self.ids: Tensor = torch.tensor([POSITION], device=device)
 
     def both(self) -> list[Tensor]:
         """q and k."""
