@@ -93,8 +93,8 @@ def _computed_tables(module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
                 except Exception:
                     # The module does not support this number of axes or this layer type.
                     continue
-                tables = isinstance(result, tuple) and [isinstance(x, Tensor) and x.is_floating_point() for x in result]
-                if tables == [True, True] and result[0].shape == result[1].shape and tuple(result[0].shape[:2]) == (1, seq):
+                floats = isinstance(result, tuple) and [isinstance(x, Tensor) and x.is_floating_point() for x in result]
+                if floats == [True, True] and result[0].shape == result[1].shape and result[0].shape[:2] == (1, seq):
                     yield result
 
 
