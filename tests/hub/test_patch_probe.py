@@ -162,7 +162,7 @@ def test_tables_are_asked_for_several_axes():
 
 @pytest.mark.parametrize(("ulps", "same"), [(1, True), (2, True), (40, False)])
 def test_the_same_angle_may_be_rounded_twice(ulps, same):
-    """torch's cos of the last elements of a row may differ in the last bit from that of its vectors: StableLM, on ARM."""
+    """torch may compute the end of a row by another function than the rest, as for StableLM on ARM."""
 
     class Rounded(Tables):
         def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
