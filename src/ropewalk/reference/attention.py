@@ -51,7 +51,7 @@ def softmax_attention(
     [1.0, 2.0]
     """
     require_qkv(q, k, v, causal=causal, asked="softmax_attention")
-    require_bias(bias, q, k)
+    require_bias(bias, q, k, asked="softmax_attention")
     dtype, heads = q.dtype, q.shape[1]
     q, k, v = q.double(), group_heads(k, heads).double(), group_heads(v, heads).double()
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -185,17 +185,17 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def require_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> None:
+def require_bias(bias: Tensor | None, q: Tensor, k: Tensor, *, asked: str) -> None:
     """Raise if `bias` does not broadcast to the scores [batch, heads, q_seq, k_seq].
 
-    >>> require_bias(None, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+    >>> require_bias(None, torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), asked="a doctest")
     """
     if bias is None:
         return
     scores = (*q.shape[:3], k.shape[2])
     if not 2 <= bias.dim() <= 4 or any(b not in (1, s) for b, s in zip(bias.shape[::-1], scores[::-1], strict=False)):
         raise RopewalkError(
-            asked="softmax_attention(bias=...)",
+            asked=f"{asked}(bias=...)",
             expected=f"a bias that broadcasts to {list(scores)}: [q, k], [heads, q, k] or [batch, heads, q, k]",
             got=f"{list(bias.shape)}",
             do="check the number of heads",
