@@ -18,6 +18,7 @@ __all__ = [
     "Side",
     "Sums",
     "Tables",
+    "Weighting",
     "line_up",
 ]
 
@@ -215,6 +216,66 @@ class Side(NamedTuple):
     map: FeatureMapName
     shift: Tensor | None = None
     tables: Tables | None = None
+
+    def part(self, start: int, stop: int) -> "Side":
+        """Return the tokens start .. stop-1.
+
+        >>> Side(torch.ones(1, 1, 5, 4), "elu").part(1, 3).x.shape
+        torch.Size([1, 1, 2, 4])
+        """
+        tables, shift = self.tables, self.shift
+        tables = None if tables is None else tables._replace(row=tables.row + start)
+        return Side(self.x[:, :, start:stop], self.map, None if shift is None else shift[:, :, start:stop], tables)
+
+
+class Weighting(NamedTuple):
+    """Factors on the terms of both sums of linear attention, which depend on the distance between query and key.
+
+    The term of query m and key n has the factor exp(decay_{n+1} + ... + decay_m) exp(band[position_n - position_m]). The
+    default is no factor, and a result that is divided by its denominator.
+
+    Args:
+        decay: Logarithm of the decay per token, at most 0 [batch or 1, kv_heads or heads, keys or 1]. Its first number
+            decays the initial sums.
+        band: Bias by the difference of positions, key - query = -window .. window [heads, 2 * window + 1]. Farther keys
+            have the first or the last number.
+        positions: Positions of the keys [batch or 1, keys], for `band`; None if they are consecutive. The positions of
+            causal queries are the last ones.
+        normalize: Whether the result is divided by the denominator.
+        scale: Factor on a result that is not divided.
+
+    >>> Weighting().plain, Weighting(decay=torch.zeros(1, 2, 1)).plain
+    (True, False)
+    """
+
+    decay: Tensor | None = None
+    band: Tensor | None = None
+    positions: Tensor | None = None
+    normalize: bool = True
+    scale: float = 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are no factors and the result is divided."""
+        return self.decay is None and self.band is None and self.normalize
+
+    def state_heads(self, kv_heads: int) -> int:
+        """Return the number of heads of the sums.
+
+        >>> Weighting().state_heads(2), Weighting(decay=torch.zeros(1, 8, 1)).state_heads(2)
+        (2, 8)
+        """
+        return kv_heads if self.decay is None else self.decay.shape[1]
+
+    def part(self, start: int, stop: int) -> "Weighting":
+        """Return the factors of the keys start .. stop-1.
+
+        >>> Weighting(decay=torch.zeros(1, 2, 5)).part(1, 3).decay.shape
+        torch.Size([1, 2, 2])
+        """
+        decay, ids = self.decay, self.positions
+        decay = decay if decay is None or decay.shape[-1] == 1 else decay[..., start:stop]
+        return self._replace(decay=decay, positions=None if ids is None else ids[..., start:stop])
 
 
 class Features(NamedTuple):

@@ -1,26 +1,30 @@
-"""Linear attention in chunks of tokens, by matrix products: for any device and any derivative."""
+"""Linear attention by torch operations: for any device and any derivative.
+
+Blocks of tokens are processed one after the other, so that temporaries do not grow with the length. A compiled graph,
+which is for every length, has one block.
+"""
 
 import itertools
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from ropewalk.kernels.constructors import arange, new_zeros, zeros_like
+from ropewalk.kernels.constructors import arange, new_zeros
+from ropewalk.kernels.linear.chunks import CHUNK, Parts, attend_parts, join_parts, sum_keys, zero_sums
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
-from ropewalk.kernels.linear.segments import Plan
+from ropewalk.kernels.linear.packed import attend_packed
+from ropewalk.kernels.linear.weights import lead_of, reversed_weighting
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.rotate.torch import rotate_traceable
-from ropewalk.kernels.torch_internals import is_plain, is_transformed
-from ropewalk.kernels.types import Features, Layout, Side, Sums, Tables
+from ropewalk.kernels.torch_internals import is_plain
+from ropewalk.kernels.types import Features, Layout, Side, Sums, Tables, Weighting
 
-__all__ = ["CHUNK", "attend", "attend_packed", "divide", "linear_attention"]
+__all__ = ["BLOCK", "divide", "linear_attention"]
 
-# Tokens per chunk, within which scores are computed. Larger chunks have more scores; smaller ones have matrices that
-# are too small for a BLAS without batched products.
-CHUNK = 128
+# Chunks per block.
+BLOCK = 8
 
 # Rotates features: (features, tables, layout) -> rotated features.
 Rotate = Callable[[Tensor, Tables, Layout], Tensor]
@@ -39,6 +43,7 @@ def linear_attention(
     causal: bool,
     cu_seqlens: Tensor | None = None,
     rotate: Rotate = _by_formula,
+    weighting: Weighting = Weighting(),  # noqa: B008 (a tuple, which nobody can change)
 ) -> tuple[Tensor, Sums]:
     """Return the output of linear attention, and the sums after the last key.
 
@@ -54,6 +59,7 @@ def linear_attention(
         causal: Whether a query reads only keys up to its own index.
         cu_seqlens: Ends of packed sequences [sequences + 1], starting with 0.
         rotate: Function that rotates features.
+        weighting: Factors on the terms of both sums.
 
     Returns:
         The output [batch, heads, seq, v_dim] in the dtype of v, and the sums, with one row per packed sequence.
@@ -64,176 +70,179 @@ def linear_attention(
     """
     # There is no autocast for meta tensors.
     with torch.autocast("cpu" if v.is_meta else v.device.type, enabled=False):
-        working, ends, total = working_dtype(v), None, q.x.shape[2]
-        # Excluded, because features of padding after the last sequence may have no finite derivative.
-        if cu_seqlens is not None and is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
-            ends = cu_seqlens.tolist()
-            if ends[-1] < total:
-                q, k = (side._replace(x=side.x[:, :, : ends[-1]]) for side in (q, k))
-        elif cu_seqlens is not None:
-            padding = (arange(total, device=v.device) >= cu_seqlens[-1])[:, None]
-            q, k = (side._replace(x=side.x.masked_fill(padding, 0.0)) for side in (q, k))
-        queries, keys = _features(q, layout, working, "q", rotate), _features(k, layout, working, "k", rotate)
-        values = v.to(working)
+        tokens = _Tokens(q, k, v, layout, rotate, weighting)
         if cu_seqlens is None:
-            out, after = attend(queries, keys, values, before, causal=causal)
-        elif ends is not None:
-            out, after = _attend_each(queries, keys, values, before, ends, total, causal=causal)
-        else:
-            out, after = attend_packed(queries, keys, values, before, cu_seqlens, causal=causal)
-        return out.to(v.dtype), after
+            return _attend_sequence(tokens, before, causal=causal)
+        if is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
+            return _attend_each(tokens, before, cu_seqlens.tolist(), causal=causal)
+        # Excluded, because features of padding after the last sequence may have no finite derivative.
+        padding = (arange(q.x.shape[2], device=v.device) >= cu_seqlens[-1])[:, None]
+        q, k = (side._replace(x=side.x.masked_fill(padding, 0.0)) for side in (q, k))
+        tokens, total = tokens._replace(q=q, k=k), q.x.shape[2]
+        sides = tokens.queries(0, total), tokens.keys(0, total), tokens.values(0, total)
+        parts, after = attend_packed(*sides, before, cu_seqlens, weighting, causal=causal, chunk=CHUNK)
+        return _finished(parts, weighting, v.dtype), after
 
 
-def _features(side: Side, layout: Layout, working: torch.dtype, role: str, rotate: Rotate) -> Features:
-    x = side.x.to(working)
-    plain = map_features(x, side.map, row_shift(x, side.map) if role == "q" else None)
-    return Features(plain, plain if side.tables is None else rotate(plain, side.tables, layout))
+class _Tokens(NamedTuple):
+    """Queries, keys and values, whose features are computed when they are needed. Causal queries are the last keys."""
+
+    q: Side
+    k: Side
+    v: Tensor
+    layout: Layout
+    rotate: Rotate
+    weighting: Weighting
+    reverse: bool = False
+
+    def queries(self, start: int, stop: int) -> Features:
+        return _features(self.q, start, stop, self, "q")
+
+    def keys(self, start: int, stop: int) -> Features:
+        return _features(self.k, start, stop, self, "k")
+
+    def values(self, start: int, stop: int) -> Tensor:
+        return self.turned(self.v[:, :, self.bounds(start, stop, self.v.shape[2])]).to(working_dtype(self.v))
+
+    def bounds(self, start: int, stop: int, length: int) -> slice:
+        return slice(length - stop, length - start) if self.reverse else slice(start, stop)
+
+    def turned(self, x: Tensor) -> Tensor:
+        return x.flip(2) if self.reverse else x
+
+    def part(self, start: int, stop: int) -> "_Tokens":
+        """Return one of several packed sequences."""
+        q, k, v = self.q.part(start, stop), self.k.part(start, stop), self.v[:, :, start:stop]
+        return self._replace(q=q, k=k, v=v, weighting=self.weighting.part(start, stop))
+
+    def reversed(self) -> "_Tokens":
+        """Return the tokens from the last to the first, with the factors of keys after a query."""
+        return self._replace(reverse=True, weighting=reversed_weighting(self.weighting))
 
 
-def _attend_each(
-    q: Features, k: Features, values: Tensor, before: Sums | None, ends: list[int], total: int, *, causal: bool
-) -> tuple[Tensor, Sums]:
-    """Compute packed sequences one after the other. NaN in one sequence cannot reach another. `total`: all tokens."""
+def _features(side: Side, start: int, stop: int, tokens: _Tokens, role: str) -> Features:
+    length = side.x.shape[2]
+    if start != 0 or stop != length:
+        bounds = tokens.bounds(start, stop, length)
+        side = side.part(bounds.start, bounds.stop)
+    x = side.x.to(working_dtype(tokens.v))
+    # What is subtracted from a query cancels only in a quotient.
+    shift = row_shift(x, side.map) if role == "q" and tokens.weighting.normalize else None
+    plain = map_features(x, side.map, shift)
+    rotated = plain if side.tables is None else tokens.rotate(plain, side.tables, tokens.layout)
+    return Features(*([tokens.turned(plain)] * 2 if rotated is plain else map(tokens.turned, (plain, rotated))))
+
+
+def _attend_each(tokens: _Tokens, before: Sums | None, ends: list[int], *, causal: bool) -> tuple[Tensor, Sums]:
+    """Compute packed sequences one after the other. NaN in one sequence cannot reach another."""
     outputs: list[Tensor] = []
     sums: list[Sums] = []
     for sequence, (start, stop) in enumerate(itertools.pairwise(ends)):
-        queries, keys = (Features(*(x[:, :, start:stop] for x in side)) for side in (q, k))
         earlier = None if before is None else Sums(*(x[sequence : sequence + 1] for x in before))
-        out, after = attend(queries, keys, values[:, :, start:stop], earlier, causal=causal)
+        out, after = _attend_sequence(tokens.part(start, stop), earlier, causal=causal)
         outputs.append(out)
         sums.append(after)
-    batch, heads = q.plain.shape[:2]
-    outputs.append(new_zeros(values, batch, heads, total - ends[-1], values.shape[-1]))
+    (batch, heads, total, _), v = tokens.q.x.shape, tokens.v
+    outputs.append(new_zeros(v, batch, heads, total - ends[-1], v.shape[-1]))
     return torch.cat(outputs, dim=2), Sums(*(torch.cat(parts) for parts in zip(*sums, strict=True)))
 
 
-def attend(
-    q: Features, k: Features, v: Tensor, before: Sums | None, *, causal: bool, chunk: int = CHUNK
-) -> tuple[Tensor, Sums]:
-    """Return o_i = sum_j (R q_i . R k_j) v_j / sum_j q_i . k_j over the visible keys, and the sums over all keys.
+def _attend_sequence(tokens: _Tokens, before: Sums | None, *, causal: bool) -> tuple[Tensor, Sums]:
+    weighting, dtype = tokens.weighting, tokens.v.dtype
+    if not causal and weighting.decay is None and weighting.band is None:
+        parts, after = _attend_all(tokens, before)
+    else:
+        parts, after = _scan(tokens, before)
+    if not causal and not (weighting.decay is None and weighting.band is None):
+        later, _ = _scan(tokens.reversed(), None)
+        forward, backward = join_parts(parts), join_parts(later)
+        below = None if forward.below is None or backward.below is None else forward.below + backward.below.flip(2)
+        parts = [Parts(forward.above + backward.above.flip(2), below)]
+    outputs = [_finished(part, weighting, dtype) for part in parts]
+    if not outputs:
+        return new_zeros(tokens.v, *tokens.q.x.shape[:3], tokens.v.shape[-1]), after
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), after
 
-    RoFormer, 2104.09864, eq. 19.
 
-    Args:
-        q: Features of queries [batch, heads, q_seq, width].
-        k: Features of keys [batch, kv_heads, seq, width]. heads is a multiple of kv_heads.
-        v: Values [batch, kv_heads, seq, v_dim]. q, k and v have one dtype, in which everything is computed.
-        before: Sums over earlier keys, or None.
-        causal: Whether query i reads only keys up to i. It requires as many queries as keys.
-        chunk: Tokens per chunk. It changes only the order of summation.
+def _blocks(length: int) -> Iterator[tuple[int, int]]:
+    """Yield the first token and the end of each block. Less than a chunk at the end is a block of its own."""
+    if torch.compiler.is_compiling():
+        yield 0, length
+        return
+    whole = length - length % CHUNK
+    yield from itertools.pairwise(sorted({*range(0, whole, BLOCK * CHUNK), 0, whole, length}))
 
-    >>> ones = Features(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2, 2))
-    >>> out, after = attend(ones, ones, torch.tensor([[[[1.0], [3.0]]]]), None, causal=True)
-    >>> out.flatten().tolist(), after.below.flatten().tolist()
-    ([1.0, 2.0], [2.0, 2.0])
-    """
-    batch, kv_heads, keys, width = k.plain.shape
-    before = before if before is not None else _zero_sums(k.plain, v)
-    group, queries = q.plain.shape[1] // kv_heads, q.plain.shape[2]
-    if not causal or keys <= 1:
-        after = Sums(before.above + k.rotated.transpose(-1, -2) @ v, before.below + k.plain.sum(dim=-2))
-        grouped = Features(*(x.unflatten(1, (kv_heads, group)).flatten(2, 3) for x in q))
-        numerator = grouped.rotated @ after.above
-        denominator = grouped.plain @ after.below.unsqueeze(-1)
-        out = divide(numerator, denominator)
-        return out.unflatten(2, (group, queries)).flatten(1, 2), after
-    size = chunk if keys >= chunk else keys
-    count = (keys + size - 1) // size
-    missing = count * size - keys
-    padded = [*q, *k, v]
-    if torch.compiler.is_compiling() or missing:
-        # Padding keys of zeros add nothing, and the outputs of padding queries are cut off. A compiled graph always
-        # pads, because it is for every length. Not by `pad`, whose strides differ if there is nothing to pad.
-        padded = [torch.cat([x, new_zeros(x, *x.shape[:2], missing, x.shape[-1])], dim=2) for x in padded]
-    q_plain, q_rotated = (
-        x.view(batch, kv_heads, group, count, size, width).transpose(2, 3).flatten(3, 4) for x in padded[:2]
+
+def _sum_all(tokens: _Tokens, before: Sums | None, stop: int) -> Sums:
+    """Return the sums over the keys 0 .. stop-1."""
+    for start, end in _blocks(stop):
+        part = tokens.weighting.part(start, end)
+        before = sum_keys(tokens.keys(start, end), tokens.values(start, end), before, part)
+    return (
+        zero_sums(tokens.k.x, tokens.values(0, 0), tokens.weighting.state_heads(tokens.k.x.shape[1]))
+        if (before is None)
+        else before
     )
-    k_plain, k_rotated, v = (x.unflatten(2, (count, size)) for x in padded[2:])
-    # Contiguous, because on ARM a product with a transposed view costs more than its arithmetic.
-    k_columns = k_rotated.transpose(-1, -2).contiguous()
-    chunk_sums = Sums(k_columns @ v, k_plain.sum(dim=-2))
-    running = Sums(
-        *(torch.cat([x.unsqueeze(2), each], dim=2).cumsum(dim=2) for x, each in zip(before, chunk_sums, strict=True))
-    )
-    earlier, after = Sums(*(x[:, :, :-1] for x in running)), Sums(*(x[:, :, -1] for x in running))
-    scores = _lower_triangle((q_rotated @ k_columns).unflatten(-2, (group, size))).flatten(-3, -2)
-    numerator = q_rotated @ earlier.above + scores @ v
-    seen = (k_plain.cumsum(dim=-2) + earlier.below.unsqueeze(-2)).unsqueeze(3)
-    denominator = (q_plain.unflatten(3, (group, size)) * seen).sum(dim=-1).flatten(3, 4).unsqueeze(-1)
-    out = divide(numerator, denominator).unflatten(3, (group, size)).transpose(2, 3)
-    return out.reshape(batch, kv_heads * group, count * size, v.shape[-1])[:, :, :keys], after
 
 
-def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Return the quotient, and 0 with zero gradients if the denominator is 0: all features of visible keys are 0.
+def _attend_all(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
+    """Attend to all keys, without factors."""
+    after = _sum_all(tokens, before, tokens.k.x.shape[2])
+    kv_heads, parts = tokens.k.x.shape[1], []
+    for start, end in _blocks(tokens.q.x.shape[2]):
+        q = Features(*(x.unflatten(1, (kv_heads, -1)).flatten(2, 3) for x in tokens.queries(start, end)))
+        below = (q.plain @ after.below.unsqueeze(-1)).squeeze(-1) if tokens.weighting.normalize else None
+        parts.append(
+            Parts(
+                *(
+                    None if x is None else x.unflatten(2, (-1, end - start)).flatten(1, 2)
+                    for x in (q.rotated @ after.above, below)
+                )
+            )
+        )
+    return parts, after
+
+
+def _scan(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
+    """Attend to the keys up to each query; if reversed, to the keys after it."""
+    weighting, queries, keys = tokens.weighting, tokens.q.x.shape[2], tokens.k.x.shape[2]
+    if queries == 0:
+        return [], _sum_all(tokens, before, keys)
+    lead = keys - queries
+    near = 0 if weighting.band is None else lead_of(weighting.band, CHUNK)
+    first = max(0, lead - near)
+    if lead:
+        before = _sum_all(tokens, before, first)
+    parts: list[Parts] = []
+    sums = before
+    for start, end in _blocks(queries):
+        first, before = max(0, lead + start - near), sums
+        sides = tokens.queries(start, end), tokens.keys(first, lead + end), tokens.values(first, lead + end)
+        part = weighting.part(first, lead + end)
+        each, sums = attend_parts(*sides, before, part, strict=tokens.reverse, chunk=CHUNK)
+        parts.append(each)
+    if weighting.band is not None:
+        # The keys near the last queries are not in the sums yet.
+        sums = sum_keys(tokens.keys(first, keys), tokens.values(first, keys), before, weighting._replace(band=None))
+    return parts, sums
+
+
+def _finished(parts: Parts, weighting: Weighting, dtype: torch.dtype) -> Tensor:
+    if parts.below is None:
+        return (parts.above if weighting.scale == 1.0 else parts.above * weighting.scale).to(dtype)
+    smallest = 0.0
+    if weighting.decay is not None:
+        smallest = torch.finfo(parts.below.dtype).tiny / torch.finfo(parts.below.dtype).eps
+    return divide(parts.above, parts.below.unsqueeze(-1), smallest).to(dtype)
+
+
+def divide(numerator: Tensor, denominator: Tensor, smallest: float = 0.0) -> Tensor:
+    """Return the quotient, and 0 with zero gradients if the denominator is at most `smallest`.
+
+    It is 0 if all features of visible keys are 0. With a decay, small denominators are those of keys so far away that
+    their weights underflow, or would in the derivative of the quotient.
 
     >>> divide(torch.tensor([6.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [3.0, 0.0]
     """
-    return numerator / torch.where(denominator == 0, torch.inf, denominator)
-
-
-def _lower_triangle(fresh: Tensor) -> Tensor:
-    """Return the lower triangle, in place except under vmap: ten times as fast on a CPU."""
-    if torch.compiler.is_compiling() or is_transformed():
-        return fresh.tril()
-    return fresh.tril_()
-
-
-def _zero_sums(k: Tensor, v: Tensor) -> Sums:
-    batch, kv_heads, _, width = k.shape
-    return Sums(new_zeros(v, batch, kv_heads, width, v.shape[-1]), new_zeros(v, batch, kv_heads, width))
-
-
-def attend_packed(
-    q: Features, k: Features, v: Tensor, before: Sums | None, cu_seqlens: Tensor, *, causal: bool, chunk: int = CHUNK
-) -> tuple[Tensor, Sums]:
-    """Return `attend` of each packed sequence, and their sums [sequences, ...].
-
-    It is for compilers, and for calls that must not block the host. Tokens are copied into chunks that contain one
-    sequence each. A matrix of zeros and ones specifies which chunks a chunk reads. Therefore the cost grows with the
-    square of the number of chunks, and a NaN can reach other sequences. In eager mode, if the host can read the ends,
-    sequences are computed one after the other instead.
-
-    Arguments are those of `attend`, and `cu_seqlens` [sequences + 1].
-
-    >>> ones = Features(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
-    >>> v, ends = torch.tensor([[[[1.0], [3.0], [7.0]]]]), torch.tensor([0, 2, 3])
-    >>> attend_packed(ones, ones, v, None, ends, causal=True)[0].flatten().tolist()
-    [1.0, 2.0, 7.0]
-    """
-    (_, kv_heads, length, width), v_dim = k.plain.shape, v.shape[-1]
-    group, sequences = q.plain.shape[1] // kv_heads, len(cu_seqlens) - 1
-    plan = Plan.of(k.plain, cu_seqlens, chunk)
-    count, begins = plan.number, cast(Tensor, plan.begins)
-    bounds, owner = begins[: 2 * count].view(count, 2), begins[2 * count :]
-    slots = bounds[:, :1] + arange(chunk, device=v.device)
-    # Padding of chunks reads a row of zeros after the last token.
-    slots = torch.where(slots < bounds[:, 1:], slots, length).flatten()
-
-    def cut(x: Tensor) -> Tensor:
-        return functional.pad(x, (0, 0, 0, 1))[0, :, slots].unflatten(1, (count, chunk))
-
-    k_plain, k_rotated, values = cut(k.plain), cut(k.rotated), cut(v)
-    q_plain, q_rotated = (cut(x).unflatten(0, (kv_heads, group)).transpose(1, 2).flatten(2, 3) for x in q)
-    chunk_sums = (k_rotated.transpose(-1, -2) @ values).flatten(2), k_plain.sum(dim=-2)
-    start = [new_zeros(v, sequences, *shape) for shape in ((kv_heads, width, v_dim), (kv_heads, width))]
-    first = [x.flatten(2).transpose(0, 1) for x in (start if before is None else before)]
-    members = (owner == arange(sequences, device=v.device)[:, None]).to(v.dtype)
-    after = [x + members @ part for x, part in zip(first, chunk_sums, strict=True)]
-    if causal:
-        number = arange(count, device=v.device)
-        reads = ((owner[:, None] == owner) & (number[:, None] > number)).to(v.dtype)
-        earlier = [x[:, owner] + reads @ part for x, part in zip(first, chunk_sums, strict=True)]
-        scores = (q_rotated @ k_rotated.transpose(-1, -2)).unflatten(-2, (group, chunk)).tril().flatten(-3, -2)
-        near, seen = scores @ values, k_plain.cumsum(dim=-2)
-    else:
-        earlier, near, seen = [x[:, owner] for x in after], 0.0, zeros_like(k_plain)
-    numerator = q_rotated @ earlier[0].unflatten(-1, (width, v_dim)) + near
-    below = (seen + earlier[1].unsqueeze(-2)).unsqueeze(2)
-    denominator = (q_plain.unflatten(2, (group, chunk)) * below).sum(dim=-1).flatten(2, 3).unsqueeze(-1)
-    out = divide(numerator, denominator).unflatten(2, (group, chunk)).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-    padded_out = new_zeros(v, kv_heads * group, length + 1, v_dim).index_copy(1, slots, out)
-    shapes = (width, v_dim), (width,)
-    sums = Sums(*(x.transpose(0, 1).unflatten(-1, shape) for x, shape in zip(after, shapes, strict=True)))
-    return padded_out[None, :, :length], sums
+    return numerator / torch.where(denominator.abs() <= smallest, torch.inf, denominator)
