@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "NO_WEIGHTING",
     "FeatureMap",
     "FeatureMapName",
     "Features",
@@ -231,8 +232,8 @@ class Side(NamedTuple):
 class Weighting(NamedTuple):
     """Factors on the terms of both sums of linear attention, which depend on the distance between query and key.
 
-    The term of query m and key n has the factor exp(decay_{n+1} + ... + decay_m) exp(band[position_n - position_m]). The
-    default is no factor, and a result that is divided by its denominator.
+    The factor of query m and key n is exp(decay_{n+1} + ... + decay_m) exp(band[position_n - position_m]). The default
+    is no factor, and a result that is divided by its denominator.
 
     Args:
         decay: Logarithm of the decay per token, at most 0 [batch or 1, kv_heads or heads, keys or 1]. Its first number
@@ -276,6 +277,9 @@ class Weighting(NamedTuple):
         decay, ids = self.decay, self.positions
         decay = decay if decay is None or decay.shape[-1] == 1 else decay[..., start:stop]
         return self._replace(decay=decay, positions=None if ids is None else ids[..., start:stop])
+
+
+NO_WEIGHTING = Weighting()
 
 
 class Features(NamedTuple):

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ropewalk.errors import RopewalkError
 from ropewalk.kernels.backend import Operation, registered
 from ropewalk.kernels.constructors import empty_like, new_empty, zeros_like
 from ropewalk.kernels.linear.torch import linear_attention as linear_attention_formula
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import is_plain
-from ropewalk.kernels.types import Layout, Side, Sums, Tables
+from ropewalk.kernels.types import NO_WEIGHTING, Layout, Side, Sums, Tables, Weighting
 from ropewalk.ops.dispatch import choose
 from ropewalk.ops.rotation import rotate
 
@@ -27,6 +28,7 @@ def linear_attention(
     *,
     causal: bool,
     cu_seqlens: Tensor | None = None,
+    weighting: Weighting = NO_WEIGHTING,
     backend: str | None = None,
 ) -> tuple[Tensor, Sums]:
     """Return the output of linear attention, and the sums after the last key.
@@ -41,6 +43,7 @@ def linear_attention(
         layout: Layout of the rotation.
         causal: Whether a query reads only keys up to its own index.
         cu_seqlens: Ends of packed sequences [sequences + 1], starting with 0.
+        weighting: Factors on the terms of both sums. No backend except "torch" supports them.
         backend: Name of the forced backend, or None.
 
     Returns:
@@ -57,10 +60,18 @@ def linear_attention(
     tables = [table for side in (q, k) if side.tables is not None for table in side.tables[:2]]
     learned = torch.is_grad_enabled() and any(table.requires_grad for table in tables)
     tensors = [q.x, k.x, v, *tables, *(before or ()), cu_seqlens]
-    choice = choose("linear_attention", backend, (q, k, v, layout), tensors, table_gradient=learned)
-    if choice.path == "formula":
+    if not weighting.plain and backend not in (None, "torch"):
+        raise RopewalkError(
+            asked=f"backend={backend!r}",
+            expected="a call that it supports",
+            got="a decay, a bias, or normalize=False, which only torch supports",
+            do="leave backend out, and each call uses the fastest path that supports it",
+        )
+    requested = backend if weighting.plain else "torch"
+    choice = choose("linear_attention", requested, (q, k, v, layout), tensors, table_gradient=learned)
+    if choice.path == "formula" or not weighting.plain:
         rotate_features = _rotate_by_formula if backend == "torch" else _rotate_features
-        return linear_attention_formula(q, k, v, before, layout, causal, cu_seqlens, rotate_features)
+        return linear_attention_formula(q, k, v, before, layout, causal, cu_seqlens, rotate_features, weighting)
     flat = None if before is None else before.flat()
     (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in (q, k))
     inputs = q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, flat, cu_seqlens

@@ -273,10 +273,11 @@ def _require_decay(decay: Tensor | None, q: Tensor, k: Tensor, causal: bool) -> 
             got=f"{q.shape[2]} and {k.shape[2]}",
             do="pass q, k and v of the same tokens",
         )
+    expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
     if tuple(decay.shape) not in shapes or not bool((decay <= 0).all()):
         raise RopewalkError(
             asked="linear attention (decay=...)",
-            expected=f"numbers of at most 0 of shape {' or '.join(str(list(shape)) for shape in dict.fromkeys(shapes))}",
+            expected=f"numbers of at most 0 of shape {expected}",
             got=f"shape {list(decay.shape)}, largest {decay.max().item() if decay.numel() else 'none'}",
             do="pass the logarithm of the factor per token: log(0.9) for 0.9",
         )

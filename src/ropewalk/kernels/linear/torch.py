@@ -19,7 +19,7 @@ from ropewalk.kernels.linear.weights import lead_of, reversed_weighting
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.rotate.torch import rotate_traceable
 from ropewalk.kernels.torch_internals import is_plain
-from ropewalk.kernels.types import Features, Layout, Side, Sums, Tables, Weighting
+from ropewalk.kernels.types import NO_WEIGHTING, Features, Layout, Side, Sums, Tables, Weighting
 
 __all__ = ["BLOCK", "divide", "linear_attention"]
 
@@ -43,7 +43,7 @@ def linear_attention(
     causal: bool,
     cu_seqlens: Tensor | None = None,
     rotate: Rotate = _by_formula,
-    weighting: Weighting = Weighting(),  # noqa: B008 (a tuple, which nobody can change)
+    weighting: Weighting = NO_WEIGHTING,
 ) -> tuple[Tensor, Sums]:
     """Return the output of linear attention, and the sums after the last key.
 

@@ -1,7 +1,7 @@
 """Encoding: the base class of all encodings, with the four hooks that add position to a model."""
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids
 from ropewalk.nn.scripting import refuse_scripting
 
 __all__ = [
+    "DistanceBias",
     "Encoding",
     "EncodingCache",
     "ScoreMod",
@@ -48,6 +49,24 @@ class EncodingCache(Protocol):
     encoding_state: Tensor | None
 
 
+class DistanceBias(NamedTuple):
+    """A bias that depends on the distance alone, in a form that linear attention computes in O(N).
+
+    The bias of key n for query m is numbers[h, clamp(n - m, -window, window) + window] - slopes[h] |m - n|, where m and
+    n are positions. Exactly one of the fields is set.
+
+    Args:
+        slopes: Slopes of at least 0 [heads]: the exponential of the bias is a decay.
+        numbers: Biases of n - m = -window .. window [heads, 2 * window + 1], which are constant beyond.
+
+    >>> DistanceBias(slopes=torch.tensor([0.5])).numbers is None
+    True
+    """
+
+    slopes: Tensor | None = None
+    numbers: Tensor | None = None
+
+
 class Encoding(DropsOldBuffers):
     """Base class of encodings, which add position to a model by one or more of four hooks.
 
@@ -56,7 +75,8 @@ class Encoding(DropsOldBuffers):
       layer calls it after the projections; in linear attention that is before the feature map.
     - `rotate` changes queries and keys [batch, heads, seq, head_dim]. Every attention layer calls it after
       `encode_heads`. Linear attention rotates features instead, by the RotaryEmbedding `rope` of an encoding.
-    - `bias` returns a bias [heads, q, k] or [batch, heads, q, k] that is added to the scores.
+    - `bias` returns a bias [heads, q, k] or [batch, heads, q, k] that is added to the scores. Linear attention, which
+      has no scores, uses `distance_bias` instead.
 
     A hook that is not overridden does nothing, so `Encoding()` is the encoding "none". Positions are [seq] or
     [batch, seq]. None is 0 .. seq-1.
@@ -64,7 +84,7 @@ class Encoding(DropsOldBuffers):
     Attributes:
         name: Name of the encoding in `ropewalk.encoding`.
         relative: Whether attention is unchanged when all positions shift by a constant.
-        linear: Whether linear attention supports it: whether it acts on each token alone.
+        linear: Whether linear attention supports it: whether it acts on each token alone, or has a `distance_bias`.
         held: Names of tensors created by `kernels.constructors.constant`. They follow the device of the module, and
             ignore casts and `to_empty`.
         flex_options: `kernel_options` for FlexAttention, used with `score_mod`; None for the defaults.
@@ -161,6 +181,15 @@ class Encoding(DropsOldBuffers):
 
         Returns:
             Bias [heads, q, k] or [batch, heads, q, k] in float32 or in the dtype of the parameters; None for no bias.
+        """
+        return None
+
+    def distance_bias(self) -> DistanceBias | None:
+        """Return `bias` as a function of the distance, for linear attention, which does not store a tensor [q, k].
+
+        Returns:
+            Slopes, or one number per distance up to a window; None if the bias has neither form. Linear attention then
+            raises an error.
         """
         return None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ropewalk.errors import RopewalkError, require_count, require_flag, warn
 from ropewalk.kernels.constructors import constant, empty, placed
 from ropewalk.kernels.torch_internals import constant_to_compiler
-from ropewalk.nn.encodings.base import Encoding, ScoreMod
+from ropewalk.nn.encodings.base import DistanceBias, Encoding, ScoreMod
 from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids
 from ropewalk.theory import alibi_slopes, t5_buckets
 
@@ -34,15 +34,19 @@ class T5Bias(Encoding):
     Other models, such as T5's encoder, use half of them per side. Scores are not divided by sqrt(head_dim), as in T5:
     `scale` is 1.
 
-    Relative. Defined at every whole position. Not supported by linear attention, which has no scores. The parameter is
-    `weight` [num_buckets, num_heads], as in T5's checkpoints, and is initialised to 0. Differs from T5's code, which
-    computes a float32 logarithm: buckets are those of `reference.t5_bucket`, whose edges are exact integers.
+    Relative. Defined at every whole position. Linear attention multiplies its terms by the exponential of the bias,
+    which is constant from the first distance of the last bucket on. The parameter is `weight` [num_buckets, num_heads],
+    as in T5's checkpoints, and is initialised to 0. Differs from T5's code, which computes a float32 logarithm: buckets
+    are those of `reference.t5_bucket`, whose edges are exact integers.
 
     Args:
         num_heads: Number of query heads.
         causal: Whether keys after a query are hidden.
         num_buckets: Number of buckets.
-        max_distance: Distance at which the last bucket starts.
+        max_distance: Distance at which the last bucket starts, at the latest.
+
+    Attributes:
+        window: First distance of the last bucket: 113 with the defaults and causal=True, 91 with causal=False.
 
     Raises:
         RopewalkError: If an argument is invalid.
@@ -54,7 +58,6 @@ class T5Bias(Encoding):
     """
 
     name = "t5"
-    linear = False
     held: ClassVar[tuple[str, ...]] = ("_buckets",)
     # More stages prefetch the lookups of later scores into shared memory, where they may not fit.
     flex_options: ClassVar[dict[str, object] | None] = {"num_stages": 1}
@@ -73,9 +76,11 @@ class T5Bias(Encoding):
             )
         distances = range(-self.max_distance, self.max_distance + 1)
         # The bucket of key - query, from -max_distance to max_distance.
-        self._buckets: Tensor = constant(
-            t5_buckets(distances, causal=causal, num_buckets=num_buckets, max_distance=self.max_distance)
-        )
+        buckets = t5_buckets(distances, causal=causal, num_buckets=num_buckets, max_distance=self.max_distance)
+        self._buckets: Tensor = constant(buckets)
+        sides = buckets[self.max_distance :: -1].tolist(), buckets[self.max_distance :].tolist()
+        # The first distance from which no key has another bucket, in both directions.
+        self.window: int = max(side.index(side[-1]) for side in sides)
         self.num_buckets: int = int(num_buckets)
         self.weight: nn.Parameter = nn.Parameter(torch.empty(self.num_buckets, self.num_heads))
         self.reset_parameters()
@@ -97,6 +102,10 @@ class T5Bias(Encoding):
         # copy a GPU adds them one after the other, most of them to the last bucket: 45 times slower for 4096 tokens.
         numbers = self.weight.t().unsqueeze(1).expand(*batch, self.num_heads, queries, self.num_buckets)
         return numbers.gather(-1, bucket.unsqueeze(-3).expand(*batch, self.num_heads, queries, keys))
+
+    def distance_bias(self) -> DistanceBias:
+        near = slice(self.max_distance - self.window, self.max_distance + self.window + 1)
+        return DistanceBias(numbers=self.weight[placed(self._buckets, self.weight.device)[near]].t())
 
     def score_mod(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
         q, k = _pair(q_positions, k_positions, "T5Bias.score_mod", whole=True, parameter=self.weight)
@@ -138,7 +147,7 @@ class AlibiBias(Encoding):
     Slopes are 2^(-8h/n) for heads h = 1 .. n if n is a power of 2. Otherwise they are the slopes of the next lower
     power of 2, followed by every other slope of the next higher one. They are fixed: there are no parameters.
 
-    Relative. Defined at every position, also fractional ones. Not supported by linear attention, which has no scores.
+    Relative. Defined at every position, also fractional ones. In linear attention it is a decay of the sums.
     Differs from the paper: |m - n| also gives future keys a distance, for attention that is not causal. The bias is
     float32, or float64 after the module is cast to float64. Other casts do not change it.
 
@@ -153,7 +162,6 @@ class AlibiBias(Encoding):
     """
 
     name = "alibi"
-    linear = False
     held: ClassVar[tuple[str, ...]] = ("_slopes",)
 
     def __init__(self, num_heads: int) -> None:
@@ -166,6 +174,9 @@ class AlibiBias(Encoding):
         q, k = _pair(q_positions, k_positions, "AlibiBias.bias")
         distance = (k.unsqueeze(-2) - q.unsqueeze(-1)).abs().to(self._dtype)
         return distance.unsqueeze(-3) * self._falling(q.device)[:, None, None]
+
+    def distance_bias(self) -> DistanceBias:
+        return DistanceBias(slopes=placed(self._slopes, self._slopes.device))
 
     def score_mod(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod:
         q, k = _pair(q_positions, k_positions, "AlibiBias.score_mod")

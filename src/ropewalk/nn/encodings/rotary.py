@@ -1,6 +1,6 @@
 """RotaryEncoding: a RotaryEmbedding as an encoding, and checks that an encoding matches the heads of a layer."""
 
-from typing import NoReturn, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from torch import Tensor
 
@@ -377,7 +377,7 @@ def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> 
         The RotaryEmbedding, or None.
 
     Raises:
-        RopewalkError: If linear attention does not support the encoding, for example if it adds a bias.
+        RopewalkError: If linear attention does not support the encoding.
 
     >>> rope_for_linear(None, "a doctest") is None
     True
@@ -386,8 +386,6 @@ def rope_for_linear(encoding: Encoding | RotaryEmbedding | None, asked: str) -> 
         rope = encoding
     elif isinstance(encoding, Encoding):
         kind, rope = type(encoding), getattr(encoding, "rope", None)
-        if not encoding.linear or (kind.bias is not Encoding.bias):
-            _raise_bias(encoding, asked)
         if rope is None and kind.rotate is not Encoding.rotate:
             raise RopewalkError(
                 asked=asked,
@@ -424,17 +422,4 @@ def _check_factors(rope: RotaryEmbedding, asked: str) -> None:
         got=f"{rope.spec}",
         do="a factor in the numerator only would scale the outputs: create the spec without it, with "
         "attention_factor=1.0 for Yarn and LongRope",
-    )
-
-
-def _raise_bias(encoding: Encoding, asked: str) -> NoReturn:
-    raise RopewalkError(
-        asked=f"{asked} with {encoding.name}",
-        expected="an encoding that acts on each token alone: none, an embedding, or a rotation",
-        got=f"{encoding.name}, which adds a bias to the score of each query and key. Its exponential P[i, j] is inside "
-        "the sum over keys, sum_j (phi(q_i) . phi(k_j)) P[i, j] v_j, and differs from query to query. Linear attention "
-        "needs sums over keys that all queries share",
-        do="use rope, xpos or an embedding, or softmax Attention. (If P[i, j] is a product of a function of i and a "
-        "function of j, the sums can be shared: causal ALiBi, exp(-m (i - j)), would be a decay of the sums. No kernel "
-        "here implements it)",
     )

@@ -1,22 +1,33 @@
 """Linear attention with RoPE, as a function of queries, keys and values."""
 
+import itertools
 from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
-from ropewalk.kernels.constructors import arange, new_full
+from ropewalk.kernels.constructors import arange, new_full, new_zeros
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
-from ropewalk.kernels.precision import FLOATS, working_dtype
+from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.types import FeatureMap as NamedMap
 from ropewalk.kernels.types import FeatureMapName, Layout, Side
 from ropewalk.nn.encodings.base import Encoding, encodes_heads, identity_in_state
 from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear
+from ropewalk.nn.linear.arguments import check_packed_tensors, check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
-from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state
-from ropewalk.nn.memory_layout import check_strided
-from ropewalk.nn.position_checks import check_key_mask, check_packed, check_positions, warn_if_row_is_hidden
+from ropewalk.nn.linear.near_keys import split_near, with_near
+from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state, join_states
+from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, resolve_scale, resolve_weighting
+from ropewalk.nn.position_checks import (
+    as_signed,
+    can_read_values,
+    check_finite,
+    check_ids,
+    check_key_mask,
+    check_positions,
+    warn_if_row_is_hidden,
+)
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -41,6 +52,10 @@ class LinearOptions(TypedDict, total=False):
     key_mask: Tensor | None
     feature_map: FeatureMap | tuple[FeatureMap, FeatureMap]
     causal: bool
+    decay: Tensor | None
+    bias: Encoding | None
+    normalize: bool
+    scale: float | None
     state: LinearState | None
     length: int | Tensor | None
     backend: str | None
@@ -71,18 +86,25 @@ def linear_attention(
     key_mask: Tensor | None = None,
     feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
     causal: bool = True,
+    decay: Tensor | None = None,
+    bias: Encoding | None = None,
+    normalize: bool = True,
+    scale: float | None = None,
     state: LinearState | None = None,
     return_state: bool = False,
     length: int | Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, LinearState]:
-    """Linear attention with RoPE, in time proportional to the number of tokens.
+    """Linear attention with RoPE, decay and bias, in time proportional to the number of tokens.
 
-    out_m = sum_n [(R_m phi(q_m)) . (R_n phi(k_n))] v_n / sum_n phi(q_m) . phi(k_n) (RoFormer, 2104.09864, eq. 19).
-    The numerator is rotated and the denominator is not, so the denominator of positive features stays positive. The
-    weights of the values can be negative, and need not sum to 1. Without `rope` this is the linear attention of
-    Katharopoulos et al., 2006.16236. If the visible keys of a query have no features, which is possible with relu, the
-    output and its gradient are 0. Computed in float32 (float64 for float64) and rounded once.
+    out_m = sum_n w_mn [(R_m phi(q_m)) . (R_n phi(k_n))] v_n / sum_n w_mn phi(q_m) . phi(k_n) (RoFormer, 2104.09864,
+    eq. 19, with weights w). The numerator is rotated and the denominator is not, so the denominator of positive
+    features stays positive. The factors of the values can be negative, and need not sum to 1. Without `rope` this is
+    the linear attention of Katharopoulos et al., 2006.16236. Computed in float32 (float64 for float64) and rounded once.
+
+    w_mn is 1, or exp(g_{n+1} + ... + g_m) with a decay g, or exp(bias_mn). A hidden key decays the sums like any other,
+    except after the last visible key. If the visible keys of a query have no features, which is possible with relu, or
+    if their weights underflow, the output and its gradient are 0.
 
     Args:
         q: Queries [batch, heads, seq, dim]. Causal queries are the last tokens of the sequence.
@@ -99,6 +121,14 @@ def linear_attention(
             that can change the number of features, or a tuple for queries and keys. "exp" subtracts the largest feature
             of a query, which cancels; exp(k) must be finite, which requires keys below 88.
         causal: Hide the keys after a query.
+        decay: Logarithm g <= 0 of the factor by which the sums decay per token: [kv_heads], [heads], which needs sums
+            for each query head, or [batch, kv_heads or heads, keys]. Its first number decays the state. If attention is
+            not causal, one number per head, and w_mn = exp(g |m - n|).
+        bias: An encoding whose bias is linear in the distance, as ALiBi's, or constant beyond a window of distances, as
+            T5's. It uses the positions: ALiBi requires that they do not decrease, T5 that they grow by at least 1 per
+            token.
+        normalize: Whether to divide by the denominator. RetNet (2307.08621) and lightning attention do not.
+        scale: Factor on the output, only with normalize=False. Defaults to 1.
         state: State after the previous tokens, from an earlier call; None at the first token.
         return_state: Also return the state after these tokens. Packed sequences have one row of the state each.
         length: As in `RotaryEmbedding.forward`, for rules that depend on the length.
@@ -118,8 +148,11 @@ def linear_attention(
     >>> first, state = linear_attention(q[:, :, :2], k[:, :, :2], v[:, :, :2], return_state=True)
     >>> linear_attention(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], state=state).item()
     3.0
+    >>> halved = torch.tensor([0.5]).log()  # weights 1/4, 1/2 and 1: (1/4 + 3/2 + 5) / (7/4)
+    >>> round(linear_attention(q, k, v, decay=halved)[..., 2, 0].item(), 4)
+    3.8571
     """
-    _check_tensors(q, k, v, causal)
+    check_tensors(q, k, v, causal)
     require_flag(return_state, asked="linear_attention(return_state=...)")
     rotation = rope_for_linear(rope, "linear_attention(rope=...)")
     added = rope if isinstance(rope, Encoding) and encodes_heads(rope) else None
@@ -130,6 +163,9 @@ def linear_attention(
             got=f"{rope.name}, which changes tokens before they are projected",
             do="call its embed(x, positions) before the first layer of the model, and omit rope",
         )
+    _check_bias_of_rope(rope)
+    distances = bias_for_linear(bias, "linear_attention(bias=...)")
+    factor = resolve_scale(normalize, scale, "linear_attention")
     length = getattr(rope, "at_length", None) if length is None else length
     if length is not None and rotation is None:
         raise RopewalkError(
@@ -141,7 +177,7 @@ def linear_attention(
     backend = require_backend(backend)
     maps = resolve_maps(feature_map, "linear_attention")
     if cu_seqlens is not None:
-        _check_packed(cu_seqlens, q, k)
+        check_packed_tensors(cu_seqlens, q, k)
         # Some of the accepted dtypes do not support comparison or subtraction.
         cu_seqlens = cu_seqlens.to(torch.int64)
     if key_mask is not None:
@@ -151,8 +187,46 @@ def linear_attention(
             warn_if_row_is_hidden(key_mask, asked="linear_attention(key_mask=...)")
     rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     start = checked_start(state, rows, asked="linear_attention")
-    uses_positions = rotation is not None or added is not None
-    placement = _placement(uses_positions, q, k, positions, k_positions, cu_seqlens, start, length)
+    if (decay is not None or distances is not None) and not causal and (state is not None or return_state):
+        raise RopewalkError(
+            asked="linear_attention(causal=False, state=...) with a decay or a bias",
+            expected="no state: it has the weights of keys before a query",
+            got="a state" if state is not None else "return_state=True",
+            do="omit the state, or pass causal=True",
+        )
+    key_ids = _positions_of_keys(positions, k_positions, q, k, rope_axes(rope), causal) if distances else None
+    tokens = Tokens(
+        k.shape[0],
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        k.shape[2],
+        k.device,
+        causal,
+        start,
+        key_ids,
+        key_mask,
+        cu_seqlens,
+        state is not None,
+    )
+    weighting = resolve_weighting(decay, distances, tokens, normalize=normalize, scale=factor, asked="linear_attention")
+    kind = "decay" if decay is not None else type(bias).__name__ if distances is not None else None
+    near = None if weighting.band is None else max(0, weighting.band.shape[1] // 2 - 1)
+    if near is not None and cu_seqlens is not None and (state is not None or return_state):
+        options = LinearOptions(
+            rope=rope,
+            feature_map=feature_map,
+            bias=bias,
+            normalize=normalize,
+            scale=scale,
+            length=length,
+            backend=backend,
+        )
+        per_token = {"positions": positions, "k_positions": k_positions, "key_mask": key_mask}
+        return _each_sequence((q, k, v), cu_seqlens, state, per_token, options, return_state)
+    rotates = rotation is not None or added is not None
+    explicit = (positions, k_positions) if rotates or distances is None else (None, None)
+    placement = _placement(rotates, q, k, *explicit, cu_seqlens, start, length)
     if added is not None:
         q, k, v = _with_encoded_heads(added, q, k, v, placement)
     spec = None if rotation is None else rotation.spec
@@ -160,7 +234,7 @@ def linear_attention(
     map_names = map_name(maps[0]), map_name(maps[1])
     if isinstance(maps[0], str) != isinstance(maps[1], str):
         # If one map is a function, the features of the other side are computed here too.
-        maps = _as_function(maps[0], "q"), _as_function(maps[1], "k")
+        maps = _as_function(maps[0], "q", normalize), _as_function(maps[1], "k", normalize)
     padding = None
     if cu_seqlens is not None and callable(maps[0]):
         padding = (arange(k.shape[2], device=k.device) >= cu_seqlens[-1])[:, None]
@@ -176,51 +250,152 @@ def linear_attention(
         )
     before = checked_state(
         state,
-        (rows, k.shape[1], keys.shape[-1], v.shape[-1]),
+        (rows, weighting.state_heads(k.shape[1]), keys.shape[-1], v.shape[-1]),
         v,
         spec=spec,
         learned=learned,
         feature_map=map_names,
         encoding=identity_in_state(added),
+        weighting=kind,
+        near=near,
         asked="linear_attention",
     )
+    fill = NamedMap[k_name].zero
     if hidden is not None:
         # The input that each map sends to 0: a hidden key adds nothing to numerator and denominator.
-        keys, v = keys.masked_fill(hidden, NamedMap[k_name].zero), v.masked_fill(hidden, 0.0)
+        keys, v = keys.masked_fill(hidden, fill), v.masked_fill(hidden, 0.0)
+    ids = None
+    if near is not None and (state is not None or return_state):
+        ids = _all_positions(key_ids, start, k)
+        if state is not None and state.near is not None:
+            keys, v, ids = with_near(state.near, keys, v, ids)
+            weighting = weighting._replace(positions=ids)
+            if rotates:
+                placement = Placement(ids[..., -q.shape[2] :] if q.shape[2] else ids[..., :0], ids, length=length)
     sides, layout = _sides(rotation, queries, keys, (q_name, k_name), placement)
     if rotation is not None and rotation.spec.varies and length is None and k.shape[2]:
         length = k.shape[2]
     check_length(state, spec, length, "linear_attention")
-    earlier = k.shape[2] - q.shape[2] if causal else 0
+    values, first = v, before
+    earlier = keys.shape[2] - q.shape[2] if causal and near is None else 0
     if earlier:
         # Keys before the first query are summed first. The other keys and the queries are then one sequence.
-        no_queries = sides[0]._replace(x=queries[:, :, :0])
-        head = sides[1]._replace(x=keys[:, :, :earlier])
-        _, before = run(no_queries, head, v[:, :, :earlier], before, layout, causal=False)
-        tail = sides[1]._replace(x=keys[:, :, earlier:])
-        if tail.tables is not None:
-            tail = tail._replace(tables=tail.tables._replace(row=tail.tables.row + earlier))
-        sides, v = (sides[0], tail), v[:, :, earlier:]
-    out, after = run(*sides, v, before, layout, causal=causal, cu_seqlens=cu_seqlens, backend=backend)
+        no_queries, head = sides[0]._replace(x=queries[:, :, :0]), sides[1].part(0, earlier)
+        part = weighting.part(0, earlier)
+        _, first = run(no_queries, head, v[:, :, :earlier], before, layout, causal=causal, weighting=part)
+        sides, values = (sides[0], sides[1].part(earlier, keys.shape[2])), v[:, :, earlier:]
+        weighting = weighting.part(earlier, keys.shape[2])
+    options = {"causal": causal, "cu_seqlens": cu_seqlens, "weighting": weighting, "backend": backend}
+    out, after = run(*sides, values, first, layout, **options)
     if not return_state:
         return out
-    key_ids = positions if k_positions is None else k_positions
+    last = None
+    if near is not None and ids is not None:
+        ends = None
+        if key_mask is not None:
+            tokens_seen = torch.where(key_mask, arange(1, k.shape[2] + 1, device=k.device), 0)
+            ends = keys.shape[2] - k.shape[2] + (tokens_seen.amax(-1) if k.shape[2] else 0)
+        far_keys, far_values, last = split_near(keys, v, ids, near, fill, ends)
+        far = sides[1].part(0, far_keys.shape[2])._replace(x=far_keys)
+        _, after = run(sides[0]._replace(x=queries[:, :, :0]), far, far_values, before, layout, causal=False)
+    passed_ids = positions if k_positions is None else k_positions
     # A token has several positions where there are several axes. The state then counts tokens.
-    key_ids = key_ids if spec is None or spec.axes is None else None
-    following = _next(start, key_ids, cu_seqlens, key_mask, k)
+    passed_ids = passed_ids if spec is None or spec.axes is None else None
+    following = _next(start, passed_ids, cu_seqlens, key_mask, k)
     if k.shape[2] == 0:
         # No key was rotated: the length is that of the earlier keys, if there are any.
         length = None if state is None else state.length
-    return out, LinearState(*after, following, spec, map_names, learned, length, identity_in_state(added))
+    encoding = identity_in_state(added)
+    return out, LinearState(*after, following, spec, map_names, learned, length, encoding, kind, last)
 
 
-def _as_function(feature_map: FeatureMap, role: str) -> FeatureMap:
+def _check_bias_of_rope(rope: object) -> None:
+    if isinstance(rope, Encoding) and type(rope).bias is not Encoding.bias and getattr(rope, "rope", None) is None:
+        raise RopewalkError(
+            asked=f"linear_attention(rope=...) with {rope.name}",
+            expected="an encoding that changes q and k",
+            got=f"{rope.name}, which adds a bias to scores",
+            do="pass it as bias=",
+        )
+
+
+def _positions_of_keys(
+    positions: Tensor | None, k_positions: Tensor | None, q: Tensor, k: Tensor, axes: int, causal: bool
+) -> Tensor | None:
+    """Return the positions of the keys for a bias; None if they are consecutive."""
+    asked, ids = "linear_attention(positions=..., bias=...)", positions if k_positions is None else k_positions
+    if ids is None:
+        return None
+    if axes > 1:
+        raise RopewalkError(
+            asked=asked,
+            expected="one position per token",
+            got=f"a rope with {axes} axes",
+            do="use softmax Attention, or omit the bias or the rope",
+        )
+    check_ids(ids, asked=asked)
+    check_positions(ids, k, asked=asked)
+    if can_read_values(ids):
+        check_finite(ids, asked=asked)
+    if positions is not None and k_positions is not None and can_read_values(ids) and can_read_values(positions):
+        last = ids[..., ids.shape[-1] - q.shape[2] :]
+        if positions.shape[-1] != q.shape[2] or not bool((as_signed(positions) == as_signed(last)).all()):
+            raise RopewalkError(
+                asked="linear_attention(positions=..., k_positions=..., bias=...)",
+                expected="queries at the positions of the last keys",
+                got="other positions",
+                do="omit positions: those of the queries are the last of k_positions",
+            )
+    return ids
+
+
+def _all_positions(key_ids: Tensor | None, start: int | Tensor, k: Tensor) -> Tensor:
+    """Return the positions of all keys, int64 [batch or 1, keys]."""
+    if key_ids is not None:
+        return as_signed(key_ids).to(torch.int64).reshape(-1, k.shape[2])
+    ids = arange(k.shape[2], device=k.device)[None]
+    return ids + (start.reshape(-1, 1).to(torch.int64) if isinstance(start, Tensor) else start)
+
+
+def _each_sequence(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    cu_seqlens: Tensor,
+    state: LinearState | None,
+    per_token: dict[str, Tensor | None],
+    options: LinearOptions,
+    return_state: bool,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """Compute packed sequences one after the other, each with its own near keys."""
+    if not can_read_values(cu_seqlens):
+        raise RopewalkError(
+            asked="linear_attention(cu_seqlens=..., state=..., bias=...)",
+            expected="ends of packed sequences on the CPU and outside a graph: each sequence has its own near keys",
+            got=f"cu_seqlens on {cu_seqlens.device}",
+            do="pass cu_seqlens.cpu() for tensors on the CPU, or pad the sequences and pass key_mask",
+        )
+    outputs: list[Tensor] = []
+    states: list[LinearState] = []
+    ends = cu_seqlens.tolist()
+    for row, (start, stop) in enumerate(itertools.pairwise(ends)):
+        q, k, v = (x[:, :, start:stop] for x in tensors)
+        parts = {name: None if x is None else x[..., start:stop] for name, x in per_token.items()}
+        one = None if state is None else state.reorder(torch.tensor([row], device=q.device))
+        out, after = linear_attention(q, k, v, state=one, return_state=True, **parts, **options)
+        outputs.append(out)
+        states.append(after)
+    q, _, v = tensors
+    outputs.append(new_zeros(v, *q.shape[:2], q.shape[2] - ends[-1], v.shape[-1]))
+    whole = torch.cat(outputs, dim=2)
+    return (whole, join_states(states)) if return_state else whole
+
+
+def _as_function(feature_map: FeatureMap, role: str, normalize: bool) -> FeatureMap:
     if callable(feature_map):
         return feature_map
 
     def mapped(x: Tensor) -> Tensor:
         x = x.to(working_dtype(x))
-        return map_features(x, feature_map, row_shift(x, feature_map) if role == "q" else None)
+        return map_features(x, feature_map, row_shift(x, feature_map) if role == "q" and normalize else None)
 
     return mapped
 
@@ -283,8 +458,8 @@ def _placement(
         if explicit:
             raise RopewalkError(
                 asked="linear_attention(positions=...)",
-                expected="positions only together with a rope",
-                got="positions and no rope",
+                expected="positions only together with a rope or a bias",
+                got="positions, and neither",
                 do="pass rope=RotaryEmbedding(number of features), or omit positions",
             )
         return Placement()
@@ -359,67 +534,3 @@ def _next(
         ids = ids.reshape(1, -1).expand(len(last), -1)
     after = ids.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1) + 1
     return torch.where(last >= begins, after, start)
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    """Raise unless q, k and v match each other."""
-    asked = "linear_attention"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_strided(x, asked=f"{asked}({name})")
-        if not (isinstance(x, Tensor) and x.dtype in FLOATS):
-            raise RopewalkError(
-                asked=f"{asked}({name})",
-                expected="a tensor of float32, float64, bfloat16 or float16",
-                got=f"{x.dtype}" if isinstance(x, Tensor) else shown(x),
-                do=f"cast {name}, [batch, heads, seq, dim]" if isinstance(x, Tensor) else f"pass {name} as a tensor",
-            )
-    require_flag(causal, asked=f"{asked}(causal=...)")
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise RopewalkError(
-            asked=f"{asked}(q, k, v)",
-            expected="four dimensions: q [batch, heads, q_seq, dim], k and v [batch, kv_heads, k_seq, dim]",
-            got=f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
-            do="transpose to [batch, heads, seq, dim] and check the number of heads",
-        )
-    _name_mismatch(q, k, v, causal, asked)
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise RopewalkError(
-            asked=f"{asked}(q, k, v)",
-            expected="one dtype, on one device",
-            got=", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v)),
-            do="cast or move them; sums are float32 for every dtype except float64",
-        )
-
-
-def _name_mismatch(q: Tensor, k: Tensor, v: Tensor, causal: bool, asked: str) -> None:
-    """Raise an error that names the first dimension that does not match."""
-    heads = "the layout is [batch, heads, seq, dim]; for [batch, seq, heads, dim] call transpose(1, 2)"
-    mismatches = [
-        (len({len(q), len(k), len(v)}) > 1, "one batch", [len(q), len(k), len(v)], "pass all with the same batch"),
-        (q.shape[3] != k.shape[3], "the same width of q and k", [q.shape[3], k.shape[3]], "project to the same width"),
-        (k.shape[2] != v.shape[2], "one value per key", [k.shape[2], v.shape[2]], "pass k and v of one length"),
-        (k.shape[1] != v.shape[1], "the same number of heads of k and v", [k.shape[1], v.shape[1]], heads),
-        (k.shape[1] == 0 or q.shape[1] % max(k.shape[1], 1) > 0, "a number of heads of q that is a "
-         "multiple of kv_heads, the heads of k", [q.shape[1], k.shape[1]], heads),
-        (causal and q.shape[2] > k.shape[2], "no more queries than keys if causal", [q.shape[2], k.shape[2]],
-         "causal queries are the last tokens of the keys; for attention to other keys pass causal=False"),
-    ]  # fmt: skip
-    for wrong, expected, sizes, do in mismatches:
-        if wrong:
-            shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-            raise RopewalkError(
-                asked=f"{asked}(q, k, v)", expected=expected, got=f"{' and '.join(map(str, sizes))}: {shapes}", do=do
-            )
-
-
-def _check_packed(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
-    """Raise unless `cu_seqlens` are cumulated lengths of the sequences in q and k."""
-    asked = "linear_attention(cu_seqlens=...)"
-    check_packed(cu_seqlens, q.shape[0], k.shape[2], q.device, asked=asked, at_least=2)
-    if q.shape[2] != k.shape[2]:
-        raise RopewalkError(
-            asked=asked,
-            expected="as many queries as keys",
-            got=f"{q.shape[2]} queries and {k.shape[2]} keys",
-            do="pass the queries of all packed tokens",
-        )

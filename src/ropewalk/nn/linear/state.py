@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -17,11 +17,28 @@ from ropewalk.nn.saved_tensors import check_tensor, checked_tensors
 from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["LinearState", "check_length", "checked_start", "checked_state"]
+__all__ = ["LinearState", "NearKeys", "check_length", "checked_start", "checked_state", "join_states"]
 
 
 # Bytes of JSON in a saved state.
 LONGEST_TEXT = 65_536
+
+
+class NearKeys(NamedTuple):
+    """The last keys and values, to which the next tokens are so near that each distance has its own bias.
+
+    Args:
+        keys: Keys before the feature map, or features of a map that is a function [batch, kv_heads, near, width].
+        values: Values [batch, kv_heads, near, v_dim].
+        positions: Positions of the keys, int64 [batch, near].
+
+    >>> NearKeys(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5), torch.arange(3)[None]).positions.shape
+    torch.Size([1, 3])
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
 
 
 # eq=False: comparing tensors does not return one bool.
@@ -43,6 +60,10 @@ class LinearState:
         learned: Whether the frequencies are parameters.
         length: The length that determined the frequencies, if the rule depends on it; None if unknown.
         encoding: `state_identity` of the encoding that changed keys and values by `encode_heads`, or None.
+        weighting: "decay", or the class of the encoding whose bias weights the keys; None if all weights are 1. Sums
+            with one decay per query head are [batch, heads, ...].
+        near: With a bias that is constant beyond a window of distances, the last keys and values. They are not in the
+            sums.
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -56,6 +77,8 @@ class LinearState:
     learned: bool = False
     length: int | Tensor | None = None
     encoding: str | None = None
+    weighting: str | None = None
+    near: NearKeys | None = None
 
     def reorder(self, index: Tensor) -> "LinearState":
         """Select rows of the batch, for beam search or to drop finished sequences.
@@ -78,7 +101,9 @@ class LinearState:
             x[index] if isinstance(x, Tensor) and x.dim() and len(x) == sequences else x
             for x in (self.position, self.length)
         )
-        return replace(self, above=self.above[index], below=self.below[index], position=position, length=length)
+        near = None if self.near is None else NearKeys(*(x[index] for x in self.near))
+        above, below = self.above[index], self.below[index]
+        return replace(self, above=above, below=below, position=position, length=length, near=near)
 
     def start(self, rows: int) -> int | Tensor:
         """Return the position of the next token.
@@ -111,7 +136,8 @@ class LinearState:
         """
         position, length = (x.to(device) if isinstance(x, Tensor) else x for x in (self.position, self.length))
         above, below = self.above.to(device), self.below.to(device)
-        return replace(self, above=above, below=below, position=position, length=length)
+        near = None if self.near is None else NearKeys(*(x.to(device) for x in self.near))
+        return replace(self, above=above, below=below, position=position, length=length, near=near)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as tensors, which `torch.save` and safetensors write.
@@ -119,8 +145,9 @@ class LinearState:
         `torch.load` reads them with weights_only=True.
 
         Returns:
-            Copies of "above", "below" and "position", of "length" if it is known, and "about": the spec, the feature
-            map and the encoding as JSON text in bytes.
+            Copies of "above", "below" and "position", of "length" if it is known, of "near_keys", "near_values" and
+            "near_positions" if there are any, and "about": the spec, the feature map, the encoding and the weighting as
+            JSON text in bytes.
 
         >>> saved = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 7).state_dict()
         >>> LinearState.from_state_dict(saved).position
@@ -133,7 +160,11 @@ class LinearState:
         }
         if self.encoding is not None:
             about["encoding"] = self.encoding
+        if self.weighting is not None:
+            about["weighting"] = self.weighting
         state = {"above": self.above, "below": self.below}
+        if self.near is not None:
+            state |= {f"near_{name}": x for name, x in self.near._asdict().items()}
         for name, x in (("position", self.position), ("length", self.length)):
             if x is not None:
                 state[name] = x if isinstance(x, Tensor) else tensor(x, dtype=torch.int64, device="cpu")
@@ -158,11 +189,13 @@ class LinearState:
 
     def __repr__(self) -> str:
         """Return sizes, dtype, device and position, without the values of the sums."""
-        sequences, kv_heads, width, v_dim = self.above.shape
+        sequences, heads, width, v_dim = self.above.shape
         position = self.position if isinstance(self.position, int) else f"of shape {list(self.position.shape)}"
         return (
-            f"LinearState({sequences} sequences, {kv_heads} key heads, {width} features, {v_dim} values, "
-            f"{self.above.dtype} on {self.above.device}, position {position})"
+            f"LinearState({sequences} sequences, {heads} heads, {width} features, {v_dim} values, "
+            f"{self.above.dtype} on {self.above.device}, position {position}"
+            + ("" if self.near is None else f", {self.near.keys.shape[2]} near keys")
+            + ")"
         )
 
     def detach(self) -> "LinearState":
@@ -174,7 +207,23 @@ class LinearState:
         >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).detach().above.requires_grad
         False
         """
-        return replace(self, above=self.above.detach(), below=self.below.detach())
+        near = None if self.near is None else NearKeys(*(x.detach() for x in self.near))
+        return replace(self, above=self.above.detach(), below=self.below.detach(), near=near)
+
+
+def join_states(states: list[LinearState]) -> LinearState:
+    """Return one state with the rows of several, which agree in everything else.
+
+    >>> one = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 7)
+    >>> join_states([one, one]).position.tolist()
+    [7, 7]
+    """
+    first, device = states[0], states[0].above.device
+    sums = [torch.cat([getattr(state, name) for state in states]) for name in ("above", "below")]
+    position = torch.cat([torch.as_tensor(state.position, device=device).reshape(1) for state in states])
+    nears = [state.near for state in states if state.near is not None]
+    near = NearKeys(*(torch.cat(parts) for parts in zip(*nears, strict=True))) if nears else None
+    return replace(first, above=sums[0], below=sums[1], position=position, near=near)
 
 
 _SAME_LAYER = "pass to each layer the state that the same layer returned, or start with None"
@@ -231,6 +280,8 @@ def checked_state(
     learned: bool,
     feature_map: tuple[str, str],
     encoding: str | None,
+    weighting: str | None,
+    near: int | None,
     asked: str,
 ) -> Sums | None:
     """Return the sums of a state if it matches the call; None if `state` is None.
@@ -243,6 +294,8 @@ def checked_state(
         learned: Whether the frequencies of the call are parameters.
         feature_map: Names of the maps of q and k.
         encoding: `state_identity` of the encoding of the call, or None.
+        weighting: "decay", or the class of the encoding whose bias weights the keys, or None.
+        near: Number of keys that are not in the sums, or None.
         asked: The function, for errors.
 
     Returns:
@@ -252,6 +305,7 @@ def checked_state(
         RopewalkError: If the state does not match.
 
     >>> options = {"spec": None, "learned": False, "feature_map": ("elu", "elu"), "encoding": None}
+    >>> options |= {"weighting": None, "near": None}
     >>> checked_state(None, (1, 1, 4, 3), torch.ones(1, 1, 2, 3), **options, asked="a doctest") is None
     True
     """
@@ -259,10 +313,21 @@ def checked_state(
         return None
     working = torch.float64 if v.dtype == torch.float64 else torch.float32
     do, shapes = _SAME_LAYER, (sizes, sizes[:3])
+    if state.weighting != weighting:
+        expected, got = (
+            f"a state {'without decay or bias' if kind is None else f'with {kind}'}"
+            for kind in (weighting, state.weighting)
+        )
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected=expected,
+            got=got,
+            do="sums in a state are already weighted: pass the same kind of decay or bias, or start with None",
+        )
     if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
         raise RopewalkError(
             asked=f"{asked}(state=...)",
-            expected=f"sums {list(shapes[0])} and {list(shapes[1])}: sequences, key heads, features, values",
+            expected=f"sums {list(shapes[0])} and {list(shapes[1])}: sequences, heads, features, values",
             got=f"{list(state.above.shape)} and {list(state.below.shape)}",
             do=do,
         )
@@ -302,12 +367,27 @@ def checked_state(
             got=shown(state_maps),
             do=do,
         )
+    _check_near(state, near, sizes, asked)
     return Sums(state.above, state.below)
+
+
+def _check_near(state: LinearState, near: int | None, sizes: tuple[int, int, int, int], asked: str) -> None:
+    """Raise unless the state has `near` keys that are not in its sums; None for no such keys."""
+    keys = state.near
+    lengths = None if keys is None else {x.shape[2 - (x.dim() == 2)] for x in keys}
+    if lengths != (None if near is None else {near}):
+        raise RopewalkError(
+            asked=f"{asked}(state=...)",
+            expected="no near keys" if near is None else f"{near} near keys, one less than the window of the bias",
+            got="none" if lengths is None else f"{sorted(lengths)}",
+            do=_SAME_LAYER,
+        )
 
 
 def _loaded(state: Mapping[str, Tensor]) -> LinearState:
     asked, do = "LinearState.from_state_dict(state)", "save the state again with state.state_dict()"
-    tensors = checked_tensors(state, ("above", "below", "position", "about"), ("length",), asked=asked)
+    near_names = tuple(f"near_{name}" for name in NearKeys._fields)
+    tensors = checked_tensors(state, ("above", "below", "position", "about"), ("length", *near_names), asked=asked)
     above, below, about = tensors["above"], tensors["below"], tensors["about"]
     if above.dtype not in (torch.float32, torch.float64) or above.dim() != 4:
         expected = "above [batch, kv_heads, width, v_dim] of float32 or float64"
@@ -325,7 +405,27 @@ def _loaded(state: Mapping[str, Tensor]) -> LinearState:
             numbers[name] = int(x) if x.dim() == 0 and not x.is_floating_point() else x.detach().clone()
     about = _parsed(bytes(about.tolist()), asked, do)
     sums = above.detach().clone(), below.detach().clone()
-    return LinearState(*sums, numbers["position"], length=numbers.get("length"), **about)
+    near = _loaded_near([tensors.get(name) for name in near_names], above, asked, do)
+    return LinearState(*sums, numbers["position"], length=numbers.get("length"), near=near, **about)
+
+
+def _loaded_near(tensors: list[Tensor | None], above: Tensor, asked: str, do: str) -> NearKeys | None:
+    given = [x for x in tensors if x is not None]
+    if not given:
+        return None
+    if len(given) < len(tensors):
+        expected = "near_keys, near_values and near_positions, or none of them"
+        raise RopewalkError(asked=asked, expected=expected, got=f"{len(given)} of them", do=do)
+    keys, values, positions = given
+    rows, _, width, v_dim = above.shape
+    kv_heads, near = (keys.shape[1], keys.shape[2]) if keys.dim() == 4 else (0, 0)
+    for name, x, shape, dtype in (
+        ("near_keys", keys, (rows, kv_heads, near, width), keys.dtype if keys.is_floating_point() else above.dtype),
+        ("near_values", values, (rows, kv_heads, near, v_dim), keys.dtype),
+        ("near_positions", positions, (rows, near), torch.int64),
+    ):
+        check_tensor(x, name, shape, dtype, asked=asked, do=do)
+    return NearKeys(*(x.detach().clone() for x in given))
 
 
 class _About(TypedDict):
@@ -333,6 +433,7 @@ class _About(TypedDict):
     feature_map: str | tuple[str, str] | None
     learned: bool
     encoding: str | None
+    weighting: str | None
 
 
 def _parsed(text: bytes, asked: str, do: str) -> _About:
@@ -340,20 +441,19 @@ def _parsed(text: bytes, asked: str, do: str) -> _About:
     try:
         about = json.loads(text)
         spec, names, learned = (about.pop(name) for name in ("spec", "feature_map", "learned"))
-        # Earlier versions did not write it, and read a state only without it.
-        encoding = about.pop("encoding", None)
+        # Earlier versions did not write them, and read a state only without them.
+        encoding, weighting = (about.pop(name, None) for name in ("encoding", "weighting"))
     except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-        about, spec, names, learned, encoding = None, None, None, None, None
+        about, spec, names, learned, encoding, weighting = (None,) * 6
     pair = isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)
-    valid = (
-        about == {} and isinstance(learned, bool) and isinstance(spec, str | None) and isinstance(encoding, str | None)
-    )
+    texts = all(isinstance(x, str | None) for x in (spec, encoding, weighting))
+    valid = about == {} and isinstance(learned, bool) and texts
     if not valid or not (pair or isinstance(names, str | None)):
-        expected = "about as JSON text with spec, feature_map, learned and, if there is one, encoding"
+        expected = "about as JSON text with spec, feature_map, learned and, if there are any, encoding and weighting"
         raise RopewalkError(asked=asked, expected=expected, got=shown(text), do=do)
     names = (names[0], names[1]) if isinstance(names, list) else names
     parsed = None if spec is None else RopeSpec.from_json(spec)
-    return _About(spec=parsed, feature_map=names, learned=bool(learned), encoding=encoding)
+    return _About(spec=parsed, feature_map=names, learned=bool(learned), encoding=encoding, weighting=weighting)
 
 
 def check_length(state: LinearState | None, spec: RopeSpec | None, length: int | Tensor | None, asked: str) -> None:
