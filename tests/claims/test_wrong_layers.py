@@ -28,45 +28,50 @@ def contradicted(*names: str) -> set[str]:
 
 
 def linear_ops(monkeypatch, change):
-    """Replace the sums of linear attention by `change(attend, q, k, v, before, causal)`."""
+    """Replace linear attention by `change(attend, tokens, before, causal)`; tokens have queries, keys and values."""
     ops = importlib.import_module("ropewalk.kernels.linear.torch")
-    original = ops.attend
-    monkeypatch.setattr(ops, "attend", lambda q, k, v, before, *, causal: change(original, q, k, v, before, causal))
+    original = ops._attend_sequence
+    monkeypatch.setattr(
+        ops,
+        "_attend_sequence",
+        lambda tokens, before, *, causal: change(original, tokens, before, causal),
+    )
+
+
+def with_features(monkeypatch, change):
+    """Replace the features of linear attention by `change(features)`."""
+    ops = importlib.import_module("ropewalk.kernels.linear.torch")
+    original = ops._features
+    monkeypatch.setattr(ops, "_features", lambda *arguments: change(original(*arguments)))
 
 
 def test_linear_attention_with_a_rotated_denominator_is_detected(monkeypatch):
-    def rotated(attend, q, k, v, before, causal):
-        return attend(Features(q.rotated, q.rotated), Features(k.rotated, k.rotated), v, before, causal=causal)
-
-    linear_ops(monkeypatch, rotated)
+    with_features(monkeypatch, lambda x: Features(x.rotated, x.rotated))
     ids = ("linear.rotation-factors", "linear.denominator", "linear.denominator-random", "linear.weights")
     assert contradicted(*ids) == set(ids)
 
 
 def test_linear_attention_without_rotation_is_detected(monkeypatch):
-    def plain(attend, q, k, v, before, causal):
-        return attend(Features(q.plain, q.plain), Features(k.plain, k.plain), v, before, causal=causal)
-
-    linear_ops(monkeypatch, plain)
+    with_features(monkeypatch, lambda x: Features(x.plain, x.plain))
     ids = ("linear.rotation-factors", "linear.denominator", "linear.weights", "linear.relative")
     assert contradicted(*ids) == set(ids)
 
 
 def test_linear_attention_that_forgets_its_state_is_detected(monkeypatch):
-    linear_ops(monkeypatch, lambda attend, q, k, v, before, causal: attend(q, k, v, None, causal=causal))
+    linear_ops(monkeypatch, lambda attend, tokens, before, causal: attend(tokens, None, causal=causal))
     ids = ("linear.state", "linear.rotation-factors", "linear.layers")
     assert contradicted(*ids) == set(ids)
 
 
 def test_linear_attention_without_a_causal_mask_is_detected(monkeypatch):
-    linear_ops(monkeypatch, lambda attend, q, k, v, before, causal: attend(q, k, v, before, causal=False))
+    linear_ops(monkeypatch, lambda attend, tokens, before, causal: attend(tokens, before, causal=False))
     ids = ("linear.state", "linear.lookup", "linear.weights", "order.indistinguishable")
     assert contradicted(*ids) == set(ids)
 
 
 def test_linear_attention_off_by_a_thousandth_is_detected(monkeypatch):
-    def off(attend, q, k, v, before, causal):
-        out, after = attend(q, k, v, before, causal=causal)
+    def off(attend, tokens, before, causal):
+        out, after = attend(tokens, before, causal=causal)
         return 1.001 * out, after
 
     linear_ops(monkeypatch, off)
@@ -75,9 +80,9 @@ def test_linear_attention_off_by_a_thousandth_is_detected(monkeypatch):
 
 
 def test_linear_attention_that_is_quadratic_is_detected(monkeypatch):
-    def with_all_scores(attend, q, k, v, before, causal):
-        _ = q.plain @ k.plain.mT
-        return attend(q, k, v, before, causal=causal)
+    def with_all_scores(attend, tokens, before, causal):
+        _ = tokens.q.x @ tokens.k.x.mT
+        return attend(tokens, before, causal=causal)
 
     linear_ops(monkeypatch, with_all_scores)
     ids = ("linear.cost", "linear.cost-in-d", "linear.relative")
@@ -85,10 +90,7 @@ def test_linear_attention_that_is_quadratic_is_detected(monkeypatch):
 
 
 def test_linear_attention_in_one_chunk_is_detected(monkeypatch):
-    def in_one(attend, q, k, v, before, causal):
-        return attend(q, k, v, before, causal=causal, chunk=1 << 20)
-
-    linear_ops(monkeypatch, in_one)
+    monkeypatch.setattr(importlib.import_module("ropewalk.kernels.linear.torch"), "CHUNK", 1 << 20)
     assert contradicted("linear.cost", "linear.relative") == {"linear.cost", "linear.relative"}
 
 
@@ -111,7 +113,7 @@ def test_features_that_cancel_are_detected(monkeypatch):
 
 def test_a_quotient_that_is_not_a_number_is_detected(monkeypatch):
     kernels = importlib.import_module("ropewalk.kernels.linear.torch")
-    monkeypatch.setattr(kernels, "divide", torch.div)
+    monkeypatch.setattr(kernels, "divide", lambda above, below, smallest: above / below)
     assert contradicted("linear.nonnegative") == {"linear.nonnegative"}
 
 

@@ -9,7 +9,6 @@ anywhere, masks, positions, rows that are reordered. The suite runs a sample; al
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib
 import sys
 from collections import Counter
@@ -144,9 +143,8 @@ class Case:
         """Enable code paths that few tokens on a CPU do not reach."""
         with contextlib.ExitStack() as stack:
             if self.mode == "chunks":
-                for name in ("attend", "attend_packed"):
-                    short = functools.partial(getattr(linear_torch, name), chunk=3)
-                    stack.enter_context(mock.patch.object(linear_torch, name, short))
+                stack.enter_context(mock.patch.object(linear_torch, "CHUNK", 3))
+                stack.enter_context(mock.patch.object(linear_torch, "BLOCK", 2))
             if self.mode == "device":
                 # As if only a device knew the ends.
                 stack.enter_context(mock.patch.object(linear_torch, "is_plain", return_value=False))

@@ -10,8 +10,9 @@ from formulas import favor_features
 from meant import meant
 from nn.linear_cases import NAMES, drawn, error, exact, formula, next_positions, recurrence, with_gradients
 from ropewalk.kernels.linear import torch as linear_torch
-from ropewalk.kernels.linear.torch import attend_packed
-from ropewalk.kernels.types import Features, Sums
+from ropewalk.kernels.linear.chunks import attend_parts
+from ropewalk.kernels.linear.torch import linear_attention
+from ropewalk.kernels.types import Features, Layout, Side, Sums, Tables, Weighting
 from ropewalk.reference import linear_attention_by_sum
 from slow import slow
 from strategies import theta
@@ -86,10 +87,16 @@ def test_a_function_may_change_the_width():
 def test_the_chunk_does_not_matter(chunk):
     q, k, v = drawn(1, 4, 2, 97, 8, 3)
     both = [Features(x.exp(), x.sin()) for x in (q, k)]
-    whole, after = linear_torch.attend(*both, v, None, causal=True, chunk=128)
-    out, end = linear_torch.attend(*both, v, None, causal=True, chunk=chunk)
-    torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(end, after, rtol=1e-12, atol=1e-12)
+    decay = -torch.rand(1, 4, 97).double()
+    for weighting in (Weighting(), Weighting(decay=decay), Weighting(decay=decay[..., :1])):
+        whole, after = attend_parts(*both, v, None, weighting, chunk=128)
+        parts, end = attend_parts(*both, v, None, weighting, chunk=chunk)
+        torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(end, after, rtol=1e-12, atol=1e-12)
+    band = Weighting(band=torch.randn(4, 2 * 20 + 1).double())
+    whole, _ = attend_parts(*both, v, None, band, chunk=128)
+    parts, _ = attend_parts(*both, v, None, band, chunk=chunk)
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=40)
@@ -136,35 +143,44 @@ def test_packed_sequences_are_separate_ones(lengths, rest, causal, seed):
         torch.testing.assert_close(behind[:, :, 2 * i : 2 * i + 2], alone, rtol=1e-12, atol=1e-12)
 
 
+WEIGHTINGS = {
+    "plain": Weighting(),
+    "no denominator": Weighting(normalize=False, scale=0.5),
+    "per key head": Weighting(decay=-torch.rand(1, 2, 1).double()),
+    "per query head": Weighting(decay=-torch.rand(1, 4, 1).double()),
+    "per token": Weighting(decay=-torch.rand(1, 4, 40).double()),
+    "band": Weighting(band=torch.randn(4, 2 * 5 + 1).double()),
+    "positions": Weighting(band=torch.randn(4, 2 * 5 + 1).double(), positions=2 * torch.arange(40)[None]),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTINGS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("chunk", [4, 128])
-def test_ends_that_only_the_device_knows(chunk, causal):
+def test_ends_that_only_the_device_knows(monkeypatch, chunk, causal, kind):
     q, k, v = drawn(1, 4, 2, 40, 8, 3)
-    ends, before = (
-        torch.tensor([0, 7, 7, 23, 36]),
-        Sums(torch.rand(4, 2, 8, 3).double(), torch.rand(4, 2, 8).double()),
-    )
-    inputs = q, k, v, *before
+    weighting, ends = WEIGHTINGS[kind], torch.tensor([0, 7, 7, 23, 36])
+    heads = weighting.state_heads(2)
+    above, below = torch.rand(4, heads, 8, 3).double(), torch.rand(4, heads, 8).double()
+    learned = [x for x in (weighting.decay, weighting.band) if x is not None]
+    inputs = q, k, v, above, below, *learned
+    angles = torch.arange(40)[:, None] * torch.rand(4).double()
+    tables = Tables(angles.cos(), angles.sin())
 
-    def packed(q, k, v, above, below):
-        both = [Features(x.exp(), x.sin()) for x in (q, k)]
-        out, after = attend_packed(*both, v, Sums(above, below), ends, causal=causal, chunk=chunk)
+    def run(q, k, v, above, below, *numbers):
+        used = weighting
+        if numbers:
+            used = weighting._replace(**{"decay" if weighting.band is None else "band": numbers[0]})
+        sides = (Side(x, "elu", None, tables) for x in (q, k))
+        out, after = linear_attention(*sides, v, Sums(above, below), Layout(True, 0, -2), causal, ends, weighting=used)
         return torch.cat([x.flatten() for x in (out, *after)])
 
-    def apart(q, k, v, above, below):
-        outputs, sums = [], []
-        for i, (start, stop) in enumerate(zip(ends.tolist(), ends[1:].tolist(), strict=False)):
-            both = [Features(x.exp(), x.sin()) for x in (q[:, :, start:stop], k[:, :, start:stop])]
-            earlier = Sums(above[i : i + 1], below[i : i + 1])
-            out, after = linear_torch.attend(*both, v[:, :, start:stop], earlier, causal=causal)
-            outputs.append(out)
-            sums.append(after)
-        outputs.append(v.new_zeros(1, 4, 4, 3))
-        together = torch.cat(outputs, dim=2), *(torch.cat(x) for x in zip(*sums, strict=True))
-        return torch.cat([x.flatten() for x in together])
-
-    cotangent = torch.randn(packed(*inputs).shape, generator=torch.Generator().manual_seed(3)).double()
-    for a, b in zip(with_gradients(packed, inputs, cotangent), with_gradients(apart, inputs, cotangent), strict=True):
+    cotangent = torch.randn(run(*inputs).shape, generator=torch.Generator().manual_seed(3)).double()
+    apart = with_gradients(run, inputs, cotangent)
+    monkeypatch.setattr(linear_torch, "CHUNK", chunk)
+    monkeypatch.setattr(linear_torch, "is_plain", lambda *_: False)
+    packed = with_gradients(run, inputs, cotangent)
+    for a, b in zip(packed, apart, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 

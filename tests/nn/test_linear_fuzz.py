@@ -7,6 +7,7 @@ import torch
 
 from meant import meant
 from nn.linear_fuzz import check_many
+from ropewalk.kernels.linear import chunks
 from ropewalk.kernels.linear import torch as linear_torch
 from ropewalk.kernels.triton_launch import INTERPRETED
 from ropewalk.nn.linear import function
@@ -74,8 +75,8 @@ def rounds_features(*arguments):
         (LinearState, "reorder", forgets_where_rows_are),
         (linear_torch, "_attend_each", swaps_sums),
         (linear_torch, "_features", rounds_features),
-        (linear_torch, "divide", lambda above, below: above / (below + 1e-6)),
-        (linear_torch, "_lower_triangle", lambda scores: torch.tril(scores, -1)),
+        (linear_torch, "divide", lambda above, below, smallest: above / (below + 1e-6)),
+        (chunks, "_lower_triangle", lambda scores: torch.tril(scores, -1)),
     ],
     ids=["next", "reorder", "sums", "features", "divide", "triangle"],
 )

@@ -130,7 +130,8 @@ def _decays(decay: Tensor | None, q: Tensor, k: Tensor, causal: bool) -> Tensor:
     if not causal:
         return torch.exp(g[..., :1, None] * (tokens[keys - queries :, None] - tokens).abs())
     # Entry n of row m is that of row m-1 and g_m, if n < m.
-    row, rows = torch.zeros_like(g), []
+    row = torch.zeros_like(g)
+    rows: list[Tensor] = []
     for m in range(keys):
         row = row + g[..., m : m + 1] * (tokens < m)
         rows.append(row)

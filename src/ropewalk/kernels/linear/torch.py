@@ -6,7 +6,7 @@ which is for every length, has one block.
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -178,28 +178,24 @@ def _sum_all(tokens: _Tokens, before: Sums | None, stop: int) -> Sums:
     for start, end in _blocks(stop):
         part = tokens.weighting.part(start, end)
         before = sum_keys(tokens.keys(start, end), tokens.values(start, end), before, part)
-    return (
-        zero_sums(tokens.k.x, tokens.values(0, 0), tokens.weighting.state_heads(tokens.k.x.shape[1]))
-        if (before is None)
-        else before
-    )
+    if before is not None:
+        return before
+    return zero_sums(tokens.k.x, tokens.values(0, 0), tokens.weighting.state_heads(tokens.k.x.shape[1]))
 
 
 def _attend_all(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
     """Attend to all keys, without factors."""
     after = _sum_all(tokens, before, tokens.k.x.shape[2])
-    kv_heads, parts = tokens.k.x.shape[1], []
+    kv_heads = tokens.k.x.shape[1]
+    parts: list[Parts] = []
     for start, end in _blocks(tokens.q.x.shape[2]):
         q = Features(*(x.unflatten(1, (kv_heads, -1)).flatten(2, 3) for x in tokens.queries(start, end)))
         below = (q.plain @ after.below.unsqueeze(-1)).squeeze(-1) if tokens.weighting.normalize else None
-        parts.append(
-            Parts(
-                *(
-                    None if x is None else x.unflatten(2, (-1, end - start)).flatten(1, 2)
-                    for x in (q.rotated @ after.above, below)
-                )
-            )
+        above, below = (
+            None if x is None else x.unflatten(2, (-1, end - start)).flatten(1, 2)
+            for x in (q.rotated @ after.above, below)
         )
+        parts.append(Parts(cast(Tensor, above), below))
     return parts, after
 
 
@@ -211,19 +207,17 @@ def _scan(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
     lead = keys - queries
     near = 0 if weighting.band is None else lead_of(weighting.band, CHUNK)
     first = max(0, lead - near)
-    if lead:
-        before = _sum_all(tokens, before, first)
+    sums = earlier = _sum_all(tokens, before, first)
     parts: list[Parts] = []
-    sums = before
     for start, end in _blocks(queries):
-        first, before = max(0, lead + start - near), sums
+        first, earlier = max(0, lead + start - near), sums
         sides = tokens.queries(start, end), tokens.keys(first, lead + end), tokens.values(first, lead + end)
         part = weighting.part(first, lead + end)
-        each, sums = attend_parts(*sides, before, part, strict=tokens.reverse, chunk=CHUNK)
+        each, sums = attend_parts(*sides, earlier, part, strict=tokens.reverse, chunk=CHUNK)
         parts.append(each)
     if weighting.band is not None:
         # The keys near the last queries are not in the sums yet.
-        sums = sum_keys(tokens.keys(first, keys), tokens.values(first, keys), before, weighting._replace(band=None))
+        sums = sum_keys(tokens.keys(first, keys), tokens.values(first, keys), earlier, weighting._replace(band=None))
     return parts, sums
 
 

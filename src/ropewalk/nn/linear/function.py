@@ -100,7 +100,8 @@ def linear_attention(
     out_m = sum_n w_mn [(R_m phi(q_m)) . (R_n phi(k_n))] v_n / sum_n w_mn phi(q_m) . phi(k_n) (RoFormer, 2104.09864,
     eq. 19, with weights w). The numerator is rotated and the denominator is not, so the denominator of positive
     features stays positive. The factors of the values can be negative, and need not sum to 1. Without `rope` this is
-    the linear attention of Katharopoulos et al., 2006.16236. Computed in float32 (float64 for float64) and rounded once.
+    the linear attention of Katharopoulos et al., 2006.16236. Everything is computed in float32 (float64 for float64)
+    and rounded once.
 
     w_mn is 1, or exp(g_{n+1} + ... + g_m) with a decay g, or exp(bias_mn). A hidden key decays the sums like any other,
     except after the last visible key. If the visible keys of a query have no features, which is possible with relu, or
@@ -222,7 +223,7 @@ def linear_attention(
             length=length,
             backend=backend,
         )
-        per_token = {"positions": positions, "k_positions": k_positions, "key_mask": key_mask}
+        per_token = positions, k_positions, key_mask
         return _each_sequence((q, k, v), cu_seqlens, state, per_token, options, return_state)
     rotates = rotation is not None or added is not None
     explicit = (positions, k_positions) if rotates or distances is None else (None, None)
@@ -292,9 +293,9 @@ def linear_attention(
     last = None
     if near is not None and ids is not None:
         ends = None
-        if key_mask is not None:
-            tokens_seen = torch.where(key_mask, arange(1, k.shape[2] + 1, device=k.device), 0)
-            ends = keys.shape[2] - k.shape[2] + (tokens_seen.amax(-1) if k.shape[2] else 0)
+        if key_mask is not None and k.shape[2]:
+            visible = torch.where(key_mask, arange(1, k.shape[2] + 1, device=k.device), 0)
+            ends = keys.shape[2] - k.shape[2] + visible.amax(-1)
         far_keys, far_values, last = split_near(keys, v, ids, near, fill, ends)
         far = sides[1].part(0, far_keys.shape[2])._replace(x=far_keys)
         _, after = run(sides[0]._replace(x=queries[:, :, :0]), far, far_values, before, layout, causal=False)
@@ -361,7 +362,7 @@ def _each_sequence(
     tensors: tuple[Tensor, Tensor, Tensor],
     cu_seqlens: Tensor,
     state: LinearState | None,
-    per_token: dict[str, Tensor | None],
+    per_token: tuple[Tensor | None, Tensor | None, Tensor | None],
     options: LinearOptions,
     return_state: bool,
 ) -> Tensor | tuple[Tensor, LinearState]:
@@ -378,9 +379,10 @@ def _each_sequence(
     ends = cu_seqlens.tolist()
     for row, (start, stop) in enumerate(itertools.pairwise(ends)):
         q, k, v = (x[:, :, start:stop] for x in tensors)
-        parts = {name: None if x is None else x[..., start:stop] for name, x in per_token.items()}
-        one = None if state is None else state.reorder(torch.tensor([row], device=q.device))
-        out, after = linear_attention(q, k, v, state=one, return_state=True, **parts, **options)
+        ids, k_ids, mask = (None if x is None else x[..., start:stop] for x in per_token)
+        options |= LinearOptions(positions=ids, k_positions=k_ids, key_mask=mask)
+        options["state"] = None if state is None else state.reorder(arange(row, row + 1, device=q.device))
+        out, after = linear_attention(q, k, v, return_state=True, **options)
         outputs.append(out)
         states.append(after)
     q, _, v = tensors

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown, warn
 from ropewalk.kernels.constructors import zeros
+from ropewalk.kernels.types import FeatureMap as NamedMap
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.encodings.base import Encoding, encodes_heads, identity_in_state, warn_if_not_embedded
+from ropewalk.nn.encodings.bias import check_causal
 from ropewalk.nn.encodings.rotary import (
     as_encoding,
     check_encoding,
@@ -19,7 +21,9 @@ from ropewalk.nn.encodings.rotary import (
 )
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.linear.near_keys import empty_near
 from ropewalk.nn.linear.state import LinearState
+from ropewalk.nn.linear.weighting import bias_for_linear
 from ropewalk.nn.owners import check_owner, set_owner
 from ropewalk.nn.position_checks import as_signed, can_read_values, check_positions, warn_if_positions_restart
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -43,8 +47,8 @@ class LinearAttention(ProjectedHeads):
         num_heads: Number of query heads.
         num_kv_heads: Number of key heads, a divisor of `num_heads`; None for `num_heads`.
         head_dim: Width of a head; None for dim / num_heads.
-        encoding: Changes q, k and v before the feature map, or rotates the features. The `embed` hook is not called
-            here: the model calls it once, before the first layer. An encoding with a bias raises an error. None adds no
+        encoding: Changes q, k and v before the feature map, rotates the features, or weights keys by the exponential of
+            its bias. The `embed` hook is not called here: the model calls it once, before the first layer. None adds no
             position.
         feature_map: As in `linear_attention`, or "favor" for `FavorFeatures`.
         num_features: Number of features for "favor"; None for head_dim.
@@ -87,7 +91,9 @@ class LinearAttention(ProjectedHeads):
         layer = type(self).__name__
         sizes = HeadSizes.checked(dim, num_heads, num_kv_heads, head_dim, layer=layer)
         super().__init__(sizes, causal=causal, qkv_bias=qkv_bias, out_bias=out_bias, device=device, dtype=dtype)
-        rope = rope_for_linear(encoding, "LinearAttention(encoding=...)")
+        asked = "LinearAttention(encoding=...)"
+        rope = rope_for_linear(encoding, asked)
+        bias = bias_for_linear(None if isinstance(encoding, RotaryEmbedding) else encoding, asked)
         if feature_map == "favor":
             feature_map = FavorFeatures(
                 self.head_dim, self.head_dim if num_features is None else num_features, device=device
@@ -109,8 +115,10 @@ class LinearAttention(ProjectedHeads):
                 do=f"the rotation is applied after the feature map: pass RotaryEmbedding({width})",
             )
         check_head_dim(encoding, self.head_dim, layer=layer)
-        if encoding is not None and rope is not None and all(isinstance(side, str) for side in maps):
+        named_maps = all(isinstance(side, str) for side in maps)
+        if encoding is not None and (bias is not None or (rope is not None and named_maps)):
             check_encoding(encoding, self.head_dim, self.num_heads, self.num_kv_heads, layer=layer)
+            check_causal(encoding, causal, layer=layer)
         self.encoding: Encoding | None = as_encoding(encoding)
         # A map that is a module is registered, and saved with the layer: only once if q and k share it.
         self.q_map: FeatureMap = maps[0]
@@ -156,14 +164,16 @@ class LinearAttention(ProjectedHeads):
                 check_owner(state, self, "state")
         q, k, v = self.heads_of(x)
         # Otherwise positions reach no hook of the encoding, and the state counts tokens.
-        uses_positions = getattr(self.encoding, "rope", None) is not None or encodes_heads(self.encoding)
+        rotates = getattr(self.encoding, "rope", None) is not None or encodes_heads(self.encoding)
+        uses_positions = rotates or self._has_bias
         if positions is not None and not uses_positions:
             check_positions(positions, x, asked="attention(positions=...)")
         result = linear_attention(
             q,
             k,
             v,
-            rope=self.encoding if uses_positions else None,
+            rope=self.encoding if rotates else None,
+            bias=self.encoding if self._has_bias else None,
             positions=positions if uses_positions else None,
             cu_seqlens=cu_seqlens,
             key_mask=key_mask,
@@ -264,14 +274,23 @@ class LinearAttention(ProjectedHeads):
                 got=f"{map_name(k_map)} without it",
                 do="set num_features on the feature map, or start with state=None",
             )
-        weight = self.k_proj.weight
+        weight, bias = self.k_proj.weight, bias_for_linear(self.encoding, "LinearAttention(encoding=...)")
+        heads = self.num_kv_heads if bias is None or bias.slopes is None else self.num_heads
         working = torch.float64 if weight.dtype == torch.float64 else torch.float32
         device = weight.device if device is None else device
-        above = zeros(rows, self.num_kv_heads, width, self.head_dim, dtype=working, device=device)
-        below = zeros(rows, self.num_kv_heads, width, dtype=working, device=device)
+        above = zeros(rows, heads, width, self.head_dim, dtype=working, device=device)
+        below = zeros(rows, heads, width, dtype=working, device=device)
         names = map_name(self._maps[0]), map_name(self._maps[1])
         spec, learned = (None, False) if rope is None else (rope.spec, rope.log_scale is not None)
-        return LinearState(above, below, 0, spec, names, learned, encoding=identity_in_state(self.encoding))
+        kind, near = None if bias is None else type(self.encoding).__name__, None
+        if bias is not None and bias.numbers is not None:
+            # Features of a map that is a function are in the working dtype, and 0 adds nothing.
+            dtype, fill = (working, 0.0) if callable(k_map) else (weight.dtype, NamedMap[k_map].zero)
+            k = zeros(rows, self.num_kv_heads, 0, width, dtype=dtype, device=device)
+            v = zeros(rows, self.num_kv_heads, 0, self.head_dim, dtype=weight.dtype, device=device)
+            near = empty_near(k, v, max(0, bias.numbers.shape[1] // 2 - 1), fill)
+        encoding = identity_in_state(self.encoding)
+        return LinearState(above, below, 0, spec, names, learned, encoding=encoding, weighting=kind, near=near)
 
     @staticmethod
     def _warn_about(
@@ -292,6 +311,11 @@ class LinearAttention(ProjectedHeads):
                 got="a first position that is smaller",
                 do="omit positions, which continue from the state; or pass the positions of the new tokens alone",
             )
+
+    @property
+    def _has_bias(self) -> bool:
+        encoding = self.encoding
+        return encoding is not None and type(encoding).distance_bias is not Encoding.distance_bias
 
     @property
     def _maps(self) -> tuple[FeatureMap, FeatureMap]:
