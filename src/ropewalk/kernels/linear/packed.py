@@ -107,7 +107,7 @@ def _attend(
         between = (passed[..., later] - passed[..., earlier]).to(v.dtype)
         return torch.exp(between.masked_fill(~reads, -torch.inf))
 
-    members = decayed(starts[1:, None], number + 1, owner == sequence[:, None])
+    members = decayed(starts[1:, None], number[None] + 1, owner == sequence[:, None])
     always = torch.ones((), dtype=torch.bool, device=device)
     kept = decayed(starts[1:], starts[:-1], always)
     after = [kept.unsqueeze(-1) * x + members @ part for x, part in zip(first, each, strict=True)]
@@ -117,13 +117,14 @@ def _attend(
     else:
         near = 0 if weighting.band is None else lead_of(weighting.band, chunk)
         reads = (owner[:, None] == owner) & (number[:, None] > number + near // chunk)
-        back = decayed(number[:, None], number + 1, reads)
+        back = decayed(number[:, None], number[None] + 1, reads)
         old = decayed(number, starts[owner], always)
         earlier = [old.unsqueeze(-1) * x[:, :, owner] + back @ part for x, part in zip(first, each, strict=True)]
     far_sums = Sums(*(x.transpose(1, 2)[None] for x in (earlier[0].unflatten(-1, (width, v_dim)), earlier[1])))
     factors = None if local is None else torch.exp(local).to(v.dtype)
     if weighting.band is not None:
-        begin, stop = cu_seqlens[owner][:, None], bounds[:, 1:]
+        # Unused chunks can begin after the last token.
+        begin, stop = cu_seqlens[owner][:, None], bounds[:, 1:].clamp_max(length)
         near_slots = bounds[:, :1] + arange(-near, chunk, device=device)
         near_slots = torch.where((near_slots >= begin) & (near_slots < stop), near_slots, length)
         keys, values = Features(*(cut(x, near_slots) for x in k)), cut(v, near_slots)

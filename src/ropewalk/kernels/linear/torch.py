@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.constructors import arange, new_zeros
-from ropewalk.kernels.linear.chunks import CHUNK, Parts, attend_parts, join_parts, sum_keys, zero_sums
+from ropewalk.kernels.linear.chunks import CHUNK, Parts, attend_parts, join_parts, sum_keys
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
 from ropewalk.kernels.linear.packed import attend_packed
 from ropewalk.kernels.linear.weights import lead_of, reversed_weighting
@@ -149,24 +149,23 @@ def _attend_each(tokens: _Tokens, before: Sums | None, ends: list[int], *, causa
 
 def _attend_sequence(tokens: _Tokens, before: Sums | None, *, causal: bool) -> tuple[Tensor, Sums]:
     weighting, dtype = tokens.weighting, tokens.v.dtype
-    if not causal and weighting.decay is None and weighting.band is None:
+    weighted = weighting.decay is not None or weighting.band is not None
+    if tokens.q.x.shape[2] == 0 or not (causal or weighted):
         parts, after = _attend_all(tokens, before)
     else:
         parts, after = _scan(tokens, before)
-    if not causal and not (weighting.decay is None and weighting.band is None):
+    if not causal and weighted and tokens.q.x.shape[2]:
         later, _ = _scan(tokens.reversed(), None)
         forward, backward = join_parts(parts), join_parts(later)
         below = None if forward.below is None or backward.below is None else forward.below + backward.below.flip(2)
         parts = [Parts(forward.above + backward.above.flip(2), below)]
     outputs = [_finished(part, weighting, dtype) for part in parts]
-    if not outputs:
-        return new_zeros(tokens.v, *tokens.q.x.shape[:3], tokens.v.shape[-1]), after
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), after
 
 
 def _blocks(length: int) -> Iterator[tuple[int, int]]:
     """Yield the first token and the end of each block. Less than a chunk at the end is a block of its own."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or length == 0:
         yield 0, length
         return
     whole = length - length % CHUNK
@@ -178,21 +177,20 @@ def _sum_all(tokens: _Tokens, before: Sums | None, stop: int) -> Sums:
     for start, end in _blocks(stop):
         part = tokens.weighting.part(start, end)
         before = sum_keys(tokens.keys(start, end), tokens.values(start, end), before, part)
-    if before is not None:
-        return before
-    return zero_sums(tokens.k.x, tokens.values(0, 0), tokens.weighting.state_heads(tokens.k.x.shape[1]))
+    return cast(Sums, before)
 
 
 def _attend_all(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
-    """Attend to all keys, without factors."""
+    """Read the sums over all keys, without factors."""
     after = _sum_all(tokens, before, tokens.k.x.shape[2])
-    kv_heads = tokens.k.x.shape[1]
+    heads = after.below.shape[1]
+    group = tokens.q.x.shape[1] // heads
     parts: list[Parts] = []
     for start, end in _blocks(tokens.q.x.shape[2]):
-        q = Features(*(x.unflatten(1, (kv_heads, -1)).flatten(2, 3) for x in tokens.queries(start, end)))
+        q = Features(*(x.unflatten(1, (heads, group)).flatten(2, 3) for x in tokens.queries(start, end)))
         below = (q.plain @ after.below.unsqueeze(-1)).squeeze(-1) if tokens.weighting.normalize else None
         above, below = (
-            None if x is None else x.unflatten(2, (-1, end - start)).flatten(1, 2)
+            None if x is None else x.unflatten(2, (group, end - start)).flatten(1, 2)
             for x in (q.rotated @ after.above, below)
         )
         parts.append(Parts(cast(Tensor, above), below))
@@ -202,12 +200,10 @@ def _attend_all(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums
 def _scan(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
     """Attend to the keys up to each query; if reversed, to the keys after it."""
     weighting, queries, keys = tokens.weighting, tokens.q.x.shape[2], tokens.k.x.shape[2]
-    if queries == 0:
-        return [], _sum_all(tokens, before, keys)
     lead = keys - queries
     near = 0 if weighting.band is None else lead_of(weighting.band, CHUNK)
     first = max(0, lead - near)
-    sums = earlier = _sum_all(tokens, before, first)
+    sums = earlier = _sum_all(tokens, before, first) if first else before
     parts: list[Parts] = []
     for start, end in _blocks(queries):
         first, earlier = max(0, lead + start - near), sums
@@ -218,7 +214,7 @@ def _scan(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
     if weighting.band is not None:
         # The keys near the last queries are not in the sums yet.
         sums = sum_keys(tokens.keys(first, keys), tokens.values(first, keys), earlier, weighting._replace(band=None))
-    return parts, sums
+    return parts, cast(Sums, sums)
 
 
 def _finished(parts: Parts, weighting: Weighting, dtype: torch.dtype) -> Tensor:
