@@ -168,7 +168,9 @@ def test_a_saved_encoding_that_is_no_text(value):
     _, state = parts(return_state=True)
     about = {"spec": None, "feature_map": "elu", "learned": False, "encoding": value}
     text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
-    with pytest.raises(rw.RopewalkError, match="about as JSON text with spec, feature_map, learned and, if there is"):
+    with pytest.raises(
+        rw.RopewalkError, match="about as JSON text with spec, feature_map, learned and, if there are any"
+    ):
         rw.LinearState.from_state_dict(state.state_dict() | {"about": text})
 
 

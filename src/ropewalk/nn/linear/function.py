@@ -13,7 +13,7 @@ from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.types import FeatureMap as NamedMap
 from ropewalk.kernels.types import FeatureMapName, Layout, Side
 from ropewalk.nn.encodings.base import Encoding, encodes_heads, identity_in_state
-from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear
+from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear, rope_in
 from ropewalk.nn.linear.arguments import check_packed_tensors, check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.near_keys import split_near, with_near
@@ -155,6 +155,7 @@ def linear_attention(
     """
     check_tensors(q, k, v, causal)
     require_flag(return_state, asked="linear_attention(return_state=...)")
+    _check_hooks(rope, bias)
     rotation = rope_for_linear(rope, "linear_attention(rope=...)")
     added = rope if isinstance(rope, Encoding) and encodes_heads(rope) else None
     if rotation is None and added is None and isinstance(rope, Encoding) and rope.name != "none":
@@ -164,7 +165,6 @@ def linear_attention(
             got=f"{rope.name}, which changes tokens before they are projected",
             do="call its embed(x, positions) before the first layer of the model, and omit rope",
         )
-    _check_bias_of_rope(rope)
     distances = bias_for_linear(bias, "linear_attention(bias=...)")
     factor = resolve_scale(normalize, scale, "linear_attention")
     length = getattr(rope, "at_length", None) if length is None else length
@@ -310,13 +310,24 @@ def linear_attention(
     return out, LinearState(*after, following, spec, map_names, learned, length, encoding, kind, last)
 
 
-def _check_bias_of_rope(rope: object) -> None:
-    if isinstance(rope, Encoding) and type(rope).bias is not Encoding.bias and getattr(rope, "rope", None) is None:
+def _check_hooks(rope: object, bias: object) -> None:
+    """Raise if an encoding has a hook that would not be called, or if `bias` has none."""
+    if isinstance(rope, Encoding) and type(rope).bias is not Encoding.bias and rope is not bias:
         raise RopewalkError(
             asked=f"linear_attention(rope=...) with {rope.name}",
             expected="an encoding that changes q and k",
-            got=f"{rope.name}, which adds a bias to scores",
-            do="pass it as bias=",
+            got=f"{rope.name}, which adds a bias to the score of each query and key",
+            do="pass it as bias=" + ("" if rope_in(rope) is None else ", and as rope= for its rotation"),
+        )
+    if isinstance(bias, Encoding) and {type(bias).bias, type(bias).distance_bias} == {
+        Encoding.bias,
+        Encoding.distance_bias,
+    }:
+        raise RopewalkError(
+            asked=f"linear_attention(bias=...) with {bias.name}",
+            expected="an encoding with a bias, such as ALiBi or T5",
+            got=f"{bias.name}, which has none",
+            do="pass an encoding that changes q and k as rope=",
         )
 
 
