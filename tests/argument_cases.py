@@ -48,7 +48,10 @@ LINEAR_CHANGES = {
     "causal": True,
     "q_map": torch.exp,
     "k_map": torch.exp,
+    "decay": -torch.ones(3, dtype=torch.float64),
+    "normalize": False,
 }
+UNDIVIDED = (LINEAR | {"normalize": False}, {"scale": 0.5})
 YARN_CONFIG = {
     "model_type": "llama",
     "head_dim": 8,
@@ -214,8 +217,8 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         )
     ],
     elu_plus_one: [({"x": X}, {"x": X + 1})],
-    reference.linear_attention_by_sum: [(LINEAR, LINEAR_CHANGES)],
-    reference.linear_attention_by_recurrence: [(LINEAR, LINEAR_CHANGES)],
+    reference.linear_attention_by_sum: [(LINEAR, LINEAR_CHANGES | {"bias": vector(9, 5, 5)}), UNDIVIDED],
+    reference.linear_attention_by_recurrence: [(LINEAR, LINEAR_CHANGES), UNDIVIDED],
     reference.rotation_budget: [
         (
             {"reference": X, "dtype": torch.float64, "rotary_dim": 4},
@@ -251,6 +254,9 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
                 "key_mask": IDS.expand(2, 5) > 1,
                 "feature_map": "relu",
                 "causal": False,
+                "decay": -torch.ones(3),
+                "bias": rw.encoding("alibi", dim=24, num_heads=3),
+                "normalize": False,
                 "state": rw.linear_attention(**ATTENTION, return_state=True)[1],
                 "return_state": True,
                 "backend": "native",
@@ -258,6 +264,10 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         ),
         ({name: x[:1] for name, x in ATTENTION.items() if name != "rope"}, {"cu_seqlens": torch.tensor([0, 2, 5])}),
         (ATTENTION | {"rope": DYNAMIC}, {"length": 64}),
+        (ATTENTION | {"normalize": False}, {"scale": 0.5}),
+    ],
+    rw.DistanceBias: [
+        ({"slopes": torch.ones(3)}, {"slopes": torch.zeros(3), "numbers": torch.zeros(3, 1)}),
     ],
     rw.attention: [
         (

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ropewalk.nn.attention.layer import Attention as Attention
     from ropewalk.nn.attention.rolling_cache import RollingKVCache as RollingKVCache
     from ropewalk.nn.attention.visibility import Visibility as Visibility
+    from ropewalk.nn.encodings.base import DistanceBias as DistanceBias
     from ropewalk.nn.encodings.by_name import Encoding as Encoding
     from ropewalk.nn.encodings.by_name import encoding as encoding
     from ropewalk.nn.linear.feature_maps import FavorFeatures as FavorFeatures
@@ -69,6 +70,7 @@ _HOME = {
     "Axes": "ropewalk.spec.axes",
     "Cache": "ropewalk.nn.attention.cache_interface",
     "CachedTokens": "ropewalk.nn.attention.cache_interface",
+    "DistanceBias": "ropewalk.nn.encodings.base",
     "DynamicNTK": "ropewalk.spec.stretched",
     "Encoding": "ropewalk.nn.encodings.by_name",
     "Explicit": "ropewalk.spec.frequencies",
@@ -117,6 +119,7 @@ __all__ = [
     "Axes",
     "Cache",
     "CachedTokens",
+    "DistanceBias",
     "DynamicNTK",
     "Encoding",
     "Explicit",
