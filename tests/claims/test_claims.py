@@ -10,6 +10,8 @@ from ropewalk.claims import CHAPTERS, Chapter, Claim, Finding, NotAvailable, Rec
 from ropewalk.claims.records import records
 from ropewalk.claims.samples import theta
 from ropewalk.claims.sources import NOTES
+from ropewalk.nn.encodings.base import DistanceBias
+from ropewalk.reference import rotate
 from slow import slow, slow_except
 
 CLAIMS = [claim for chapter in CHAPTERS for claim in chapter.claims]
@@ -207,6 +209,10 @@ def test_a_mutant_per_verdict_is_detected(monkeypatch):
         assert contradicted(*ids) == set(ids)
 
 
+def no_bias(heads: int) -> DistanceBias:
+    return DistanceBias(slopes=torch.zeros(heads))
+
+
 @pytest.mark.parametrize(
     ("id", "change"),
     [
@@ -221,9 +227,11 @@ def test_a_mutant_per_verdict_is_detected(monkeypatch):
             ("ropewalk.claims.seeds.code._passed_to_einsum", lambda dim, rows: (torch.ones(rows, 1), torch.ones(dim))),
         ),
         slow("decay.score", ("ropewalk.claims.seeds.decay.BASES", (500_000.0, 10_000.0, 1_000_000.0))),
+        ("linear.encodings", ("ropewalk.nn.encodings.bias.AlibiBias.distance_bias", lambda self: no_bias(1))),
+        ("linear.bias-state", ("ropewalk.claims.seeds.linear_position._exact_rank", lambda weight, size: 5)),
         (
-            "linear.encodings",
-            ("ropewalk.claims.seeds.linear_position._by_prefix_sums", lambda t, q, k, v: q @ (k.T @ v)),
+            "linear.retention",
+            ("ropewalk.claims.seeds.linear_position.rotate", lambda x, ids, f: rotate(x, ids, f, pairing="half")),
         ),
         ("derivation.one-g", ("ropewalk.claims.seeds.derivation._f", lambda q, m: q * (1 + m / 100))),
         slow(

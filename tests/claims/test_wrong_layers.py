@@ -4,18 +4,21 @@ import importlib
 import re
 from dataclasses import replace
 
+import pytest
 import torch
 
 from ropewalk.claims import CHAPTERS, run
 from ropewalk.claims.layers import operations
 from ropewalk.kernels.types import Features
 from ropewalk.nn.encodings.absolute import SinusoidalEncoding
+from ropewalk.nn.encodings.base import DistanceBias
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.encodings.by_name import ENCODINGS
 from ropewalk.nn.encodings.recurrent import RecurrentEncoding
 from ropewalk.nn.encodings.rotary import RotaryEncoding
 from ropewalk.nn.linear.feature_maps import FavorFeatures
 from ropewalk.nn.linear.layer import LinearAttention
+from ropewalk.nn.linear.near_keys import with_near
 
 
 def contradicted(*names: str) -> set[str]:
@@ -85,13 +88,14 @@ def test_linear_attention_that_is_quadratic_is_detected(monkeypatch):
         return attend(tokens, before, causal=causal)
 
     linear_ops(monkeypatch, with_all_scores)
-    ids = ("linear.cost", "linear.cost-in-d", "linear.relative")
+    ids = ("linear.cost", "linear.cost-in-d", "linear.relative", "linear.bias-quadratic")
     assert contradicted(*ids) == set(ids)
 
 
 def test_linear_attention_in_one_chunk_is_detected(monkeypatch):
     monkeypatch.setattr(importlib.import_module("ropewalk.kernels.linear.torch"), "CHUNK", 1 << 20)
-    assert contradicted("linear.cost", "linear.relative") == {"linear.cost", "linear.relative"}
+    ids = ("linear.cost", "linear.relative", "linear.bias-quadratic")
+    assert contradicted(*ids) == set(ids)
 
 
 def test_a_state_that_grows_is_detected(monkeypatch):
@@ -126,6 +130,47 @@ def test_a_bias_that_is_the_same_everywhere_is_detected(monkeypatch):
     original = T5Bias.bias
     monkeypatch.setattr(T5Bias, "bias", lambda self, q, k: 0 * original(self, q, k))
     ids = ("linear.bias-factor", "linear.encodings", "linear.bias-alibi", "attention.reverse")
+    assert contradicted(*ids) == set(ids)
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:, 1:-1], lambda x: x.flip(-1)], ids=["too small", "reversed"])
+def test_a_wrong_window_is_detected(change, monkeypatch):
+    original = T5Bias.distance_bias
+
+    def changed(self):
+        numbers = original(self).numbers
+        assert numbers is not None
+        return DistanceBias(numbers=change(numbers))
+
+    monkeypatch.setattr(T5Bias, "distance_bias", changed)
+    assert contradicted("linear.encodings") == {"linear.encodings"}
+
+
+def test_sums_that_do_not_decay_between_chunks_are_detected(monkeypatch):
+    chunks = importlib.import_module("ropewalk.kernels.linear.chunks")
+    original = chunks.between_chunks
+    monkeypatch.setattr(chunks, "between_chunks", lambda starts, count: original(0 * starts, count))
+    ids = ("linear.encodings", "linear.bias-alibi", "linear.retention")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_a_state_that_does_not_decay_is_detected(monkeypatch):
+    def kept(attend, tokens, before, causal):
+        out, _ = attend(tokens, before, causal=causal)
+        without = tokens.weighting._replace(decay=None)
+        return out, attend(tokens._replace(weighting=without), before, causal=causal)[1]
+
+    linear_ops(monkeypatch, kept)
+    ids = ("linear.encodings", "linear.bias-alibi", "linear.retention", "linear.layers")
+    assert contradicted(*ids) == set(ids)
+
+
+def test_a_state_without_its_near_keys_is_detected(monkeypatch):
+    function = importlib.import_module("ropewalk.nn.linear.function")
+    monkeypatch.setattr(
+        function, "with_near", lambda near, k, v, ids: with_near(near._replace(values=0 * near.values), k, v, ids)
+    )
+    ids = ("linear.encodings", "linear.layers")
     assert contradicted(*ids) == set(ids)
 
 

@@ -93,14 +93,20 @@ def one_head(
 
 
 def token_by_token(
-    q: Tensor, k: Tensor, v: Tensor, *, rope: RotaryEmbedding | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rope: RotaryEmbedding | None = None,
+    bias: Encoding | None = None,
+    first: int = 1,
 ) -> tuple[Tensor, LinearState]:
-    """`linear_attention` with one token per call. Each call continues from the state of the previous one."""
-    step, state = linear_attention(*(x[:, :, :1] for x in (q, k, v)), rope=rope, return_state=True)
+    """`linear_attention` of the `first` tokens, then one token per call. Each call continues from the last state."""
+    step, state = linear_attention(*(x[:, :, :first] for x in (q, k, v)), rope=rope, bias=bias, return_state=True)
     steps = [step]
-    for n in range(1, q.shape[2]):
+    for n in range(first, q.shape[2]):
         token = (x[:, :, n : n + 1] for x in (q, k, v))
-        step, state = linear_attention(*token, rope=rope, state=state, return_state=True)
+        step, state = linear_attention(*token, rope=rope, bias=bias, state=state, return_state=True)
         steps.append(step)
     return torch.cat(steps, dim=2), state
 

@@ -69,6 +69,7 @@ LIU = Source("2310.05209", "Scaling Laws of RoPE-based Extrapolation, 2310.05209
 BARBERO = Source("2410.06205", "Round and Round We Go, 2410.06205")
 NOPE = Source("2305.19466", "The Impact of Positional Encoding on Length Generalization, 2305.19466")
 XPOS = Source("2212.10554", "A Length-Extrapolatable Transformer, 2212.10554")
+RETNET = Source("2307.08621", "Retentive Network, 2307.08621")
 LINEAR = Source("2006.16236", "Transformers are RNNs, 2006.16236")
 SINUSOIDS = Source("1706.03762", "Attention Is All You Need, 1706.03762")
 KEXUE = Source("kexue-10122", "kexue.fm 10122")

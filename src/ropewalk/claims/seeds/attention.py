@@ -17,18 +17,12 @@ chapter: Chapter = Chapter("Layers: every encoding in attention")
 TOKENS = normal(1, 12, WIDTH)
 # Encodings that add the position to the token. The others depend only on distances, or on the order of the tokens.
 ABSOLUTE = ["learned", "sinusoidal", "multiplicative", "concatenated"]
-BIASES = ["t5", "alibi"]
 
 
 def _shift_effect(module: Attention | LinearAttention) -> float:
     """Largest change of the outputs if all positions are shifted by 1, 7 and 40."""
     unshifted = outputs(module, TOKENS)
     return max(largest(outputs(module, TOKENS, start=shift) - unshifted) for shift in (1, 7, 40))
-
-
-def _adds_to_scores(name: str) -> bool:
-    encoding, ids = layer(Attention, name).encoding, torch.arange(12)
-    return encoding is not None and encoding.bias(ids, ids) is not None
 
 
 def _listed(figures: dict[str, float], names: list[str]) -> str:
@@ -90,14 +84,13 @@ def _() -> Finding:
     "linear.layers",
     "RoPE can be used with linear attention.",
     NOTE_002.at(330, "接下来说 RoPE 的另一个性质，也就是它可以兼容线性注意力，从而降低复杂度。"),
-    method="LinearAttention with each of the 9 encodings that act on tokens alone, RoPE among them: 12 tokens at once "
-    "against one token per step",
+    method="LinearAttention with each of the 11 encodings, RoPE among them: 12 tokens at once against one token per "
+    "step",
     expected="equal",
 )
 def _() -> Finding:
     difference = 0.0
-    names = [name for name in NAMES if not _adds_to_scores(name)]
-    for name in names:
+    for name in NAMES:
         module = layer(LinearAttention, name)
         tokens = TOKENS if module.encoding is None else module.encoding.embed(TOKENS, torch.arange(12))
         state, steps = None, []
@@ -106,8 +99,8 @@ def _() -> Finding:
             steps.append(step)
         difference = max(difference, largest(torch.cat(steps, dim=1) - module(tokens)))
     return Finding(
-        f"{len(names)} encodings; largest difference {difference:.1e}",
-        stated="rope" in names and len(names) == 9 and difference < EXACT,
+        f"{len(NAMES)} encodings; largest difference {difference:.1e}",
+        stated="rope" in NAMES and len(NAMES) == 11 and difference < EXACT,
     )
 
 
@@ -115,15 +108,14 @@ def _() -> Finding:
     "linear.relative",
     "With RoPE attention has relative positions and still has linear cost.",
     NOTE_002.at(176, "为了处理上述问题（能体现位置信息，同时可使用线性注意力以降低复杂度），RoPE 诞生了！"),
-    method="LinearAttention with each supported encoding: change of the outputs if all positions shift; with RoPE and "
+    method="LinearAttention with each of 11 encodings: change of the outputs if all positions shift; with RoPE and "
     "no mask, reversed tokens; operations with RoPE at 1024 and 2048 tokens, against Attention",
     expected="only the four absolute ones change; reversed tokens give other outputs; 2 times the operations, more "
     "for Attention",
 )
 def _() -> Finding:
-    supported = [name for name in NAMES if name not in BIASES]
-    effects = {name: _shift_effect(layer(LinearAttention, name)) for name in supported}
-    changed = [name for name in supported if effects[name] > EXACT]
+    effects = {name: _shift_effect(layer(LinearAttention, name)) for name in NAMES}
+    changed = [name for name in NAMES if effects[name] > EXACT]
     reverse = order_effect(layer(LinearAttention, "rope", causal=False), TOKENS, list(range(11, -1, -1)))
 
     def growth(kind: type[Attention] | type[LinearAttention]) -> float:

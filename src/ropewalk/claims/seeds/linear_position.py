@@ -2,6 +2,8 @@
 
 import importlib
 import math
+from collections.abc import Callable
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -9,12 +11,13 @@ from torch import Tensor
 from ropewalk.claims.claim import Chapter, Finding, NotAvailable
 from ropewalk.claims.layers import one_head, operations, token_by_token
 from ropewalk.claims.samples import EXACT, largest, normal, rank, theta
-from ropewalk.claims.sources import NOTE_002, PRACTICE, ROFORMER
+from ropewalk.claims.sources import NOTE_002, PRACTICE, RETNET, ROFORMER
 from ropewalk.nn.attention.function import attention
 from ropewalk.nn.attention.scores import ScoreBias, attend
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.linear.function import linear_attention
+from ropewalk.nn.linear.state import LinearState
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.reference import (
     elu_plus_one,
@@ -38,9 +41,9 @@ EYE = torch.eye(LENGTH, dtype=torch.float64)
 RAW_Q, RAW_K = normal(2, LENGTH, 64, seed=7)
 
 
-def _t5(seed: int = 3) -> T5Bias:
+def _t5(seed: int = 3, *, causal: bool = False) -> T5Bias:
     """T5's bias for one head, with random numbers in its 32 buckets."""
-    module = T5Bias(1).double().requires_grad_(False)
+    module = T5Bias(1, causal=causal).double().requires_grad_(False)
     module.weight.copy_(normal(32, 1, seed=seed))
     return module
 
@@ -49,29 +52,6 @@ def _state_rank(factors: Tensor) -> int:
     """Rank between later queries and earlier keys: the state size that a recurrence needs for these factors."""
     half = LENGTH // 2
     return rank(factors[half:, :half])
-
-
-def _by_prefix_sums(factors: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Σ_j t(i−j) (q_i·k_j) v_j for a t with few values. `factors` are t(−(N−1)) … t(N−1).
-
-    Over a run of distances in which t is constant, Σ_j k_j v_jᵀ is a difference of two prefix sums.
-    """
-    length = len(q)
-    prefix = torch.cat((torch.zeros(1, q.shape[1], v.shape[1]).to(v), (k[:, :, None] * v[:, None, :]).cumsum(0)))
-    values, counts = torch.unique_consecutive(factors, return_counts=True)
-    ends = counts.cumsum(0) - length
-    result, ids = torch.zeros_like(v), torch.arange(length, device=v.device)
-    for value, first, last in zip(values, ends - counts + 1, ends, strict=True):
-        # Distances first .. last are the keys i − last .. i − first.
-        low, high = ((ids - edge).clamp(0, length) for edge in (last, first - 1))
-        result = result + value * torch.bmm(q[:, None, :], prefix[high] - prefix[low])[:, 0]
-    return result
-
-
-def _t5_factors(length: int) -> Tensor:
-    """exp(B) of T5 as a function of i−j, for i−j = −(length−1) … length−1, in both directions."""
-    distances = torch.arange(-(length - 1), length)
-    return torch.exp(t5_bias(torch.tensor([0]), -distances, normal(32, 1, seed=3), causal=False))[0, 0]
 
 
 @chapter.claim(
@@ -183,26 +163,33 @@ def _() -> Finding:
     "linear.encodings",
     "A relative bias such as T5's makes linear attention impossible to use.",
     NOTE_002.at(150, "但这样会直接导致无法使用线性注意力, 从而没法优化时间复杂度。"),
-    method="the values of exp(B) over distances; the sum over j with T5's B in both directions by prefix sums, one per "
-    "run of equal values, against the double sum; the same for the denominator",
-    expected="31 runs for 511 distances, constant from 91 on; equal to rounding (LinearAttention has no kernel yet)",
-    fails="T5 has 32 values: prefix sums are exact",
+    method="linear_attention with T5Bias and with AlibiBias, causal and not, with and without RoPE, L = 400, against "
+    "the double sum with exp(B) in numerator and denominator; the same for the last 8 tokens, one per call; from which "
+    "distance on T5's B is constant",
+    expected="equal to rounding; constant from 91 on, from 113 on if causal",
+    fails="exact for T5 and ALiBi, in O(L)",
 )
 def _() -> Finding:
-    factors = _t5_factors(LENGTH)
-    runs = len(torch.unique_consecutive(factors))
-    constant_from = LENGTH - len(factors[: LENGTH - 1][factors[: LENGTH - 1] == factors[0]])
-    weights = (PHI_Q @ PHI_K.T) * torch.exp(_t5().bias(IDS, IDS)[0])
-    above, below = (_by_prefix_sums(factors, PHI_Q, PHI_K, v) for v in (V, torch.ones_like(V[:, :1])))
-    errors = [
-        largest(ours / truth.abs().max() - truth / truth.abs().max())
-        for ours, truth in ((above, weights @ V), (below, weights.sum(-1, keepdim=True)))
-    ]
+    (q, k, v), ids = normal(3, 1, 1, 400, DIM), torch.arange(400)
+    errors, windows = {"t5": 0.0, "alibi": 0.0, "token by token": 0.0}, list[int]()
+    for causal in (False, True):
+        t5 = _t5(causal=causal)
+        by_distance = t5.bias(ids[-1:], ids)[0, 0].flip(0)
+        windows.append(400 - int(torch.unique_consecutive(by_distance, return_counts=True)[1][-1]))
+        for encoding in (t5, AlibiBias(1).double()):
+            for rope in (None, RotaryEmbedding(DIM)):
+                inv_freq, bias = None if rope is None else theta(DIM), encoding.bias(ids, ids)
+                truth = linear_attention_by_sum(q, k, v, inv_freq=inv_freq, bias=bias, causal=causal)
+                ours = linear_attention(q, k, v, rope=rope, bias=encoding, causal=causal)
+                errors[encoding.name] = max(errors[encoding.name], largest(ours - truth))
+                if causal:
+                    stepped, _ = token_by_token(q, k, v, rope=rope, bias=encoding, first=392)
+                    errors["token by token"] = max(errors["token by token"], largest(stepped - truth))
     return Finding(
-        f"{runs} runs for {len(factors)} distances, constant from {constant_from} on; relative errors {errors[0]:.1e} "
-        f"and {errors[1]:.1e}",
-        stated=max(errors) > 1e-9,
-        amended=max(errors) < EXACT and (runs, constant_from) == (31, 91),
+        f"largest differences {', '.join(f'{name} {error:.1e}' for name, error in errors.items())}; T5 constant from "
+        f"{windows[0]} on, from {windows[1]} on if causal",
+        stated=max(errors.values()) > 1e-9,
+        amended=max(errors.values()) < EXACT and windows == [91, 113],
     )
 
 
@@ -219,26 +206,33 @@ def _by_fft(factors: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "linear.bias-quadratic",
     "With an added relative bias the sum must be computed again for every i, so the cost is O(L²) again.",
     NOTE_002.at(172, "因而必须针对每一个 i , 都重新去遍历一遍所有的 j , 这导致复杂度又回到了 $O(L^2)$ 。"),
-    method="operations of the sum with T5's B by prefix sums at L = 1024 and 2048, counted by torch; the sum with 511 "
-    "random values of B(i−j), L = 256, as a convolution by FFT, against the double sum",
-    expected="2 times the operations for T5; equal: a bias of the distance is a convolution",
-    fails="O(L) for T5, O(L log L) for any B(i−j)",
+    method="operations of linear_attention with T5Bias and with AlibiBias, causal and not, at L = 1024 and 2048, "
+    "counted by torch; the sum with 511 random values of B(i−j), L = 256, as a convolution by FFT, against the double "
+    "sum",
+    expected="at most 2 times the operations; equal: a bias of the distance is a convolution",
+    fails="O(L) for T5 and ALiBi, else O(L log L)",
 )
 def _() -> Finding:
-    def counted(length: int) -> int:
-        x = torch.empty(length, DIM, dtype=torch.float64, device="meta")
-        # The runs of equal values are a property of T5, so they are on the CPU.
-        return operations(lambda: _by_prefix_sums(_t5_factors(length), x, x, x))
+    def growth(encoding: T5Bias | AlibiBias, causal: bool) -> float:
+        # Only shapes matter, so the tensors have no memory.
+        tokens = (torch.empty(1, 1, n, DIM, dtype=torch.float64, device="meta") for n in (1024, 2048))
+        short, long = (operations(lambda x=x: linear_attention(x, x, x, bias=encoding, causal=causal)) for x in tokens)
+        return long / short
 
-    growth = counted(2048) / counted(1024)
+    growths = [
+        growth(encoding, causal)
+        for causal in (False, True)
+        for encoding in (T5Bias(1, causal=causal).to("meta"), AlibiBias(1))
+    ]
     factors = torch.exp(normal(2 * LENGTH - 1, seed=4))
     by_distance = factors[IDS[:, None] - IDS + LENGTH - 1]
     direct = ((PHI_Q @ PHI_K.T) * by_distance) @ V
     error = largest(_by_fft(factors, PHI_Q, PHI_K, V) - direct) / largest(direct)
     return Finding(
-        f"operations for twice L: {growth:g}×; FFT against the double sum: relative error {error:.1e}",
-        stated=growth > 3,
-        amended=growth == 2 and error < EXACT,
+        f"operations for twice L: {min(growths):.2f} to {max(growths):.2f}×; FFT against the double sum: relative "
+        f"error {error:.1e}",
+        stated=max(growths) > 3,
+        amended=max(growths) <= 2 and error < EXACT,
     )
 
 
@@ -247,11 +241,13 @@ def _() -> Finding:
     "With causal ALiBi linear attention is a recurrence with decay: S_i = e^(−s) S_{i−1} + φ(k_i)v_iᵀ.",
     PRACTICE,
     method="rank of exp(B) between later queries and earlier keys, with AlibiBias for 8 heads; the causal sum with "
-    "these factors against the recurrence",
+    "these factors against the recurrence, against linear_attention with bias=AlibiBias(8), and with decay=−s; "
+    "normalize=False; the size of its state",
     expected="rank 1 in each head, 91 for T5; the sums are equal, with a state of constant size",
 )
 def _() -> Finding:
-    factors = torch.exp(AlibiBias(8).double().bias(IDS, IDS))
+    alibi = AlibiBias(8).double()
+    factors = torch.exp(alibi.bias(IDS, IDS))
     ranks, t5 = [_state_rank(head) for head in factors], _state_rank(torch.exp(_t5().bias(IDS, IDS)[0]))
     direct = ((PHI_Q @ PHI_K.T) * factors).tril() @ V
     decay = factors[:, 1, 0, None, None]
@@ -259,10 +255,94 @@ def _() -> Finding:
     for q, k, v in zip(PHI_Q, PHI_K, V, strict=True):
         state = decay * state + torch.outer(k, v)
         rows.append(q @ state)
-    error = largest(torch.stack(rows, dim=1) - direct) / largest(direct)
+    recurrence = torch.stack(rows, dim=1)
+    heads = Q.expand(1, 8, -1, -1), K[None, None], V[None, None]
+    ours, final = linear_attention(*heads, bias=alibi, normalize=False, return_state=True)
+    decayed = linear_attention(*heads, decay=factors[:, 1, 0].log(), normalize=False)
+    errors = [largest(x - direct) / largest(direct) for x in (recurrence, ours[0], decayed[0])]
+    same_state = largest(final.above[0] - state) / largest(state)
     return Finding(
-        f"largest difference {error:.1e}; rank {max(ranks)} in {len(ranks)} heads, {t5} for T5",
-        stated=error < EXACT and set(ranks) == {1} and t5 > DIM,
+        f"largest difference {errors[0]:.1e}, of linear_attention {max(errors[1:]):.1e}, of its state "
+        f"{same_state:.1e}; rank {max(ranks)} in {len(ranks)} heads, {t5} for T5",
+        stated=max(*errors, same_state) < EXACT and set(ranks) == {1} and t5 > DIM,
+    )
+
+
+def _exact_rank(weight: Callable[[int], Fraction], size: int) -> int:
+    """Rank of weight(m − n) between the queries m = size … 2 size − 1 and the keys n = 0 … size − 1, in fractions."""
+    rows = [[weight(m - n) for n in range(size)] for m in range(size, 2 * size)]
+    found = 0
+    for column in range(size):
+        pivot = next((row for row in range(found, size) if rows[row][column]), None)
+        if pivot is None:
+            continue
+        rows[found], rows[pivot] = rows[pivot], rows[found]
+        for row in range(found + 1, size):
+            factor = rows[row][column] / rows[found][column]
+            rows[row] = [x - factor * y for x, y in zip(rows[row], rows[found], strict=True)]
+        found += 1
+    return found
+
+
+@chapter.claim(
+    "linear.bias-state",
+    "A bias of −log(1 + distance) needs a state that grows with the length; a sum of exponentials does not.",
+    PRACTICE,
+    method="rank of exp(B) between N later queries and N earlier keys, N = 6, 12 and 24, in exact fractions: a decay "
+    "of 1/2, the sum of decays of 1/2 and 1/3, numbers that are constant from distance 5 on, 1/(1 + distance)",
+    expected="1, 2 and at most 5 for every N; N for 1/(1 + distance)",
+)
+def _() -> Finding:
+    sizes = (6, 12, 24)
+    near = [Fraction(n) for n in (3, 1, 4, 1, 5)]
+    forms: dict[str, Callable[[int], Fraction]] = {
+        "decay": lambda d: Fraction(1, 2) ** d,
+        "two decays": lambda d: Fraction(1, 2) ** d + Fraction(1, 3) ** d,
+        "window": lambda d: near[d] if d < len(near) else Fraction(2),
+        "logarithm": lambda d: Fraction(1, 1 + d),
+    }
+    ranks = {name: [_exact_rank(weight, size) for size in sizes] for name, weight in forms.items()}
+    return Finding(
+        "; ".join(f"{name} {', '.join(map(str, found))}" for name, found in ranks.items()),
+        stated=ranks["decay"] == [1] * 3
+        and ranks["two decays"] == [2] * 3
+        and len({*ranks["window"]}) == 1
+        and max(ranks["window"]) <= len(near)
+        and ranks["logarithm"] == [*sizes],
+    )
+
+
+@chapter.claim(
+    "linear.retention",
+    "Retention is linear attention with RoPE, a decay γ per head, and no denominator.",
+    RETNET,
+    method="(QKᵀ ⊙ D)V with rotated Q and K, D_mn = γ^(m−n), γ = 1 − 2^(−5−h) for 4 heads, 300 tokens, against "
+    "linear_attention with decay=log γ, normalize=False, φ(x) = x and a RotaryEmbedding, at once and from a state",
+    expected="equal",
+)
+def _() -> Finding:
+    q, k, v = normal(3, 1, 4, 300, DIM, seed=9)
+    ids, gamma = torch.arange(300), 1 - 2.0 ** (-5 - torch.arange(4, dtype=torch.float64))
+    kept = (gamma[:, None, None] ** (ids[:, None] - ids).clamp_min(0)).tril()
+    truth = ((rotate(q, ids, theta(DIM)) @ rotate(k, ids, theta(DIM)).mT) * kept) @ v
+
+    def retained(part: slice, state: LinearState | None) -> tuple[Tensor, LinearState]:
+        return linear_attention(
+            *(x[:, :, part] for x in (q, k, v)),
+            rope=RotaryEmbedding(DIM),
+            decay=gamma.log(),
+            normalize=False,
+            feature_map="identity",
+            state=state,
+            return_state=True,
+        )
+
+    whole, _ = retained(slice(None), None)
+    first, state = retained(slice(290), None)
+    last, _ = retained(slice(290, None), state)
+    errors = [largest(ours - truth) / largest(truth) for ours in (whole, torch.cat((first, last), dim=2))]
+    return Finding(
+        f"relative differences {errors[0]:.1e}, and {errors[1]:.1e} from a state", stated=max(errors) < EXACT
     )
 
 
