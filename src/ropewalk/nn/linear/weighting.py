@@ -185,7 +185,8 @@ def resolve_weighting(
     if slopes is not None:
         decay = _decay_of_slopes(slopes, tokens, asked)
         return Weighting(_until_last_visible(decay, tokens), normalize=normalize, scale=scale)
-    band = placed(table, tokens.device)
+    # Cast before it moves, for devices without float64. An exponential of fewer digits would be a rounding too many.
+    band = placed(table.to(torch.float32 if tokens.device.type == "mps" else torch.float64), tokens.device)
     if normalize:
         # A factor of all terms cancels, and no exponential is then larger than 1.
         visible = band[:, : band.shape[1] // 2 + 1] if tokens.causal else band
@@ -236,7 +237,8 @@ def _decay_of_slopes(slopes: Tensor, tokens: Tokens, asked: str) -> Tensor:
     if tokens.positions is None:
         return -slopes
     ids = as_signed(tokens.positions).reshape(-1, tokens.keys)
-    steps = _steps(_visible_positions(ids, tokens.key_mask), tokens)
+    before = _position_before(tokens)
+    steps = _steps(_visible_positions(ids, before, tokens), before, tokens)
     if can_read_values(steps) and bool((steps < 0).any()):
         raise RopewalkError(
             asked=f"{asked}(positions=..., bias=...)",
@@ -247,35 +249,60 @@ def _decay_of_slopes(slopes: Tensor, tokens: Tokens, asked: str) -> Tensor:
     return -slopes * steps[:, None].to(dtype)
 
 
-def _visible_positions(ids: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Replace the positions of hidden keys by that of the last visible key before, so that they may be any."""
-    if key_mask is None or not ids.shape[-1]:
-        return ids
-    rows = torch.broadcast_to(ids, key_mask.shape)
-    highest, lowest = rows.amax(dim=-1, keepdim=True), rows.amin(dim=-1, keepdim=True)
-    first = torch.where(key_mask, rows, highest).amin(dim=-1, keepdim=True)
-    return torch.maximum(torch.where(key_mask, rows, lowest).cummax(dim=-1).values, first)
-
-
-def _steps(ids: Tensor, tokens: Tokens) -> Tensor:
-    """Return p_t - p_{t-1} [batch or 1, keys]. At a first token it is the step from the state; 0 without a state."""
-    steps = ids.diff(dim=-1, prepend=ids[..., :1])
+def _owners(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Return the packed sequence of each token, and the index of its first token, both [keys]."""
+    number = arange(tokens.keys, device=tokens.device)
     if tokens.cu_seqlens is None:
-        if not tokens.has_state or not tokens.keys:
-            return steps
-        start = tokens.start.unsqueeze(-1) if isinstance(tokens.start, Tensor) else tokens.start
-        first = ids[..., :1] - (start - 1)
-        return torch.cat([first, steps[..., 1:].expand(len(first), -1)], dim=-1)
-    number = arange(tokens.keys, device=ids.device)
+        return number * 0, number * 0
+    # Tokens after the last sequence are a sequence of their own.
     owner = torch.searchsorted(tokens.cu_seqlens, number, right=True) - 1
-    last = len(tokens.cu_seqlens) - 2
-    first, start = number == tokens.cu_seqlens[owner.clamp_max(last)], tokens.start
-    if not tokens.has_state:
-        return torch.where(first, 0, steps)
-    before = start[owner.clamp_max(last)] if isinstance(start, Tensor) and start.dim() else start
-    # Tokens after the last sequence have no positions of their own.
-    steps = torch.where(owner > last, 0, steps)
-    return torch.where(first, ids - (before - 1), steps)
+    return owner, tokens.cu_seqlens[owner]
+
+
+def _position_before(tokens: Tokens) -> Tensor | int | None:
+    """Return the last position in the state: an int, or a tensor that broadcasts to [batch, keys]; None if none."""
+    start = tokens.start
+    if not tokens.has_state or not isinstance(start, Tensor):
+        return start - 1 if tokens.has_state else None
+    if tokens.cu_seqlens is None or not start.dim():
+        return start.reshape(-1, 1) - 1
+    return start[_owners(tokens)[0].clamp_max(len(start) - 1)] - 1
+
+
+def _visible_positions(ids: Tensor, before: Tensor | int | None, tokens: Tokens) -> Tensor:
+    """Move the positions of hidden keys between those of the visible keys around them, so that they may be any.
+
+    Args:
+        ids: Positions [batch or 1, keys].
+        before: Result of `_position_before`.
+        tokens: The keys of the call.
+    """
+    mask = tokens.key_mask
+    if mask is None or not tokens.keys:
+        return ids
+    if ids.is_floating_point():
+        ids = ids.to(torch.float32 if tokens.device.type == "mps" else torch.float64)
+    rows = ids.expand_as(mask)
+    least = rows.amin(dim=-1, keepdim=True).expand_as(mask) if before is None else rows * 0 + before
+    lowest = torch.minimum(rows, least).amin(dim=-1, keepdim=True)
+    span = torch.maximum(rows, least).amax(dim=-1, keepdim=True) - lowest
+    # One sequence after the other, so that all positions of one are smaller than those of the next.
+    origin = _owners(tokens)[0] * (span + 1) - lowest
+    rows, least = rows + origin, least + origin
+    least = torch.maximum(least, torch.where(mask, rows, least).cummax(dim=-1).values)
+    most = torch.where(mask, rows, origin + lowest + span).flip(-1).cummin(dim=-1).values.flip(-1)
+    between = torch.minimum(torch.maximum(rows, least), most).cummax(dim=-1).values
+    return torch.where(mask, rows, between) - origin
+
+
+def _steps(ids: Tensor, before: Tensor | int | None, tokens: Tokens) -> Tensor:
+    """Return p_t - p_{t-1} [batch or 1, keys]. At a first token it is the step from the state; 0 without a state."""
+    owner, begin = _owners(tokens)
+    steps = ids.diff(dim=-1, prepend=ids[..., :1])
+    is_first = arange(tokens.keys, device=tokens.device) == begin
+    steps = torch.where(is_first, 0 if before is None else ids - before, steps)
+    # Tokens after the last sequence may have any positions.
+    return steps if tokens.cu_seqlens is None else torch.where(owner < len(tokens.cu_seqlens) - 1, steps, 0)
 
 
 def _check_growth(tokens: Tokens, asked: str) -> None:
@@ -283,9 +310,12 @@ def _check_growth(tokens: Tokens, asked: str) -> None:
     if tokens.positions is None or not can_read_values(tokens.positions):
         return
     ids = as_signed(tokens.positions).reshape(-1, tokens.keys)
-    excess = _visible_positions(ids - arange(tokens.keys, device=ids.device), tokens.key_mask)
-    starts = _steps(excess, tokens._replace(has_state=False))
-    if ids.is_floating_point() or bool((starts < 0).any()):
+    before = _position_before(tokens)
+    # By how much positions are ahead of those of consecutive tokens.
+    ahead = ids - (arange(tokens.keys, device=ids.device) - _owners(tokens)[1])
+    before = None if before is None else before + 1
+    steps = _steps(_visible_positions(ahead, before, tokens), before, tokens)
+    if ids.is_floating_point() or (can_read_values(steps) and bool((steps < 0).any())):
         raise RopewalkError(
             asked=f"{asked}(positions=..., bias=...)",
             expected="whole positions that grow by at least 1 per token: farther keys than the window share one bias",
