@@ -36,6 +36,7 @@ __all__ = [
     "candidates",
     "current",
     "get",
+    "linear_step_on",
     "register",
     "registered",
 ]
@@ -119,6 +120,9 @@ class Backend:
             forced, and may inspect the machine.
         devices: Types of torch.device on which the backend is available for certain, and is chosen automatically. None
             means all devices.
+        linear_step: One token of linear attention after a state, for calls that are limited by host time: (q, k, v,
+            sums above, sums below, cos, sin, row, decay, layout, maps, normalize, scale) -> (out, new sums above, new
+            sums below), or None if the call is unusual in any way. cos, sin and decay can be None.
 
     >>> Backend("mine", {"rotate": Operation(run=print)}).why_missing() is None
     True
@@ -128,6 +132,7 @@ class Backend:
     operations: Mapping[OperationName, Operation] = field(hash=False)
     why_missing: Callable[[], str | None] = _present
     devices: tuple[str, ...] | None = ()
+    linear_step: Callable[..., tuple[Any, Any, Any] | None] | None = None
 
 
 class Registry(NamedTuple):
@@ -259,6 +264,19 @@ def _candidates(
     others = [backend for backend in registry.values() if backend.devices is None or device in backend.devices]
     order = named if requested is not None and operation != "cos_sin" else [*named, *others]
     return tuple(Choice("kernel", b.name, b.operations[operation]) for b in order if operation in b.operations)
+
+
+def linear_step_on(device: str) -> Callable[..., tuple[Any, Any, Any] | None] | None:
+    """Return the `linear_step` of the preferred backend for linear attention on a type of device, or None.
+
+    >>> linear_step_on("meta") is None
+    True
+    """
+    for backend in _REGISTRY.backends.values():
+        has_any = backend.linear_step is not None or "linear_attention" in backend.operations
+        if has_any and (backend.devices is None or device in backend.devices):
+            return backend.linear_step
+    return None
 
 
 def registered(name: str) -> Backend:

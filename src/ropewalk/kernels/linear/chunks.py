@@ -135,8 +135,8 @@ def attend_parts(
         chunk: Tokens per chunk. It changes only the order of summation.
 
     Returns:
-        Parts [batch, heads, q_seq, ...], and the sums: over all keys, or with a band and a multiple of `chunk` queries
-        over all keys except the last `lead_of(band, chunk)`.
+        Parts [batch, heads, q_seq, ...], and the sums: over all keys, or with a band over all keys except the last
+        `lead_of(band, chunk)`, if the number of queries is a multiple of `chunk`.
 
     >>> ones = Features(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1))
     >>> parts, _ = attend_parts(ones, ones, torch.tensor([[[[1.0], [3.0]]]]), None, Weighting())
@@ -157,7 +157,7 @@ def attend_parts(
         v, weighting = _padded(v, missing), _padded_weighting(weighting, queries + lead, missing)
     queries_of_chunks = Features(*(x.view(batch, kv_heads, group, count, size, width).transpose(2, 3) for x in q))
     if weighting.band is not None:
-        near = lead_of(weighting.band, chunk) if queries >= chunk else lead
+        near = lead_of(weighting.band, chunk) if queries >= chunk else None
         parts, after = _attend_band(queries_of_chunks, k, v, before, weighting, (lead, near), strict)
     else:
         keys = Features(*(x.unflatten(2, (count, size)) for x in k))
@@ -240,10 +240,13 @@ def between_chunks(starts: Tensor, count: int) -> Tensor:
 
 
 def _attend_band(
-    q: Features, k: Features, v: Tensor, before: Sums, weighting: Weighting, leads: tuple[int, int], strict: bool
+    q: Features, k: Features, v: Tensor, before: Sums, weighting: Weighting, leads: tuple[int, int | None], strict: bool
 ) -> tuple[Parts, Sums]:
-    """Attend by a band. `leads` are the numbers of keys before the first query: that there are, and that are near."""
-    lead, near = leads
+    """Attend by a band. `leads` are the numbers of keys before a chunk: before the first one, and near any of them.
+
+    Less than a chunk of queries reads all keys. The number of near keys is None then.
+    """
+    lead, near = leads[0], leads[0] if leads[1] is None else leads[1]
     band, ids = weighting.band, weighting.positions
     if band is None:
         raise TypeError("there is no band")
@@ -258,15 +261,22 @@ def _attend_band(
         k = Features(*(torch.cat([new_zeros(x, *x.shape[:2], front, width), x], dim=2) for x in k))
         v = torch.cat([new_zeros(v, *v.shape[:2], front, v.shape[-1]), v], dim=2)
         ids = None if ids is None else torch.cat([new_zeros(ids, len(ids), front), ids], dim=-1)
-    k_near, v_near = (Features(*(near_chunks(x, count, size, near) for x in k)), near_chunks(v, count, size, near))
+
+    def near_queries(x: Tensor) -> Tensor:
+        return x.unsqueeze(2) if leads[1] is None else near_chunks(x, count, size, near)
+
+    k_near, v_near = Features(*(near_queries(x) for x in k)), near_queries(v)
     if ids is None:
         k_ids = arange(near + size, device=v.device)[None, None]
         q_ids = k_ids[..., near:]
     else:
-        k_ids = near_chunks(ids[:, None, :, None], count, size, near)[:, 0, ..., 0]
+        k_ids = near_queries(ids[:, None, :, None])[:, 0, ..., 0]
         q_ids = k_ids[..., near:]
     weights = band_weights(band, q_ids, k_ids, near, kv_heads, strict=strict).to(v.dtype)
     farthest = torch.exp(band[:, 0]).to(v.dtype).view(1, kv_heads, 1, -1, 1)
+    if leads[1] is None:
+        far = Far(Sums(*(x[:, :, None, None] for x in before)), farthest)
+        return read_chunks(q, k_near, v_near, weights, far, normalize=weighting.normalize), before
     # A chunk reads the sums over all keys except those near it.
     far_k = Features(*(x[:, :, : count * size].unflatten(2, (count, size)) for x in k))
     sums = Sums(_columns(far_k.rotated) @ v[:, :, : count * size].unflatten(2, (count, size)), far_k.plain.sum(dim=-2))
@@ -282,9 +292,6 @@ def near_chunks(x: Tensor, count: int, size: int, near: int) -> Tensor:
     >>> near_chunks(torch.arange(6.0).view(1, 1, 6, 1), 2, 2, 2).flatten(0, 2).flatten(1).tolist()
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
-    if near % size:
-        # Less than a chunk of queries.
-        return x.unsqueeze(2)
     parts = [x[:, :, start : start + count * size].unflatten(2, (count, size)) for start in range(0, near, size)]
     return torch.cat([*parts, x[:, :, near:].unflatten(2, (count, size))], dim=3)
 

@@ -62,7 +62,8 @@ def linear_attention(
         weighting: Factors on the terms of both sums.
 
     Returns:
-        The output [batch, heads, seq, v_dim] in the dtype of v, and the sums, with one row per packed sequence.
+        The output [batch, heads, seq, v_dim] in the dtype of v, and the sums, with one row per packed sequence. With a
+        band, the sums after a call with queries have no meaning: sum the keys by a call without queries.
 
     >>> x, v = torch.zeros(1, 1, 2, 2), torch.tensor([[[[1.0], [3.0]]]])
     >>> linear_attention(Side(x, "elu"), Side(x, "elu"), v, None, Layout(True, 0, -2), False)[0].flatten().tolist()
@@ -203,17 +204,14 @@ def _scan(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
     lead = keys - queries
     near = 0 if weighting.band is None else lead_of(weighting.band, CHUNK)
     first = max(0, lead - near)
-    sums = earlier = _sum_all(tokens, before, first) if first else before
+    sums = _sum_all(tokens, before, first) if first else before
     parts: list[Parts] = []
     for start, end in _blocks(queries):
-        first, earlier = max(0, lead + start - near), sums
+        first = max(0, lead + start - near)
         sides = tokens.queries(start, end), tokens.keys(first, lead + end), tokens.values(first, lead + end)
         part = weighting.part(first, lead + end)
-        each, sums = attend_parts(*sides, earlier, part, strict=tokens.reverse, chunk=CHUNK)
+        each, sums = attend_parts(*sides, sums, part, strict=tokens.reverse, chunk=CHUNK)
         parts.append(each)
-    if weighting.band is not None:
-        # The keys near the last queries are not in the sums yet.
-        sums = sum_keys(tokens.keys(first, keys), tokens.values(first, keys), earlier, weighting._replace(band=None))
     return parts, cast(Sums, sums)
 
 

@@ -4,6 +4,7 @@
 #include "angles.h"
 #include "job.h"
 #include "shortcut.h"
+#include "step.h"
 
 #ifndef SOURCE_HASH
 #define SOURCE_HASH ""
@@ -110,6 +111,7 @@ static PyMethodDef methods[] = {
      PyDoc_STR("Return whether nothing transforms, intercepts or traces the current call.\n\n>>> is_eager()\nTrue\n")},
     {"rotate", (PyCFunction)(void (*)(void))rotate, METH_FASTCALL, NULL},
     {"cos_sin", (PyCFunction)(void (*)(void))cos_sin, METH_FASTCALL, NULL},
+    {"linear_step", (PyCFunction)(void (*)(void))linear_step, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -18,6 +18,7 @@ from ropewalk.nn.linear.arguments import check_packed_tensors, check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.near_keys import split_near, with_near
 from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state, join_states
+from ropewalk.nn.linear.step import attach_step, find_step
 from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, resolve_scale, resolve_weighting
 from ropewalk.nn.position_checks import (
     as_signed,
@@ -153,6 +154,15 @@ def linear_attention(
     >>> round(linear_attention(q, k, v, decay=halved)[..., 2, 0].item(), 4)
     3.8571
     """
+    per_token = isinstance(decay, Tensor) and decay.dim() == 3
+    arguments = rope, bias, "per token" if per_token else decay, feature_map, normalize, scale
+    usual = positions is None and k_positions is None and cu_seqlens is None and key_mask is None and length is None
+    if state is not None and usual and causal is True and backend is None and not torch.compiler.is_compiling():
+        step = find_step(state, arguments)
+        if step is not None and not (decay is not None and decay.requires_grad and torch.is_grad_enabled()):
+            result = step(q, k, v, state, decay if per_token else None)
+            if result is not None:
+                return result if require_flag(return_state, asked="linear_attention(return_state=...)") else result[0]
     check_tensors(q, k, v, causal)
     require_flag(return_state, asked="linear_attention(return_state=...)")
     _check_hooks(rope, bias)
@@ -307,7 +317,12 @@ def linear_attention(
         # No key was rotated: the length is that of the earlier keys, if there are any.
         length = None if state is None else state.length
     encoding = identity_in_state(added)
-    return out, LinearState(*after, following, spec, map_names, learned, length, encoding, kind, last)
+    # Contiguous: a view would keep the sums of all chunks alive.
+    sums = after.above.contiguous(), after.below.contiguous()
+    new_state = LinearState(*sums, following, spec, map_names, learned, length, encoding, kind, last)
+    if usual and causal and backend is None:
+        attach_step(new_state, arguments, rotation, (q_name, k_name), weighting, v.device)
+    return out, new_state
 
 
 def _check_hooks(rope: object, bias: object) -> None:

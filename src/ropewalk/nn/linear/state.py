@@ -80,6 +80,10 @@ class LinearState:
     weighting: str | None = None
     near: NearKeys | None = None
 
+    def __getstate__(self) -> dict[str, object]:
+        # Without the `Step` of the next token, which belongs to this process.
+        return {name: value for name, value in self.__dict__.items() if name != "_step"}
+
     def reorder(self, index: Tensor) -> "LinearState":
         """Select rows of the batch, for beam search or to drop finished sequences.
 
@@ -103,7 +107,13 @@ class LinearState:
         )
         near = None if self.near is None else NearKeys(*(x[index] for x in self.near))
         above, below = self.above[index], self.below[index]
-        return replace(self, above=above, below=below, position=position, length=length, near=near)
+        return self._with_step(replace(self, above=above, below=below, position=position, length=length, near=near))
+
+    def _with_step(self, other: "LinearState") -> "LinearState":
+        """Return another state, for whose next token the same checks hold."""
+        if "_step" in self.__dict__:
+            other.__dict__["_step"] = self.__dict__["_step"]
+        return other
 
     def start(self, rows: int) -> int | Tensor:
         """Return the position of the next token.
@@ -208,7 +218,7 @@ class LinearState:
         False
         """
         near = None if self.near is None else NearKeys(*(x.detach() for x in self.near))
-        return replace(self, above=self.above.detach(), below=self.below.detach(), near=near)
+        return self._with_step(replace(self, above=self.above.detach(), below=self.below.detach(), near=near))
 
 
 def join_states(states: list[LinearState]) -> LinearState:
