@@ -242,7 +242,7 @@ def _() -> Finding:
     PRACTICE,
     method="rank of exp(B) between later queries and earlier keys, with AlibiBias for 8 heads; the causal sum with "
     "these factors against the recurrence, against linear_attention with bias=AlibiBias(8), and with decay=−s; "
-    "normalize=False; the size of its state",
+    "normalize=False; its state against S",
     expected="rank 1 in each head, 91 for T5; the sums are equal, with a state of constant size",
 )
 def _() -> Finding:
