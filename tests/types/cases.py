@@ -121,7 +121,16 @@ def linear(q: Tensor, k: Tensor, v: Tensor, state: rw.LinearState) -> None:
     layer = rw.LinearAttention(512, 8)
     assert_type(layer(q), Tensor)
     assert_type(layer(q, return_state=True), tuple[Tensor, rw.LinearState])
+    alibi, decay = rw.encoding("alibi", dim=512, num_heads=8), torch.zeros(8)
+    assert_type(rw.linear_attention(q, k, v, decay=decay, normalize=False, scale=0.5), Tensor)
+    assert_type(rw.linear_attention(q, k, v, bias=alibi, return_state=True), tuple[Tensor, rw.LinearState])
+    assert_type(alibi.distance_bias(), rw.DistanceBias)
+    assert_type(rw.DistanceBias(slopes=decay).numbers, Tensor | None)
+    assert_type(rw.Encoding().distance_bias(), rw.DistanceBias | None)
+    rw.LinearAttention(512, 8, encoding=alibi)
     rw.linear_attention(q, k, v, feature_map="gelu")  # error: reportArgumentType
+    rw.linear_attention(q, k, v, bias="alibi")  # error: reportArgumentType
+    rw.linear_attention(q, k, v, decay=0.9)  # error: reportArgumentType
 
 
 def ids(lengths: Tensor) -> None:
