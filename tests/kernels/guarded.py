@@ -51,6 +51,10 @@ class Guarded:
         inside = [guarded(t) if isinstance(t, Tensor) else t for t in args]
         return GuardedShortcut(self, self.native.shortcut(*inside))
 
+    def linear_step(self, *args: Any) -> tuple[Tensor, ...] | None:
+        self.calls += 1
+        return self.native.linear_step(*(guarded(item) if isinstance(item, Tensor) else item for item in args))
+
     def cos_sin(self, *args: Any) -> None:
         self.calls += 1
         *tensors, threads = args

@@ -50,6 +50,15 @@ for dtype in four:
         rope, x = RotaryEmbedding(dim), torch.randn(1, 3, 2000, dim).to(dtype)
         rope(x, x), rope.rotate_(x), rope(x, positions=torch.arange(2000) * 20_000)
         qk_norm_rope(x, x[:, :1], rope, q_weight=torch.ones(dim), round_norm=True)
+from ropewalk import linear_attention
+for dtype in four:
+    for dim, v_dim, feature_map in ((2, 3, "elu"), (6, 40, "exp"), (64, 64, "relu"), (98, 33, "squared_relu")):
+        rope, decay = RotaryEmbedding(dim), -torch.rand(2)
+        parts = [torch.randn(2, heads, 9, width).to(dtype) for heads, width in ((4, dim), (2, dim), (2, v_dim))]
+        state = None
+        for token in zip(*(x.split(1, dim=2) for x in parts)):
+            options = {"rope": rope, "decay": decay, "feature_map": feature_map, "return_state": True}
+            _, state = linear_attention(*token, state=state, **options)
 assert extension.NATIVE.calls > 2000
 print("done")
 """

@@ -53,17 +53,26 @@ static inline F_16 exponential(F_16 x) {
     return (F_16)choose_16(is_number, (U_16)y, (U_16)x);
 }
 
-/* Map the features of a row, in place. The row has room for a multiple of 4 numbers. */
+/* Several vectors at once, because each operation waits for the one before. */
+enum { UNROLLED = 4 };
+
+static inline void exponentials(const F_16 *x, F_16 *y) {
+    for (int n = 0; n < UNROLLED; n++) y[n] = exponential(x[n]);
+}
+
+/* Map the features of a row, in place. The row has room for a multiple of 4 * UNROLLED numbers. */
 static void map_features(float *x, int64_t count, Map map, int shifted) {
     float most = 0;
     switch (map) {
     case ELU:
-        for (int64_t i = 0; i < count; i += 4) {
-            F_16 u;
-            memcpy(&u, x + i, sizeof u);
-            const F_16 zero = {0}, e = exponential(u);
-            u = (F_16)choose_16((U_16)(u > zero), (U_16)(u + 1.0f), (U_16)e);
-            memcpy(x + i, &u, sizeof u);
+        for (int64_t i = 0; i < count; i += 4 * UNROLLED) {
+            const F_16 zero = {0};
+            F_16 u[UNROLLED], e[UNROLLED];
+            memcpy(u, x + i, sizeof u);
+            exponentials(u, e);
+            for (int n = 0; n < UNROLLED; n++)
+                u[n] = (F_16)choose_16((U_16)(u[n] > zero), (U_16)(u[n] + 1.0f), (U_16)e[n]);
+            memcpy(x + i, u, sizeof u);
         }
         break;
     case RELU:
@@ -77,11 +86,12 @@ static void map_features(float *x, int64_t count, Map map, int shifted) {
             most = x[0];
             for (int64_t i = 1; i < count; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most;
         }
-        for (int64_t i = 0; i < count; i += 4) {
-            F_16 u;
-            memcpy(&u, x + i, sizeof u);
-            u = exponential(u - most);
-            memcpy(x + i, &u, sizeof u);
+        for (int64_t i = 0; i < count; i += 4 * UNROLLED) {
+            F_16 u[UNROLLED], e[UNROLLED];
+            memcpy(u, x + i, sizeof u);
+            for (int n = 0; n < UNROLLED; n++) u[n] -= most;
+            exponentials(u, e);
+            memcpy(x + i, e, sizeof e);
         }
         break;
     default:
@@ -140,22 +150,34 @@ static void rotate_row(const Step *s, const float *x, float *y) {
 /* Vectors of values that are processed at once, in registers. */
 enum { AT_ONCE = 8 };
 
+static inline F_16 vector_at(const AnyFloat *from) {
+    F_16 v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
 /* Sums after one key, of one head: S = kept S + k v^T, and q S, which is the numerator. */
 static void update_sums(const AnyFloat *from, AnyFloat *to, const float *k, const float *q, const float *v, float *above,
                         float kept, int64_t width, int64_t v_dim) {
     int64_t j = 0;
     for (; j + 4 * AT_ONCE <= v_dim; j += 4 * AT_ONCE) {
-        F_16 total[AT_ONCE] = {{0}}, value[AT_ONCE], sum;
-        memcpy(value, v + j, sizeof value);
+        F_16 t0 = {0}, t1 = t0, t2 = t0, t3 = t0, t4 = t0, t5 = t0, t6 = t0, t7 = t0;
+        const F_16 v0 = vector_at(v + j), v1 = vector_at(v + j + 4), v2 = vector_at(v + j + 8), v3 = vector_at(v + j + 12);
+        const F_16 v4 = vector_at(v + j + 16), v5 = vector_at(v + j + 20), v6 = vector_at(v + j + 24), v7 = vector_at(v + j + 28);
         for (int64_t i = 0; i < width; i++) {
-            const int64_t at = i * v_dim + j;
-            for (int n = 0; n < AT_ONCE; n++) {
-                memcpy(&sum, from + at + 4 * n, sizeof sum);
-                sum = plus_f_16(sum * kept, (F_16){0} + k[i], value[n]);
-                memcpy(to + at + 4 * n, &sum, sizeof sum);
-                total[n] = plus_f_16(total[n], (F_16){0} + q[i], sum);
-            }
+            const AnyFloat *old = from + i * v_dim + j;
+            AnyFloat *new = to + i * v_dim + j;
+            const F_16 a = (F_16){0} + k[i], b = (F_16){0} + q[i];
+#define STEP(N)                                                                  \
+    {                                                                            \
+        const F_16 sum = plus_f_16(vector_at(old + 4 * N) * kept, a, v##N);      \
+        memcpy(new + 4 * N, &sum, sizeof sum);                                   \
+        t##N = plus_f_16(t##N, b, sum);                                          \
+    }
+            STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
+#undef STEP
         }
+        const F_16 total[AT_ONCE] = {t0, t1, t2, t3, t4, t5, t6, t7};
         memcpy(above + j, total, sizeof total);
     }
     for (; j < v_dim; j++) {

@@ -1,7 +1,7 @@
 """Linear attention with RoPE, as a function of queries, keys and values."""
 
 import itertools
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
 from ropewalk.ops.linear_attention import linear_attention as run
-from ropewalk.signatures import checks_names
+from ropewalk.signatures import checks_names, refuse_arguments
 
 __all__ = ["LinearOptions", "linear_attention"]
 
@@ -79,7 +79,7 @@ def linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *unnamed: Never,
     rope: RotaryEmbedding | Encoding | None = None,
     positions: Tensor | None = None,
     k_positions: Tensor | None = None,
@@ -95,6 +95,7 @@ def linear_attention(
     return_state: bool = False,
     length: int | Tensor | None = None,
     backend: str | None = None,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, LinearState]:
     """Linear attention with RoPE, decay and bias, in time proportional to the number of tokens.
 
@@ -154,7 +155,9 @@ def linear_attention(
     >>> round(linear_attention(q, k, v, decay=halved)[..., 2, 0].item(), 4)
     3.8571
     """
-    per_token = isinstance(decay, Tensor) and decay.dim() == 3
+    if unnamed or unknown:
+        refuse_arguments("linear_attention", linear_attention, unnamed, unknown)
+    per_token = decay is not None and isinstance(decay, Tensor) and decay.dim() == 3
     arguments = rope, bias, "per token" if per_token else decay, feature_map, normalize, scale
     usual = positions is None and k_positions is None and cu_seqlens is None and key_mask is None and length is None
     if state is not None and usual and causal is True and backend is None and not torch.compiler.is_compiling():

@@ -126,8 +126,9 @@ def attach_step(
         device: Device of the state.
 
     >>> state = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))
-    >>> attach_step(state, (), None, ("favor", "favor"), Weighting(), state.above.device)
-    >>> find_step(state, ()) is None
+    >>> arguments = (None, None, None, "favor", True, None)
+    >>> attach_step(state, arguments, None, ("favor", "favor"), Weighting(), state.above.device)
+    >>> find_step(state, arguments) is None
     True
     """
     if torch.compiler.is_compiling() or state.near is not None or state.encoding is not None:
@@ -161,10 +162,9 @@ def find_step(state: object, arguments: tuple[Any, ...]) -> Step | None:
     >>> find_step(None, ()) is None
     True
     """
-    step = getattr(state, "_step", None)
+    step: Step | None = getattr(state, "_step", None)
     if step is None:
         return None
-    for now, before in zip(arguments, step.arguments, strict=True):
-        if now is not before and not (isinstance(now, str | float | int | tuple) and now == before):
-            return None
-    return step
+    rope, bias, decay, feature_map, normalize, scale = step.arguments
+    same = arguments[0] is rope and arguments[1] is bias and arguments[2] is decay and arguments[4] is normalize
+    return step if same and arguments[3] == feature_map and arguments[5] == scale else None
