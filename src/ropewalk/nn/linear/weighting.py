@@ -193,7 +193,7 @@ def resolve_weighting(
         band = band - visible.detach().amax(dim=-1, keepdim=True)
     _check_growth(tokens, asked)
     ids = tokens.positions
-    ids = None if ids is None else as_signed(ids).reshape(-1, tokens.keys)
+    ids = None if ids is None else torch.atleast_2d(as_signed(ids))
     return Weighting(band=band, positions=ids, normalize=normalize, scale=scale)
 
 
@@ -236,7 +236,7 @@ def _decay_of_slopes(slopes: Tensor, tokens: Tokens, asked: str) -> Tensor:
     slopes = slopes.to(dtype).to(tokens.device)[None, :, None]
     if tokens.positions is None:
         return -slopes
-    ids = as_signed(tokens.positions).reshape(-1, tokens.keys)
+    ids = torch.atleast_2d(as_signed(tokens.positions))
     before = _position_before(tokens)
     steps = _steps(_visible_positions(ids, before, tokens), before, tokens)
     if can_read_values(steps) and bool((steps < 0).any()):
@@ -309,7 +309,7 @@ def _check_growth(tokens: Tokens, asked: str) -> None:
     """Raise unless positions of visible keys grow by at least 1 per token, where the host can read them."""
     if tokens.positions is None or not can_read_values(tokens.positions):
         return
-    ids = as_signed(tokens.positions).reshape(-1, tokens.keys)
+    ids = torch.atleast_2d(as_signed(tokens.positions))
     before = _position_before(tokens)
     # By how much positions are ahead of those of consecutive tokens.
     ahead = ids - (arange(tokens.keys, device=ids.device) - _owners(tokens)[1])
