@@ -23,8 +23,8 @@ from ropewalk.kernels.types import NO_WEIGHTING, Features, Layout, Side, Sums, T
 
 __all__ = ["BLOCK", "divide", "linear_attention"]
 
-# Chunks per block.
-BLOCK = 8
+# Most chunks per block, and least blocks of a sequence: large blocks need fewer operations, small ones less memory.
+BLOCK, BLOCKS = 8, 8
 
 # Rotates features: (features, tables, layout) -> rotated features.
 Rotate = Callable[[Tensor, Tables, Layout], Tensor]
@@ -170,7 +170,8 @@ def _blocks(length: int) -> Iterator[tuple[int, int]]:
         yield 0, length
         return
     whole = length - length % CHUNK
-    yield from itertools.pairwise(sorted({*range(0, whole, BLOCK * CHUNK), 0, whole, length}))
+    size = CHUNK * max(1, min(BLOCK, whole // CHUNK // BLOCKS))
+    yield from itertools.pairwise(sorted({*range(0, whole, size), 0, whole, length}))
 
 
 def _sum_all(tokens: _Tokens, before: Sums | None, stop: int) -> Sums:

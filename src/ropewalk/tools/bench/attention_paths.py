@@ -4,6 +4,7 @@ A maker returns the function that is timed, from q, k and v to the output of cau
 package is not installed.
 """
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.reference import elu_plus_one, linear_attention_by_sum, softmax_attention
+from ropewalk.reference import alibi_slopes, elu_plus_one, linear_attention_by_sum, softmax_attention, t5_bias
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.tools.bench.peers import GPU_PEERS, installed
 
@@ -41,6 +43,34 @@ def linear_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
     """Our linear attention with rotated features in the numerator: RoFormer, eq. 19."""
     rope = RotaryEmbedding(dim).to(device)
     return lambda q, k, v: linear_attention(q, k, v, rope=rope)
+
+
+def linear_alibi(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
+    """Our linear attention with RoPE, and with the bias of ALiBi as a decay."""
+    rope = RotaryEmbedding(dim).to(device)
+    return lambda q, k, v: linear_attention(q, k, v, rope=rope, bias=_alibi(q.shape[1]))
+
+
+def linear_t5(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
+    """Our linear attention with the bias of T5."""
+    return lambda q, k, v: linear_attention(q, k, v, bias=_t5(q.shape[1], q.device))
+
+
+@functools.cache
+def _alibi(heads: int) -> AlibiBias:
+    return AlibiBias(heads)
+
+
+def _t5_numbers(heads: int) -> Tensor:
+    """Numbers of T5's 32 buckets that differ per bucket and head, float64 [32, heads]."""
+    return torch.outer(torch.arange(32.0).sin(), torch.arange(1.0, heads + 1)).double() / heads
+
+
+@functools.cache
+def _t5(heads: int, device: torch.device) -> T5Bias:
+    module = T5Bias(heads, causal=True).requires_grad_(False)
+    module.weight.copy_(_t5_numbers(heads))
+    return module.to(device)
 
 
 def _elu(x: Tensor) -> Tensor:
@@ -95,18 +125,29 @@ PATHS: dict[str, AttentionPath] = {
     "softmax (SDPA)": AttentionPath(softmax, "softmax"),
     "ropewalk linear": AttentionPath(linear, "linear"),
     "ropewalk linear + RoPE": AttentionPath(linear_rope, "rope"),
+    "ropewalk linear + ALiBi": AttentionPath(linear_alibi, "alibi"),
+    "ropewalk linear + T5": AttentionPath(linear_t5, "t5"),
     "fla linear": AttentionPath(fla_linear, "linear", tokens_first=True),
     "fla linear + RoPE": AttentionPath(fla_rope, "rope", tokens_first=True),
     "fla, no denominator": AttentionPath(fla_numerator, "numerator", tokens_first=True),
 }
 
 
-def _reference(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _reference(kind: str, q: Tensor, k: Tensor, v: Tensor, head: int, heads: int) -> Tensor:
+    """The result of one head of `heads`. Queries are the last keys."""
     if kind == "softmax":
         return softmax_attention(q, k, v, causal=True)
-    if kind == "rope":
+    ids = torch.arange(k.shape[2], device=q.device)
+    places = ids[len(ids) - q.shape[2] :], ids
+    if kind == "t5":
+        bias = t5_bias(*places, _t5_numbers(heads).to(q.device)[:, head : head + 1], causal=True)
+        return linear_attention_by_sum(q, k, v, causal=True, bias=bias)
+    if kind in ("rope", "alibi"):
         theta = torch.as_tensor(RopeSpec(q.shape[-1]).inv_freq(), device=q.device)
-        return linear_attention_by_sum(q, k, v, inv_freq=theta, causal=True)
+        bias = None
+        if kind == "alibi":
+            bias = -alibi_slopes(heads)[head].item() * (places[0][:, None] - ids).abs().double()
+        return linear_attention_by_sum(q, k, v, inv_freq=theta, causal=True, bias=bias)
     out = linear_attention_by_sum(q, k, v, causal=True)
     if kind == "linear":
         return out
@@ -136,21 +177,27 @@ class Truth:
         self.sampled: Tensor = checked_tokens(seq, middle=True).to(q.device)
         heads = [(slice(b, b + 1), slice(h, h + 1)) for b in range(len(q)) for h in range(q.shape[1])]
         per_head = [
-            self._head(kind, [x[head] for x in tensors], None if cotangent is None else cotangent[head])
+            self._head(
+                kind,
+                [x[head] for x in tensors],
+                None if cotangent is None else cotangent[head],
+                head[1].start,
+                q.shape[1],
+            )
             for head in heads
         ]
         self.parts: list[Tensor] = [
             torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*per_head, strict=True)
         ]
 
-    def _head(self, kind: str, tensors: list[Tensor], cotangent: Tensor | None) -> list[Tensor]:
+    def _head(self, kind: str, tensors: list[Tensor], cotangent: Tensor | None, head: int, heads: int) -> list[Tensor]:
         q, k, v = (x.detach().double().requires_grad_(cotangent is not None) for x in tensors)
         seq = q.shape[2]
         first = min(HEAD, seq)
         last = min(TAIL, seq - first)
         with torch.set_grad_enabled(cotangent is not None):
-            parts = [_reference(kind, *(x[:, :, :first] for x in (q, k, v)))]
-            parts += [_reference(kind, q[:, :, seq - last :], k, v)] if last else []
+            parts = [_reference(kind, q[:, :, :first], k[:, :, :first], v[:, :, :first], head, heads)]
+            parts += [_reference(kind, q[:, :, seq - last :], k, v, head, heads)] if last else []
             out = torch.cat(parts, dim=2)
         if cotangent is None:
             return [out]
