@@ -40,19 +40,16 @@ class Rule(NamedTuple):
             return {"decay": tensor}
         if self.kind == "alibi":
             return {"bias": rw.encoding("alibi", dim=8 * heads, num_heads=heads)}
-        encoding = t5(heads, self.buckets, causal=causal)
-        assert tensor is not None
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or not tensor.is_leaf or tensor.requires_grad:
-            del encoding._parameters["weight"]
-            encoding.weight = tensor
-        else:
-            encoding.weight = torch.nn.Parameter(tensor)
+        encoding: Any = t5(heads, self.buckets, causal=causal)
+        # Not a new parameter: gradients, and transforms of functions, go to the tensor itself.
+        del encoding.weight
+        encoding.weight = tensor
         return {"bias": encoding}
 
     def part(self, start, stop) -> "Rule":
         """The rule of the tokens start .. stop-1."""
-        per_token = self.tensor is not None and self.tensor.dim() == 3
-        return self._replace(tensor=self.tensor[..., start:stop]) if per_token else self
+        tensor = self.tensor
+        return self if tensor is None or tensor.dim() < 3 else self._replace(tensor=tensor[..., start:stop])
 
 
 def t5(heads, buckets, *, causal):
@@ -180,6 +177,50 @@ def expected(
         return numerator if scale is None else scale * numerator
     is_empty = denominator == 0
     return (numerator / denominator.masked_fill(is_empty, 1.0)).masked_fill(is_empty, 0.0)
+
+
+def recurrence(q, k, v, rule, rope):
+    """One token after the other in the dtype of q: sums that decay, and T5's keys within its window one by one."""
+    heads, group, dtype = q.shape[1], q.shape[1] // k.shape[1], q.dtype
+    features = [feature_maps("elu")[0](x) for x in (q, k)]
+    rotated = [rotate_by_spec(x, rope.spec, torch.arange(x.shape[2])) for x in features]
+    tokens = [
+        x if x.shape[1] == heads else x.repeat_interleave(group, dim=1) for x in (*features, *rotated, v)
+    ]  # fmt: skip
+    keys, far = k.shape[2], torch.ones(1, heads, 1, dtype=dtype)
+    kept, near = torch.ones(1, heads, 1, dtype=dtype), torch.zeros(1, heads, 0, dtype=dtype)
+    if rule.kind == "alibi":
+        kept = torch.exp(alibi_bias(heads, torch.ones(1, 1), torch.zeros(1, 1), dtype)[..., 0])
+    elif rule.kind == "t5":
+        last = torch.exp(
+            t5_bias(rule.tensor, torch.tensor([[200]]), torch.arange(201)[None], rule.buckets, causal=True)
+        )
+        window = 1 + max(int((last[0, head, 0] != last[0, head, 0, 0]).nonzero()[0, 0]) for head in range(heads))
+        near, far = last[:, :, 0, window - 1 :].flip(-1), last[:, :, 0, :1]
+    else:
+        g = rule.tensor[None, :, None] if rule.tensor.dim() == 1 else rule.tensor
+        kept = torch.exp(g.repeat_interleave(heads // g.shape[1], dim=1).expand(-1, -1, keys))
+    above, below, outputs, width = 0, 0, [], near.shape[-1]
+    for m in range(keys):
+        one = kept[..., m : m + 1] if kept.shape[-1] > 1 else kept
+        enters = m - width if width else m
+        above, below = above * one[..., None], below * one
+        if enters >= 0:
+            a, b, c = tokens[3][:, :, enters], tokens[1][:, :, enters], tokens[4][:, :, enters]
+            above, below = above + a[..., None] * c[..., None, :], below + b
+        numerator = denominator = torch.zeros(1, heads, 1, dtype=dtype)
+        if enters >= 0:
+            numerator = far * (tokens[2][:, :, m, :, None] * above).sum(-2)
+            denominator = far * (tokens[0][:, :, m] * below).sum(-1, keepdim=True)
+        if width:
+            part = slice(max(0, m - width + 1), m + 1)
+            factor = near[..., : m + 1 - part.start].flip(-1)[:, :, None]
+            scores = tokens[2][:, :, m : m + 1] @ tokens[3][:, :, part].transpose(-1, -2) * factor
+            plain = tokens[0][:, :, m : m + 1] @ tokens[1][:, :, part].transpose(-1, -2) * factor
+            numerator = numerator + (scores @ tokens[4][:, :, part])[:, :, 0]
+            denominator = denominator + plain.sum(-1)
+        outputs.append(numerator / denominator)
+    return torch.stack(outputs, dim=2)
 
 
 def _weights(rule, heads, keys, queries, ids, key_mask, causal, dtype):
