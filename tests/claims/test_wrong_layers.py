@@ -9,6 +9,7 @@ import torch
 
 from ropewalk.claims import CHAPTERS, run
 from ropewalk.claims.layers import operations
+from ropewalk.kernels.linear.chunks import Far
 from ropewalk.kernels.types import Features
 from ropewalk.nn.encodings.absolute import SinusoidalEncoding
 from ropewalk.nn.encodings.base import DistanceBias
@@ -146,10 +147,9 @@ def test_a_wrong_window_is_detected(change, monkeypatch):
     assert contradicted("linear.encodings") == {"linear.encodings"}
 
 
-def test_sums_that_do_not_decay_between_chunks_are_detected(monkeypatch):
+def test_sums_over_earlier_chunks_that_do_not_decay_are_detected(monkeypatch):
     chunks = importlib.import_module("ropewalk.kernels.linear.chunks")
-    original = chunks.between_chunks
-    monkeypatch.setattr(chunks, "between_chunks", lambda starts, count: original(0 * starts, count))
+    monkeypatch.setattr(chunks, "Far", lambda sums, factors: Far(sums, None))
     ids = ("linear.encodings", "linear.bias-alibi", "linear.retention")
     assert contradicted(*ids) == set(ids)
 

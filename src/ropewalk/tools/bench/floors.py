@@ -274,10 +274,9 @@ def _attention_cpu(cases: Sequence[Case], growth: Sequence[dict[str, Any]]) -> I
             yield f"{fit['path']}: grows as N^{power:.2f}, outside {low} to {high}"
     for case in cases:
         for line in case["lines"]:
-            size = line["temporaries_over_qkv"]
-            enough = line["path"].startswith("ropewalk") and case["shape"][2] >= LONG_ENOUGH and size is not None
-            if enough and size > TEMPORARIES:
-                yield f"{_title(case)}: {line['path']} has temporaries of {size:.2f} times q, k and v, above {TEMPORARIES}"
+            size, path = line["temporaries_over_qkv"] or 0.0, line["path"]
+            if path.startswith("ropewalk") and case["shape"][2] >= LONG_ENOUGH and size > TEMPORARIES:
+                yield f"{_title(case)}: {path} has temporaries of {size:.2f} times q, k and v, above {TEMPORARIES}"
     yield from _beats_softmax(cases)
 
 
