@@ -72,15 +72,81 @@ def test_a_mistake_is_named(inputs, options, words):
 
 
 @pytest.mark.parametrize("name", ["t5", "alibi"])
-def test_a_bias_cannot_be_factored(name):
+def test_a_bias_is_not_a_rope(name):
     encoding = rw.encoding(name, dim=32, num_heads=4)
+    with pytest.raises(rw.RopewalkError, match="adds a bias") as caught:
+        rw.linear_attention(Q, K, V, rope=encoding)
+    assert "pass it as bias=" in str(caught.value)
+    # A rotation does not hide the bias beside it.
+    rotated = type("Rotated", (type(encoding),), {"rope": ROPE})(4)
+    with pytest.raises(rw.RopewalkError, match="pass it as bias=, and as rope= for its rotation"):
+        rw.linear_attention(Q, K, V, rope=rotated)
+    with pytest.raises(rw.RopewalkError, match="pass it as bias="):
+        rw.linear_attention(Q, K, V, rope=rotated, bias=encoding)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [rw.encoding("rope", dim=32, num_heads=4), rw.encoding("sinusoidal", dim=32, num_heads=4), rw.Encoding()],
+    ids=lambda encoding: encoding.name,
+)
+def test_an_encoding_without_a_bias_is_not_a_bias(encoding):
+    with pytest.raises(rw.RopewalkError, match="which has none") as caught:
+        rw.linear_attention(Q, K, V, bias=encoding)
+    assert "as rope=" in str(caught.value)
+
+
+class Squared(rw.Encoding):
+    """A bias that is neither exponential nor constant beyond a window."""
+
+    name = "squared"
+
+    def bias(self, q_positions, k_positions):
+        return -((q_positions[:, None] - k_positions) ** 2).float().expand(4, -1, -1)
+
+
+class Refused(Squared):
+    """The same, with what DistanceBias cannot have."""
+
+    def __init__(self, distances):
+        super().__init__()
+        self.distances = distances
+
+    def distance_bias(self):
+        return self.distances
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        (Squared(), r"linear in the distance, or constant beyond a window(?s:.*)override distance_bias(?s:.*)softmax"),
+        (Refused(rw.DistanceBias()), "slopes .heads., or with numbers"),
+        (Refused(rw.DistanceBias(torch.ones(4), torch.ones(4, 3))), "slopes .heads., or with numbers"),
+        (Refused(rw.DistanceBias(slopes=torch.ones(4, 3))), "slopes .heads., or with numbers"),
+        (Refused(rw.DistanceBias(numbers=torch.ones(3))), "slopes .heads., or with numbers"),
+        (Refused(rw.DistanceBias(numbers=torch.ones(4, 4))), "slopes .heads., or with numbers"),
+        (Refused(torch.ones(4)), "slopes .heads., or with numbers(?s:.*)Tensor"),
+        (Refused(rw.DistanceBias(slopes=[1.0] * 4)), "slopes .heads., or with numbers"),
+        (Refused(rw.DistanceBias(slopes=torch.ones(4).long())), "slopes .heads., or with numbers"),
+        (Refused(rw.DistanceBias(slopes=-torch.ones(4))), "slopes of at least 0"),
+        (Refused(rw.DistanceBias(slopes=torch.full((4,), float("nan")))), "finite slopes"),
+        (Refused(rw.DistanceBias(numbers=torch.ones(4, 2 * 1025 + 1))), "at most 1024"),
+        (rw.encoding("t5", dim=32, num_heads=4, causal=True, max_distance=100_000), "smaller max_distance"),
+    ],
+)
+def test_a_bias_that_would_not_be_linear_is_refused(encoding, words):
     for call in (
-        lambda: rw.linear_attention(Q, K, V, rope=encoding),
+        lambda: rw.linear_attention(Q, K, V, bias=encoding),
         lambda: rw.LinearAttention(32, 4, encoding=encoding),
     ):
-        with pytest.raises(rw.RopewalkError, match=r"P\[i, j\].*differs from query to query") as caught:
+        with pytest.raises(rw.RopewalkError, match=words):
             call()
-        assert "would be a decay" in str(caught.value)
+
+
+def test_a_bias_of_the_other_kind_of_attention():
+    encoding = rw.encoding("t5", dim=32, num_heads=4, causal=True)
+    with pytest.raises(rw.RopewalkError, match="the same causal in both"):
+        rw.LinearAttention(32, 4, encoding=encoding, causal=False)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from ropewalk.tools.bench.attention_record import exponent, growth
 from ropewalk.tools.cli import app
 from slow import slow
 
-OURS = {"softmax (SDPA)", "ropewalk linear", "ropewalk linear + RoPE"}
+OURS = {"softmax (SDPA)", *(f"ropewalk linear{kind}" for kind in ("", " + RoPE", " + ALiBi", " + T5"))}
 RECORD_KEYS = {"command", "date", "device", "hardware", "versions", "rounds", "cases", "growth", "missed", "digest"}
 TINY = [AttentionCase((1, 2, seq, 8), "float32") for seq in (1024, 2048)]
 

@@ -116,13 +116,22 @@ def bias_for_linear(encoding: object, asked: str) -> DistanceBias | None:
             do="override distance_bias to return slopes or numbers if the bias has one of the forms; otherwise use "
             "softmax Attention",
         )
-    sizes = [x.dim() for x in (bias.slopes, bias.numbers) if x is not None]
-    if sizes not in ([1], [2]) or (bias.numbers is not None and bias.numbers.shape[1] % 2 == 0):
+    if not isinstance(bias, DistanceBias) or not _has_one_form(bias):
         raise RopewalkError(
             asked=f"{asked} with {name}",
-            expected="DistanceBias with slopes [heads], or with numbers [heads, 2 * window + 1]",
-            got=shown([None if x is None else list(x.shape) for x in bias]),
+            expected="DistanceBias with slopes [heads], or with numbers [heads, 2 * window + 1], floating-point",
+            got=shown([list(x.shape) if isinstance(x, Tensor) else x for x in bias])
+            if isinstance(bias, DistanceBias)
+            else type(bias).__name__,
             do="return one of the two from distance_bias",
+        )
+    slopes = bias.slopes
+    if slopes is not None and can_read_values(slopes) and not bool(((slopes >= 0) & slopes.isfinite()).all()):
+        raise RopewalkError(
+            asked=f"{asked} with {name}",
+            expected="finite slopes of at least 0: the weights of farther keys do not grow",
+            got=shown(slopes.tolist()),
+            do="return slopes s for a bias of -s |m - n|, or use softmax Attention",
         )
     if bias.numbers is not None and bias.numbers.shape[1] // 2 > WIDEST:
         raise RopewalkError(
@@ -132,6 +141,15 @@ def bias_for_linear(encoding: object, asked: str) -> DistanceBias | None:
             do="create it with a smaller max_distance: scores are computed for all keys within the window",
         )
     return bias
+
+
+def _has_one_form(bias: DistanceBias) -> bool:
+    """Whether one field is set, to a tensor of the right number of dimensions."""
+    slopes, numbers = bias
+    table = numbers if slopes is None else slopes
+    if not isinstance(table, Tensor) or table.dtype not in FLOATS or (slopes is not None and numbers is not None):
+        return False
+    return table.dim() == 1 if numbers is None else table.dim() == 2 and table.shape[1] % 2 == 1
 
 
 def resolve_weighting(
