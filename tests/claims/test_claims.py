@@ -19,6 +19,7 @@ CLAIMS = [claim for chapter in CHAPTERS for claim in chapter.claims]
 SECONDS = {
     *("absolute.shift-matrix", "rotation.sparse", "decay.score", "decay.bound", "decay.made-for-distance"),
     *("heads.unseen-angles", "linear.cost", "linear.memory", "linear.relative"),
+    "linear.bias-quadratic",
 }
 
 
@@ -221,7 +222,10 @@ def no_bias(heads: int) -> DistanceBias:
         ("decay.figure", ("ropewalk.claims.seeds.decay.theta", lambda dim, base=1e4: theta(dim, 9_000.0))),
         ("decay.farther-lower", ("ropewalk.claims.seeds.decay.THREE", [1.0, 0.3, 0.02])),
         ("decay.s50", ("ropewalk.claims.seeds.decay.THREE", [1.0, 0.3, 0.0499])),
-        ("linear.bias-quadratic", ("ropewalk.claims.seeds.linear_position._by_fft", lambda t, q, k, v: q @ (k.T @ v))),
+        slow(
+            "linear.bias-quadratic",
+            ("ropewalk.claims.seeds.linear_position._by_fft", lambda t, q, k, v: q @ (k.T @ v)),
+        ),
         (
             "code.positions-comment",
             ("ropewalk.claims.seeds.code._passed_to_einsum", lambda dim, rows: (torch.ones(rows, 1), torch.ones(dim))),

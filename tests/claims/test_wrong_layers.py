@@ -20,6 +20,7 @@ from ropewalk.nn.encodings.rotary import RotaryEncoding
 from ropewalk.nn.linear.feature_maps import FavorFeatures
 from ropewalk.nn.linear.layer import LinearAttention
 from ropewalk.nn.linear.near_keys import with_near
+from slow import slow
 
 
 def contradicted(*names: str) -> set[str]:
@@ -83,19 +84,25 @@ def test_linear_attention_off_by_a_thousandth_is_detected(monkeypatch):
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_that_is_quadratic_is_detected(monkeypatch):
+@pytest.mark.parametrize(
+    "ids",
+    [("linear.cost", "linear.cost-in-d", "linear.relative"), slow(("linear.bias-quadratic",))],
+    ids=["plain", "bias"],
+)
+def test_linear_attention_that_is_quadratic_is_detected(ids, monkeypatch):
     def with_all_scores(attend, tokens, before, causal):
         _ = tokens.q.x @ tokens.k.x.mT
         return attend(tokens, before, causal=causal)
 
     linear_ops(monkeypatch, with_all_scores)
-    ids = ("linear.cost", "linear.cost-in-d", "linear.relative", "linear.bias-quadratic")
     assert contradicted(*ids) == set(ids)
 
 
-def test_linear_attention_in_one_chunk_is_detected(monkeypatch):
+@pytest.mark.parametrize(
+    "ids", [("linear.cost", "linear.relative"), slow(("linear.bias-quadratic",))], ids=["plain", "bias"]
+)
+def test_linear_attention_in_one_chunk_is_detected(ids, monkeypatch):
     monkeypatch.setattr(importlib.import_module("ropewalk.kernels.linear.torch"), "CHUNK", 1 << 20)
-    ids = ("linear.cost", "linear.relative", "linear.bias-quadratic")
     assert contradicted(*ids) == set(ids)
 
 
