@@ -358,7 +358,8 @@ def gpu_others(page: str) -> str:
 
 @block("linear-cpu")
 def linear_cpu(page: str) -> str:
-    paths = "softmax (SDPA)", "ropewalk linear", "ropewalk linear + RoPE"
+    kinds = "linear", "linear + RoPE", "linear + ALiBi", "linear + T5"
+    paths = "softmax (SDPA)", *(f"ropewalk {kind}" for kind in kinds)
     cpu = record("attention_cpu")
     times = {seq: times_of(case_of("attention_cpu", shape=[1, 8, seq, 64]), "ms") for seq in (1024, 4096, 16384)}
     fits = {fit["path"]: fit for fit in cpu["growth"]}
@@ -373,7 +374,7 @@ def linear_cpu(page: str) -> str:
             " ([record](../benchmarks/attention_cpu.json)):"
         ),
         table(
-            ["N", "softmax (SDPA)", "linear", "linear + RoPE"],
+            ["N", "softmax (SDPA)", *kinds],
             *([str(seq), *(milliseconds(by_path[path]) for path in paths)] for seq, by_path in times.items()),
             ["grows as", *(f"N^{fits[path]['exponent']:.2f}" for path in paths)],
         ),

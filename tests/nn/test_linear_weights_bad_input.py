@@ -1,5 +1,7 @@
 """What linear attention refuses of decays, biases, scales and their states, and in which words."""
 
+import copy
+
 import pytest
 import torch
 
@@ -171,7 +173,7 @@ def test_values_that_the_host_cannot_read_are_not_checked():
     meta = [x.to("meta") for x in (Q, K, V)]
     assert rw.linear_attention(*meta, decay=torch.ones(2, device="meta")).shape == (2, 4, 6, 3)
     assert rw.linear_attention(*meta, bias=ALIBI, positions=IDS.to("meta")).shape == (2, 4, 6, 3)
-    out, state = rw.linear_attention(*meta, bias=T5.to("meta"), return_state=True)
+    out, state = rw.linear_attention(*meta, bias=copy.deepcopy(T5).to("meta"), return_state=True)
     assert out.shape == (2, 4, 6, 3)
     assert state.near is not None
     assert state.near.keys.is_meta

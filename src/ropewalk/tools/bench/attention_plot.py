@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ropewalk.tools.pictures import BLUE, GREEN, GREY, RED, figure, save, shown_length
+from ropewalk.tools.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, figure, save, shown_length
 
 __all__ = ["draw"]
 
@@ -14,6 +14,8 @@ STYLES = {
     "softmax (SDPA)": (GREY, "s", "-"),
     "ropewalk linear": (BLUE, "o", "-"),
     "ropewalk linear + RoPE": (RED, "D", "-"),
+    "ropewalk linear + ALiBi": (ORANGE, "P", "-"),
+    "ropewalk linear + T5": (PURPLE, "X", "-"),
     "fla linear": (BLUE, "^", "--"),
     "fla linear + RoPE": (RED, "v", "--"),
     "fla, no denominator": (GREEN, "x", "--"),

@@ -152,7 +152,9 @@ def _times(case: Case, unit: str) -> dict[str, float]:
 
 def _title(case: Case) -> str:
     names = ("shape", "seq", "dtype", "pairing", "memory", "work", "rotary_dim")
-    return ", ".join([str(case[name]) for name in names if case.get(name)] + ["QK-norm"] * bool(case.get("norm")))
+    # A shape is a list in a record that was read.
+    values = (tuple(case[name]) if name == "shape" else case[name] for name in names if case.get(name))
+    return ", ".join([*map(str, values), *["QK-norm"] * bool(case.get("norm"))])
 
 
 def _over_budget(case: Case) -> Iterator[str]:
