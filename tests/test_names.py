@@ -19,9 +19,9 @@ from ropewalk.signatures import ArgumentError, advice_on_argument, checks_names
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 
-# Base classes and a protocol without arguments, warnings, a module, and the tuples that a cache returns.
+# Base classes and a protocol without arguments, warnings, a module, and tuples that are returned.
 WITHOUT_ARGUMENTS = {"Encoding", "Frequencies", "QueryTemperature", "RopeConfigWarning", "RopewalkWarning", "positions"}
-WITHOUT_ARGUMENTS |= {"Cache", "CachedTokens", "Visibility"}
+WITHOUT_ARGUMENTS |= {"Cache", "CachedTokens", "DistanceBias", "Visibility"}
 ROPE = rw.RotaryEmbedding(8)
 X = torch.ones(1, 2, 5, 8)
 METHODS = {f"rope.{name}": getattr(ROPE, name) for name in ("at", "unrotate", "shift", "retune", "rotate_", "forward")}
@@ -42,7 +42,7 @@ def parameters(call: Any) -> set[str]:
 def test_every_public_callable_answers_to_every_foreign_name(name):
     call, own = public()[name], parameters(public()[name])
     # Python itself refuses a call of these methods without their first argument: they have no wrapper.
-    first = (X,) if name in ("rope", "rope.forward", "rope.rotate_") else ()
+    first = {"linear_attention": (X, X, X)}.get(name, (X,) if name in ("rope", "rope.forward", "rope.rotate_") else ())
     for foreign in {*ARGUMENTS, "no_such_argument"} - own:
         if name == "encoding" and not {*ARGUMENTS.get(foreign, ARGUMENTS["cos"]).ours} & own:
             continue  # an option, which only the encoding can refuse: below

@@ -189,8 +189,8 @@ def test_tensors_that_are_unusual_use_the_general_path():
     spread = torch.zeros(1, 2, 1, 16)[..., ::2].copy_(q)
     out, _ = general_only(spread, k, v, state)
     torch.testing.assert_close(out, both(q, k, v, state)[0][0], rtol=1e-5, atol=1e-6)
-    turned = torch.empty(1, 2, 8, 8).transpose(-1, -2).copy_(state.above)
-    general_only(q, k, v, state._with_step(replace(state, above=turned)))
+    swapped = torch.empty(1, 2, 8, 8).transpose(-1, -2).copy_(state.above)
+    general_only(q, k, v, state._with_step(replace(state, above=swapped)))
     with pytest.raises(rw.RopewalkError, match="one dtype"):
         rw.linear_attention(q, k.bfloat16(), v, state=state)
     with pytest.raises(rw.RopewalkError, match="width"):

@@ -225,7 +225,17 @@ def _attend_decayed(
 
 
 def chunk_sums_of(k: Features, v: Tensor, local: Tensor) -> Sums:
-    """Return the sums over each chunk, decayed to its end: [batch, kv_heads, chunks, group or 1, width, ...]."""
+    """Return the sums over each chunk, decayed to its end: [batch, kv_heads, chunks, group or 1, width, ...].
+
+    Args:
+        k: Features of keys [batch, kv_heads, chunks, size, width].
+        v: Values [batch, kv_heads, chunks, size, v_dim].
+        local: Logarithm of the decay from the start of a chunk, as `running` returns it.
+
+    >>> ones, local = torch.ones(1, 1, 1, 2, 1), torch.tensor([0.5, 0.5]).log().cumsum(0).view(1, 1, 1, 1, 2)
+    >>> chunk_sums_of(Features(ones, ones), ones, local).above.item()  # 1/2 + 1
+    1.5
+    """
     factors = torch.exp(local[..., -1:] - local).to(v.dtype).unsqueeze(-1)
     columns = (k.rotated.unsqueeze(3) * factors).transpose(-1, -2).flatten(3, 4)
     above = (columns @ v).unflatten(3, (-1, k.plain.shape[-1]))
@@ -233,7 +243,15 @@ def chunk_sums_of(k: Features, v: Tensor, local: Tensor) -> Sums:
 
 
 def between_chunks(starts: Tensor, count: int) -> Tensor:
-    """Return the decay from the end of each chunk to the start of each later one: [..., count + 1, count]."""
+    """Return the decay from the end of each chunk to the start of each later one: [..., count + 1, count].
+
+    Args:
+        starts: Logarithm of the decay before each chunk, and after the last [..., count + 1].
+        count: Number of chunks.
+
+    >>> between_chunks(torch.tensor([0.0, -1.0, -3.0]), 2).log().tolist()
+    [[-inf, -inf], [0.0, -inf], [-2.0, 0.0]]
+    """
     number = arange(count + 1, device=starts.device)
     hidden = number[:, None] <= number[:-1]
     return torch.exp((starts.unsqueeze(-1) - starts[..., 1:].unsqueeze(-2)).masked_fill(hidden, -torch.inf))
@@ -310,6 +328,11 @@ def read_chunks(q: Features, k: Features, v: Tensor, weights: Tensor | None, far
 
     Returns:
         Parts [batch, kv_heads, chunks, group, size, ...].
+
+    >>> q, k = (Features(x, x) for x in (torch.ones(1, 1, 1, 1, 2, 1), torch.ones(1, 1, 1, 2, 1)))
+    >>> far = Far(Sums(torch.zeros(1, 1, 1, 1, 1, 1), torch.full((1, 1, 1, 1, 1), 5.0)), None)
+    >>> read_chunks(q, k, torch.ones(1, 1, 1, 2, 1), None, far, normalize=True).below.flatten().tolist()
+    [6.0, 7.0]
     """
     group, size = q.plain.shape[3:5]
 

@@ -102,14 +102,13 @@ def _attend(
     passed = torch.cat([new_zeros(ends, *ends.shape[:2], 1), ends.cumsum(dim=-1)], dim=-1)
     number, sequence = arange(count, device=device), arange(sequences, device=device)
 
-    def decayed(later: Tensor, earlier: Tensor, reads: Tensor) -> Tensor:
-        """Return the decay between two numbers of chunks where `reads`, and 0 elsewhere."""
+    def decayed(later: Tensor, earlier: Tensor, reads: Tensor | None = None) -> Tensor:
+        """Return the decay between two numbers of chunks, and 0 where `reads` is False."""
         between = (passed[..., later] - passed[..., earlier]).to(v.dtype)
-        return torch.exp(between.masked_fill(~reads, -torch.inf))
+        return torch.exp(between if reads is None else between.masked_fill(~reads, -torch.inf))
 
     members = decayed(starts[1:, None], number[None] + 1, owner == sequence[:, None])
-    always = torch.ones((), dtype=torch.bool, device=device)
-    kept = decayed(starts[1:], starts[:-1], always)
+    kept = decayed(starts[1:], starts[:-1])
     after = [kept.unsqueeze(-1) * x + members @ part for x, part in zip(first, each, strict=True)]
     weights, near = None, 0
     if not ordered:
@@ -118,7 +117,7 @@ def _attend(
         near = 0 if weighting.band is None else lead_of(weighting.band, chunk)
         reads = (owner[:, None] == owner) & (number[:, None] > number + near // chunk)
         back = decayed(number[:, None], number[None] + 1, reads)
-        old = decayed(number, starts[owner], always)
+        old = decayed(number, starts[owner])
         earlier = [old.unsqueeze(-1) * x[:, :, owner] + back @ part for x, part in zip(first, each, strict=True)]
     far_sums = Sums(*(x.transpose(1, 2)[None] for x in (earlier[0].unflatten(-1, (width, v_dim)), earlier[1])))
     factors = None if local is None else torch.exp(local).to(v.dtype)

@@ -103,12 +103,12 @@ class _Tokens(NamedTuple):
         return _features(self.k, start, stop, self, "k")
 
     def values(self, start: int, stop: int) -> Tensor:
-        return self.turned(self.v[:, :, self.bounds(start, stop, self.v.shape[2])]).to(working_dtype(self.v))
+        return self.flipped(self.v[:, :, self.bounds(start, stop, self.v.shape[2])]).to(working_dtype(self.v))
 
     def bounds(self, start: int, stop: int, length: int) -> slice:
         return slice(length - stop, length - start) if self.reverse else slice(start, stop)
 
-    def turned(self, x: Tensor) -> Tensor:
+    def flipped(self, x: Tensor) -> Tensor:
         return x.flip(2) if self.reverse else x
 
     def part(self, start: int, stop: int) -> "_Tokens":
@@ -131,7 +131,7 @@ def _features(side: Side, start: int, stop: int, tokens: _Tokens, role: str) -> 
     shift = row_shift(x, side.map) if role == "q" and tokens.weighting.normalize else None
     plain = map_features(x, side.map, shift)
     rotated = plain if side.tables is None else tokens.rotate(plain, side.tables, tokens.layout)
-    return Features(*([tokens.turned(plain)] * 2 if rotated is plain else map(tokens.turned, (plain, rotated))))
+    return Features(*([tokens.flipped(plain)] * 2 if rotated is plain else map(tokens.flipped, (plain, rotated))))
 
 
 def _attend_each(tokens: _Tokens, before: Sums | None, ends: list[int], *, causal: bool) -> tuple[Tensor, Sums]:

@@ -62,8 +62,8 @@ def decay_weights(local: Tensor, dtype: torch.dtype, *, strict: bool) -> Tensor:
     >>> decay_weights(torch.tensor([-2.0, -2.0]).cumsum(0).double(), torch.float32, strict=False).log().tolist()
     [[0.0, -inf], [-2.0, 0.0]]
     """
-    size = local.shape[-1]
-    hidden = torch.ones(size, size, dtype=torch.bool, device=local.device).triu(0 if strict else 1)
+    token = arange(local.shape[-1], device=local.device)
+    hidden = token >= token[:, None] + (0 if strict else 1)
     between = (local.unsqueeze(-1) - local.unsqueeze(-2)).to(dtype)
     # Hidden before the exponential, which would be infinite there.
     return torch.exp(between.masked_fill(hidden, -torch.inf))
@@ -97,9 +97,10 @@ def band_weights(band: Tensor, q_ids: Tensor, k_ids: Tensor, first: int, kv_head
     >>> band_weights(torch.tensor([[-2.0, 0.0, 5.0]]), ids, ids, 0, 1, strict=False).log().flatten(0, 4).tolist()
     [[0.0, -inf], [-2.0, 0.0]]
     """
-    window, queries, keys = band.shape[-1] // 2, q_ids.shape[-1], k_ids.shape[-1]
+    window = band.shape[-1] // 2
+    query, key = (arange(ids.shape[-1], device=band.device) for ids in (q_ids, k_ids))
     distance = (k_ids.unsqueeze(-2) - q_ids.unsqueeze(-1)).clamp(-window, window) + window
-    hidden = torch.ones(queries, keys, dtype=torch.bool, device=band.device).triu(first + (0 if strict else 1))
+    hidden = key >= query[:, None] + first + (0 if strict else 1)
     # [heads, batch, chunks, size, keys]
     bias = band[:, distance].masked_fill(hidden, -torch.inf)
     return torch.exp(bias).unflatten(0, (kv_heads, -1)).permute(2, 0, 3, 1, 4, 5)

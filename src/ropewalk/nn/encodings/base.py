@@ -55,7 +55,7 @@ class DistanceBias(NamedTuple):
     The bias of key n for query m is numbers[h, clamp(n - m, -window, window) + window] - slopes[h] |m - n|, where m and
     n are positions. Exactly one of the fields is set.
 
-    Args:
+    Attributes:
         slopes: Slopes of at least 0 [heads]: the exponential of the bias is a decay.
         numbers: Biases of n - m = -window .. window [heads, 2 * window + 1], which are constant beyond.
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.constructors import arange, new_full, new_zeros
+from ropewalk.kernels.constructors import arange, new_full, new_zeros, zeros
 from ropewalk.nn.linear.state import NearKeys
 
 __all__ = ["empty_near", "split_near", "with_near"]
@@ -18,7 +18,7 @@ def empty_near(k: Tensor, v: Tensor, near: int, fill: float, *, rows: int | None
     batch, kv_heads = len(k) if rows is None else rows, k.shape[1]
     keys = new_full(k, (batch, kv_heads, near, k.shape[-1]), fill)
     values = new_zeros(v, batch, kv_heads, near, v.shape[-1])
-    return NearKeys(keys, values, torch.zeros(batch, near, dtype=torch.int64, device=k.device))
+    return NearKeys(keys, values, zeros(batch, near, dtype=torch.int64, device=k.device))
 
 
 def with_near(near: NearKeys, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:

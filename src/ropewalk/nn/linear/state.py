@@ -230,7 +230,12 @@ def join_states(states: list[LinearState]) -> LinearState:
     """
     first, device = states[0], states[0].above.device
     sums = [torch.cat([getattr(state, name) for state in states]) for name in ("above", "below")]
-    position = torch.cat([torch.as_tensor(state.position, device=device).reshape(1) for state in states])
+    position = torch.cat(
+        [
+            state.position.reshape(1) if isinstance(state.position, Tensor) else tensor([state.position], device=device)
+            for state in states
+        ]
+    )
     nears = [state.near for state in states if state.near is not None]
     near = NearKeys(*(torch.cat(parts) for parts in zip(*nears, strict=True))) if nears else None
     return replace(first, above=sums[0], below=sums[1], position=position, near=near)
