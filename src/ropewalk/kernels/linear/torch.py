@@ -23,8 +23,8 @@ from ropewalk.kernels.types import NO_WEIGHTING, Features, Layout, Side, Sums, T
 
 __all__ = ["BLOCK", "divide", "linear_attention"]
 
-# Most chunks per block, and least blocks of a sequence: large blocks need fewer operations, small ones less memory.
-BLOCK, BLOCKS = 8, 8
+# Most chunks per block: large blocks need fewer operations, small ones less memory.
+BLOCK = 16
 
 # Rotates features: (features, tables, layout) -> rotated features.
 Rotate = Callable[[Tensor, Tables, Layout], Tensor]
@@ -164,19 +164,23 @@ def _attend_sequence(tokens: _Tokens, before: Sums | None, *, causal: bool) -> t
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), after
 
 
-def _blocks(length: int) -> Iterator[tuple[int, int]]:
-    """Yield the first token and the end of each block. Less than a chunk at the end is a block of its own."""
+def _blocks(length: int, weighting: Weighting) -> Iterator[tuple[int, int]]:
+    """Yield the first token and the end of each block. Less than a chunk at the end is a block of its own.
+
+    There are several blocks, so that temporaries are at most twice q, k and v: more with factors, which need more.
+    """
     if torch.compiler.is_compiling() or length == 0:
         yield 0, length
         return
     whole = length - length % CHUNK
-    size = CHUNK * max(1, min(BLOCK, whole // CHUNK // BLOCKS))
+    least = 6 if weighting.band is not None else 3 if weighting.decay is not None else 2
+    size = CHUNK * max(1, min(BLOCK, whole // CHUNK // least))
     yield from itertools.pairwise(sorted({*range(0, whole, size), 0, whole, length}))
 
 
 def _sum_all(tokens: _Tokens, before: Sums | None, stop: int) -> Sums:
     """Return the sums over the keys 0 .. stop-1."""
-    for start, end in _blocks(stop):
+    for start, end in _blocks(stop, tokens.weighting):
         part = tokens.weighting.part(start, end)
         before = sum_keys(tokens.keys(start, end), tokens.values(start, end), before, part)
     return cast(Sums, before)
@@ -188,7 +192,7 @@ def _attend_all(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums
     heads = after.below.shape[1]
     group = tokens.q.x.shape[1] // heads
     parts: list[Parts] = []
-    for start, end in _blocks(tokens.q.x.shape[2]):
+    for start, end in _blocks(tokens.q.x.shape[2], tokens.weighting):
         q = Features(*(x.unflatten(1, (heads, group)).flatten(2, 3) for x in tokens.queries(start, end)))
         below = (q.plain @ after.below.unsqueeze(-1)).squeeze(-1) if tokens.weighting.normalize else None
         above, below = (
@@ -207,7 +211,7 @@ def _scan(tokens: _Tokens, before: Sums | None) -> tuple[list[Parts], Sums]:
     first = max(0, lead - near)
     sums = _sum_all(tokens, before, first) if first else before
     parts: list[Parts] = []
-    for start, end in _blocks(queries):
+    for start, end in _blocks(queries, weighting):
         first = max(0, lead + start - near)
         sides = tokens.queries(start, end), tokens.keys(first, lead + end), tokens.values(first, lead + end)
         part = weighting.part(first, lead + end)
