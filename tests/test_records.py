@@ -203,8 +203,14 @@ def test_errors_partial_rotation_and_growth_have_floors():
     assert any("rotary_dim 64, half" in text for text in floors("gpu", content))
     content = record("attention_cpu")
     for fit in content["growth"]:
-        fit["exponent"] += 0.2
-    assert len(floors("attention_cpu", content)) == 2
+        fit["exponent"] += 0.5
+    missed = floors("attention_cpu", content)
+    assert [text.split(":")[0] for text in missed] == [
+        f"ropewalk linear{kind}" for kind in ("", " + RoPE", " + ALiBi", " + T5")
+    ]
+    content = record("attention_cpu")
+    content["cases"][-1]["lines"][0]["temporaries_over_qkv"] = 2.1
+    assert ["temporaries of 2.10 times" in text for text in floors("attention_cpu", content)] == [True]
 
 
 def test_missed_floors_are_shown_within_80_columns():

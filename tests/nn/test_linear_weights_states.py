@@ -478,7 +478,7 @@ def test_a_replaced_state_continues_too():
         assert_same(out, expected(q, k, v, rule)[:, :, 20:])
 
 
-@pytest.mark.parametrize("kind", slow_except([], KINDS))
+@pytest.mark.parametrize("kind", slow_except([], ["per query head", "t5"]))
 def test_one_graph_for_a_step(kind):
     torch.compiler.reset()
     rule, rope = rule_of(kind, 1, 4, 2, 40, buckets=BUCKETS), rw.RotaryEmbedding(8)

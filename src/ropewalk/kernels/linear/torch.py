@@ -224,7 +224,7 @@ def _finished(parts: Parts, weighting: Weighting, dtype: torch.dtype) -> Tensor:
     if parts.below is None:
         return (parts.above if weighting.scale == 1.0 else parts.above * weighting.scale).to(dtype)
     smallest = 0.0
-    if weighting.decay is not None:
+    if weighting.decay is not None or weighting.band is not None:
         smallest = torch.finfo(parts.below.dtype).tiny / torch.finfo(parts.below.dtype).eps
     return divide(parts.above, parts.below.unsqueeze(-1), smallest).to(dtype)
 
@@ -232,8 +232,8 @@ def _finished(parts: Parts, weighting: Weighting, dtype: torch.dtype) -> Tensor:
 def divide(numerator: Tensor, denominator: Tensor, smallest: float = 0.0) -> Tensor:
     """Return the quotient, and 0 with zero gradients if the denominator is at most `smallest`.
 
-    It is 0 if all features of visible keys are 0. With a decay, small denominators are those of keys so far away that
-    their weights underflow, or would in the derivative of the quotient.
+    It is 0 if all features of visible keys are 0. With a decay or a bias, small denominators are those of keys whose
+    weights underflow, or would in the derivative of the quotient.
 
     >>> divide(torch.tensor([6.0, 0.0]), torch.tensor([2.0, 0.0])).tolist()
     [3.0, 0.0]

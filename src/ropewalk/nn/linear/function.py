@@ -382,7 +382,7 @@ def _positions_of_keys(
 def _all_positions(key_ids: Tensor | None, start: int | Tensor, k: Tensor) -> Tensor:
     """Return the positions of all keys, int64 [batch or 1, keys]."""
     if key_ids is not None:
-        return as_signed(key_ids).to(torch.int64).reshape(-1, k.shape[2])
+        return torch.atleast_2d(as_signed(key_ids).to(torch.int64))
     ids = arange(k.shape[2], device=k.device)[None]
     return ids + (start.reshape(-1, 1).to(torch.int64) if isinstance(start, Tensor) else start)
 
