@@ -103,7 +103,8 @@ def test_options_that_every_rotary_encoding_passes_on_are_the_modules():
 
 def test_the_page_says_what_they_say_of_themselves():
     page = (Path(__file__).parents[2] / "docs" / "encodings.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w-]+)` \| (\S+?):? .*?\| (\w+).*? \| .*? \| (yes|no) \| .*? \|$", page, re.MULTILINE)
+    row = r"^\| `([\w-]+)` \| (\S+?):? .*?\| (\w+).*? \| .*? \| (yes|no)(?:, as [^|]*)? \| .*? \|$"
+    rows = re.findall(row, page, re.MULTILINE)
     for name, hook, relative, linear in rows:
         said = SAID[name]
         assert (hook.rstrip(",;:"), relative == "yes", linear == "yes") == (said[0] or "–", said[1], said[3]), name
@@ -129,7 +130,7 @@ def test_one_interface(name, positions):
     assert (x.shape, q.shape, k.shape) == (X.shape, Q.shape, K.shape)
     assert torch.equal(x, X) == (hook != "embed")
     assert torch.equal(q, Q) == torch.equal(k, K) == (hook != "rotate")
-    assert (bias is None) == (hook != "bias") == linear
+    assert (bias is None) == (found.distance_bias() is None) == (hook != "bias")
     places = torch.arange(5) if positions is None else positions
     assert (found.score_mod(places, places) is None) == (bias is None)
     if bias is not None:
