@@ -39,7 +39,8 @@ def both(q, k, v, state, **options):
     with mock.patch.object(steps.Step, "__call__", autospec=True, side_effect=Step.__call__) as called:
         result = rw.linear_attention(q, k, v, state=state, return_state=True, **options)
     assert called.call_count == 1
-    general = rw.linear_attention(q, k, v, state=replace(state), return_state=True, **options)
+    with mock.patch.object(steps.Step, "__call__", return_value=None):
+        general = rw.linear_attention(q, k, v, state=replace(state), return_state=True, **options)
     return result, general
 
 
@@ -158,15 +159,17 @@ def prompted(**options):
 def test_other_arguments_use_the_general_path():
     rope, other = rw.RotaryEmbedding(8), rw.RotaryEmbedding(8)
     state = prompted(rope=rope)
+    expected = both(*LENGTHS[1], state, rope=rope)
+    # An equal rope is checked, and then has its own step.
+    assert torch.equal(rw.linear_attention(*LENGTHS[1], rope=other, state=replace(state)), expected[0][0])
     for options in (
-        {"rope": other},
         {"rope": rope, "positions": torch.tensor([20])},
         {"rope": rope, "key_mask": torch.tensor([[True]])},
         {"rope": rope, "cu_seqlens": torch.tensor([0, 1])},
         {"rope": rope, "backend": "torch"},
     ):
         out, _ = general_only(*LENGTHS[1], state, **options)
-        torch.testing.assert_close(out, both(*LENGTHS[1], state, rope=rope)[1][0])
+        torch.testing.assert_close(out, expected[1][0])
     with pytest.raises(rw.RopewalkError, match="a state of"):
         rw.linear_attention(*LENGTHS[1], state=state)
     with pytest.raises(rw.RopewalkError, match="feature map"):
@@ -227,6 +230,26 @@ def test_positions_end_with_the_context():
     _, state = rw.linear_attention(*LENGTHS[1], rope=rope, state=state, return_state=True)
     with pytest.raises(rw.RopewalkError, match="context_length"):
         rw.linear_attention(*LENGTHS[1], rope=rope, state=state)
+
+
+@pytest.mark.parametrize("maps", [rw.FavorFeatures(8, 8), (rw.FavorFeatures(8, 8), torch.relu), ("elu", torch.exp)])
+def test_functions_use_the_general_path(maps):
+    state = prompted(feature_map=maps)
+    out, _ = general_only(*LENGTHS[1], state, feature_map=maps)
+    joined = [torch.cat(parts, dim=2) for parts in zip(*LENGTHS, strict=True)]
+    torch.testing.assert_close(out, rw.linear_attention(*joined, feature_map=maps)[:, :, -1:], rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_without_a_step_has_the_same_result():
+    rope, decay = rw.RotaryEmbedding(8), -torch.rand(2)
+    state = prompted(rope=rope, decay=decay)
+    loaded = rw.LinearState.from_state_dict(state.state_dict())
+    results = [
+        rw.linear_attention(*LENGTHS[1], rope=rope, decay=decay, state=each, return_state=True)
+        for each in (state, loaded)
+    ]
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1].above, results[1][1].above)
 
 
 def test_far_positions():

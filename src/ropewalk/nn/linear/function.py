@@ -274,6 +274,14 @@ def linear_attention(
         near=near,
         asked="linear_attention",
     )
+    if state is not None and usual and causal and backend is None and q.shape[2] == k.shape[2] == 1:
+        # A state without a `Step`, for example one that was loaded: the same numbers as with one.
+        attach_step(state, arguments, rotation, map_names, weighting, v.device)
+        step = find_step(state, arguments)
+        needs_graph = decay is not None and decay.requires_grad and torch.is_grad_enabled()
+        result = None if step is None or needs_graph else step(q, k, v, state, decay if per_token else None)
+        if result is not None:
+            return result if return_state else result[0]
     fill = NamedMap[k_name].zero
     if hidden is not None:
         # The input that each map sends to 0: a hidden key adds nothing to numerator and denominator.
@@ -324,7 +332,7 @@ def linear_attention(
     sums = after.above.contiguous(), after.below.contiguous()
     new_state = LinearState(*sums, following, spec, map_names, learned, length, encoding, kind, last)
     if usual and causal and backend is None:
-        attach_step(new_state, arguments, rotation, (q_name, k_name), weighting, v.device)
+        attach_step(new_state, arguments, rotation, map_names, weighting, v.device)
     return out, new_state
 
 

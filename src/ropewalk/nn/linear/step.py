@@ -121,7 +121,7 @@ def attach_step(
         state: The state that is returned.
         arguments: As in `Step`.
         rotation: The rotation, or None.
-        maps: Names of the feature maps.
+        maps: Names of the feature maps. A function has a name too, but no step supports it.
         weighting: The weighting of the call.
         device: Device of the state.
 
@@ -135,7 +135,9 @@ def attach_step(
         return
     if rotation is not None and not _depends_on_position_alone(rotation):
         return
-    if any(name not in FeatureMap.__members__ for name in maps):
+    feature_map = arguments[3]
+    named = all(isinstance(x, str) for x in (feature_map if isinstance(feature_map, tuple) else (feature_map,)))
+    if not named or any(name not in FeatureMap.__members__ for name in maps):
         return
     run = linear_step_on(device.type)
     if run is None:
