@@ -304,5 +304,10 @@ def test_compilers_see_the_general_path():
         moved = replace(state, above=above, below=below)
         return rw.linear_attention(q, k, v, rope=rope, state=moved)
 
+    def with_step(q, k, v):
+        return rw.linear_attention(q, k, v, rope=rope, state=state)
+
+    compiled = torch.compile(with_step, fullgraph=True, backend="aot_eager")(*LENGTHS[1])
+    torch.testing.assert_close(compiled, both(*LENGTHS[1], state, rope=rope)[0][0], rtol=1e-5, atol=1e-6)
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(*LENGTHS[1], state.above, state.below)
     torch.testing.assert_close(compiled, both(*LENGTHS[1], state, rope=rope)[0][0], rtol=1e-5, atol=1e-6)

@@ -160,7 +160,8 @@ def linear_attention(
     per_token = decay is not None and isinstance(decay, Tensor) and decay.dim() == 3
     arguments = rope, bias, "per token" if per_token else decay, feature_map, normalize, scale
     usual = positions is None and k_positions is None and cu_seqlens is None and key_mask is None and length is None
-    if state is not None and usual and causal is True and backend is None and not torch.compiler.is_compiling():
+    usual = usual and causal is True and backend is None and not torch.compiler.is_compiling()
+    if state is not None and usual:
         step = find_step(state, arguments)
         if step is not None and not (decay is not None and decay.requires_grad and torch.is_grad_enabled()):
             result = step(q, k, v, state, decay if per_token else None)
@@ -274,7 +275,7 @@ def linear_attention(
         near=near,
         asked="linear_attention",
     )
-    if state is not None and usual and causal and backend is None and q.shape[2] == k.shape[2] == 1:
+    if state is not None and usual and q.shape[2] == k.shape[2] == 1:
         # A state without a `Step`, for example one that was loaded: the same numbers as with one.
         attach_step(state, arguments, rotation, map_names, weighting, v.device)
         step = find_step(state, arguments)
@@ -331,7 +332,7 @@ def linear_attention(
     # Contiguous: a view would keep the sums of all chunks alive.
     sums = after.above.contiguous(), after.below.contiguous()
     new_state = LinearState(*sums, following, spec, map_names, learned, length, encoding, kind, last)
-    if usual and causal and backend is None:
+    if usual:
         attach_step(new_state, arguments, rotation, map_names, weighting, v.device)
     return out, new_state
 
