@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 import ropewalk as rw
 from nn.linear_cases import NAMES
 from ropewalk.kernels.backend import Backend, register
-from ropewalk.kernels.native.extension import MISSING
 from ropewalk.nn.linear import step as steps
 from ropewalk.nn.linear.step import Step
-
-pytestmark = pytest.mark.skipif(MISSING is not None, reason=f"there is no step without the C kernel: {MISSING}")
 
 WORKING = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 

@@ -221,11 +221,11 @@ def test_gradients_of_many_chunks_are_those_of_the_double_sum(kind, causal, norm
     for ends in (None, torch.tensor([0, 130, 130, 298])):
         options = {"causal": causal, "normalize": normalize, "cu_seqlens": ends}
 
-        def formula(q, k, v, *tensor):
-            return expected(q, k, v, rule._replace(tensor=tensor[0] if tensor else None), rope, **options)  # noqa: B023
+        def formula(q, k, v, *tensor, options=options):
+            return expected(q, k, v, rule._replace(tensor=tensor[0] if tensor else None), rope, **options)
 
-        def call(q, k, v, *tensor):
-            return ours(q, k, v, rule, rope, tensor=tensor[0] if tensor else None, **options)  # noqa: B023
+        def call(q, k, v, *tensor, options=options):
+            return ours(q, k, v, rule, rope, tensor=tensor[0] if tensor else None, **options)
 
         truth, results = (with_gradients(f, inputs, cotangent) for f in (formula, call))
         for a, b in zip(results, truth, strict=True):
@@ -533,8 +533,8 @@ def test_one_graph_for_every_length(kind, causal, packed):
         inputs = [*drawn(1, 4, 2, seq, 8, 3)] + ([rule.tensor] if kind in DECAYS else [])
         cotangent = drawn(1, 4, 4, seq, 8, 3, seed=7)[2]
 
-        def run(call, q, k, v, decay=None):
-            return call(q, k, v, decay, ends)  # noqa: B023
+        def run(call, q, k, v, decay=None, ends=ends):
+            return call(q, k, v, decay, ends)
 
         here, there = (with_gradients(functools.partial(run, call), inputs, cotangent) for call in (compiled, f))
         for a, b in zip(here, there, strict=True):
