@@ -127,4 +127,5 @@ TRITON = Backend(
     },
     why_missing=_why_missing,
     devices=("cuda",) if INSTALLED else (),
+    linear_step=_late("linear.triton_step", "linear_step"),
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.backend import Registry, current, linear_step_on
+from ropewalk.kernels.torch_internals import current_stream, is_capturing
 from ropewalk.kernels.types import FeatureMap, Layout, Weighting
 from ropewalk.nn.linear.state import LinearState
 from ropewalk.nn.rotary.call import Placement
@@ -29,8 +30,10 @@ class Step:
         decay: Logarithm of the decay per head of the sums, or None. With a decay per token it is an argument.
         scale: Factor on results that are not divided.
         run: `Backend.linear_step`.
+        device: Device of the state.
 
-    >>> step = Step((None, None, None, "elu", True, None), None, ("elu", "elu"), None, 1.0, lambda *_: None)
+    >>> arguments, cpu = (None, None, None, "elu", True, None), torch.device("cpu")
+    >>> step = Step(arguments, None, ("elu", "elu"), None, 1.0, lambda *_: None, cpu)
     >>> step(*[torch.ones(1, 1, 1, 1)] * 3, LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1))) is None
     True
     """
@@ -43,6 +46,7 @@ class Step:
         decay: Tensor | None,
         scale: float,
         run: Callable[..., Any],
+        device: torch.device,
     ) -> None:
         self.arguments: tuple[Any, ...] = arguments
         self.run: Callable[..., Any] = run
@@ -52,6 +56,9 @@ class Step:
         self._decay: Tensor | None = decay
         self._maps: tuple[int, int] = FeatureMap[maps[0]].value, FeatureMap[maps[1]].value
         self._scale: float = scale
+        self._device: torch.device | None = device if device.type == "cuda" else None
+        # The stream that computed cos and sin.
+        self._stream: int = 0
         # cos and sin of positions start .. stop-1.
         self._start: int = 0
         self._stop: int = 0
@@ -65,6 +72,13 @@ class Step:
         position = state.position
         if type(position) is not int or self.registry is not current():
             return None
+        if self._device is not None:
+            stream = current_stream(self._device)
+            # Tensors that a CUDA graph reads must outlive it, but cached cos and sin may be freed.
+            if is_capturing(stream):
+                return None
+            if stream != self._stream:
+                self._stream, self._stop = stream, self._start
         if self._rotation is not None and not self._start <= position < self._stop and not self._find(position, q):
             return None
         result = self.run(
@@ -145,7 +159,7 @@ def attach_step(
     decay = weighting.decay
     per_head = decay is not None and decay.shape[0] == decay.shape[2] == 1
     step_decay = decay[0, :, 0].detach() if decay is not None and per_head else None
-    state.__dict__["_step"] = Step(arguments, rotation, maps, step_decay, weighting.scale, run)
+    state.__dict__["_step"] = Step(arguments, rotation, maps, step_decay, weighting.scale, run, device)
 
 
 def _depends_on_position_alone(rotation: RotaryEmbedding) -> bool:
