@@ -18,7 +18,8 @@ from ropewalk.tools.bench import attention as bench_attention
 from ropewalk.tools.bench import attention_paths, attention_record, timing
 from ropewalk.tools.bench.attention import AttentionCase, attention_cases, measure
 from ropewalk.tools.bench.attention import bench_attention as command
-from ropewalk.tools.bench.attention_paths import PATHS, AttentionPath, Truth, checked_tokens
+from ropewalk.tools.bench.attention_paths import PATHS, AttentionPath
+from ropewalk.tools.bench.attention_truth import Truth, checked_tokens
 from ropewalk.tools.bench.attention_record import exponent, growth
 from ropewalk.tools.cli import app
 from slow import slow
@@ -281,12 +282,16 @@ def test_the_command_writes_table_record_and_picture(tmp_path, capsys):
     assert record["versions"]["torch"] == torch.__version__
     assert [case["shape"] for case in record["cases"]] == [[1, 2, 1024, 8], [1, 2, 2048, 8]]
     for case in record["cases"]:
-        assert set(case) == {"shape", "dtype", "work", "sweep", "rounds", "lines"}
+        assert set(case) == {"shape", "dtype", "work", "sweep", "group", "rounds", "lines"}
+        assert case["group"] == "lengths"
         assert {line["path"] for line in case["lines"]} == OURS
         for line in case["lines"]:
-            keys = {"path", "ms", "peak_bytes", "temporaries_over_qkv", "error", "note"}
-            assert set(line) == keys
-            assert None not in [line[key] for key in keys - {"note"}]
+            keys = {"path", "ms", "peak_bytes", "temporaries_over_qkv", "error"}
+            # The time of a CPU is by the clock, and no path computes the same as another one.
+            absent = {"note", "wall_ms", "difference"}
+            assert set(line) == keys | absent
+            assert None not in [line[key] for key in keys]
+            assert [line[key] for key in absent] == [None] * 3
     assert {fit["path"] for fit in record["growth"]} == OURS
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 10_000

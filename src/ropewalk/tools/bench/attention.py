@@ -1,8 +1,8 @@
-"""`ropewalk bench attention`: softmax and linear attention against the length N.
+"""`ropewalk bench attention`: softmax and linear attention against the length N, and what a decay or a bias costs.
 
 `python -m ropewalk.tools.bench.attention` needs only torch. Softmax, our linear attention with and without RoPE, and
-that of fla, if installed, are timed per length in interleaved rounds. Results are first compared with the float64
-reference.
+that of fla, if installed, are timed per length in interleaved rounds. On a GPU, decays and biases are timed next to the
+plain call, and functions of fla with a decay next to ours. Results are first compared with the float64 reference.
 """
 
 import argparse
@@ -23,8 +23,9 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.ops import backend_reasons
 from ropewalk.tools.bench import timing
-from ropewalk.tools.bench.attention_paths import PATHS, Attend, AttentionPath, Truth, checked_tokens
-from ropewalk.tools.bench.attention_record import growth, read_record, shown_case, shown_growth
+from ropewalk.tools.bench.attention_paths import GROUPS, Attend, AttentionPath
+from ropewalk.tools.bench.attention_record import growth, read_record, shown_case, shown_crossing, shown_growth, titled
+from ropewalk.tools.bench.attention_truth import LIMITS, Truth, checked_tokens
 from ropewalk.tools.bench.floors import attention_floors
 from ropewalk.tools.bench.records import shown_missed, write_record
 from ropewalk.tools.bench.timing import Candidate, wall_times
@@ -34,36 +35,38 @@ __all__ = ["AttentionCase", "AttentionLine", "attention_cases", "bench_attention
 
 OURS, SOFTMAX = "ropewalk", "softmax (SDPA)"
 
-# The allowed relative error: several times the rounding error of a path, and much less than the error of a missing
-# rotation, mask or denominator.
-LIMITS = {"float32": 2.0**-15, "bfloat16": 2.0**-5}
-
 # Seconds: a longer round is repeated less often.
-LONG_ROUND = 1.0
+LONG_ROUND = {"cpu": 1.0, "cuda": 0.25}
 
 # Seconds: a call with a longer expected time is skipped.
-LONGEST_CALL = 20.0
+LONGEST_CALL = {("cuda", "forward+backward"): 1.0}
+LONGEST_OTHER_CALL = 20.0
+
+# The largest N that is timed by the clock on a GPU. From there on the host needs a small part of the time.
+CLOCKED = 65_536
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A case: causal attention of q, k and v.
+    """A case: attention of q, k and v.
 
     Attributes:
         shape: (batch, heads, N, dim) of q, k and v.
         dtype: Their dtype.
         work: "forward", without gradients, or "forward+backward".
         sweep: Whether the case belongs to the sweep over N, to which growth is fitted.
+        group: The paths that are timed, a key of `GROUPS`.
     """
 
     shape: tuple[int, int, int, int]
     dtype: str
     work: str = "forward"
     sweep: bool = True
+    group: str = "lengths"
 
     def title(self) -> str:
         """The case in one line."""
-        return f"{self.shape}, {self.dtype}, causal: {self.work}"
+        return titled(asdict(self))
 
     def operations(self) -> int:
         """A number to which the cost of softmax attention is proportional."""
@@ -77,11 +80,13 @@ class AttentionLine:
 
     Attributes:
         path: The name of the path.
-        ms: The median time. None if the result is wrong.
+        ms: The median time: on the device on a GPU, by the clock on a CPU. None if the result is wrong.
         peak_bytes: The peak memory above the inputs.
         temporaries_over_qkv: The part of the peak that is not results, divided by the size of q, k and v.
         error: The largest relative error.
         note: Why the path was not timed.
+        wall_ms: The median time of one call that is waited for, by the clock, on a GPU.
+        difference: |output - output of the path of ours that computes the same| / |the latter|, over all tokens.
     """
 
     path: str
@@ -90,10 +95,12 @@ class AttentionLine:
     temporaries_over_qkv: float | None
     error: float | None
     note: str | None = None
+    wall_ms: float | None = None
+    difference: float | None = None
 
 
 def attention_cases(device: str, quick: bool) -> list[AttentionCase]:
-    """The sweep over N. On CUDA also two shapes with target figures, and a million tokens."""
+    """The sweep over N. On CUDA also two shapes with target figures, for every group, and a million tokens."""
     if device == "cpu":
         lengths = (256, 1024, 4096) if quick else tuple(2**n for n in range(8, 15))
         return [AttentionCase((1, 8, seq, 64), "float32") for seq in lengths]
@@ -103,6 +110,13 @@ def attention_cases(device: str, quick: bool) -> list[AttentionCase]:
     works = ("forward", "forward+backward")
     cases = [AttentionCase((4, 16, 8192, 128), "bfloat16", work, sweep=False) for work in works]
     cases += [AttentionCase((1, 16, seq, 64), "bfloat16", work) for work in works for seq in lengths]
+    shapes = [(1, 16, 65_536, 64), *([] if quick else [(4, 16, 8192, 128)])]
+    cases += [
+        AttentionCase(shape, "bfloat16", work, sweep=False, group=group)
+        for group in ("weights", "peers")
+        for shape in shapes
+        for work in works
+    ]
     return cases + ([] if quick else [AttentionCase((1, 4, 1_048_576, 64), "bfloat16", sweep=False)])
 
 
@@ -164,8 +178,11 @@ def _measure(
         sparse[:, :, tokens] = cotangent[:, :, tokens]
         cotangents = [cotangent, sparse]
     truths: dict[str, Truth] = {}
+    paths = GROUPS[case.group]
     candidates, errors, notes = [], {}, {}
-    for name, path in PATHS.items():
+    compared: dict[str, Tensor] = {}
+    differences: dict[str, float] = {}
+    for name, path in paths.items():
         reason = left_out(name)
         if reason is not None:
             notes[name] = reason
@@ -185,14 +202,19 @@ def _measure(
         if path.kind not in truths:
             truths[path.kind] = Truth(path.kind, tensors, cotangents[1] if cotangents else None)
         errors[name] = truths[path.kind].error(outputs)
+        if path.beside in compared:
+            differences[name] = _difference(outputs[0], compared[path.beside])
+        elif any(other.beside == name for other in paths.values()):
+            compared[name] = outputs[0]
         del outputs
         if errors[name] <= LIMITS[case.dtype]:
             candidates.append(candidate)
-    del truths
+    del truths, compared
     result_bytes = (4 if cotangents else 1) * tensors[0].nbytes
     peaks = {candidate.name: _peak_bytes(candidate.run, device) for candidate in candidates}
-    rounds = rounds if _seconds(candidates, device) <= LONG_ROUND else max(rounds // 3, 1)
+    rounds = rounds if _seconds(candidates, device) <= LONG_ROUND[device] else max(rounds // 3, 1)
     times = _times(candidates, rounds, device)
+    walls = _clock(candidates, rounds) if device == "cuda" and seq <= CLOCKED else {}
     lines = [
         AttentionLine(
             name,
@@ -200,10 +222,16 @@ def _measure(
             peaks[name],
             None if (peak := peaks[name]) is None else max(peak - result_bytes, 0) / sum(x.nbytes for x in tensors),
             errors[name],
+            wall_ms=walls.get(name),
+            difference=differences.get(name),
         )
         for name, ms in sorted(times.items(), key=lambda item: item[1])
     ]
-    lines += [AttentionLine(name, None, None, None, error) for name, error in errors.items() if name not in times]
+    lines += [
+        AttentionLine(name, None, None, None, error, difference=differences.get(name))
+        for name, error in errors.items()
+        if name not in times
+    ]
     return lines + [AttentionLine(name, None, None, None, None, note) for name, note in notes.items()], rounds
 
 
@@ -222,6 +250,30 @@ def _times(candidates: Sequence[Candidate], rounds: int, device: str) -> dict[st
     if device == "cuda":
         return {name: us * 1e-3 for name, us in timing.device_times(candidates, rounds).items()}
     return wall_times(candidates, rounds, 1)
+
+
+def _clock(
+    candidates: Sequence[Candidate], rounds: int, wait: Callable[[], object] = torch.cuda.synchronize
+) -> dict[str, float]:
+    """The median time of one call by the clock, in milliseconds. Every call is waited for before the next one."""
+
+    def waited(run: Callable[[], object]) -> Callable[[], object]:
+        def call() -> None:
+            run()
+            wait()
+
+        return call
+
+    wait()
+    return wall_times([Candidate(candidate.name, waited(candidate.run)) for candidate in candidates], rounds, 1)
+
+
+def _difference(x: Tensor, other: Tensor) -> float:
+    """|x - other| / |other| over all elements; infinite for a NaN or another shape."""
+    if x.shape != other.shape:
+        return torch.inf
+    ratio = (x.detach().float() - other.detach().float()).norm() / other.detach().float().norm()
+    return float(torch.nan_to_num(ratio, nan=torch.inf))
 
 
 def _peak_bytes(run: Callable[[], object], device: str) -> int | None:
@@ -244,7 +296,9 @@ def _peak_bytes(run: Callable[[], object], device: str) -> int | None:
     return max(itertools.accumulate(changes), default=None)
 
 
-def _why_left_out(path: str, case: AttentionCase, measured: Sequence[dict[str, Any]]) -> str | None:
+def _why_left_out(
+    path: str, case: AttentionCase, measured: Sequence[dict[str, Any]], device: str = "cpu"
+) -> str | None:
     """The reason to skip softmax, if its expected time, extrapolated from the last measured one, exceeds the limit."""
     timed = [
         (AttentionCase(tuple(other["shape"]), other["dtype"]), line["ms"])
@@ -256,7 +310,8 @@ def _why_left_out(path: str, case: AttentionCase, measured: Sequence[dict[str, A
         return None
     last, ms = timed[-1]
     seconds = ms * 1e-3 * case.operations() / last.operations()
-    return f"skipped: one call would take about {seconds:.0f} s" if seconds > LONGEST_CALL else None
+    longest = LONGEST_CALL.get((device, case.work), LONGEST_OTHER_CALL)
+    return f"skipped: one call would take about {seconds:.2g} s" if seconds > longest else None
 
 
 def _device(device: str | None, asked: str) -> str:
@@ -281,12 +336,14 @@ def _hardware(device: str) -> dict[str, Any]:
     return {"machine": platform.machine(), "processor": processor(), "threads": torch.get_num_threads()}
 
 
-def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
+def _run(json_file: str | None, quick: bool, device: str, only: str | None) -> dict[str, Any]:
     """Measure every case, print its table and record it."""
     show = sys.stderr if json_file == "-" else sys.stdout
     rounds = 5 if quick else 21
     record: dict[str, Any] = {
-        "command": f"ropewalk bench attention --device {device}" + (" --quick" if quick else ""),
+        "command": f"ropewalk bench attention --device {device}"
+        + (" --quick" if quick else "")
+        + (f" --only {only}" if only else ""),
         "date": datetime.now(UTC).date().isoformat(),
         "device": device,
         "hardware": _hardware(device),
@@ -300,15 +357,16 @@ def _run(json_file: str | None, quick: bool, device: str) -> dict[str, Any]:
     show.write(
         textwrap.fill(f"{hardware}; medians over interleaved rounds.", 80) + "\n"
         "Shapes: batch, heads, N, dim. x RoPE: time / time of ropewalk linear + RoPE.\n"
+        "ms: on a GPU, time on the device; clock: one call that is waited for, in ms.\n"
         "peak: memory above the inputs. of q,k,v: temporary memory / size of q, k, v.\n"
         "error: the largest |result - float64 reference| / |reference|.\n\n"
     )
-    cases = attention_cases(device, quick)
+    cases = [case for case in attention_cases(device, quick) if only in (None, case.group)]
     for number, case in enumerate(cases, 1):
         sys.stderr.write(f"measuring {number} of {len(cases)}: {case.title()}\n")
         sys.stderr.flush()
         lines, rounds_done = measure(
-            case, rounds, device, lambda path, case=case: _why_left_out(path, case, record["cases"])
+            case, rounds, device, lambda path, case=case: _why_left_out(path, case, record["cases"], device)
         )
         record["cases"].append(asdict(case) | {"rounds": rounds_done, "lines": [asdict(line) for line in lines]})
         record["growth"] = growth(device, record["cases"])
@@ -339,28 +397,47 @@ def bench_attention(
     plot: str | None = None,
     device: str | None = None,
     from_file: str | None = None,
+    only: str | None = None,
 ) -> int:
     """Time attention against N and print one table per case. Exits with 1 if ropewalk has a wrong result."""
     asked = "ropewalk bench attention"
+    if only is not None:
+        require_choice(only, tuple(GROUPS), asked=f"{asked} --only {only}")
+        if only != "lengths" and plot is not None:
+            raise RopewalkError(
+                asked=f"{asked} --only {only} --plot {plot}",
+                expected="--plot with the cases over N",
+                got=f"--only {only}, which has one length per shape",
+                do="leave --plot out, or use --only lengths",
+            )
     if json_file is not None:
         require_writable_file(json_file, asked=f"{asked} --json {json_file}")
     draw = None if plot is None else _plotter(plot, f"{asked} --plot {plot}")
     if from_file is not None:
-        if json_file is not None or quick or device is not None:
+        if json_file is not None or quick or device is not None or only is not None:
             raise RopewalkError(
                 asked=f"{asked} --from {from_file}",
                 expected="no other option than --plot: --from measures nothing",
-                got="also --json, --quick or --device",
+                got="also --json, --quick, --device or --only",
                 do="leave them out, or leave --from out to measure",
             )
         record = read_record(from_file, f"{asked} --from {from_file}")
     else:
-        record = _run(json_file, quick, _device(device, asked))
+        chosen = _device(device, asked)
+        if only not in (None, "lengths") and chosen == "cpu":
+            raise RopewalkError(
+                asked=f"{asked} --only {only}",
+                expected="--only weights and --only peers with --device cuda",
+                got="--device cpu, which has the cases over N alone",
+                do="leave --only out, or use --device cuda",
+            )
+        record = _run(json_file, quick, chosen, only)
     show = sys.stderr if json_file == "-" else sys.stdout
     if from_file is not None:
         for case in record["cases"]:
             show.write(shown_case(case) + "\n")
-    show.write(shown_growth(record))
+    if record["growth"]:
+        show.write(shown_growth(record) + shown_crossing(record))
     show.write(shown_missed(attention_floors(record["device"], record["cases"], record["growth"])) + "\n")
     if draw is not None:
         draw(record)
@@ -378,12 +455,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="use three lengths and few rounds")
     parser.add_argument("--plot", metavar="FILE.png", help="plot time and memory against N")
     parser.add_argument("--device", metavar="cpu|cuda", help="the device (default: CUDA if available)")
+    parser.add_argument("--only", metavar="PART", help="lengths, weights or peers alone; on a GPU")
     parser.add_argument(
         "--from", dest="from_file", metavar="FILE", help="print or plot a file from --json; measure nothing"
     )
     options = parser.parse_args()
     try:
-        raise SystemExit(bench_attention(options.json, options.quick, options.plot, options.device, options.from_file))
+        raise SystemExit(
+            bench_attention(options.json, options.quick, options.plot, options.device, options.from_file, options.only)
+        )
     except RopewalkError as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None

@@ -1,13 +1,14 @@
-"""The paths of `ropewalk bench attention` and their correct results: softmax, our linear attention, and that of fla.
+"""The paths of `ropewalk bench attention`: softmax, our linear attention, and that of fla.
 
-A maker returns the function that is timed, from q, k and v to the output of causal attention. It returns None if a
-package is not installed.
+A maker returns the function that is timed, from q, k and v to the output of attention. It returns None if a package is
+not installed.
 """
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,17 +17,23 @@ from torch.nn import functional
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.reference import alibi_slopes, elu_plus_one, linear_attention_by_sum, softmax_attention, t5_bias
-from ropewalk.spec.rope import RopeSpec
+from ropewalk.tools.bench.attention_truth import (
+    KINDS,
+    LIGHTNING_LAYER,
+    LIGHTNING_LAYERS,
+    decays_per_head,
+    decays_per_token,
+    t5_numbers,
+)
 from ropewalk.tools.bench.peers import GPU_PEERS, installed
 
-__all__ = ["PATHS", "Attend", "AttentionPath", "Truth", "checked_tokens"]
+__all__ = ["GROUPS", "PATHS", "PEERS", "PLAIN", "WEIGHTS", "Attend", "AttentionPath"]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Maker = Callable[[int, int, torch.dtype, str], Attend | None]
 
-# The number of tokens at the start, in the middle and at the end that are compared with the reference.
-HEAD, MIDDLE, TAIL = 512, 64, 16
+# Our causal linear attention with RoPE and nothing else, with which others are compared.
+PLAIN = "ropewalk linear + RoPE"
 
 
 def softmax(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
@@ -45,15 +52,32 @@ def linear_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
     return lambda q, k, v: linear_attention(q, k, v, rope=rope)
 
 
-def linear_alibi(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
-    """Our linear attention with RoPE, and with the bias of ALiBi as a decay."""
-    rope = RotaryEmbedding(dim).to(device)
-    return lambda q, k, v: linear_attention(q, k, v, rope=rope, bias=_alibi(q.shape[1]))
+def ours(kind: str) -> Maker:
+    """The maker of our linear attention of this kind."""
+    wanted = KINDS[kind]
 
+    def maker(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
+        options: dict[str, Any] = {"causal": wanted.causal, "normalize": wanted.normalize}
+        if wanted.rope:
+            options["rope"] = RotaryEmbedding(dim).to(device)
+        if wanted.plain:
+            options |= {"feature_map": "identity", "scale": dim**-0.5}
 
-def linear_t5(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend:
-    """Our linear attention with the bias of T5."""
-    return lambda q, k, v: linear_attention(q, k, v, bias=_t5(q.shape[1], q.device))
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = q.shape[1]
+            if wanted.bias == "alibi":
+                return linear_attention(q, k, v, **options, bias=_alibi(heads))
+            if wanted.bias == "t5":
+                return linear_attention(q, k, v, **options, bias=_t5(heads, q.device, wanted.causal))
+            if wanted.decay == "token":
+                return linear_attention(q, k, v, **options, decay=decays_per_token(*q.shape[:3], q.device))
+            if wanted.decay is not None:
+                return linear_attention(q, k, v, **options, decay=_decays(wanted.decay, heads, q.device))
+            return linear_attention(q, k, v, **options)
+
+        return attend
+
+    return maker
 
 
 @functools.cache
@@ -61,16 +85,16 @@ def _alibi(heads: int) -> AlibiBias:
     return AlibiBias(heads)
 
 
-def _t5_numbers(heads: int) -> Tensor:
-    """Numbers of T5's 32 buckets that differ per bucket and head, float64 [32, heads]."""
-    return torch.outer(torch.arange(32.0).sin(), torch.arange(1.0, heads + 1)).double() / heads
+@functools.cache
+def _t5(heads: int, device: torch.device, causal: bool) -> T5Bias:
+    module = T5Bias(heads, causal=causal, num_buckets=32, max_distance=128).requires_grad_(False)
+    module.weight.copy_(t5_numbers(heads))
+    return module.to(device)
 
 
 @functools.cache
-def _t5(heads: int, device: torch.device) -> T5Bias:
-    module = T5Bias(heads, causal=True).requires_grad_(False)
-    module.weight.copy_(_t5_numbers(heads))
-    return module.to(device)
+def _decays(name: str, heads: int, device: torch.device) -> Tensor:
+    return decays_per_head(name, heads).float().to(device)
 
 
 def _elu(x: Tensor) -> Tensor:
@@ -112,107 +136,90 @@ def fla_rope(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | No
     return attend
 
 
+def _fla_function(module: str, name: str, device: str) -> Callable[..., tuple[Tensor, object]] | None:
+    if device != "cuda" or not installed("fla"):
+        return None
+    return getattr(importlib.import_module(module), name)
+
+
+def fla_retention(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
+    """RetNet's retention of fla: its decay per head is part of the function."""
+    retention = _fla_function("fla.ops.retention", "chunk_retention", device)
+    return retention and (lambda q, k, v: retention(q, k, v, scale=dim**-0.5)[0])
+
+
+def fla_lightning(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
+    """Lightning attention of fla: the function computes the decay per head from the layer."""
+    lightning = _fla_function("fla.ops.lightning_attn", "chunk_lightning_attn", device)
+    layer = {"layer_idx": LIGHTNING_LAYER, "num_layers": LIGHTNING_LAYERS}
+    return lightning and (lambda q, k, v: lightning(q, k, v, scale=dim**-0.5, **layer)[0])
+
+
+def fla_gated(seq: int, dim: int, dtype: torch.dtype, device: str) -> Attend | None:
+    """Simple gated linear attention of fla, with one decay per token and head."""
+    gated = _fla_function("fla.ops.simple_gla", "chunk_simple_gla", device)
+    if gated is None:
+        return None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        batch, tokens, heads, _ = q.shape
+        return gated(q, k, v, _tokens_first(batch, heads, tokens, q.device), scale=dim**-0.5)[0]
+
+    return attend
+
+
+@functools.lru_cache(maxsize=2)
+def _tokens_first(batch: int, heads: int, seq: int, device: torch.device) -> Tensor:
+    return decays_per_token(batch, heads, seq, device).transpose(1, 2).contiguous()
+
+
 @dataclass(frozen=True)
 class AttentionPath:
-    """A path: its maker, the kind of attention, and whether its tensors are [batch, seq, heads, dim]."""
+    """A path.
+
+    Attributes:
+        maker: Its maker.
+        kind: The kind of attention, a key of `KINDS`.
+        tokens_first: Whether its tensors are [batch, seq, heads, dim].
+        beside: The path of ours, earlier in the table, that computes the same.
+    """
 
     maker: Maker
     kind: str
     tokens_first: bool = False
+    beside: str | None = None
 
 
+# Causal attention against the length.
 PATHS: dict[str, AttentionPath] = {
     "softmax (SDPA)": AttentionPath(softmax, "softmax"),
     "ropewalk linear": AttentionPath(linear, "linear"),
-    "ropewalk linear + RoPE": AttentionPath(linear_rope, "rope"),
-    "ropewalk linear + ALiBi": AttentionPath(linear_alibi, "alibi"),
-    "ropewalk linear + T5": AttentionPath(linear_t5, "t5"),
+    PLAIN: AttentionPath(linear_rope, "rope"),
+    "ropewalk linear + ALiBi": AttentionPath(ours("alibi"), "alibi"),
+    "ropewalk linear + T5": AttentionPath(ours("t5"), "t5"),
     "fla linear": AttentionPath(fla_linear, "linear", tokens_first=True),
     "fla linear + RoPE": AttentionPath(fla_rope, "rope", tokens_first=True),
     "fla, no denominator": AttentionPath(fla_numerator, "numerator", tokens_first=True),
 }
 
+# What a decay or a bias costs. RoPE is part of every path.
+WEIGHTS: dict[str, AttentionPath] = {
+    PLAIN: AttentionPath(linear_rope, "rope"),
+    "ropewalk decay": AttentionPath(ours("decay"), "decay"),
+    "ropewalk ALiBi": AttentionPath(ours("alibi"), "alibi"),
+    "ropewalk T5": AttentionPath(ours("t5 and rope"), "t5 and rope"),
+    "ropewalk ALiBi, two-way": AttentionPath(ours("two-way alibi"), "two-way alibi"),
+    "ropewalk T5, two-way": AttentionPath(ours("two-way t5"), "two-way t5"),
+}
 
-def _reference(kind: str, q: Tensor, k: Tensor, v: Tensor, head: int, heads: int) -> Tensor:
-    """The result of one head of `heads`. Queries are the last keys."""
-    if kind == "softmax":
-        return softmax_attention(q, k, v, causal=True)
-    ids = torch.arange(k.shape[2], device=q.device)
-    places = ids[len(ids) - q.shape[2] :], ids
-    if kind == "t5":
-        bias = t5_bias(*places, _t5_numbers(heads).to(q.device)[:, head : head + 1], causal=True)
-        return linear_attention_by_sum(q, k, v, causal=True, bias=bias)
-    if kind in ("rope", "alibi"):
-        theta = torch.as_tensor(RopeSpec(q.shape[-1]).inv_freq(), device=q.device)
-        bias = None
-        if kind == "alibi":
-            bias = -alibi_slopes(heads)[head].item() * (places[0][:, None] - ids).abs().double()
-        return linear_attention_by_sum(q, k, v, inv_freq=theta, causal=True, bias=bias)
-    out = linear_attention_by_sum(q, k, v, causal=True)
-    if kind == "linear":
-        return out
-    seen = elu_plus_one(k).cumsum(dim=-2)[..., k.shape[-2] - q.shape[-2] :, :]
-    return out * (elu_plus_one(q) * seen).sum(dim=-1, keepdim=True)
+# Decay without feature map, denominator and RoPE, each next to the function of fla that computes the same.
+PEERS: dict[str, AttentionPath] = {
+    "ropewalk retention": AttentionPath(ours("retention"), "retention"),
+    "fla retention": AttentionPath(fla_retention, "retention", tokens_first=True, beside="ropewalk retention"),
+    "ropewalk lightning": AttentionPath(ours("lightning"), "lightning"),
+    "fla lightning": AttentionPath(fla_lightning, "lightning", tokens_first=True, beside="ropewalk lightning"),
+    "ropewalk token decay": AttentionPath(ours("gated"), "gated"),
+    "fla simple GLA": AttentionPath(fla_gated, "gated", tokens_first=True, beside="ropewalk token decay"),
+}
 
-
-def checked_tokens(seq: int, middle: bool) -> Tensor:
-    """The indices of the tokens that are compared with the reference: first, last, and for gradients some between."""
-    parts = [range(min(HEAD, seq)), range(seq // 2, seq // 2 + MIDDLE) if middle else (), range(seq - TAIL, seq)]
-    return torch.tensor(sorted({token for part in parts for token in part if 0 <= token < seq}))
-
-
-class Truth:
-    """The correct results in float64, computed head by head.
-
-    These are the outputs of the first and the last tokens, and the gradients for a cotangent that is 0 at all other
-    tokens. The first tokens depend only on themselves; the last tokens attend to every key.
-    """
-
-    def __init__(self, kind: str, tensors: Sequence[Tensor], cotangent: Tensor | None) -> None:
-        q = tensors[0]
-        self.shape: torch.Size = q.shape
-        self.dtype: torch.dtype = q.dtype
-        seq = q.shape[2]
-        self.tokens: Tensor = checked_tokens(seq, middle=False).to(q.device)
-        self.sampled: Tensor = checked_tokens(seq, middle=True).to(q.device)
-        heads = [(slice(b, b + 1), slice(h, h + 1)) for b in range(len(q)) for h in range(q.shape[1])]
-        per_head = [
-            self._head(
-                kind,
-                [x[head] for x in tensors],
-                None if cotangent is None else cotangent[head],
-                head[1].start,
-                q.shape[1],
-            )
-            for head in heads
-        ]
-        self.parts: list[Tensor] = [
-            torch.cat(part).unflatten(0, q.shape[:2]).squeeze(2) for part in zip(*per_head, strict=True)
-        ]
-
-    def _head(self, kind: str, tensors: list[Tensor], cotangent: Tensor | None, head: int, heads: int) -> list[Tensor]:
-        q, k, v = (x.detach().double().requires_grad_(cotangent is not None) for x in tensors)
-        seq = q.shape[2]
-        first = min(HEAD, seq)
-        last = min(TAIL, seq - first)
-        with torch.set_grad_enabled(cotangent is not None):
-            parts = [_reference(kind, q[:, :, :first], k[:, :, :first], v[:, :, :first], head, heads)]
-            parts += [_reference(kind, q[:, :, seq - last :], k, v, head, heads)] if last else []
-            out = torch.cat(parts, dim=2)
-        if cotangent is None:
-            return [out]
-        grads = torch.autograd.grad(out, (q, k, v), cotangent[:, :, self.tokens].double())
-        return [out.detach(), *(grad[:, :, self.sampled] for grad in grads)]
-
-    def error(self, outputs: Sequence[Tensor]) -> float:
-        """The largest |output - truth| / |truth|, per token for outputs and per head for gradients."""
-        if any(x.shape != self.shape or x.dtype != self.dtype for x in outputs) or len(outputs) != len(self.parts):
-            return torch.inf
-        worst = 0.0
-        for number, (x, true) in enumerate(zip(outputs, self.parts, strict=True)):
-            difference = x.detach()[:, :, self.sampled if number else self.tokens].double() - true
-            # The gradient of one token may be 0: the first token attends to one key only, so q and k have no effect.
-            axes = (-2, -1) if number else (-1,)
-            ratio = difference.norm(dim=axes) / true.norm(dim=axes)
-            worst = max(worst, float(torch.nan_to_num(ratio, nan=torch.inf).max()))
-        return worst
+GROUPS: dict[str, dict[str, AttentionPath]] = {"lengths": PATHS, "weights": WEIGHTS, "peers": PEERS}

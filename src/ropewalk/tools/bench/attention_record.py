@@ -11,7 +11,21 @@ import numpy as np
 from ropewalk.errors import RopewalkError
 from ropewalk.hub.files import read_text
 
-__all__ = ["FIT_FROM", "exponent", "growth", "read_record", "shown_case", "shown_growth"]
+__all__ = [
+    "FIT_FROM",
+    "exponent",
+    "faster_from",
+    "growth",
+    "read_record",
+    "shown_case",
+    "shown_crossing",
+    "shown_growth",
+    "titled",
+]
+
+OURS, SOFTMAX = "ropewalk linear + RoPE", "softmax (SDPA)"
+# What the paths of a group have in common.
+TITLES = {"lengths": "causal", "weights": "RoPE and weights", "peers": "decay, no denominator"}
 
 # The length from which on growth is fitted. Below it, the constant cost of a call dominates.
 FIT_FROM = {"cpu": 1024, "cuda": 16_384}
@@ -59,23 +73,33 @@ def growth(device: str, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
     ]
 
 
+def titled(case: dict[str, Any]) -> str:
+    """A case in one line."""
+    return f"{tuple(case['shape'])}, {case['dtype']}, {TITLES[case.get('group', 'lengths')]}: {case['work']}"
+
+
 def shown_case(case: dict[str, Any]) -> str:
     """The table of one case, at most 80 columns wide."""
 
     def number(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    text = [f"{tuple(case['shape'])}, {case['dtype']}, causal: {case['work']}; {case['rounds']} rounds"]
-    text.append(f"  {'path':<24}{'ms':>12}{'x RoPE':>9}{'peak MiB':>11}{'of q,k,v':>10}{'error':>10}")
-    ours = next((line["ms"] for line in case["lines"] if line["path"] == "ropewalk linear + RoPE"), None)
+    peers = case.get("group") == "peers"
+    text = [f"{titled(case)}; {case['rounds']} rounds"]
+    text.append(
+        f"  {'path':<24}{'ms':>10}{'clock':>9}{'differs' if peers else 'x RoPE':>8}"
+        f"{'peak MiB':>10}{'of q,k,v':>9}{'error':>8}"
+    )
+    ours = next((line["ms"] for line in case["lines"] if line["path"] == OURS), None)
     for line in case["lines"]:
         ms, peak, note = line["ms"], line["peak_bytes"], line["note"]
         missing = "wrong" if note is None else "-"
+        compared = number(None if None in (ms, ours) else ms / ours, ".2f")
         text.append(
-            f"  {line['path']:<24}{number(ms, '.3f') or missing:>12}"
-            f"{number(None if None in (ms, ours) else ms / ours, '.2f'):>9}"
-            f"{number(None if peak is None else peak / 2**20, '.1f'):>11}"
-            f"{number(line['temporaries_over_qkv'], '.2f'):>10}{number(line['error'], '.1e'):>10}"
+            f"  {line['path']:<24}{number(ms, '.3f') or missing:>10}{number(line.get('wall_ms'), '.3f'):>9}"
+            f"{number(line.get('difference'), '.1e') if peers else compared:>8}"
+            f"{number(None if peak is None else peak / 2**20, '.1f'):>10}"
+            f"{number(line['temporaries_over_qkv'], '.2f'):>9}{number(line['error'], '.1e'):>8}"
         )
         if note is not None:
             text += textwrap.wrap(note, 76, initial_indent="    ", subsequent_indent="    ")
@@ -92,6 +116,51 @@ def shown_growth(record: dict[str, Any]) -> str:
         powers = (exponents.get((path, work)) for work in works)
         text.append(f"  {path:<24}" + "".join(f"{'' if p is None else f'{p:.2f}':>18}" for p in powers))
     return "\n".join(line.rstrip() for line in text) + "\n"
+
+
+def faster_from(cases: Sequence[dict[str, Any]], work: str, unit: str) -> int | None:
+    """The length of the sweep from which on linear attention with RoPE is faster than softmax attention.
+
+    Args:
+        cases: The cases of a record.
+        work: The kind of work.
+        unit: "ms", or "wall_ms" for the time by the clock on a GPU.
+
+    Returns:
+        The length. 0 if no length has both times. None if linear attention is not faster at the longest of them.
+
+    >>> def case(seq, ours, softmax):
+    ...     lines = [{"path": OURS, "ms": ours}, {"path": SOFTMAX, "ms": softmax}]
+    ...     return {"work": "forward", "sweep": True, "shape": [1, 1, seq, 8], "lines": lines}
+    >>> cases = [case(64, 2.0, 1.0), case(128, 3.0, 4.0)]
+    >>> faster_from(cases, "forward", "ms"), faster_from(cases[:1], "forward", "ms")
+    (128, None)
+    >>> faster_from(cases, "forward", "wall_ms")
+    0
+    """
+    faster: dict[int, bool] = {}
+    for case in cases:
+        times = {line["path"]: line.get(unit) for line in case["lines"]}
+        ours, softmax = times.get(OURS), times.get(SOFTMAX)
+        if case["sweep"] and case["work"] == work and ours is not None and softmax is not None:
+            faster[case["shape"][2]] = ours < softmax
+    if not faster:
+        return 0
+    slower = [seq for seq, wins in faster.items() if not wins]
+    return min((seq for seq in faster if seq > max(slower, default=0)), default=None)
+
+
+def shown_crossing(record: dict[str, Any]) -> str:
+    """The lengths from which on linear attention with RoPE is faster than softmax, one line per unit."""
+    units = {"on the device": "ms", "by the clock": "wall_ms"} if record["device"] == "cuda" else {"by the clock": "ms"}
+    works = list(dict.fromkeys(case["work"] for case in record["cases"] if case["sweep"]))
+    text: list[str] = []
+    for name, unit in units.items():
+        starts = [faster_from(record["cases"], work, unit) for work in works]
+        shown = ["never" if start is None else str(start or "not measured") for start in starts]
+        text.append(f"Faster than softmax from N on, {name}:")
+        text += [f"  {work:<24}{start:>18}" for work, start in zip(works, shown, strict=True)]
+    return "\n".join(text) + "\n"
 
 
 def read_record(name: str, asked: str) -> dict[str, Any]:
@@ -115,6 +184,7 @@ def read_record(name: str, asked: str) -> dict[str, Any]:
         for case in record["cases"]:
             shown_case(case)
         shown_growth(record)
+        shown_crossing(record)
         if not any(case["sweep"] for case in record["cases"]):
             raise ValueError("no case of a sweep over N")
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -35,6 +35,10 @@ OnlyWork = Annotated[
     str | None,
     typer.Option("--only", metavar="KIND", help="On a GPU: generate, forward or training alone."),
 ]
+OnlyPart = Annotated[
+    str | None,
+    typer.Option("--only", metavar="PART", help="On a GPU: lengths, weights or peers alone."),
+]
 QuickModels = Annotated[bool, typer.Option("--quick", help="Tiny models and few rounds.")]
 PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Plot time and memory against N.")]
 Device = Annotated[
@@ -162,11 +166,13 @@ def attention(
     quick: QuickAttention = False,
     plot: PlotFile = None,
     device: Device = None,
+    only: OnlyPart = None,
     from_file: FromRecord = None,
 ) -> None:
     """Time softmax and linear attention against the length N.
 
-    Times softmax, linear attention with and without RoPE, and that of fla if it is installed. Prints medians over
+    Times softmax, linear attention with and without RoPE, and that of fla if it is installed. On a GPU also by the
+    clock, with decays and biases (weights), and next to functions of fla with a decay (peers). Prints medians over
     interleaved rounds, peak memory, and the power of N with which the time grows. A path with a wrong result gets no
     time. Exits with 1 if ropewalk has a wrong result.
 
@@ -177,4 +183,6 @@ def attention(
     """
     from ropewalk.tools.bench.attention import bench_attention
 
-    raise typer.Exit(bench_attention(json_file=json, quick=quick, plot=plot, device=device, from_file=from_file))
+    raise typer.Exit(
+        bench_attention(json_file=json, quick=quick, plot=plot, device=device, from_file=from_file, only=only)
+    )

@@ -15,6 +15,7 @@ __all__ = [
     "gpu_floors",
     "host_floors",
     "host_limit",
+    "host_limit_us",
 ]
 
 Case = dict[str, Any]
@@ -38,8 +39,20 @@ NORM_CONTIGUOUS = 0.88
 NORM = {"transposed": 1.35, "contiguous": 1.4}
 # Two measurements of the same kernel differ by this share of copy_'s speed.
 NOISE = 0.03
-# Milliseconds of linear attention with RoPE on a GPU: forward, forward+backward.
+# Milliseconds of linear attention with RoPE on a GPU, in the cases over N: forward, forward+backward.
 ATTENTION_MS = {(4, 16, 8192, 128): (0.6, 2.6), (1, 16, 65536, 64): (0.7, 3.0)}
+# The same in the cases with decays and biases.
+PLAIN_MS = {(4, 16, 8192, 128): (0.44, 1.75), (1, 16, 65536, 64): (0.43, 1.6)}
+# The time with a decay or a bias, at most so many times that of the plain call.
+WEIGHTED = {
+    "ropewalk decay": 1.15,
+    "ropewalk ALiBi": 1.15,
+    "ropewalk T5": 2.0,
+    "ropewalk ALiBi, two-way": 2.0,
+    "ropewalk T5, two-way": 2.0,
+}
+# The relative difference between the outputs of ropewalk and of fla in bfloat16.
+AGREEMENT = 1e-2
 # How many times faster accelerate must make a whole model by wall clock: (family, kind of work, compiled).
 WHOLE_MODELS = {
     ("llama", "forward", False): 1.06,
@@ -82,6 +95,12 @@ HOST: dict[str, dict[str, float]] = {
         "qk_norm_rope(q, k), fwd+bwd": 1.8,
     },
 }
+# The host time of linear attention with RoPE: at most so many microseconds, and times the yardstick.
+HOST_LINEAR_US: dict[str, dict[str, float]] = {
+    "cpu": {"linear step": 40.0},
+    "cuda": {"linear, N=4096": 100.0, "linear step": 40.0},
+}
+HOST_LINEAR: dict[str, dict[str, float]] = {"cpu": {}, "cuda": {"linear, N=4096, fwd+bwd": 2.0}}
 
 
 def cpu_floors(cases: Sequence[Case]) -> list[str]:
@@ -129,7 +148,16 @@ def host_limit(device: str, path: str) -> float | None:
     >>> host_limit("cuda", "rope(q, k, offset=n)")
     2.0
     """
-    return HOST[device].get(path)
+    return (HOST[device] | HOST_LINEAR[device]).get(path)
+
+
+def host_limit_us(device: str, path: str) -> float | None:
+    """The largest time of a call of `ropewalk bench host` in microseconds, or None.
+
+    >>> host_limit_us("cuda", "linear step")
+    40.0
+    """
+    return HOST_LINEAR_US[device].get(path)
 
 
 def host_floors(device: str, cases: Sequence[Case]) -> list[str]:
@@ -137,7 +165,14 @@ def host_floors(device: str, cases: Sequence[Case]) -> list[str]:
     missed: list[str] = []
     for case in cases:
         lines = {line["path"]: line for line in case["lines"]}
-        for path, most in HOST[device].items():
+        linear = case.get("kind") == "linear"
+        for path, most in (HOST_LINEAR_US[device] if linear else {}).items():
+            us = lines[path]["us"] if path in lines else None
+            if us is None:
+                missed.append(f"{path}: has no time")
+            elif us > most:
+                missed.append(f"{path}: {us:.1f} µs, above {most:g}")
+        for path, most in (HOST_LINEAR if linear else HOST)[device].items():
             ratio = lines[path]["ratio"] if path in lines else None
             if ratio is None:
                 missed.append(f"{path}: has no time")
@@ -151,7 +186,7 @@ def _times(case: Case, unit: str) -> dict[str, float]:
 
 
 def _title(case: Case) -> str:
-    names = ("shape", "seq", "dtype", "pairing", "memory", "work", "rotary_dim")
+    names = ("shape", "seq", "dtype", "pairing", "memory", "group", "work", "rotary_dim")
     # A shape is a list in a record that was read.
     values = (tuple(case[name]) if name == "shape" else case[name] for name in names if case.get(name))
     return ", ".join([*map(str, values), *["QK-norm"] * bool(case.get("norm"))])
@@ -283,6 +318,44 @@ def _attention_cpu(cases: Sequence[Case], growth: Sequence[dict[str, Any]]) -> I
 
 
 def _attention_gpu(cases: Sequence[Case]) -> Iterator[str]:
+    """A record without cases of a group, or without times by the clock, misses none of their floors."""
+    groups: dict[str, list[Case]] = {"lengths": [], "weights": [], "peers": []}
+    for case in cases:
+        groups[case.get("group", "lengths")].append(case)
+    yield from _attention_lengths(groups["lengths"])
+    yield from _attention_weights(groups["weights"])
+    yield from _attention_peers(groups["peers"])
+
+
+def _attention_weights(cases: Sequence[Case]) -> Iterator[str]:
+    """Decays and biases, next to the plain call."""
+    plain = "ropewalk linear + RoPE"
+    for case in cases:
+        times = _times(case, "ms")
+        yield from (f"{_title(case)}: {path} has no time" for path in (plain, *WEIGHTED) if path not in times)
+        limits = PLAIN_MS.get(tuple(case["shape"]))
+        if plain not in times:
+            continue
+        if limits is not None and times[plain] > limits[case["work"] != "forward"]:
+            yield f"{_title(case)}: {times[plain]:.3g} ms, above {limits[case['work'] != 'forward']}"
+        for path, most in WEIGHTED.items():
+            ratio = times.get(path, 0.0) / times[plain]
+            if ratio > most:
+                yield f"{_title(case)}: {path} takes {ratio:.2f} times as long as the plain call, above {most}"
+
+
+def _attention_peers(cases: Sequence[Case]) -> Iterator[str]:
+    """Functions of fla that compute the same agree with ours."""
+    for case in cases:
+        for line in case["lines"]:
+            difference = line["difference"]
+            if line["path"].startswith("ropewalk") and line["ms"] is None:
+                yield f"{_title(case)}: {line['path']} has no time"
+            elif difference is not None and not difference <= AGREEMENT:
+                yield f"{_title(case)}: {line['path']} differs from ropewalk by {difference:.2g}, above {AGREEMENT}"
+
+
+def _attention_lengths(cases: Sequence[Case]) -> Iterator[str]:
     ours = "ropewalk linear + RoPE"
     for case in cases:
         times, line = _times(case, "ms"), next((line for line in case["lines"] if line["path"] == ours), None)
@@ -298,16 +371,18 @@ def _attention_gpu(cases: Sequence[Case]) -> Iterator[str]:
             if times.get(path, float("inf")) <= times[ours]:
                 yield f"{_title(case)}: {path} takes {times[path]:.3g} ms, not more than ropewalk's {times[ours]:.3g}"
     yield from _beats_softmax(cases, (ours,))
+    clocked = [case for case in cases if case["sweep"] and _times(case, "wall_ms")]
+    yield from _beats_softmax(clocked, (ours,), "wall_ms")
 
 
 def _beats_softmax(
-    cases: Sequence[Case], paths: Sequence[str] = ("ropewalk linear", "ropewalk linear + RoPE")
+    cases: Sequence[Case], paths: Sequence[str] = ("ropewalk linear", "ropewalk linear + RoPE"), unit: str = "ms"
 ) -> Iterator[str]:
     """Linear attention is faster than softmax attention from 4096 tokens on."""
     for case in cases:
-        times = _times(case, "ms")
+        times = _times(case, unit)
         # Softmax without a time was left out, because it takes too long.
         softmax = times.get("softmax (SDPA)", float("inf"))
         for path in paths if case["shape"][2] >= 4096 else ():
             if path not in times or times[path] >= softmax:
-                yield f"{_title(case)}: {path} is not faster than softmax"
+                yield f"{_title(case)}: {path} is not faster than softmax" + " by the clock" * (unit == "wall_ms")
