@@ -1,5 +1,6 @@
 """`ropewalk bench host`: the host time of every public eager call for one token, next to what a host cannot go below.
 
+Linear attention with RoPE is timed for one token after a state, and on a GPU for a long sequence.
 `python -m ropewalk.tools.bench.host` needs only torch. Calls follow each other, and nobody waits for their results. All
 of them are timed in interleaved rounds.
 """
@@ -24,13 +25,15 @@ from ropewalk.ops import backend_reasons
 from ropewalk.spec.rope import Pairing
 from ropewalk.tools.bench import timing
 from ropewalk.tools.bench.bare import bare_function, bare_launch, bare_norm_function, copied
-from ropewalk.tools.bench.floors import host_floors, host_limit
+from ropewalk.tools.bench.floors import host_floors, host_limit, host_limit_us
+from ropewalk.tools.bench.host_linear import CALLS, HEADS, LENGTH, Sequences, linear_calls, linear_yardsticks
+from ropewalk.tools.bench.host_linear import DIM as LINEAR_DIM
 from ropewalk.tools.bench.records import shown_missed, write_record
 from ropewalk.tools.bench.timing import Candidate
 from ropewalk.tools.bench.truth import Truth, true_norms, true_rotations
 from ropewalk.tools.output import package_version, processor, require_writable_file
 
-__all__ = ["HostLine", "bench_host", "measure", "measure_token"]
+__all__ = ["HostLine", "bench_host", "measure", "measure_linear", "measure_token"]
 
 Q_HEADS, K_HEADS, DIM, POSITION, EPS = 32, 8, 128, 1000, 1e-6
 PAIRING: Pairing = "half"
@@ -253,6 +256,35 @@ def measure(device: str, rounds: int, calls: int) -> list[HostLine]:
     return measure_token(token, rounds, calls, torch.cuda.synchronize, bare_launch(token.q, token.k))
 
 
+def measure_linear(
+    sequences: Sequences, rounds: int, calls: int, wait: Callable[[], object], token: Sequence[HostLine]
+) -> list[HostLine]:
+    """Time linear attention.
+
+    Args:
+        sequences: The tensors.
+        rounds: The number of rounds.
+        calls: The number of calls per round, at most `CALLS` of which are used.
+        wait: Waits for the device.
+        token: The rows of `measure_token` in the same run: a launch and an allocation are yardsticks here too.
+
+    Returns:
+        The rows, as of `measure_token`.
+    """
+    times = {line.path: line.us for line in token if line.floor is None and line.us is not None}
+    launches = LAUNCH in times
+    bare, public = linear_yardsticks(sequences, launches), linear_calls(sequences, launches)
+    errors = {call.name: call.error() for call in public}
+    right = [Candidate(call.name, call.run) for call in public if errors[call.name] <= 1]
+    times |= timing.host_times([*bare, *right], rounds, min(calls, CALLS), wait)
+    lines = [HostLine(candidate.name, times[candidate.name]) for candidate in bare]
+    for call in public:
+        floor, us = sum(count * times[path] for path, count in call.floor.items()), times.get(call.name)
+        ratio = None if us is None else us / floor
+        lines.append(HostLine(call.name, us, _in_words(call.floor), floor, ratio, errors[call.name]))
+    return lines
+
+
 def _shown(device: str, lines: Sequence[HostLine]) -> str:
     """The table, at most 80 columns wide."""
 
@@ -266,10 +298,11 @@ def _shown(device: str, lines: Sequence[HostLine]) -> str:
     for line in lines:
         if line.floor is None:
             continue
-        limit = host_limit(device, line.path)
+        most, most_us = host_limit(device, line.path), host_limit_us(device, line.path)
+        limit = number(most, 2) if most_us is None else f"{most_us:.0f}us"
         text.append(
             f"{line.path:<29}{number(line.us, 1) or 'wrong':>8}{number(line.floor_us, 1):>7}"
-            f"{number(line.ratio, 2):>7}{number(limit, 2):>6}  {line.floor}"
+            f"{number(line.ratio, 2):>7}{limit:>6}  {line.floor}"
         )
     return "\n".join(line.rstrip() for line in text) + "\n"
 
@@ -297,13 +330,21 @@ def bench_host(device: str | None = None, json_file: str | None = None, quick: b
         f"q (1, {Q_HEADS}, 1, {DIM}), k (1, {K_HEADS}, 1, {DIM}), {dtype}, {PAIRING}; position n.\n"
         "grad: with an autograd graph; fwd+bwd: with autograd.grad. Function: one of\n"
         "autograd, of q and k, that computes nothing; (4): of q, k and two weights.\n"
-        "ratio: us / floor; most: the limit for ropewalk, where there is one.\n\n"
+        "ratio: us / floor; most: the limit for ropewalk, where there is one.\n"
+        f"linear: linear_attention(q, k, v, rope=rope), (1, {HEADS}, N, {LINEAR_DIM}); step: one token\n"
+        "with state= and return_state=True, interleaved.\n\n"
     )
     show.flush()
     lines = measure(device, rounds, calls)
-    show.write(_shown(device, lines) + "\n")
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    # On a CPU only a step is timed, which does not need a long sequence.
+    sequences = Sequences(device, DTYPES[device], LENGTH if device == "cuda" else 1)
+    linear = measure_linear(sequences, rounds, calls, wait, lines)
+    show.write(_shown(device, [*lines, *linear]) + "\n")
     case = {"shape": [1, 1, Q_HEADS, K_HEADS, DIM], "dtype": dtype, "pairing": PAIRING}
     cases = [case | {"lines": [asdict(line) for line in lines]}]
+    case = {"kind": "linear", "shape": [1, HEADS, LENGTH, LINEAR_DIM], "dtype": dtype, "pairing": "interleaved"}
+    cases.append(case | {"lines": [asdict(line) for line in linear]})
     missed = host_floors(device, cases)
     show.write(shown_missed(missed) + "\n")
     if json_file is not None:
@@ -321,7 +362,7 @@ def bench_host(device: str | None = None, json_file: str | None = None, quick: b
             "cases": cases,
         }
         write_record(record, json_file, missed)
-    return int(any(line.us is None for line in lines))
+    return int(any(line.us is None for line in (*lines, *linear)))
 
 
 def main() -> None:
