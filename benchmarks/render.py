@@ -19,6 +19,7 @@ from typing import Any
 from ropewalk.claims import CHAPTERS, Verdict
 from ropewalk.claims.sources import NOTES, PRACTICE, Place
 from ropewalk.errors import RopewalkError
+from ropewalk.tools.bench.attention_record import faster_from
 from ropewalk.tools.bench.records import read_sealed
 
 RECORDS = Path(__file__).parent
@@ -48,8 +49,9 @@ def record(name: str) -> dict[str, Any]:
 
 
 def case_of(name: str, **fields: object) -> Case:
-    """The only case of a record with these fields."""
-    (case,) = (case for case in record(name)["cases"] if fields.items() <= case.items())
+    """The only case of a record with these fields. Without a group, a case of attention is one over N."""
+    usual = {"group": "lengths"}
+    (case,) = (case for case in record(name)["cases"] if (usual | fields).items() <= (usual | case).items())
     return case
 
 
@@ -297,8 +299,8 @@ def _short(version: str) -> str:
 def host_table(name: str, machine: str) -> str:
     """The host time of every call of a record of `ropewalk bench host`."""
     whole = record(name)
-    (case,) = whole["cases"]
-    lines = {line["path"]: line for line in case["lines"]}
+    case = whole["cases"][0]
+    lines = {line["path"]: line for part in whole["cases"] for line in part["lines"]}
     versions = whole["versions"]
     bare = ", ".join(f"{path} {line['us']:.1f}" for path, line in lines.items() if line["floor"] is None)
     rows = [
@@ -415,6 +417,65 @@ def linear_gpu(page: str) -> str:
             f"From {start} tokens on, time grows as {ours[0]} forward and {ours[1]} with the backward pass (SDPA:"
             f" {softmax[0]} and {softmax[1]})."
         ),
+    )
+
+
+def attention_rows(group: str, cells: Callable[[dict[str, float]], list[str]]) -> list[list[str]]:
+    """A row per case of a group of benchmarks/attention_gpu.json, from the times of its paths."""
+    cases = [case for case in record("attention_gpu")["cases"] if case.get("group") == group]
+    return [[f"{tuple(case['shape'])}, {case['work']}", *cells(times_of(case, "ms"))] for case in cases]
+
+
+@block("linear-weights")
+def linear_weights(page: str) -> str:
+    names = ["decay", "ALiBi", "T5", "ALiBi, two-way", "T5, two-way"]
+
+    def cells(times: dict[str, float]) -> list[str]:
+        plain = times["ropewalk linear + RoPE"]
+        return [milliseconds(plain), *(f"{times[f'ropewalk {name}'] / plain:.2f} ×" for name in names)]
+
+    text = "The same on the device with a decay per head or a bias: ms with RoPE alone, and times as long with more:"
+    return own_lines(
+        paragraph(text), table(["batch, heads, N, dim", "+ RoPE", *names], *attention_rows("weights", cells))
+    )
+
+
+@block("linear-peers")
+def linear_peers(page: str) -> str:
+    pairs = {"retention": "retention", "lightning": "lightning", "token decay": "simple GLA"}
+
+    def cells(times: dict[str, float]) -> list[str]:
+        theirs = (times.get(f"fla {name}") for name in pairs.values())
+        ours = (milliseconds(times[f"ropewalk {name}"]) for name in pairs)
+        return [
+            f"{mine} (fla: {'–' if other is None else milliseconds(other)})"
+            for mine, other in zip(ours, theirs, strict=True)
+        ]
+
+    lines = (line for case in record("attention_gpu")["cases"] for line in case["lines"])
+    differences = [line["difference"] for line in lines if line.get("difference") is not None]
+    text = "Decay without a denominator, in ms on the device, next to the functions of fla that compute the same."
+    text += f" The outputs differ by at most {max(differences, default=0.0):.1e} in norm:"
+    header = ["batch, heads, N, dim", "retention", "lightning", "a decay per token (simple GLA)"]
+    return own_lines(paragraph(text), table(header, *attention_rows("peers", cells)))
+
+
+@block("linear-clock")
+def linear_clock(page: str) -> str:
+    paths, works = ("ropewalk linear + RoPE", "softmax (SDPA)"), ("forward", "forward+backward")
+    cases = [case for case in record("attention_gpu")["cases"] if case["sweep"]]
+    times = {(case["shape"][2], case["work"]): {line["path"]: line for line in case["lines"]} for case in cases}
+    rows: list[list[str]] = []
+    for seq in sorted({seq for seq, _ in times}):
+        walls = [times[seq, work].get(path, {}).get("wall_ms") for work in works for path in paths]
+        if walls[0] is not None:
+            rows.append([str(seq), *("–" if wall is None else milliseconds(wall) for wall in walls)])
+    header = ["N", "forward", "SDPA", "forward+backward", "SDPA"]
+    starts = [faster_from(cases, work, "wall_ms") for work in works]
+    return own_lines(
+        paragraph("By the clock, in ms, (1, 16, N, 64): one eager call that is waited for, launches included:"),
+        table(header, *rows),
+        paragraph(f"Linear attention is faster from {starts[0]} tokens on, and from {starts[1]} with backward."),
     )
 
 

@@ -3,16 +3,18 @@
 import json
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from ropewalk import RopewalkError
-from ropewalk.tools.bench import bare, timing
+from ropewalk.tools.bench import bare, host_linear, timing
 from ropewalk.tools.bench import host as bench_host
-from ropewalk.tools.bench.floors import HOST, host_floors
-from ropewalk.tools.bench.host import Token, measure, measure_token
+from ropewalk.tools.bench.floors import HOST, HOST_LINEAR, HOST_LINEAR_US, host_floors
+from ropewalk.tools.bench.host import HostLine, Token, measure, measure_linear, measure_token
+from ropewalk.tools.bench.host_linear import Sequences
 from ropewalk.tools.bench.truth import Truth
 from tools.command import ropewalk
 
@@ -145,16 +147,101 @@ def test_the_command(tmp_path):
     assert max(map(len, result.stdout.splitlines())) <= 80
     record = json.loads(target.read_text(encoding="utf-8"))
     assert record["command"] == "ropewalk bench host --device cpu --quick"
-    (case,) = record["cases"]
+    case, linear = record["cases"]
     assert (case["shape"], case["dtype"]) == ([1, 1, 32, 8, 128], "float32")
+    assert (linear["kind"], linear["shape"], linear["dtype"]) == ("linear", [1, 16, 4096, 64], "float32")
+    assert [line["path"] for line in linear["lines"]] == ["copy of state", "linear step"]
     assert record["missed"] == host_floors("cpu", record["cases"])
 
 
+def linear_lines(launch, dtype=torch.bfloat16, length=20):
+    token = measure_token(Token("cpu", dtype), 1, 1, lambda: None, launch)
+    return token, measure_linear(Sequences("cpu", dtype, length), 1, 1, lambda: None, token)
+
+
 def test_the_table_of_a_gpu_fits_the_screen():
-    lines = measure_token(Token("cpu", torch.bfloat16), 1, 1, lambda: None, lambda: None)
+    token, linear = linear_lines(lambda: None)
+    # Times of this size appear on a GPU.
+    lines = [replace(line, us=345.6, floor_us=123.4, ratio=99.99) for line in (*token, *linear)]
     text = bench_host._shown("cuda", lines)
     assert max(map(len, text.splitlines())) <= 80
     assert "  launch + 2 empty_like" in text
+    assert "100us  3 launch + empty_like" in text
+    assert " 40us  launch + 3 empty_like" in text
+    assert "  2.00  SDPA, N=4096" in text
+
+
+def test_linear_attention_has_right_results_times_and_yardsticks():
+    token, linear = linear_lines(lambda: None)
+    lines = by_path(linear)
+    assert (HOST_LINEAR["cuda"] | HOST_LINEAR_US["cuda"]).keys() <= lines.keys()
+    assert all(line.us > 0 for line in lines.values())
+    assert all(0 < line.error_over_budget <= 1 for line in linear if line.floor is not None)
+    both = lines["linear, N=4096, fwd+bwd"]
+    assert both.floor_us == lines["SDPA, N=4096, fwd+bwd"].us
+    assert both.ratio == pytest.approx(both.us / both.floor_us)
+    launch, empty = by_path(token)["launch"].us, by_path(token)["empty_like"].us
+    assert lines["linear step"].floor_us == pytest.approx(launch + 3 * empty)
+    assert lines["linear, N=4096"].floor_us == pytest.approx(3 * launch + empty)
+    _, on_cpu = linear_lines(None, torch.float32)
+    lines = by_path(on_cpu)
+    assert HOST_LINEAR_US["cpu"].keys() <= lines.keys()
+    assert lines["linear step"].floor_us == lines["copy of state"].us
+
+
+def test_every_step_continues_from_the_one_before():
+    steps = host_linear.Steps(Sequences("cpu", torch.float32, 1))
+    start = steps.state.position
+    for _ in range(3):
+        steps.step()
+    assert (start, steps.state.position) == (host_linear.PROMPT, host_linear.PROMPT + 3)
+
+
+@pytest.mark.parametrize("wrong", ["output", "gradient", "step"])
+def test_a_wrong_linear_attention_gets_no_time(monkeypatch, wrong):
+    right = host_linear.linear_attention
+
+    def altered(q, k, v, **options):
+        if options.get("state") is not None:
+            out, state = right(q, k, v, **options)
+            return out * (1.1 if wrong == "step" else 1.0), state
+        if options.get("return_state"):
+            return right(q, k, v, **options)
+        if wrong == "gradient":
+            return right(q, k.detach() + 0.9 * (k - k.detach()), v, **options)
+        return right(q, k, v, **options) * (1.1 if wrong == "output" else 1.0)
+
+    monkeypatch.setattr(host_linear, "linear_attention", altered)
+    token = [HostLine(path, 1.0) for path in ("launch", "empty_like")]
+    linear = measure_linear(Sequences("cpu", torch.bfloat16, 20), 1, 1, lambda: None, token)
+    names = {"output": {"linear, N=4096", "linear, N=4096, fwd+bwd"}, "gradient": {"linear, N=4096, fwd+bwd"}}
+    assert {line.path for line in linear if line.us is None} == names.get(wrong, {"linear step"})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_linear_attention_beyond_a_limit_misses_its_floor(device):
+    lines = [{"path": path, "us": most, "ratio": 9.0, "floor": ""} for path, most in HOST_LINEAR_US[device].items()]
+    lines += [
+        {"path": path, "us": 9e9, "ratio": most, "floor": "SDPA, N=4096"} for path, most in HOST_LINEAR[device].items()
+    ]
+
+    def missed(changed):
+        return host_floors(device, [{"kind": "linear", "lines": changed}])
+
+    assert missed(lines) == []
+    assert "linear step: 40.1 µs, above 40" in missed([line | {"us": line["us"] + 0.1} for line in lines])
+    assert len(missed([])) == len(lines)
+    assert "linear step: has no time" in missed([line | {"us": None} for line in lines])
+    if device == "cuda":
+        assert missed([line | {"us": 100.1} for line in lines[:1]] + lines[1:]) == [
+            "linear, N=4096: 100.1 µs, above 100"
+        ]
+        assert missed([line | {"ratio": 2.01} for line in lines]) == [
+            "linear, N=4096, fwd+bwd: 2.01 times SDPA, N=4096, above 2.0"
+        ]
+    # A record without these rows has not measured them.
+    token = [{"path": path, "ratio": most, "floor": "copy"} for path, most in HOST[device].items()]
+    assert host_floors(device, [{"lines": token}]) == []
 
 
 def test_bad_input(tmp_path, monkeypatch):

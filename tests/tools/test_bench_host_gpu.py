@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ropewalk.tools.bench.bare import bare_launch
-from ropewalk.tools.bench.floors import HOST
-from ropewalk.tools.bench.host import measure
+from ropewalk.tools.bench.floors import HOST, HOST_LINEAR, HOST_LINEAR_US
+from ropewalk.tools.bench.host import measure, measure_linear
+from ropewalk.tools.bench.host_linear import Sequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -14,8 +15,13 @@ pytestmark = [
 
 
 def test_every_call_has_a_time():
-    lines = {line.path: line for line in measure("cuda", rounds=1, calls=2)}
+    token = measure("cuda", rounds=1, calls=2)
+    lines = {line.path: line for line in token}
     assert HOST["cuda"].keys() <= lines.keys()
+    assert all(line.us is not None for line in lines.values())
+    linear = measure_linear(Sequences("cuda", torch.bfloat16), 1, 2, torch.cuda.synchronize, token)
+    lines = {line.path: line for line in linear}
+    assert (HOST_LINEAR["cuda"] | HOST_LINEAR_US["cuda"]).keys() <= lines.keys()
     assert all(line.us is not None for line in lines.values())
 
 
