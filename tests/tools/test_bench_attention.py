@@ -19,8 +19,8 @@ from ropewalk.tools.bench import attention_paths, attention_record, timing
 from ropewalk.tools.bench.attention import AttentionCase, attention_cases, measure
 from ropewalk.tools.bench.attention import bench_attention as command
 from ropewalk.tools.bench.attention_paths import PATHS, AttentionPath
-from ropewalk.tools.bench.attention_truth import Truth, checked_tokens
 from ropewalk.tools.bench.attention_record import exponent, growth
+from ropewalk.tools.bench.attention_truth import Truth, checked_tokens
 from ropewalk.tools.cli import app
 from slow import slow
 
@@ -66,6 +66,9 @@ def test_the_cases():
         swept = [case.shape for case in cuda if case.work == work and case.sweep]
         assert swept == [(1, 16, 2**n, 64) for n in (16, 10, 11, 12, 13, 14, 15, 17, 18)]
         assert AttentionCase((4, 16, 8192, 128), "bfloat16", work, sweep=False) in cuda
+        for group in ("weights", "peers"):
+            shapes = [case.shape for case in cuda if (case.group, case.work) == (group, work)]
+            assert shapes == [(1, 16, 65_536, 64), (4, 16, 8192, 128)]
     assert cuda[-1] == AttentionCase((1, 4, 1_048_576, 64), "bfloat16", "forward", sweep=False)
     for device, start in attention_record.FIT_FROM.items():
         quick = attention_cases(device, quick=True)
@@ -256,6 +259,11 @@ def test_softmax_is_skipped_if_a_call_would_take_too_long():
     assert why("softmax (SDPA)", AttentionCase((1, 2, 4096, 8), "float32"), measured) is None
     assert why("softmax (SDPA)", AttentionCase((1, 2, 8192, 8), "float32", "forward+backward"), measured) is None
     assert why("softmax (SDPA)", longer, []) is None
+    measured = [case | {"work": "forward+backward"} for case in made_up(softmax_ms=20.0)["cases"][:4]]
+    both = AttentionCase((1, 2, 8192, 8), "float32", "forward+backward")
+    assert why("softmax (SDPA)", both, measured, "cuda") == "skipped: one call would take about 1.3 s"
+    assert why("softmax (SDPA)", both, measured, "cpu") is None
+    measured = made_up(softmax_ms=400.0)["cases"][:4]
     lines = lines_of(TINY[0], left_out=lambda path: why(path, longer, measured))
     assert lines["softmax (SDPA)"].ms is None
     assert lines["softmax (SDPA)"].note.startswith("skipped")
@@ -350,6 +358,10 @@ def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypat
         ({"from_file": "record.json", "quick": True}, "leave them out"),
         ({"from_file": "record.json", "device": "cpu"}, "leave them out"),
         ({"from_file": "record.json", "json_file": "b.json"}, "leave them out"),
+        ({"from_file": "record.json", "only": "lengths"}, "leave them out"),
+        ({"only": "all"}, "'lengths' or 'weights' or 'peers'"),
+        ({"only": "weights", "device": "cpu"}, "the cases over N alone"),
+        ({"only": "peers", "plot": "a.png"}, "use --only lengths"),
     ],
 )
 def test_bad_input_is_rejected_before_timing(options, message, tmp_path, monkeypatch):
@@ -404,5 +416,5 @@ def test_only_torch_is_required(tmp_path):
 def test_help():
     result = CliRunner().invoke(app, ["bench", "attention", "--help"], env={"COLUMNS": "100"})
     assert result.exit_code == 0
-    for option in ("--json", "--quick", "--plot", "--device", "--from"):
+    for option in ("--json", "--quick", "--plot", "--device", "--only", "--from"):
         assert option in result.stdout

@@ -214,7 +214,7 @@ def _measure(
     peaks = {candidate.name: _peak_bytes(candidate.run, device) for candidate in candidates}
     rounds = rounds if _seconds(candidates, device) <= LONG_ROUND[device] else max(rounds // 3, 1)
     times = _times(candidates, rounds, device)
-    walls = _clock(candidates, rounds) if device == "cuda" and seq <= CLOCKED else {}
+    walls = _clock_times(candidates, rounds, device, seq)
     lines = [
         AttentionLine(
             name,
@@ -250,6 +250,11 @@ def _times(candidates: Sequence[Candidate], rounds: int, device: str) -> dict[st
     if device == "cuda":
         return {name: us * 1e-3 for name, us in timing.device_times(candidates, rounds).items()}
     return wall_times(candidates, rounds, 1)
+
+
+def _clock_times(candidates: Sequence[Candidate], rounds: int, device: str, seq: int) -> dict[str, float]:
+    """The times by the clock on a GPU, for lengths up to `CLOCKED`."""
+    return _clock(candidates, rounds) if device == "cuda" and seq <= CLOCKED else {}
 
 
 def _clock(
