@@ -4,8 +4,11 @@ The cases run on a CPU with small shapes. No test depends on a time.
 """
 
 import json
+import runpy
+import shutil
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from ropewalk.tools.bench.attention_paths import PEERS, PLAIN, WEIGHTS, Attentio
 from ropewalk.tools.bench.attention_record import faster_from
 from ropewalk.tools.bench.attention_truth import LIMITS, Truth
 from ropewalk.tools.bench.floors import attention_floors
+from ropewalk.tools.bench.records import write_record
 from slow import slow
 from tools.test_bench_attention import TINY, drawn, lines_of
 
@@ -200,6 +204,27 @@ def test_the_crossing_point_by_the_clock_and_on_the_device():
     assert "on the device:\n  forward                               1024\n" in shown
     assert "by the clock:\n  forward                               4096\n" in shown
     assert "  forward+backward                     never\n" in shown
+
+
+def test_the_tables_of_a_record(tmp_path):
+    root = Path(__file__).parent.parent.parent
+    script = shutil.copy(root / "benchmarks" / "render.py", tmp_path)
+    weights = {PLAIN: 0.4} | {path: 0.4 * ratio for path, ratio in floors.WEIGHTED.items()}
+    peers = gpu_case("peers", dict.fromkeys(PEERS, 0.5))
+    peers["lines"][1]["difference"] = 0.002
+    lengths = {PLAIN: 0.2, "softmax (SDPA)": 0.3}
+    cases = [gpu_case("weights", weights), peers]
+    cases += [gpu_case("lengths", lengths, work=work, sweep=True) for work in ("forward", "forward+backward")]
+    write_record({"command": "bench", "cases": cases}, str(tmp_path / "attention_gpu.json"), missed=[])
+    blocks = runpy.run_path(script)["BLOCKS"]
+    shape = "| (1, 16, 65536, 64), forward |"
+    assert f"{shape} 0.4 | 1.15 × | 1.15 × | 2.00 × | 2.00 × | 2.00 × |" in blocks["linear-weights"]("")
+    text = blocks["linear-peers"]("")
+    assert f"{shape} 0.5 (fla: 0.5) | 0.5 (fla: 0.5) | 0.5 (fla: 0.5) |" in text
+    assert "at most 2.0e-03" in text
+    text = blocks["linear-clock"]("")
+    assert "| 65536 | 0.2 | 0.3 | 0.2 | 0.3 |" in text
+    assert "faster from 65536 tokens on, and from 65536 with backward" in text
 
 
 def test_one_part_alone(monkeypatch, tmp_path, capsys):
