@@ -5,6 +5,7 @@ import pickle
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 import ropewalk as rw
 from nn.linear_cases import NAMES
-from ropewalk.kernels.backend import Backend, register
+from ropewalk.kernels.backend import Backend, register, registered
+from ropewalk.kernels.types import FeatureMap, Layout
 from ropewalk.nn.linear import step as steps
 from ropewalk.nn.linear.step import Step
 
@@ -59,7 +61,7 @@ def general_only(q, k, v, state, **options):
 @settings(max_examples=60)
 @given(
     st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 6)]),
-    st.sampled_from([(2, 2), (8, 8), (8, 3), (16, 40), (64, 64), (80, 33)]),
+    st.sampled_from([(2, 2), (8, 8), (8, 3), (16, 40), (64, 64), (80, 33), (24, 100)]),
     st.sampled_from(list(WORKING)),
     st.sampled_from(NAMES),
     st.sampled_from(["none", "kv", "heads", "token", "alibi"]),
@@ -135,6 +137,59 @@ def test_unusual_numbers(value, feature_map):
     torch.testing.assert_close(after.below, end.below, rtol=4e-6, atol=1e-37, equal_nan=True)
 
 
+def step_of_kernel(q, k, v, above, below, maps, normalize=True, layout=(True, 0, -2)):
+    run = registered("native").linear_step
+    assert run is not None
+    return run(q, k, v, above, below, None, None, 0, None, layout, maps, normalize, 1.0)
+
+
+@pytest.mark.parametrize("name", ["elu", "exp"])
+def test_exponentials_are_rounded_well(name):
+    pieces = [np.linspace(*ends) for ends in ((-104, 88.7, 200_000), (-1, 1, 100_000), (-90, -85, 20_000))]
+    x = torch.from_numpy(np.concatenate(pieces)).float()[: 600 * 512].view(600, 1, 1, 512)
+    above, below = torch.zeros(600, 1, 512, 1), torch.zeros(600, 1, 512)
+    maps = (FeatureMap[name].value,) * 2
+    _, _, after = step_of_kernel(x, x, x[..., :1], above, below, maps)
+    wide = x[:, :, 0].double()
+    exact = wide.exp() if name == "exp" else torch.where(wide > 0, wide + 1, wide.exp())
+    units = torch.from_numpy(np.spacing(exact.float().numpy())).double()
+    assert ((after.double() - exact).abs() / units).amax() < 2
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([(64, 64), (100, 40)]), st.sampled_from(["kv", "none"]), st.integers(0, 1000))
+def test_the_number_of_threads_changes_nothing(widths, kind, seed):
+    rope = rw.RotaryEmbedding(widths[0])
+    options = {"rope": rope, "decay": -torch.rand(8)} if kind == "kv" else {"rope": rope}
+    prompt = tokens(3, 16, 8, 5, *widths, torch.float32, seed)
+    _, state = rw.linear_attention(*prompt, return_state=True, **options)
+    token, threads = tokens(3, 16, 8, 1, *widths, torch.float32, seed + 1), torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(rw.linear_attention(*token, state=state, return_state=True, **options))
+    finally:
+        torch.set_num_threads(threads)
+    for out, after in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(after.above, results[0][1].above)
+        assert torch.equal(after.below, results[0][1].below)
+
+
+def test_the_kernel_rejects_options_that_no_step_has():
+    one, sums = torch.ones(1, 1, 1, 2), (torch.ones(1, 1, 2, 2), torch.ones(1, 1, 2))
+    assert step_of_kernel(one, one, one, *sums, (3, 3)) is not None
+    for maps, layout in (((3, 5), (True, 0, -2)), ((-1, 3), (True, 0, -2)), ((3, 3), (True, -1, -2))):
+        with pytest.raises(ValueError, match="invalid"):
+            step_of_kernel(one, one, one, *sums, maps, layout=layout)
+    for maps, layout in (((3,), Layout(True, 0, -2)), ((3, 3), (True, 0)), ([3, 3], Layout(True, 0, -2))):
+        with pytest.raises(ValueError, match="expects"):
+            step_of_kernel(one, one, one, *sums, maps, layout=layout)
+    with pytest.raises(TypeError):
+        step_of_kernel(one, one, one, *sums, ("elu", "elu"))
+
+
 def test_weights_that_underflow():
     q = k = v = torch.tensor([[[[-1.0, 1.0]]]])
     _, state = rw.linear_attention(
@@ -189,6 +244,10 @@ def test_tensors_that_are_unusual_use_the_general_path():
     spread = torch.zeros(1, 2, 1, 16)[..., ::2].copy_(q)
     out, _ = general_only(spread, k, v, state)
     torch.testing.assert_close(out, both(q, k, v, state)[0][0], rtol=1e-5, atol=1e-6)
+    negated = torch.complex(q, q).conj().imag
+    assert negated.is_neg()
+    out, _ = general_only(negated, k, v, state)
+    torch.testing.assert_close(out, both(-q, k, v, state)[0][0], rtol=1e-5, atol=1e-6)
     swapped = torch.empty(1, 2, 8, 8).transpose(-1, -2).copy_(state.above)
     general_only(q, k, v, state._with_step(replace(state, above=swapped)))
     with pytest.raises(rw.RopewalkError, match="one dtype"):

@@ -4,6 +4,7 @@ from ropewalk.kernels.angles import native as angles
 from ropewalk.kernels.backend import Backend, Operation
 from ropewalk.kernels.linear.native import linear_step
 from ropewalk.kernels.native.extension import MISSING
+from ropewalk.kernels.native.extension import NATIVE as EXTENSION
 from ropewalk.kernels.qk_norm import native as qk_norm
 from ropewalk.kernels.rotate import native as rotate
 
@@ -28,5 +29,6 @@ NATIVE = Backend(
     },
     why_missing=lambda: MISSING,
     devices=("cpu",) if MISSING is None else (),
-    linear_step=linear_step,
+    # The function of the extension itself, because one more call of a function is noticeable.
+    linear_step=linear_step if EXTENSION is None else EXTENSION.linear_step,
 )

@@ -31,8 +31,8 @@ def linear_step(
         v: Values [batch, kv_heads, 1, v_dim].
         above: Sums of (R k) v^T, float32 [batch, kv_heads or heads, width, v_dim].
         below: Sums of k, float32 [batch, kv_heads or heads, width].
-        cos: [rows, pairs], or None for no rotation.
-        sin: [rows, pairs], or None.
+        cos: [rows, pairs] of a rope, which is not negated and needs no gradient; None for no rotation.
+        sin: [rows, pairs] of the same rope, or None.
         row: Row of cos and sin for this token.
         decay: Logarithm of the decay [heads of the sums] or [batch, heads of the sums, 1], or None.
         layout: Layout of the rotation.
@@ -51,5 +51,4 @@ def linear_step(
     """
     if NATIVE is None:
         return None
-    options = row, layout.start, layout.interleaved, *maps, normalize, scale
-    return NATIVE.linear_step(q, k, v, above, below, cos, sin, decay, *options)
+    return NATIVE.linear_step(q, k, v, above, below, cos, sin, row, decay, layout, maps, normalize, scale)

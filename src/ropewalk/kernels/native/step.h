@@ -30,49 +30,76 @@ typedef struct {
     float scale, smallest;
 } Step;
 
-/* exp of each number, within 2 units in the last place: x = n log 2 + r, and a Taylor polynomial of r with 8 terms,
-   because |r| is at most log(2) / 2. */
+static inline F_16 all_16(float x) { return (F_16){x, x, x, x}; }
+
+/* The larger number, or NaN if x is NaN. */
+static inline F_16 larger(F_16 x, F_16 low) {
+#if NEON
+    return vmaxq_f32(x, low);
+#else
+    return (F_16)choose_16((U_16)(x < low), (U_16)low, (U_16)x);
+#endif
+}
+
+/* The smaller number, or NaN if x is NaN. */
+static inline F_16 smaller(F_16 x, F_16 high) {
+#if NEON
+    return vminq_f32(x, high);
+#else
+    return (F_16)choose_16((U_16)(x > high), (U_16)high, (U_16)x);
+#endif
+}
+
+/* exp of each number from -104 to 89, within 2 units in the last place: x = n log 2 + r, and a Taylor polynomial of r
+   with 8 terms, because |r| is at most log(2) / 2. The result for NaN is not specified. */
 static inline F_16 exponential(F_16 x) {
-    const F_16 zero = {0}, low = zero - 104.0f, high = zero + 89.0f, whole_numbers = zero + 12582912.0f;
-    const U_16 is_number = (U_16)(x == x), above_low = (U_16)(x > low), below_high = (U_16)(x < high);
-    F_16 bounded = (F_16)choose_16(above_low, (U_16)x, (U_16)low);
-    bounded = (F_16)choose_16(below_high, (U_16)bounded, (U_16)high);
-    bounded = (F_16)((U_16)bounded & is_number);
-    /* The sum with 1.5 * 2^23 has no bits for a fraction. */
-    const F_16 n = (bounded * 1.44269504f + whole_numbers) - whole_numbers;
+    /* The sum with 1.5 * 2^23 has no bits for a fraction. Its lowest bits are n + 127, the exponent of 2^n. */
+    const F_16 whole_numbers = all_16(12582912.0f + 127.0f), sum = plus_f_16(whole_numbers, x, all_16(1.44269504f));
+    const F_16 n = sum - whole_numbers;
     /* log 2 in two parts. The first has few bits, so that its product with n is exact. */
-    const F_16 r = (bounded - n * 0.693359375f) + n * 2.12194440e-4f;
-    F_16 y = zero + 1.0f / 5040;
-    y = y * r + 1.0f / 720, y = y * r + 1.0f / 120, y = y * r + 1.0f / 24, y = y * r + 1.0f / 6, y = y * r + 0.5f;
-    y = (y * r) * r + r + 1.0f;
-    /* 2^n in two factors, because the result may be subnormal. */
-    const U_16 whole = (U_16)(n + whole_numbers) - (U_16)whole_numbers, half = (U_16)((I_16)whole >> 1);
-    y = y * (F_16)((half + 127u) << 23) * (F_16)((whole - half + 127u) << 23);
-    const U_16 overflows = (U_16)(x > zero + 88.7228394f);
-    y = (F_16)choose_16(overflows, (U_16)(zero + INFINITY), (U_16)y);
-    return (F_16)choose_16(is_number, (U_16)y, (U_16)x);
+    const F_16 r = plus_f_16(minus_f_16(x, n, all_16(0.693359375f)), n, all_16(2.12194440e-4f));
+    F_16 y = plus_f_16(all_16(1.0f / 720), r, all_16(1.0f / 5040));
+    y = plus_f_16(all_16(1.0f / 120), y, r), y = plus_f_16(all_16(1.0f / 24), y, r);
+    y = plus_f_16(all_16(1.0f / 6), y, r), y = plus_f_16(all_16(0.5f), y, r);
+    y = plus_f_16(all_16(1.0f), y, r), y = plus_f_16(all_16(1.0f), y, r);
+    /* 2^n in two factors, because the result may be subnormal. The first changes only the exponent of y. */
+    const U_16 half = (U_16)((I_16)((U_16)sum - (U_16)whole_numbers) >> 1);
+    return (F_16)((U_16)y + (half << 23)) * (F_16)(((U_16)sum - half) << 23);
 }
 
-/* Several vectors at once, because each operation waits for the one before. */
-enum { UNROLLED = 4 };
-
-static inline void exponentials(const F_16 *x, F_16 *y) {
-    for (int n = 0; n < UNROLLED; n++) y[n] = exponential(x[n]);
+/* elu(x) + 1 = exp(x) up to 0, and x + 1 above 0 and for NaN. */
+static inline F_16 elu(F_16 x) {
+    const F_16 zero = {0}, low = smaller(larger(x, all_16(-104.0f)), zero);
+    return (F_16)choose_16((U_16)(x <= zero), (U_16)exponential(low), (U_16)(x + 1.0f));
 }
 
-/* Map the features of a row, in place. The row has room for a multiple of 4 * UNROLLED numbers. */
+/* exp of any number. */
+static inline F_16 any_exponential(F_16 x) {
+    const F_16 y = exponential(smaller(larger(x, all_16(-104.0f)), all_16(89.0f)));
+    return (F_16)choose_16((U_16)(x == x), (U_16)y, (U_16)x);
+}
+
+static inline F_16 vector_at(const AnyFloat *from) {
+    F_16 v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+static inline void store_four(float *to, F_16 a, F_16 b, F_16 c, F_16 d) {
+    memcpy(to, &a, sizeof a), memcpy(to + 4, &b, sizeof b);
+    memcpy(to + 8, &c, sizeof c), memcpy(to + 12, &d, sizeof d);
+}
+
+/* Map the features of a row, in place. The row has room for a multiple of 16 numbers. */
 static void map_features(float *x, int64_t count, Map map, int shifted) {
-    float most = 0;
+    F_16 most = {0};
     switch (map) {
+    /* Four vectors at once, because each operation waits for the one before. */
     case ELU:
-        for (int64_t i = 0; i < count; i += 4 * UNROLLED) {
-            const F_16 zero = {0};
-            F_16 u[UNROLLED], e[UNROLLED];
-            memcpy(u, x + i, sizeof u);
-            exponentials(u, e);
-            for (int n = 0; n < UNROLLED; n++)
-                u[n] = (F_16)choose_16((U_16)(u[n] > zero), (U_16)(u[n] + 1.0f), (U_16)e[n]);
-            memcpy(x + i, u, sizeof u);
+        for (int64_t i = 0; i < count; i += 16) {
+            const F_16 a = elu(vector_at(x + i)), b = elu(vector_at(x + i + 4));
+            const F_16 c = elu(vector_at(x + i + 8)), d = elu(vector_at(x + i + 12));
+            store_four(x + i, a, b, c, d);
         }
         break;
     case RELU:
@@ -83,15 +110,14 @@ static void map_features(float *x, int64_t count, Map map, int shifted) {
         break;
     case EXP:
         if (shifted) {
-            most = x[0];
-            for (int64_t i = 1; i < count; i++) most = x[i] > most || x[i] != x[i] ? x[i] : most;
+            float largest = x[0];
+            for (int64_t i = 1; i < count; i++) largest = x[i] > largest || x[i] != x[i] ? x[i] : largest;
+            most = all_16(largest);
         }
-        for (int64_t i = 0; i < count; i += 4 * UNROLLED) {
-            F_16 u[UNROLLED], e[UNROLLED];
-            memcpy(u, x + i, sizeof u);
-            for (int n = 0; n < UNROLLED; n++) u[n] -= most;
-            exponentials(u, e);
-            memcpy(x + i, e, sizeof e);
+        for (int64_t i = 0; i < count; i += 16) {
+            const F_16 a = vector_at(x + i) - most, b = vector_at(x + i + 4) - most;
+            const F_16 c = vector_at(x + i + 8) - most, d = vector_at(x + i + 12) - most;
+            store_four(x + i, any_exponential(a), any_exponential(b), any_exponential(c), any_exponential(d));
         }
         break;
     default:
@@ -118,13 +144,9 @@ static void read_row(const Rows *rows, int64_t batch, int64_t head, int64_t coun
     }
 }
 
+/* Round float32 to a row of BF16 or F16. */
 static void write_row(const Rows *rows, int64_t batch, int64_t head, int64_t count, Dtype dtype, const float *from) {
-    const int64_t at = batch * rows->batch_step + head * rows->head_step;
-    if (dtype == F32) {
-        memcpy((AnyFloat *)rows->data + at, from, (size_t)count * sizeof *from);
-        return;
-    }
-    AnyHalf *to = (AnyHalf *)rows->data + at;
+    AnyHalf *to = (AnyHalf *)rows->data + batch * rows->batch_step + head * rows->head_step;
     for (int64_t i = 0; i < count; i += 8) {
         AnyHalf last[8];
         F_16 both[2] = {{0}};
@@ -138,73 +160,122 @@ static void write_row(const Rows *rows, int64_t batch, int64_t head, int64_t cou
 
 /* Rotate the features of a row. */
 static void rotate_row(const Step *s, const float *x, float *y) {
-    memcpy(y, x, (size_t)s->width * sizeof *y);
-    const int64_t apart = s->interleaved ? 1 : s->pairs, between = s->interleaved ? 2 : 1;
-    for (int64_t i = 0; i < s->pairs; i++) {
-        const int64_t first = s->start + i * between, second = first + apart;
+    const int64_t pairs = s->pairs, start = s->start, stop = start + 2 * pairs;
+    if (start > 0) memcpy(y, x, (size_t)start * sizeof *y);
+    if (stop < s->width) memcpy(y + stop, x + stop, (size_t)(s->width - stop) * sizeof *y);
+    x += start, y += start;
+    int64_t i = 0;
+    for (; i + 8 <= pairs; i += 8) {
+        F_16 a[2], b[2], c[2], d[2];
+        load_f32_16(s->cos + i, c), load_f32_16(s->sin + i, d);
+        if (s->interleaved) {
+            load2_f32_16(x + 2 * i, a, b);
+            f32_rotate_16(a, b, c, d);
+            store2_f32_16(y + 2 * i, a, b);
+        } else {
+            load_f32_16(x + i, a), load_f32_16(x + pairs + i, b);
+            f32_rotate_16(a, b, c, d);
+            store_f32_16(y + i, a), store_f32_16(y + pairs + i, b);
+        }
+    }
+    const int64_t apart = s->interleaved ? 1 : pairs, between = s->interleaved ? 2 : 1;
+    for (; i < pairs; i++) {
+        const int64_t first = i * between, second = first + apart;
         y[first] = x[first] * s->cos[i] - x[second] * s->sin[i];
         y[second] = x[first] * s->sin[i] + x[second] * s->cos[i];
     }
 }
 
-/* Vectors of values that are processed at once, in registers. */
-enum { AT_ONCE = 8 };
+/* What happens to the sums: they are only read, a key is added, or a key is added after they decayed. */
+typedef enum { READ, ADD, DECAY_AND_ADD } Change;
 
-static inline F_16 vector_at(const AnyFloat *from) {
-    F_16 v;
-    memcpy(&v, from, sizeof v);
-    return v;
+/* One head and its query. `v_dim` is the distance of rows of the sums. */
+typedef struct {
+    const AnyFloat *old;
+    AnyFloat *new;
+    const float *k, *q;
+    const AnyFloat *v;
+    AnyFloat *above;
+    float kept;
+    int64_t width, v_dim;
+} Head;
+
+#define ONE(DO) DO(0)
+#define EIGHT(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
+#define SIXTEEN(DO) EIGHT(DO) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13) DO(14) DO(15)
+#define DECLARE(N) F_16 t##N = {0};
+#define WRITE(N) memcpy(above + 4 * N, &t##N, sizeof t##N);
+#define ROW(N)                                                                                                         \
+    {                                                                                                                  \
+        F_16 sum = vector_at(old + 4 * N);                                                                             \
+        if (change == DECAY_AND_ADD) sum *= kept;                                                                      \
+        if (change != READ) {                                                                                          \
+            sum = plus_f_16(sum, k, vector_at(v + 4 * N));                                                             \
+            memcpy(new + 4 * N, &sum, sizeof sum);                                                                     \
+        }                                                                                                              \
+        t##N = plus_f_16(t##N, q, sum);                                                                                \
+    }
+/* Values from number j, as many vectors as VECTORS repeats, whose totals are kept in registers: S = kept S + k v^T, and
+   q S, which is the numerator. */
+#define DEFINE_VALUES(NAME, VECTORS)                                                                                   \
+    static inline __attribute__((always_inline)) void NAME(const Head *h, int64_t j, Change change) {                  \
+        const AnyFloat *old = h->old + j, *v = h->v + j;                                                               \
+        AnyFloat *new = h->new + j;                                                                                    \
+        AnyFloat *above = h->above + j;                                                                                \
+        const int64_t width = h->width, v_dim = h->v_dim;                                                              \
+        const float kept = h->kept, *keys = h->k, *queries = h->q;                                                     \
+        VECTORS(DECLARE)                                                                                               \
+        for (int64_t i = 0; i < width; i++, old += v_dim, new += v_dim) {                                              \
+            const F_16 k = all_16(keys[i]), q = all_16(queries[i]);                                                    \
+            VECTORS(ROW)                                                                                               \
+        }                                                                                                              \
+        VECTORS(WRITE)                                                                                                 \
+    }
+DEFINE_VALUES(one_vector, ONE)
+DEFINE_VALUES(eight_vectors, EIGHT)
+DEFINE_VALUES(sixteen_vectors, SIXTEEN)
+#undef ONE
+#undef EIGHT
+#undef SIXTEEN
+#undef DECLARE
+#undef WRITE
+#undef ROW
+#undef DEFINE_VALUES
+
+static inline __attribute__((always_inline)) void all_values(const Head *h, Change change) {
+    int64_t j = 0;
+    /* Other machines have 16 registers. */
+    for (; NEON && j + 64 <= h->v_dim; j += 64) sixteen_vectors(h, j, change);
+    for (; j + 32 <= h->v_dim; j += 32) eight_vectors(h, j, change);
+    for (; j + 4 <= h->v_dim; j += 4) one_vector(h, j, change);
+    for (; j < h->v_dim; j++) {
+        float total = 0;
+        for (int64_t i = 0; i < h->width; i++) {
+            const int64_t at = i * h->v_dim + j;
+            float sum = h->old[at];
+            if (change != READ) h->new[at] = sum = h->kept * sum + h->k[i] * h->v[j];
+            total += h->q[i] * sum;
+        }
+        h->above[j] = total;
+    }
 }
 
-/* Sums after one key, of one head: S = kept S + k v^T, and q S, which is the numerator. */
-static void update_sums(const AnyFloat *from, AnyFloat *to, const float *k, const float *q, const float *v, float *above,
-                        float kept, int64_t width, int64_t v_dim) {
-    int64_t j = 0;
-    for (; j + 4 * AT_ONCE <= v_dim; j += 4 * AT_ONCE) {
-        F_16 t0 = {0}, t1 = t0, t2 = t0, t3 = t0, t4 = t0, t5 = t0, t6 = t0, t7 = t0;
-        const F_16 v0 = vector_at(v + j), v1 = vector_at(v + j + 4), v2 = vector_at(v + j + 8), v3 = vector_at(v + j + 12);
-        const F_16 v4 = vector_at(v + j + 16), v5 = vector_at(v + j + 20), v6 = vector_at(v + j + 24), v7 = vector_at(v + j + 28);
-        for (int64_t i = 0; i < width; i++) {
-            const AnyFloat *old = from + i * v_dim + j;
-            AnyFloat *new = to + i * v_dim + j;
-            const F_16 a = (F_16){0} + k[i], b = (F_16){0} + q[i];
-#define STEP(N)                                                                  \
-    {                                                                            \
-        const F_16 sum = plus_f_16(vector_at(old + 4 * N) * kept, a, v##N);      \
-        memcpy(new + 4 * N, &sum, sizeof sum);                                   \
-        t##N = plus_f_16(t##N, b, sum);                                          \
-    }
-            STEP(0) STEP(1) STEP(2) STEP(3) STEP(4) STEP(5) STEP(6) STEP(7)
-#undef STEP
-        }
-        const F_16 total[AT_ONCE] = {t0, t1, t2, t3, t4, t5, t6, t7};
-        memcpy(above + j, total, sizeof total);
-    }
-    for (; j < v_dim; j++) {
-        above[j] = 0;
-        for (int64_t i = 0; i < width; i++) {
-            const float sum = kept * from[i * v_dim + j] + k[i] * v[j];
-            to[i * v_dim + j] = sum;
-            above[j] += q[i] * sum;
-        }
-    }
-}
+static void read_sums(const Head *h) { all_values(h, READ); }
+static void add_key(const Head *h) { all_values(h, ADD); }
+static void decay_and_add_key(const Head *h) { all_values(h, DECAY_AND_ADD); }
 
-static void read_sums(const AnyFloat *sums, const float *q, float *above, int64_t width, int64_t v_dim) {
+/* The denominator: q z. */
+static float product(const float *q, const AnyFloat *z, int64_t width) {
+    F_16 a = {0}, b = {0};
     int64_t j = 0;
-    for (; j + 4 * AT_ONCE <= v_dim; j += 4 * AT_ONCE) {
-        F_16 total[AT_ONCE] = {{0}}, sum;
-        for (int64_t i = 0; i < width; i++)
-            for (int n = 0; n < AT_ONCE; n++) {
-                memcpy(&sum, sums + i * v_dim + j + 4 * n, sizeof sum);
-                total[n] = plus_f_16(total[n], (F_16){0} + q[i], sum);
-            }
-        memcpy(above + j, total, sizeof total);
+    for (; j + 8 <= width; j += 8) {
+        a = plus_f_16(a, vector_at(q + j), vector_at(z + j));
+        b = plus_f_16(b, vector_at(q + j + 4), vector_at(z + j + 4));
     }
-    for (; j < v_dim; j++) {
-        above[j] = 0;
-        for (int64_t i = 0; i < width; i++) above[j] += q[i] * sums[i * v_dim + j];
-    }
+    a += b;
+    float total = (a[0] + a[1]) + (a[2] + a[3]);
+    for (; j < width; j++) total += q[j] * z[j];
+    return total;
 }
 
 static float decay_of(const Step *s, int64_t batch, int64_t head) {
@@ -214,40 +285,49 @@ static float decay_of(const Step *s, int64_t batch, int64_t head) {
     return (float)exp((double)((const AnyFloat *)s->decay.data)[at]);
 }
 
+static AnyFloat *floats_at(const Rows *rows, int64_t batch, int64_t head) {
+    return (AnyFloat *)rows->data + batch * rows->batch_step + head * rows->head_step;
+}
+
 /* Process a range of the pairs of a sequence and a head of the sums. */
 static void step_part(const void *job, int64_t part, int64_t parts) {
     const Step *s = job;
     const int64_t all = s->batch * s->state_heads, stop = all * (part + 1) / parts, group = s->heads / s->state_heads;
-    float plain_k[WIDEST] = {0}, plain_q[WIDEST] = {0}, k[WIDEST], q[WIDEST], v[WIDEST], above[WIDEST];
+    /* The compiler would read the fields again after each store. */
+    const int64_t width = s->width, v_dim = s->v_dim;
+    float plain_k[WIDEST] = {0}, plain_q[WIDEST] = {0}, k[WIDEST], q[WIDEST], wide_v[WIDEST], wide_out[WIDEST];
     for (int64_t i = all * part / parts; i < stop; i++) {
         const int64_t batch = i / s->state_heads, head = i % s->state_heads;
         const int64_t key_head = head * s->kv_heads / s->state_heads;
         const float kept = decay_of(s, batch, head);
-        read_row(&s->k, batch, key_head, s->width, s->dtype, plain_k);
-        map_features(plain_k, s->width, s->k_map, 0);
+        read_row(&s->k, batch, key_head, width, s->dtype, plain_k);
+        map_features(plain_k, width, s->k_map, 0);
         rotate_row(s, plain_k, k);
-        read_row(&s->v, batch, key_head, s->v_dim, s->dtype, v);
-        const AnyFloat *old = (const AnyFloat *)s->above.data + batch * s->above.batch_step + head * s->above.head_step;
-        AnyFloat *new = (AnyFloat *)s->new_above.data + batch * s->new_above.batch_step + head * s->new_above.head_step;
-        const AnyFloat *z = (const AnyFloat *)s->below.data + batch * s->below.batch_step + head * s->below.head_step;
-        AnyFloat *new_z = (AnyFloat *)s->new_below.data + batch * s->new_below.batch_step + head * s->new_below.head_step;
-        for (int64_t j = 0; j < s->width; j++) new_z[j] = kept * z[j] + plain_k[j];
-        for (int64_t member = 0; member < group; member++) {
+        const AnyFloat *v = s->dtype == F32 ? floats_at(&s->v, batch, key_head) : wide_v;
+        if (v == wide_v) read_row(&s->v, batch, key_head, v_dim, s->dtype, wide_v);
+        const AnyFloat *z = floats_at(&s->below, batch, head);
+        AnyFloat *new_z = floats_at(&s->new_below, batch, head), *sums = floats_at(&s->new_above, batch, head);
+        for (int64_t j = 0; j < width; j++) new_z[j] = kept * z[j] + plain_k[j];
+        Head h = {floats_at(&s->above, batch, head), sums, k, q, v, wide_out, kept, width, v_dim};
+        for (int64_t member = 0; member < group; member++, h.old = sums) {
             const int64_t query_head = head * group + member;
-            read_row(&s->q, batch, query_head, s->width, s->dtype, plain_q);
-            map_features(plain_q, s->width, s->q_map, s->normalize);
+            read_row(&s->q, batch, query_head, width, s->dtype, plain_q);
+            map_features(plain_q, width, s->q_map, s->normalize);
             rotate_row(s, plain_q, q);
-            if (member == 0) update_sums(old, new, k, q, v, above, kept, s->width, s->v_dim);
-            else read_sums(new, q, above, s->width, s->v_dim);
+            AnyFloat *out = s->dtype == F32 ? floats_at(&s->out, batch, query_head) : wide_out;
+            h.above = out;
+            if (member > 0) read_sums(&h);
+            else if (kept == 1.0f) add_key(&h);
+            else decay_and_add_key(&h);
             if (s->normalize) {
-                float below = 0;
-                for (int64_t j = 0; j < s->width; j++) below += plain_q[j] * new_z[j];
-                below = fabsf(below) <= s->smallest ? INFINITY : below;
-                for (int64_t j = 0; j < s->v_dim; j++) above[j] /= below;
+                const float below = product(plain_q, new_z, width);
+                const float divisor = fabsf(below) <= s->smallest ? INFINITY : below;
+                for (int64_t j = 0; j < v_dim; j++) out[j] /= divisor;
             } else {
-                for (int64_t j = 0; j < s->v_dim; j++) above[j] *= s->scale;
+                const float scale = s->scale;
+                for (int64_t j = 0; j < v_dim; j++) out[j] *= scale;
             }
-            write_row(&s->out, batch, query_head, s->v_dim, s->dtype, above);
+            if (out == wide_out) write_row(&s->out, batch, query_head, v_dim, s->dtype, wide_out);
         }
     }
 }
@@ -312,41 +392,67 @@ static int read_tables(Step *s, const Tensor *cos, const Tensor *sin, int64_t ro
     return 1;
 }
 
-enum { Q, K, V, ABOVE, BELOW, COS, SIN, DECAY, STEP_TENSORS };
+/* The arguments of linear_step. Those before ROW, and DECAY, are tensors. */
+enum { Q, K, V, ABOVE, BELOW, COS, SIN, ROW, DECAY, LAYOUT, FEATURE_MAPS, NORMALIZE, SCALE, STEP_ARGUMENTS };
 
-/* linear_step(q, k, v, above, below, cos, sin, decay, row, start, interleaved, q_map, k_map, normalize, scale) -> (out,
-   new above, new below), or None if something is unusual. cos, sin and decay may be None. */
+/* Read the arguments that are no tensors, and the row of cos and sin. Returns 0, or -1 with an exception. */
+static int read_options(PyObject *const *args, Step *s, int64_t *row) {
+    PyObject *layout = args[LAYOUT], *maps = args[FEATURE_MAPS];
+    if (!PyTuple_Check(layout) || PyTuple_GET_SIZE(layout) != 3 || !PyTuple_Check(maps) || PyTuple_GET_SIZE(maps) != 2)
+        return fail("linear_step expects a Layout and two feature maps"), -1;
+    const int64_t q_map = PyLong_AsLongLong(PyTuple_GET_ITEM(maps, 0));
+    const int64_t k_map = PyLong_AsLongLong(PyTuple_GET_ITEM(maps, 1));
+    *row = PyLong_AsLongLong(args[ROW]);
+    *s = (Step){.start = PyLong_AsLongLong(PyTuple_GET_ITEM(layout, 1)),
+                .interleaved = PyObject_IsTrue(PyTuple_GET_ITEM(layout, 0)),
+                .q_map = (Map)q_map,
+                .k_map = (Map)k_map,
+                .normalize = PyObject_IsTrue(args[NORMALIZE]),
+                .scale = (float)PyFloat_AsDouble(args[SCALE])};
+    if (PyErr_Occurred()) return -1;
+    if (q_map < 0 || q_map >= MAPS || k_map < 0 || k_map >= MAPS || *row < 0 || s->start < 0)
+        return fail("a number is invalid"), -1;
+    return 0;
+}
+
+/* Whether a tensor can be read, and needs no gradient. Returns 1 or 0, or -1 with an exception. */
+static int is_constant(PyObject *object, Tensor *out, int graphs) {
+    const int ready = is_ready(object, out);
+    if (ready <= 0 || !graphs) return ready;
+    const int needs_gradient = has_true(object, name_requires_grad);
+    return needs_gradient < 0 ? -1 : !needs_gradient;
+}
+
+/* linear_step(q, k, v, above, below, cos, sin, row, decay, layout, maps, normalize, scale) -> (out, new above, new
+   below), or None if something is unusual: see ropewalk.kernels.linear.native. */
 static PyObject *linear_step(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
-    if (!exchange || count != STEP_TENSORS + 7) return fail("linear_step expects 15 arguments, after use_torch");
-    PyObject *const *options = args + STEP_TENSORS;
-    const int64_t row = PyLong_AsLongLong(options[0]), start = PyLong_AsLongLong(options[1]);
-    const int64_t q_map = PyLong_AsLongLong(options[3]), k_map = PyLong_AsLongLong(options[4]);
-    Step s = {.start = start, .interleaved = PyObject_IsTrue(options[2]), .q_map = (Map)q_map, .k_map = (Map)k_map,
-              .normalize = PyObject_IsTrue(options[5]), .scale = (float)PyFloat_AsDouble(options[6])};
-    if (PyErr_Occurred()) return NULL;
-    if (q_map < 0 || q_map >= MAPS || k_map < 0 || k_map >= MAPS || row < 0 || start < 0) return fail("a number is invalid");
+    if (!exchange || count != STEP_ARGUMENTS) return fail("linear_step expects 13 arguments, after use_torch");
+    Step s;
+    int64_t row;
+    if (read_options(args, &s, &row)) return NULL;
     int usual = is_eager();
     const int graphs = usual > 0 ? is_true(PyObject_CallNoArgs(is_grad_enabled)) : 0;
     if (usual < 0 || graphs < 0) return NULL;
-    Tensor t[STEP_TENSORS];
-    for (int i = 0; usual && i < STEP_TENSORS; i++) {
-        if (args[i] == Py_None && i >= COS) continue;
-        usual = is_ready(args[i], &t[i]);
-        if (usual > 0 && graphs) {
-            const int needs_gradient = has_true(args[i], name_requires_grad);
-            usual = needs_gradient < 0 ? -1 : !needs_gradient;
-        }
-        if (usual < 0) return NULL;
+    Tensor t[DECAY + 1];
+    for (int i = Q; usual > 0 && i <= BELOW; i++) usual = is_constant(args[i], &t[i], graphs);
+    if (usual > 0 && args[DECAY] != Py_None) usual = is_constant(args[DECAY], &t[DECAY], graphs);
+    if (usual < 0) return NULL;
+    if (usual && args[COS] != Py_None && args[SIN] != Py_None &&
+        (borrow(args[COS], &t[COS], "cos") || borrow(args[SIN], &t[SIN], "sin"))) {
+        PyErr_Clear();
+        usual = 0;
     }
     if (!usual || t[Q].dims != 4 || t[K].dims != 4 || t[V].dims != 4 || t[ABOVE].dims != 4) Py_RETURN_NONE;
     s.batch = t[Q].shape[0], s.heads = t[Q].shape[1], s.width = t[Q].shape[3];
     s.kv_heads = t[K].shape[1], s.v_dim = t[V].shape[3], s.state_heads = t[ABOVE].shape[1];
-    int fits = s.width <= WIDEST && s.v_dim <= WIDEST && has_elements(&t[Q]) && has_elements(&t[K]) && has_elements(&t[V]);
+    int fits = s.width <= WIDEST && s.v_dim <= WIDEST;
+    for (int i = Q; i <= V; i++) fits = fits && has_elements(&t[i]);
     fits = fits && s.heads % s.kv_heads == 0 && (s.state_heads == s.kv_heads || s.state_heads == s.heads);
     fits = fits && find_dtype(&t[Q], &s.dtype) && s.dtype != F64;
     for (int i = K; i <= V; i++) fits = fits && !memcmp(&t[Q].dtype, &t[i].dtype, sizeof t[i].dtype);
-    fits = fits && rows_of(&t[Q], s.batch, s.heads, s.width, &s.q) && rows_of(&t[K], s.batch, s.kv_heads, s.width, &s.k) &&
+    fits = fits && rows_of(&t[Q], s.batch, s.heads, s.width, &s.q) &&
+           rows_of(&t[K], s.batch, s.kv_heads, s.width, &s.k) &&
            rows_of(&t[V], s.batch, s.kv_heads, s.v_dim, &s.v) &&
            sums_of(&t[ABOVE], s.batch, s.state_heads, s.width, s.v_dim, &s.above) &&
            sums_of(&t[BELOW], s.batch, s.state_heads, s.width, 0, &s.below);

@@ -98,10 +98,12 @@ class Step:
         )
         if result is None:
             return None
-        out, above, below = result
         # The constructor of a frozen dataclass takes longer than the token.
+        fields = state.__dict__.copy()
+        out, fields["above"], fields["below"] = result
+        fields["position"] = position + 1
         following = object.__new__(LinearState)
-        following.__dict__.update(state.__dict__, above=above, below=below, position=position + 1)
+        object.__setattr__(following, "__dict__", fields)
         return out, following
 
     def _find(self, position: int, q: Tensor) -> bool:
