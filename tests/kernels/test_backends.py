@@ -282,6 +282,75 @@ def test_linear_attention_by_torch_is_torch_alone(registered_tiny):
     assert calls["rotate"] == calls["linear_attention"] == 0
 
 
+WEIGHTS = {
+    "decay": {"decay": torch.tensor([-0.1, -0.2])},
+    "alibi": {"bias": rw.encoding("alibi", dim=16, num_heads=2)},
+    "t5": {"bias": rw.encoding("t5", dim=16, num_heads=2)},
+    "no denominator": {"normalize": False},
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_backend_without_weights_does_not_get_them(name, registered_tiny):
+    calls = registered_tiny()
+    tiny = next(backend for backend in backends() if backend.name == "tiny")
+    asked = []
+
+    def supports(*call):
+        asked.append(call)
+
+    linear = replace(tiny.operations["linear_attention"], supports=supports)
+    undo = register(replace(tiny, operations={**tiny.operations, "linear_attention": linear}, devices=("cpu",)))
+    x = vector(0, 1, 2, 5, 8).float()
+    try:
+        with pytest.raises(RopewalkError, match=r"got:      a decay, a bias, or normalize=False, for torch\.float32"):
+            rw.linear_attention(x, x, x, backend="tiny", **WEIGHTS[name])
+        out = rw.linear_attention(x, x, x, **WEIGHTS[name])
+        assert not asked
+        assert not calls["linear_attention"]
+        rw.linear_attention(x, x, x)
+        assert calls["linear_attention"] == 1
+        ((_, _, _, _, weighting, causal),) = asked
+        assert weighting.plain
+        assert causal
+    finally:
+        undo()
+    assert torch.equal(out, rw.linear_attention(x, x, x, backend="torch", **WEIGHTS[name]))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_backend_with_weights_gets_them(name, compiled):
+    seen = []
+
+    def run(q, k, v, before, layout, causal, cu_seqlens, weighting):
+        seen.append(weighting)
+        out, after = linear_attention(q, k, v, None, layout, causal, cu_seqlens, weighting=weighting)
+        return out, after.flat()
+
+    def f(q, k, v):
+        options = {"decay": decay} if name == "decay" else WEIGHTS[name]
+        return rw.linear_attention(q, k, v, backend=backend, **options)
+
+    inputs = [vector(i, 1, 2, 5, 8).float().requires_grad_() for i in range(3)]
+    decay = torch.tensor([-0.1, -0.2], requires_grad=True)
+    learned = {"decay": [decay], "t5": list(WEIGHTS["t5"]["bias"].parameters())}.get(name, [])
+    undo = register(Backend("weighted", {"linear_attention": Operation(run, weights=True)}))
+    try:
+        results = []
+        for backend in ("torch", "weighted"):
+            torch.compiler.reset()
+            call = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled and backend == "weighted" else f
+            out = call(*inputs)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [*inputs, *learned])])
+    finally:
+        undo()
+    assert len(seen) == 1
+    assert not seen[0].plain
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_threads_that_register_lose_nothing():
     undone: list = []
 

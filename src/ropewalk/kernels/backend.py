@@ -6,7 +6,8 @@ and results of `Operation.run`, for plain tensors in an eager call:
 - cos_sin: (positions, inv_freq, radix_table, amplitude, dtype, axes) -> (cos, sin)
 - rotate: (q, k or None, cos, sin, layout, row, conjugate) -> (q,) or (q, k)
 - norm_rotate: (tensors, weights, cos, sin, layout, norm, row) -> a list of tensors
-- linear_attention: (q_side, k_side, v, flat sums or None, layout, causal, cu_seqlens) -> (out, flat sums, *saved)
+- linear_attention: (q_side, k_side, v, flat sums or None, layout, causal, cu_seqlens) -> (out, flat sums, *saved), with
+  one more argument, a `Weighting`, if the operation has `weights`.
 
 cos and sin are [rows, pairs], [batch, rows, pairs] or [1 or batch, heads, rows, pairs]. Row `row` belongs to the first
 token. `types.line_up` shapes them to broadcast against q and k. `layout` specifies which features are rotated, and
@@ -19,11 +20,13 @@ new backend is one file like those in `backends/`, and one line in its `__init__
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
+
 from ropewalk.errors import RopewalkError, require_choice, shown
-from ropewalk.kernels.types import RopeNumbers, Shortcut
+from ropewalk.kernels.types import Layout, RopeNumbers, Shortcut, Side, Weighting
 
 __all__ = [
     "OPERATIONS",
@@ -49,9 +52,9 @@ OPERATIONS: tuple[OperationName, ...] = ("cos_sin", "rotate", "norm_rotate", "li
 class Operation:
     """One operation of a backend: the function that computes it, and the calls that it supports.
 
-    Below, `call` stands for (q, k, layout) of rotate and norm_rotate, (q_side, k_side, v, layout) of linear_attention,
-    and all arguments of cos_sin. Functions of `call` must be traceable by torch.compile: they contain no f-strings and
-    do not read values of tensors.
+    Below, `call` stands for (q, k, layout) of rotate and norm_rotate, (q_side, k_side, v, layout, weighting, causal) of
+    linear_attention, and all arguments of cos_sin. Functions of `call` must be traceable by torch.compile: they contain
+    no f-strings and do not read values of tensors.
 
     Args:
         run: Computes the operation. See the docstring of the module.
@@ -61,13 +64,17 @@ class Operation:
         backward: Computes the gradients in one call. For norm_rotate: (cotangents, tensors, weights, whether weights
             need gradients, cos, sin, layout, norm, row) -> (gradients, weight gradients). For linear_attention:
             (cotangent of out, cotangent of the sums or None, q_side, k_side, v, results of `run`, layout, causal,
-            cu_seqlens) -> gradients of q, k, v and of the initial sums. Default: gradients of the formula. rotate needs
-            none: its backward is the rotation by the opposite angle.
+            cu_seqlens) -> gradients of q, k, v and of the initial sums. If the operation has `weights`, two more
+            arguments, the `Weighting` and whether its tensors need gradients, and two more results: gradients of decay
+            and band, each float32 or None. Default: gradients of the formula. rotate needs none: its backward is the
+            rotation by the opposite angle.
         table_gradient: For rotate: (tensors, cotangents, cos, layout, row, conjugate) -> gradients of cos and sin.
         shortcut: For rotate and norm_rotate, for calls that are limited by host time: a function of `RopeNumbers` that
             returns a `Shortcut` for one rope.
-        empty_saved: For linear_attention: (q, k, v, cu_seqlens) -> tensors shaped as those that `run` saves, for fake
-            tensors.
+        empty_saved: For linear_attention: (q, k, v, cu_seqlens, causal, weighting) -> tensors shaped as those that
+            `run` saves, for fake tensors.
+        weights: For linear_attention: whether `run` and `backward` accept a `Weighting`. Otherwise the backend does not
+            support calls with a decay, a bias or normalize=False.
         joint: For norm_rotate: whether `backward` computes two tensors in one pass. Otherwise each tensor has its own
             autograd node.
         in_place: Whether the `run` of rotate accepts in_place=True.
@@ -86,6 +93,7 @@ class Operation:
     table_gradient: Callable[..., Any] | None = None
     shortcut: Callable[[RopeNumbers], Shortcut] | None = None
     empty_saved: Callable[..., Any] | None = None
+    weights: bool = False
     joint: bool = False
     in_place: bool = False
     strides: bool = False
@@ -263,7 +271,22 @@ def _candidates(
     named = [backend for backend in registry.values() if backend.name == requested]
     others = [backend for backend in registry.values() if backend.devices is None or device in backend.devices]
     order = named if requested is not None and operation != "cos_sin" else [*named, *others]
-    return tuple(Choice("kernel", b.name, b.operations[operation]) for b in order if operation in b.operations)
+    chosen = [(b.name, b.operations[operation]) for b in order if operation in b.operations]
+    if operation == "linear_attention":
+        chosen = [(name, o if o.weights else _without_weights(o)) for name, o in chosen]
+    return tuple(Choice("kernel", name, o) for name, o in chosen)
+
+
+def _without_weights(operation: Operation) -> Operation:
+    """Return an operation that supports only linear attention without weights."""
+    supported = operation.supports
+
+    def supports(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, causal: bool) -> str | None:
+        if not weighting.plain:
+            return "a decay, a bias, or normalize=False"
+        return None if supported is None else supported(q, k, v, layout, weighting, causal)
+
+    return replace(operation, supports=supports)
 
 
 def linear_step_on(device: str) -> Callable[..., tuple[Any, Any, Any] | None] | None:

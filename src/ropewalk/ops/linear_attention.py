@@ -1,7 +1,7 @@
 """Linear attention by the backend that `dispatch` chooses, with gradients."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from ropewalk.kernels.backend import Operation, registered
 from ropewalk.kernels.constructors import empty_like, new_empty, zeros_like
 from ropewalk.kernels.linear.torch import linear_attention as linear_attention_formula
 from ropewalk.kernels.precision import working_dtype
-from ropewalk.kernels.torch_internals import is_plain
-from ropewalk.kernels.types import NO_WEIGHTING, Layout, Side, Sums, Tables, Weighting
+from ropewalk.kernels.signature import are_plain
+from ropewalk.kernels.torch_internals import is_plain, plain_apply
+from ropewalk.kernels.types import NO_WEIGHTING, FeatureMapName, Layout, Side, Sums, Tables, Weighting
 from ropewalk.ops.dispatch import choose
 from ropewalk.ops.rotation import rotate
 
@@ -43,11 +44,12 @@ def linear_attention(
         layout: Layout of the rotation.
         causal: Whether a query reads only keys up to its own index.
         cu_seqlens: Ends of packed sequences [sequences + 1], starting with 0.
-        weighting: Factors on the terms of both sums. No backend except "torch" supports them.
+        weighting: Factors on the terms of both sums.
         backend: Name of the forced backend, or None.
 
     Returns:
-        The output [batch, heads, seq, v_dim] in the dtype of v, and the sums, with one row per packed sequence.
+        The output [batch, heads, seq, v_dim] in the dtype of v, and the sums, with one row per packed sequence. With a
+        band, the sums after a call with queries have no meaning.
 
     Raises:
         RopewalkError: If the forced backend does not support the call.
@@ -57,28 +59,72 @@ def linear_attention(
     >>> out.flatten().tolist()
     [1.0, 2.0]
     """
-    tables = [table for side in (q, k) if side.tables is not None for table in side.tables[:2]]
-    learned = torch.is_grad_enabled() and any(table.requires_grad for table in tables)
-    tensors = [q.x, k.x, v, *tables, *(before or ()), cu_seqlens]
-    if not weighting.plain and backend not in (None, "torch"):
-        raise RopewalkError(
-            asked=f"backend={backend!r}",
-            expected="a call that it supports",
-            got="a decay, a bias, or normalize=False, which only torch supports",
-            do="leave backend out, and each call uses the fastest path that supports it",
-        )
-    requested = backend if weighting.plain else "torch"
-    choice = choose("linear_attention", requested, (q, k, v, layout), tensors, table_gradient=learned)
-    if choice.path == "formula" or not weighting.plain:
+    decay, band, positions, _, _ = weighting
+    q_cos, q_sin, q_row = q.tables or _NO_TABLES
+    k_cos, k_sin, k_row = k.tables or _NO_TABLES
+    # Everything here adds to the latency of a call: no tensor is inspected twice, and there are no generators.
+    tensors = [q.x, k.x, v, q_cos, q_sin, cu_seqlens, decay, band, positions]
+    if k_cos is not q_cos or k_sin is not q_sin:
+        tensors += [k_cos, k_sin]
+    if before is not None:
+        tensors += before
+    grad = torch.is_grad_enabled()
+    learned = grad and (
+        (q_cos is not None and (q_cos.requires_grad or cast(Tensor, q_sin).requires_grad))
+        or (k_cos is not None and (k_cos.requires_grad or cast(Tensor, k_sin).requires_grad))
+    )
+    call = q, k, v, layout, weighting, causal
+    requested = backend if before is None or band is None else _without_kernels(backend)
+    choice = choose("linear_attention", requested, call, tensors, table_gradient=learned)
+    if choice.path == "formula":
         rotate_features = _rotate_by_formula if backend == "torch" else _rotate_features
         return linear_attention_formula(q, k, v, before, layout, causal, cu_seqlens, rotate_features, weighting)
     flat = None if before is None else before.flat()
-    (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in (q, k))
-    inputs = q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, flat, cu_seqlens
-    options = q_row, k_row, q.map, k.map, layout.interleaved, layout.start, causal, choice.backend
-    # The library op is used in eager mode too, because it contains the autograd formula.
-    out, total, *_ = torch.ops.ropewalk.linear_attention(*inputs, *options)
-    return out, Sums.from_flat(total, k.x.shape[1], q.x.shape[-1], v.shape[-1])
+    if choice.path == "op":
+        inputs = q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, flat, cu_seqlens
+        options = q_row, k_row, q.map, k.map, layout.interleaved, layout.start, causal, choice.backend
+        out, total, *_ = torch.ops.ropewalk.linear_attention(*inputs, *options, *weighting)
+        return out, Sums.from_flat(total, weighting.state_heads(k.x.shape[1]), q.x.shape[-1], v.shape[-1])
+    if grad and (
+        q.x.requires_grad
+        or k.x.requires_grad
+        or v.requires_grad
+        or (flat is not None and flat.requires_grad)
+        or (decay is not None and decay.requires_grad)
+        or (band is not None and band.requires_grad)
+    ):
+        others = q_cos, q_sin, k_cos, k_sin, cu_seqlens, positions
+        out, *sums = _apply(q.x, k.x, v, flat, decay, band, others, call, (q_row, k_row), choice.operation)
+        return out, Sums(*sums)
+    out, total, *_ = _run(choice.operation, q, k, v, flat, layout, causal, cu_seqlens, weighting)
+    return out, _sums_in(total, call)
+
+
+def _without_kernels(backend: str | None) -> str:
+    """Return "torch" if the backend was not forced: no kernel supports a band after initial sums.
+
+    Keys within the band are not part of the sums, and which ones they are depends on positions.
+    """
+    if backend in (None, "torch"):
+        return "torch"
+    raise RopewalkError(
+        asked=f"backend={backend!r}",
+        expected="a call that it supports",
+        got="a bias with initial sums",
+        do="leave backend out, and each call uses the fastest path that supports it",
+    )
+
+
+def _sums_in(total: Tensor, call: tuple[Side, Side, Tensor, Layout, Weighting, bool]) -> Sums:
+    """Return what `Sums.from_flat` returns, in less time, for plain tensors without a graph."""
+    q, k, v, _, weighting, _ = call
+    heads, width, v_dim = weighting.state_heads(k.x.shape[1]), q.x.shape[-1], v.shape[-1]
+    rows, size = total.shape[0] // heads, width * (v_dim + 1)
+    above = total.as_strided((rows, heads, width, v_dim), (heads * size, size, v_dim, 1))
+    return Sums(above, total.as_strided((rows, heads, width), (heads * size, size, 1), width * v_dim))
+
+
+_NO_TABLES = None, None, 0
 
 
 def _rotate_features(x: Tensor, tables: Tables, layout: Layout) -> Tensor:
@@ -89,14 +135,136 @@ def _rotate_by_formula(x: Tensor, tables: Tables, layout: Layout) -> Tensor:
     return rotate(x, None, tables.cos, tables.sin, layout, row=tables.row, backend="torch")[0]
 
 
-def _sides(inputs: Sequence[Any], options: Sequence[Any]) -> tuple[Side, Side]:
-    """Return the sides in the inputs of a library op."""
-    q, k, _, q_cos, q_sin, k_cos, k_sin, *_ = inputs
-    q_row, k_row, q_map, k_map, *_ = options
-    return (
-        Side(q, q_map, None, None if q_cos is None else Tables(q_cos, q_sin, q_row)),
-        Side(k, k_map, None, None if k_cos is None else Tables(k_cos, k_sin, k_row)),
-    )
+def _run(operation: Operation, *arguments: Any) -> Sequence[Tensor]:
+    """Call `run` of an operation. The last argument is the weighting, which not all operations accept."""
+    return operation.run(*(arguments if operation.weights else arguments[:-1]))
+
+
+def _gradients(operation: Operation, learned: bool, *arguments: Any) -> list[Tensor | None]:
+    """Return the gradients of q, k, v, initial sums, decay and band by `backward` of an operation.
+
+    The last argument is the weighting. The gradients of decay and band are None unless they are `learned`.
+    """
+    weights = (learned,) if operation.weights else ()
+    backward: Any = operation.backward
+    gradients = [*backward(*(arguments if weights else arguments[:-1]), *weights)]
+    return gradients if weights else [*gradients, None, None]
+
+
+class _Call(NamedTuple):
+    """The inputs of a call: six that can have gradients, and the rest."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    before: Tensor | None
+    decay: Tensor | None
+    band: Tensor | None
+    q_cos: Tensor | None
+    q_sin: Tensor | None
+    k_cos: Tensor | None
+    k_sin: Tensor | None
+    cu_seqlens: Tensor | None
+    positions: Tensor | None
+    rows: tuple[int, int]
+    maps: tuple[FeatureMapName, FeatureMapName]
+    layout: Layout
+    causal: bool
+    normalize: bool
+    scale: float
+
+    @property
+    def weighting(self) -> Weighting:
+        return Weighting(self.decay, self.band, self.positions, self.normalize, self.scale)
+
+    @property
+    def heads(self) -> int:
+        return self.weighting.state_heads(self.k.shape[1])
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        q_tables = None if self.q_cos is None or self.q_sin is None else Tables(self.q_cos, self.q_sin, self.rows[0])
+        k_tables = None if self.k_cos is None or self.k_sin is None else Tables(self.k_cos, self.k_sin, self.rows[1])
+        return Side(self.q, self.maps[0], None, q_tables), Side(self.k, self.maps[1], None, k_tables)
+
+    def gradients(
+        self, operation: Operation, of_out: Tensor, of_total: Tensor | None, results: Sequence[Tensor], *, learned: bool
+    ) -> list[Tensor | None]:
+        """Return the gradients of the first six inputs by the kernels of a backend."""
+        options = self.layout, self.causal, self.cu_seqlens, self.weighting
+        return _gradients(operation, learned, of_out, of_total, *self.sides, self.v, results, *options)
+
+    def formula_gradients(self, of_out: Tensor, of_total: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
+        """Return the gradients of the first six inputs by the formula, which is differentiable again."""
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # One alias per argument: tensors that are passed twice get separate gradients.
+            aliases: list[Any] = [None if x is None else x.view_as(x) for x in self[:6]]
+            call = self._replace(**dict(zip(self._fields[:6], aliases, strict=True)))
+            before, width, v_dim = call.before, call.q.shape[-1], call.v.shape[-1]
+            sums = None if before is None else Sums.from_flat(before, call.heads, width, v_dim)
+            out, after = linear_attention_formula(
+                *call.sides, call.v, sums, call.layout, call.causal, call.cu_seqlens, _rotate_features, call.weighting
+            )
+            outputs, cotangents = [out], [of_out]
+            if of_total is not None:
+                outputs.append(after.flat())
+                cotangents.append(of_total)
+            leaves = [x for x, need in zip(aliases, needs, strict=True) if need]
+            gradients = iter(torch.autograd.grad(outputs, leaves, cotangents, create_graph=again, allow_unused=True))
+        return [next(gradients) if need else None for need in needs]
+
+
+class _LinearAttention(torch.autograd.Function):
+    """Linear attention by the kernels of a backend.
+
+    Inputs: the first six of `_Call`, the six tensors after them, the arguments of `Operation.supports`, the rows of the
+    first tokens in the tables, and the operation. Results: the outputs, and the two sums after the last key.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, others, call, rows, operation = inputs
+        q, k, v, layout, weighting, causal = call
+        results = _run(operation, q, k, v, tensors[3], layout, causal, others[4], weighting)
+        # Also what nobody else can write to: saved tensors are freed after the backward, attributes with the graph.
+        ctx.save_for_backward(*tensors, *others, *results)
+        ctx.options = rows, (q.map, k.map), layout, causal, weighting.normalize, weighting.scale
+        ctx.operation = operation
+        ctx.set_materialize_grads(False)
+        above, below = _sums_in(results[1], call)
+        return results[0], above, below
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+        saved, needs, operation = ctx.saved_tensors, ctx.needs_input_grad[:6], ctx.operation
+        call, (out, total, *more) = _Call(*saved[:12], *ctx.options), saved[12:]
+        of_out, of_above, of_below = cotangents
+        of_out = zeros_like(out) if of_out is None else of_out
+        of_total = None
+        if of_above is not None or of_below is not None:
+            zeros = Sums.from_flat(zeros_like(total), call.heads, call.q.shape[-1], out.shape[-1])
+            above, below = (zero if x is None else x for zero, x in zip(zeros, (of_above, of_below), strict=True))
+            of_total = Sums(above, below).flat()
+        if operation.backward is None or torch.is_grad_enabled() or not are_plain(of_out, of_total, *saved):
+            # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
+            gradients = call.formula_gradients(of_out, of_total, needs)
+        else:
+            learned = needs[4] or needs[5]
+            gradients = call.gradients(operation, of_out, of_total, (out, total, *more), learned=learned)
+            gradients = _as_needed(gradients, call, needs)
+        return *gradients, *[None] * 4
+
+
+_apply = plain_apply(_LinearAttention)
+
+
+def _as_needed(gradients: Sequence[Tensor | None], call: _Call, needs: Sequence[bool]) -> list[Tensor | None]:
+    """Return None for gradients that are not needed, and those of decay and band in their dtypes."""
+    *results, of_decay, of_band = [grad if need else None for grad, need in zip(gradients, needs, strict=True)]
+    of_decay = None if of_decay is None or call.decay is None else of_decay.to(call.decay.dtype)
+    of_band = None if of_band is None or call.band is None else of_band.to(call.band.dtype)
+    return [*results, of_decay, of_band]
 
 
 @torch.library.custom_op("ropewalk::linear_attention", mutates_args=())
@@ -118,10 +286,27 @@ def _linear_attention_op(
     start: int,
     causal: bool,
     backend: str,
+    decay: Tensor | None,
+    band: Tensor | None,
+    positions: Tensor | None,
+    normalize: bool,
+    scale: float,
 ) -> list[Tensor]:
-    sides = _sides((q, k, v, q_cos, q_sin, k_cos, k_sin), (q_row, k_row, q_map, k_map))
-    layout = Layout(interleaved, start, -2)
-    return list(_operation(backend).run(*sides, v, before, layout, causal, cu_seqlens))
+    inputs = q, k, v, q_cos, q_sin, k_cos, k_sin, before, cu_seqlens
+    options = q_row, k_row, q_map, k_map, interleaved, start, causal, backend
+    call = _call_of(inputs, options, (decay, band, positions, normalize, scale))
+    return [*_run(_operation(backend), *call.sides, v, before, call.layout, causal, cu_seqlens, call.weighting)]
+
+
+def _call_of(inputs: Sequence[Any], options: Sequence[Any], weighting: Sequence[Any]) -> _Call:
+    """Return the inputs of the library op."""
+    q, k, v, q_cos, q_sin, k_cos, k_sin, before, cu_seqlens = inputs
+    q_row, k_row, q_map, k_map, interleaved, start, causal, _ = options
+    decay, band, positions, normalize, scale = weighting
+    tensors = q, k, v, before, decay, band, q_cos, q_sin, k_cos, k_sin, cu_seqlens, positions
+    return _Call(
+        *tensors, (q_row, k_row), (q_map, k_map), Layout(interleaved, start, -2), causal, normalize, scale
+    )  # fmt: skip
 
 
 def _operation(backend: str) -> Operation:
@@ -130,60 +315,49 @@ def _operation(backend: str) -> Operation:
 
 @_linear_attention_op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    cu_seqlens, backend = rest[5], rest[-1]
-    sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    cu_seqlens, causal, backend, weighting = rest[5], rest[12], rest[13], Weighting(*rest[14:])
+    rows = (len(v) if cu_seqlens is None else len(cu_seqlens) - 1) * weighting.state_heads(k.shape[1])
     saved = _operation(backend).empty_saved
     return [
         new_empty(v, (*q.shape[:3], v.shape[-1])),
-        new_empty(v, (sequences * k.shape[1], q.shape[-1] * (v.shape[-1] + 1)), dtype=working_dtype(v)),
-        *(() if saved is None else saved(q, k, v, cu_seqlens)),
+        new_empty(v, (rows, q.shape[-1] * (v.shape[-1] + 1)), dtype=working_dtype(v)),
+        *(() if saved is None else saved(q, k, v, cu_seqlens, causal, weighting)),
     ]
 
 
+# Number of tensors at the start of the library op's arguments, and of all arguments before the weighting.
+_TENSORS, _PLAIN = 9, 17
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    ctx.options = inputs[9:]
-    ctx.save_for_backward(*inputs[:9], *output)
+    *tensors, ctx.normalize, ctx.scale = inputs[_PLAIN:]
+    ctx.options = inputs[_TENSORS:_PLAIN]
+    ctx.save_for_backward(*inputs[:_TENSORS], *tensors, *output)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
-    inputs, results = ctx.saved_tensors[:9], ctx.saved_tensors[9:]
+    saved, count = ctx.saved_tensors, _TENSORS + 3
+    inputs, results = saved[:_TENSORS], saved[count:]
+    weighting = *saved[_TENSORS:count], ctx.normalize, ctx.scale
     of_out, of_total, *_ = cotangents
     of_out = zeros_like(results[0]) if of_out is None else of_out
-    needs = ctx.needs_input_grad
-    *options, backend = ctx.options
-    again = torch.is_grad_enabled() or (not is_plain(of_out) and not torch.compiler.is_compiling())
-    if again or _operation(backend).backward is None:
-        grads = _formula_gradients(inputs, options, of_out, of_total, needs)
+    of_q, of_k, of_v, *_, of_before, _ = ctx.needs_input_grad[:_TENSORS]
+    needs = of_q, of_k, of_v, of_before, *ctx.needs_input_grad[_PLAIN : _PLAIN + 2]
+    call = _call_of(inputs, ctx.options, weighting)
+    again = torch.is_grad_enabled() or (not is_plain(of_out, of_total) and not torch.compiler.is_compiling())
+    if again or _operation(ctx.options[-1]).backward is None:
+        grads = call.formula_gradients(of_out, of_total, needs)
     else:
-        grads = torch.ops.ropewalk.linear_attention_backward(of_out, of_total, *inputs, list(results), *ctx.options)
-    chosen = [grad if need else None for grad, need in zip(grads, (*needs[:3], needs[7]), strict=True)]
-    return *chosen[:3], *[None] * 4, chosen[3], *[None] * 9
+        learned = needs[4] or needs[5]
+        arguments = of_out, of_total, *inputs, list(results), *ctx.options, *weighting, learned
+        *four, of_weights = [*torch.ops.ropewalk.linear_attention_backward(*arguments), None][:5]
+        by_weight = (None, of_weights) if call.decay is None else (of_weights, None)
+        grads = _as_needed([*four, *by_weight], call, needs)
+    return *grads[:3], *[None] * 4, grads[3], *[None] * 9, *grads[4:], *[None] * 3
 
 
 _linear_attention_op.register_autograd(_backward, setup_context=_save)
-
-
-def _formula_gradients(
-    inputs: Sequence[Any], options: Sequence[Any], of_out: Tensor, of_total: Tensor | None, needs: Sequence[bool]
-) -> list[Any]:
-    """Return the gradients by the formula, which is differentiable again."""
-    *_, interleaved, start, causal = options
-    q, k, v, *_, before, cu_seqlens = inputs
-    wanted, again = (*needs[:3], needs[7]), torch.is_grad_enabled()
-    with torch.enable_grad():
-        aliases: list[Any] = [None if x is None else x.view_as(x) for x in (q, k, v, before)]
-        q, k, v, before = aliases
-        sums = None if before is None else Sums.from_flat(before, k.shape[1], q.shape[-1], v.shape[-1])
-        sides, layout = _sides((q, k, v, *inputs[3:]), options), Layout(interleaved, start, -2)
-        out, after = linear_attention_formula(*sides, v, sums, layout, causal, cu_seqlens, _rotate_features)
-        outputs, cotangents = [out], [of_out]
-        if of_total is not None:
-            outputs.append(after.flat())
-            cotangents.append(of_total)
-        leaves = [x for x, need in zip(aliases, wanted, strict=True) if need]
-        gradients = iter(torch.autograd.grad(outputs, leaves, cotangents, create_graph=again, allow_unused=True))
-    return [next(gradients) if need else None for need in wanted]
 
 
 @torch.library.custom_op("ropewalk::linear_attention_backward", mutates_args=())
@@ -208,16 +382,35 @@ def _linear_attention_backward_op(
     start: int,
     causal: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    sides = _sides((q, k, v, q_cos, q_sin, k_cos, k_sin), (q_row, k_row, q_map, k_map))
-    backward, layout = _operation(backend).backward, Layout(interleaved, start, -2)
-    return backward(  # pyright: ignore[reportOptionalCall]
-        of_out, of_total, *sides, v, results, layout, causal, cu_seqlens
-    )
+    decay: Tensor | None,
+    band: Tensor | None,
+    positions: Tensor | None,
+    normalize: bool,
+    scale: float,
+    learned: bool,
+) -> list[Tensor]:
+    inputs = q, k, v, q_cos, q_sin, k_cos, k_sin, before, cu_seqlens
+    options = q_row, k_row, q_map, k_map, interleaved, start, causal, backend
+    call = _call_of(inputs, options, (decay, band, positions, normalize, scale))
+    gradients = call.gradients(_operation(backend), of_out, of_total, results, learned=learned)
+    of_q, of_k, of_v, *others = (grad for grad in gradients if grad is not None)
+    similar = (_with_strides_like(x, grad) for x, grad in ((q, of_q), (k, of_k), (v, of_v)))
+    return [*similar, *(grad.contiguous() for grad in others)]
+
+
+def _with_strides_like(x: Tensor, gradient: Tensor) -> Tensor:
+    """Return a gradient with the strides of `empty_like(x)`, which the fake kernel declares."""
+    if gradient.stride() == empty_like(x, device="meta").stride():
+        return gradient
+    return empty_like(x).copy_(gradient)
 
 
 @_linear_attention_backward_op.register_fake
-def _(of_out: Tensor, of_total: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    dq, dk = (empty_like(x if x.stride(-1) == 1 else x.contiguous()) for x in (q, k))
-    (_, total, *_) = rest[6]
-    return dq, dk, new_empty(v, v.shape), empty_like(total)
+def _(of_out: Tensor, of_total: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    (_, total, *_), decay, band, learned = rest[6], rest[15], rest[16], rest[-1]
+    learned_tensors = [x for x in (decay, band) if learned and x is not None]
+    return [
+        *(empty_like(x) for x in (q, k, v)),
+        empty_like(total),
+        *(new_empty(x, x.shape, dtype=torch.float32) for x in learned_tensors),
+    ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ropewalk.kernels.backend import Backend, Operation
 from ropewalk.kernels.precision import FLOATS
 from ropewalk.kernels.triton_launch import INSTALLED, INTERPRETED
-from ropewalk.kernels.types import Layout, Side
+from ropewalk.kernels.types import Layout, Side, Weighting
 
 __all__ = ["TRITON"]
 
@@ -79,7 +79,7 @@ def _supports_angles(
     return None
 
 
-def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout) -> str | None:
+def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, causal: bool) -> str | None:
     if not _runs_on(v):
         return "tensors that are not on a CUDA device"
     if v.dtype == torch.float64 or v.dtype not in FLOATS:
@@ -90,10 +90,25 @@ def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout) -> str | None:
         return _ODD_START
     if q.x.numel() == 0 or k.x.numel() == 0 or v.numel() == 0:
         return "a tensor without elements"
+    return None if weighting.plain else _supports_weighting(q, k, weighting, causal)
+
+
+def _supports_weighting(q: Side, k: Side, weighting: Weighting, causal: bool) -> str | None:
+    decay, band, positions, *_ = weighting
+    if positions is not None:
+        return "a bias with positions"
+    if band is not None and band.shape[1] < 3:
+        return "a bias with a window of 0"
+    if (band is not None or decay is not None) and q.x.shape[2] != k.x.shape[2]:
+        return "a decay or a bias with other queries than keys"
+    if not causal and decay is not None and decay.requires_grad and torch.is_grad_enabled():
+        return "gradients of a decay if attention is not causal"
     return None
 
 
-def _worthwhile_linear(q: Side, k: Side, v: Tensor, layout: Layout, compiling: bool) -> bool:
+def _worthwhile_linear(
+    q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, causal: bool, compiling: bool
+) -> bool:
     """Return False for one token: a few torch operations need less host time than three launches."""
     return k.x.shape[2] != 1
 
@@ -123,6 +138,7 @@ TRITON = Backend(
             worthwhile=_worthwhile_linear,
             backward=_late("linear.triton", "linear_attention_backward"),
             empty_saved=_late("linear.triton", "empty_saved"),
+            weights=True,
         ),
     },
     why_missing=_why_missing,

@@ -1,0 +1,397 @@
+"""The Triton kernels for linear attention with a decay or a bias, and without a denominator: values and gradients."""
+
+import pytest
+import torch
+
+import ropewalk as rw
+from kernels.triton_device import DEVICE
+from meant import meant
+from nn.linear_cases import drawn, error, with_gradients
+from nn.weighted_cases import DECAYS, expected, rule_of
+from ropewalk.kernels.linear import segments as linear_segments
+from ropewalk.kernels.types import Layout, Side, Sums, Weighting
+from ropewalk.nn.rotary.call import Placement
+from ropewalk.ops.linear_attention import linear_attention
+from slow import slow
+
+# Of torch, on a CPU that has no bfloat16.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+# Relative error of float32 results. Matrix products have the precision of float32.
+LIMIT = 2e-5
+NEAR, FAR = (4, 20), (8, 80)  # T5's num_buckets and max_distance: a window within a segment, and beyond one
+
+
+@pytest.fixture(autouse=True)
+def _short_segments(monkeypatch):
+    # Few tokens then make several segments, and the last one is not full.
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(linear_segments, "segment_length", lambda width, v_dim: 64)
+
+
+def ours(q, k, v, rule, rope=None, *, causal=True, tensor=None, backend="triton", **options):
+    weights = rule.options(q.shape[1], causal=causal, tensor=tensor)
+    rope = rope and rope.to(q.device)
+    return rw.linear_attention(q, k, v, rope=rope, causal=causal, backend=backend, **weights, **options)
+
+
+def inputs_of(kind, heads, kv_heads, seq, *, batch=1, buckets=NEAR, dim=8, v_dim=5):
+    """float32 inputs, with the decay or T5's numbers as the last one, and the rule."""
+    rule = rule_of(kind, batch, heads, kv_heads, seq, torch.float32, buckets=buckets)
+    tensors = [*drawn(batch, heads, kv_heads, seq, dim, v_dim, torch.float32)]
+    return tensors + ([] if rule.tensor is None else [rule.tensor]), rule
+
+
+def assert_close(results, truth):
+    for name, a, b in zip(("o", "dq", "dk", "dv", "dw"), results, truth, strict=False):
+        assert a.shape == b.shape
+        assert error(a, b) < LIMIT, (name, error(a, b))
+
+
+def check(kind, heads, kv_heads, seq, *, batch=1, buckets=NEAR, rotated=True, fixed=False, **options):
+    """Compare outputs and all gradients with sums over all pairs of tokens in float64."""
+    inputs, rule = inputs_of(kind, heads, kv_heads, seq, batch=batch, buckets=buckets)
+    rope = rw.RotaryEmbedding(8) if rotated else None
+    cotangent = torch.randn(batch, heads, seq, 5, generator=torch.Generator().manual_seed(3))
+    # A tensor that is not an input needs no gradient.
+    given = [inputs.pop()] if fixed else []
+
+    def by_kernels(q, k, v, *tensor):
+        moved = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        weights = [*tensor, *(x.to(DEVICE) for x in given), None]
+        return ours(q, k, v, rule, rope, tensor=weights[0], **moved)
+
+    def by_sums(q, k, v, *tensor):
+        weights = [*tensor, *(x.double() for x in given), None]
+        return expected(q, k, v, rule._replace(tensor=weights[0]), rope and rope.to("cpu"), **options)
+
+    results = with_gradients(by_kernels, [x.to(DEVICE) for x in inputs], cotangent)
+    assert_close(results, with_gradients(by_sums, [x.double() for x in inputs], cotangent))
+    return results
+
+
+CAUSAL = [
+    ("per key head", 2, 1, 70),
+    slow("per key head", 4, 2, 150),
+    ("per query head", 2, 1, 70),
+    slow("per query head", 4, 2, 150),
+    ("per token", 2, 1, 130),
+    slow("per token", 2, 2, 70),
+    slow("per token and query head", 2, 1, 70),
+    slow("per token and query head", 4, 2, 150),
+    ("alibi", 2, 1, 70),
+    slow("alibi", 4, 2, 150),
+]
+
+
+@pytest.mark.parametrize(("kind", "heads", "kv_heads", "seq"), CAUSAL)
+def test_causal_decays(kind, heads, kv_heads, seq):
+    check(kind, heads, kv_heads, seq, batch=heads // 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["per token", "per token and query head"])
+def test_a_decay_per_sequence(kind):
+    check(kind, 2, 1, 70, batch=2)
+
+
+@pytest.mark.parametrize(("kind", "seq"), [("alibi", 70), slow("alibi", 150), slow("per key head", 150)])
+def test_decays_in_both_directions(kind, seq):
+    # Gradients of such a decay are those of the formula.
+    check(kind, 2, 1, seq, causal=False, fixed=kind != "alibi")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("buckets", "heads", "seq"), [(NEAR, 1, 70), (FAR, 1, 130), slow(NEAR, 4, 150), slow(FAR, 2, 300), slow(FAR, 2, 20)]
+)
+def test_t5(buckets, heads, seq, causal):
+    check("t5", heads, 1, seq, buckets=buckets, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal"),
+    [
+        ("plain", True),
+        slow("plain", False),
+        ("per token", True),
+        slow("per key head", True),
+        slow("per query head", True),
+        slow("alibi", False),
+        slow("t5", True),
+        slow("t5", False),
+    ],
+)
+@meant("scale")
+def test_without_a_denominator(kind, causal):
+    results = check(kind, 2, 1, 70, causal=causal, normalize=False, scale=0.3)
+    inputs, rule = inputs_of(kind, 2, 1, 70)
+    tensor = rule.tensor if rule.tensor is None else rule.tensor.to(DEVICE)
+    moved = [x.to(DEVICE) for x in inputs[:3]]
+    plain = ours(*moved, rule, rw.RotaryEmbedding(8), tensor=tensor, causal=causal, normalize=False)
+    torch.testing.assert_close(0.3 * plain, results[0].detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal", "normalize"),
+    [
+        ("per token", True, True),
+        slow("per token", True, False),
+        slow("per key head", True, True),
+        slow("per query head", True, False),
+        slow("alibi", True, True),
+        slow("alibi", False, True),
+        ("t5", True, True),
+        slow("t5", False, False),
+    ],
+)
+@meant("cu_seqlens")
+def test_packed_sequences(kind, causal, normalize):
+    ends, heads = torch.tensor([0, 1, 1, 68, 132, 138]), 1 if kind == "t5" and causal else 2
+    results = check(kind, heads, 1, 143, causal=causal, cu_seqlens=ends, normalize=normalize)
+    assert all(not x[:, :, 138:].any() for x in results[:4])
+
+
+def in_two_parts(q, k, v, rule, tensor, rope, backend, first, normalize, sums):
+    """Outputs of two calls, the second of which continues the first, and the state at the end."""
+    state, results = sums, []
+    for part in (slice(0, first), slice(first, None)):
+        g = tensor[..., part] if tensor is not None and tensor.dim() == 3 else tensor
+        one = [x[:, :, part] for x in (q, k, v)]
+        options = {"state": state, "return_state": True, "normalize": normalize, "backend": backend}
+        out, state = ours(*one, rule, rope, tensor=g, **options)
+        results.append(out)
+    assert state is not None
+    return torch.cat([x.flatten() for x in (*results, state.above, state.below)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalize"),
+    [
+        ("per key head", True),
+        slow("per query head", True),
+        slow("per token and query head", False),
+        slow("per token", True),
+        slow("alibi", False),
+    ],
+)
+def test_states_go_in_and_come_out_with_gradients(kind, normalize):
+    batch = 1 if kind == "per key head" else 2
+    inputs, rule = inputs_of(kind, 2, 1, 100, batch=batch)
+    heads = 2 if "query" in kind or kind == "alibi" else 1
+    inputs = [*inputs, torch.rand(batch, heads, 8, 5), torch.rand(batch, heads, 8)]
+    cotangent = torch.randn(batch * (2 * 100 * 5 + heads * 8 * 6), generator=torch.Generator().manual_seed(3))
+
+    def run(backend):
+        def f(q, k, v, *rest):
+            *tensor, above, below = rest
+            rope = rw.RotaryEmbedding(8)
+            weighting = "decay" if kind in DECAYS else "AlibiBias"
+            state = rw.LinearState(above, below, 7, rope.spec, "elu", weighting=weighting)
+            arguments = rule, tensor[0] if tensor else None, rope, backend, 66, normalize, state
+            return in_two_parts(q, k, v, *arguments)
+
+        return f
+
+    results = with_gradients(run("triton"), [x.to(DEVICE) for x in inputs], cotangent)
+    truth = with_gradients(run("torch"), [x.double() for x in inputs], cotangent)
+    for a, b in zip(results, truth, strict=True):
+        assert error(a, b) < LIMIT
+
+
+def test_gradients_of_the_state_alone_and_of_one_input_alone():
+    (q, k, v, g), rule = inputs_of("per token", 2, 1, 20)
+
+    def gradient(backend, which, part, dtype, device):
+        tensors = [x.to(device, dtype) for x in (q, k, v, g)]
+        tensors[which].requires_grad_()
+        out, state = ours(*tensors[:3], rule, tensor=tensors[3], return_state=True, backend=backend)
+        results = {"out": out, "above": state.above, "below": state.below}
+        return torch.autograd.grad((results[part] ** 2).sum(), tensors[which])[0]
+
+    for which, part in ((1, "above"), (3, "below"), (2, "above"), (0, "out")):
+        truth = gradient("torch", which, part, torch.float64, "cpu")
+        assert error(gradient("triton", which, part, torch.float32, DEVICE), truth) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal"), [("per token", True), ("t5", True), slow("t5", False), slow("alibi", False)]
+)
+def test_second_derivatives_are_the_formulas(kind, causal):
+    inputs, rule = inputs_of(kind, 2, 1, 9)
+
+    def second(backend, dtype, device):
+        tensors = [x.to(device, dtype).requires_grad_() for x in inputs]
+        tensor = tensors[3] if len(tensors) > 3 else None
+        out = ours(*tensors[:3], rule, rw.RotaryEmbedding(8), tensor=tensor, causal=causal, backend=backend)
+        gradients = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), tensors)
+
+    truth = second("torch", torch.float64, "cpu")
+    for a, b in zip(second("triton", torch.float32, DEVICE), truth, strict=True):
+        assert error(a, b) < LIMIT
+
+
+def test_batched_cotangents():
+    (q, k, v, g), rule = inputs_of("per key head", 2, 1, 9)
+    tensors = [x.to(DEVICE).requires_grad_() for x in (q, k, v, g)]
+    out = ours(*tensors[:3], rule, tensor=tensors[3])
+    cotangents = torch.randn(2, *out.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    batched = torch.autograd.grad(out, tensors, cotangents, is_grads_batched=True, retain_graph=True)
+    for i in range(2):
+        for a, b in zip(batched, torch.autograd.grad(out, tensors, cotangents[i], retain_graph=True), strict=True):
+            torch.testing.assert_close(a[i], b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_write_between_forward_and_backward_is_an_error():
+    (q, k, v, g), rule = inputs_of("per key head", 2, 1, 9)
+    q, k, v, g = (x.to(DEVICE) for x in (q, k, v, g))
+    out = ours(q.requires_grad_(), k, v, rule, tensor=g)
+    v.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+COMPILED = [("per token", True, False), ("t5", True, True), slow("t5", False, False), slow("alibi", False, True)]
+
+
+@pytest.mark.parametrize(("kind", "causal", "packed"), COMPILED)
+def test_a_compiled_call_is_the_kernel(kind, causal, packed):
+    torch.compiler.reset()
+    inputs, rule = inputs_of(kind, 2, 1, 30)
+    rope, ends = rw.RotaryEmbedding(8).to(DEVICE), torch.tensor([0, 10, 30], device=DEVICE) if packed else None
+    bias = rule.options(2, causal=causal, tensor=inputs[3].to(DEVICE) if kind == "t5" else None).get("bias")
+
+    def f(q, k, v, *rest):
+        decay = rest[0] if kind in DECAYS else None
+        if kind == "t5":
+            bias.weight = rest[0]  # pyright: ignore[reportOptionalMemberAccess]
+        options = {"rope": rope, "cu_seqlens": ends, "causal": causal, "backend": "triton"}
+        return rw.linear_attention(q, k, v, decay=decay, bias=bias, **options)
+
+    cotangent, there = torch.ones(1, 2, 30, 5), [x.to(DEVICE) for x in inputs]
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    for a, b in zip(with_gradients(compiled, there, cotangent), with_gradients(f, there, cotangent), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# Name: kind, causal, packed, normalize.
+CHECKED = {
+    "decay": ("per token", True, False, True),
+    "decay per query head": ("per token and query head", True, True, True),
+    "one decay": ("per query head", True, False, False),
+    "both directions": ("alibi", False, False, True),
+    "band": ("t5", True, False, True),
+    "packed band": ("t5", False, True, False),
+    "no denominator": ("plain", True, False, False),
+}
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def op_arguments(name, seq):
+    kind, causal, packed, normalize = CHECKED[name]
+    (q, k, v, *tensor), _ = inputs_of(kind, 2, 1, seq)
+    q, k, v = (x.to(DEVICE).requires_grad_() for x in (q, k, v))
+    decay = band = None
+    if kind == "t5":
+        band = torch.linspace(-1, 0, 2 * 17 + 1).expand(2, -1).to(DEVICE, torch.float64).contiguous().requires_grad_()
+    elif kind == "alibi":
+        decay = torch.tensor([-0.1, -0.2], dtype=torch.float64, device=DEVICE)[None, :, None]
+    elif kind in DECAYS:
+        decay = tensor[0].to(DEVICE)
+        decay = (decay if decay.dim() == 3 else decay[None, :, None]).requires_grad_()
+    cos, sin, row = rw.RotaryEmbedding(8).to(DEVICE).shared_tables(q, None, Placement())
+    ends = torch.tensor([0, seq // 2, seq // 2, seq - 1], device=DEVICE) if packed else None
+    before = None
+    if name == "one decay":
+        before = torch.rand(2, 8 * 6, device=DEVICE, requires_grad=True)
+    plain = q, k, v, cos, sin, cos, sin, before, ends
+    options = row, row, "elu", "elu", True, 0, causal, "triton"
+    return plain, options, (decay, band, None, normalize, 1.0 if normalize else 0.5)
+
+
+@pytest.mark.parametrize(("name", "seq"), [("decay", 9), ("band", 9), *(slow(name, 70) for name in CHECKED)])
+def test_the_ops_keep_what_they_declare_to_a_compiler(name, seq):
+    plain, options, weighting = op_arguments(name, seq)
+    torch.library.opcheck(torch.ops.ropewalk.linear_attention, (*plain, *options, *weighting), test_utils=CHECKS)
+    plain, weighting = ([x.detach() if isinstance(x, torch.Tensor) else x for x in xs] for xs in (plain, weighting))
+    results = torch.ops.ropewalk.linear_attention(*plain, *options, *weighting)
+    # Values whose features are not adjacent, and expanded cotangents.
+    plain[2] = plain[2].transpose(-1, -2).contiguous().transpose(-1, -2)
+    of_out = torch.ones((), device=DEVICE).expand(results[0].shape)
+    of_total = None if name == "band" or not options[6] else torch.ones_like(results[1])
+    for learned in {False, name in ("decay", "band", "one decay", "packed band", "decay per query head")}:
+        arguments = of_out, of_total, *plain, results, *options, *weighting, learned
+        op = torch.ops.ropewalk.linear_attention_backward
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+        assert len(op(*arguments)) == (5 if learned else 4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "seq"),
+    [("per key head", 70), slow("per query head", 70), ("per token", 10), slow("per token", 70), ("t5", 10)],
+)
+def test_weights_that_underflow_are_zero_and_not_nan(kind, seq, causal):
+    if kind == "per token" and not causal:
+        kind = "per query head"
+    inputs, rule = inputs_of(kind, 2, 1, seq)
+    with torch.no_grad():
+        inputs[1][:, :, 1:] = -1.0  # no features, except those of the first key
+        inputs[3].fill_(-50.0)
+        if kind == "t5":
+            inputs[3][0] = 50.0
+    q, k, v, tensor = (x.to(DEVICE).requires_grad_(causal or i < 3) for i, x in enumerate(inputs))
+    for normalize in (True, False):
+        out = ours(q, k, v, rule, tensor=tensor, causal=causal, normalize=normalize, feature_map="relu")
+        gradients = torch.autograd.grad(out.sum(), [x for x in (q, k, v, tensor) if x.requires_grad])
+        assert all(x.isfinite().all() for x in (out, *gradients))
+        assert out[:, :, 0].all()
+        if normalize or kind != "t5":
+            assert not out[:, :, 4:].any()
+            assert not gradients[0][:, :, 4:].any()
+
+
+def test_weights_that_vanish_beside_large_ones_do_not_matter():
+    q, k, v = (x.to(DEVICE) for x in drawn(1, 2, 1, 130, 8, 3, torch.float32))
+    out = rw.linear_attention(q, k, v, decay=torch.full((1,), -50.0, device=DEVICE), backend="triton")
+    torch.testing.assert_close(out, v.expand(-1, 2, -1, -1), rtol=1e-5, atol=1e-5)
+
+
+T5 = rw.encoding("t5", dim=16, num_heads=2, num_buckets=4, max_distance=20)
+DECLINED = {
+    "positions": ({"bias": T5, "positions": torch.arange(6) * 2}, "a bias with positions"),
+    "a state": ({"bias": T5, "return_state": True}, "a bias with initial sums"),
+    "fewer queries": ({"bias": T5, "queries": 3}, "a decay or a bias with other queries than keys"),
+    "a learned decay in both directions": (
+        {"decay": torch.full((2,), -0.1, requires_grad=True), "causal": False},
+        "gradients of a decay if attention is not causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_what_is_not_supported_is_named(name):
+    options, words = DECLINED[name]
+    options = {key: x.to(DEVICE) if isinstance(x, (torch.Tensor, rw.Encoding)) else x for key, x in options.items()}
+    q, k, v = (x.to(DEVICE) for x in drawn(1, 2, 1, 6, 8, 5, torch.float32))
+    q = q[:, :, -options.pop("queries", 6) :]
+    if options.get("return_state"):
+        options["state"] = rw.linear_attention(q, k, v, **options)[1]
+    with pytest.raises(rw.RopewalkError, match=rf"{words}(?s:.*)leave backend out"):
+        rw.linear_attention(q, k, v, backend="triton", **options)
+    # Without a forced backend, the formula computes the call.
+    assert rw.linear_attention(q, k, v, **options) is not None
+
+
+def test_bands_that_are_not_supported_are_named():
+    q, _, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 6, 8, 5, torch.float32))
+    call = Side(q, "elu"), Side(q, "elu"), v
+    sums = Sums(torch.zeros(1, 1, 8, 5, device=DEVICE), torch.zeros(1, 1, 8, device=DEVICE))
+    for window, before, words in ((0, None, "a bias with a window of 0"), (2, sums, "a bias with initial sums")):
+        weighting = Weighting(band=torch.zeros(1, 2 * window + 1, device=DEVICE))
+        options = {"causal": True, "weighting": weighting}
+        with pytest.raises(rw.RopewalkError, match=words):
+            linear_attention(*call, before, Layout(True, 0, -2), backend="triton", **options)
+        plain = linear_attention(*call, before, Layout(True, 0, -2), causal=True)[0]
+        torch.testing.assert_close(linear_attention(*call, before, Layout(True, 0, -2), **options)[0], plain)
