@@ -197,16 +197,31 @@ class Launch:
     launch. Here it is looked up once, and later calls use its launcher, with addresses instead of tensors. An unknown
     launcher, and hooks of a profiler, need Triton's own interface.
 
+    Args:
+        kernel: The kernel.
+        programs: Number of programs, or the grid.
+        numbers: Arguments after those of a call.
+        constants: Constants of the kernel, in their order.
+        warps: Warps per program.
+        stages: Pipeline stages, or None for Triton's default.
+
     >>> launch = Launch(kernel=None, programs=3, numbers=(7,), constants={"WIDTH": 4}, warps=4)
     >>> launch.programs
     3
     """
 
     def __init__(
-        self, kernel: Any, programs: int, numbers: Sequence[int | float], constants: dict[str, Any], warps: int
+        self,
+        kernel: Any,
+        programs: int | tuple[int, int, int],
+        numbers: Sequence[int | float],
+        constants: dict[str, Any],
+        warps: int,
+        stages: int | None = None,
     ) -> None:
         self.programs = programs
-        self._kernel, self._grid, self._warps = kernel, (programs, 1, 1), warps
+        self._kernel, self._grid = kernel, (programs, 1, 1) if isinstance(programs, int) else programs
+        self._options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
         self._numbers, self._constants = tuple(numbers), constants
         self._rest = (*numbers, *constants.values())
         self._run: Callable[..., Any] | None = None
@@ -253,7 +268,7 @@ class Launch:
 
     def bare(self, *arguments: Tensor | int | float) -> Any:
         """Launch the kernel by Triton's own interface."""
-        return self._kernel[self._grid](*arguments, *self._numbers, **self._constants, num_warps=self._warps)
+        return self._kernel[self._grid](*arguments, *self._numbers, **self._constants, **self._options)
 
 
 # Triton's settings for launches, from the first launch on.

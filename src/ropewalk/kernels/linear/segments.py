@@ -7,16 +7,33 @@ from torch import Tensor
 
 from ropewalk.kernels.constructors import arange, new_zeros
 
-__all__ = ["OPERANDS", "Plan", "count_segments", "segment_length"]
+__all__ = ["OPERANDS", "Plan", "count_segments", "segment_length", "stored_length"]
 
 # Dtype in which operands of matrix products are stored: float16 has too little range for sums.
 OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 
 
-def segment_length(width: int, v_dim: int) -> int:
-    """Return the number of tokens per segment. Short segments have fewer scores within a segment, but more sums.
+def segment_length(width: int, v_dim: int, rows: int) -> int:
+    """Return the number of tokens per segment. Long segments have fewer sums, but fewer programs.
 
-    >>> segment_length(128, 128), segment_length(256, 256)
+    Args:
+        width: Features per head.
+        v_dim: Values per head.
+        rows: Tokens of all sequences and heads.
+
+    >>> segment_length(64, 64, 16 * 4096), segment_length(64, 64, 16 * 65536)
+    (256, 1024)
+    """
+    many = rows >= 1 << 19
+    return (1024 if width * v_dim <= 1 << 14 else 512) if many else 256
+
+
+def stored_length(width: int, v_dim: int) -> int:
+    """Return the number of tokens per segment of the kernels that store rotated features.
+
+    Short segments have fewer scores within a segment, but more sums.
+
+    >>> stored_length(128, 128), stored_length(256, 256)
     (256, 512)
     """
     return 256 if width * v_dim <= 1 << 14 else 512
@@ -38,12 +55,13 @@ class Plan(NamedTuple):
     Args:
         segment: Tokens per segment.
         number: Number of segments.
-        begins: For packed sequences, the first token and the end of each segment, then the sequence of each segment.
+        begins: For packed sequences, the first token and the end of each segment, then the sequence of each segment,
+            then the first token and the end of each segment's sequence.
         starts: For packed sequences, the first segment of each sequence.
         sequences: Number of sequences.
 
     >>> Plan.of(torch.ones(1, 1, 300, 4), torch.tensor([0, 100, 300]), 128).begins.tolist()
-    [0, 100, 100, 228, 228, 300, 356, 356, 0, 1, 1, 1]
+    [0, 100, 100, 228, 228, 300, 356, 356, 0, 1, 1, 1, 0, 100, 100, 300, 100, 300, 100, 300]
     """
 
     segment: int
@@ -69,4 +87,5 @@ class Plan(NamedTuple):
         begin = ends[owner] + (each - starts[owner]) * segment
         # Unused segments are empty: they end where they begin.
         end = torch.maximum(torch.minimum(begin + segment, ends[owner + 1]), begin)
-        return Plan(segment, count, torch.cat([torch.stack([begin, end], dim=1).flatten(), owner]), starts, sequences)
+        pairs = [torch.stack(ends, dim=1).flatten() for ends in ((begin, end), (ends[owner], ends[owner + 1]))]
+        return Plan(segment, count, torch.cat([pairs[0], owner, pairs[1]]), starts, sequences)

@@ -13,50 +13,38 @@ class Block(NamedTuple):
     Args:
         lanes: Pairs of features.
         columns: Columns of values.
-        rows: Rows that read sums. 0 for programs that compute sums.
-        chunk: Tokens per step.
         warps: Warps per program.
         stages: Pipeline stages of the loads.
 
-    >>> Block(32, 64, 0, 64, 4).options()
-    {'LANES': 32, 'COLUMNS': 64, 'CHUNK': 64, 'num_warps': 4, 'num_stages': 2}
+    >>> Block(32, 64, 4).constants(128)
+    {'CHUNK': 128, 'LANES': 32, 'COLUMNS': 64}
     """
 
     lanes: int
     columns: int
-    rows: int
-    chunk: int
     warps: int
     stages: int = 2
 
-    def options(self) -> dict[str, int]:
-        """Return the block as keyword arguments of a launch."""
-        sizes = {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk}
-        rows = {"ROWS": self.rows} if self.rows else {}
-        return sizes | rows | {"num_warps": self.warps, "num_stages": self.stages}
+    def constants(self, chunk: int) -> dict[str, int]:
+        """Return the block as constants of a kernel, in their order, with the tokens per chunk."""
+        return {"CHUNK": chunk, "LANES": self.lanes, "COLUMNS": self.columns}
 
 
 class Tile(NamedTuple):
     """Tile sizes of all kernels of a call.
 
     Args:
-        lanes: Pairs of features, padded to a power of two.
-        low: Rows per block of the kernels that rotate.
-        rotation_warps: Warps of the kernels that rotate.
+        chunk: Tokens per step.
         sums: Block of `sum_segments`.
-        scan: Block of `scan_segments`, or None if it is not used.
         values: Block of `read_values`, which has all lanes.
-        features: Block of `read_features`, which has all columns.
+        features: Block of `read_queries` and of `read_keys`, which has all columns.
 
-    >>> tile_of(128, 128, torch.float32).scan is None
-    True
+    >>> tile_of(128, 128, torch.bfloat16).features.columns
+    128
     """
 
-    lanes: int
-    low: int
-    rotation_warps: int
+    chunk: int
     sums: Block
-    scan: Block | None
     values: Block
     features: Block
 
@@ -64,32 +52,24 @@ class Tile(NamedTuple):
 def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
     """Return the tile that was fastest on an H200.
 
-    Two warps use other matrix instructions than four or more, which process 64 rows at once if there are as many. Sums
-    have 2 * lanes rows. Triton 3.6 computes wrong numbers if eight warps have 64 rows; no block uses that.
+    Matrix instructions of four or more warps process 64 rows at once if there are as many. Rows are those of a chunk,
+    or the columns of sums.
 
-    >>> tile_of(80, 64, torch.bfloat16).lanes  # 40 pairs, up to a power of 2
+    >>> tile_of(80, 64, torch.bfloat16).values.lanes  # 40 pairs, up to a power of 2
     64
     """
     lanes, columns = (max(16, 1 << max(0, n - 1).bit_length()) for n in ((width + 1) // 2, v_dim))
-    if dtype != torch.bfloat16 or lanes < 32 or columns < 64:
-        few = 32 if lanes <= 32 else 16
+    if dtype != torch.bfloat16 or lanes > 64 or columns > 128:
         return Tile(
-            lanes,
             32,
-            4,
-            Block(min(lanes, 32), min(columns, 64), 0, 32, 2),
-            None,
-            Block(lanes, min(columns, 64 if lanes <= 32 else 32), 32, 32, 2, 1),
-            Block(min(lanes, few), columns, 32, 32, 2, 1),
+            Block(min(lanes, 32), min(columns, 64), 4, 1),
+            Block(lanes, min(columns, 64 if lanes <= 32 else 32), 4, 1),
+            Block(min(lanes, 32 if columns <= 64 else 16), columns, 4, 1),
         )
+    wide = lanes > 32 and columns > 64
     return Tile(
-        lanes,
-        32,
-        4 if lanes > 32 else 2,
-        Block(min(lanes, 64), min(columns, 128), 0, 64, 8 if lanes > 32 else 4, 3),
-        Block(32, 64, 0, 64, 4, 4),
-        Block(lanes, min(columns, 128), 128, 32, 8, 3)
-        if lanes == 64
-        else Block(lanes, min(columns, 128), 64, 32, 4, 2 + (lanes < 64)),
-        Block(min(lanes, 64), columns, 64, 32, 4, 3 if columns <= 128 else 2),
+        64,
+        Block(lanes, columns, 4),
+        Block(lanes, columns, 8) if wide else Block(lanes, min(columns, 64), 4),
+        Block(lanes, columns, 8) if wide else Block(min(lanes, 32), columns, 4),
     )

@@ -1,9 +1,9 @@
-"""Launches of the kernels of linear attention: segments, and the order of the passes."""
+"""Linear attention on a GPU: the launches of a call, its memory, and the gradients of decay and band.
 
-# pyright: reportArgumentType=false, reportCallIssue=false
-# Type checkers do not know that a tl.constexpr argument accepts plain values.
+Forward: `sum_segments`, `run_totals`, `read_values`. Backward: the first two for queries and cotangents, then
+`read_queries` and `read_keys`. Everything except the tensors is decided once per signature of a call.
+"""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,19 +11,20 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.kernels.constructors import empty, empty_like, new_empty, zeros
+from ropewalk.kernels.constructors import arange, empty, empty_like, new_empty, zeros
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear.feature_maps import row_shift
 from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
-from ropewalk.kernels.linear.tiles import Block, tile_of
-from ropewalk.kernels.linear.triton_backward import divide_rows, read_features
-from ropewalk.kernels.linear.triton_read import read_below, read_values
-from ropewalk.kernels.linear.triton_scan import scan_segments
-from ropewalk.kernels.linear.triton_sums import rotate_rows, run_totals, sum_segments
-from ropewalk.kernels.triton_launch import table_strides
-from ropewalk.kernels.types import FeatureMap, Layout, Side, Tables
+from ropewalk.kernels.linear.stored import triton as stored
+from ropewalk.kernels.linear.tiles import tile_of
+from ropewalk.kernels.linear.triton_backward import read_keys, read_queries
+from ropewalk.kernels.linear.triton_read import read_values
+from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments
+from ropewalk.kernels.signature import signature
+from ropewalk.kernels.triton_launch import LAUNCHES, Launch, table_strides
+from ropewalk.kernels.types import NO_WEIGHTING, FeatureMap, Layout, Side, Weighting
 
-__all__ = ["Totals", "empty_saved", "linear_attention", "linear_attention_backward"]
+__all__ = ["empty_saved", "linear_attention", "linear_attention_backward"]
 
 # Dtype of operands of matrix products, and the precision of the products.
 _KINDS = {
@@ -32,213 +33,320 @@ _KINDS = {
     torch.float32: (tl.float32, "tf32x3"),
 }
 
-# Numbers of programs that keep a large GPU busy: of short programs, and of programs that scan a sequence.
-_ENOUGH_PROGRAMS, _ENOUGH_SCANS = 1024, 96
+# As in linear/torch.py: with weights, smaller denominators count as 0.
+_SMALLEST = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
+
+# Largest stride of tokens with which offsets within a segment and its band have 32 bits.
+_WIDEST_STRIDE = 1 << 19
 
 
-class Totals(NamedTuple):
-    """Sums that the passes of a call compute.
+class _Tensors(NamedTuple):
+    """The tensors of a call, as the kernels need them, and the rows of the first tokens in the tables."""
 
-    Args:
-        running: Sum of (R k) v^T before each segment, in the dtype of operands.
-        plain: Sum of k before each segment.
-        total: Both sums over all segments.
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_shift: Tensor | None
+    k_shift: Tensor | None
+    q_cos: Tensor | None
+    q_sin: Tensor | None
+    k_cos: Tensor | None
+    k_sin: Tensor | None
+    decay: Tensor | None
+    band: Tensor | None
+    before: Tensor | None
+    q_row: int
+    k_row: int
 
-    >>> Totals(*torch.zeros(3, 1)).total.tolist()
-    [0.0]
-    """
+
+class _Sums(NamedTuple):
+    """Sums of (R k) v^T and of k, before each segment or of all keys, and of k over each chunk."""
 
     running: Tensor
     plain: Tensor
-    total: Tensor
-
-
-class _Rotated(NamedTuple):
-    """Results of `rotate_rows`: rotated features, and sums of unrotated features over blocks of rows."""
-
-    features: Tensor
     low: Tensor
 
 
 class _Call:
-    """State that all passes of one call share: shapes, segments, tiles, and arguments of the kernels."""
+    """What is decided once for all calls with the same shapes, strides, dtypes and options.
 
-    def __init__(self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None) -> None:
-        self.q, self.k, self.v, self.causal = q, k, v, causal
-        self.batch, self.heads, self.length, self.width = q.x.shape
-        self.kv_heads, self.keys, self.v_dim = k.x.shape[1], k.x.shape[2], v.shape[-1]
-        self.tile = tile_of(self.width, self.v_dim, v.dtype)
-        segment = linear_segments.segment_length(self.width, self.v_dim)
-        self.key_plan = Plan.of(k.x, cu_seqlens, segment)
-        # If queries and keys are the same tokens, they share one plan.
-        same = causal or cu_seqlens is not None
-        self.query_plan = self.key_plan if same else Plan.of(q.x, cu_seqlens, segment)
-        # No kernel writes the outputs of tokens after the last packed sequence.
-        self.make = empty if cu_seqlens is None else zeros
-        pairs = 0 if q.tables is None else q.tables[0].shape[-1]
-        (self.kind, self.precision), self.memory = _KINDS[v.dtype], OPERANDS[v.dtype]
+    Queries and keys are two sides. A side has `heads` heads in memory. Keys are read by one virtual head per head of
+    the sums. If there is one decay per query head, `share` of them share a head in memory.
+    """
+
+    def __init__(
+        self, x: _Tensors, layout: Layout, maps: tuple[str, str], causal: bool, weighting: Weighting, packed: bool
+    ) -> None:
+        self.batch, self.heads, self.queries, self.width = x.q.shape
+        self.kv_heads, self.keys, self.v_dim = x.k.shape[1], x.k.shape[2], x.v.shape[3]
+        self.states = weighting.state_heads(self.kv_heads)
+        self.group, self.share = self.heads // self.states, self.states // self.kv_heads
+        self.causal, self.packed, self.normalize, self.scale = causal, packed, weighting.normalize, weighting.scale
+        self.dtype, self.memory, (self.kind, self.precision) = x.v.dtype, OPERANDS[x.v.dtype], _KINDS[x.v.dtype]
+        self.segment = linear_segments.segment_length(self.width, self.v_dim, x.q.shape[:3].numel())
+        self.tile = tile_of(self.width, self.v_dim, x.v.dtype)
+        self.chunk = min(self.tile.chunk, self.segment)
+        decay, band = weighting.decay, weighting.band
+        self.decay = 0 if decay is None else 1 if decay.shape[2] == 1 else 2
+        self.band = 0 if band is None else band.shape[1] // 2
+        # Tokens between a segment and the sums of the keys that have the bias of all farther ones.
+        self.lead = -(-max(0, self.band - 1) // self.chunk) * self.chunk
+        weighted = decay is not None or band is not None
+        # Whether rows read the sums over all keys, and the number of directions in which sums run.
+        self.all, self.directions = not causal and not weighted, 2 if weighted and not causal else 1
+        self.least = _SMALLEST if weighted else 0.0
+        self.maps = FeatureMap[maps[0]].value, FeatureMap[maps[1]].value
+        pairs = 0 if x.q_cos is None else x.q_cos.shape[-1]
         # Without rotation, neighbours are paired, because they are read without gaps.
         self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved or not pairs)
-        self.packed = cu_seqlens is not None
-        self.size = self.width * (self.v_dim + 1)
+        self.half = (self.width + 1) // 2
+        self.strides = {name: tuple(getattr(x, name).stride()[:3]) for name in "qkv"}
+        self.decay_strides = (0, 0, 0)
+        if decay is not None:
+            steps = decay.stride()
+            self.decay_strides = tuple(0 if n == 1 else step for n, step in zip(decay.shape, steps, strict=True))
+        self.tables = [(0, 0) if cos is None else table_strides(cos) for cos in (x.q_cos, x.k_cos)]
+        same = x.q_cos is not None and x.k_cos is not None and x.q_cos.data_ptr() == x.k_cos.data_ptr()
+        # Whether a row of queries has the cos and sin of the keys that it reads.
+        self.same = same and x.q_row == x.k_row and not self.lead and causal and self.tables[0][1] == 0
+        self.device = x.v.device
+        self.launches: dict[Any, Launch] = {}
 
-    def rotated(self, side: Side, plan: Plan, scale_and_weight: tuple[Tensor, Tensor] | None) -> _Rotated:
-        """Return rotated features of a side, and sums of blocks. The optional scale and weight are one per row."""
-        batch, heads, length, width = side.x.shape
-        device, places = side.x.device, width + width % 2
-        low = self.low(plan)
-        out = empty((batch, heads, length, places), dtype=self.memory, device=device)
-        blocks = plan.number * (plan.segment // low)
-        block_sums = empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
-        scale, weight = (block_sums, block_sums) if scale_and_weight is None else scale_and_weight
-        heads_per_program = 1 if scale_and_weight is not None else _heads_per_program(side, blocks)
-        rotate_rows[(batch * heads // heads_per_program * blocks,)](
-            x=side.x, shift=_or_unused(side.shift, block_sums), scale=scale, weight=weight, **_tables(side),
-            begins=_or_unused(plan.begins, block_sums), rotated=out, low=block_sums, **_strides("x", side.x),
-            length=length, owners=batch * heads, HEADS=heads, HEADS_PER_PROGRAM=heads_per_program,
-            FEATURES=self.features, MAP=FeatureMap[side.map].value, SCALED=scale_and_weight is not None,
-            PACKED=self.packed, SEGMENT=plan.segment,
-            LOW=low, LANES=self.tile.lanes, num_warps=self.tile.rotation_warps,
+    def plan(self, x: Tensor, cu_seqlens: Tensor | None) -> Plan:
+        """Return the segments of the tokens of x."""
+        return Plan.of(x, cu_seqlens, self.segment)
+
+    def launch(self, name: str, make: Any) -> Launch:
+        """Return a launch, which `make` creates for the first call."""
+        found = self.launches.get(name)
+        if found is None:
+            found = self.launches[name] = make()
+        return found
+
+    def common(self, side: int) -> dict[str, Any]:
+        """Return the constants that all kernels have that read sums, from SIDE on."""
+        return {"SIDE": side, "ALL": self.all, "DECAY": self.decay, "BAND": self.band, "LEAD": self.lead}
+
+    def sums(
+        self, x: _Tensors, plan: Plan, role: str, z: Tensor, rows: tuple[Tensor, Tensor, Tensor] | None,
+        before: Tensor | None,
+    ) -> tuple[_Sums, Tensor]:  # fmt: skip
+        """Return the running sums of keys and values, or of queries and cotangents, and the total in flat form.
+
+        Args:
+            x: Tensors of the call.
+            plan: Segments of the tokens.
+            role: "k" for keys and their values, "q" for queries.
+            z: Values, or cotangents.
+            rows: For queries: outputs, inverse denominators, and the tensor for the cotangents of denominators.
+            before: Initial sums, or None.
+        """
+        queries, count, device = role == "q", plan.number, z.device
+        owners, size = self.batch * self.states, 2 * self.half * (self.v_dim + 1)
+        sums = empty((self.directions, owners, count, size), dtype=torch.float32, device=device)
+        fade = empty((owners, count), dtype=torch.float32, device=device) if self.decay else sums
+        slots = plan.sequences * self.states if self.all else self.directions * owners * count
+        running = empty((slots, 2 * self.half * self.v_dim), dtype=self.memory, device=device)
+        plain = empty((slots, 2 * self.half), dtype=torch.float32, device=device)
+        shape = plan.sequences * self.states, self.width * (self.v_dim + 1)
+        total = empty(shape, dtype=torch.float32, device=device)
+        chunks = self.segment // self.chunk
+        low = empty((self.directions * owners * count * chunks, 2 * self.half), dtype=torch.float32, device=device)
+        out, inverse, weight = (sums, sums, sums) if rows is None else rows
+        begins, starts = (sums, sums) if plan.begins is None or plan.starts is None else (plan.begins, plan.starts)
+
+        def summing() -> Launch:
+            block = self.tile.sums
+            lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // block.columns)
+            heads, share, group = (self.heads, 1, self.group) if queries else (self.kv_heads, self.share, 1)
+            numbers = (
+                *self.strides[role], *z.stride()[:3], *(out.stride()[:3] if queries else (0, 0, 0)),
+                *self.decay_strides, *self.tables[not queries], (self.queries if queries else self.keys), owners, count,
+                heads, self.scale,
+            )  # fmt: skip
+            constants = {
+                "HEADS": self.states, "GROUP": group, "SHARE": share, "FEATURES": self.features, "V_DIM": self.v_dim,
+                "MAP": self.maps[not queries], "QUERIES": queries, "NORMALIZED": self.normalize, "DECAY": self.decay,
+                "DIRECTIONS": self.directions, "BAND": self.band, "LEAD": self.lead, "PACKED": self.packed,
+                "SEGMENT": self.segment, **block.constants(self.chunk), "LANE_BLOCKS": lane_blocks, "KIND": self.kind,
+                "PRECISION": self.precision,
+            }  # fmt: skip
+            grid = owners * count, lane_blocks * column_blocks, self.directions
+            return Launch(sum_segments, grid, numbers, constants, block.warps, block.stages)
+
+        def scanning() -> Launch:
+            # Small programs if there are few sums, so that there are more programs.
+            wide = 1024 if size > 8192 else 256
+            constants = {
+                "FEATURES": self.features, "V_DIM": self.v_dim, "HAS_BEFORE": before is not None,
+                "DECAYS": self.decay != 0, "PACKED": self.packed,
+                "DIRECTIONS": self.directions, "REVERSE": int(queries), "ALL": self.all, "WIDTH": wide,
+            }  # fmt: skip
+            grid = plan.sequences * self.states, -(-size // wide), self.directions
+            return Launch(run_totals, grid, (self.states, count), constants, 4 if wide > 256 else 2)
+
+        side = (x.q, x.q_shift, x.q_cos, x.q_sin) if queries else (x.k, x.k_shift, x.k_cos, x.k_sin)
+        spare = (z if tensor is None else tensor for tensor in (*side, x.decay, x.band))
+        y, shift, cos, sin, decay, band = spare
+        row = x.q_row if queries else x.k_row
+        self.launch(f"sum {role}", summing)(
+            device, y, shift, cos, sin, z, out, inverse, weight, decay, band, begins, sums, low, fade, row
+        )
+        given = sums if before is None else before
+        self.launch(f"scan {role} {before is not None}", scanning)(
+            device, sums, fade, given, total, running, plain, starts
+        )
+        return _Sums(running, plain, low), total
+
+    def reading(self, role: str, plan: Plan) -> tuple[Any, ...]:
+        """Return the numbers that all kernels have that read sums: rows x of a role, and the other side y."""
+        x_side = 0 if role == "q" else 1
+        heads = (self.heads, self.kv_heads) if role == "q" else (self.kv_heads, self.heads)
+        owners = self.batch * (self.heads if role == "q" else self.states)
+        slots = self.batch * self.states * plan.number
+        return (
+            *self.decay_strides, *self.tables[x_side], *self.tables[1 - x_side],
+            self.queries if role == "q" else self.keys, owners, plan.number, slots, *heads,
         )  # fmt: skip
-        return _Rotated(out, block_sums)
 
-    def low(self, plan: Plan) -> int:
-        """Return the number of rows per block of sums."""
-        return min(self.tile.low, plan.segment)
+    def outputs(self, x: _Tensors, plan: Plan, sums: _Sums) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and the inverse of each denominator."""
+        # No kernel writes the outputs of tokens after the last packed sequence.
+        make = zeros if self.packed else empty
+        out = make((self.batch, self.heads, self.queries, self.v_dim), dtype=self.dtype, device=self.device)
+        shape = (self.batch, self.heads, self.queries) if self.normalize else (0,)
+        inverse = make(shape, dtype=torch.float32, device=self.device)
 
-    def sums(self, rotated: _Rotated, plan: Plan, v: Tensor, before: Tensor | None, *, reverse: bool) -> Totals:
-        """Return the running sums of the segments, and the sums of all; from the last segment on if `reverse`."""
-        owners, block = self.batch * self.kv_heads, self.tile.sums
-        options = {"dtype": torch.float32, "device": v.device}
-        after = empty((plan.sequences * self.kv_heads, self.size), **options)
-        running = empty((owners, plan.number, self.width * self.v_dim), dtype=self.memory, device=v.device)
-        plain = empty((owners, plan.number, self.width), **options)
-        into, scan_block = Totals(running, plain, after), self.scan_block(plan)
-        if scan_block is not None:
-            self.scan(scan_block, rotated, plan, v, before, into, reverse=reverse)
-            return into
-        sums = empty((owners, plan.number, self.size), **options)
-        lane_blocks, column_blocks = self.blocks_of(block)
-        sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
-            rotated=rotated.features, v=v, low=rotated.low, begins=_or_unused(plan.begins, v), sums=sums,
-            **_strides("v", v), length=v.shape[2], owners=owners, count=plan.number, KV_HEADS=self.kv_heads,
-            GROUP=v.shape[1] // self.kv_heads, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan),
-            LANE_BLOCKS=lane_blocks, FEATURES=self.features, V_DIM=self.v_dim, PACKED=self.packed, KIND=self.kind,
-            PRECISION=self.precision, **block.options(),
+        def reading() -> Launch:
+            block = self.tile.values
+            strides = *self.strides["q"], *self.strides["k"], *self.strides["v"], *out.stride()[:3]
+            constants = {
+                "X_HEADS": self.heads, "X_GROUP": self.group, "Y_SHARE": self.share, "FEATURES": self.features,
+                "V_DIM": self.v_dim, "X_MAP": self.maps[0], "Y_MAP": self.maps[1], "NORMALIZED": self.normalize,
+                **self.common(-1 if self.causal else 0), "SAME": self.same,
+                "PACKED": self.packed, "SEGMENT": self.segment, **block.constants(self.chunk), "KIND": self.kind,
+                "PRECISION": self.precision,
+            }  # fmt: skip
+            grid = self.batch * self.heads * plan.number, -(-self.v_dim // block.columns), 1
+            numbers = (*strides, *self.reading("q", plan), self.scale, self.least)
+            return Launch(read_values, grid, numbers, constants, block.warps, block.stages)
+
+        optional = x.q_shift, x.k_shift, x.q_cos, x.q_sin, x.k_cos, x.k_sin, x.decay, x.band, plan.begins
+        spare = [out if tensor is None else tensor for tensor in optional]
+        self.launch("values", reading)(
+            self.device, x.q, x.k, x.v, *spare, *sums, out, inverse if self.normalize else out, x.q_row, x.k_row
+        )
+        return out, inverse
+
+    def of_queries(
+        self, x: _Tensors, plan: Plan, sums: _Sums, cotangent: Tensor, rows: tuple[Tensor, Tensor], *, learned: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the queries, and of the logarithms of the band if `learned`."""
+        block = self.tile.features
+        blocks, chunks, near = -(-self.half // block.lanes), self.segment // self.chunk, self.lead // self.chunk
+        out = _like(x.q, self.packed)
+        visits = 1 + near if self.causal else chunks + 2 * near
+        shape = blocks, self.batch, self.heads, plan.number
+        of_band = (
+            zeros((*shape, chunks, visits, 2 * self.chunk), dtype=torch.float32, device=self.device) if learned else out
+        )
+        of_far = empty((*shape, 2), dtype=torch.float32, device=self.device) if learned else out
+
+        def reading() -> Launch:
+            strides = (
+                *self.strides["q"], *self.strides["k"], *self.strides["v"], *cotangent.stride()[:3], *out.stride()[:3]
+            )  # fmt: skip
+            constants = {
+                "X_HEADS": self.heads, "X_GROUP": self.group, "Y_SHARE": self.share, "FEATURES": self.features,
+                "V_DIM": self.v_dim, "X_MAP": self.maps[0], "Y_MAP": self.maps[1], "NORMALIZED": self.normalize,
+                **self.common(-1 if self.causal else 0), "LEARNED": learned,
+                "PACKED": self.packed, "SEGMENT": self.segment, **block.constants(self.chunk),
+                "KIND": self.kind, "PRECISION": self.precision,
+            }  # fmt: skip
+            grid = self.batch * self.heads * plan.number, blocks, 1
+            numbers = (*strides, *self.reading("q", plan), self.scale)
+            return Launch(read_queries, grid, numbers, constants, block.warps, block.stages)
+
+        optional = x.q_shift, x.k_shift, x.q_cos, x.q_sin, x.k_cos, x.k_sin
+        spare = [out if tensor is None else tensor for tensor in optional]
+        more = [out if tensor is None else tensor for tensor in (x.decay, x.band, plan.begins)]
+        self.launch(f"queries {learned}", reading)(
+            self.device, x.q, x.k, x.v, cotangent, *spare, *rows, *more, *sums, out, of_band, of_far, x.q_row, x.k_row
+        )
+        if not learned:
+            return out, None
+        return out, self._band_gradient(of_band, of_far, self.chunk)
+
+    def _band_gradient(self, near: Tensor, far: Tensor, chunk: int) -> Tensor:
+        """Return the gradient of the logarithms of the band [heads, 2 * window + 1].
+
+        Args:
+            near: [lane blocks, batch, heads, segments, chunks, visits, 2 * chunk].
+            far: [lane blocks, batch, heads, segments, 2].
+            chunk: Tokens per chunk.
+        """
+        window, visits = self.band, near.shape[5]
+        by_visit = near.sum((0, 1, 3, 4))
+        visit, place = arange(visits, device=near.device)[:, None], arange(2 * chunk, device=near.device)
+        difference = (visit * chunk - self.lead + place - (chunk - 1)).clamp(-window, window) + window
+        result = zeros((self.heads, 2 * window + 1), dtype=torch.float32, device=near.device)
+        result.index_add_(1, difference.flatten(), by_visit.flatten(1))
+        beyond = far.sum((0, 1, 3))
+        result[:, 0] += beyond[:, 0]
+        result[:, -1] += beyond[:, 1]
+        return result
+
+    def of_keys(
+        self, x: _Tensors, plan: Plan, sums: _Sums, cotangent: Tensor, rows: tuple[Tensor, Tensor], before: _Sums, *,
+        learned: bool,
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+        """Return the gradients of keys and values, and of the decay by keys and at the ends of segments."""
+        block, narrow = self.tile.features, self.tile.values
+        lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // narrow.columns)
+        if self.share == 1:
+            out, values = _like(x.k, self.packed), _like(x.v, self.packed)
+        else:
+            make = zeros if self.packed else empty
+            options = {"dtype": torch.float32, "device": self.device}
+            shape = self.batch, self.states, self.keys
+            out, values = make((*shape, self.width), **options), make((*shape, self.v_dim), **options)
+        owners = self.batch * self.states
+        of_logs = of_ends = out
+        if learned:
+            of_logs = zeros((lane_blocks, self.batch, self.states, self.keys), dtype=torch.float32, device=self.device)
+            of_ends = zeros(
+                (lane_blocks, self.batch, self.states, plan.number), dtype=torch.float32, device=self.device
+            )
+
+        def reading() -> Launch:
+            strides = (
+                *self.strides["k"], *self.strides["q"], *self.strides["v"], *cotangent.stride()[:3], *out.stride()[:3],
+                *values.stride()[:3],
+            )  # fmt: skip
+            constants = {
+                "X_HEADS": self.states, "Y_GROUP": self.group, "X_SHARE": self.share, "FEATURES": self.features,
+                "V_DIM": self.v_dim, "X_MAP": self.maps[1], "Y_MAP": self.maps[0], "NORMALIZED": self.normalize,
+                **self.common(1 if self.causal else 0), "LEARNED": learned, "SAME": self.same,
+                "PACKED": self.packed, "SEGMENT": self.segment, **block.constants(self.chunk),
+                "LANE_BLOCKS": lane_blocks, "ALL_LANES": narrow.lanes, "FEW_COLUMNS": narrow.columns,
+                "KIND": self.kind, "PRECISION": self.precision,
+            }  # fmt: skip
+            grid = owners * plan.number, lane_blocks + column_blocks, 1
+            numbers = (*strides, *self.reading("k", plan), self.scale)
+            return Launch(read_keys, grid, numbers, constants, block.warps, block.stages)
+
+        optional = x.k_shift, x.q_shift, x.k_cos, x.k_sin, x.q_cos, x.q_sin
+        spare = [out if tensor is None else tensor for tensor in optional]
+        more = [out if tensor is None else tensor for tensor in (x.decay, x.band, plan.begins)]
+        self.launch(f"keys {learned}", reading)(
+            self.device, x.k, x.q, x.v, cotangent, *spare, *rows, *more, *sums, out, values, *before[:2], of_logs,
+            of_ends, x.k_row, x.q_row,
         )  # fmt: skip
-        # Small programs if there are few sums, so that there are more programs.
-        wide = 1024 if self.size > 8192 else 256
-        run_totals[(plan.sequences * self.kv_heads, -(-self.size // wide))](
-            sums=sums, before=_or_unused(before, sums), after=after, running=running, plain=plain,
-            starts=_or_unused(plan.starts, sums), heads=self.kv_heads, count=plan.number, ABOVE=self.width * self.v_dim,
-            SIZE=self.size, HAS_BEFORE=before is not None, PACKED=plan.starts is not None, REVERSE=reverse,
-            WIDTH=wide, num_warps=4 if wide > 256 else 2,
-        )  # fmt: skip
-        return into
-
-    def scan_block(self, plan: Plan) -> Block | None:
-        """Return the block of `scan_segments`, or None if sequences are packed or there are too few programs."""
-        block = self.tile.scan
-        if plan.begins is not None or block is None:
-            return None
-        return block if self.batch * self.kv_heads * math.prod(self.blocks_of(block)) >= _ENOUGH_SCANS else None
-
-    def scan(
-        self, block: Block, rotated: _Rotated, plan: Plan, v: Tensor, before: Tensor | None, into: Totals, *,
-        reverse: bool,
-    ) -> None:  # fmt: skip
-        """Compute the sums by `scan_segments`, and store them in `into`."""
-        owners = self.batch * self.kv_heads
-        lane_blocks, column_blocks = self.blocks_of(block)
-        tiles = lane_blocks * column_blocks
-        scan_segments[(owners, tiles + 1)](
-            rotated=rotated.features, v=v, low=rotated.low, before=_or_unused(before, into.total), after=into.total,
-            running=into.running, plain=into.plain, **_strides("v", v), length=v.shape[2], owners=owners,
-            count=plan.number, KV_HEADS=self.kv_heads, GROUP=v.shape[1] // self.kv_heads, FEATURES=self.features,
-            V_DIM=self.v_dim, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan), LANE_BLOCKS=lane_blocks,
-            TILES=tiles, HAS_BEFORE=before is not None, REVERSE=reverse, KIND=self.kind, PRECISION=self.precision,
-            **block.options(),
-        )  # fmt: skip
-
-    def blocks_of(self, block: Block) -> tuple[int, int]:
-        """Return the numbers of blocks of lanes and of columns."""
-        return -(-self.tile.lanes // block.lanes), -(-self.v_dim // block.columns)
-
-    def reading(self, own_side: Tensor, plan: Plan) -> dict[str, Any]:
-        """Return the arguments of all kernels that read sums."""
-        batch, heads, length, _ = own_side.shape
-        return {
-            "begins": _or_unused(plan.begins, self.v), "owners": batch * heads, "length": length, "count": plan.number,
-            "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "CAUSAL": self.causal, "SEGMENT": plan.segment,
-            "FEATURES": self.features, "V_DIM": self.v_dim, "PACKED": self.packed,
-        }  # fmt: skip
-
-    def above(self, sums: Totals) -> dict[str, Any]:
-        """Return the arguments for the sum of (R k) v^T and for matrix products."""
-        read = sums.running if self.causal else sums.total
-        return {"sums": read, "KIND": self.kind, "PRECISION": self.precision}
-
-    def below(self, sums: Totals) -> dict[str, Any]:
-        """Return the argument for the sum of k."""
-        return {"plain": sums.plain if self.causal else sums.total[:, self.width * self.v_dim :]}
-
-    def sides(self, own_side: Side, other: Side, plan: Plan) -> dict[str, Any]:
-        """Return the arguments of kernels that map features: their own side x, and the other side y."""
-        return {
-            "x": own_side.x, "y": other.x, "x_shift": _or_unused(own_side.shift, self.v),
-            "y_shift": _or_unused(other.shift, self.v), **_tables(own_side), **_strides("x", own_side.x),
-            **_strides("y", other.x), "X_MAP": FeatureMap[own_side.map].value,
-            "Y_MAP": FeatureMap[other.map].value, "LOW": self.low(plan),
-        }  # fmt: skip
-
-    def read_below(self, sums: Totals, keys: _Rotated) -> tuple[Tensor, Tensor]:
-        """Return rotated features of the queries, and their denominators."""
-        q, plan = self.q, self.query_plan
-        batch, heads, length, width = q.x.shape
-        rotated = empty((batch, heads, length, width + width % 2), dtype=self.memory, device=q.x.device)
-        below = self.make((batch, heads, length), dtype=torch.float32, device=q.x.device)
-        blocks = plan.number * (plan.segment // self.low(plan))
-        read_below[(batch * heads * blocks,)](
-            **self.sides(q, self.k, plan), **self.reading(q.x, plan), **self.below(sums), low=keys.low,
-            rotated=rotated, below=below, LANES=self.tile.lanes, KIND=self.kind, PRECISION=self.precision,
-            num_warps=self.tile.rotation_warps,
-        )  # fmt: skip
-        return rotated, below
-
-    def read_values(
-        self, own_side: Tensor, plan: Plan, v: Tensor, sums: Totals, rotated: Tensor, below: Tensor | None
-    ) -> Tensor:
-        """Return the output of each row. Without a denominator, rows read the tokens after them."""
-        batch, heads, length, _ = own_side.shape
-        block = self.tile.values._replace(rows=min(self.tile.values.rows, plan.segment))
-        out = self.make((batch, heads, length, self.v_dim), dtype=v.dtype, device=v.device)
-        blocks = plan.number * (plan.segment // block.rows)
-        read_values[(batch * heads * blocks, -(-self.v_dim // block.columns))](
-            **self.reading(own_side, plan), **self.above(sums), rows=own_side, rotated=rotated, v=v, out=out,
-            below=_or_unused(below, out), REVERSE=below is None, Y_GROUP=v.shape[1] // self.kv_heads,
-            **_strides("v", v), **_strides("o", out), **block.options(),
-        )  # fmt: skip
-        return out
-
-    def read_features(
-        self, own_side: Side, other: Side, plan: Plan, p: Tensor, v: Tensor, sums: Totals, rotated: _Rotated,
-        rows: tuple[Tensor, Tensor], *, reverse: bool,
-    ) -> Tensor:  # fmt: skip
-        """Return the gradient of `own_side`, with the strides of its tensor."""
-        block = self.tile.features._replace(rows=min(self.tile.features.rows, plan.segment))
-        out = empty_like(own_side.x)
-        if plan.begins is not None:
-            out.zero_()
-        scale, weight = rows
-        batch, heads = own_side.x.shape[:2]
-        blocks = plan.number * (plan.segment // block.rows)
-        read_features[(batch * heads * blocks, -(-self.tile.lanes // block.lanes))](
-            **self.sides(own_side, other, plan), **self.reading(own_side.x, plan), **self.above(sums),
-            **self.below(sums), rotated=rotated.features, low=rotated.low, p=p, v=v, scale=scale, weight=weight,
-            out=out, REVERSE=reverse, Y_GROUP=v.shape[1] // self.kv_heads,
-            **_strides("p", p), **_strides("v", v), **_strides("d", out), **block.options(),
-        )  # fmt: skip
-        return out
+        if self.share > 1:
+            # Each query head has sums of its own, and so a gradient of its key head.
+            grouped = (y.unflatten(1, (self.kv_heads, self.share)).sum(2) for y in (out, values))
+            out, values = (y.to(self.dtype) for y in grouped)
+        return out, values, (of_logs.sum(0), of_ends.sum(0)) if learned else None
 
 
 def linear_attention(
@@ -249,12 +357,13 @@ def linear_attention(
     layout: Layout,
     causal: bool,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weighting: Weighting = NO_WEIGHTING,
+) -> tuple[Tensor, ...]:
     """Return the outputs, the sums after the last key, and tensors for the backward.
 
-    Sums are float32 [sequences * kv_heads, width * (v_dim + 1)], as in `Sums.flat`. The tensors for the backward are
-    the denominators [batch, heads, seq] and the running sums. Arguments are those of `linear.torch.linear_attention`,
-    except that `before`, the sums over earlier keys, is flat.
+    Sums are float32 [sequences * state_heads, width * (v_dim + 1)], as in `Sums.flat`. The tensors for the backward are
+    the inverse denominators [batch, heads, seq] and the running sums. Arguments are those of
+    `linear.torch.linear_attention`, except that `before`, the sums over earlier keys, is flat.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
@@ -263,30 +372,66 @@ def linear_attention(
     >>> linear_attention(side, side, v, None, layout, causal=True)[0].flatten().tolist()
     [1.0, 2.0]
     """
-    q, k, v = _prepared(q, "q"), _prepared(k, "k"), _with_adjacent_features(v)
-    call = _Call(q, k, v, layout, causal, cu_seqlens)
-    keys = call.rotated(k, call.key_plan, None)
-    sums = call.sums(keys, call.key_plan, v, before, reverse=False)
-    queries, below = call.read_below(sums, keys)
-    out = call.read_values(queries, call.query_plan, v, sums, keys.features, below)
-    return out, sums.total, below, sums.running, sums.plain
+    if _stores(q.x, v, weighting):
+        return stored.linear_attention(q, k, v, before, layout, causal, cu_seqlens)
+    x, call = _prepare(q, k, v, before, layout, causal, cu_seqlens, weighting, None)
+    plan = call.plan(x.k, cu_seqlens)
+    sums, total = call.sums(x, plan, "k", x.v, None, x.before)
+    query_plan = plan if causal or cu_seqlens is not None else call.plan(x.q, None)
+    out, inverse = call.outputs(x, query_plan, sums)
+    return out, total, inverse, *sums
 
 
-def empty_saved(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+def empty_saved(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, weighting: Weighting
+) -> tuple[Tensor, ...]:
     """Return tensors shaped as those that `linear_attention` returns for its backward, for fake tensors.
 
-    >>> x = torch.ones(1, 2, 300, 4, device="meta")
-    >>> [list(tensor.shape) for tensor in empty_saved(x, x, x, None)]
-    [[1, 2, 300], [2, 2, 16], [2, 2, 4]]
+    >>> x = torch.ones(1, 2, 300, 4, device="meta", dtype=torch.bfloat16)
+    >>> [list(tensor.shape) for tensor in empty_saved(x, x, x, None, True, NO_WEIGHTING)]
+    [[1, 2, 300], [4, 16], [4, 4], [32, 4]]
     """
+    if _stores(q, v, weighting):
+        return stored.empty_saved(q, k, v, cu_seqlens)
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
-    width, v_dim, owners = q.shape[-1], v.shape[-1], len(v) * k.shape[1]
-    count = count_segments(k.shape[2], sequences, linear_segments.segment_length(width, v_dim))
-    return (
-        new_empty(v, q.shape[:3], dtype=torch.float32),
-        new_empty(v, (owners, count, width * v_dim), dtype=OPERANDS[v.dtype]),
-        new_empty(v, (owners, count, width), dtype=torch.float32),
+    width, v_dim, states = q.shape[-1] + q.shape[-1] % 2, v.shape[-1], weighting.state_heads(k.shape[1])
+    segment = linear_segments.segment_length(q.shape[-1], v_dim, len(q) * q.shape[1] * q.shape[2])
+    count, chunks = (
+        count_segments(k.shape[2], sequences, segment),
+        segment // min(segment, tile_of(q.shape[-1], v_dim, v.dtype).chunk),
     )
+    weighted = weighting.decay is not None or weighting.band is not None
+    slots = len(v) * states * count * (1 if causal else 2)
+    low = slots * chunks if causal or weighted else slots // 2 * chunks
+    if not causal and not weighted:
+        slots = (len(v) if sequences is None else sequences) * states
+    return (
+        new_empty(v, q.shape[:3] if weighting.normalize else (0,), dtype=torch.float32),
+        new_empty(v, (slots, width * v_dim), dtype=OPERANDS[v.dtype]),
+        new_empty(v, (slots, width), dtype=torch.float32),
+        new_empty(v, (low, width), dtype=torch.float32),
+    )
+
+
+def _stores(q: Tensor, v: Tensor, weighting: Weighting) -> bool:
+    """Whether the kernels are used that store rotated features: tiles of wide heads do not fit into registers."""
+    wide = max(q.shape[-1], v.shape[-1]) > 64 or v.dtype != torch.bfloat16
+    return wide and weighting.plain
+
+
+class Gradients(NamedTuple):
+    """Gradients of linear attention. Those of decay and band are None unless they were asked for.
+
+    >>> Gradients(*torch.zeros(4, 1)).decay is None
+    True
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    before: Tensor
+    decay: Tensor | None = None
+    band: Tensor | None = None
 
 
 def linear_attention_backward(
@@ -299,8 +444,10 @@ def linear_attention_backward(
     layout: Layout,
     causal: bool,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the initial sums.
+    weighting: Weighting = NO_WEIGHTING,
+    learned: bool = False,
+) -> Gradients:
+    """Return the gradients of q, k, v and of the initial sums, and if `learned` those of decay and band.
 
     With dn = do / den and dden = -(do . o) / den: dq_i is computed from S_i dn_i and dden_i z_i; dk_j from T_j v_j and
     the sum of dden_i q_i; dv_j = T_j^T R k_j, where T_j is the sum of (R q_i) dn_i^T over i >= j.
@@ -315,82 +462,138 @@ def linear_attention_backward(
         layout: Layout of the rotation.
         causal: Whether attention was causal.
         cu_seqlens: Ends of packed sequences.
+        weighting: Factors on the terms.
+        learned: Whether the gradient of the decay or of the band is needed.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
     >>> x, v = torch.zeros(1, 1, 2, 2, device=device), torch.tensor([[[[1.0], [3.0]]]], device=device)
     >>> side, layout = Side(x, "elu"), Layout(False, 0, -2)
     >>> results = linear_attention(side, side, v, None, layout, causal=True)
-    >>> dv = linear_attention_backward(torch.ones_like(v), None, side, side, v, results, layout, causal=True)[2]
+    >>> dv = linear_attention_backward(torch.ones_like(v), None, side, side, v, results, layout, causal=True).v
     >>> dv.flatten().tolist()  # the first value has weight 1 in the first output and 1/2 in the second
     [1.5, 0.5]
     """
-    q, k = _prepared(q, "q"), _prepared(k, "k")
-    v, cotangent = _with_adjacent_features(v), _with_adjacent_features(cotangent)
-    out, total, below, running, plain = results
-    sums = Totals(running, plain, total)
-    call = _Call(q, k, v, layout, causal, cu_seqlens)
-    scale, weight = empty_like(below), empty_like(below)
-    rows = below.numel()
-    divide_rows[(-(-rows // 16),)](
-        out=out, cotangent=cotangent, below=below, scale=scale, weight=weight, **_strides("o", out),
-        **_strides("g", cotangent), length=call.length, rows=rows, HEADS=call.heads, V_DIM=call.v_dim, ROWS=16,
-        COLUMNS=call.tile.features.columns,
-    )  # fmt: skip
-    both = scale, weight
-    queries = call.rotated(q, call.query_plan, both)
+    if _stores(q.x, v, weighting):
+        arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens
+        return Gradients(*stored.linear_attention_backward(*arguments))
+    out, total, inverse, *saved = results
+    cotangent = _readable(cotangent)
     last = None if total_cotangent is None else total_cotangent.contiguous()
-    behind = call.sums(queries, call.query_plan, cotangent, last, reverse=True)
-    dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, queries, both, reverse=True)
-    keys = call.rotated(k, call.key_plan, None)
-    dv = call.read_values(keys.features, call.key_plan, cotangent, behind, queries.features, None)
-    del queries
-    dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, keys, both, reverse=False)
-    return dq, dk, dv, behind.total
+    x, call = _prepare(q, k, v, None, layout, causal, cu_seqlens, weighting, cotangent)
+    plan = call.plan(x.k, cu_seqlens)
+    query_plan = plan if causal or cu_seqlens is not None else call.plan(x.q, None)
+    weight = empty_like(inverse)
+    if not call.normalize:
+        inverse = weight = out
+    behind, of_before = call.sums(x, query_plan, "q", cotangent, (out, inverse, weight), last)
+    rows, before = (inverse, weight), _Sums(*saved)
+    of_decay = learned and call.decay != 0
+    dk, dv, logs = call.of_keys(x, plan, behind, cotangent, rows, before, learned=of_decay)
+    of_band = learned and call.band != 0
+    dq, d_band = call.of_queries(x, query_plan, before, cotangent, rows, learned=of_band)
+    d_decay = None
+    if logs is not None and x.decay is not None:
+        ends = None if last is None else (total * last).sum(-1)
+        d_decay = _decay_gradient(call, plan, *logs, ends, None if call.normalize else out * cotangent, x.decay.shape)
+    return Gradients(dq, dk, dv, of_before, d_decay, d_band)  # pyright: ignore[reportArgumentType]
 
 
-def _prepared(side: Side, role: str) -> Side:
-    """Return a side with adjacent features, contiguous tables, and a shift if its map is an exponential."""
-    tables, shift = side.tables, side.shift
-    if tables is not None:
-        tables = Tables(tables.cos.contiguous(), tables.sin.contiguous(), tables.row)
-    if shift is None and side.map == "exp":
-        largest = row_shift(side.x, side.map) if role == "q" else None
-        shift = (
-            zeros(side.x.shape[:3], dtype=torch.float32, device=side.x.device)
-            if largest is None
-            else largest.squeeze(-1).float().contiguous()
-        )
-    return Side(_with_adjacent_features(side.x), side.map, shift, tables)
+def _decay_gradient(
+    call: _Call, plan: Plan, of_keys: Tensor, of_ends: Tensor, of_total: Tensor | None, products: Tensor | None,
+    shape: torch.Size,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the logarithms of the decay.
 
+    G is the sum of the logarithms up to a token. Within a segment, the gradient of a logarithm is the sum of those of
+    the later G, and of the decay to the segment's end. A query's G has the gradient do . o without a denominator, and 0
+    with one, where a common factor cancels.
 
-def _with_adjacent_features(x: Tensor) -> Tensor:
-    """Return x with stride 1 in its last dimension, which the kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _heads_per_program(side: Side, blocks: int) -> int:
-    """Return the number of heads per program of `rotate_rows`.
-
-    Up to four heads that share their tables, so that loads overlap with arithmetic, unless too few programs remain.
+    Args:
+        call: The call.
+        plan: Segments of the tokens.
+        of_keys: Gradients of -G by the keys [batch, state_heads, seq].
+        of_ends: Gradients of the decay to the end of each segment [batch, state_heads, segments].
+        of_total: Gradients of the decay to the end of each sequence [sequences * state_heads], or None.
+        products: Products of outputs and cotangents [batch, heads, seq, v_dim], or None.
+        shape: Shape of the decay.
     """
-    heads = side.x.shape[1]
-    if side.tables is not None and table_strides(side.tables[0])[1]:
-        return 1
-    fitting = (n for n in (4, 2) if heads % n == 0 and side.x.shape[0] * heads // n * blocks >= _ENOUGH_PROGRAMS)
-    return next(fitting, 1)
+    rows = -of_keys.double()
+    if products is not None:
+        rows += products.double().sum(-1).unflatten(1, (call.states, call.group)).sum(2)
+    token = arange(call.keys, device=rows.device)
+    if plan.begins is None:
+        segment = token // call.segment
+        end = ((segment + 1) * call.segment).clamp_max(call.keys)
+        last, sequence = plan.number - 1, token * 0
+    else:
+        pairs = plan.begins[: 2 * plan.number].unflatten(0, (-1, 2))
+        segment = (torch.searchsorted(pairs[:, 0].contiguous(), token, right=True) - 1).clamp_min(0)
+        sequence = plan.begins[2 * plan.number : 3 * plan.number][segment]
+        # Several empty segments begin at the same token as the one that has it.
+        end = pairs[:, 1][segment]
+        last = plan.starts[1:][sequence] - 1 if plan.starts is not None else 0
+    later = torch.cat([rows.flip(-1).cumsum(-1).flip(-1), rows[..., :1] * 0], dim=-1)
+    result = later[..., :-1] - later[..., end] + of_ends.double()[..., segment]
+    if of_total is not None:
+        totals = of_total.unflatten(0, (-1, call.states)).double()
+        each = totals[:, :, None] if plan.begins is None else totals.t()[None][..., sequence]
+        result += torch.where(segment == last, each, 0.0)
+    if plan.begins is not None:
+        result = torch.where(token < end, result, 0.0)
+    result = result.sum(-1, keepdim=True) if shape[2] == 1 and call.keys > 1 else result
+    return (result.sum(0, keepdim=True) if shape[0] == 1 and call.batch > 1 else result).float()
 
 
-def _or_unused(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """Return the tensor, or if it is None another one, which the kernel does not read."""
-    return other if tensor is None else tensor
+def _prepare(
+    q: Side,
+    k: Side,
+    v: Tensor,
+    before: Tensor | None,
+    layout: Layout,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+    weighting: Weighting,
+    cotangent: Tensor | None,
+) -> tuple[_Tensors, _Call]:
+    """Return the tensors as the kernels need them, and what is decided for their signature."""
+    (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in (q, k))
+    if q_cos is not None and q_sin is not None and k_cos is not None and k_sin is not None:
+        q_cos, q_sin, k_cos, k_sin = (table.contiguous() for table in (q_cos, q_sin, k_cos, k_sin))
+    decay, band = weighting.decay, weighting.band
+    if band is not None:
+        band = torch.exp(band.detach()).float().contiguous()
+    x = _Tensors(
+        _readable(q.x), _readable(k.x), _readable(v), _shift(q, "q" if weighting.normalize else "k"), _shift(k, "k"),
+        q_cos, q_sin, k_cos, k_sin, decay, band, before, q_row, k_row,
+    )  # fmt: skip
+    signed = signature(*x[:12], cotangent)
+    same = q_cos is not None and k_cos is not None and q_cos.data_ptr() == k_cos.data_ptr() and q_row == k_row
+    options = layout, q.map, k.map, causal, cu_seqlens is None, weighting.normalize, weighting.scale, same
+    sequences = None if cu_seqlens is None else len(cu_seqlens)
+    key = None if signed is None else ("linear_attention", signed[0], options, sequences)
+    call = LAUNCHES.get(key) if key is not None else None
+    if call is None:
+        call = _Call(x, layout, (q.map, k.map), causal, weighting, cu_seqlens is not None)
+        LAUNCHES.keep(key, call)
+    return x, call
 
 
-def _strides(name: str, x: Tensor) -> dict[str, int]:
-    return {f"{name}_{dim}": x.stride(i) for i, dim in enumerate("bhn")}
+def _shift(side: Side, role: str) -> Tensor | None:
+    """Return what is subtracted from each row before an exponential, or None for other maps."""
+    if side.map != "exp":
+        return None
+    largest = row_shift(side.x, side.map) if role == "q" else None
+    if largest is None:
+        return zeros(side.x.shape[:3], dtype=torch.float32, device=side.x.device)
+    return largest.squeeze(-1).float().contiguous()
 
 
-def _tables(side: Side) -> dict[str, Any]:
-    cos, sin, row = (side.x, side.x, 0) if side.tables is None else side.tables
-    batch, head = (0, 0) if side.tables is None else table_strides(cos)
-    return {"cos": cos, "sin": sin, "row": row, "table_b": batch, "table_h": head}
+def _readable(x: Tensor) -> Tensor:
+    """Return x with adjacent features, and with rows that are near enough for offsets of 32 bits."""
+    return x if x.stride(3) == 1 and x.stride(2) < _WIDEST_STRIDE else x.contiguous()
+
+
+def _like(x: Tensor, clear: bool) -> Tensor:
+    """Return memory for a gradient of x, with its strides; zeros if not all rows are written."""
+    return torch.zeros_like(x) if clear else empty_like(x)

@@ -7,127 +7,274 @@
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped, slope
-from ropewalk.kernels.linear.triton_read import chunks_of, load_sums, sums_of
-from ropewalk.kernels.linear.triton_sums import (
-    halves,
-    load_pairs,
-    load_rotated,
+from ropewalk.kernels.linear.triton_features import exponential, slope
+from ropewalk.kernels.linear.triton_read import load_others, slot_of, value_rows
+from ropewalk.kernels.linear.triton_rows import (
+    joined,
+    load_features,
+    load_plain,
+    load_sums,
+    load_tables,
     load_values,
-    low_sums,
-    offsets,
+    mapped_pairs,
+    parted,
     place_of,
+    rotate_pairs,
     segment_of,
-    slots,
     store_pairs,
-    tables_of,
+)
+from ropewalk.kernels.linear.triton_weights import (
+    added_weights,
+    carried_decay,
+    chunk_decay,
+    far_weights,
+    later_weights,
+    pair_weights,
+    weighted,
 )
 
 
-@triton.jit(do_not_specialize=["length", "rows"])
-def divide_rows(
-    out, cotangent, below, scale, weight, o_b, o_h, o_n, g_b, g_h, g_n, length, rows,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Store the denominator of each row, infinity instead of 0, and its cotangent -(g . o) / denominator."""
-    flat = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid = flat < rows
-    token, batch, head = flat % length, flat // length // HEADS, flat // length % HEADS
-    column = tl.arange(0, COLUMNS)
-    mask = valid[:, None] & (column < V_DIM)[None, :]
-    o = tl.load((out + batch * o_b + head * o_h + token * o_n)[:, None] + column[None, :], mask=mask, other=0.0)
-    g = tl.load((cotangent + batch * g_b + head * g_h + token * g_n)[:, None] + column[None, :], mask=mask, other=0.0)
-    under = tl.load(below + flat, mask=valid, other=0.0)
-    under = tl.where(under == 0, float("inf"), under)
-    tl.store(scale + flat, under, mask=valid)
-    tl.store(weight + flat, -tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1) / under, mask=valid)
+@triton.jit
+def add_diagonals(target, tile, CHUNK: tl.constexpr):
+    """Store the sums of the diagonals of a tile [x, y], by y - x + CHUNK - 1."""
+    row, place = tl.arange(0, CHUNK), tl.arange(0, 2 * CHUNK)
+    # Row x shifted by x, so that diagonals become columns.
+    at = place[None, :] + row[:, None] - (CHUNK - 1)
+    inside = (at >= 0) & (at < CHUNK)
+    moved = tl.gather(tile, tl.where(inside, at, 0), axis=1)
+    tl.store(target + place, tl.sum(tl.where(inside, moved, 0.0), axis=0))
 
 
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
-def read_features(
-    x, y, rotated, p, v, x_shift, y_shift, scale, weight, cos, sin, begins, sums, plain, low, out,
-    x_b, x_h, x_n, y_b, y_h, y_n, p_b, p_h, p_n, v_b, v_h, v_n, d_b, d_h, d_n,
-    length, row, table_b, table_h, owners, count,
-    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
-    V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+@triton.jit
+def feature_rows(
+    x_side, y_side, x_table, y_table, p, values, rows, decay, band, begins, running, plain, low, out, block,
+    others, of_logs, of_ends, of_band, of_far, length, owners, count, slots, factor,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, X_SHARE: tl.constexpr, Y_SHARE: tl.constexpr,
+    FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, KEYS: tl.constexpr,
+    NORMALIZED: tl.constexpr, SIDE: tl.constexpr, ALL: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr,
+    LEAD: tl.constexpr, LEARNED: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of x.
+    """Compute the gradient of x of a segment.
 
-    Forward order: x are queries, y the keys before them, v the values of y, and p the cotangents of x. REVERSE: x are
-    keys, y the queries after them, v the cotangents of y, and p the values of x. `rotated` contains rotated features of
-    y, which are divided by `scale` if y are queries. `weight` is the cotangent of the denominator.
+    x are queries, y the keys that they read, `values` those of y, and p the cotangents of x. KEYS: x are keys, y the
+    queries that read them, `values` the cotangents of y, and p the values of x. LEARNED: also compute what the gradient
+    of the decay needs from keys, or that of the band from queries.
     """
-    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    SHARED: tl.constexpr = X_HEADS // X_GROUP
-    batch, head, number, index = place_of(owners, X_HEADS, SEGMENT // ROWS)
-    owner = batch * SHARED + head // X_GROUP
-    offset = tl.program_id(1) * LANES
-    feature, has, place, known = slots(tl.arange(0, 2 * LANES), offset, LANES, FEATURES)
+    HEADS: tl.constexpr = X_HEADS // X_GROUP
+    DIRECTION: tl.constexpr = -1 if SIDE > 0 else 1
+    WEIGHTED: tl.constexpr = DECAY != 0 or (BAND > 0 and KEYS)
+    # As in `value_rows`.
+    ZEROS: tl.constexpr = SIDE == 0 or LEAD > 0 or (KEYS and not NORMALIZED)
+    batch, head, number = place_of(owners, X_HEADS)
+    shared, x_head = head // X_GROUP, head // X_SHARE
+    offset = block * LANES
     column = tl.arange(0, COLUMNS)
-    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    sums_index = sums_of(begins, batch, head // X_GROUP, number, count, SHARED, CAUSAL, PACKED)
-    above = sums + sums_index * (FEATURES[0] * (V_DIM if CAUSAL else V_DIM + 1))
-    row_index = index * ROWS + tl.arange(0, ROWS)
-    token = begin + row_index
-    valid = token < end
-    cotangents = load_values(p, batch * p_b + head * p_h + token * p_n, valid, column, V_DIM, KIND)
-    top = tl.dot(cotangents, tl.trans(load_sums(above, feature, has, column, V_DIM, KIND)), input_precision=PRECISION)
-    source = plain + sums_index * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
-    below = tl.load(source + feature, mask=has, other=0.0)
-    if CAUSAL:
-        start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
-        for step in range(start * Y_GROUP, stop * Y_GROUP):
-            member = (head // X_GROUP) * Y_GROUP + step % Y_GROUP
-            other_index = (step // Y_GROUP) * CHUNK + tl.arange(0, CHUNK)
-            key = begin + other_index
-            has_key = key < end
-            base = (batch * (SHARED * Y_GROUP) + member) * length + begin
-            t = load_rotated(rotated, base, other_index, has_key, place, known, HALF)
-            z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
-            pull = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
-            seen = row_index[:, None] <= other_index[None, :] if REVERSE else row_index[:, None] >= other_index[None, :]
-            top = tl.dot(tl.where(seen, pull, 0.0).to(KIND), t, top, input_precision=PRECISION)
-        if REVERSE:
-            first, last = (index + 1) * (ROWS // LOW), index * 0 + SEGMENT // LOW
-        else:
-            first, last = index * 0, index * (ROWS // LOW)
-        below += low_sums(
-            low, place, known, first, last, number, owners // X_GROUP * Y_GROUP, owner, HALF, SEGMENT // LOW, Y_GROUP
+    begin, end, first, last = segment_of(begins, number, count, length, SEGMENT, PACKED)
+    size = (end - begin).to(tl.int32)
+    lowest, highest = (first - begin).to(tl.int32), (last - begin).to(tl.int32)
+    logs = decay[0] + batch * decay[1] + shared * decay[2], decay[3]
+    slot = slot_of(begins, number, count, batch, shared, HEADS, ALL, PACKED)
+    sums = load_sums(running, slot, column, offset, LANES, FEATURES, V_DIM).to(tl.float32)
+    plain_a, plain_b = load_plain(plain, slot, offset, LANES, FEATURES)
+    if SIDE == 0 and not ALL:
+        later = load_sums(running, slots + slot, column, offset, LANES, FEATURES, V_DIM)
+        plain_later_a, plain_later_b = load_plain(plain, slots + slot, offset, LANES, FEATURES)
+    if KEYS and LEARNED and DECAY:
+        # Gradient of the logarithm of the decay to the end of the segment, by the keys up to there and the queries
+        # after it. The sums up to there are those before the next segment.
+        inner = 0.0
+        if end < last:
+            before = load_sums(others[0], slot + 1, column, offset, LANES, FEATURES, V_DIM).to(tl.float32)
+            inner += tl.sum(tl.sum(before * sums, axis=1), axis=0)
+            if NORMALIZED or KEYS:
+                end_a, end_b = load_plain(others[1], slot + 1, offset, LANES, FEATURES)
+                inner += tl.sum(end_a * plain_a + end_b * plain_b, axis=0)
+        tl.store(of_ends + block * (owners * count).to(tl.int64) + slot, inner)
+    chunks = (size + CHUNK - 1) // CHUNK
+    far_total = tl.zeros((CHUNK,), tl.float32)
+    later_total = tl.zeros((CHUNK,), tl.float32)
+    for step in range(0, chunks):
+        chunk = chunks - 1 - step if SIDE > 0 else step
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        valid = index < size
+        cotangents = load_values(p, batch, x_head, begin, index, valid, column, V_DIM, KIND)
+        over = tl.zeros((CHUNK,), tl.float32) + factor
+        pull = tl.zeros((CHUNK,), tl.float32)
+        if NORMALIZED and not KEYS:
+            at = (batch * x_side[5] + x_head) * length + begin + index
+            over = tl.load(rows[0] + at, mask=valid, other=0.0)
+            pull = tl.load(rows[1] + at, mask=valid, other=0.0)
+        local, whole = chunk_decay(logs, begin, chunk * CHUNK, tl.minimum(size - chunk * CHUNK, CHUNK), DECAY, CHUNK)
+        near = tl.zeros((CHUNK,), tl.float32) + 1.0
+        if DECAY:
+            near = carried_decay(local, whole, SIDE)
+        if BAND and not KEYS:
+            near *= far_weights(band, head, SIDE <= 0, BAND, KEYS)
+        top = tl.dot(cotangents, sums.to(KIND), input_precision=PRECISION)
+        if DECAY or BAND:
+            top = top * near[:, None]
+        # The sums of unrotated features of the rows before the chunk, and of those that are visited.
+        low_a, low_b = near[:, None] * plain_a[None, :], near[:, None] * plain_b[None, :]
+        under = tl.zeros((CHUNK, 2 * LANES), tl.float32)
+        if LEARNED:
+            m, n, shifts = load_features(
+                x_side, batch, x_head, begin, index, valid, offset, length, LANES, FEATURES, X_MAP, False
+            )
+            a, b = mapped_pairs(m, n, shifts, X_MAP)
+            u, w = a, b
+            if FEATURES[1]:
+                c, s = load_tables(x_table, batch, x_head, begin, index, valid, offset, LANES, FEATURES)
+                u, w = rotate_pairs(a, b, c, s, FEATURES)
+            if BAND and not KEYS:
+                top_a, top_b = parted(top)
+                far_total += over * tl.sum(u * top_a + w * top_b, axis=1)
+                if NORMALIZED:
+                    far_total += pull * tl.sum(a * low_a + b * low_b, axis=1)
+        if SIDE == 0 and not ALL:
+            near = later_weights(logs, band, head, index, size, DECAY, BAND, KEYS)[:, None]
+            more = near * tl.dot(cotangents, later.to(KIND), input_precision=PRECISION)
+            more_a, more_b = near * plain_later_a[None, :], near * plain_later_b[None, :]
+            top, low_a, low_b = top + more, low_a + more_a, low_b + more_b
+            if LEARNED and BAND and not KEYS:
+                top_a, top_b = parted(more)
+                later_total += over * tl.sum(u * top_a + w * top_b, axis=1)
+                if NORMALIZED:
+                    later_total += pull * tl.sum(a * more_a + b * more_b, axis=1)
+        if not ALL:
+            if DECAY:
+                gone = exponential(whole.to(tl.float32))
+                sums, plain_a, plain_b = sums * gone, plain_a * gone, plain_b * gone
+            visits = 1 + LEAD // CHUNK
+            if SIDE == 0:
+                visits = chunks - chunk + 2 * (LEAD // CHUNK)
+            for visit in range(0, visits * Y_GROUP):
+                other = (chunk + DIRECTION * (visit // Y_GROUP)) * CHUNK - DIRECTION * LEAD + tl.arange(0, CHUNK)
+                virtual = shared * Y_GROUP + visit % Y_GROUP
+                far = added_weights(local, whole, band, virtual, SIDE, DECAY, BAND, KEYS)
+                operand, kept, y_unrotated, z = load_others(
+                    y_side, y_table, values, rows, batch, virtual // Y_SHARE, begin, other,
+                    (other >= lowest) & (other < highest), offset, column, length, factor, near, near, far, LANES,
+                    FEATURES, V_DIM, Y_MAP, KEYS, NORMALIZED, NORMALIZED, False, ZEROS, WEIGHTED, KIND,
+                )  # fmt: skip
+                weight = pair_weights(
+                    index, other, local, logs, band, virtual if KEYS else head, SIDE, DECAY, BAND, KEYS
+                )
+                moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
+                if LEARNED and BAND and not KEYS:
+                    scores = tl.dot(joined(u, w, KIND), tl.trans(operand), input_precision=PRECISION)
+                    gradient = scores * moved * over[:, None]
+                    if NORMALIZED:
+                        scores = tl.dot(joined(a, b, KIND), tl.trans(y_unrotated), input_precision=PRECISION)
+                        gradient += scores * pull[:, None]
+                    gradient = tl.where(valid[:, None], gradient * weight, 0.0)
+                    place = ((block * owners + batch * X_HEADS + head) * count + number) * (SEGMENT // CHUNK) + chunk
+                    place = place * ((SEGMENT // CHUNK if SIDE == 0 else 1) + (2 - SIDE * SIDE) * (LEAD // CHUNK))
+                    add_diagonals(of_band + (place + visit) * (2 * CHUNK), gradient, CHUNK)
+                moved = weighted(moved, weight, DECAY, BAND).to(KIND)
+                top = tl.dot(moved, operand, top, input_precision=PRECISION)
+                if NORMALIZED:
+                    under = tl.dot(weight.to(KIND), y_unrotated, under, input_precision=PRECISION)
+                if visit < Y_GROUP:
+                    sums = tl.dot(tl.trans(z), kept, sums, input_precision=PRECISION)
+            added_a, added_b = load_plain(low, slot * (SEGMENT // CHUNK) + chunk, offset, LANES, FEATURES)
+            plain_a, plain_b = plain_a + added_a, plain_b + added_b
+        top_a, top_b = parted(top)
+        under_a, under_b = parted(under)
+        under_a, under_b = under_a + low_a, under_b + low_b
+        if not KEYS:
+            top_a, top_b = top_a * over[:, None], top_b * over[:, None]
+            under_a, under_b = under_a * pull[:, None], under_b * pull[:, None]
+        if KEYS and LEARNED and DECAY:
+            of_row = tl.sum(u * top_a + w * top_b + a * under_a + b * under_b, axis=1)
+            at = (block * owners + batch * X_HEADS + head) * length + begin + index
+            tl.store(of_logs + at, of_row, mask=valid)
+        # Only now, because the numbers above need the registers.
+        m, n, shifts = load_features(
+            x_side, batch, x_head, begin, index, valid, offset, length, LANES, FEATURES, X_MAP, False
         )
-    under = tl.zeros((ROWS, 2 * LANES), tl.float32) + below[None, :]
-    if CAUSAL:
-        seen = row_index[:, None] <= row_index[None, :] if REVERSE else row_index[:, None] >= row_index[None, :]
-        ones = tl.where(seen, 1.0, 0.0).to(KIND)
-        for other in range(0, Y_GROUP):
-            member = (head // X_GROUP) * Y_GROUP + other
-            at_y = offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length)
-            mask = valid[:, None] & has[None, :]
-            FILL: tl.constexpr = NOTHING[Y_MAP]
-            near = tl.load(y + at_y[0][:, None] + feature[None, :], mask=mask, other=FILL)
-            shifts = tl.zeros((ROWS,), tl.float32)
-            if Y_MAP == EXP:
-                shifts = tl.load(y_shift + at_y[1], mask=valid, other=0.0)
-            near = mapped(near, shifts, Y_MAP)
-            if REVERSE:
-                near = near * tl.load(weight + at_y[1], mask=valid, other=0.0)[:, None]
-            under = tl.dot(ones, near.to(KIND), under, input_precision=PRECISION)
-    at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
-    if not REVERSE:
-        top = top / tl.load(scale + at[1], mask=valid, other=1.0)[:, None]
-        under = under * tl.load(weight + at[1], mask=valid, other=0.0)[:, None]
-    top_a, top_b = halves(top, FEATURES)
-    under_a, under_b = halves(under, FEATURES)
-    lane = offset + tl.arange(0, LANES)
-    if FEATURES[1]:
-        c, s = tables_of(cos, sin, (row, table_b, table_h), batch, head, token, valid, lane, FEATURES)
-        top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
-    m, n = load_pairs(x + at[0], valid, offset, LANES, FEATURES, X_MAP)
-    shifts = tl.zeros((ROWS,), tl.float32)
-    if X_MAP == EXP:
-        shifts = tl.load(x_shift + at[1], mask=valid, other=0.0)
-    grad_a = (top_a + under_a) * slope(m, shifts, X_MAP)
-    grad_b = (top_b + under_b) * slope(n, shifts, X_MAP)
-    target = out + batch * d_b + head * d_h + token * d_n
-    store_pairs(target, valid, offset, grad_a, grad_b, LANES, FEATURES)
+        if FEATURES[1]:
+            c, s = load_tables(x_table, batch, x_head, begin, index, valid, offset, LANES, FEATURES)
+            top_a, top_b = top_a * c + top_b * s, top_b * c - top_a * s
+        grad_a = (top_a + under_a) * slope(m, shifts, X_MAP)
+        grad_b = (top_b + under_b) * slope(n, shifts, X_MAP)
+        target = out[0] + batch * out[1] + head * out[2] + begin * out[3] + index * out[3]
+        store_pairs(target, valid, offset, grad_a, grad_b, LANES, FEATURES)
+    if LEARNED and BAND and not KEYS:
+        at = (block * owners + batch * X_HEADS + head) * count + number
+        tl.store(of_far + 2 * at, tl.sum(far_total, axis=0))
+        tl.store(of_far + 2 * at + 1, tl.sum(later_total, axis=0))
+
+
+@triton.jit(do_not_specialize=["x_row", "y_row", "length", "owners", "count", "slots", "x_heads", "y_heads"])
+def read_queries(
+    x, y, v, p, x_shift, y_shift, x_cos, x_sin, y_cos, y_sin, inverse, weight, decay, band, begins, running, plain,
+    low, out, of_band, of_far, x_row, y_row, x_b, x_h, x_n, y_b, y_h, y_n, v_b, v_h, v_n, p_b, p_h, p_n, o_b, o_h, o_n,
+    d_b, d_h, d_n, x_table_b, x_table_h, y_table_b, y_table_h, length, owners, count, slots, x_heads, y_heads, factor,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr,
+    X_MAP: tl.constexpr, Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, SIDE: tl.constexpr, ALL: tl.constexpr,
+    DECAY: tl.constexpr, BAND: tl.constexpr, LEAD: tl.constexpr, LEARNED: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of queries x, whose outputs have the cotangents p.
+
+    Args:
+        weight: Cotangents of the denominators.
+        of_band: If LEARNED, gradients of the band per chunk and visited chunk, by difference.
+        of_far: If LEARNED, gradients of the factors of keys beyond the band, before and after, per segment.
+    """
+    feature_rows(
+        (x, x_shift, x_b, x_h, x_n, x_heads), (y, y_shift, y_b, y_h, y_n, y_heads),
+        (x_cos, x_sin, x_row, x_table_b, x_table_h), (y_cos, y_sin, y_row, y_table_b, y_table_h),
+        (p, p_b, p_h, p_n), (v, v_b, v_h, v_n), (inverse, weight), (decay, d_b, d_h, d_n), band, begins, running,
+        plain, low, (out, o_b, o_h, o_n), tl.program_id(1),
+        (running, plain), of_far, of_far, of_band, of_far, length, owners, count, slots, factor, X_HEADS, X_GROUP, 1, 1,
+        Y_SHARE, FEATURES, V_DIM, X_MAP, Y_MAP, False, NORMALIZED, SIDE, ALL, DECAY, BAND, LEAD, LEARNED, PACKED,
+        SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["x_row", "y_row", "length", "owners", "count", "slots", "x_heads", "y_heads"])
+def read_keys(
+    x, y, v, p, x_shift, y_shift, x_cos, x_sin, y_cos, y_sin, inverse, weight, decay, band, begins, running, plain,
+    low, out, of_values, before, plain_before, of_logs, of_ends, x_row, y_row, x_b, x_h, x_n, y_b, y_h, y_n,
+    v_b, v_h, v_n, p_b, p_h, p_n, o_b, o_h, o_n, w_b, w_h, w_n, d_b, d_h, d_n, x_table_b, x_table_h,
+    y_table_b, y_table_h, length, owners, count, slots, x_heads, y_heads, factor,
+    X_HEADS: tl.constexpr, Y_GROUP: tl.constexpr, X_SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr,
+    X_MAP: tl.constexpr, Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, SIDE: tl.constexpr, ALL: tl.constexpr,
+    DECAY: tl.constexpr, BAND: tl.constexpr, LEAD: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    LANE_BLOCKS: tl.constexpr, ALL_LANES: tl.constexpr, FEW_COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of keys x in `out`, and of their values v in `of_values`.
+
+    The first LANE_BLOCKS programs of a segment compute gradients of keys, the others those of values.
+
+    Args:
+        y: Queries, whose outputs have the cotangents p.
+        running: Sums of (R y) p^T after each segment.
+        before: Sums of the forward before each segment, if LEARNED.
+        of_logs: If LEARNED, the gradients of the logarithms of the decays by the keys.
+        of_ends: If LEARNED, the gradients of the logarithms of the decays to the end of each segment.
+    """
+    block = tl.program_id(1)
+    x_side, y_side = (x, x_shift, x_b, x_h, x_n, x_heads), (y, y_shift, y_b, y_h, y_n, y_heads)
+    x_table, y_table = (x_cos, x_sin, x_row, x_table_b, x_table_h), (y_cos, y_sin, y_row, y_table_b, y_table_h)
+    values, cotangents, rows = (v, v_b, v_h, v_n), (p, p_b, p_h, p_n), (inverse, weight)
+    logs = decay, d_b, d_h, d_n
+    if block < LANE_BLOCKS:
+        feature_rows(
+            x_side, y_side, x_table, y_table, values, cotangents, rows, logs, band, begins, running, plain, low,
+            (out, o_b, o_h, o_n), block, (before, plain_before), of_logs, of_ends, of_ends, of_ends, length, owners,
+            count, slots, factor, X_HEADS, 1, Y_GROUP, X_SHARE, 1, FEATURES, V_DIM, X_MAP, Y_MAP, True, NORMALIZED,
+            SIDE, ALL, DECAY, BAND, LEAD, LEARNED, PACKED, SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
+        )  # fmt: skip
+    else:
+        value_rows(
+            x_side, y_side, x_table, y_table, cotangents, rows, logs, band, begins, running, plain, low,
+            (of_values, w_b, w_h, w_n), inverse, block - LANE_BLOCKS, length, owners, count, slots, factor, 0.0,
+            X_HEADS, 1, Y_GROUP, X_SHARE, 1, FEATURES, V_DIM, X_MAP, Y_MAP, True, NORMALIZED, SIDE, ALL, DECAY, BAND,
+            LEAD, SAME, PACKED, SEGMENT, CHUNK, ALL_LANES, FEW_COLUMNS, KIND, PRECISION,
+        )  # fmt: skip

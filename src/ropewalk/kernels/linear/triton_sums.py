@@ -1,9 +1,4 @@
-"""Linear attention on a GPU: rotated features, sums over segments of tokens, and their running totals.
-
-Features are stored as first and second members of pairs, so that the rotation is arithmetic between two tiles.
-Unrotated features are paired with each other. Rows of operands of matrix products contain all first members before all
-second ones, or both alternately if pairs are interleaved. Memory is therefore accessed without gaps.
-"""
+"""Sums over segments of tokens on a GPU, and the running totals of segments."""
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
@@ -12,306 +7,200 @@ second ones, or both alternately if pairs are interleaved. Memory is therefore a
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped
+from ropewalk.kernels.linear.triton_features import exponential
+from ropewalk.kernels.linear.triton_rows import (
+    joined,
+    load_features,
+    load_tables,
+    load_values,
+    mapped_pairs,
+    members,
+    place_of,
+    rotate_pairs,
+    segment_of,
+)
+from ropewalk.kernels.linear.triton_weights import chunk_decay
 
 
 @triton.jit
-def members(lane, FEATURES: tl.constexpr):
-    """Return the indices of both features of a lane, and whether these features exist.
-
-    FEATURES is (width, rotated pairs, first rotated feature, whether pairs are interleaved).
-    """
-    WIDTH: tl.constexpr = FEATURES[0]
-    PAIRS: tl.constexpr = FEATURES[1]
-    START: tl.constexpr = FEATURES[2]
-    if FEATURES[3]:
-        first, second = 2 * lane, 2 * lane + 1
-        has_first = first < WIDTH
-        has_second = second < WIDTH
-    else:
-        REST: tl.constexpr = WIDTH - 2 * PAIRS
-        HALF: tl.constexpr = (REST + 1) // 2
-        BASE: tl.constexpr = 0 if START > 0 else 2 * PAIRS
-        is_rotated = lane < PAIRS
-        rest = lane - PAIRS
-        first = tl.where(is_rotated, START + lane, BASE + rest)
-        second = tl.where(is_rotated, START + PAIRS + lane, BASE + HALF + rest)
-        has_first = is_rotated | (rest < HALF)
-        has_second = is_rotated | (HALF + rest < REST)
-    return first, second, has_first, has_second
-
-
-@triton.jit
-def halves(x, FEATURES: tl.constexpr):
-    """Split a tile of rows into first and second members."""
-    ROWS: tl.constexpr = x.shape[0]
-    LANES: tl.constexpr = x.shape[1] // 2
-    pairs = tl.reshape(x, (ROWS, LANES, 2) if FEATURES[3] else (ROWS, 2, LANES))
-    return tl.split(pairs if FEATURES[3] else tl.permute(pairs, (0, 2, 1)))
-
-
-@triton.jit
-def load_pairs(source, valid, offset, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
-    """Load first and second members of rows at `source`, with padding that the feature map maps to 0."""
-    FILL: tl.constexpr = NOTHING[MAP]
-    if FEATURES[3]:
-        feature = 2 * offset + tl.arange(0, 2 * LANES)
-        mask = valid[:, None] & (feature < FEATURES[0])[None, :]
-        a, b = halves(tl.load(source[:, None] + feature[None, :], mask=mask, other=FILL), FEATURES)
-    else:
-        first, second, has_first, has_second = members(offset + tl.arange(0, LANES), FEATURES)
-        a = tl.load(source[:, None] + first[None, :], mask=valid[:, None] & has_first[None, :], other=FILL)
-        b = tl.load(source[:, None] + second[None, :], mask=valid[:, None] & has_second[None, :], other=FILL)
-    return a, b
-
-
-@triton.jit
-def store_pairs(target, valid, offset, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
-    """Store first and second members to rows at `target`."""
-    kind = target.dtype.element_ty
-    if FEATURES[3]:
-        ROWS: tl.constexpr = a.shape[0]
-        feature = 2 * offset + tl.arange(0, 2 * LANES)
-        mask = valid[:, None] & (feature < FEATURES[0])[None, :]
-        both = tl.reshape(tl.join(a.to(kind), b.to(kind)), (ROWS, 2 * LANES))
-        tl.store(target[:, None] + feature[None, :], both, mask=mask)
-    else:
-        first, second, has_first, has_second = members(offset + tl.arange(0, LANES), FEATURES)
-        tl.store(target[:, None] + first[None, :], a.to(kind), mask=valid[:, None] & has_first[None, :])
-        tl.store(target[:, None] + second[None, :], b.to(kind), mask=valid[:, None] & has_second[None, :])
-
-
-@triton.jit
-def tables(cos, sin, rows, valid, lane, FEATURES: tl.constexpr):
-    """Load rows of cos and sin, with 1 and 0 for unrotated features."""
-    PAIRS: tl.constexpr = FEATURES[1]
-    pair = lane - FEATURES[2] // 2 if FEATURES[3] else lane
-    known = valid[:, None] & ((pair >= 0) & (pair < PAIRS))[None, :]
-    at = rows[:, None] * PAIRS + pair[None, :]
-    return tl.load(cos + at, mask=known, other=1.0), tl.load(sin + at, mask=known, other=0.0)
-
-
-@triton.jit
-def features(x, shift, at, valid, LANES: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr):
-    """Return first and second members of the features of rows. `at` is the offsets of rows in x and in shift."""
-    a, b = load_pairs(x + at[0], valid, 0, LANES, FEATURES, MAP)
-    shifts = tl.zeros(at[1].shape, tl.float32)
-    if MAP == EXP:
-        shifts = tl.load(shift + at[1], mask=valid, other=0.0)
-    return mapped(a, shifts, MAP), mapped(b, shifts, MAP)
-
-
-@triton.jit
-def places(lane, FEATURES: tl.constexpr):
-    """Return the positions of both members of a lane in an operand row."""
-    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    return (2 * lane, 2 * lane + 1) if FEATURES[3] else (lane, HALF + lane)
-
-
-@triton.jit
-def slots(slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr):
-    """Return the feature and the position in an operand row of each slot of a tile, from lane `offset` on.
-
-    Each comes with a mask that is False if there is no such feature, or no such position.
-    """
-    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    if FEATURES[3]:
-        place = 2 * offset + slot
-        known = place < 2 * HALF
-        feature, has = place, place < FEATURES[0]
-    else:
-        # In a form from which the compiler can derive which elements are contiguous.
-        place = offset + slot + (slot // LANES) * (HALF - LANES)
-        lane = offset + slot % LANES
-        known = lane < HALF
-        if FEATURES[1] == HALF:
-            feature, has = place, known & (place < FEATURES[0])
-        else:
-            first, second, has_first, has_second = members(lane, FEATURES)
-            feature = tl.where(slot >= LANES, second, first)
-            has = tl.where(slot >= LANES, has_second, has_first)
-    return feature, has, place, known
-
-
-@triton.jit
-def segment_of(begins, number, length, SEGMENT: tl.constexpr, PACKED: tl.constexpr):
-    """Return the first token of a segment and the end of the segment."""
-    if PACKED:
-        begin, end = tl.load(begins + 2 * number), tl.load(begins + 2 * number + 1)
-    else:
-        begin = number.to(tl.int64) * SEGMENT
-        end = tl.minimum(begin + SEGMENT, length.to(tl.int64))
-    return begin, end
-
-
-@triton.jit
-def place_of(owners, HEADS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return batch, head, segment and block of a program. Neighbouring programs differ in heads and share tables."""
-    owner = (tl.program_id(0) % owners).to(tl.int64)
-    block = tl.program_id(0) // owners
-    return owner // HEADS, owner % HEADS, block // BLOCKS, block % BLOCKS
-
-
-@triton.jit
-def offsets(token, strides, batch, head, HEADS: tl.constexpr, length):
-    """Return the offsets of rows in the tensor, and in a contiguous [batch, heads, seq]."""
-    return batch * strides[0] + head * strides[1] + token * strides[2], (batch * HEADS + head) * length + token
-
-
-@triton.jit
-def tables_of(cos, sin, place, batch, head, token, valid, lane, FEATURES: tl.constexpr):
-    """Load cos and sin of tokens. `place` is their first row in the tables, and the strides of batch and head."""
-    return tables(cos, sin, place[0] + batch * place[1] + head * place[2] + token, valid, lane, FEATURES)
-
-
-@triton.jit
-def rotated_pairs(a, b, cos, sin, place, batch, head, token, valid, lane, FEATURES: tl.constexpr):
-    """Rotate pairs of features."""
-    if FEATURES[1]:
-        c, s = tables_of(cos, sin, place, batch, head, token, valid, lane, FEATURES)
-        a, b = a * c - b * s, a * s + b * c
-    return a, b
-
-
-@triton.jit
-def store_rotated(rotated, flat, valid, a, b, LANES: tl.constexpr, FEATURES: tl.constexpr):
-    """Store rotated features as operand rows."""
-    WIDTH: tl.constexpr = FEATURES[0] + FEATURES[0] % 2
-    # In an operand row all features are pairs, from the first on.
-    ROW: tl.constexpr = (WIDTH, WIDTH // 2, 0, FEATURES[3])
-    store_pairs(rotated + flat * WIDTH, valid, 0, a, b, LANES, ROW)
-
-
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners"])
-def rotate_rows(
-    x, shift, scale, weight, cos, sin, begins, rotated, low,
-    x_b, x_h, x_n, length, row, table_b, table_h, owners,
-    HEADS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr,
-    SCALED: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Store rotated features of rows, and the sums of unrotated features over each block of LOW rows.
-
-    A program processes HEADS_PER_PROGRAM heads that share their tables, and prefetches the next head. SCALED is for
-    queries in the backward: rotated features are divided by the row's `scale`, unrotated ones multiplied by its
-    `weight`.
-    """
-    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    BLOCKS: tl.constexpr = SEGMENT // LOW
-    batch, group, number, index = place_of(owners // HEADS_PER_PROGRAM, HEADS // HEADS_PER_PROGRAM, BLOCKS)
-    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    lane = tl.arange(0, LANES)
-    token = begin + index * LOW + tl.arange(0, LOW)
-    valid = token < end
-    place_a, place_b = places(lane, FEATURES)
-    if FEATURES[1]:
-        place = row, table_b, table_h
-        c, s = tables_of(cos, sin, place, batch, group * HEADS_PER_PROGRAM, token, valid, lane, FEATURES)
-    for member in tl.range(0, HEADS_PER_PROGRAM, num_stages=3):
-        head = group * HEADS_PER_PROGRAM + member
-        at = offsets(token, (x_b, x_h, x_n), batch, head, HEADS, length)
-        a, b = features(x, shift, at, valid, LANES, FEATURES, MAP)
-        u, w = a, b
-        if FEATURES[1]:
-            u, w = a * c - b * s, a * s + b * c
-        if SCALED:
-            over = tl.load(scale + at[1], mask=valid, other=1.0)[:, None]
-            factor = tl.load(weight + at[1], mask=valid, other=0.0)[:, None]
-            a, b, u, w = a * factor, b * factor, u / over, w / over
-        store_rotated(rotated, at[1], valid, u, w, LANES, FEATURES)
-        target = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
-        tl.store(target + place_a, tl.sum(a, axis=0), mask=lane < HALF)
-        tl.store(target + place_b, tl.sum(b, axis=0), mask=lane < HALF)
-
-
-@triton.jit
-def load_rotated(rotated, base, index, valid, place, known, HALF: tl.constexpr):
-    """Load operand rows that `rotate_rows` stored, at indices `base + index`, padded with 0."""
-    mask = valid[:, None] & known[None, :]
-    # Indices within a segment have 32 bits: less arithmetic in the innermost loops.
-    return tl.load(rotated + base * (2 * HALF) + (index[:, None] * (2 * HALF) + place[None, :]), mask=mask, other=0.0)
-
-
-@triton.jit
-def load_values(v, at, valid, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
-    """Load rows of values as operands of dtype KIND."""
-    mask = valid[:, None] & (column < V_DIM)[None, :]
-    return tl.load(v + at[:, None] + column[None, :], mask=mask, other=0.0).to(KIND)
-
-
-@triton.jit
-def low_sums(
-    low, place, known, first, last, number, owners, owner, HALF: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr
-):
-    """Return the sum of blocks `first` .. `last - 1` of a segment, over the heads of a group."""
-    block = tl.arange(0, BLOCKS)
-    mask = ((block >= first) & (block < last))[:, None] & known[None, :]
-    rows = (number * BLOCKS + block).to(tl.int64) * owners + owner * GROUP
-    total = tl.zeros(place.shape, tl.float32)
-    for other in range(0, GROUP):
-        at = (rows + other)[:, None] * (2 * HALF) + place[None, :]
-        total += tl.sum(tl.load(low + at, mask=mask, other=0.0), axis=0)
+def row_products(out, cotangents, batch, head, begin, index, valid, V_DIM: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the product of output and cotangent of each row."""
+    total = tl.zeros(index.shape, tl.float32)
+    for start in range(0, V_DIM, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        o = load_values(out, batch, head, begin, index, valid, column, V_DIM, tl.float32)
+        g = load_values(cotangents, batch, head, begin, index, valid, column, V_DIM, tl.float32)
+        total += tl.sum(o * g, axis=1)
     return total
 
 
-@triton.jit(do_not_specialize=["length", "owners", "count"])
+@triton.jit(do_not_specialize=["row", "length", "owners", "count", "heads"])
 def sum_segments(
-    rotated, v, low, begins, sums, v_b, v_h, v_n, length, owners, count,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
-    LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    y, shift, cos, sin, z, out, inverse, weight, decay, band, begins, sums, low, fade, row,
+    y_b, y_h, y_n, z_b, z_h, z_n, o_b, o_h, o_n, d_b, d_h, d_n, table_b, table_h, length, owners, count, heads, factor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr,
+    MAP: tl.constexpr, QUERIES: tl.constexpr, NORMALIZED: tl.constexpr, DECAY: tl.constexpr, DIRECTIONS: tl.constexpr,
+    BAND: tl.constexpr, LEAD: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum (R x) v^T and x over each segment, and over the GROUP heads that share a sum."""
+    """Sum z (R y)^T and y over each segment, and over the GROUP heads that share a sum.
+
+    A sum of keys is decayed to the segment's last token, one of queries to the token before its first. With two
+    DIRECTIONS, the third grid axis is the direction. LEAD tokens are between the segment and the tokens that are summed
+    for it. The sums of y over each chunk, decayed to its end, are stored in `low`. QUERIES: y are queries and z the
+    cotangents of their outputs. Rotated rows are multiplied by `inverse`, the others by the cotangent of the
+    denominator, which is stored in `weight`.
+    """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    batch, head, number, _ = place_of(owners, KV_HEADS, 1)
+    SIZE: tl.constexpr = 2 * HALF * (V_DIM + 1)
+    batch, head, number = place_of(owners, HEADS)
     block = tl.program_id(1)
-    slot = tl.arange(0, 2 * LANES)
-    feature, has, place, known = slots(slot, (block % LANE_BLOCKS) * LANES, LANES, FEATURES)
+    offset = (block % LANE_BLOCKS) * LANES
+    lane = offset + tl.arange(0, LANES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
-    begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
-    total = tl.zeros((2 * LANES, COLUMNS), tl.float32)
-    for step in range(0, GROUP * (SEGMENT // CHUNK)):
-        member = head * GROUP + step % GROUP
-        index = (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
-        token = begin + index
-        valid = token < end
-        base = (batch * (KV_HEADS * GROUP) + member) * length + begin
-        t = load_rotated(rotated, base, index, valid, place, known, HALF)
-        y = load_values(v, batch * v_b + member * v_h + token * v_n, valid, column, V_DIM, KIND)
-        total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
-    owner = batch * KV_HEADS + head
-    target = sums + (owner * count + number) * (FEATURES[0] * (V_DIM + 1))
-    inside = has[:, None] & (column < V_DIM)[None, :]
-    tl.store(target + feature[:, None] * V_DIM + column[None, :], total, mask=inside)
+    begin, end, first, last = segment_of(begins, number, count, length, SEGMENT, PACKED)
+    after = (1 if QUERIES else 0) if DIRECTIONS == 1 else tl.program_id(2)
+    move = (2 * after - 1) * LEAD
+    lowest = (tl.maximum(begin + move, first) - begin).to(tl.int32)
+    highest = (tl.minimum(end + move, last) - begin).to(tl.int32)
+    side, table = (y, shift, y_b, y_h, y_n, heads), (cos, sin, row, table_b, table_h)
+    values, outs, logs = (z, z_b, z_h, z_n), (out, o_b, o_h, o_n), (decay + batch * d_b + head * d_h, d_n)
+    slot = (batch * HEADS + head) * count + number
+    if DIRECTIONS == 2:
+        slot += after * (owners * count).to(tl.int64)
+    total = tl.zeros((COLUMNS, 2 * LANES), tl.float32)
+    plain_a = tl.zeros((LANES,), tl.float32)
+    plain_b = tl.zeros((LANES,), tl.float32)
+    low_a = tl.zeros((LANES,), tl.float32)
+    low_b = tl.zeros((LANES,), tl.float32)
+    gone = 0.0
+    CHUNKS: tl.constexpr = SEGMENT // CHUNK
+    for step in range(0, CHUNKS * GROUP):
+        chunk = step // GROUP + after * (CHUNKS - 1 - 2 * (step // GROUP))
+        start = chunk * CHUNK
+        index = start + move + tl.arange(0, CHUNK)
+        valid = (index >= lowest) & (index < highest)
+        virtual = head * GROUP + step % GROUP
+        member = virtual // SHARE
+        e, f, shifts = load_features(
+            side, batch, member, begin, index, valid, offset, length, LANES, FEATURES, MAP, True
+        )
+        z_tile = load_values(values, batch, member, begin, index, valid, column, V_DIM, KIND)
+        e, f = mapped_pairs(e, f, shifts, MAP)
+        r, t = e, f
+        if FEATURES[1]:
+            c, s = load_tables(table, batch, member, begin, index, valid, offset, LANES, FEATURES)
+            r, t = rotate_pairs(e, f, c, s, FEATURES)
+        if QUERIES:
+            if NORMALIZED:
+                at = (batch * heads + member) * length + begin + index
+                over = tl.load(inverse + at, mask=valid, other=0.0)
+                if V_DIM <= COLUMNS:
+                    o = load_values(outs, batch, member, begin, index, valid, column, V_DIM, tl.float32)
+                    pull = -over * tl.sum(o * z_tile.to(tl.float32), axis=1)
+                else:
+                    pull = -over * row_products(outs, values, batch, member, begin, index, valid, V_DIM, COLUMNS)
+                if LEAD == 0 and block == 0:
+                    tl.store(weight + at, pull, mask=valid)
+                r, t, e, f = r * over[:, None], t * over[:, None], e * pull[:, None], f * pull[:, None]
+            else:
+                # Cotangents of denominators are 0.
+                r, t, e, f = r * factor, t * factor, e * 0.0, f * 0.0
+            if BAND > 0:
+                # Keys farther than the band share one factor per query head: keys before, or after, the query.
+                far = tl.load(band + virtual * (2 * BAND + 1) + (1 - after) * 2 * BAND)
+                r, t, e, f = r * far, t * far, e * far, f * far
+        if DECAY:
+            tokens = tl.minimum(tl.maximum((end - begin).to(tl.int32) - start, 0), CHUNK)
+            local, whole = chunk_decay(logs, begin, start, tokens, DECAY, CHUNK)
+            far = exponential((after * local + (1 - after) * (whole - local)).to(tl.float32))[:, None]
+            r, t, e, f = r * far, t * far, e * far, f * far
+            if step % GROUP == 0:
+                kept = exponential(whole.to(tl.float32))
+                total, plain_a, plain_b = total * kept, plain_a * kept, plain_b * kept
+                gone += whole.to(tl.float32)
+        total = tl.dot(tl.trans(z_tile), joined(r, t, KIND), total, input_precision=PRECISION)
+        sum_a, sum_b = tl.sum(e, axis=0), tl.sum(f, axis=0)
+        plain_a, plain_b = plain_a + sum_a, plain_b + sum_b
+        if GROUP == 1:
+            low_a, low_b = sum_a, sum_b
+        else:
+            is_first = step % GROUP == 0
+            low_a, low_b = tl.where(is_first, 0.0, low_a) + sum_a, tl.where(is_first, 0.0, low_b) + sum_b
+        if block // LANE_BLOCKS == 0:
+            # Of several heads, the last one stores the sum over all.
+            target = low + (slot * CHUNKS + chunk) * (2 * HALF) + 2 * lane
+            tl.store(target, low_a, mask=lane < HALF)
+            tl.store(target + 1, low_b, mask=lane < HALF)
+    target = sums + slot * SIZE
+    place = 2 * offset + tl.arange(0, 2 * LANES)
+    inside = (column < V_DIM)[:, None] & (place < 2 * HALF)[None, :]
+    tl.store(target + (column[:, None] * (2 * HALF) + place[None, :]), total, mask=inside)
     if block // LANE_BLOCKS == 0:
-        plain = low_sums(low, place, known, 0, BLOCKS, number, owners * GROUP, owner, HALF, BLOCKS, GROUP)
-        tl.store(target + FEATURES[0] * V_DIM + feature, plain, mask=has)
+        tl.store(target + 2 * HALF * V_DIM + 2 * lane, plain_a, mask=lane < HALF)
+        tl.store(target + 2 * HALF * V_DIM + 2 * lane + 1, plain_b, mask=lane < HALF)
+    if DECAY:
+        # The same number in all blocks and directions.
+        tl.store(fade + (batch * HEADS + head) * count + number, gone)
+    if QUERIES and NORMALIZED and LEAD > 0:
+        # The tokens that were summed are not those of the segment.
+        for step in range(0, CHUNKS * GROUP):
+            index = (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
+            valid = index < (end - begin).to(tl.int32)
+            member = head * GROUP + step % GROUP
+            at = (batch * heads + member) * length + begin + index
+            over = tl.load(inverse + at, mask=valid, other=0.0)
+            pull = -over * row_products(outs, values, batch, member, begin, index, valid, V_DIM, COLUMNS)
+            tl.store(weight + at, pull, mask=valid)
 
 
 @triton.jit
-def carried(total, segment_sum, running, plain, place, at, valid, ABOVE: tl.constexpr, SIZE: tl.constexpr):
+def carried(
+    total, kept, segment_sum, running, plain, slot, at, valid, ABOVE: tl.constexpr, SIZE: tl.constexpr,
+    ALL: tl.constexpr,
+):  # fmt: skip
     """Store the total before a segment if it is valid, and return the total after it."""
-    tl.store(running + place * ABOVE + at, total.to(running.dtype.element_ty), mask=valid & (at < ABOVE))
-    tl.store(plain + place * (SIZE - ABOVE) + at - ABOVE, total, mask=valid & (at >= ABOVE) & (at < SIZE))
-    return total + segment_sum
+    if not ALL:
+        tl.store(running + slot * ABOVE + at, total.to(running.dtype.element_ty), mask=valid & (at < ABOVE))
+        tl.store(plain + slot * (SIZE - ABOVE) + at - ABOVE, total, mask=valid & (at >= ABOVE) & (at < SIZE))
+    return tl.where(valid, total * kept + segment_sum, total)
 
 
 @triton.jit(do_not_specialize=["heads", "count"])
 def run_totals(
-    sums, before, after, running, plain, starts, heads, count,
-    ABOVE: tl.constexpr, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    sums, fade, before, after, running, plain, starts, heads, count,
+    FEATURES: tl.constexpr, V_DIM: tl.constexpr, HAS_BEFORE: tl.constexpr, DECAYS: tl.constexpr, PACKED: tl.constexpr,
+    DIRECTIONS: tl.constexpr, REVERSE: tl.constexpr, ALL: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Store the total of the segments before each segment, or after it if REVERSE, and the total of all in `after`.
 
-    Of the SIZE sums, the first ABOVE are stored in `running`, in the dtype of operands, the others in `plain`. `starts`
-    contains the first segment of each packed sequence.
+    Sums are stored in `running`, in the dtype of operands, and in `plain`, in the order of `sum_segments`: one per
+    segment, or only the total if ALL. `before` and `after` are flat sums. `starts` contains the first segment of each
+    packed sequence.
     """
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    ABOVE: tl.constexpr = 2 * HALF * V_DIM
+    SIZE: tl.constexpr = ABOVE + 2 * HALF
+    FLAT: tl.constexpr = FEATURES[0] * (V_DIM + 1)
     owner = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = at < SIZE
+    if DIRECTIONS == 1:
+        reverse = REVERSE
+    else:
+        reverse = tl.program_id(2)
+        other = reverse * (heads if PACKED else tl.num_programs(0)).to(tl.int64)
+        sums += other * count * SIZE
+        running += other * count * ABOVE
+        plain += other * count * (SIZE - ABOVE)
+    first, second, has_first, has_second = members(at % (2 * HALF) // 2, FEATURES)
+    feature = tl.where(at % 2 == 0, first, second)
+    has = inside & tl.where(at % 2 == 0, has_first, has_second)
+    column = at // (2 * HALF)
+    flat = tl.where(column < V_DIM, feature * V_DIM + column, FEATURES[0] * V_DIM + feature)
     total = tl.zeros((WIDTH,), tl.float32)
     if HAS_BEFORE:
-        total = tl.load(before + owner * SIZE + at, mask=inside, other=0.0)
+        total = tl.load(before + owner * FLAT + flat, mask=has, other=0.0)
     if PACKED:
         sequence, head = owner // heads, owner % heads
         start, stop = tl.load(starts + sequence), tl.load(starts + sequence + 1)
@@ -319,21 +208,29 @@ def run_totals(
     else:
         start, stop = owner * 0, owner * 0 + count
         base = owner * count
-    if REVERSE:
-        place, step = base + stop - 1, -1
-    else:
-        place, step = base + start, 1
+    slot, step = base + start + reverse * (stop - 1 - start), 1 - 2 * reverse
     # Four segments are loaded before the first is added, to hide the latency of memory.
     for segment in range(0, (stop - start).to(tl.int32), 4):
         left = tl.where(inside, (stop - start).to(tl.int32) - segment, 0)
-        source = sums + place * SIZE + at
-        first = tl.load(source, mask=left > 0, other=0.0)
-        second = tl.load(source + step * SIZE, mask=left > 1, other=0.0)
-        third = tl.load(source + 2 * step * SIZE, mask=left > 2, other=0.0)
-        fourth = tl.load(source + 3 * step * SIZE, mask=left > 3, other=0.0)
-        total = carried(total, first, running, plain, place, at, left > 0, ABOVE, SIZE)
-        total = carried(total, second, running, plain, place + step, at, left > 1, ABOVE, SIZE)
-        total = carried(total, third, running, plain, place + 2 * step, at, left > 2, ABOVE, SIZE)
-        total = carried(total, fourth, running, plain, place + 3 * step, at, left > 3, ABOVE, SIZE)
-        place += 4 * step
-    tl.store(after + owner * SIZE + at, total, mask=inside)
+        source = sums + slot * SIZE + at
+        sum_0 = tl.load(source, mask=left > 0, other=0.0)
+        sum_1 = tl.load(source + step * SIZE, mask=left > 1, other=0.0)
+        sum_2 = tl.load(source + 2 * step * SIZE, mask=left > 2, other=0.0)
+        sum_3 = tl.load(source + 3 * step * SIZE, mask=left > 3, other=0.0)
+        kept_0, kept_1, kept_2, kept_3 = 1.0, 1.0, 1.0, 1.0
+        if DECAYS:
+            logs = fade + slot + at * 0
+            kept_0 = exponential(tl.load(logs, mask=left > 0, other=0.0))
+            kept_1 = exponential(tl.load(logs + step, mask=left > 1, other=0.0))
+            kept_2 = exponential(tl.load(logs + 2 * step, mask=left > 2, other=0.0))
+            kept_3 = exponential(tl.load(logs + 3 * step, mask=left > 3, other=0.0))
+        total = carried(total, kept_0, sum_0, running, plain, slot, at, left > 0, ABOVE, SIZE, ALL)
+        total = carried(total, kept_1, sum_1, running, plain, slot + step, at, left > 1, ABOVE, SIZE, ALL)
+        total = carried(total, kept_2, sum_2, running, plain, slot + 2 * step, at, left > 2, ABOVE, SIZE, ALL)
+        total = carried(total, kept_3, sum_3, running, plain, slot + 3 * step, at, left > 3, ABOVE, SIZE, ALL)
+        slot += 4 * step
+    # Of two directions, the first.
+    tl.store(after + owner * FLAT + flat, total, mask=has & (at >= tl.program_id(2) * SIZE))
+    if ALL:
+        tl.store(running + owner * ABOVE + at, total.to(running.dtype.element_ty), mask=at < ABOVE)
+        tl.store(plain + owner * (SIZE - ABOVE) + at - ABOVE, total, mask=(at >= ABOVE) & inside)

@@ -10,7 +10,7 @@ The sums of single segments, which `sum_segments` stores and `run_totals` loads,
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.linear.triton_sums import load_rotated, load_values, low_sums, slots
+from ropewalk.kernels.linear.stored.triton_sums import load_rotated, load_values, low_sums, slots
 
 
 @triton.jit
