@@ -13,7 +13,8 @@ from kernels.triton_device import DEVICE
 from meant import meant
 from nn.linear_cases import NAMES, direct_sums, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels.linear import segments as linear_segments
-from ropewalk.kernels.linear import triton as linear_launch
+from ropewalk.kernels.linear import triton as linear_triton
+from ropewalk.kernels.linear.stored import triton as linear_launch
 from ropewalk.kernels.types import Layout, Side
 from ropewalk.nn.rotary.call import Placement
 from slow import slow
@@ -22,11 +23,20 @@ from slow import slow
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
+@pytest.fixture(params=["stored features", slow("features in registers")])
+def kernels(request, monkeypatch):
+    """Both kinds of kernels. float32 uses those that store rotated features, unless there are weights."""
+    if request.param != "stored features":
+        monkeypatch.setattr(linear_triton, "_stores", lambda *call: False)
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch):
     # Few tokens then make several segments, and the last one is not full.
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(linear_segments, "segment_length", lambda width, v_dim: 64)
+        monkeypatch.setattr(linear_segments, "segment_length", lambda *sizes: 64)
+        monkeypatch.setattr(linear_segments, "stored_length", lambda *sizes: 64)
     # So that heads are rotated together, also of few tokens.
     monkeypatch.setattr(linear_launch, "_ENOUGH_PROGRAMS", 1)
 
@@ -52,6 +62,7 @@ def assert_close(ours, truth, limit):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", [1, slow(2), slow(63), 64, 65, slow(150)])
+@pytest.mark.usefixtures("kernels")
 def test_every_length(seq, causal):
     inputs = drawn(1, 2, 1, seq, 16, 16, torch.float32)
     ours, truth = both(inputs, causal=causal)
@@ -59,6 +70,7 @@ def test_every_length(seq, causal):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
 def test_more_segments_than_are_added_up_at_once():
     assert_close(*both(drawn(1, 1, 1, 600 if DEVICE.type == "cpu" else 2500, 16, 8, torch.float32)), 2e-6)
 
@@ -67,6 +79,7 @@ def test_more_segments_than_are_added_up_at_once():
 @pytest.mark.parametrize(
     ("dim", "v_dim"), [(16, 16), (40, 24), (64, 64), (80, 16), (112, 33), (128, 64), (256, 32), (6, 3)]
 )
+@pytest.mark.usefixtures("kernels")
 def test_every_width(dim, v_dim):
     assert_close(*both(drawn(1, 1, 1, 70, dim, v_dim, torch.float32)), 2e-6)
 
@@ -74,6 +87,7 @@ def test_every_width(dim, v_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("kernels")
 def test_every_feature_map(name, causal):
     assert_close(*both(drawn(2, 2, 2, 70, 16, 16, torch.float32), feature_map=name, causal=causal), 2e-5)
 
@@ -92,6 +106,7 @@ def test_every_feature_map(name, causal):
     ],
     ids=lambda spec: "none" if spec is None else f"{spec.pairing} {spec.rotary_dim} {spec.rotary_slice} {spec.xpos}",
 )
+@pytest.mark.usefixtures("kernels")
 def test_every_rotation(spec):
     rope, dim = (None, 15) if spec is None else (rw.RotaryEmbedding(spec), spec.head_dim)
     heads = 2 if spec is not None and isinstance(spec.frequencies, rw.AcrossHeads) else 1
@@ -100,6 +115,7 @@ def test_every_rotation(spec):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("kernels")
 def test_grouped_heads_share_sums(causal):
     assert_close(*both(drawn(1, 4, 2, 66, 16, 8, torch.float32), causal=causal), 2e-6)
 
@@ -154,6 +170,7 @@ def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, mo
 @pytest.mark.slow
 @meant("cu_seqlens")
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("kernels")
 def test_packed_sequences_are_separate_ones(causal):
     inputs = drawn(1, 2, 1, 200, 16, 8, torch.float32)
     ends = torch.tensor([0, 1, 1, 90, 154, 190])
@@ -180,6 +197,7 @@ def test_packed_sequences_are_separate_ones(causal):
 
 @pytest.mark.parametrize("which", [slow(0), 1, slow(2)])
 @pytest.mark.parametrize("name", ["elu", slow("relu"), slow("squared_relu")])
+@pytest.mark.usefixtures("kernels")
 def test_what_is_not_finite_is_seen_in_its_sequence_and_in_no_other(name, which):
     inputs = [x.to(DEVICE) for x in drawn(1, 1, 1, 100, 16, 8, torch.float32)]
     options = {"cu_seqlens": torch.tensor([0, 30, 70, 100], device=DEVICE), "backend": "triton", "feature_map": name}
@@ -192,6 +210,7 @@ def test_what_is_not_finite_is_seen_in_its_sequence_and_in_no_other(name, which)
     assert which == 0 or out[:, :, 69].isnan().all()
 
 
+@pytest.mark.usefixtures("kernels")
 def test_rows_without_a_feature_are_zero_and_small_denominators_are_divided_by():
     q, k, v = drawn(1, 1, 1, 40, 16, 8, torch.float32)
     k[:, :, :3], q[:, :, 7] = -1.0, -1.0
@@ -207,6 +226,7 @@ def test_rows_without_a_feature_are_zero_and_small_denominators_are_divided_by()
         assert error(out, exact(*small, v, feature_map="squared_relu")) < 1e-3
 
 
+@pytest.mark.usefixtures("kernels")
 def test_rows_of_a_batch_stand_where_they_are_told():
     q, k, v = drawn(2, 2, 1, 40, 16, 8, torch.float32)
     ids, rope = torch.stack([torch.arange(40), 3 * torch.arange(40) + 7]), rw.RotaryEmbedding(16)
@@ -219,6 +239,7 @@ def test_rows_of_a_batch_stand_where_they_are_told():
 
 
 @pytest.mark.parametrize("heads", [1, slow(2)])
+@pytest.mark.usefixtures("kernels")
 def test_a_state_goes_in_and_comes_out_with_gradients(heads):
     rope = rw.RotaryEmbedding(16)
 
@@ -242,6 +263,7 @@ def test_a_state_goes_in_and_comes_out_with_gradients(heads):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kernels")
 def test_strange_memory_is_read_as_it_lies():
     q, k, v = drawn(2, 2, 2, 40, 16, 8, torch.float32)
     strange = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
@@ -369,7 +391,8 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
         path = tmp_path / f"{stem}_{abs(hash(name))}.py"
         text = text.replace(old, new) if stem == wrong else text
         path.write_text(
-            text.replace("from ropewalk.kernels.linear.triton_sums", f"from triton_sums_{abs(hash(name))}"), "utf-8"
+            text.replace("from ropewalk.kernels.linear.stored.triton_sums", f"from triton_sums_{abs(hash(name))}"),
+            "utf-8",
         )
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None

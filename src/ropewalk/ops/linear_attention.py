@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.backend import Operation, registered
+from ropewalk.kernels.backend import Choice, Operation, registered
 from ropewalk.kernels.constructors import empty_like, new_empty, zeros_like
 from ropewalk.kernels.linear.torch import linear_attention as linear_attention_formula
 from ropewalk.kernels.precision import working_dtype
@@ -17,7 +17,7 @@ from ropewalk.kernels.types import NO_WEIGHTING, FeatureMapName, Layout, Side, S
 from ropewalk.ops.dispatch import choose
 from ropewalk.ops.rotation import rotate
 
-__all__ = ["linear_attention"]
+__all__ = ["chosen", "linear_attention", "run_chosen"]
 
 
 def linear_attention(
@@ -98,6 +98,37 @@ def linear_attention(
         return out, Sums(*sums)
     out, total, *_ = _run(choice.operation, q, k, v, flat, layout, causal, cu_seqlens, weighting)
     return out, _sums_in(total, call)
+
+
+def chosen(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, *, causal: bool) -> Choice:
+    """Return how a call without initial sums is computed, for calls that repeat it. Arguments as in `linear_attention`.
+
+    >>> x = torch.zeros(1, 1, 2, 2)
+    >>> chosen(Side(x, "elu"), Side(x, "elu"), x, Layout(True, 0, -2), NO_WEIGHTING, causal=True).path
+    'formula'
+    """
+    tables = [table for side in (q, k) for table in (side.tables or _NO_TABLES)[:2]]
+    learned = torch.is_grad_enabled() and any(table is not None and table.requires_grad for table in tables)
+    tensors = [q.x, k.x, v, *tables, weighting.decay, weighting.band]
+    return choose("linear_attention", None, (q, k, v, layout, weighting, causal), tensors, table_gradient=learned)
+
+
+def run_chosen(
+    choice: Choice, q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, *, causal: bool
+) -> Tensor:
+    """Return the output of a call for which `chosen` returned a kernel.
+
+    >>> x, side = torch.zeros(1, 1, 2, 2), Side(torch.zeros(1, 1, 2, 2), "elu")
+    >>> twice = Choice("kernel", "mine", Operation(run=lambda q, k, v, *rest: (2 * v, v)))
+    >>> run_chosen(twice, side, side, x + 1, Layout(True, 0, -2), NO_WEIGHTING, causal=True).flatten().tolist()
+    [2.0, 2.0, 2.0, 2.0]
+    """
+    if torch.is_grad_enabled() and (q.x.requires_grad or k.x.requires_grad or v.requires_grad):
+        q_cos, q_sin, q_row = q.tables or _NO_TABLES
+        k_cos, k_sin, k_row = k.tables or _NO_TABLES
+        others, call = (q_cos, q_sin, k_cos, k_sin, None, None), (q, k, v, layout, weighting, causal)
+        return _apply(q.x, k.x, v, None, None, None, others, call, (q_row, k_row), choice.operation)[0]
+    return _run(choice.operation, q, k, v, None, layout, causal, None, weighting)[0]
 
 
 def _without_kernels(backend: str | None) -> str:

@@ -69,7 +69,7 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
     wide = lanes > 32 and columns > 64
     return Tile(
         64,
-        Block(lanes, columns, 4),
+        Block(lanes, columns, 4, 3 if lanes <= 32 else 2),
         Block(lanes, columns, 8) if wide else Block(lanes, min(columns, 64), 4),
         Block(lanes, columns, 8) if wide else Block(min(lanes, 32), columns, 4),
     )

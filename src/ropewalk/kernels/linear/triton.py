@@ -110,6 +110,8 @@ class _Call:
         # Whether a row of queries has the cos and sin of the keys that it reads.
         self.same = same and x.q_row == x.k_row and not self.lead and causal and self.tables[0][1] == 0
         self.device = x.v.device
+        # Whether the kernels can read all tensors of a call as they are.
+        self.direct = False
         self.launches: dict[Any, Launch] = {}
 
     def plan(self, x: Tensor, cu_seqlens: Tensor | None) -> Plan:
@@ -557,26 +559,39 @@ def _prepare(
     cotangent: Tensor | None,
 ) -> tuple[_Tensors, _Call]:
     """Return the tensors as the kernels need them, and what is decided for their signature."""
-    (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in (q, k))
+    q_cos, q_sin, q_row = q.tables or _NO_TABLES
+    k_cos, k_sin, k_row = k.tables or _NO_TABLES
+    decay, band, _, normalize, scale = weighting
+    signed = signature(q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, decay, band, before, cotangent)
+    same = q_cos is not None and k_cos is not None and q_cos.data_ptr() == k_cos.data_ptr() and q_row == k_row
+    sequences = None if cu_seqlens is None else len(cu_seqlens)
+    key = None
+    if signed is not None:
+        key = "linear_attention", signed[0], layout, q.map, k.map, causal, sequences, normalize, scale, same
+        call = LAUNCHES.get(key)
+        if call is not None and call.direct:
+            tables = q_cos, q_sin, k_cos, k_sin
+            return _Tensors(q.x, k.x, v, None, None, *tables, decay, None, before, q_row, k_row), call
     if q_cos is not None and q_sin is not None and k_cos is not None and k_sin is not None:
         q_cos, q_sin, k_cos, k_sin = (table.contiguous() for table in (q_cos, q_sin, k_cos, k_sin))
-    decay, band = weighting.decay, weighting.band
     if band is not None:
         band = torch.exp(band.detach()).float().contiguous()
+    shifts = _shift(q, "q" if normalize else "k"), _shift(k, "k")
     x = _Tensors(
-        _readable(q.x), _readable(k.x), _readable(v), _shift(q, "q" if weighting.normalize else "k"), _shift(k, "k"),
-        q_cos, q_sin, k_cos, k_sin, decay, band, before, q_row, k_row,
+        _readable(q.x), _readable(k.x), _readable(v), *shifts, q_cos, q_sin, k_cos, k_sin, decay, band, before, q_row,
+        k_row,
     )  # fmt: skip
-    signed = signature(*x[:12], cotangent)
-    same = q_cos is not None and k_cos is not None and q_cos.data_ptr() == k_cos.data_ptr() and q_row == k_row
-    options = layout, q.map, k.map, causal, cu_seqlens is None, weighting.normalize, weighting.scale, same
-    sequences = None if cu_seqlens is None else len(cu_seqlens)
-    key = None if signed is None else ("linear_attention", signed[0], options, sequences)
-    call = LAUNCHES.get(key) if key is not None else None
+    call = None if key is None else LAUNCHES.get(key)
     if call is None:
         call = _Call(x, layout, (q.map, k.map), causal, weighting, cu_seqlens is not None)
+        unchanged = x.q is q.x and x.k is k.x and x.v is v and x.q_shift is None and x.k_shift is None and band is None
+        tables = (q.tables or _NO_TABLES)[0], (k.tables or _NO_TABLES)[0]
+        call.direct = unchanged and x.q_cos is tables[0] and x.k_cos is tables[1]
         LAUNCHES.keep(key, call)
     return x, call
+
+
+_NO_TABLES = None, None, 0
 
 
 def _shift(side: Side, role: str) -> Tensor | None:

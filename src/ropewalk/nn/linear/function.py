@@ -17,6 +17,7 @@ from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear, rope_in
 from ropewalk.nn.linear.arguments import check_packed_tensors, check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.near_keys import split_near, with_near
+from ropewalk.nn.linear.repeated import call_again, remember_call
 from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state, join_states
 from ropewalk.nn.linear.step import attach_step, find_step
 from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, resolve_scale, resolve_weighting
@@ -167,6 +168,11 @@ def linear_attention(
             result = step(q, k, v, state, decay if per_token else None)
             if result is not None:
                 return result if require_flag(return_state, asked="linear_attention(return_state=...)") else result[0]
+    repeats = usual and state is None and return_state is False and decay is None and bias is None
+    if repeats:
+        out = call_again(rope, q, k, v, (feature_map, normalize, scale))
+        if out is not None:
+            return out
     check_tensors(q, k, v, causal)
     require_flag(return_state, asked="linear_attention(return_state=...)")
     _check_hooks(rope, bias)
@@ -310,6 +316,8 @@ def linear_attention(
         weighting = weighting.part(earlier, keys.shape[2])
     options = {"causal": causal, "cu_seqlens": cu_seqlens, "weighting": weighting, "backend": backend}
     out, after = run(*sides, values, first, layout, **options)
+    if repeats and not earlier:
+        remember_call(rope, rotation, sides, v, (feature_map, normalize, scale), layout, weighting)
     if not return_state:
         return out
     last = None

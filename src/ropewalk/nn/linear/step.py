@@ -17,7 +17,7 @@ from ropewalk.nn.linear.state import LinearState
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 
-__all__ = ["Step", "attach_step", "find_step"]
+__all__ = ["Step", "attach_step", "depends_on_position_alone", "find_step"]
 
 
 class Step:
@@ -149,7 +149,7 @@ def attach_step(
     """
     if torch.compiler.is_compiling() or state.near is not None or state.encoding is not None:
         return
-    if rotation is not None and not _depends_on_position_alone(rotation):
+    if rotation is not None and not depends_on_position_alone(rotation):
         return
     feature_map = arguments[3]
     named = all(isinstance(x, str) for x in (feature_map if isinstance(feature_map, tuple) else (feature_map,)))
@@ -164,7 +164,12 @@ def attach_step(
     state.__dict__["_step"] = Step(arguments, rotation, maps, step_decay, weighting.scale, run, device)
 
 
-def _depends_on_position_alone(rotation: RotaryEmbedding) -> bool:
+def depends_on_position_alone(rotation: RotaryEmbedding) -> bool:
+    """Whether cos and sin of a position are the same for all heads, lengths and calls, and for queries and keys.
+
+    >>> depends_on_position_alone(RotaryEmbedding(4)), depends_on_position_alone(RotaryEmbedding(4, learned=True))
+    (True, False)
+    """
     spec = rotation.spec
     plain = spec.same_for_both and not spec.varies and spec.axes is None
     return plain and rotation.heads is None and rotation.log_scale is None and not rotation.check_ids
