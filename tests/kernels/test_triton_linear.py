@@ -15,7 +15,7 @@ from nn.linear_cases import NAMES, direct_sums, drawn, error, exact, formula, wi
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_triton
 from ropewalk.kernels.linear.stored import triton as linear_launch
-from ropewalk.kernels.types import Layout, Side
+from ropewalk.kernels.types import NO_WEIGHTING, Layout, Side
 from ropewalk.nn.rotary.call import Placement
 from slow import slow
 
@@ -308,21 +308,25 @@ def test_the_op_keeps_what_it_says_to_a_compiler():
     cos, sin, row = rw.RotaryEmbedding(16).to(DEVICE).shared_tables(inputs[0], None, Placement())
     scalars = row, row, "elu", "elu", True, 0, True, "triton"
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (*inputs, cos, sin, cos, sin, None, None, *scalars)
+    arguments = (*inputs, cos, sin, cos, sin, None, None, *scalars, *NO_WEIGHTING)
     torch.library.opcheck(torch.ops.ropewalk.linear_attention, arguments, test_utils=checks)
 
 
 class _Unlaunched:
     def __getitem__(self, grid):
-        return lambda **arguments: None
+        return lambda *arguments, **options: None
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["elu", "relu", "identity"])
-def test_nothing_runs_beside_the_kernels(name, monkeypatch):
-    kernels = "rotate_rows", "sum_segments", "run_totals", "scan_segments", "read_below", "read_values", "divide_rows"
-    for kernel in (*kernels, "read_features"):
+def test_nothing_runs_beside_the_kernels(name, dtype, monkeypatch):
+    stored = "rotate_rows", "sum_segments", "run_totals", "scan_segments", "read_below", "read_values", "divide_rows"
+    for kernel in (*stored, "read_features"):
         monkeypatch.setattr(linear_launch, kernel, _Unlaunched())
-    inputs = [x.to(DEVICE).requires_grad_() for x in drawn(2, 4, 2, 70, 16, 16, torch.bfloat16)]
+    for kernel in ("sum_segments", "run_totals", "read_values", "read_queries", "read_keys"):
+        monkeypatch.setattr(linear_triton, kernel, _Unlaunched())
+    monkeypatch.setattr(linear_triton, "LAUNCHES", type(linear_triton.LAUNCHES)())
+    inputs = [x.to(DEVICE).requires_grad_() for x in drawn(2, 4, 2, 70, 16, 16, dtype)]
     rope = rw.RotaryEmbedding(16).to(DEVICE)
 
     def call():

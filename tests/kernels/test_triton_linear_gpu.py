@@ -5,7 +5,7 @@ import torch
 
 import ropewalk as rw
 from nn.linear_cases import direct_sums, drawn, error, with_gradients
-from ropewalk.kernels.linear import triton as linear_launch
+from ropewalk.kernels.linear.stored import triton as linear_launch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -47,8 +47,8 @@ def choose(
         name: Name of the operation.
         requested: Name of the forced backend, or None. For cos_sin it is only a preference, because all backends agree
             within the error budget.
-        call: Arguments of `Operation.supports`: (q, k, layout) for rotate and norm_rotate, (q_side, k_side, v, layout)
-            for linear_attention, all arguments for cos_sin.
+        call: Arguments of `Operation.supports`: (q, k, layout) for rotate and norm_rotate, (q_side, k_side, v, layout,
+            weighting, causal) for linear_attention, all arguments for cos_sin.
         tensors: All tensors whose memory a kernel would read. The first is on the device of the call.
         table_gradient: Whether gradients of cos and sin are needed.
 

@@ -76,7 +76,7 @@ def _attend(
     group, sequences, device = q.plain.shape[1] // kv_heads, len(cu_seqlens) - 1, v.device
     plan = Plan.of(k.plain, cu_seqlens, chunk)
     count, begins, starts = plan.number, cast(Tensor, plan.begins), cast(Tensor, plan.starts)
-    bounds, owner = begins[: 2 * count].view(count, 2), begins[2 * count :]
+    bounds, owner = begins[: 2 * count].view(count, 2), begins[2 * count : 3 * count]
     slots = bounds[:, :1] + arange(chunk, device=device)
     # Padding of chunks reads a row of zeros after the last token.
     slots = torch.where(slots < bounds[:, 1:], slots, length)

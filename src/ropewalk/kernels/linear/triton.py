@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ropewalk.kernels.constructors import arange, empty, empty_like, new_empty, zeros
+from ropewalk.kernels.constructors import empty, empty_like, new_empty, zeros, zeros_like
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear.feature_maps import row_shift
 from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
@@ -20,6 +20,7 @@ from ropewalk.kernels.linear.tiles import tile_of
 from ropewalk.kernels.linear.triton_backward import read_keys, read_queries
 from ropewalk.kernels.linear.triton_read import read_values
 from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments
+from ropewalk.kernels.linear.weight_gradients import band_gradient, decay_gradient
 from ropewalk.kernels.signature import signature
 from ropewalk.kernels.triton_launch import LAUNCHES, Launch, table_strides
 from ropewalk.kernels.types import NO_WEIGHTING, FeatureMap, Layout, Side, Weighting
@@ -83,17 +84,18 @@ class _Call:
         self.group, self.share = self.heads // self.states, self.states // self.kv_heads
         self.causal, self.packed, self.normalize, self.scale = causal, packed, weighting.normalize, weighting.scale
         self.dtype, self.memory, (self.kind, self.precision) = x.v.dtype, OPERANDS[x.v.dtype], _KINDS[x.v.dtype]
-        self.segment = linear_segments.segment_length(self.width, self.v_dim, x.q.shape[:3].numel())
+        decay, band = weighting.decay, weighting.band
+        weighted = decay is not None or band is not None
+        # Whether rows read the sums over all keys, and the number of directions in which sums run.
+        self.all, self.directions = not causal and not weighted, 2 if weighted and not causal else 1
+        rows = self.batch * self.heads * self.queries
+        self.segment = linear_segments.segment_length(self.width, self.v_dim, rows, self.directions)
         self.tile = tile_of(self.width, self.v_dim, x.v.dtype)
         self.chunk = min(self.tile.chunk, self.segment)
-        decay, band = weighting.decay, weighting.band
         self.decay = 0 if decay is None else 1 if decay.shape[2] == 1 else 2
         self.band = 0 if band is None else band.shape[1] // 2
         # Tokens between a segment and the sums of the keys that have the bias of all farther ones.
         self.lead = -(-max(0, self.band - 1) // self.chunk) * self.chunk
-        weighted = decay is not None or band is not None
-        # Whether rows read the sums over all keys, and the number of directions in which sums run.
-        self.all, self.directions = not causal and not weighted, 2 if weighted and not causal else 1
         self.least = _SMALLEST if weighted else 0.0
         self.maps = FeatureMap[maps[0]].value, FeatureMap[maps[1]].value
         pairs = 0 if x.q_cos is None else x.q_cos.shape[-1]
@@ -277,26 +279,7 @@ class _Call:
         )
         if not learned:
             return out, None
-        return out, self._band_gradient(of_band, of_far, self.chunk)
-
-    def _band_gradient(self, near: Tensor, far: Tensor, chunk: int) -> Tensor:
-        """Return the gradient of the logarithms of the band [heads, 2 * window + 1].
-
-        Args:
-            near: [lane blocks, batch, heads, segments, chunks, visits, 2 * chunk].
-            far: [lane blocks, batch, heads, segments, 2].
-            chunk: Tokens per chunk.
-        """
-        window, visits = self.band, near.shape[5]
-        by_visit = near.sum((0, 1, 3, 4))
-        visit, place = arange(visits, device=near.device)[:, None], arange(2 * chunk, device=near.device)
-        difference = (visit * chunk - self.lead + place - (chunk - 1)).clamp(-window, window) + window
-        result = zeros((self.heads, 2 * window + 1), dtype=torch.float32, device=near.device)
-        result.index_add_(1, difference.flatten(), by_visit.flatten(1))
-        beyond = far.sum((0, 1, 3))
-        result[:, 0] += beyond[:, 0]
-        result[:, -1] += beyond[:, 1]
-        return result
+        return out, band_gradient(of_band, of_far, self.band, self.lead)
 
     def of_keys(
         self, x: _Tensors, plan: Plan, sums: _Sums, cotangent: Tensor, rows: tuple[Tensor, Tensor], before: _Sums, *,
@@ -397,21 +380,18 @@ def empty_saved(
         return stored.empty_saved(q, k, v, cu_seqlens)
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     width, v_dim, states = q.shape[-1] + q.shape[-1] % 2, v.shape[-1], weighting.state_heads(k.shape[1])
-    segment = linear_segments.segment_length(q.shape[-1], v_dim, len(q) * q.shape[1] * q.shape[2])
-    count, chunks = (
-        count_segments(k.shape[2], sequences, segment),
-        segment // min(segment, tile_of(q.shape[-1], v_dim, v.dtype).chunk),
-    )
     weighted = weighting.decay is not None or weighting.band is not None
-    slots = len(v) * states * count * (1 if causal else 2)
-    low = slots * chunks if causal or weighted else slots // 2 * chunks
-    if not causal and not weighted:
-        slots = (len(v) if sequences is None else sequences) * states
+    directions, rows = 2 if weighted and not causal else 1, len(q) * q.shape[1] * q.shape[2]
+    segment = linear_segments.segment_length(q.shape[-1], v_dim, rows, directions)
+    chunks = segment // min(segment, tile_of(q.shape[-1], v_dim, v.dtype).chunk)
+    segments = directions * len(v) * states * count_segments(k.shape[2], sequences, segment)
+    all_keys = (len(v) if sequences is None else sequences) * states
+    slots = segments if causal or weighted else all_keys
     return (
         new_empty(v, q.shape[:3] if weighting.normalize else (0,), dtype=torch.float32),
         new_empty(v, (slots, width * v_dim), dtype=OPERANDS[v.dtype]),
         new_empty(v, (slots, width), dtype=torch.float32),
-        new_empty(v, (low, width), dtype=torch.float32),
+        new_empty(v, (segments * chunks, width), dtype=torch.float32),
     )
 
 
@@ -497,54 +477,9 @@ def linear_attention_backward(
     d_decay = None
     if logs is not None and x.decay is not None:
         ends = None if last is None else (total * last).sum(-1)
-        d_decay = _decay_gradient(call, plan, *logs, ends, None if call.normalize else out * cotangent, x.decay.shape)
+        products = None if call.normalize else (out.double() * cotangent.double()).sum(-1)
+        d_decay = decay_gradient(plan, *logs, ends, products, x.decay.shape)
     return Gradients(dq, dk, dv, of_before, d_decay, d_band)  # pyright: ignore[reportArgumentType]
-
-
-def _decay_gradient(
-    call: _Call, plan: Plan, of_keys: Tensor, of_ends: Tensor, of_total: Tensor | None, products: Tensor | None,
-    shape: torch.Size,
-) -> Tensor:  # fmt: skip
-    """Return the gradient of the logarithms of the decay.
-
-    G is the sum of the logarithms up to a token. Within a segment, the gradient of a logarithm is the sum of those of
-    the later G, and of the decay to the segment's end. A query's G has the gradient do . o without a denominator, and 0
-    with one, where a common factor cancels.
-
-    Args:
-        call: The call.
-        plan: Segments of the tokens.
-        of_keys: Gradients of -G by the keys [batch, state_heads, seq].
-        of_ends: Gradients of the decay to the end of each segment [batch, state_heads, segments].
-        of_total: Gradients of the decay to the end of each sequence [sequences * state_heads], or None.
-        products: Products of outputs and cotangents [batch, heads, seq, v_dim], or None.
-        shape: Shape of the decay.
-    """
-    rows = -of_keys.double()
-    if products is not None:
-        rows += products.double().sum(-1).unflatten(1, (call.states, call.group)).sum(2)
-    token = arange(call.keys, device=rows.device)
-    if plan.begins is None:
-        segment = token // call.segment
-        end = ((segment + 1) * call.segment).clamp_max(call.keys)
-        last, sequence = plan.number - 1, token * 0
-    else:
-        pairs = plan.begins[: 2 * plan.number].unflatten(0, (-1, 2))
-        segment = (torch.searchsorted(pairs[:, 0].contiguous(), token, right=True) - 1).clamp_min(0)
-        sequence = plan.begins[2 * plan.number : 3 * plan.number][segment]
-        # Several empty segments begin at the same token as the one that has it.
-        end = pairs[:, 1][segment]
-        last = plan.starts[1:][sequence] - 1 if plan.starts is not None else 0
-    later = torch.cat([rows.flip(-1).cumsum(-1).flip(-1), rows[..., :1] * 0], dim=-1)
-    result = later[..., :-1] - later[..., end] + of_ends.double()[..., segment]
-    if of_total is not None:
-        totals = of_total.unflatten(0, (-1, call.states)).double()
-        each = totals[:, :, None] if plan.begins is None else totals.t()[None][..., sequence]
-        result += torch.where(segment == last, each, 0.0)
-    if plan.begins is not None:
-        result = torch.where(token < end, result, 0.0)
-    result = result.sum(-1, keepdim=True) if shape[2] == 1 and call.keys > 1 else result
-    return (result.sum(0, keepdim=True) if shape[0] == 1 and call.batch > 1 else result).float()
 
 
 def _prepare(
@@ -611,4 +546,4 @@ def _readable(x: Tensor) -> Tensor:
 
 def _like(x: Tensor, clear: bool) -> Tensor:
     """Return memory for a gradient of x, with its strides; zeros if not all rows are written."""
-    return torch.zeros_like(x) if clear else empty_like(x)
+    return zeros_like(x) if clear else empty_like(x)

@@ -210,7 +210,7 @@ def _launch(
     elif state_heads != kv_heads:
         return None
     # `out` is shaped and strided as q, or contiguous.
-    out_strides = torch.empty_like(q, device="meta").stride()[:2] if v_dim == width else (heads * v_dim, v_dim)
+    out_strides = empty_like(q, device="meta").stride()[:2] if v_dim == width else (heads * v_dim, v_dim)
     numbers = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_strides, *decay_strides, scale)
     constants = {
         "HEADS": state_heads, "GROUP": heads // state_heads, "SHARED": state_heads // kv_heads, "WIDTH": width,

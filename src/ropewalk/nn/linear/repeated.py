@@ -74,6 +74,7 @@ def call_again(rope: object, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -
     """
     feature_map, normalize, scale = options
     plain = type(feature_map) is str and type(normalize) is bool and (scale is None or type(scale) is float)
+    plain = plain and (rope is None or isinstance(rope, RotaryEmbedding))
     calls = _CALLS.get(_NO_ROPE if rope is None else rope) if plain else None
     if calls is None or not is_eager():
         return None
@@ -113,7 +114,7 @@ def remember_call(
     """
     if not isinstance(options[0], str) or options[0] not in FeatureMap.__members__:
         return
-    if rotation is not None and (rotation is not rope or not depends_on_position_alone(rotation)):
+    if rotation is not rope or (rotation is not None and not depends_on_position_alone(rotation)):
         return
     (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in sides)
     if q_cos is not k_cos or q_sin is not k_sin or q_row != k_row:
