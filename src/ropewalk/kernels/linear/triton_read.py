@@ -36,6 +36,9 @@ from ropewalk.kernels.linear.triton_weights import (
     weighted,
 )
 
+# The largest inverse that is stored: a finite float32.
+LARGEST = tl.constexpr(3.0e38)
+
 
 @triton.jit
 def load_others(
@@ -207,9 +210,13 @@ def value_rows(
                     if visit < Y_GROUP:
                         sums = tl.dot(tl.trans(z), kept, sums, input_precision=PRECISION)
         if BELOW:
-            # Division by 0 gives 0, as in `linear.torch.divide`.
-            over = 1 / tl.where(tl.abs(below) <= least, float("inf"), below)
-            total = total * over[:, None]
+            # Division by 0 gives 0, as in `linear.torch.divide`. Both are scaled if the inverse would be infinite.
+            scale = tl.where(tl.abs(below) < 2.0**-64, 2.0**64, 1.0)
+            over = 1 / tl.where(tl.abs(below) <= least, float("inf"), below * scale)
+            total = (total * scale[:, None]) * over[:, None]
+            # Not by minimum and maximum, which would replace NaN by a number.
+            bound = LARGEST / scale
+            over = tl.where(over > bound, bound, tl.where(over < -bound, -bound, over)) * scale
             if block == 0:
                 at = (batch * X_HEADS + head) * length + begin + index
                 tl.store(inverse + at, over, mask=valid)
