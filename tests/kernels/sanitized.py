@@ -8,8 +8,8 @@ import itertools
 
 import torch
 
-from ropewalk import RopeSpec, RotaryEmbedding, linear_attention, qk_norm_rope
-from ropewalk.kernels.linear import triton as linear_launch
+from ropewalk import RopeSpec, RotaryEmbedding, encoding, linear_attention, qk_norm_rope
+from ropewalk.kernels.linear.stored import triton as linear_launch
 
 
 def main() -> None:
@@ -37,6 +37,12 @@ def main() -> None:
         # Sums by segments, and by programs that scan.
         for linear_launch._ENOUGH_SCANS in (1000, 1):
             read += [linear_attention(*longer, rope=rope, causal=causal) for causal in (True, False)]
+        # The kernels with weights.
+        decay = torch.full((4,), -0.1, device="cuda")
+        read += [linear_attention(*longer, rope=rope, decay=decay, cu_seqlens=ends)]
+        for causal, name in itertools.product((True, False), ("alibi", "t5")):
+            bias = encoding(name, dim=4 * spec.head_dim, num_heads=4).to("cuda")
+            read += [linear_attention(*longer, rope=rope, bias=bias, causal=causal)]
         torch.autograd.grad(read, longer, read)
         with torch.no_grad():
             rope.rotate_(q.clone(), k.clone(), offset=1)
