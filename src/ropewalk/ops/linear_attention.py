@@ -172,14 +172,14 @@ def _run(operation: Operation, *arguments: Any) -> Sequence[Tensor]:
 
 
 def _gradients(operation: Operation, learned: bool, *arguments: Any) -> list[Tensor | None]:
-    """Return the gradients of q, k, v, initial sums, decay and band by `backward` of an operation.
+    """Return the gradients of q, k, v, initial sums and band by `backward` of an operation.
 
-    The last argument is the weighting. The gradients of decay and band are None unless they are `learned`.
+    The last argument is the weighting. The gradient of the band is None unless it is `learned`.
     """
     weights = (learned,) if operation.weights else ()
     backward: Any = operation.backward
     gradients = [*backward(*(arguments if weights else arguments[:-1]), *weights)]
-    return gradients if weights else [*gradients, None, None]
+    return gradients if weights else [*gradients, None]
 
 
 class _Call(NamedTuple):
@@ -221,7 +221,7 @@ class _Call(NamedTuple):
     def gradients(
         self, operation: Operation, of_out: Tensor, of_total: Tensor | None, results: Sequence[Tensor], *, learned: bool
     ) -> list[Tensor | None]:
-        """Return the gradients of the first six inputs by the kernels of a backend."""
+        """Return the gradients of q, k, v, initial sums and band by the kernels of a backend."""
         options = self.layout, self.causal, self.cu_seqlens, self.weighting
         return _gradients(operation, learned, of_out, of_total, *self.sides, self.v, results, *options)
 
@@ -244,6 +244,13 @@ class _Call(NamedTuple):
             leaves = [x for x, need in zip(aliases, needs, strict=True) if need]
             gradients = iter(torch.autograd.grad(outputs, leaves, cotangents, create_graph=again, allow_unused=True))
         return [next(gradients) if need else None for need in needs]
+
+    def decay_gradient(self, of_out: Tensor, of_total: Tensor | None) -> Tensor | None:
+        """Return the gradient of the decay by the formula.
+
+        From rows, as kernels would compute it, it is a difference of large sums, in which few digits are left.
+        """
+        return self.formula_gradients(of_out, of_total, (False, False, False, False, True, False))[4]
 
 
 class _LinearAttention(torch.autograd.Function):
@@ -281,9 +288,9 @@ class _LinearAttention(torch.autograd.Function):
             # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
             gradients = call.formula_gradients(of_out, of_total, needs)
         else:
-            learned = needs[4] or needs[5]
-            gradients = call.gradients(operation, of_out, of_total, (out, total, *more), learned=learned)
-            gradients = _as_needed(gradients, call, needs)
+            *four, of_band = call.gradients(operation, of_out, of_total, (out, total, *more), learned=needs[5])
+            of_decay = call.decay_gradient(of_out, of_total) if needs[4] else None
+            gradients = _as_needed([*four, of_decay, of_band], call, needs)
         return *gradients, *[None] * 4
 
 
@@ -380,11 +387,10 @@ def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
     if again or _operation(ctx.options[-1]).backward is None:
         grads = call.formula_gradients(of_out, of_total, needs)
     else:
-        learned = needs[4] or needs[5]
-        arguments = of_out, of_total, *inputs, list(results), *ctx.options, *weighting, learned
-        *four, of_weights = [*torch.ops.ropewalk.linear_attention_backward(*arguments), None][:5]
-        by_weight = (None, of_weights) if call.decay is None else (of_weights, None)
-        grads = _as_needed([*four, *by_weight], call, needs)
+        arguments = of_out, of_total, *inputs, list(results), *ctx.options, *weighting, needs[5]
+        *four, of_band = [*torch.ops.ropewalk.linear_attention_backward(*arguments), None][:5]
+        of_decay = call.decay_gradient(of_out, of_total) if needs[4] else None
+        grads = _as_needed([*four, of_decay, of_band], call, needs)
     return *grads[:3], *[None] * 4, grads[3], *[None] * 9, *grads[4:], *[None] * 3
 
 
@@ -438,10 +444,6 @@ def _with_strides_like(x: Tensor, gradient: Tensor) -> Tensor:
 
 @_linear_attention_backward_op.register_fake
 def _(of_out: Tensor, of_total: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    (_, total, *_), decay, band, learned = rest[6], rest[15], rest[16], rest[-1]
-    learned_tensors = [x for x in (decay, band) if learned and x is not None]
-    return [
-        *(empty_like(x) for x in (q, k, v)),
-        empty_like(total),
-        *(new_empty(x, x.shape, dtype=torch.float32) for x in learned_tensors),
-    ]
+    (_, total, *_), band, learned = rest[6], rest[16], rest[-1]
+    of_band = [new_empty(band, band.shape, dtype=torch.float32)] if learned and band is not None else []
+    return [*(empty_like(x) for x in (q, k, v)), empty_like(total), *of_band]

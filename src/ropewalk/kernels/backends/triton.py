@@ -101,8 +101,8 @@ def _supports_weighting(q: Side, k: Side, weighting: Weighting, causal: bool) ->
         return "a bias with a window of 0"
     if (band is not None or decay is not None) and q.x.shape[2] != k.x.shape[2]:
         return "a decay or a bias with other queries than keys"
-    if not causal and decay is not None and decay.requires_grad and torch.is_grad_enabled():
-        return "gradients of a decay if attention is not causal"
+    if not causal and decay is not None and decay.shape[2] > 1:
+        return "a decay per token if attention is not causal"
     return None
 
 

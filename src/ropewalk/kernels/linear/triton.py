@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ropewalk.kernels.constructors import empty, empty_like, new_empty, zeros, zeros_like
 from ropewalk.kernels.linear import segments as linear_segments
+from ropewalk.kernels.linear.band_gradient import band_gradient
 from ropewalk.kernels.linear.feature_maps import row_shift
 from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
 from ropewalk.kernels.linear.stored import triton as stored
@@ -20,7 +21,6 @@ from ropewalk.kernels.linear.tiles import tile_of
 from ropewalk.kernels.linear.triton_backward import read_keys, read_queries
 from ropewalk.kernels.linear.triton_read import read_values
 from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments
-from ropewalk.kernels.linear.weight_gradients import band_gradient, decay_gradient
 from ropewalk.kernels.signature import signature
 from ropewalk.kernels.triton_launch import LAUNCHES, Launch, table_strides
 from ropewalk.kernels.types import NO_WEIGHTING, FeatureMap, Layout, Side, Weighting
@@ -76,7 +76,14 @@ class _Call:
     """
 
     def __init__(
-        self, x: _Tensors, layout: Layout, maps: tuple[str, str], causal: bool, weighting: Weighting, packed: bool
+        self,
+        x: _Tensors,
+        layout: Layout,
+        maps: tuple[str, str],
+        causal: bool,
+        weighting: Weighting,
+        packed: bool,
+        same: bool,
     ) -> None:
         self.batch, self.heads, self.queries, self.width = x.q.shape
         self.kv_heads, self.keys, self.v_dim = x.k.shape[1], x.k.shape[2], x.v.shape[3]
@@ -108,9 +115,8 @@ class _Call:
             steps = decay.stride()
             self.decay_strides = tuple(0 if n == 1 else step for n, step in zip(decay.shape, steps, strict=True))
         self.tables = [(0, 0) if cos is None else table_strides(cos) for cos in (x.q_cos, x.k_cos)]
-        same = x.q_cos is not None and x.k_cos is not None and x.q_cos.data_ptr() == x.k_cos.data_ptr()
         # Whether a row of queries has the cos and sin of the keys that it reads.
-        self.same = same and x.q_row == x.k_row and not self.lead and causal and self.tables[0][1] == 0
+        self.same = same and not self.lead and causal and self.tables[0][1] == 0
         self.device = x.v.device
         # Whether the kernels can read all tensors of a call as they are.
         self.direct = False
@@ -282,10 +288,9 @@ class _Call:
         return out, band_gradient(of_band, of_far, self.band, self.lead)
 
     def of_keys(
-        self, x: _Tensors, plan: Plan, sums: _Sums, cotangent: Tensor, rows: tuple[Tensor, Tensor], before: _Sums, *,
-        learned: bool,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-        """Return the gradients of keys and values, and of the decay by keys and at the ends of segments."""
+        self, x: _Tensors, plan: Plan, sums: _Sums, cotangent: Tensor, rows: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return the gradients of keys and values."""
         block, narrow = self.tile.features, self.tile.values
         lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // narrow.columns)
         if self.share == 1:
@@ -296,12 +301,6 @@ class _Call:
             shape = self.batch, self.states, self.keys
             out, values = make((*shape, self.width), **options), make((*shape, self.v_dim), **options)
         owners = self.batch * self.states
-        of_logs = of_ends = out
-        if learned:
-            of_logs = zeros((lane_blocks, self.batch, self.states, self.keys), dtype=torch.float32, device=self.device)
-            of_ends = zeros(
-                (lane_blocks, self.batch, self.states, plan.number), dtype=torch.float32, device=self.device
-            )
 
         def reading() -> Launch:
             strides = (
@@ -311,7 +310,7 @@ class _Call:
             constants = {
                 "X_HEADS": self.states, "Y_GROUP": self.group, "X_SHARE": self.share, "FEATURES": self.features,
                 "V_DIM": self.v_dim, "X_MAP": self.maps[1], "Y_MAP": self.maps[0], "NORMALIZED": self.normalize,
-                **self.common(1 if self.causal else 0), "LEARNED": learned, "SAME": self.same,
+                **self.common(1 if self.causal else 0), "SAME": self.same,
                 "PACKED": self.packed, "SEGMENT": self.segment, **block.constants(self.chunk),
                 "LANE_BLOCKS": lane_blocks, "ALL_LANES": narrow.lanes, "FEW_COLUMNS": narrow.columns,
                 "KIND": self.kind, "PRECISION": self.precision,
@@ -323,15 +322,14 @@ class _Call:
         optional = x.k_shift, x.q_shift, x.k_cos, x.k_sin, x.q_cos, x.q_sin
         spare = [out if tensor is None else tensor for tensor in optional]
         more = [out if tensor is None else tensor for tensor in (x.decay, x.band, plan.begins)]
-        self.launch(f"keys {learned}", reading)(
-            self.device, x.k, x.q, x.v, cotangent, *spare, *rows, *more, *sums, out, values, *before[:2], of_logs,
-            of_ends, x.k_row, x.q_row,
+        self.launch("keys", reading)(
+            self.device, x.k, x.q, x.v, cotangent, *spare, *rows, *more, *sums, out, values, x.k_row, x.q_row,
         )  # fmt: skip
         if self.share > 1:
             # Each query head has sums of its own, and so a gradient of its key head.
             grouped = (y.unflatten(1, (self.kv_heads, self.share)).sum(2) for y in (out, values))
             out, values = (y.to(self.dtype) for y in grouped)
-        return out, values, (of_logs.sum(0), of_ends.sum(0)) if learned else None
+        return out, values
 
 
 def linear_attention(
@@ -396,15 +394,15 @@ def empty_saved(
 
 
 def _stores(q: Tensor, v: Tensor, weighting: Weighting) -> bool:
-    """Whether the kernels are used that store rotated features: tiles of wide heads do not fit into registers."""
+    """Whether the kernels are used that store rotated features: tiles of wide heads, and of 32 bits, are too large."""
     wide = max(q.shape[-1], v.shape[-1]) > 64 or v.dtype != torch.bfloat16
     return wide and weighting.plain
 
 
 class Gradients(NamedTuple):
-    """Gradients of linear attention. Those of decay and band are None unless they were asked for.
+    """Gradients of linear attention. That of the band is None unless it was asked for.
 
-    >>> Gradients(*torch.zeros(4, 1)).decay is None
+    >>> Gradients(*torch.zeros(4, 1)).band is None
     True
     """
 
@@ -412,7 +410,6 @@ class Gradients(NamedTuple):
     k: Tensor
     v: Tensor
     before: Tensor
-    decay: Tensor | None = None
     band: Tensor | None = None
 
 
@@ -429,7 +426,9 @@ def linear_attention_backward(
     weighting: Weighting = NO_WEIGHTING,
     learned: bool = False,
 ) -> Gradients:
-    """Return the gradients of q, k, v and of the initial sums, and if `learned` those of decay and band.
+    """Return the gradients of q, k, v and of the initial sums, and if `learned` that of the band.
+
+    There is no gradient of a decay: from rows it would be a difference of large sums, in which few digits are left.
 
     With dn = do / den and dden = -(do . o) / den: dq_i is computed from S_i dn_i and dden_i z_i; dk_j from T_j v_j and
     the sum of dden_i q_i; dv_j = T_j^T R k_j, where T_j is the sum of (R q_i) dn_i^T over i >= j.
@@ -445,7 +444,7 @@ def linear_attention_backward(
         causal: Whether attention was causal.
         cu_seqlens: Ends of packed sequences.
         weighting: Factors on the terms.
-        learned: Whether the gradient of the decay or of the band is needed.
+        learned: Whether the gradient of the band is needed.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
@@ -459,7 +458,7 @@ def linear_attention_backward(
     if _stores(q.x, v, weighting):
         arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens
         return Gradients(*stored.linear_attention_backward(*arguments))
-    out, total, inverse, *saved = results
+    out, _, inverse, *saved = results
     cotangent = _readable(cotangent)
     last = None if total_cotangent is None else total_cotangent.contiguous()
     x, call = _prepare(q, k, v, None, layout, causal, cu_seqlens, weighting, cotangent)
@@ -470,16 +469,10 @@ def linear_attention_backward(
         inverse = weight = out
     behind, of_before = call.sums(x, query_plan, "q", cotangent, (out, inverse, weight), last)
     rows, before = (inverse, weight), _Sums(*saved)
-    of_decay = learned and call.decay != 0
-    dk, dv, logs = call.of_keys(x, plan, behind, cotangent, rows, before, learned=of_decay)
+    dk, dv = call.of_keys(x, plan, behind, cotangent, rows)
     of_band = learned and call.band != 0
     dq, d_band = call.of_queries(x, query_plan, before, cotangent, rows, learned=of_band)
-    d_decay = None
-    if logs is not None and x.decay is not None:
-        ends = None if last is None else (total * last).sum(-1)
-        products = None if call.normalize else (out.double() * cotangent.double()).sum(-1)
-        d_decay = decay_gradient(plan, *logs, ends, products, x.decay.shape)
-    return Gradients(dq, dk, dv, of_before, d_decay, d_band)  # pyright: ignore[reportArgumentType]
+    return Gradients(dq, dk, dv, of_before, d_band)
 
 
 def _prepare(
@@ -498,7 +491,7 @@ def _prepare(
     k_cos, k_sin, k_row = k.tables or _NO_TABLES
     decay, band, _, normalize, scale = weighting
     signed = signature(q.x, k.x, v, q_cos, q_sin, k_cos, k_sin, decay, band, before, cotangent)
-    same = q_cos is not None and k_cos is not None and q_cos.data_ptr() == k_cos.data_ptr() and q_row == k_row
+    same = q_cos is k_cos and q_sin is k_sin and q_row == k_row
     sequences = None if cu_seqlens is None else len(cu_seqlens)
     key = None
     if signed is not None:
@@ -518,10 +511,11 @@ def _prepare(
     )  # fmt: skip
     call = None if key is None else LAUNCHES.get(key)
     if call is None:
-        call = _Call(x, layout, (q.map, k.map), causal, weighting, cu_seqlens is not None)
+        call = _Call(x, layout, (q.map, k.map), causal, weighting, cu_seqlens is not None, same)
         unchanged = x.q is q.x and x.k is k.x and x.v is v and x.q_shift is None and x.k_shift is None and band is None
-        tables = (q.tables or _NO_TABLES)[0], (k.tables or _NO_TABLES)[0]
-        call.direct = unchanged and x.q_cos is tables[0] and x.k_cos is tables[1]
+        tables = *(q.tables or _NO_TABLES)[:2], *(k.tables or _NO_TABLES)[:2]
+        unchanged = unchanged and all(a is b for a, b in zip((q_cos, q_sin, k_cos, k_sin), tables, strict=True))
+        call.direct = unchanged
         LAUNCHES.keep(key, call)
     return x, call
 
@@ -545,5 +539,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, clear: bool) -> Tensor:
-    """Return memory for a gradient of x, with its strides; zeros if not all rows are written."""
-    return zeros_like(x) if clear else empty_like(x)
+    """Return memory for a gradient of x, with its strides if features are adjacent; zeros if `clear`."""
+    out = zeros_like(x) if clear else empty_like(x)
+    # The strides of overlapping rows are not kept.
+    return out if out.stride(3) == 1 else out.contiguous()

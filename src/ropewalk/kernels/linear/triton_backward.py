@@ -48,7 +48,7 @@ def add_diagonals(target, tile, CHUNK: tl.constexpr):
 @triton.jit
 def feature_rows(
     x_side, y_side, x_table, y_table, p, values, rows, decay, band, begins, running, plain, low, out, block,
-    others, of_logs, of_ends, of_band, of_far, length, owners, count, slots, factor,
+    of_band, of_far, length, owners, count, slots, factor,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, X_SHARE: tl.constexpr, Y_SHARE: tl.constexpr,
     FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, KEYS: tl.constexpr,
     NORMALIZED: tl.constexpr, SIDE: tl.constexpr, ALL: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr,
@@ -58,8 +58,8 @@ def feature_rows(
     """Compute the gradient of x of a segment.
 
     x are queries, y the keys that they read, `values` those of y, and p the cotangents of x. KEYS: x are keys, y the
-    queries that read them, `values` the cotangents of y, and p the values of x. LEARNED: also compute what the gradient
-    of the decay needs from keys, or that of the band from queries.
+    queries that read them, `values` the cotangents of y, and p the values of x. LEARNED: x are queries, and the
+    gradient of the band is computed too.
     """
     HEADS: tl.constexpr = X_HEADS // X_GROUP
     DIRECTION: tl.constexpr = -1 if SIDE > 0 else 1
@@ -80,17 +80,6 @@ def feature_rows(
     if SIDE == 0 and not ALL:
         later = load_sums(running, slots + slot, column, offset, LANES, FEATURES, V_DIM)
         plain_later_a, plain_later_b = load_plain(plain, slots + slot, offset, LANES, FEATURES)
-    if KEYS and LEARNED and DECAY:
-        # Gradient of the logarithm of the decay to the end of the segment, by the keys up to there and the queries
-        # after it. The sums up to there are those before the next segment.
-        inner = 0.0
-        if end < last:
-            before = load_sums(others[0], slot + 1, column, offset, LANES, FEATURES, V_DIM).to(tl.float32)
-            inner += tl.sum(tl.sum(before * sums, axis=1), axis=0)
-            if NORMALIZED or KEYS:
-                end_a, end_b = load_plain(others[1], slot + 1, offset, LANES, FEATURES)
-                inner += tl.sum(end_a * plain_a + end_b * plain_b, axis=0)
-        tl.store(of_ends + block * (owners * count).to(tl.int64) + slot, inner)
     chunks = (size + CHUNK - 1) // CHUNK
     far_total = tl.zeros((CHUNK,), tl.float32)
     later_total = tl.zeros((CHUNK,), tl.float32)
@@ -126,17 +115,16 @@ def feature_rows(
             if FEATURES[1]:
                 c, s = load_tables(x_table, batch, x_head, begin, index, valid, offset, LANES, FEATURES)
                 u, w = rotate_pairs(a, b, c, s, FEATURES)
-            if BAND and not KEYS:
-                top_a, top_b = parted(top)
-                far_total += over * tl.sum(u * top_a + w * top_b, axis=1)
-                if NORMALIZED:
-                    far_total += pull * tl.sum(a * low_a + b * low_b, axis=1)
+            top_a, top_b = parted(top)
+            far_total += over * tl.sum(u * top_a + w * top_b, axis=1)
+            if NORMALIZED:
+                far_total += pull * tl.sum(a * low_a + b * low_b, axis=1)
         if SIDE == 0 and not ALL:
             near = later_weights(logs, band, head, index, size, DECAY, BAND, KEYS)[:, None]
             more = near * tl.dot(cotangents, later.to(KIND), input_precision=PRECISION)
             more_a, more_b = near * plain_later_a[None, :], near * plain_later_b[None, :]
             top, low_a, low_b = top + more, low_a + more_a, low_b + more_b
-            if LEARNED and BAND and not KEYS:
+            if LEARNED:
                 top_a, top_b = parted(more)
                 later_total += over * tl.sum(u * top_a + w * top_b, axis=1)
                 if NORMALIZED:
@@ -161,7 +149,7 @@ def feature_rows(
                     index, other, local, logs, band, virtual if KEYS else head, SIDE, DECAY, BAND, KEYS
                 )
                 moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
-                if LEARNED and BAND and not KEYS:
+                if LEARNED:
                     scores = tl.dot(joined(u, w, KIND), tl.trans(operand), input_precision=PRECISION)
                     gradient = scores * moved * over[:, None]
                     if NORMALIZED:
@@ -185,10 +173,6 @@ def feature_rows(
         if not KEYS:
             top_a, top_b = top_a * over[:, None], top_b * over[:, None]
             under_a, under_b = under_a * pull[:, None], under_b * pull[:, None]
-        if KEYS and LEARNED and DECAY:
-            of_row = tl.sum(u * top_a + w * top_b + a * under_a + b * under_b, axis=1)
-            at = (block * owners + batch * X_HEADS + head) * length + begin + index
-            tl.store(of_logs + at, of_row, mask=valid)
         # Only now, because the numbers above need the registers.
         m, n, shifts = load_features(
             x_side, batch, x_head, begin, index, valid, offset, length, LANES, FEATURES, X_MAP, False
@@ -200,7 +184,7 @@ def feature_rows(
         grad_b = (top_b + under_b) * slope(n, shifts, X_MAP)
         target = out[0] + batch * out[1] + head * out[2] + begin * out[3] + index * out[3]
         store_pairs(target, valid, offset, grad_a, grad_b, LANES, FEATURES)
-    if LEARNED and BAND and not KEYS:
+    if LEARNED:
         at = (block * owners + batch * X_HEADS + head) * count + number
         tl.store(of_far + 2 * at, tl.sum(far_total, axis=0))
         tl.store(of_far + 2 * at + 1, tl.sum(later_total, axis=0))
@@ -229,7 +213,7 @@ def read_queries(
         (x_cos, x_sin, x_row, x_table_b, x_table_h), (y_cos, y_sin, y_row, y_table_b, y_table_h),
         (p, p_b, p_h, p_n), (v, v_b, v_h, v_n), (inverse, weight), (decay, d_b, d_h, d_n), band, begins, running,
         plain, low, (out, o_b, o_h, o_n), tl.program_id(1),
-        (running, plain), of_far, of_far, of_band, of_far, length, owners, count, slots, factor, X_HEADS, X_GROUP, 1, 1,
+        of_band, of_far, length, owners, count, slots, factor, X_HEADS, X_GROUP, 1, 1,
         Y_SHARE, FEATURES, V_DIM, X_MAP, Y_MAP, False, NORMALIZED, SIDE, ALL, DECAY, BAND, LEAD, LEARNED, PACKED,
         SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
     )  # fmt: skip
@@ -238,12 +222,12 @@ def read_queries(
 @triton.jit(do_not_specialize=["x_row", "y_row", "length", "owners", "count", "slots", "x_heads", "y_heads"])
 def read_keys(
     x, y, v, p, x_shift, y_shift, x_cos, x_sin, y_cos, y_sin, inverse, weight, decay, band, begins, running, plain,
-    low, out, of_values, before, plain_before, of_logs, of_ends, x_row, y_row, x_b, x_h, x_n, y_b, y_h, y_n,
+    low, out, of_values, x_row, y_row, x_b, x_h, x_n, y_b, y_h, y_n,
     v_b, v_h, v_n, p_b, p_h, p_n, o_b, o_h, o_n, w_b, w_h, w_n, d_b, d_h, d_n, x_table_b, x_table_h,
     y_table_b, y_table_h, length, owners, count, slots, x_heads, y_heads, factor,
     X_HEADS: tl.constexpr, Y_GROUP: tl.constexpr, X_SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr,
     X_MAP: tl.constexpr, Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, SIDE: tl.constexpr, ALL: tl.constexpr,
-    DECAY: tl.constexpr, BAND: tl.constexpr, LEAD: tl.constexpr, LEARNED: tl.constexpr, SAME: tl.constexpr,
+    DECAY: tl.constexpr, BAND: tl.constexpr, LEAD: tl.constexpr, SAME: tl.constexpr,
     PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
     LANE_BLOCKS: tl.constexpr, ALL_LANES: tl.constexpr, FEW_COLUMNS: tl.constexpr, KIND: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -255,9 +239,6 @@ def read_keys(
     Args:
         y: Queries, whose outputs have the cotangents p.
         running: Sums of (R y) p^T after each segment.
-        before: Sums of the forward before each segment, if LEARNED.
-        of_logs: If LEARNED, the gradients of the logarithms of the decays by the keys.
-        of_ends: If LEARNED, the gradients of the logarithms of the decays to the end of each segment.
     """
     block = tl.program_id(1)
     x_side, y_side = (x, x_shift, x_b, x_h, x_n, x_heads), (y, y_shift, y_b, y_h, y_n, y_heads)
@@ -267,9 +248,9 @@ def read_keys(
     if block < LANE_BLOCKS:
         feature_rows(
             x_side, y_side, x_table, y_table, values, cotangents, rows, logs, band, begins, running, plain, low,
-            (out, o_b, o_h, o_n), block, (before, plain_before), of_logs, of_ends, of_ends, of_ends, length, owners,
+            (out, o_b, o_h, o_n), block, plain, plain, length, owners,
             count, slots, factor, X_HEADS, 1, Y_GROUP, X_SHARE, 1, FEATURES, V_DIM, X_MAP, Y_MAP, True, NORMALIZED,
-            SIDE, ALL, DECAY, BAND, LEAD, LEARNED, PACKED, SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
+            SIDE, ALL, DECAY, BAND, LEAD, False, PACKED, SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
         )  # fmt: skip
     else:
         value_rows(

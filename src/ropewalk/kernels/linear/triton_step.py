@@ -191,7 +191,7 @@ def _launch(
     if (
         heads % kv_heads
         or state_heads not in (kv_heads, heads)
-        or any(x.stride(3) != 1 for x in (q, k, v) if width > 1)
+        or any(x.stride(3) != 1 for x in (q, k, v) if x.shape[3] > 1)
     ):
         return None
     if any(x is not None and x.device != q.device for x in tensors) or max(width, v_dim) > 256:
@@ -210,8 +210,10 @@ def _launch(
     elif state_heads != kv_heads:
         return None
     # `out` is shaped and strided as q, or contiguous.
-    out_strides = empty_like(q, device="meta").stride()[:2] if v_dim == width else (heads * v_dim, v_dim)
-    numbers = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_strides, *decay_strides, scale)
+    out_strides = empty_like(q, device="meta").stride() if v_dim == width else (heads * v_dim, v_dim, v_dim, 1)
+    if out_strides[3] != 1 and v_dim > 1:
+        return None
+    numbers = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out_strides[:2], *decay_strides, scale)
     constants = {
         "HEADS": state_heads, "GROUP": heads // state_heads, "SHARED": state_heads // kv_heads, "WIDTH": width,
         "V_DIM": v_dim, "PAIRS": pairs, "START": layout.start if pairs else 0, "INTERLEAVED": layout.interleaved,

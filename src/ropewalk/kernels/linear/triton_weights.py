@@ -18,6 +18,12 @@ LEAST = tl.constexpr(-1000.0)
 
 
 @triton.jit
+def bounded(g):
+    """Return a logarithm that is at least LEAST. Not by maximum, which would replace NaN by a number."""
+    return tl.where(g < LEAST, LEAST, g)
+
+
+@triton.jit
 def chunk_decay(decay, begin, start, tokens, DECAY: tl.constexpr, CHUNK: tl.constexpr):
     """Return the logarithm of the decay from the start of a chunk to each of its tokens, and to its last one.
 
@@ -29,12 +35,12 @@ def chunk_decay(decay, begin, start, tokens, DECAY: tl.constexpr, CHUNK: tl.cons
     """
     row = tl.arange(0, CHUNK)
     if DECAY == 1:
-        g = tl.maximum(tl.load(decay[0]).to(tl.float32), LEAST)
+        g = bounded(tl.load(decay[0]).to(tl.float32))
         local, last = g * tl.minimum(row + 1, tokens), g * tokens
     elif DECAY == 2:
         # In float64, because differences of large sums are needed.
         source = decay[0] + (begin + start) * decay[1] + row * decay[1]
-        g = tl.maximum(tl.load(source, mask=row < tokens, other=0.0).to(tl.float64), LEAST)
+        g = bounded(tl.load(source, mask=row < tokens, other=0.0).to(tl.float64))
         local, last = tl.cumsum(g, axis=0), tl.sum(g, axis=0)
     else:
         local = tl.zeros((CHUNK,), tl.float32)
@@ -64,7 +70,7 @@ def pair_weights(
     elif SIDE > 0:
         seen = ahead >= 0
     if DECAY == 1:
-        g = tl.maximum(tl.load(decay[0]).to(tl.float32), LEAST)
+        g = bounded(tl.load(decay[0]).to(tl.float32))
         logs = g * (ahead if SIDE > 0 else -ahead if SIDE < 0 else tl.abs(ahead))
         weights = exponential(tl.where(seen, logs, -float("inf")) if SIDE != 0 else logs)
     elif DECAY == 2:
@@ -101,7 +107,7 @@ def later_weights(
     """Return the factors of the sums after a segment of `size` tokens, for each row of it, if SIDE is 0."""
     weights = tl.zeros(index.shape, tl.float32) + 1.0
     if DECAY:
-        g = tl.maximum(tl.load(decay[0]).to(tl.float32), LEAST)
+        g = bounded(tl.load(decay[0]).to(tl.float32))
         weights = exponential(g * tl.maximum(size - 1 - index, 0))
     elif BAND and not KEYS:
         weights *= far_weights(band, head, False, BAND, KEYS)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Choice, Registry, current
+from ropewalk.kernels.backend import Choice, Registry, candidates, current
 from ropewalk.kernels.signature import is_eager, signature
 from ropewalk.kernels.torch_internals import current_stream, is_capturing
 from ropewalk.kernels.types import FeatureMap, Layout, Side, Tables, Weighting
@@ -113,6 +113,9 @@ def remember_call(
     True
     """
     if not isinstance(options[0], str) or options[0] not in FeatureMap.__members__:
+        return
+    # Without kernels for the device, every call would search for one here again.
+    if all(candidate.backend == "torch" for candidate in candidates("linear_attention", None, v.device.type)):
         return
     if rotation is not rope or (rotation is not None and not depends_on_position_alone(rotation)):
         return

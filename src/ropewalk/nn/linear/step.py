@@ -156,7 +156,9 @@ def attach_step(
     if not named or any(name not in FeatureMap.__members__ for name in maps):
         return
     run = linear_step_on(device.type)
-    if run is None:
+    bias = arguments[1]
+    # Slopes that are learned may change between two tokens, and need gradients.
+    if run is None or (isinstance(bias, torch.nn.Module) and any(True for _ in bias.parameters())):
         return
     decay = weighting.decay
     per_head = decay is not None and decay.shape[0] == decay.shape[2] == 1

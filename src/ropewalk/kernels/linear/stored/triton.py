@@ -227,6 +227,8 @@ class _Call:
         """Return the gradient of `own_side`, with the strides of its tensor."""
         block = self.tile.features._replace(rows=min(self.tile.features.rows, plan.segment))
         out = empty_like(own_side.x)
+        # The strides of overlapping rows are not kept.
+        out = out if out.stride(3) == 1 else out.contiguous()
         if plan.begins is not None:
             out.zero_()
         scale, weight = rows
