@@ -372,7 +372,7 @@ def empty_saved(
 
     >>> x = torch.ones(1, 2, 300, 4, device="meta", dtype=torch.bfloat16)
     >>> [list(tensor.shape) for tensor in empty_saved(x, x, x, None, True, NO_WEIGHTING)]
-    [[1, 2, 300], [4, 16], [4, 4], [32, 4]]
+    [[1, 2, 300], [4, 16], [4, 4], [16, 4]]
     """
     if _stores(q, v, weighting):
         return stored.empty_saved(q, k, v, cu_seqlens)
