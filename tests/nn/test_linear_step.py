@@ -369,3 +369,30 @@ def test_compilers_see_the_general_path():
     torch.testing.assert_close(compiled, both(*LENGTHS[1], state, rope=rope)[0][0], rtol=1e-5, atol=1e-6)
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")(*LENGTHS[1], state.above, state.below)
     torch.testing.assert_close(compiled, both(*LENGTHS[1], state, rope=rope)[0][0], rtol=1e-5, atol=1e-6)
+
+
+class LearnedSlopes(rw.Encoding):
+    """A bias that is linear in the distance, with slopes that are learned."""
+
+    name = "learned slopes"
+    linear = True
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.full((2,), 0.3))
+
+    def distance_bias(self):
+        return rw.DistanceBias(slopes=self.slopes)
+
+
+def test_learned_slopes_are_read_at_each_token_and_get_gradients():
+    bias, (q, k, v) = LearnedSlopes(), tokens(1, 2, 2, 4, 8, 8, torch.float32)
+    with torch.no_grad():
+        _, state = rw.linear_attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], bias=bias, return_state=True)
+    last = [x[:, :, 3:] for x in (q, k, v)]
+    out, _ = rw.linear_attention(*last, bias=bias, state=state, return_state=True)
+    assert torch.autograd.grad(out.sum(), bias.slopes)[0].any()
+    with torch.no_grad():
+        bias.slopes.mul_(5)
+        changed, _ = rw.linear_attention(*last, bias=bias, state=state, return_state=True)
+    assert not torch.allclose(out, changed)

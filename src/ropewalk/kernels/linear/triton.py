@@ -20,6 +20,7 @@ from ropewalk.kernels.linear.stored import triton as stored
 from ropewalk.kernels.linear.tiles import tile_of
 from ropewalk.kernels.linear.triton_backward import read_keys, read_queries
 from ropewalk.kernels.linear.triton_read import read_values
+from ropewalk.kernels.linear.triton_step import SMALLEST
 from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments
 from ropewalk.kernels.signature import signature
 from ropewalk.kernels.triton_launch import LAUNCHES, Launch, table_strides
@@ -33,9 +34,6 @@ _KINDS = {
     torch.float16: (tl.float32, "tf32"),
     torch.float32: (tl.float32, "tf32x3"),
 }
-
-# As in linear/torch.py: with weights, smaller denominators count as 0.
-_SMALLEST = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 # Largest stride of tokens with which offsets within a segment and its band have 32 bits.
 _WIDEST_STRIDE = 1 << 19
@@ -103,7 +101,7 @@ class _Call:
         self.band = 0 if band is None else band.shape[1] // 2
         # Tokens between a segment and the sums of the keys that have the bias of all farther ones.
         self.lead = -(-max(0, self.band - 1) // self.chunk) * self.chunk
-        self.least = _SMALLEST if weighted else 0.0
+        self.least = SMALLEST if weighted else 0.0
         self.maps = FeatureMap[maps[0]].value, FeatureMap[maps[1]].value
         pairs = 0 if x.q_cos is None else x.q_cos.shape[-1]
         # Without rotation, neighbours are paired, because they are read without gaps.

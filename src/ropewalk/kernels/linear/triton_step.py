@@ -18,11 +18,11 @@ from ropewalk.kernels.signature import is_eager, signature
 from ropewalk.kernels.triton_launch import LAUNCHES, Launch
 from ropewalk.kernels.types import Layout
 
-__all__ = ["linear_step"]
+__all__ = ["SMALLEST", "linear_step"]
 
 # Columns of values per program. Few, because there are few heads in a step.
 COLUMNS = 16
-# As in linear/torch.py: with a decay, what is smaller counts as 0.
+# As in linear/torch.py: with weights, denominators up to this are 0.
 SMALLEST = torch.finfo(torch.float32).tiny / torch.finfo(torch.float32).eps
 
 
