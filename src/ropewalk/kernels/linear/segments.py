@@ -13,20 +13,18 @@ __all__ = ["OPERANDS", "Plan", "count_segments", "segment_length", "stored_lengt
 OPERANDS = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 
 
-def segment_length(width: int, v_dim: int, rows: int, directions: int) -> int:
+def segment_length(width: int, v_dim: int, rows: int) -> int:
     """Return the number of tokens per segment. Long segments have fewer sums, but fewer programs.
 
     Args:
         width: Features per head.
         v_dim: Values per head.
         rows: Tokens of all sequences and heads.
-        directions: Directions in which sums run. With two, a row reads all tokens after it in its segment.
 
-    >>> segment_length(64, 64, 16 * 4096, 1), segment_length(64, 64, 16 * 65536, 1), segment_length(64, 64, 1 << 20, 2)
-    (256, 1024, 256)
+    >>> segment_length(64, 64, 16 * 4096), segment_length(64, 64, 16 * 65536)
+    (256, 1024)
     """
-    many = rows >= 1 << 19 and directions == 1
-    return (1024 if width * v_dim <= 1 << 14 else 512) if many else 256
+    return (1024 if width * v_dim <= 1 << 14 else 512) if rows >= 1 << 19 else 256
 
 
 def stored_length(width: int, v_dim: int) -> int:

@@ -36,10 +36,10 @@ class Tile(NamedTuple):
     Args:
         chunk: Tokens per step.
         sums: Block of `sum_segments`.
-        values: Block of `read_values`, which has all lanes.
+        values: Block of `read_values`, which has all lanes. `read_factors` has the same warps.
         features: Block of `read_queries` and of `read_keys`, which has all columns.
 
-    >>> tile_of(128, 128, torch.bfloat16).features.columns
+    >>> tile_of(128, 128, torch.bfloat16, apart=False).features.columns
     128
     """
 
@@ -49,13 +49,20 @@ class Tile(NamedTuple):
     features: Block
 
 
-def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
+def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
     """Return the tile that was fastest on an H200.
 
     Matrix instructions of four or more warps process 64 rows at once if there are as many. Rows are those of a chunk,
     or the columns of sums.
 
-    >>> tile_of(80, 64, torch.bfloat16).values.lanes  # 40 pairs, up to a power of 2
+    Args:
+        width: Features per head.
+        v_dim: Values per head.
+        dtype: Dtype of the tensors.
+        apart: Whether programs compute one chunk each. Several programs per multiprocessor then hide the latency of
+            loads, and pipelined loads would need the memory of the others.
+
+    >>> tile_of(80, 64, torch.bfloat16, apart=False).values.lanes  # 40 pairs, up to a power of 2
     64
     """
     lanes, columns = (max(16, 1 << max(0, n - 1).bit_length()) for n in ((width + 1) // 2, v_dim))
@@ -66,10 +73,10 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
             Block(lanes, min(columns, 64 if lanes <= 32 else 32), 4, 1),
             Block(min(lanes, 32 if columns <= 64 else 16), columns, 4, 1),
         )
-    wide = lanes > 32 and columns > 64
+    wide, stages = lanes > 32 and columns > 64, 1 if apart else 2
     return Tile(
         64,
         Block(lanes, columns, 4, 3 if lanes <= 32 else 2),
-        Block(lanes, columns, 8) if wide else Block(lanes, min(columns, 64), 4),
-        Block(lanes, columns, 8) if wide else Block(min(lanes, 32), columns, 4),
+        Block(lanes, columns, 8, stages) if wide else Block(lanes, min(columns, 64), 4, stages),
+        Block(lanes, columns, 8, stages) if wide else Block(min(lanes, 32), columns, 4, stages),
     )

@@ -4,12 +4,13 @@
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 # In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
+import torch
 import triton
 import triton.language as tl
 
 from ropewalk.kernels.types import FeatureMap
 
-__all__ = ["EXP", "NOTHING", "exponential", "mapped", "slope"]
+__all__ = ["EXP", "KINDS", "NOTHING", "exponential", "mapped", "slope"]
 
 ELU = tl.constexpr(FeatureMap.elu.value)
 RELU = tl.constexpr(FeatureMap.relu.value)
@@ -19,6 +20,14 @@ EXP = tl.constexpr(FeatureMap.exp.value)
 
 # The input that each map maps to 0. Padding lanes are filled with it, and so add nothing.
 NOTHING = tl.constexpr(tuple(feature_map.zero for feature_map in FeatureMap))
+
+
+# Dtype of operands of matrix products, and the precision of the products.
+KINDS = {
+    torch.bfloat16: (tl.bfloat16, "ieee"),
+    torch.float16: (tl.float32, "tf32"),
+    torch.float32: (tl.float32, "tf32x3"),
+}
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from ropewalk.kernels.linear.triton_rows import (
     rotate_pairs,
     segment_of,
 )
-from ropewalk.kernels.linear.triton_weights import chunk_decay
+from ropewalk.kernels.linear.triton_weights import chunk_decay, far_weight, store_factors
 
 
 @triton.jit
@@ -34,22 +34,32 @@ def row_products(out, cotangents, batch, head, begin, index, valid, V_DIM: tl.co
     return total
 
 
+@triton.jit
+def store_lanes(target, slot, a, b, lane, HALF: tl.constexpr):
+    """Store the first and second members of a sum of y."""
+    source = target + slot * (2 * HALF) + 2 * lane
+    tl.store(source, a, mask=lane < HALF)
+    tl.store(source + 1, b, mask=lane < HALF)
+
+
 @triton.jit(do_not_specialize=["row", "length", "owners", "count", "heads"])
 def sum_segments(
-    y, shift, cos, sin, z, out, inverse, weight, decay, band, begins, sums, low, fade, row,
+    y, shift, cos, sin, z, out, inverse, weight, decay, band, begins, sums, inner, low, fade, factors, row,
     y_b, y_h, y_n, z_b, z_h, z_n, o_b, o_h, o_n, d_b, d_h, d_n, table_b, table_h, length, owners, count, heads, factor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr,
     MAP: tl.constexpr, QUERIES: tl.constexpr, NORMALIZED: tl.constexpr, DECAY: tl.constexpr, DIRECTIONS: tl.constexpr,
-    BAND: tl.constexpr, LEAD: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    APART: tl.constexpr, BAND: tl.constexpr, READERS: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum z (R y)^T and y over each segment, and over the GROUP heads that share a sum.
 
     A sum of keys is decayed to the segment's last token, one of queries to the token before its first. With two
-    DIRECTIONS, the third grid axis is the direction. LEAD tokens are between the segment and the tokens that are summed
-    for it. The sums of y over each chunk, decayed to its end, are stored in `low`. QUERIES: y are queries and z the
-    cotangents of their outputs. Rotated rows are multiplied by `inverse`, the others by the cotangent of the
-    denominator, which is stored in `weight`.
+    DIRECTIONS, the third grid axis is the direction. The sums of y over each chunk, decayed to its end, are stored in
+    `low`. APART: the sums of the segment before each chunk are stored instead, also those of z (R y)^T, in `inner`.
+    QUERIES: y are queries and z the cotangents of their outputs. Rotated rows are multiplied by `inverse`, the others
+    by the cotangent of the denominator, which is stored in `weight`. With a BAND, the factors between chunks of keys
+    and of the READERS query heads per sum are stored in `factors`.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SIZE: tl.constexpr = 2 * HALF * (V_DIM + 1)
@@ -58,11 +68,9 @@ def sum_segments(
     offset = (block % LANE_BLOCKS) * LANES
     lane = offset + tl.arange(0, LANES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
-    begin, end, first, last = segment_of(begins, number, count, length, SEGMENT, PACKED)
+    begin, end, _, _ = segment_of(begins, number, count, length, SEGMENT, PACKED)
     after = (1 if QUERIES else 0) if DIRECTIONS == 1 else tl.program_id(2)
-    move = (2 * after - 1) * LEAD
-    lowest = (tl.maximum(begin + move, first) - begin).to(tl.int32)
-    highest = (tl.minimum(end + move, last) - begin).to(tl.int32)
+    size = (end - begin).to(tl.int32)
     side, table = (y, shift, y_b, y_h, y_n, heads), (cos, sin, row, table_b, table_h)
     values, outs, logs = (z, z_b, z_h, z_n), (out, o_b, o_h, o_n), (decay + batch * d_b + head * d_h, d_n)
     slot = (batch * HEADS + head) * count + number
@@ -74,14 +82,22 @@ def sum_segments(
     low_a = tl.zeros((LANES,), tl.float32)
     low_b = tl.zeros((LANES,), tl.float32)
     gone = 0.0
+    place = 2 * offset + tl.arange(0, 2 * LANES)
+    at_sums = column[:, None] * (2 * HALF) + place[None, :]
+    inside = (column < V_DIM)[:, None] & (place < 2 * HALF)[None, :]
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
     for step in range(0, CHUNKS * GROUP):
         chunk = step // GROUP + after * (CHUNKS - 1 - 2 * (step // GROUP))
         start = chunk * CHUNK
-        index = start + move + tl.arange(0, CHUNK)
-        valid = (index >= lowest) & (index < highest)
+        index = start + tl.arange(0, CHUNK)
+        valid = index < size
         virtual = head * GROUP + step % GROUP
         member = virtual // SHARE
+        if APART and step % GROUP == 0:
+            target = inner + (slot * CHUNKS + chunk) * (2 * HALF * V_DIM)
+            tl.store(target + at_sums, total.to(inner.dtype.element_ty), mask=inside)
+            if block // LANE_BLOCKS == 0:
+                store_lanes(low, slot * CHUNKS + chunk, plain_a, plain_b, lane, HALF)
         e, f, shifts = load_features(
             side, batch, member, begin, index, valid, offset, length, LANES, FEATURES, MAP, True
         )
@@ -100,18 +116,20 @@ def sum_segments(
                     pull = -over * tl.sum(o * z_tile.to(tl.float32), axis=1)
                 else:
                     pull = -over * row_products(outs, values, batch, member, begin, index, valid, V_DIM, COLUMNS)
-                if LEAD == 0 and block == 0:
+                if block == 0:
                     tl.store(weight + at, pull, mask=valid)
                 r, t, e, f = r * over[:, None], t * over[:, None], e * pull[:, None], f * pull[:, None]
             else:
                 # Cotangents of denominators are 0.
                 r, t, e, f = r * factor, t * factor, e * 0.0, f * 0.0
             if BAND > 0:
-                # Keys farther than the band share one factor per query head: keys before, or after, the query.
-                far = tl.load(band + virtual * (2 * BAND + 1) + (1 - after) * 2 * BAND)
+                # Keys beyond the band share one factor per query head. Queries after them read keys before.
+                far = far_weight(band, virtual, BAND, False)
+                if DIRECTIONS == 2:
+                    far = tl.where(after == 1, far, far_weight(band, virtual, BAND, True))
                 r, t, e, f = r * far, t * far, e * far, f * far
         if DECAY:
-            tokens = tl.minimum(tl.maximum((end - begin).to(tl.int32) - start, 0), CHUNK)
+            tokens = tl.minimum(tl.maximum(size - start, 0), CHUNK)
             local, whole = chunk_decay(logs, begin, start, tokens, DECAY, CHUNK)
             far = exponential((after * local + (1 - after) * (whole - local)).to(tl.float32))[:, None]
             r, t, e, f = r * far, t * far, e * far, f * far
@@ -122,36 +140,28 @@ def sum_segments(
         total = tl.dot(tl.trans(z_tile), joined(r, t, KIND), total, input_precision=PRECISION)
         sum_a, sum_b = tl.sum(e, axis=0), tl.sum(f, axis=0)
         plain_a, plain_b = plain_a + sum_a, plain_b + sum_b
-        if GROUP == 1:
-            low_a, low_b = sum_a, sum_b
-        else:
-            is_first = step % GROUP == 0
-            low_a, low_b = tl.where(is_first, 0.0, low_a) + sum_a, tl.where(is_first, 0.0, low_b) + sum_b
-        if block // LANE_BLOCKS == 0:
-            # Of several heads, the last one stores the sum over all.
-            target = low + (slot * CHUNKS + chunk) * (2 * HALF) + 2 * lane
-            tl.store(target, low_a, mask=lane < HALF)
-            tl.store(target + 1, low_b, mask=lane < HALF)
-    target = sums + slot * SIZE
-    place = 2 * offset + tl.arange(0, 2 * LANES)
-    inside = (column < V_DIM)[:, None] & (place < 2 * HALF)[None, :]
-    tl.store(target + (column[:, None] * (2 * HALF) + place[None, :]), total, mask=inside)
+        if not APART:
+            if GROUP == 1:
+                low_a, low_b = sum_a, sum_b
+            else:
+                is_first = step % GROUP == 0
+                low_a, low_b = tl.where(is_first, 0.0, low_a) + sum_a, tl.where(is_first, 0.0, low_b) + sum_b
+            if block // LANE_BLOCKS == 0:
+                # Of several heads, the last one stores the sum over all.
+                store_lanes(low, slot * CHUNKS + chunk, low_a, low_b, lane, HALF)
+    tl.store(sums + slot * SIZE + at_sums, total, mask=inside)
     if block // LANE_BLOCKS == 0:
-        tl.store(target + 2 * HALF * V_DIM + 2 * lane, plain_a, mask=lane < HALF)
-        tl.store(target + 2 * HALF * V_DIM + 2 * lane + 1, plain_b, mask=lane < HALF)
+        store_lanes(sums + slot * SIZE + 2 * HALF * V_DIM, slot * 0, plain_a, plain_b, lane, HALF)
     if DECAY:
         # The same number in all blocks and directions.
         tl.store(fade + (batch * HEADS + head) * count + number, gone)
-    if QUERIES and NORMALIZED and LEAD > 0:
-        # The tokens that were summed are not those of the segment.
-        for step in range(0, CHUNKS * GROUP):
-            index = (step // GROUP) * CHUNK + tl.arange(0, CHUNK)
-            valid = index < (end - begin).to(tl.int32)
-            member = head * GROUP + step % GROUP
-            at = (batch * heads + member) * length + begin + index
-            over = tl.load(inverse + at, mask=valid, other=0.0)
-            pull = -over * row_products(outs, values, batch, member, begin, index, valid, V_DIM, COLUMNS)
-            tl.store(weight + at, pull, mask=valid)
+    if BAND > 0:
+        NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
+        TILES: tl.constexpr = 1 + NEAR if DIRECTIONS == 1 else 1 + 2 * NEAR
+        SIDE: tl.constexpr = -1 if DIRECTIONS == 1 else 0
+        if (tl.program_id(0) < HEADS) & (block == 0) & (tl.program_id(2) == 0):
+            for step in range(0, READERS * TILES):
+                store_factors(factors, band, head * READERS + step // TILES, step % TILES, BAND, SIDE, CHUNK)
 
 
 @triton.jit

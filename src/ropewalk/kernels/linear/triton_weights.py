@@ -1,7 +1,8 @@
 """Factors between rows of linear attention on a GPU: decay, a bias within a band, or only which rows are visible.
 
-DECAY is 0 for no decay, 1 for one per head, 2 for one per token. BAND is the window of a bias, or 0. SIDE is which rows
-are read: -1 for those up to a row, 1 for those from it on, 0 for all.
+DECAY is 0 for no decay, 1 for one per head, 2 for one per token. BAND is the window of a bias, or 0: `band` has one
+logarithm per query head and difference key - query = -BAND .. BAND. SIDE is which rows are read: -1 for those up to a
+row, 1 for those from it on, 0 for all.
 """
 
 # pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -55,74 +56,65 @@ def carried_decay(local, last, SIDE: tl.constexpr):
 
 
 @triton.jit
-def pair_weights(
-    x_index, y_index, local, decay, band, head, SIDE: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr,
-    KEYS: tl.constexpr,
-):  # fmt: skip
-    """Return the factors between rows x and y [x, y], 0 if y is not visible.
+def pair_weights(x_index, y_index, local, decay, SIDE: tl.constexpr, DECAY: tl.constexpr):
+    """Return the factors between rows x and y [x, y] of the same chunk, 0 if y is not visible.
 
-    KEYS is whether x are keys: `band` has one factor per query head and difference key - query = -BAND .. BAND. With a
-    decay per token, x and y are the same chunk, and `local` is its decay.
+    `local` is the decay of the chunk, as `chunk_decay` returns it. SIDE is not 0.
     """
     ahead = y_index[None, :] - x_index[:, None]
-    if SIDE < 0:
-        seen = ahead <= 0
-    elif SIDE > 0:
-        seen = ahead >= 0
+    seen = ahead <= 0 if SIDE < 0 else ahead >= 0
     if DECAY == 1:
         g = bounded(tl.load(decay[0]).to(tl.float32))
-        logs = g * (ahead if SIDE > 0 else -ahead if SIDE < 0 else tl.abs(ahead))
-        weights = exponential(tl.where(seen, logs, -float("inf")) if SIDE != 0 else logs)
+        weights = exponential(tl.where(seen, g * tl.abs(ahead), -float("inf")))
     elif DECAY == 2:
         logs = local[:, None] - local[None, :] if SIDE < 0 else local[None, :] - local[:, None]
         weights = exponential(tl.where(seen, logs.to(tl.float32), -float("inf")))
-    elif BAND:
-        difference = -ahead if KEYS else ahead
-        source = band + head * (2 * BAND + 1) + BAND
-        weights = tl.load(source + tl.minimum(tl.maximum(difference, -BAND), BAND))
-        if SIDE != 0:
-            weights = tl.where(seen, weights, 0.0)
     else:
         weights = tl.where(seen, 1.0, 0.0)
     return weights
 
 
 @triton.jit
-def weighted(scores, weights, DECAY: tl.constexpr, BAND: tl.constexpr):
-    """Return scores times their factors. Without decay and band, scores that are not visible may be infinite."""
-    return scores * weights if DECAY or BAND else tl.where(weights > 0, scores, 0.0)
+def weighted(scores, weights, WEIGHTED: tl.constexpr):
+    """Return scores times their factors. If factors are only 0 or 1, scores that are not visible may be infinite."""
+    return scores * weights if WEIGHTED else tl.where(weights > 0, scores, 0.0)
 
 
 @triton.jit
-def far_weights(band, head, before, BAND: tl.constexpr, KEYS: tl.constexpr):
-    """Return the factor of rows y beyond the band, before x or after it, of a query head."""
-    # The first number is that of keys before the query: y before x, unless x are keys.
-    return tl.load(band + head * (2 * BAND + 1) + (0 if before != KEYS else 2 * BAND))
+def far_weight(band, head, BAND: tl.constexpr, AFTER: tl.constexpr):
+    """Return the factor of keys beyond the band of a query head: before the query, or after it if AFTER."""
+    return tl.exp(tl.load(band + head * (2 * BAND + 1) + (2 * BAND if AFTER else 0))).to(tl.float32)
 
 
 @triton.jit
-def later_weights(
-    decay, band, head, index, size, DECAY: tl.constexpr, BAND: tl.constexpr, KEYS: tl.constexpr
+def store_factors(factors, band, head, tile, BAND: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr):
+    """Store the factors [query, key] between a chunk of queries and one of the chunks of keys that it visits.
+
+    SIDE is which keys a query reads. The last visited chunk is that of the queries if SIDE is -1. If SIDE is 0, it is
+    the one in the middle.
+    """
+    NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
+    TILES: tl.constexpr = 1 + NEAR if SIDE < 0 else 1 + 2 * NEAR
+    row = tl.arange(0, CHUNK)
+    ahead = (tile - NEAR) * CHUNK + row[None, :] - row[:, None]
+    known = tl.minimum(tl.maximum(ahead, -BAND), BAND)
+    weights = tl.exp(tl.load(band + head * (2 * BAND + 1) + BAND + known)).to(tl.float32)
+    if SIDE < 0:
+        weights = tl.where(ahead <= 0, weights, 0.0)
+    target = factors + (head * TILES + tile) * (CHUNK * CHUNK)
+    tl.store(target + row[:, None] * CHUNK + row[None, :], weights)
+
+
+@triton.jit
+def load_factors(
+    factors, head, ahead, BAND: tl.constexpr, SIDE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Return the factors of the sums after a segment of `size` tokens, for each row of it, if SIDE is 0."""
-    weights = tl.zeros(index.shape, tl.float32) + 1.0
-    if DECAY:
-        g = bounded(tl.load(decay[0]).to(tl.float32))
-        weights = exponential(g * tl.maximum(size - 1 - index, 0))
-    elif BAND and not KEYS:
-        weights *= far_weights(band, head, False, BAND, KEYS)
-    return weights
-
-
-@triton.jit
-def added_weights(
-    local, whole, band, head, SIDE: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr, KEYS: tl.constexpr
-):  # fmt: skip
-    """Return the factors with which the rows y of a chunk are added to the sums that the next chunk reads."""
-    weights = tl.zeros(local.shape, tl.float32) + 1.0
-    if DECAY:
-        weights = carried_decay(local, whole, -SIDE if SIDE != 0 else 1)
-    elif BAND and KEYS:
-        # The factor belongs to the query head.
-        weights *= far_weights(band, head, SIDE <= 0, BAND, KEYS)
-    return weights
+    """Load the factors [x, y] of a chunk that is `ahead` chunks after x. KEYS: x are keys, and y their queries."""
+    NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
+    TILES: tl.constexpr = 1 + 2 * NEAR if SIDE == 0 else 1 + NEAR
+    row = tl.arange(0, CHUNK)
+    if KEYS:
+        source = factors + (head * TILES + NEAR - ahead) * (CHUNK * CHUNK) + row[:, None] + row[None, :] * CHUNK
+    else:
+        source = factors + (head * TILES + NEAR + ahead) * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
+    return tl.load(source)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ropewalk.kernels.constructors import empty, empty_like, new_empty, zeros
@@ -20,17 +19,11 @@ from ropewalk.kernels.linear.stored.triton_backward import divide_rows, read_fea
 from ropewalk.kernels.linear.stored.triton_read import read_below, read_values
 from ropewalk.kernels.linear.stored.triton_scan import scan_segments
 from ropewalk.kernels.linear.stored.triton_sums import rotate_rows, run_totals, sum_segments
+from ropewalk.kernels.linear.triton_features import KINDS
 from ropewalk.kernels.triton_launch import table_strides
 from ropewalk.kernels.types import FeatureMap, Layout, Side, Tables
 
 __all__ = ["Totals", "empty_saved", "linear_attention", "linear_attention_backward"]
-
-# Dtype of operands of matrix products, and the precision of the products.
-_KINDS = {
-    torch.bfloat16: (tl.bfloat16, "ieee"),
-    torch.float16: (tl.float32, "tf32"),
-    torch.float32: (tl.float32, "tf32x3"),
-}
 
 # Numbers of programs that keep a large GPU busy: of short programs, and of programs that scan a sequence.
 _ENOUGH_PROGRAMS, _ENOUGH_SCANS = 1024, 96
@@ -76,7 +69,7 @@ class _Call:
         # No kernel writes the outputs of tokens after the last packed sequence.
         self.make = empty if cu_seqlens is None else zeros
         pairs = 0 if q.tables is None else q.tables[0].shape[-1]
-        (self.kind, self.precision), self.memory = _KINDS[v.dtype], OPERANDS[v.dtype]
+        (self.kind, self.precision), self.memory = KINDS[v.dtype], OPERANDS[v.dtype]
         # Without rotation, neighbours are paired, because they are read without gaps.
         self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved or not pairs)
         self.packed = cu_seqlens is not None

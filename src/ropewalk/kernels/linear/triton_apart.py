@@ -1,0 +1,312 @@
+"""Rows of one chunk apart from all others: a bias within a band, and weights in both directions.
+
+A program computes the rows of one chunk. It reads the sums of the chunks before those that it visits, and after them,
+which `sum_segments` and `run_totals` stored in two parts: of the segments before, and within the segment. It visits all
+chunks within reach: those of the band, or only its own. Nothing is added to the sums, so that chunks need no order.
+"""
+
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
+# In Triton's language a tl.constexpr is its value, which type checkers do not know.
+
+import triton
+import triton.language as tl
+
+from ropewalk.kernels.linear.triton_backward import load_pulls, store_gradients
+from ropewalk.kernels.linear.triton_features import exponential
+from ropewalk.kernels.linear.triton_read import add_visible, load_others, store_quotients
+from ropewalk.kernels.linear.triton_rows import (
+    joined,
+    load_features,
+    load_plain,
+    load_sums,
+    load_tables,
+    load_values,
+    mapped_pairs,
+    parted,
+    rotate_pairs,
+    segment_of,
+)
+from ropewalk.kernels.linear.triton_weights import bounded, far_weight, load_factors
+
+
+@triton.jit
+def chunk_of(
+    program, begins, owners, count, length, HEADS: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Return batch, head, segment and chunk of a program, the first token of the segment, its size, and its sequence.
+
+    The sequence is its first token and its end, relative to the segment.
+    """
+    owner = (program % owners).to(tl.int64)
+    place = program // owners
+    number, chunk = place // (SEGMENT // CHUNK), place % (SEGMENT // CHUNK)
+    begin, end, first, last = segment_of(begins, number, count, length, SEGMENT, PACKED)
+    size = (end - begin).to(tl.int32)
+    return owner // HEADS, owner % HEADS, number, chunk, begin, size, first - begin, last - begin
+
+
+@triton.jit
+def load_state(
+    stored, slot, chunk, size, first, last, decay, column, offset, AFTER: tl.constexpr, NEAR: tl.constexpr,
+    DECAY: tl.constexpr, LANES: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Load the sums over all rows that are more than NEAR chunks before a chunk, or after it if AFTER.
+
+    `stored` is the sums of segments, those within them, and both of unrotated rows. `slot` is the segment. Sums are
+    decayed to the token before the chunk, or to the last one of the chunk if AFTER.
+
+    Returns:
+        The tile [columns, 2 * lanes], and first and second members [lanes] of the sum of unrotated rows.
+    """
+    CHUNKS: tl.constexpr = SEGMENT // CHUNK
+    other = chunk + NEAR if AFTER else chunk - NEAR
+    # Division rounds towards 0, so the dividend is made positive.
+    ahead = (other + NEAR * CHUNKS) // CHUNKS - NEAR
+    inside = other - ahead * CHUNKS
+    exists = (size > 0) & (other * CHUNK < last if AFTER else other * CHUNK >= first)
+    # Where there is no such chunk, another one is read, and not used.
+    at = slot + tl.where(exists, ahead, 0)
+    kept = 1.0
+    if DECAY:
+        g = bounded(tl.load(decay[0]).to(tl.float32))
+        kept = exponential(g * (SEGMENT - (inside + 1) * CHUNK if AFTER else inside * CHUNK))
+    sums = tl.where(exists, load_sums(stored[0], at, column, offset, LANES, FEATURES, V_DIM), 0.0).to(tl.float32) * kept
+    at_inner = at * CHUNKS + inside
+    sums += tl.where(exists, load_sums(stored[1], at_inner, column, offset, LANES, FEATURES, V_DIM), 0.0)
+    plain_a, plain_b = load_plain(stored[2], at, offset, LANES, FEATURES)
+    more_a, more_b = load_plain(stored[3], at_inner, offset, LANES, FEATURES)
+    plain_a = tl.where(exists, plain_a, 0.0) * kept + tl.where(exists, more_a, 0.0)
+    plain_b = tl.where(exists, plain_b, 0.0) * kept + tl.where(exists, more_b, 0.0)
+    return sums, plain_a, plain_b
+
+
+@triton.jit
+def state_weights(
+    decay, band, head, AFTER: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr, KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the factors of the sums before or after a chunk, for each of its rows."""
+    row = tl.arange(0, CHUNK)
+    weights = tl.zeros((CHUNK,), tl.float32) + 1.0
+    if DECAY:
+        g = bounded(tl.load(decay[0]).to(tl.float32))
+        weights = exponential(g * (CHUNK - 1 - row if AFTER else row + 1))
+    elif not KEYS:
+        # Sums of queries already have the factors of their heads.
+        weights *= far_weight(band, head, BAND, AFTER)
+    return weights
+
+
+@triton.jit
+def visit_weights(
+    decay, factors, head, ahead, DECAY: tl.constexpr, BAND: tl.constexpr, SIDE: tl.constexpr, KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Return the factors [x, y] between the rows of a chunk and those of a chunk that is `ahead` chunks after it."""
+    if DECAY:
+        row = tl.arange(0, CHUNK)
+        g = bounded(tl.load(decay[0]).to(tl.float32))
+        weights = exponential(g * tl.abs(ahead * CHUNK + row[None, :] - row[:, None]))
+    else:
+        weights = load_factors(factors, head, ahead, BAND, SIDE, KEYS, CHUNK)
+    return weights
+
+
+@triton.jit
+def value_chunk(
+    x_side, y_side, x_table, y_table, values, rows, decay, band, factors, begins, stored, out, inverse, block,
+    length, owners, count, slots, factor, least,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, X_SHARE: tl.constexpr, Y_SHARE: tl.constexpr,
+    FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, KEYS: tl.constexpr,
+    NORMALIZED: tl.constexpr, SIDE: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the rows of a chunk: outputs of queries x, or gradients of the values of keys x if KEYS."""
+    BELOW: tl.constexpr = NORMALIZED and not KEYS
+    NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK if BAND else 0
+    batch, head, number, chunk, begin, size, first, last = chunk_of(
+        tl.program_id(0), begins, owners, count, length, X_HEADS, SEGMENT, CHUNK, PACKED
+    )
+    shared, x_head = head // X_GROUP, head // X_SHARE
+    column = block * COLUMNS + tl.arange(0, COLUMNS)
+    logs = decay[0] + batch * decay[1] + shared * decay[2], decay[3]
+    slot = (batch * (X_HEADS // X_GROUP) + shared) * count + number
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    valid = index < size
+    a, b, shifts = load_features(x_side, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP, False)
+    a, b = mapped_pairs(a, b, shifts, X_MAP)
+    u, w = a, b
+    if FEATURES[1]:
+        c, s = load_tables(x_table, batch, x_head, begin, index, valid, 0, LANES, FEATURES)
+        u, w = rotate_pairs(a, b, c, s, FEATURES)
+    rotated = joined(u, w, KIND)
+    below, unrotated = tl.zeros((CHUNK,), tl.float32), rotated
+    if BELOW:
+        unrotated = joined(a, b, KIND)
+    total = tl.zeros((CHUNK, COLUMNS), tl.float32)
+    for AFTER in tl.static_range(2):
+        if (AFTER == 0 and SIDE <= 0) or (AFTER == 1 and SIDE >= 0):
+            sums, plain_a, plain_b = load_state(
+                stored, slot + (slots if SIDE == 0 and AFTER == 1 else 0), chunk, size, first, last, logs, column, 0,
+                AFTER == 1, NEAR, DECAY, LANES, FEATURES, V_DIM, SEGMENT, CHUNK,
+            )  # fmt: skip
+            near = state_weights(logs, band, head, AFTER == 1, DECAY, BAND, KEYS, CHUNK)
+            total += near[:, None] * tl.dot(rotated, tl.trans(sums.to(KIND)), input_precision=PRECISION)
+            if BELOW:
+                below += near * tl.sum(a * plain_a[None, :] + b * plain_b[None, :], axis=1)
+    # The first visited chunk, relative to x.
+    FIRST: tl.constexpr = 0 if SIDE > 0 else -NEAR
+    VISITS: tl.constexpr = (1 + 2 * NEAR if SIDE == 0 else 1 + NEAR) * Y_GROUP
+    for visit in range(0, VISITS):
+        ahead = FIRST + visit // Y_GROUP
+        other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
+        virtual = shared * Y_GROUP + visit % Y_GROUP
+        operand, _, y_unrotated, z = load_others(
+            y_side, y_table, values, rows, batch, virtual // Y_SHARE, begin, other, (other >= first) & (other < last),
+            0, column, length, factor, below, below, below, LANES, FEATURES, V_DIM, Y_MAP, KEYS, NORMALIZED, BELOW,
+            False, True, False, KIND,
+        )  # fmt: skip
+        weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, SIDE, KEYS, CHUNK)
+        total, below = add_visible(
+            total, below, rotated, unrotated, operand, y_unrotated, z, weight, BELOW, True, KIND, PRECISION
+        )
+    store_quotients(
+        total, below, out, inverse, batch, head, begin, index, valid, column, block, X_HEADS, length, factor, least,
+        V_DIM, KEYS, NORMALIZED,
+    )  # fmt: skip
+
+
+@triton.jit
+def feature_chunk(
+    x_side, y_side, x_table, y_table, p, values, rows, decay, band, factors, begins, stored, out, of_far, block,
+    length, owners, count, slots, factor,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, X_SHARE: tl.constexpr, Y_SHARE: tl.constexpr,
+    FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, KEYS: tl.constexpr,
+    NORMALIZED: tl.constexpr, SIDE: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr, LEARNED: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of the rows x of a chunk. Arguments are those of `feature_rows`.
+
+    LEARNED: x are queries, and the gradients of the factors beyond the band are stored in `of_far`, for keys before
+    and after.
+    """
+    NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK if BAND else 0
+    batch, head, number, chunk, begin, size, first, last = chunk_of(
+        tl.program_id(0), begins, owners, count, length, X_HEADS, SEGMENT, CHUNK, PACKED
+    )
+    shared, x_head = head // X_GROUP, head // X_SHARE
+    offset = block * LANES
+    column = tl.arange(0, COLUMNS)
+    logs = decay[0] + batch * decay[1] + shared * decay[2], decay[3]
+    slot = (batch * (X_HEADS // X_GROUP) + shared) * count + number
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    valid = index < size
+    cotangents = load_values(p, batch, x_head, begin, index, valid, column, V_DIM, KIND)
+    at = (batch * x_side[5] + x_head) * length + begin + index
+    over, pull = load_pulls(rows, at, valid, factor, NORMALIZED and not KEYS)
+    top = tl.zeros((CHUNK, 2 * LANES), tl.float32)
+    under = tl.zeros((CHUNK, 2 * LANES), tl.float32)
+    low_a = tl.zeros((CHUNK, LANES), tl.float32)
+    low_b = tl.zeros((CHUNK, LANES), tl.float32)
+    for AFTER in tl.static_range(2):
+        if (AFTER == 0 and SIDE <= 0) or (AFTER == 1 and SIDE >= 0):
+            sums, plain_a, plain_b = load_state(
+                stored, slot + (slots if SIDE == 0 and AFTER == 1 else 0), chunk, size, first, last, logs, column, offset,
+                AFTER == 1, NEAR, DECAY, LANES, FEATURES, V_DIM, SEGMENT, CHUNK,
+            )  # fmt: skip
+            near = state_weights(logs, band, head, AFTER == 1, DECAY, BAND, KEYS, CHUNK)[:, None]
+            more = near * tl.dot(cotangents, sums.to(KIND), input_precision=PRECISION)
+            more_a, more_b = near * plain_a[None, :], near * plain_b[None, :]
+            if LEARNED:
+                a, b, shifts = load_features(
+                    x_side, batch, x_head, begin, index, valid, offset, length, LANES, FEATURES, X_MAP, False
+                )
+                a, b = mapped_pairs(a, b, shifts, X_MAP)
+                u, w = a, b
+                if FEATURES[1]:
+                    c, s = load_tables(x_table, batch, x_head, begin, index, valid, offset, LANES, FEATURES)
+                    u, w = rotate_pairs(a, b, c, s, FEATURES)
+                more_u, more_w = parted(more)
+                gradient = over * tl.sum(u * more_u + w * more_w, axis=1)
+                gradient += pull * tl.sum(a * more_a + b * more_b, axis=1)
+                gradient = tl.sum(tl.where(valid, gradient, 0.0), axis=0)
+                place = (block * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+                tl.store(of_far + 2 * place + AFTER, gradient)
+            top += more
+            low_a, low_b = low_a + more_a, low_b + more_b
+    # As in `value_chunk`.
+    FIRST: tl.constexpr = 0 if SIDE > 0 else -NEAR
+    VISITS: tl.constexpr = (1 + 2 * NEAR if SIDE == 0 else 1 + NEAR) * Y_GROUP
+    for visit in range(0, VISITS):
+        ahead = FIRST + visit // Y_GROUP
+        other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
+        virtual = shared * Y_GROUP + visit % Y_GROUP
+        operand, _, y_unrotated, z = load_others(
+            y_side, y_table, values, rows, batch, virtual // Y_SHARE, begin, other, (other >= first) & (other < last),
+            offset, column, length, factor, over, over, over, LANES, FEATURES, V_DIM, Y_MAP, KEYS, NORMALIZED,
+            NORMALIZED, False, True, False, KIND,
+        )  # fmt: skip
+        weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, SIDE, KEYS, CHUNK)
+        moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
+        top = tl.dot((moved * weight).to(KIND), operand, top, input_precision=PRECISION)
+        if NORMALIZED:
+            under = tl.dot(weight.to(KIND), y_unrotated, under, input_precision=PRECISION)
+    store_gradients(
+        top, under, low_a, low_b, over, pull, x_side, x_table, out, batch, x_head, head, begin, index, valid, offset,
+        length, LANES, FEATURES, X_MAP, KEYS,
+    )  # fmt: skip
+
+
+@triton.jit
+def factor_gradient(
+    x_side, y_side, x_table, y_table, p, values, rows, factors, begins, out, length, owners, count, factor,
+    X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
+    Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, SIDE: tl.constexpr, BAND: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the logarithms of one tile of factors [query, key], summed over some chunks.
+
+    The first grid axis is batch and query head, the second the visited chunk, the third which chunks are summed.
+    """
+    NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
+    CHUNKS: tl.constexpr = SEGMENT // CHUNK
+    ahead = tl.program_id(1) - NEAR
+    owner = tl.program_id(0)
+    column = tl.arange(0, COLUMNS)
+    gradient = tl.zeros((CHUNK, CHUNK), tl.float32)
+    for place in range(tl.program_id(2), count * CHUNKS, tl.num_programs(2)):
+        batch, head, _, chunk, begin, size, first, last = chunk_of(
+            owner + place * owners, begins, owners, count, length, X_HEADS, SEGMENT, CHUNK, PACKED
+        )
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        valid = index < size
+        a, b, shifts = load_features(x_side, batch, head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP, False)
+        a, b = mapped_pairs(a, b, shifts, X_MAP)
+        u, w = a, b
+        if FEATURES[1]:
+            c, s = load_tables(x_table, batch, head, begin, index, valid, 0, LANES, FEATURES)
+            u, w = rotate_pairs(a, b, c, s, FEATURES)
+        cotangents = load_values(p, batch, head, begin, index, valid, column, V_DIM, KIND)
+        over, pull = load_pulls(rows, (batch * X_HEADS + head) * length + begin + index, valid, factor, NORMALIZED)
+        other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
+        operand, _, y_unrotated, z = load_others(
+            y_side, y_table, values, rows, batch, head // X_GROUP, begin, other, (other >= first) & (other < last), 0,
+            column, length, factor, over, over, over, LANES, FEATURES, V_DIM, Y_MAP, False, NORMALIZED, NORMALIZED,
+            False, True, False, KIND,
+        )  # fmt: skip
+        moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
+        scores = tl.dot(joined(u, w, KIND), tl.trans(operand), input_precision=PRECISION)
+        gradient += scores * moved * over[:, None]
+        if NORMALIZED:
+            scores = tl.dot(joined(a, b, KIND), tl.trans(y_unrotated), input_precision=PRECISION)
+            gradient += scores * pull[:, None]
+    weight = load_factors(factors, owner % X_HEADS, ahead, BAND, SIDE, False, CHUNK)
+    row = tl.arange(0, CHUNK)
+    target = ((tl.program_id(2) * owners + owner) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    tl.store(out + target * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :], gradient * weight)
