@@ -204,6 +204,7 @@ class Launch:
         constants: Constants of the kernel, in their order.
         warps: Warps per program.
         stages: Pipeline stages, or None for Triton's default.
+        registers: Limit of registers per thread, or None.
 
     >>> launch = Launch(kernel=None, programs=3, numbers=(7,), constants={"WIDTH": 4}, warps=4)
     >>> launch.programs
@@ -218,10 +219,12 @@ class Launch:
         constants: dict[str, Any],
         warps: int,
         stages: int | None = None,
+        registers: int | None = None,
     ) -> None:
         self.programs = programs
         self._kernel, self._grid = kernel, (programs, 1, 1) if isinstance(programs, int) else programs
-        self._options = {"num_warps": warps} | ({} if stages is None else {"num_stages": stages})
+        options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+        self._options = {name: number for name, number in options.items() if number is not None}
         self._numbers, self._constants = tuple(numbers), constants
         self._rest = (*numbers, *constants.values())
         self._run: Callable[..., Any] | None = None

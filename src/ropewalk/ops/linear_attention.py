@@ -94,8 +94,8 @@ def linear_attention(
         or (band is not None and band.requires_grad)
     ):
         others = q_cos, q_sin, k_cos, k_sin, cu_seqlens, positions
-        out, *sums = _apply(q.x, k.x, v, flat, decay, band, others, call, (q_row, k_row), choice.operation)
-        return out, Sums(*sums)
+        out, total = _apply(q.x, k.x, v, flat, decay, band, others, call, (q_row, k_row), choice.operation)
+        return out, Sums.from_flat(total, weighting.state_heads(k.x.shape[1]), q.x.shape[-1], v.shape[-1])
     out, total, *_ = _run(choice.operation, q, k, v, flat, layout, causal, cu_seqlens, weighting)
     return out, _sums_in(total, call)
 
@@ -257,11 +257,11 @@ class _LinearAttention(torch.autograd.Function):
     """Linear attention by the kernels of a backend.
 
     Inputs: the first six of `_Call`, the six tensors after them, the arguments of `Operation.supports`, the rows of the
-    first tokens in the tables, and the operation. Results: the outputs, and the two sums after the last key.
+    first tokens in the tables, and the operation. Results: the outputs, and the sums after the last key in flat form.
     """
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
         *tensors, others, call, rows, operation = inputs
         q, k, v, layout, weighting, causal = call
         results = _run(operation, q, k, v, tensors[3], layout, causal, others[4], weighting)
@@ -270,20 +270,14 @@ class _LinearAttention(torch.autograd.Function):
         ctx.options = rows, (q.map, k.map), layout, causal, weighting.normalize, weighting.scale
         ctx.operation = operation
         ctx.set_materialize_grads(False)
-        above, below = _sums_in(results[1], call)
-        return results[0], above, below
+        return results[0], results[1]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
         saved, needs, operation = ctx.saved_tensors, ctx.needs_input_grad[:6], ctx.operation
         call, (out, total, *more) = _Call(*saved[:12], *ctx.options), saved[12:]
-        of_out, of_above, of_below = cotangents
+        of_out, of_total = cotangents
         of_out = zeros_like(out) if of_out is None else of_out
-        of_total = None
-        if of_above is not None or of_below is not None:
-            zeros = Sums.from_flat(zeros_like(total), call.heads, call.q.shape[-1], out.shape[-1])
-            above, below = (zero if x is None else x for zero, x in zip(zeros, (of_above, of_below), strict=True))
-            of_total = Sums(above, below).flat()
         if operation.backward is None or torch.is_grad_enabled() or not are_plain(of_out, of_total, *saved):
             # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
             gradients = call.formula_gradients(of_out, of_total, needs)

@@ -15,6 +15,7 @@ class Block(NamedTuple):
         columns: Columns of values.
         warps: Warps per program.
         stages: Pipeline stages of the loads.
+        registers: Limit of registers per thread, or None. With fewer, more programs share a multiprocessor.
 
     >>> Block(32, 64, 4).constants(128)
     {'CHUNK': 128, 'LANES': 32, 'COLUMNS': 64}
@@ -24,6 +25,11 @@ class Block(NamedTuple):
     columns: int
     warps: int
     stages: int = 2
+    registers: int | None = None
+
+    def options(self) -> tuple[int, int, int | None]:
+        """Return warps, stages and registers, the last arguments of a `Launch`."""
+        return self.warps, self.stages, self.registers
 
     def constants(self, chunk: int) -> dict[str, int]:
         """Return the block as constants of a kernel, in their order, with the tokens per chunk."""
@@ -37,7 +43,8 @@ class Tile(NamedTuple):
         chunk: Tokens per step.
         sums: Block of `sum_segments`.
         values: Block of `read_values`, which has all lanes. `read_factors` has the same warps.
-        features: Block of `read_queries` and of `read_keys`, which has all columns.
+        features: Block of `read_queries`, which has all columns.
+        keys: Block of the gradients of keys in `read_keys`, which has all columns.
 
     >>> tile_of(128, 128, torch.bfloat16, apart=False).features.columns
     128
@@ -47,6 +54,7 @@ class Tile(NamedTuple):
     sums: Block
     values: Block
     features: Block
+    keys: Block
 
 
 def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
@@ -67,16 +75,17 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
     """
     lanes, columns = (max(16, 1 << max(0, n - 1).bit_length()) for n in ((width + 1) // 2, v_dim))
     if dtype != torch.bfloat16 or lanes > 64 or columns > 128:
-        return Tile(
-            32,
-            Block(min(lanes, 32), min(columns, 64), 4, 1),
-            Block(lanes, min(columns, 64 if lanes <= 32 else 32), 4, 1),
-            Block(min(lanes, 32 if columns <= 64 else 16), columns, 4, 1),
-        )
-    wide, stages = lanes > 32 and columns > 64, 1 if apart else 2
-    return Tile(
-        64,
-        Block(lanes, columns, 4, 3 if lanes <= 32 else 2),
-        Block(lanes, columns, 8, stages) if wide else Block(lanes, min(columns, 64), 4, stages),
-        Block(lanes, columns, 8, stages) if wide else Block(min(lanes, 32), columns, 4, stages),
-    )
+        features = Block(min(lanes, 32 if columns <= 64 else 16), columns, 4, 1)
+        values = Block(lanes, min(columns, 64 if lanes <= 32 else 32), 4, 1)
+        return Tile(32, Block(min(lanes, 32), min(columns, 64), 4, 1), values, features, features)
+    wide = lanes > 32 and columns > 64
+    sums = Block(lanes, columns, 4, 3 if lanes <= 32 else 2)
+    if wide:
+        block = Block(lanes, columns, 8, 1 if apart else 2)
+        return Tile(64, sums, block, block, block)
+    values, features = Block(lanes, min(columns, 64), 4), Block(min(lanes, 32), columns, 4)
+    if not apart:
+        return Tile(64, sums, values, features, features)
+    # With 168 registers, three programs share a multiprocessor. Gradients of keys and values need more.
+    values, features = (block._replace(stages=1, registers=168) for block in (values, features))
+    return Tile(64, sums, values, features, features._replace(registers=None))

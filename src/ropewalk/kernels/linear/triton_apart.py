@@ -216,8 +216,8 @@ def feature_chunk(
     for AFTER in tl.static_range(2):
         if (AFTER == 0 and SIDE <= 0) or (AFTER == 1 and SIDE >= 0):
             sums, plain_a, plain_b = load_state(
-                stored, slot + (slots if SIDE == 0 and AFTER == 1 else 0), chunk, size, first, last, logs, column, offset,
-                AFTER == 1, NEAR, DECAY, LANES, FEATURES, V_DIM, SEGMENT, CHUNK,
+                stored, slot + (slots if SIDE == 0 and AFTER == 1 else 0), chunk, size, first, last, logs, column,
+                offset, AFTER == 1, NEAR, DECAY, LANES, FEATURES, V_DIM, SEGMENT, CHUNK,
             )  # fmt: skip
             near = state_weights(logs, band, head, AFTER == 1, DECAY, BAND, KEYS, CHUNK)[:, None]
             more = near * tl.dot(cotangents, sums.to(KIND), input_precision=PRECISION)
@@ -259,6 +259,81 @@ def feature_chunk(
     store_gradients(
         top, under, low_a, low_b, over, pull, x_side, x_table, out, batch, x_head, head, begin, index, valid, offset,
         length, LANES, FEATURES, X_MAP, KEYS,
+    )  # fmt: skip
+
+
+@triton.jit
+def key_chunk(
+    x_side, y_side, x_table, y_table, p, values, rows, decay, band, factors, begins, stored, out, value_out, length,
+    owners, count, slots, factor,
+    X_HEADS: tl.constexpr, Y_GROUP: tl.constexpr, X_SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr,
+    X_MAP: tl.constexpr, Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, SIDE: tl.constexpr, DECAY: tl.constexpr,
+    BAND: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of the keys x of a chunk and of their values p, as `feature_chunk` and `value_chunk` do.
+
+    Visited queries are loaded once for both. One program has all features and all values.
+    """
+    NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK if BAND else 0
+    batch, head, number, chunk, begin, size, first, last = chunk_of(
+        tl.program_id(0), begins, owners, count, length, X_HEADS, SEGMENT, CHUNK, PACKED
+    )
+    x_head = head // X_SHARE
+    column = tl.arange(0, COLUMNS)
+    logs = decay[0] + batch * decay[1] + head * decay[2], decay[3]
+    slot = (batch * X_HEADS + head) * count + number
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    valid = index < size
+    a, b, shifts = load_features(x_side, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP, False)
+    a, b = mapped_pairs(a, b, shifts, X_MAP)
+    if FEATURES[1]:
+        c, s = load_tables(x_table, batch, x_head, begin, index, valid, 0, LANES, FEATURES)
+        a, b = rotate_pairs(a, b, c, s, FEATURES)
+    rotated = joined(a, b, KIND)
+    x_values = load_values(p, batch, x_head, begin, index, valid, column, V_DIM, KIND)
+    total = tl.zeros((CHUNK, COLUMNS), tl.float32)
+    top = tl.zeros((CHUNK, 2 * LANES), tl.float32)
+    under = tl.zeros((CHUNK, 2 * LANES), tl.float32)
+    low_a = tl.zeros((CHUNK, LANES), tl.float32)
+    low_b = tl.zeros((CHUNK, LANES), tl.float32)
+    for AFTER in tl.static_range(2):
+        if (AFTER == 0 and SIDE <= 0) or (AFTER == 1 and SIDE >= 0):
+            sums, plain_a, plain_b = load_state(
+                stored, slot + (slots if SIDE == 0 and AFTER == 1 else 0), chunk, size, first, last, logs, column, 0,
+                AFTER == 1, NEAR, DECAY, LANES, FEATURES, V_DIM, SEGMENT, CHUNK,
+            )  # fmt: skip
+            near = state_weights(logs, band, head, AFTER == 1, DECAY, BAND, True, CHUNK)[:, None]
+            operand = sums.to(KIND)
+            total += near * tl.dot(rotated, tl.trans(operand), input_precision=PRECISION)
+            top += near * tl.dot(x_values, operand, input_precision=PRECISION)
+            low_a, low_b = low_a + near * plain_a[None, :], low_b + near * plain_b[None, :]
+    # As in `value_chunk`.
+    FIRST: tl.constexpr = 0 if SIDE > 0 else -NEAR
+    VISITS: tl.constexpr = (1 + 2 * NEAR if SIDE == 0 else 1 + NEAR) * Y_GROUP
+    for visit in range(0, VISITS):
+        ahead = FIRST + visit // Y_GROUP
+        other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
+        virtual = head * Y_GROUP + visit % Y_GROUP
+        operand, _, y_unrotated, z = load_others(
+            y_side, y_table, values, rows, batch, virtual, begin, other, (other >= first) & (other < last), 0, column,
+            length, factor, near, near, near, LANES, FEATURES, V_DIM, Y_MAP, True, NORMALIZED, NORMALIZED, False, True,
+            False, KIND,
+        )  # fmt: skip
+        weight = visit_weights(logs, factors, virtual, ahead, DECAY, BAND, SIDE, True, CHUNK)
+        scores = tl.dot(rotated, tl.trans(operand), input_precision=PRECISION)
+        total = tl.dot((scores * weight).to(KIND), z, total, input_precision=PRECISION)
+        moved = tl.dot(x_values, tl.trans(z), input_precision=PRECISION)
+        top = tl.dot((moved * weight).to(KIND), operand, top, input_precision=PRECISION)
+        if NORMALIZED:
+            under = tl.dot(weight.to(KIND), y_unrotated, under, input_precision=PRECISION)
+    target = value_out[0] + batch * value_out[1] + head * value_out[2] + begin * value_out[3] + index * value_out[3]
+    mask = valid[:, None] & (column < V_DIM)[None, :]
+    tl.store(target[:, None] + column[None, :], total.to(value_out[0].dtype.element_ty), mask=mask)
+    ones = tl.zeros((CHUNK,), tl.float32) + 1.0
+    store_gradients(
+        top, under, low_a, low_b, ones, ones, x_side, x_table, out, batch, x_head, head, begin, index, valid, 0,
+        length, LANES, FEATURES, X_MAP, True,
     )  # fmt: skip
 
 

@@ -249,7 +249,7 @@ class Call(Sizes):
                 "LANE_BLOCKS": lane_blocks, "KIND": self.kind, "PRECISION": self.precision,
             }  # fmt: skip
             grid = owners * count, lane_blocks * column_blocks, self.directions
-            return Launch(sum_segments, grid, numbers, constants, block.warps, block.stages)
+            return Launch(sum_segments, grid, numbers, constants, *block.options())
 
         def scanning() -> Launch:
             # Small programs if there are few sums, so that there are more programs.
@@ -322,7 +322,7 @@ class Call(Sizes):
             }  # fmt: skip
             grid = self.programs(self.heads, plan.number), -(-self.v_dim // block.columns), 1
             numbers = (*strides, *self.reading("q", plan.number), self.scale, self.least)
-            return Launch(read_values, grid, numbers, constants, block.warps, block.stages)
+            return Launch(read_values, grid, numbers, constants, *block.options())
 
         def tensors() -> list[Any]:
             return [
@@ -378,7 +378,7 @@ class Call(Sizes):
                 "PRECISION": self.precision, "LEARNED": learned,
             }  # fmt: skip
             numbers = (*strides, *self.reading("q", plan.number), self.scale)
-            return Launch(read_queries, (programs, blocks, 1), numbers, constants, block.warps, block.stages)
+            return Launch(read_queries, (programs, blocks, 1), numbers, constants, *block.options())
 
         def tensors() -> list[Any]:
             rows = behind.view("inverse"), behind.view("weight"), x.decay, x.band, behind.view("factors"), plan.begins
@@ -406,8 +406,11 @@ class Call(Sizes):
         self, x: Tensors, at: Sequence[int], plan: Plan, behind: "_Places", cotangent: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of keys and values."""
-        block, narrow = self.tile.features, self.tile.values
+        block, narrow = self.tile.keys, self.tile.values
         lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // narrow.columns)
+        if self.apart and lane_blocks == column_blocks == 1:
+            # One program computes the gradients of keys and of values.
+            lane_blocks = 0
         if self.share == 1:
             out, values = _like(x.k, self.packed), _like(x.v, self.packed)
         else:
@@ -430,7 +433,7 @@ class Call(Sizes):
             }  # fmt: skip
             grid = self.programs(self.states, plan.number), lane_blocks + column_blocks, 1
             numbers = (*strides, *self.reading("k", plan.number), self.scale)
-            return Launch(read_keys, grid, numbers, constants, block.warps, block.stages)
+            return Launch(read_keys, grid, numbers, constants, *block.options())
 
         def tensors() -> list[Any]:
             sides = x.k_shift, x.q_shift, x.k_cos, x.k_sin, x.q_cos, x.q_sin
@@ -476,7 +479,8 @@ class Call(Sizes):
                 "CHUNK": self.chunk, "LANES": block.lanes, "COLUMNS": self.tile.features.columns, "KIND": self.kind,
                 "PRECISION": self.precision,
             }  # fmt: skip
-            return Launch(read_factors, (owners, self.tiles, parts), numbers, constants, block.warps, block.stages)
+            grid = owners, self.tiles, parts
+            return Launch(read_factors, grid, numbers, constants, block.warps, block.stages)
 
         def tensors() -> list[Any]:
             rows = behind.view("inverse"), behind.view("weight"), behind.view("factors"), plan.begins

@@ -11,7 +11,7 @@ other. SIDE is which rows y a row x reads: -1 for those up to it, 1 for those fr
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.linear.triton_apart import factor_gradient, feature_chunk, value_chunk
+from ropewalk.kernels.linear.triton_apart import factor_gradient, feature_chunk, key_chunk, value_chunk
 from ropewalk.kernels.linear.triton_backward import feature_rows
 from ropewalk.kernels.linear.triton_read import value_rows
 
@@ -106,7 +106,8 @@ def read_keys(
 ):  # fmt: skip
     """Store the gradients of keys x in `out`, and of their values v in `of_values`.
 
-    The first LANE_BLOCKS programs of a segment compute gradients of keys, the others those of values.
+    The first LANE_BLOCKS programs of a segment compute gradients of keys, the others those of values. If LANE_BLOCKS is
+    0, which needs APART, one program computes both.
 
     Args:
         y: Queries, whose outputs have the cotangents p.
@@ -119,7 +120,13 @@ def read_keys(
     logs, outs, value_outs = (decay, d_b, d_h, d_n), (out, o_b, o_h, o_n), (of_values, w_b, w_h, w_n)
     stored = running, inner, plain, low
     if APART:
-        if block < LANE_BLOCKS:
+        if LANE_BLOCKS == 0:
+            key_chunk(
+                x_side, y_side, x_table, y_table, values, cotangents, rows, logs, band, factors, begins, stored, outs,
+                value_outs, length, owners, count, slots, factor, X_HEADS, Y_GROUP, X_SHARE, FEATURES, V_DIM, X_MAP,
+                Y_MAP, NORMALIZED, SIDE, DECAY, BAND, PACKED, SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
+            )  # fmt: skip
+        elif block < LANE_BLOCKS:
             feature_chunk(
                 x_side, y_side, x_table, y_table, values, cotangents, rows, logs, band, factors, begins, stored, outs,
                 plain, block, length, owners, count, slots, factor, X_HEADS, 1, Y_GROUP, X_SHARE, 1, FEATURES, V_DIM,
