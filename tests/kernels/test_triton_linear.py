@@ -14,6 +14,7 @@ from meant import meant
 from nn.linear_cases import NAMES, direct_sums, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_triton
+from ropewalk.kernels.linear import triton_call
 from ropewalk.kernels.linear.stored import triton as linear_launch
 from ropewalk.kernels.types import NO_WEIGHTING, Layout, Side
 from ropewalk.nn.rotary.call import Placement
@@ -326,7 +327,7 @@ def test_nothing_runs_beside_the_kernels(name, dtype, monkeypatch):
     for kernel in (*stored, "read_features"):
         monkeypatch.setattr(linear_launch, kernel, _Unlaunched())
     for kernel in ("sum_segments", "run_totals", "read_values", "read_queries", "read_keys"):
-        monkeypatch.setattr(linear_triton, kernel, _Unlaunched())
+        monkeypatch.setattr(triton_call, kernel, _Unlaunched())
     monkeypatch.setattr(linear_triton, "LAUNCHES", type(linear_triton.LAUNCHES)())
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn(2, 4, 2, 70, 16, 16, dtype)]
     rope = rw.RotaryEmbedding(16).to(DEVICE)

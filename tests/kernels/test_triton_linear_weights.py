@@ -1,5 +1,7 @@
 """The Triton kernels for linear attention with a decay or a bias, and without a denominator: values and gradients."""
 
+import importlib.util
+import pathlib
 import sys
 from typing import Any
 
@@ -13,6 +15,8 @@ from nn.linear_cases import drawn, error, with_gradients
 from nn.weighted_cases import DECAYS, expected, rule_of
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_triton
+from ropewalk.kernels.linear import triton_apart, triton_kernels
+from ropewalk.kernels.triton_launch import Launch
 from ropewalk.kernels.types import Layout, Side, Sums, Weighting
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.ops.linear_attention import linear_attention
@@ -69,11 +73,11 @@ def assert_close(results, truth):
         assert error(a, b) < LIMIT, (name, error(a, b))
 
 
-def check(kind, heads, kv_heads, seq, *, batch=1, buckets=NEAR, rotated=True, fixed=False, **options):
-    """Compare outputs and all gradients with sums over all pairs of tokens in float64."""
-    inputs, rule = inputs_of(kind, heads, kv_heads, seq, batch=batch, buckets=buckets)
-    rope = rw.RotaryEmbedding(8) if rotated else None
-    cotangent = torch.randn(batch, heads, seq, 5, generator=torch.Generator().manual_seed(3))
+def check(kind, heads, kv_heads, seq, *, batch=1, buckets=NEAR, sizes=(8, 5), rotated=True, fixed=False, **options):
+    """Compare outputs and all gradients with sums over all pairs of tokens in float64. `sizes` is width and v_dim."""
+    inputs, rule = inputs_of(kind, heads, kv_heads, seq, batch=batch, buckets=buckets, dim=sizes[0], v_dim=sizes[1])
+    rope = rw.RotaryEmbedding(sizes[0]) if rotated else None
+    cotangent = torch.randn(batch, heads, seq, sizes[1], generator=torch.Generator().manual_seed(3))
     # A tensor that is not an input needs no gradient.
     given = [inputs.pop()] if fixed else []
 
@@ -137,6 +141,74 @@ def test_decays_in_both_directions(kind, seq):
 )
 def test_t5(buckets, heads, seq, causal):
     check("t5", heads, 1, seq, buckets=buckets, causal=causal)
+
+
+@pytest.mark.parametrize(
+    ("kind", "causal", "most"),
+    [
+        ("plain", True, (3, 4)),
+        ("per key head", True, (3, 4)),
+        ("alibi", False, (3, 4)),
+        ("t5", True, (3, 5)),  # the gradient of its numbers is one more
+    ],
+)
+def test_few_launches(kind, causal, most, monkeypatch):
+    launched = []
+    bare = Launch.bare
+    monkeypatch.setattr(Launch, "bare", lambda self, *x: launched.append(self) or bare(self, *x))
+    inputs, rule = inputs_of(kind, 1, 1, 20)
+    leaves = [x.to(DEVICE, torch.bfloat16).requires_grad_() for x in inputs]
+    out = ours(*leaves[:3], rule, rw.RotaryEmbedding(8), tensor=[*leaves, None][3], causal=causal)
+    assert len(launched) == most[0]
+    # A decay of its own needs the formula for its gradient.
+    torch.autograd.grad(out.sum(), leaves if kind == "t5" else leaves[:3])
+    assert len(launched) == sum(most)
+
+
+# Heads so wide that several programs share a chunk: gradients of keys and of values are then separate programs.
+@pytest.mark.usefixtures("kernels_only")
+@pytest.mark.parametrize(("kind", "causal"), [("t5", True), slow("t5", False), slow("alibi", False)])
+def test_wide_heads(kind, causal):
+    check(kind, 2, 1, 100, batch=2, buckets=FAR, sizes=(72, 70), causal=causal)
+
+
+# What is changed in triton_apart.py, and the kind of attention that must then be wrong.
+MUTANTS = {
+    "a state of the wrong chunk": ("other = chunk + NEAR if AFTER else chunk - NEAR", "other = chunk", "t5", False),
+    "a state before the first token": ("other * CHUNK >= first", "other * CHUNK >= first - 64", "t5", True),
+    "no sums within the segment": ("kept + tl.where(exists, more_a, 0.0)", "kept", "alibi", False),
+    "a segment that does not decay": ("if AFTER else inside * CHUNK", "if AFTER else 0 * inside", "alibi", False),
+    "a row that decays once too often": ("if AFTER else row + 1", "if AFTER else row + 2", "alibi", False),
+    "one factor for both sides": (
+        "far_weight(band, head, BAND, AFTER)",
+        "far_weight(band, head, BAND, 0)",
+        "t5",
+        False,
+    ),
+    "a visit too few": ("1 + 2 * NEAR if SIDE == 0 else 1 + NEAR) * Y_GROUP", "1 + NEAR) * Y_GROUP", "t5", False),
+    "tiles without their factors": ("gradient * weight)", "gradient)", "t5", True),
+    "far keys that learn nothing": ("tl.store(of_far + 2 * place + AFTER, gradient)", "pass", "t5", True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
+    old, new, kind, causal = MUTANTS[name]
+    text = pathlib.Path(triton_apart.__file__).read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / f"apart_{list(MUTANTS).index(name)}.py"
+    path.write_text(text.replace(old, new), "utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    wrong = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, wrong)
+    spec.loader.exec_module(wrong)
+    for function in ("value_chunk", "feature_chunk", "key_chunk", "factor_gradient"):
+        monkeypatch.setattr(triton_kernels, function, getattr(wrong, function))
+    with pytest.raises(AssertionError):
+        check(kind, 2, 1, 150, buckets=FAR, causal=causal)
 
 
 @pytest.mark.usefixtures("kernels_only")

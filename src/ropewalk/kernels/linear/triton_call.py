@@ -31,7 +31,11 @@ _ENOUGH_PROGRAMS = 1024
 
 
 class Tensors(NamedTuple):
-    """The tensors of a call, as the kernels need them, and the rows of the first tokens in the tables."""
+    """The tensors of a call, as the kernels need them, and the rows of the first tokens in the tables.
+
+    >>> Tensors(*torch.zeros(3, 1), *[None] * 9, 0, 5).k_row
+    5
+    """
 
     q: Tensor
     k: Tensor
@@ -62,6 +66,11 @@ class Sizes:
         causal: Whether attention is causal.
         weighting: Factors on the terms.
         sequences: Number of packed sequences, or None.
+
+    >>> x = torch.ones(1, 2, 300, 4, device="meta", dtype=torch.bfloat16)
+    >>> sizes = Sizes(x, x, x, True, Weighting(), None)
+    >>> sizes.segment, sizes.chunks, sizes.key_count
+    (256, 4, 2)
     """
 
     def __init__(
@@ -132,6 +141,11 @@ class Call(Sizes):
         weighting: Factors on the terms.
         sequences: Number of packed sequences, or None.
         same: Whether queries and keys have the same tables.
+
+    >>> x = torch.ones(1, 2, 300, 4)
+    >>> tensors = Tensors(x, x, x, *[None] * 9, 0, 0)
+    >>> Call(tensors, Layout(True, 0, -2), ("elu", "elu"), True, Weighting(), None, True).programs(2, 2)
+    4
     """
 
     def __init__(

@@ -90,8 +90,8 @@ def far_weight(band, head, BAND: tl.constexpr, AFTER: tl.constexpr):
 def store_factors(factors, band, head, tile, BAND: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr):
     """Store the factors [query, key] between a chunk of queries and one of the chunks of keys that it visits.
 
-    SIDE is which keys a query reads. The last visited chunk is that of the queries if SIDE is -1. If SIDE is 0, it is
-    the one in the middle.
+    SIDE is which keys are read. The last visited chunk is that of the queries if SIDE is -1. If SIDE is 0, the middle
+    one is.
     """
     NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
     TILES: tl.constexpr = 1 + NEAR if SIDE < 0 else 1 + 2 * NEAR

@@ -66,7 +66,7 @@ def ours(kind: str) -> Maker:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             heads = q.shape[1]
             if wanted.bias == "alibi":
-                return linear_attention(q, k, v, **options, bias=_alibi(heads))
+                return linear_attention(q, k, v, **options, bias=_alibi(heads, q.device))
             if wanted.bias == "t5":
                 return linear_attention(q, k, v, **options, bias=_t5(heads, q.device, wanted.causal))
             if wanted.decay == "token":
@@ -81,8 +81,8 @@ def ours(kind: str) -> Maker:
 
 
 @functools.cache
-def _alibi(heads: int) -> AlibiBias:
-    return AlibiBias(heads)
+def _alibi(heads: int, device: torch.device) -> AlibiBias:
+    return AlibiBias(heads).to(device)
 
 
 @functools.cache
