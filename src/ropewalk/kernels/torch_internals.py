@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 from torch.nn.modules import module as _modules
@@ -40,6 +41,7 @@ __all__ = [
     "is_masked",
     "is_one",
     "is_plain",
+    "is_traced",
     "is_transformed",
     "openmp_team",
     "outside_modes",
@@ -163,6 +165,15 @@ def is_plain(*tensors: Tensor | None) -> bool:
         ):
             return False
     return True
+
+
+def is_traced(x: Tensor) -> bool:
+    """Whether a compiler traces a call with this tensor. `torch.compiler.is_compiling` is not always true in backward.
+
+    >>> is_traced(torch.ones(2))
+    False
+    """
+    return torch.compiler.is_compiling() or isinstance(x, FunctionalTensor)
 
 
 def is_eager() -> bool:

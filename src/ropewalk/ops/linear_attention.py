@@ -12,7 +12,7 @@ from ropewalk.kernels.constructors import empty_like, new_empty, zeros_like
 from ropewalk.kernels.linear.torch import linear_attention as linear_attention_formula
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.signature import are_plain
-from ropewalk.kernels.torch_internals import is_plain, plain_apply
+from ropewalk.kernels.torch_internals import is_plain, is_traced, plain_apply
 from ropewalk.kernels.types import NO_WEIGHTING, FeatureMapName, Layout, Side, Sums, Tables, Weighting
 from ropewalk.ops.dispatch import choose
 from ropewalk.ops.rotation import rotate
@@ -377,7 +377,8 @@ def _backward(ctx: Any, cotangents: list[Tensor | None]) -> tuple[Any, ...]:
     of_q, of_k, of_v, *_, of_before, _ = ctx.needs_input_grad[:_TENSORS]
     needs = of_q, of_k, of_v, of_before, *ctx.needs_input_grad[_PLAIN : _PLAIN + 2]
     call = _call_of(inputs, ctx.options, weighting)
-    again = torch.is_grad_enabled() or (not is_plain(of_out, of_total) and not torch.compiler.is_compiling())
+    # Compilers do not differentiate twice.
+    again = not is_traced(of_out) and (torch.is_grad_enabled() or not is_plain(of_out, of_total))
     if again or _operation(ctx.options[-1]).backward is None:
         grads = call.formula_gradients(of_out, of_total, needs)
     else:

@@ -45,6 +45,8 @@ class Tile(NamedTuple):
         values: Block of `read_values`, which has all lanes. `read_factors` has the same warps.
         features: Block of `read_queries`, which has all columns.
         keys: Block of the gradients of keys in `read_keys`, which has all columns.
+        together: Whether, if chunks are computed apart, one program computes the gradients of keys and of values. They
+            then share what is loaded, but need more registers.
 
     >>> tile_of(128, 128, torch.bfloat16, apart=False).features.columns
     128
@@ -55,6 +57,7 @@ class Tile(NamedTuple):
     values: Block
     features: Block
     keys: Block
+    together: bool = False
 
 
 def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
@@ -77,7 +80,8 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
     if dtype != torch.bfloat16 or lanes > 64 or columns > 128:
         features = Block(min(lanes, 32 if columns <= 64 else 16), columns, 4, 1)
         values = Block(lanes, min(columns, 64 if lanes <= 32 else 32), 4, 1)
-        return Tile(32, Block(min(lanes, 32), min(columns, 64), 4, 1), values, features, features)
+        sums = Block(min(lanes, 32), min(columns, 64), 4, 1)
+        return Tile(32, sums, values, features, features, together=lanes == columns == 16)
     wide = lanes > 32 and columns > 64
     sums = Block(lanes, columns, 4, 3 if lanes <= 32 else 2)
     if wide:
@@ -88,4 +92,4 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
         return Tile(64, sums, values, features, features)
     # With 168 registers, three programs share a multiprocessor. Gradients of keys and values need more.
     values, features = (block._replace(stages=1, registers=168) for block in (values, features))
-    return Tile(64, sums, values, features, features._replace(registers=None))
+    return Tile(64, sums, values, features, features._replace(registers=None), together=columns <= 64 and lanes <= 32)

@@ -304,9 +304,9 @@ def key_chunk(
                 AFTER == 1, NEAR, DECAY, LANES, FEATURES, V_DIM, SEGMENT, CHUNK,
             )  # fmt: skip
             near = state_weights(logs, band, head, AFTER == 1, DECAY, BAND, True, CHUNK)[:, None]
-            operand = sums.to(KIND)
-            total += near * tl.dot(rotated, tl.trans(operand), input_precision=PRECISION)
-            top += near * tl.dot(x_values, operand, input_precision=PRECISION)
+            state = sums.to(KIND)
+            total += near * tl.dot(rotated, tl.trans(state), input_precision=PRECISION)
+            top += near * tl.dot(x_values, state, input_precision=PRECISION)
             low_a, low_b = low_a + near * plain_a[None, :], low_b + near * plain_b[None, :]
     # As in `value_chunk`.
     FIRST: tl.constexpr = 0 if SIDE > 0 else -NEAR

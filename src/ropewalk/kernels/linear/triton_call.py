@@ -422,8 +422,7 @@ class Call(Sizes):
         """Return the gradients of keys and values."""
         block, narrow = self.tile.keys, self.tile.values
         lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // narrow.columns)
-        if self.apart and lane_blocks == column_blocks == 1:
-            # One program computes the gradients of keys and of values.
+        if self.apart and self.tile.together:
             lane_blocks = 0
         if self.share == 1:
             out, values = _like(x.k, self.packed), _like(x.v, self.packed)
