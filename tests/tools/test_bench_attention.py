@@ -359,6 +359,12 @@ def test_the_picture_names_every_path_with_its_powers(works, tmp_path, monkeypat
         ({"from_file": "record.json", "device": "cpu"}, "leave them out"),
         ({"from_file": "record.json", "json_file": "b.json"}, "leave them out"),
         ({"from_file": "record.json", "only": "lengths"}, "leave them out"),
+        ({"from_file": "record.json", "resume": True}, "leave them out"),
+        ({"resume": True}, "--json FILE, the file of the run"),
+        ({"resume": True, "json_file": "-"}, "--json FILE, the file of the run"),
+        ({"resume": True, "json_file": "text.json", "device": "cpu"}, "JSONDecodeError"),
+        ({"resume": True, "json_file": "list.json", "device": "cpu"}, "a record of the same command"),
+        ({"resume": True, "json_file": "record.json", "device": "cpu"}, "another command"),
         ({"only": "all"}, "'lengths' or 'weights' or 'peers'"),
         ({"only": "weights", "device": "cpu"}, "the cases over N alone"),
         ({"only": "peers", "plot": "a.png"}, "use --only lengths"),
@@ -416,5 +422,5 @@ def test_only_torch_is_required(tmp_path):
 def test_help():
     result = CliRunner().invoke(app, ["bench", "attention", "--help"], env={"COLUMNS": "100"})
     assert result.exit_code == 0
-    for option in ("--json", "--quick", "--plot", "--device", "--only", "--from"):
+    for option in ("--json", "--quick", "--plot", "--device", "--only", "--resume", "--from"):
         assert option in result.stdout

@@ -251,6 +251,32 @@ def test_one_part_alone(monkeypatch, tmp_path, capsys):
     assert len(record["cases"]) == 1
 
 
+def test_an_interrupted_run_is_continued(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench_attention, "attention_cases", lambda device, quick: TINY[:2])
+    target, measured = tmp_path / "figures.json", bench_attention.measure
+    seen = []
+
+    def measure(case, *rest):
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        seen.append(case)
+        return measured(case, *rest)
+
+    monkeypatch.setattr(bench_attention, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        command(str(target), quick=True, device="cpu")
+    first = json.loads(target.read_text(encoding="utf-8"))["cases"]
+    assert len(first) == 1
+    monkeypatch.setattr(bench_attention, "measure", lambda case, *rest: seen.append(case) or measured(case, *rest))
+    capsys.readouterr()
+    assert command(str(target), quick=True, device="cpu", resume=True) == 0
+    cases = json.loads(target.read_text(encoding="utf-8"))["cases"]
+    assert cases[0] == first[0]
+    assert [tuple(case["shape"]) for case in cases] == [case.shape for case in TINY[:2]]
+    assert seen == list(TINY[:2])
+    assert "1 of 2 is in" in capsys.readouterr().err
+
+
 def test_functions_of_fla_need_fla_and_a_gpu(monkeypatch):
     theirs = [path for path in PEERS.values() if path.tokens_first]
     assert [path.maker(40, 8, torch.float32, "cuda") for path in theirs] == [None] * 3

@@ -7,6 +7,7 @@ plain call, and functions of fla with a decay next to ours. Results are first co
 
 import argparse
 import itertools
+import json
 import os
 import platform
 import sys
@@ -24,7 +25,15 @@ from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.ops import backend_reasons
 from ropewalk.tools.bench import timing
 from ropewalk.tools.bench.attention_paths import GROUPS, Attend, AttentionPath
-from ropewalk.tools.bench.attention_record import growth, read_record, shown_case, shown_crossing, shown_growth, titled
+from ropewalk.tools.bench.attention_record import (
+    growth,
+    measured_cases,
+    read_record,
+    shown_case,
+    shown_crossing,
+    shown_growth,
+    titled,
+)
 from ropewalk.tools.bench.attention_truth import LIMITS, Truth, checked_tokens
 from ropewalk.tools.bench.floors import attention_floors
 from ropewalk.tools.bench.records import shown_missed, write_record
@@ -341,8 +350,8 @@ def _hardware(device: str) -> dict[str, Any]:
     return {"machine": platform.machine(), "processor": processor(), "threads": torch.get_num_threads()}
 
 
-def _run(json_file: str | None, quick: bool, device: str, only: str | None) -> dict[str, Any]:
-    """Measure every case, print its table and record it."""
+def _run(json_file: str | None, quick: bool, device: str, only: str | None, resume: bool) -> dict[str, Any]:
+    """Measure every case, print its table and record it. If `resume`, cases that the file has are not measured."""
     show = sys.stderr if json_file == "-" else sys.stdout
     rounds = 5 if quick else 21
     record: dict[str, Any] = {
@@ -367,7 +376,13 @@ def _run(json_file: str | None, quick: bool, device: str, only: str | None) -> d
         "error: the largest |result - float64 reference| / |reference|.\n\n"
     )
     cases = [case for case in attention_cases(device, quick) if only in (None, case.group)]
+    if resume and json_file is not None:
+        record["cases"] = measured_cases(record, json_file, "ropewalk bench attention --resume")
     for number, case in enumerate(cases, 1):
+        title = json.loads(json.dumps(asdict(case)))
+        if any(title.items() <= earlier.items() for earlier in record["cases"]):
+            sys.stderr.write(f"{number} of {len(cases)} is in {json_file}: {case.title()}\n")
+            continue
         sys.stderr.write(f"measuring {number} of {len(cases)}: {case.title()}\n")
         sys.stderr.flush()
         lines, rounds_done = measure(
@@ -403,6 +418,7 @@ def bench_attention(
     device: str | None = None,
     from_file: str | None = None,
     only: str | None = None,
+    resume: bool = False,
 ) -> int:
     """Time attention against N and print one table per case. Exits with 1 if ropewalk has a wrong result."""
     asked = "ropewalk bench attention"
@@ -419,15 +435,22 @@ def bench_attention(
         require_writable_file(json_file, asked=f"{asked} --json {json_file}")
     draw = None if plot is None else _plotter(plot, f"{asked} --plot {plot}")
     if from_file is not None:
-        if json_file is not None or quick or device is not None or only is not None:
+        if json_file is not None or quick or device is not None or only is not None or resume:
             raise RopewalkError(
                 asked=f"{asked} --from {from_file}",
                 expected="no other option than --plot: --from measures nothing",
-                got="also --json, --quick, --device or --only",
+                got="also --json, --quick, --device, --only or --resume",
                 do="leave them out, or leave --from out to measure",
             )
         record = read_record(from_file, f"{asked} --from {from_file}")
     else:
+        if resume and json_file in (None, "-"):
+            raise RopewalkError(
+                asked=f"{asked} --resume",
+                expected="--json FILE, the file of the run that was interrupted",
+                got="no file",
+                do="specify the file, or leave --resume out",
+            )
         chosen = _device(device, asked)
         if only not in (None, "lengths") and chosen == "cpu":
             raise RopewalkError(
@@ -436,7 +459,7 @@ def bench_attention(
                 got="--device cpu, which has the cases over N alone",
                 do="leave --only out, or use --device cuda",
             )
-        record = _run(json_file, quick, chosen, only)
+        record = _run(json_file, quick, chosen, only, resume)
     show = sys.stderr if json_file == "-" else sys.stdout
     if from_file is not None:
         for case in record["cases"]:
@@ -461,13 +484,22 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="plot time and memory against N")
     parser.add_argument("--device", metavar="cpu|cuda", help="the device (default: CUDA if available)")
     parser.add_argument("--only", metavar="PART", help="lengths, weights or peers alone; on a GPU")
+    parser.add_argument("--resume", action="store_true", help="measure only the cases that the file of --json lacks")
     parser.add_argument(
         "--from", dest="from_file", metavar="FILE", help="print or plot a file from --json; measure nothing"
     )
     options = parser.parse_args()
     try:
         raise SystemExit(
-            bench_attention(options.json, options.quick, options.plot, options.device, options.from_file, options.only)
+            bench_attention(
+                options.json,
+                options.quick,
+                options.plot,
+                options.device,
+                options.from_file,
+                options.only,
+                options.resume,
+            )
         )
     except RopewalkError as error:
         sys.stderr.write(f"{error}\n")

@@ -10,12 +10,14 @@ import numpy as np
 
 from ropewalk.errors import RopewalkError
 from ropewalk.hub.files import read_text
+from ropewalk.tools.bench.records import digest
 
 __all__ = [
     "FIT_FROM",
     "exponent",
     "faster_from",
     "growth",
+    "measured_cases",
     "read_record",
     "shown_case",
     "shown_crossing",
@@ -191,3 +193,34 @@ def read_record(name: str, asked: str) -> dict[str, Any]:
         got = f"{name}: {type(error).__name__}: {error}"
         raise RopewalkError(asked=asked, expected=expected, got=got, do=do) from None
     return record
+
+
+def measured_cases(record: dict[str, Any], name: str, asked: str) -> list[dict[str, Any]]:
+    """The cases of a run that was interrupted.
+
+    Args:
+        record: The record of the run that continues it, still without cases.
+        name: The path of the file that `--json` wrote. It need not exist.
+        asked: The request, for error messages.
+
+    Returns:
+        The cases in the file; none if there is no file.
+
+    Raises:
+        RopewalkError: If the file is not a record of the same command on the same hardware, with the same versions.
+    """
+    if not Path(name).exists():
+        return []
+    same = ("command", "hardware", "versions", "rounds")
+    expected = "a record of the same command, hardware and versions"
+    do = "specify that file, a new one, or leave --resume out"
+    text = read_text(Path(name), most=MOST_BYTES, asked=asked, expected=expected, do=do)
+    try:
+        earlier = json.loads(text)
+        differing = [field for field in same if earlier.get(field) != record[field]]
+        if differing or earlier["digest"] != digest(earlier):
+            raise ValueError(f"another {' and '.join(differing) or 'digest'}")
+        return list(earlier["cases"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        got = f"{name}: {type(error).__name__}: {error}"
+        raise RopewalkError(asked=asked, expected=expected, got=got, do=do) from None

@@ -39,6 +39,7 @@ OnlyPart = Annotated[
     str | None,
     typer.Option("--only", metavar="PART", help="On a GPU: lengths, weights or peers alone."),
 ]
+Resume = Annotated[bool, typer.Option("--resume", help="Measure only the cases that the file of --json lacks.")]
 QuickModels = Annotated[bool, typer.Option("--quick", help="Tiny models and few rounds.")]
 PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE.png", help="Plot time and memory against N.")]
 Device = Annotated[
@@ -167,6 +168,7 @@ def attention(
     plot: PlotFile = None,
     device: Device = None,
     only: OnlyPart = None,
+    resume: Resume = False,
     from_file: FromRecord = None,
 ) -> None:
     """Time softmax and linear attention against the length N.
@@ -183,6 +185,5 @@ def attention(
     """
     from ropewalk.tools.bench.attention import bench_attention
 
-    raise typer.Exit(
-        bench_attention(json_file=json, quick=quick, plot=plot, device=device, from_file=from_file, only=only)
-    )
+    options = {"json_file": json, "quick": quick, "plot": plot, "device": device, "from_file": from_file}
+    raise typer.Exit(bench_attention(**options, only=only, resume=resume))
