@@ -32,6 +32,15 @@ class Arena:
             end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.length = end // 4
 
+    def addresses(self, memory: Tensor) -> list[int]:
+        """Return the address of each array in an allocation."""
+        start = memory.data_ptr()
+        return [start + offset for offset in self.offsets.values()]
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Return each array in an allocation."""
+        return [self.view(memory, name) for name in self.offsets]
+
     def view(self, memory: Tensor, name: str) -> Tensor:
         """Return an array that is part of an allocation [length] of float32."""
         (shape, dtype), start = self._arrays[name], self.offsets[name]

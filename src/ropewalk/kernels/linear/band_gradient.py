@@ -15,10 +15,10 @@ def band_gradient(near: Tensor, far: Tensor, window: int) -> Tensor:
     Args:
         near: Gradients of tiles of factors [parts, batch, heads, tiles, queries, keys]. The keys of the first tile are
             before the queries, by as many tiles as the window needs.
-        far: Gradients of keys beyond the band, before and after [parts, heads, 2].
+        far: Gradients of keys beyond the band, before and after [heads, 2].
         window: Window of the band.
 
-    >>> near, far = torch.zeros(1, 1, 1, 1, 2, 2), torch.tensor([[[1.0, 2.0]]])
+    >>> near, far = torch.zeros(1, 1, 1, 1, 2, 2), torch.tensor([[1.0, 2.0]])
     >>> near[..., 1, 0] = 5.0  # key - query = -1
     >>> band_gradient(near, far, 1).tolist()
     [[6.0, 0.0, 2.0]]
@@ -32,7 +32,6 @@ def band_gradient(near: Tensor, far: Tensor, window: int) -> Tensor:
     difference = ((tile - before) * chunk + chunk - 1 - column).clamp(-window, window) + window
     result = zeros((len(diagonals), 2 * window + 1), dtype=torch.float32, device=near.device)
     result.index_add_(1, difference.flatten(), diagonals.flatten(1))
-    beyond = far.sum(0)
-    result[:, 0] += beyond[:, 0]
-    result[:, -1] += beyond[:, 1]
+    result[:, 0] += far[:, 0]
+    result[:, -1] += far[:, 1]
     return result

@@ -141,6 +141,9 @@ def linear_attention_backward(
     out, _, saved = results
     cotangent = _readable(cotangent)
     last = None if total_cotangent is None else total_cotangent.contiguous()
+    if last is not None and last.data_ptr() % 16:
+        # The alignment of other tensors is part of their signature.
+        last = last.clone()
     x, call, addresses = _prepare(q, k, v, None, layout, causal, cu_seqlens, weighting, cotangent)
     return Gradients(*call.backward(x, addresses, cu_seqlens, cotangent, out, saved, last, learned=learned))
 
@@ -168,7 +171,7 @@ def _prepare(
         key = "linear_attention", signed[0], layout, q.map, k.map, causal, sequences, normalize, scale, same
         call = LAUNCHES.get(key)
         if call is not None and call.direct:
-            q_at, k_at, v_at, *others = signed[1]
+            q_at, k_at, v_at, *others, _ = signed[1]
             x = Tensors(q.x, k.x, v, None, None, q_cos, q_sin, k_cos, k_sin, decay, band, before, q_row, k_row)
             return x, call, (q_at, k_at, v_at, 0, 0, *others)
     if q_cos is not None and q_sin is not None and k_cos is not None and k_sin is not None:

@@ -5,6 +5,7 @@ Forward: `sum_segments`, `run_totals`, `read_values`. Backward: the first two fo
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear.arena import Arena
 from ropewalk.kernels.linear.band_gradient import band_gradient
 from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
-from ropewalk.kernels.linear.tiles import tile_of
+from ropewalk.kernels.linear.tiles import Block, tile_of
 from ropewalk.kernels.linear.triton_features import KINDS
 from ropewalk.kernels.linear.triton_kernels import read_factors, read_keys, read_queries, read_values
 from ropewalk.kernels.linear.triton_step import SMALLEST
@@ -25,6 +26,27 @@ from ropewalk.kernels.triton_launch import Launch, table_strides
 from ropewalk.kernels.types import FeatureMap, Layout, Weighting
 
 __all__ = ["Call", "Sizes", "Tensors"]
+
+# Arrays that all passes have: none, the inputs, their first rows in the tables, and the segments of packed sequences.
+_INPUTS = (
+    "none", "q", "k", "v", "q_shift", "k_shift", "q_cos", "q_sin", "k_cos", "k_sin", "decay", "band", "before", "q_row",
+    "k_row", "begins", "starts",
+)  # fmt: skip
+_TABLES = "q_shift k_shift q_cos q_sin k_cos k_sin"
+_SUMS = "running inner plain low"
+# What the kernels of each launch get, before the numbers that are the same in all calls.
+_ARGUMENTS = {
+    "sum_keys": "k k_shift k_cos k_sin v none none none decay band begins sums inner low fade factors k_row",
+    "sum_queries": "q q_shift q_cos q_sin cotangent out inverse weight decay band begins sums behind_inner behind_low "
+    "fade factors q_row",
+    "scan_keys": "sums fade before total running plain starts",
+    "scan_queries": "sums fade last of_before behind_running behind_plain starts",
+    "values": f"q k v {_TABLES} decay band factors begins {_SUMS} out inverse q_row k_row",
+    "queries": f"q k v cotangent {_TABLES} inverse weight decay band factors begins {_SUMS} of_q of_far q_row k_row",
+    "keys": "k q v cotangent k_shift q_shift k_cos k_sin q_cos q_sin inverse weight decay band factors begins "
+    "behind_running behind_inner behind_plain behind_low of_k of_v k_row q_row",
+    "factors": f"q k v cotangent {_TABLES} inverse weight factors begins of_factors q_row k_row",
+}
 
 # Number of programs of `read_factors` that keeps a large GPU busy.
 _ENOUGH_PROGRAMS = 1024
@@ -159,6 +181,7 @@ class Call(Sizes):
         same: bool,
     ) -> None:
         super().__init__(x.q, x.k, x.v, causal, weighting, sequences)
+        self.has_before = x.before is not None
         self.dtype, (self.kind, self.precision), self.device = x.v.dtype, KINDS[x.v.dtype], x.v.device
         self.least = SMALLEST if self.weighted else 0.0
         self.maps = FeatureMap[maps[0]].value, FeatureMap[maps[1]].value
@@ -176,180 +199,80 @@ class Call(Sizes):
         self.kept = self.saved()
         self.forward_scratch = Arena(self.scratch(self.key_count))
         rows = self.batch * self.heads * self.queries if self.normalize else 0
-        arrays = [("weight", (rows,), torch.float32), *self.sums(self.query_count), *self.scratch(self.query_count)]
-        self.backward_scratch = Arena(arrays)
-        self.key_plan = self.query_plan = None
-        if sequences is None:
-            self.key_plan, self.query_plan = (Plan.of(y, None, self.segment) for y in (x.k, x.q))
+        sums = [(f"behind_{name}", shape, dtype) for name, shape, dtype in self.sums(self.query_count)]
+        self.backward_scratch = Arena([("weight", (rows,), torch.float32), *sums, *self.scratch(self.query_count)])
+        self.out_shape = self.batch, self.heads, self.queries, self.v_dim
+        self.total_shape = self.sequences * self.states, self.width * (self.v_dim + 1)
+        # `empty_like` takes less time than `empty`.
+        self.like_q = x.q.is_contiguous() and x.q.shape == self.out_shape and x.q.dtype == self.dtype
+        arrays = *_INPUTS, *self.kept.offsets
+        self.forward_names = *arrays, *self.forward_scratch.offsets, "total", "out"
+        self.backward_names = (
+            *arrays, *self.backward_scratch.offsets, "cotangent", "out", "last", "of_before", "of_q", "of_k", "of_v",
+            "of_far", "of_factors",
+        )  # fmt: skip
         # Whether the kernels can read all tensors of a call as they are.
         self.direct = False
-        self.launches: dict[Any, Launch] = {}
+        self.launches: dict[str, tuple[Launch, Callable[[Sequence[Any]], tuple[Any, ...]]]] = {}
 
-    def plans(self, x: Tensors, cu_seqlens: Tensor | None) -> tuple[Plan, Plan]:
-        """Return the segments of the keys, and those of the queries."""
-        if self.key_plan is not None and self.query_plan is not None:
-            return self.key_plan, self.query_plan
-        plan = Plan.of(x.k, cu_seqlens, self.segment)
-        return plan, plan
+    def plan(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return where the segments of packed sequences begin, and the first segment of each sequence."""
+        if cu_seqlens is None:
+            return None, None
+        plan = Plan.of(x, cu_seqlens, self.segment)
+        return plan.begins, plan.starts
 
-    def launch(
-        self, name: str, make: Callable[[], Launch], addresses: Sequence[int], tensors: Callable[[], list[Any]]
-    ) -> None:
-        """Launch a kernel. `make` creates the launch of the first call, `tensors` what `addresses` are for."""
-        found = self.launches.get(name)
-        if found is None:
-            found = self.launches[name] = make()
-        if not found.by_address(current_stream(self.device), *addresses):
-            found(self.device, *tensors())
-
-    def common(self, side: int) -> dict[str, Any]:
-        """Return the constants of all kernels that read sums, from NORMALIZED to PACKED."""
-        return {
-            "NORMALIZED": self.normalize, "APART": self.apart, "SIDE": side, "DECAY": self.decay, "BAND": self.band,
-            "PACKED": self.packed, "SEGMENT": self.segment,
-        }  # fmt: skip
-
-    def reading(self, role: str, count: int) -> tuple[Any, ...]:
-        """Return the numbers that all kernels have that read sums: rows x of a role, and the other side y."""
-        x_side = 0 if role == "q" else 1
-        heads = (self.heads, self.kv_heads) if role == "q" else (self.kv_heads, self.heads)
-        owners = self.batch * (self.heads if role == "q" else self.states)
-        slots = self.batch * self.states * count
-        return (
-            *self.decay_strides, *self.tables[x_side], *self.tables[1 - x_side],
-            self.queries if role == "q" else self.keys, owners, count, slots, *heads,
-        )  # fmt: skip
-
-    def programs(self, heads: int, count: int) -> int:
-        """Return the number of programs that compute all rows of `count` segments."""
-        return self.batch * heads * count * (self.chunks if self.apart else 1)
-
-    def sum(
-        self, x: Tensors, at: Sequence[int], plan: Plan, role: str, places: "_Places", before: Tensor | None,
-        more: Sequence[Tensor] = (),
-    ) -> Tensor:  # fmt: skip
-        """Store the sums of keys and values, or of queries and cotangents, and return the total in flat form.
+    def start(
+        self, kernel: str, variant: str, stream: int, names: Sequence[str], addresses: Sequence[int],
+        tensors: Callable[[], list[Any]],
+    ) -> None:  # fmt: skip
+        """Launch a kernel, a key of `_ARGUMENTS`.
 
         Args:
-            x: Tensors of the call.
-            at: Their addresses.
-            plan: Segments of the tokens.
-            role: "k" for keys and their values, "q" for queries.
-            places: Where the sums are stored.
-            before: Initial sums, or None.
-            more: For queries: cotangents and outputs.
+            kernel: Name of the launch.
+            variant: What distinguishes launches of this name.
+            stream: The current stream of the device, which is the current one.
+            names: Names of all arrays of the pass.
+            addresses: Their addresses, and the numbers among them.
+            tensors: Returns the same as tensors, for first launches.
         """
-        queries, count = role == "q", plan.number
-        owners, size = self.batch * self.states, 2 * self.half * (self.v_dim + 1)
-        total = empty(
-            (plan.sequences * self.states, self.width * (self.v_dim + 1)), dtype=torch.float32, device=self.device
-        )
-        z, out = more if queries else (x.v, None)
-
-        def summing() -> Launch:
-            block = self.tile.sums
-            lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // block.columns)
-            heads, share, group = (self.heads, 1, self.group) if queries else (self.kv_heads, self.share, 1)
-            numbers = (
-                *self.strides[role], *z.stride()[:3], *((0, 0, 0) if out is None else out.stride()[:3]),
-                *self.decay_strides, *self.tables[not queries], (self.queries if queries else self.keys), owners, count,
-                heads, self.scale,
-            )  # fmt: skip
-            constants = {
-                "HEADS": self.states, "GROUP": group, "SHARE": share, "FEATURES": self.features, "V_DIM": self.v_dim,
-                "MAP": self.maps[not queries], "QUERIES": queries, "NORMALIZED": self.normalize, "DECAY": self.decay,
-                "DIRECTIONS": self.directions, "APART": self.apart, "BAND": self.band, "READERS": self.group,
-                "PACKED": self.packed, "SEGMENT": self.segment, **block.constants(self.chunk),
-                "LANE_BLOCKS": lane_blocks, "KIND": self.kind, "PRECISION": self.precision,
-            }  # fmt: skip
-            grid = owners * count, lane_blocks * column_blocks, self.directions
-            return Launch(sum_segments, grid, numbers, constants, *block.options())
-
-        def scanning() -> Launch:
-            # Small programs if there are few sums, so that there are more programs.
-            wide = 1024 if size > 8192 else 256
-            constants = {
-                "FEATURES": self.features, "V_DIM": self.v_dim, "HAS_BEFORE": before is not None,
-                "DECAYS": self.decay != 0, "PACKED": self.packed,
-                "DIRECTIONS": self.directions, "REVERSE": int(queries), "ALL": self.all, "WIDTH": wide,
-            }  # fmt: skip
-            grid = plan.sequences * self.states, -(-size // wide), self.directions
-            return Launch(run_totals, grid, (self.states, count), constants, 4 if wide > 256 else 2)
-
-        q, k, v, q_shift, k_shift, q_cos, q_sin, k_cos, k_sin, decay, band, *_ = at
-        begins, starts = (0, 0) if plan.begins is None else (plan.begins.data_ptr(), plan.starts.data_ptr())  # pyright: ignore[reportOptionalMemberAccess]
-        where = places.addresses
-        if queries:
-            side = q, q_shift, q_cos, q_sin, z.data_ptr(), out.data_ptr(), places.inverse, where["weight"]  # pyright: ignore[reportOptionalMemberAccess]
-        else:
-            side = k, k_shift, k_cos, k_sin, v, 0, 0, 0
-        sums, inner, low, fade, factors = (where[name] for name in ("sums", "inner", "low", "fade", "factors"))
-        row = x.q_row if queries else x.k_row
-
-        def summed() -> list[Any]:
-            y, shift, cos, sin = (
-                (x.q, x.q_shift, x.q_cos, x.q_sin) if queries else (x.k, x.k_shift, x.k_cos, x.k_sin)
-            )  # fmt: skip
-            rows = (out, places.view("inverse"), places.view("weight")) if queries else (z, z, z)
-            given = (shift, cos, sin, z, *rows, x.decay, x.band, plan.begins)
-            names = "sums", "inner", "low", "fade", "factors"
-            return [y, *_filled(given, z), *(places.view(name) for name in names), row]
-
-        def scanned() -> list[Any]:
-            names = "sums", "fade", "running", "plain"
-            sums, fade, running, plain = (places.view(name) for name in names)
-            return [sums, fade, *_filled([before], sums), total, running, plain, *_filled([plan.starts], sums)]
-
-        self.launch(
-            f"sum {role}", summing, (*side, decay, band, begins, sums, inner, low, fade, factors, row), summed
-        )  # fmt: skip
-        given = 0 if before is None else before.data_ptr()
-        self.launch(
-            f"scan {role} {before is not None}",
-            scanning,
-            (sums, fade, given, total.data_ptr(), where["running"], where["plain"], starts),
-            scanned,
-        )
-        return total
+        found = self.launches.get(kernel + variant)
+        if found is None:
+            places = {name: i for i, name in enumerate(names)}
+            pick = itemgetter(*(places[name] for name in _ARGUMENTS[kernel].split()))
+            make: Callable[..., Launch] = getattr(self, f"_{kernel}")
+            found = self.launches[kernel + variant] = make(dict(zip(names, tensors(), strict=True)), variant), pick
+        launch, pick = found
+        if not launch.by_address(stream, *pick(addresses)):
+            launch(self.device, *pick(tensors()))
 
     def forward(self, x: Tensors, at: Sequence[int], cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs, the sums after the last key in flat form, and what the backward needs."""
-        key_plan, plan = self.plans(x, cu_seqlens)
-        saved = empty((self.kept.length,), dtype=torch.float32, device=self.device)
-        scratch = empty((self.forward_scratch.length,), dtype=torch.float32, device=self.device)
-        places = _Places((self.kept, saved), (self.forward_scratch, scratch))
-        total = self.sum(x, at, key_plan, "k", places, x.before)
-        # No kernel writes the outputs of tokens after the last packed sequence.
-        make = zeros if self.packed else empty
-        out = make((self.batch, self.heads, self.queries, self.v_dim), dtype=self.dtype, device=self.device)
+        device = self.device
+        begins, starts = self.plan(x.k, cu_seqlens)
+        saved = empty((self.kept.length,), dtype=torch.float32, device=device)
+        scratch = empty((self.forward_scratch.length,), dtype=torch.float32, device=device)
+        total = empty(self.total_shape, dtype=torch.float32, device=device)
         if self.packed:
-            places.view("inverse").zero_()
-
-        def reading() -> Launch:
-            block = self.tile.values
-            strides = *self.strides["q"], *self.strides["k"], *self.strides["v"], *out.stride()[:3]
-            constants = {
-                "X_HEADS": self.heads, "X_GROUP": self.group, "Y_SHARE": self.share, "FEATURES": self.features,
-                "V_DIM": self.v_dim, "X_MAP": self.maps[0], "Y_MAP": self.maps[1],
-                **self.common(-1 if self.causal else 0), **block.constants(self.chunk), "KIND": self.kind,
-                "PRECISION": self.precision, "SAME": self.same,
-            }  # fmt: skip
-            grid = self.programs(self.heads, plan.number), -(-self.v_dim // block.columns), 1
-            numbers = (*strides, *self.reading("q", plan.number), self.scale, self.least)
-            return Launch(read_values, grid, numbers, constants, *block.options())
+            # No kernel writes the outputs of tokens after the last packed sequence.
+            out = zeros(self.out_shape, dtype=self.dtype, device=device)
+            self.kept.view(saved, "inverse").zero_()
+        else:
+            out = empty_like(x.q) if self.like_q else empty(self.out_shape, dtype=self.dtype, device=device)
+        addresses = [
+            0, *at, x.q_row, x.k_row, *_addresses(begins, starts), *self.kept.addresses(saved),
+            *self.forward_scratch.addresses(scratch), total.data_ptr(), out.data_ptr(),
+        ]  # fmt: skip
 
         def tensors() -> list[Any]:
-            return [
-                *_filled(x[:11], out), *_filled([places.view("factors"), plan.begins], out), *places.sums(), out,
-                places.view("inverse"), x.q_row, x.k_row,
-            ]  # fmt: skip
+            arrays = *self.kept.views(saved), *self.forward_scratch.views(scratch)
+            return _filled([None, *x, begins, starts, *arrays, total, out], out)
 
-        where, begins = places.addresses, 0 if plan.begins is None else plan.begins.data_ptr()
-        addresses = (
-            *at[:11], where["factors"], begins, where["running"], where["inner"], where["plain"], where["low"],
-            out.data_ptr(), where["inverse"], x.q_row, x.k_row,
-        )  # fmt: skip
-        self.launch("values", reading, addresses, tensors)
+        names = self.forward_names
+        stream = current_stream(device)
+        self.start("sum_keys", "", stream, names, addresses, tensors)
+        self.start("scan_keys", "", stream, names, addresses, tensors)
+        self.start("values", "", stream, names, addresses, tensors)
         return out, total, saved
 
     def backward(
@@ -357,191 +280,190 @@ class Call(Sizes):
         last: Tensor | None, *, learned: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return the gradients of q, k, v, of the initial sums, and of the logarithms of the band if `learned`."""
-        key_plan, plan = self.plans(x, cu_seqlens)
-        before = _Places((self.kept, saved))
-        scratch = empty((self.backward_scratch.length,), dtype=torch.float32, device=self.device)
-        behind = _Places((self.backward_scratch, scratch), inverse=before)
-        of_before = self.sum(x, at, plan, "q", behind, last, (cotangent, out))
-        of_k, of_v = self.of_keys(x, at, key_plan, behind, cotangent)
-        learned = learned and self.band != 0
-        of_q, of_far = self.of_queries(x, at, plan, before, behind, cotangent, learned=learned)
-        of_band = None
-        if of_far is not None:
-            of_band = band_gradient(self.of_factors(x, at, plan, behind, cotangent), of_far, self.band)
-        return of_q, of_k, of_v, of_before, of_band
-
-    def of_queries(
-        self, x: Tensors, at: Sequence[int], plan: Plan, before: "_Places", behind: "_Places", cotangent: Tensor, *,
-        learned: bool,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Return the gradients of the queries, and of the factors beyond the band if `learned`."""
-        block = self.tile.features
-        blocks, programs = -(-self.half // block.lanes), self.programs(self.heads, plan.number)
-        out = _like(x.q, self.packed)
-        # The kernel stores nothing for keys after causal queries.
-        of_far = zeros((blocks * programs, 2), dtype=torch.float32, device=self.device) if learned else None
-
-        def reading() -> Launch:
-            strides = (
-                *self.strides["q"], *self.strides["k"], *self.strides["v"], *cotangent.stride()[:3], *out.stride()[:3]
-            )  # fmt: skip
-            constants = {
-                "X_HEADS": self.heads, "X_GROUP": self.group, "Y_SHARE": self.share, "FEATURES": self.features,
-                "V_DIM": self.v_dim, "X_MAP": self.maps[0], "Y_MAP": self.maps[1],
-                **self.common(-1 if self.causal else 0), **block.constants(self.chunk), "KIND": self.kind,
-                "PRECISION": self.precision, "LEARNED": learned,
-            }  # fmt: skip
-            numbers = (*strides, *self.reading("q", plan.number), self.scale)
-            return Launch(read_queries, (programs, blocks, 1), numbers, constants, *block.options())
+        device = self.device
+        begins, starts = self.plan(x.k, cu_seqlens)
+        scratch = empty((self.backward_scratch.length,), dtype=torch.float32, device=device)
+        of_before = empty(self.total_shape, dtype=torch.float32, device=device)
+        of_q = _like(x.q, self.packed)
+        if self.share == 1:
+            of_k, of_v = _like(x.k, self.packed), _like(x.v, self.packed)
+        else:
+            # Each query head has sums of its own, and so a gradient of its key head.
+            make, shape = zeros if self.packed else empty, (self.batch, self.states, self.keys)
+            of_k = make((*shape, self.width), dtype=torch.float32, device=device)
+            of_v = make((*shape, self.v_dim), dtype=torch.float32, device=device)
+        of_far = of_factors = None
+        if learned and self.band:
+            # The kernel stores nothing for keys after causal queries.
+            of_far = zeros((*self._far_shape, 2), dtype=torch.float32, device=device)
+            of_factors = empty(self._factors_shape, dtype=torch.float32, device=device)
+        addresses = [
+            0, *at, x.q_row, x.k_row, *_addresses(begins, starts), *self.kept.addresses(saved),
+            *self.backward_scratch.addresses(scratch), cotangent.data_ptr(), out.data_ptr(),
+            0 if last is None else last.data_ptr(), of_before.data_ptr(), of_q.data_ptr(), of_k.data_ptr(),
+            of_v.data_ptr(), *_addresses(of_far, of_factors),
+        ]  # fmt: skip
 
         def tensors() -> list[Any]:
-            rows = behind.view("inverse"), behind.view("weight"), x.decay, x.band, behind.view("factors"), plan.begins
-            far = _filled([of_far], out)
-            return [
-                *x[:3], cotangent, *_filled(x[3:9], out), *_filled(rows, out), *before.sums(), out, *far, x.q_row,
-                x.k_row,
-            ]  # fmt: skip
+            arrays = *self.kept.views(saved), *self.backward_scratch.views(scratch)
+            gradients = of_before, of_q, of_k, of_v, of_far, of_factors
+            return _filled([None, *x, begins, starts, *arrays, cotangent, out, last, *gradients], out)
 
-        q, k, v, q_shift, k_shift, q_cos, q_sin, k_cos, k_sin, decay, band, *_ = at
-        where, stored = behind.addresses, before.addresses
-        addresses = (
-            q, k, v, cotangent.data_ptr(), q_shift, k_shift, q_cos, q_sin, k_cos, k_sin, behind.inverse,
-            where["weight"], decay, band, where["factors"], 0 if plan.begins is None else plan.begins.data_ptr(),
-            stored["running"], stored["inner"], stored["plain"], stored["low"], out.data_ptr(),
-            0 if of_far is None else of_far.data_ptr(), x.q_row, x.k_row,
+        names, stream = self.backward_names, current_stream(device)
+        self.start("sum_queries", "", stream, names, addresses, tensors)
+        self.start("scan_queries", "" if last is None else " with sums", stream, names, addresses, tensors)
+        self.start("keys", "", stream, names, addresses, tensors)
+        self.start("queries", "" if of_far is None else " of a band", stream, names, addresses, tensors)
+        of_band = None
+        if of_far is not None and of_factors is not None:
+            self.start("factors", "", stream, names, addresses, tensors)
+            of_band = band_gradient(of_factors, of_far.sum((0, 1)), self.band)
+        if self.share > 1:
+            grouped = (y.unflatten(1, (self.kv_heads, self.share)).sum(2) for y in (of_k, of_v))
+            of_k, of_v = (y.to(self.dtype) for y in grouped)
+        return of_q, of_k, of_v, of_before, of_band
+
+    @property
+    def _far_shape(self) -> tuple[int, ...]:
+        """Lane blocks and chunks, then batch, then heads: the order of the programs of `read_queries`."""
+        blocks = -(-self.half // self.tile.features.lanes)
+        return blocks * self.query_count * self.chunks, self.batch, self.heads
+
+    @property
+    def _factors_shape(self) -> tuple[int, ...]:
+        """Parts into which chunks are summed, batch, heads, tiles, queries and keys."""
+        programs = self.batch * self.heads * self.tiles
+        parts = max(1, min(_ENOUGH_PROGRAMS // programs, self.query_count * self.chunks))
+        return parts, self.batch, self.heads, self.tiles, self.chunk, self.chunk
+
+    def _sum_keys(self, arrays: dict[str, Any], variant: str) -> Launch:
+        return self._summing("k", arrays["v"], (0, 0, 0), self.key_count)
+
+    def _sum_queries(self, arrays: dict[str, Any], variant: str) -> Launch:
+        return self._summing("q", arrays["cotangent"], arrays["out"].stride()[:3], self.query_count)
+
+    def _summing(self, role: str, z: Tensor, out_strides: Sequence[int], count: int) -> Launch:
+        block, queries, owners = self.tile.sums, role == "q", self.batch * self.states
+        lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // block.columns)
+        heads, share, group = (self.heads, 1, self.group) if queries else (self.kv_heads, self.share, 1)
+        numbers = (
+            *self.strides[role], *z.stride()[:3], *out_strides, *self.decay_strides, *self.tables[not queries],
+            (self.queries if queries else self.keys), owners, count, heads, self.scale,
         )  # fmt: skip
-        self.launch(f"queries {learned}", reading, addresses, tensors)
-        if of_far is not None:
-            # Programs are ordered by chunk, then batch and head.
-            of_far = of_far.view(-1, self.heads, 2)
-        return out, of_far
+        constants = {
+            "HEADS": self.states, "GROUP": group, "SHARE": share, "FEATURES": self.features, "V_DIM": self.v_dim,
+            "MAP": self.maps[not queries], "QUERIES": queries, "NORMALIZED": self.normalize, "DECAY": self.decay,
+            "DIRECTIONS": self.directions, "APART": self.apart, "BAND": self.band, "READERS": self.group,
+            "PACKED": self.packed, "SEGMENT": self.segment, **block.constants(self.chunk),
+            "LANE_BLOCKS": lane_blocks, "KIND": self.kind, "PRECISION": self.precision,
+        }  # fmt: skip
+        grid = owners * count, lane_blocks * column_blocks, self.directions
+        return Launch(sum_segments, grid, numbers, constants, *block.options())
 
-    def of_keys(
-        self, x: Tensors, at: Sequence[int], plan: Plan, behind: "_Places", cotangent: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of keys and values."""
+    def _scan_keys(self, arrays: dict[str, Any], variant: str) -> Launch:
+        return self._scanning("k", self.key_count, given=self.has_before)
+
+    def _scan_queries(self, arrays: dict[str, Any], variant: str) -> Launch:
+        return self._scanning("q", self.query_count, given=variant != "")
+
+    def _scanning(self, role: str, count: int, *, given: bool) -> Launch:
+        size = 2 * self.half * (self.v_dim + 1)
+        # Small programs if there are few sums, so that there are more programs.
+        wide = 1024 if size > 8192 else 256
+        constants = {
+            "FEATURES": self.features, "V_DIM": self.v_dim, "HAS_BEFORE": given, "DECAYS": self.decay != 0,
+            "PACKED": self.packed, "DIRECTIONS": self.directions, "REVERSE": int(role == "q"), "ALL": self.all,
+            "WIDTH": wide,
+        }  # fmt: skip
+        grid = self.sequences * self.states, -(-size // wide), self.directions
+        return Launch(run_totals, grid, (self.states, count), constants, 4 if wide > 256 else 2)
+
+    def _reading(self, role: str, tile: Block) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the numbers from the strides of the decay on, and the constants after the heads, of reading kernels.
+
+        Rows x have this role, and rows y are the other side.
+        """
+        x_side, queries = 0 if role == "q" else 1, role == "q"
+        heads = (self.heads, self.kv_heads) if queries else (self.kv_heads, self.heads)
+        count = self.query_count if queries else self.key_count
+        numbers = (
+            *self.decay_strides, *self.tables[x_side], *self.tables[1 - x_side], self.queries if queries else self.keys,
+            self.batch * (self.heads if queries else self.states), count, self.batch * self.states * count, *heads,
+        )  # fmt: skip
+        side = 0 if not self.causal else -1 if queries else 1
+        constants = {
+            "FEATURES": self.features, "V_DIM": self.v_dim, "X_MAP": self.maps[x_side], "Y_MAP": self.maps[1 - x_side],
+            "NORMALIZED": self.normalize, "APART": self.apart, "SIDE": side, "DECAY": self.decay, "BAND": self.band,
+            "PACKED": self.packed, "SEGMENT": self.segment, **tile.constants(self.chunk), "KIND": self.kind,
+            "PRECISION": self.precision,
+        }  # fmt: skip
+        return numbers, constants
+
+    def programs(self, heads: int, count: int) -> int:
+        """Return the number of programs that compute all rows of `count` segments."""
+        return self.batch * heads * count * (self.chunks if self.apart else 1)
+
+    def _values(self, arrays: dict[str, Any], variant: str) -> Launch:
+        block = self.tile.values
+        numbers, constants = self._reading("q", block)
+        strides = *self.strides["q"], *self.strides["k"], *self.strides["v"], *arrays["out"].stride()[:3]
+        heads = {"X_HEADS": self.heads, "X_GROUP": self.group, "Y_SHARE": self.share}
+        grid = self.programs(self.heads, self.query_count), -(-self.v_dim // block.columns), 1
+        numbers = *strides, *numbers, self.scale, self.least
+        return Launch(read_values, grid, numbers, heads | constants | {"SAME": self.same}, *block.options())
+
+    def _queries(self, arrays: dict[str, Any], variant: str) -> Launch:
+        block = self.tile.features
+        numbers, constants = self._reading("q", block)
+        strides = (
+            *self.strides["q"], *self.strides["k"], *self.strides["v"], *arrays["cotangent"].stride()[:3],
+            *arrays["of_q"].stride()[:3],
+        )  # fmt: skip
+        heads = {"X_HEADS": self.heads, "X_GROUP": self.group, "Y_SHARE": self.share}
+        grid = self.programs(self.heads, self.query_count), -(-self.half // block.lanes), 1
+        constants = heads | constants | {"LEARNED": variant != ""}
+        return Launch(read_queries, grid, (*strides, *numbers, self.scale), constants, *block.options())
+
+    def _keys(self, arrays: dict[str, Any], variant: str) -> Launch:
         block, narrow = self.tile.keys, self.tile.values
         lane_blocks, column_blocks = -(-self.half // block.lanes), -(-self.v_dim // narrow.columns)
         if self.apart and self.tile.together:
             lane_blocks = 0
-        if self.share == 1:
-            out, values = _like(x.k, self.packed), _like(x.v, self.packed)
-        else:
-            make = zeros if self.packed else empty
-            options = {"dtype": torch.float32, "device": self.device}
-            shape = self.batch, self.states, self.keys
-            out, values = make((*shape, self.width), **options), make((*shape, self.v_dim), **options)
-
-        def reading() -> Launch:
-            strides = (
-                *self.strides["k"], *self.strides["q"], *self.strides["v"], *cotangent.stride()[:3], *out.stride()[:3],
-                *values.stride()[:3],
-            )  # fmt: skip
-            constants = {
-                "X_HEADS": self.states, "Y_GROUP": self.group, "X_SHARE": self.share, "FEATURES": self.features,
-                "V_DIM": self.v_dim, "X_MAP": self.maps[1], "Y_MAP": self.maps[0],
-                **self.common(1 if self.causal else 0), **block.constants(self.chunk), "KIND": self.kind,
-                "PRECISION": self.precision, "SAME": self.same, "LANE_BLOCKS": lane_blocks, "ALL_LANES": narrow.lanes,
-                "FEW_COLUMNS": narrow.columns,
-            }  # fmt: skip
-            grid = self.programs(self.states, plan.number), lane_blocks + column_blocks, 1
-            numbers = (*strides, *self.reading("k", plan.number), self.scale)
-            return Launch(read_keys, grid, numbers, constants, *block.options())
-
-        def tensors() -> list[Any]:
-            sides = x.k_shift, x.q_shift, x.k_cos, x.k_sin, x.q_cos, x.q_sin
-            rows = behind.view("inverse"), behind.view("weight"), x.decay, x.band, behind.view("factors"), plan.begins
-            return [
-                x.k, x.q, x.v, cotangent, *_filled(sides, out), *_filled(rows, out), *behind.sums(), out, values,
-                x.k_row, x.q_row,
-            ]  # fmt: skip
-
-        q, k, v, q_shift, k_shift, q_cos, q_sin, k_cos, k_sin, decay, band, *_ = at
-        where = behind.addresses
-        addresses = (
-            k, q, v, cotangent.data_ptr(), k_shift, q_shift, k_cos, k_sin, q_cos, q_sin, behind.inverse,
-            where["weight"], decay, band, where["factors"], 0 if plan.begins is None else plan.begins.data_ptr(),
-            where["running"], where["inner"], where["plain"], where["low"], out.data_ptr(), values.data_ptr(), x.k_row,
-            x.q_row,
+        numbers, constants = self._reading("k", block)
+        strides = (
+            *self.strides["k"], *self.strides["q"], *self.strides["v"], *arrays["cotangent"].stride()[:3],
+            *arrays["of_k"].stride()[:3], *arrays["of_v"].stride()[:3],
         )  # fmt: skip
-        self.launch("keys", reading, addresses, tensors)
-        if self.share > 1:
-            # Each query head has sums of its own, and so a gradient of its key head.
-            grouped = (y.unflatten(1, (self.kv_heads, self.share)).sum(2) for y in (out, values))
-            out, values = (y.to(self.dtype) for y in grouped)
-        return out, values
+        heads = {"X_HEADS": self.states, "Y_GROUP": self.group, "X_SHARE": self.share}
+        constants = heads | constants | {
+            "SAME": self.same, "LANE_BLOCKS": lane_blocks, "ALL_LANES": narrow.lanes, "FEW_COLUMNS": narrow.columns,
+        }  # fmt: skip
+        grid = self.programs(self.states, self.key_count), lane_blocks + column_blocks, 1
+        return Launch(read_keys, grid, (*strides, *numbers, self.scale), constants, *block.options())
 
-    def of_factors(
-        self, x: Tensors, at: Sequence[int], plan: Plan, behind: "_Places", cotangent: Tensor
-    ) -> Tensor:  # fmt: skip
-        """Return the gradients of the tiles of factors [parts, batch, heads, tiles, queries, keys]."""
-        owners, block = self.batch * self.heads, self.tile.values
-        parts = max(1, min(_ENOUGH_PROGRAMS // (owners * self.tiles), plan.number * self.chunks))
-        shape = parts, self.batch, self.heads, self.tiles, self.chunk, self.chunk
-        out = empty(shape, dtype=torch.float32, device=self.device)
-
-        def reading() -> Launch:
-            numbers = (
-                *self.strides["q"], *self.strides["k"], *self.strides["v"], *cotangent.stride()[:3], *self.tables[0],
-                *self.tables[1], self.queries, owners, plan.number, self.heads, self.kv_heads, self.scale,
-            )  # fmt: skip
-            constants = {
-                "X_HEADS": self.heads, "X_GROUP": self.group * self.share, "FEATURES": self.features,
-                "V_DIM": self.v_dim, "X_MAP": self.maps[0], "Y_MAP": self.maps[1], "NORMALIZED": self.normalize,
-                "SIDE": -1 if self.causal else 0, "BAND": self.band, "PACKED": self.packed, "SEGMENT": self.segment,
-                "CHUNK": self.chunk, "LANES": block.lanes, "COLUMNS": self.tile.features.columns, "KIND": self.kind,
-                "PRECISION": self.precision,
-            }  # fmt: skip
-            grid = owners, self.tiles, parts
-            return Launch(read_factors, grid, numbers, constants, block.warps, block.stages)
-
-        def tensors() -> list[Any]:
-            rows = behind.view("inverse"), behind.view("weight"), behind.view("factors"), plan.begins
-            return [*x[:3], cotangent, *_filled(x[3:9], out), *_filled(rows, out), out, x.q_row, x.k_row]
-
-        q, k, v, q_shift, k_shift, q_cos, q_sin, k_cos, k_sin, *_ = at
-        where = behind.addresses
-        addresses = (
-            q, k, v, cotangent.data_ptr(), q_shift, k_shift, q_cos, q_sin, k_cos, k_sin, behind.inverse,
-            where["weight"], where["factors"], 0 if plan.begins is None else plan.begins.data_ptr(), out.data_ptr(),
-            x.q_row, x.k_row,
+    def _factors(self, arrays: dict[str, Any], variant: str) -> Launch:
+        block, owners = self.tile.values, self.batch * self.heads
+        numbers = (
+            *self.strides["q"], *self.strides["k"], *self.strides["v"], *arrays["cotangent"].stride()[:3],
+            *self.tables[0], *self.tables[1], self.queries, owners, self.query_count, self.heads, self.kv_heads,
+            self.scale,
         )  # fmt: skip
-        self.launch("factors", reading, addresses, tensors)
-        return out
+        constants = {
+            "X_HEADS": self.heads, "X_GROUP": self.group * self.share, "FEATURES": self.features, "V_DIM": self.v_dim,
+            "X_MAP": self.maps[0], "Y_MAP": self.maps[1], "NORMALIZED": self.normalize,
+            "SIDE": -1 if self.causal else 0, "BAND": self.band, "PACKED": self.packed, "SEGMENT": self.segment,
+            "CHUNK": self.chunk, "LANES": block.lanes, "COLUMNS": self.tile.features.columns, "KIND": self.kind,
+            "PRECISION": self.precision,
+        }  # fmt: skip
+        grid = owners, self.tiles, self._factors_shape[0]
+        return Launch(read_factors, grid, numbers, constants, block.warps, block.stages)
 
 
-class _Places:
-    """Where the arrays of a pass are: their addresses, and views of them for first launches.
-
-    Args:
-        arenas: Arenas with their allocations.
-        inverse: Places of the forward pass, which has the inverse denominators of a backward pass.
-    """
-
-    def __init__(self, *arenas: tuple[Arena, Tensor], inverse: "_Places | None" = None) -> None:
-        self._arenas, self._forward = arenas, inverse
-        self.addresses: dict[str, int] = {}
-        for arena, memory in arenas:
-            start = memory.data_ptr()
-            for name, offset in arena.offsets.items():
-                self.addresses[name] = start + offset
-        self.inverse: int = self.addresses["inverse"] if inverse is None else inverse.addresses["inverse"]
-
-    def view(self, name: str) -> Tensor:
-        """Return one of the arrays."""
-        for arena, memory in self._arenas:
-            if name in arena.offsets:
-                return arena.view(memory, name)
-        if self._forward is None:
-            raise KeyError(name)
-        return self._forward.view(name)
-
-    def sums(self) -> list[Tensor]:
-        """Return the sums that rows read."""
-        return [self.view(name) for name in ("running", "inner", "plain", "low")]
+def _addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _filled(tensors: Sequence[Tensor | None], other: Tensor) -> list[Tensor]:
+def _filled(tensors: Sequence[Any], other: Tensor) -> list[Any]:
     """Return the tensors, and another one for each that is None, which the kernels then do not read."""
     return [other if tensor is None else tensor for tensor in tensors]
 
