@@ -178,6 +178,49 @@ def test_few_launches(kind, causal, most, monkeypatch):
     assert len(launched) == sum(most)
 
 
+@pytest.mark.parametrize(("kind", "packed"), [("plain", False), ("t5", False), ("alibi", True)])
+def test_addresses_are_those_of_the_arrays(kind, packed, monkeypatch):
+    seen, start = [], triton_call.Call.start
+
+    def checked(self, kernel, variant, stream, names, addresses, tensors):
+        arrays = tensors()
+        assert len(names) == len(addresses) == len(arrays)
+        for name, address, array in zip(names, addresses, arrays, strict=True):
+            if isinstance(array, int):
+                assert address == array, name
+            elif address and array.numel():
+                assert address == array.data_ptr(), name
+        seen.append(kernel)
+        start(self, kernel, variant, stream, names, addresses, tensors)
+
+    monkeypatch.setattr(triton_call.Call, "start", checked)
+    inputs, rule = inputs_of(kind, 2, 1, 20)
+    leaves = [x.to(DEVICE, torch.bfloat16).requires_grad_() for x in inputs]
+    ends = torch.tensor([0, 7, 20], device=DEVICE) if packed else None
+    out = ours(*leaves[:3], rule, rw.RotaryEmbedding(8), tensor=[*leaves, None][3], cu_seqlens=ends)
+    torch.autograd.grad(out.sum(), leaves)
+    assert len(seen) == (8 if kind == "t5" else 7)
+
+
+def test_saved_tensors_with_other_strides():
+    (q, k, v, g), rule = inputs_of("per key head", 2, 1, 70)
+    leaves = [x.to(DEVICE).requires_grad_() for x in (q, k, v)]
+
+    def gradients():
+        return torch.autograd.grad(ours(*leaves, rule, tensor=g.to(DEVICE)).square().sum(), leaves)
+
+    def unpack(x):
+        moved = x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x
+        shifted = torch.empty(moved.numel() + 1, dtype=x.dtype, device=x.device)[1:] if x.dim() < 3 else moved
+        return shifted.view_as(x).copy_(x) if x.dim() < 3 else moved
+
+    truth = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        results = gradients()
+    for a, b in zip(results, truth, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # Heads so wide that several programs share a chunk: gradients of keys and of values are then separate programs.
 @pytest.mark.usefixtures("kernels_only")
 @pytest.mark.parametrize(("kind", "causal"), [("t5", True), slow("t5", False), slow("alibi", False)])

@@ -74,7 +74,8 @@ def linear_attention(
         or (k_cos is not None and (k_cos.requires_grad or cast(Tensor, k_sin).requires_grad))
     )
     call = q, k, v, layout, weighting, causal
-    requested = backend if before is None or band is None else _without_kernels(backend)
+    with_sums = before is not None and (band is not None or (decay is not None and not causal))
+    requested = _without_kernels(backend) if with_sums else backend
     choice = choose("linear_attention", requested, call, tensors, table_gradient=learned)
     if choice.path == "formula":
         rotate_features = _rotate_by_formula if backend == "torch" else _rotate_features
@@ -132,7 +133,7 @@ def run_chosen(
 
 
 def _without_kernels(backend: str | None) -> str:
-    """Return "torch" if the backend was not forced: no kernel supports a band after initial sums.
+    """Return "torch" if the backend was not forced: no kernel supports a band, or two directions, after initial sums.
 
     Keys within the band are not part of the sums, and which ones they are depends on positions.
     """
@@ -141,7 +142,7 @@ def _without_kernels(backend: str | None) -> str:
     raise RopewalkError(
         asked=f"backend={backend!r}",
         expected="a call that it supports",
-        got="a bias with initial sums",
+        got="a bias, or a decay in both directions, with initial sums",
         do="leave backend out, and each call uses the fastest path that supports it",
     )
 

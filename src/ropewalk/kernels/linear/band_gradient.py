@@ -25,7 +25,7 @@ def band_gradient(near: Tensor, far: Tensor, window: int) -> Tensor:
     """
     tiles, chunk = near.shape[3], near.shape[5]
     before = (window + chunk - 2) // chunk
-    # Rows that are one element longer than the next one begins: diagonals become columns.
+    # Rows of 2 * chunk numbers, read as rows of one number less, are shifted by one each: diagonals become columns.
     rows = pad(near.sum((0, 1)).flip(-1), (0, chunk)).flatten(-2)[..., : chunk * (2 * chunk - 1)]
     diagonals = rows.unflatten(-1, (chunk, 2 * chunk - 1)).sum(-2)
     tile, column = arange(tiles, device=near.device)[:, None], arange(2 * chunk - 1, device=near.device)

@@ -42,7 +42,7 @@ class Tile(NamedTuple):
     Args:
         chunk: Tokens per step.
         sums: Block of `sum_segments`.
-        values: Block of `read_values`, which has all lanes. `read_factors` has the same warps.
+        values: Block of `read_values`, which has all lanes, and of `read_factors`, which has all columns too.
         features: Block of `read_queries`, which has all columns.
         keys: Block of the gradients of keys in `read_keys`, which has all columns.
         together: Whether, if chunks are computed apart, one program computes the gradients of keys and of values. They

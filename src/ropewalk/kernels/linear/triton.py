@@ -138,12 +138,10 @@ def linear_attention_backward(
         with torch.cuda.device(v.device):
             arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens, weighting, learned
             return linear_attention_backward(*arguments)
-    out, _, saved = results
+    # These are not part of the signature. Hooks of saved tensors may return them with other strides.
+    out, saved = _aligned(results[0]), _aligned(results[2])
+    last = None if total_cotangent is None else _aligned(total_cotangent)
     cotangent = _readable(cotangent)
-    last = None if total_cotangent is None else total_cotangent.contiguous()
-    if last is not None and last.data_ptr() % 16:
-        # The alignment of other tensors is part of their signature.
-        last = last.clone()
     x, call, addresses = _prepare(q, k, v, None, layout, causal, cu_seqlens, weighting, cotangent)
     return Gradients(*call.backward(x, addresses, cu_seqlens, cotangent, out, saved, last, learned=learned))
 
@@ -206,6 +204,12 @@ def _shift(side: Side, role: str) -> Tensor | None:
     if largest is None:
         return zeros(side.x.shape[:3], dtype=torch.float32, device=side.x.device)
     return largest.squeeze(-1).float().contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x contiguous, at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -112,7 +112,9 @@ class Sizes:
         self.apart = band is not None or (self.weighted and not causal)
         self.directions = 2 if self.weighted and not causal else 1
         self.memory = OPERANDS[v.dtype]
-        self.segment = linear_segments.segment_length(self.width, self.v_dim, self.batch * self.heads * self.queries)
+        # Packed sequences may be short, and sums are stored for all chunks of their last segments.
+        rows = 0 if self.apart and self.packed else self.batch * self.heads * self.queries
+        self.segment = linear_segments.segment_length(self.width, self.v_dim, rows)
         self.tile = tile_of(self.width, self.v_dim, v.dtype, apart=self.apart)
         self.chunk = min(self.tile.chunk, self.segment)
         self.chunks = self.segment // self.chunk
@@ -256,7 +258,6 @@ class Call(Sizes):
         if self.packed:
             # No kernel writes the outputs of tokens after the last packed sequence.
             out = zeros(self.out_shape, dtype=self.dtype, device=device)
-            self.kept.view(saved, "inverse").zero_()
         else:
             out = empty_like(x.q) if self.like_q else empty(self.out_shape, dtype=self.dtype, device=device)
         addresses = [

@@ -29,11 +29,11 @@ def read_values(
     """Store the outputs of queries x, which read keys y with values v, and the inverse of each denominator.
 
     Args:
-        running: Sums before each segment, then those after it if SIDE is 0 and APART. Those of all keys if not APART.
+        running: Sums before each segment. If SIDE is 0, then those after it if APART, otherwise those of all keys.
         inner: If APART, sums within each segment before each chunk, then those after it.
         plain: As `running`, of unrotated keys.
         low: As `inner`, of unrotated keys. If not APART, sums over each chunk.
-        slots: Number of segments in one direction.
+        slots: Number of sums of segments in one direction, of all sequences and heads.
         factor: Factor on outputs that are not divided.
         least: Denominators up to this are 0.
     """

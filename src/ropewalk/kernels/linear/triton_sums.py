@@ -55,11 +55,11 @@ def sum_segments(
     """Sum z (R y)^T and y over each segment, and over the GROUP heads that share a sum.
 
     A sum of keys is decayed to the segment's last token, one of queries to the token before its first. With two
-    DIRECTIONS, the third grid axis is the direction. The sums of y over each chunk, decayed to its end, are stored in
-    `low`. APART: the sums of the segment before each chunk are stored instead, also those of z (R y)^T, in `inner`.
-    QUERIES: y are queries and z the cotangents of their outputs. Rotated rows are multiplied by `inverse`, the others
-    by the cotangent of the denominator, which is stored in `weight`. With a BAND, the factors between chunks of keys
-    and of the READERS query heads per sum are stored in `factors`.
+    DIRECTIONS, the third grid axis is the direction: 0 as for keys, 1 as for queries. The sums of y over each chunk,
+    decayed to its end, are stored in `low`. APART: the sums of the segment before each chunk are stored instead, also
+    those of z (R y)^T, in `inner`. QUERIES: y are queries and z the cotangents of their outputs. Rotated rows are
+    multiplied by `inverse`, the others by the cotangent of the denominator, which is stored in `weight`. With a BAND,
+    the factors between chunks of keys and of the READERS query heads per sum are stored in `factors`.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SIZE: tl.constexpr = 2 * HALF * (V_DIM + 1)
@@ -152,8 +152,7 @@ def sum_segments(
     tl.store(sums + slot * SIZE + at_sums, total, mask=inside)
     if block // LANE_BLOCKS == 0:
         store_lanes(sums + slot * SIZE + 2 * HALF * V_DIM, slot * 0, plain_a, plain_b, lane, HALF)
-    if DECAY:
-        # The same number in all blocks and directions.
+    if DECAY and block == 0 and tl.program_id(2) == 0:
         tl.store(fade + (batch * HEADS + head) * count + number, gone)
     if BAND > 0:
         NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
