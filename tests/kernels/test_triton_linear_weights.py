@@ -576,6 +576,18 @@ def test_bands_that_are_not_supported_are_named():
         torch.testing.assert_close(linear_attention(*call, before, Layout(True, 0, -2), **options)[0], plain)
 
 
+def test_a_decay_in_both_directions_after_sums_is_the_formulas():
+    q, _, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 70, 8, 5, torch.float32))
+    sums = Sums(torch.ones(1, 1, 8, 5, device=DEVICE), torch.ones(1, 1, 8, device=DEVICE))
+    call = Side(q, "elu"), Side(q, "elu"), v, sums, Layout(True, 0, -2)
+    options = {"causal": False, "weighting": Weighting(decay=torch.full((1, 1, 1), -0.1, device=DEVICE))}
+    with pytest.raises(rw.RopewalkError, match="a decay in both directions with initial sums"):
+        linear_attention(*call, backend="triton", **options)
+    torch.testing.assert_close(
+        linear_attention(*call, **options)[0], linear_attention(*call, backend="torch", **options)[0]
+    )
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_the_gradient_of_a_strong_decay_has_digits(normalize):
     q, k, v = (x.to(DEVICE) for x in drawn(1, 1, 1, 100, 16, 8, torch.bfloat16))

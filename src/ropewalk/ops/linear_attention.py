@@ -74,8 +74,9 @@ def linear_attention(
         or (k_cos is not None and (k_cos.requires_grad or cast(Tensor, k_sin).requires_grad))
     )
     call = q, k, v, layout, weighting, causal
-    with_sums = before is not None and (band is not None or (decay is not None and not causal))
-    requested = _without_kernels(backend) if with_sums else backend
+    requested = backend
+    if before is not None and (band is not None or (decay is not None and not causal)):
+        requested = _without_kernels(backend, "a bias" if decay is None else "a decay in both directions")
     choice = choose("linear_attention", requested, call, tensors, table_gradient=learned)
     if choice.path == "formula":
         rotate_features = _rotate_by_formula if backend == "torch" else _rotate_features
@@ -132,8 +133,8 @@ def run_chosen(
     return _run(choice.operation, q, k, v, None, layout, causal, None, weighting)[0]
 
 
-def _without_kernels(backend: str | None) -> str:
-    """Return "torch" if the backend was not forced: no kernel supports a band, or two directions, after initial sums.
+def _without_kernels(backend: str | None, what: str) -> str:
+    """Return "torch" if the backend was not forced: no kernel supports `what`, a band or two directions, after sums.
 
     Keys within the band are not part of the sums, and which ones they are depends on positions.
     """
@@ -142,7 +143,7 @@ def _without_kernels(backend: str | None) -> str:
     raise RopewalkError(
         asked=f"backend={backend!r}",
         expected="a call that it supports",
-        got="a bias, or a decay in both directions, with initial sums",
+        got=f"{what} with initial sums",
         do="leave backend out, and each call uses the fastest path that supports it",
     )
 
