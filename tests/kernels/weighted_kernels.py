@@ -1,0 +1,97 @@
+"""The Triton kernels for linear attention with a decay or a bias, next to sums over all pairs of tokens in float64."""
+
+import sys
+
+import pytest
+import torch
+
+import ropewalk as rw
+from kernels.triton_device import DEVICE
+from nn.linear_cases import drawn, error, with_gradients
+from nn.weighted_cases import expected, rule_of
+from ropewalk.kernels.linear import segments as linear_segments
+from ropewalk.kernels.linear import triton as linear_triton
+from ropewalk.kernels.triton_launch import LAUNCHES
+from ropewalk.ops.linear_attention import linear_attention
+
+__all__ = [
+    "FAR",
+    "LIMIT",
+    "NEAR",
+    "assert_close",
+    "check",
+    "inputs_of",
+    "kernels_only",
+    "ours",
+    "short_segments",
+]
+
+# Relative error of float32 results. Matrix products have the precision of float32.
+LIMIT = 2e-5
+NEAR, FAR = (4, 20), (8, 80)  # T5's num_buckets and max_distance: a window within a segment, and beyond one
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """Short segments on a CPU."""
+    # Few tokens then make several segments, and the last one is not full.
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(linear_segments, "segment_length", lambda *_: 64)
+        # Launches of other tests have other segments.
+        monkeypatch.setattr(linear_triton, "LAUNCHES", type(LAUNCHES)())
+
+
+@pytest.fixture
+def kernels_only(monkeypatch):
+    """Makes the formula an error, in the forward and in the backward, except for the gradient of a decay."""
+    module = sys.modules[linear_attention.__module__]
+    real = module.linear_attention_formula
+
+    def formula(*arguments):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and arguments[-1].decay is not None and arguments[-1].decay.requires_grad:
+            return real(*arguments)
+        raise AssertionError("the formula was called")
+
+    monkeypatch.setattr(module, "linear_attention_formula", formula)
+
+
+def ours(q, k, v, rule, rope=None, *, causal=True, tensor=None, backend="triton", **options):
+    weights = rule.options(q.shape[1], causal=causal, tensor=tensor)
+    rope = rope and rope.to(q.device)
+    return rw.linear_attention(q, k, v, rope=rope, causal=causal, backend=backend, **weights, **options)
+
+
+def inputs_of(kind, heads, kv_heads, seq, *, batch=1, buckets=NEAR, dim=8, v_dim=5):
+    """float32 inputs, with the decay or T5's numbers as the last one, and the rule."""
+    rule = rule_of(kind, batch, heads, kv_heads, seq, torch.float32, buckets=buckets)
+    tensors = [*drawn(batch, heads, kv_heads, seq, dim, v_dim, torch.float32)]
+    return tensors + ([] if rule.tensor is None else [rule.tensor]), rule
+
+
+def assert_close(results, truth):
+    for name, a, b in zip(("o", "dq", "dk", "dv", "dw"), results, truth, strict=False):
+        assert a.shape == b.shape
+        assert error(a, b) < LIMIT, (name, error(a, b))
+
+
+def check(kind, heads, kv_heads, seq, *, batch=1, buckets=NEAR, sizes=(8, 5), rotated=True, fixed=False, **options):
+    """Compare outputs and all gradients with sums over all pairs of tokens in float64. `sizes` is width and v_dim."""
+    inputs, rule = inputs_of(kind, heads, kv_heads, seq, batch=batch, buckets=buckets, dim=sizes[0], v_dim=sizes[1])
+    rope = rw.RotaryEmbedding(sizes[0]) if rotated else None
+    cotangent = torch.randn(batch, heads, seq, sizes[1], generator=torch.Generator().manual_seed(3))
+    # A tensor that is not an input needs no gradient.
+    given = [inputs.pop()] if fixed else []
+
+    def by_kernels(q, k, v, *tensor):
+        moved = {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        weights = [*tensor, *(x.to(DEVICE) for x in given), None]
+        return ours(q, k, v, rule, rope, tensor=weights[0], **moved)
+
+    def by_sums(q, k, v, *tensor):
+        weights = [*tensor, *(x.double() for x in given), None]
+        return expected(q, k, v, rule._replace(tensor=weights[0]), rope and rope.to("cpu"), **options)
+
+    results = with_gradients(by_kernels, [x.to(DEVICE) for x in inputs], cotangent)
+    assert_close(results, with_gradients(by_sums, [x.double() for x in inputs], cotangent))
+    return results
