@@ -17,14 +17,11 @@ from ropewalk.kernels.linear.triton_features import exponential
 from ropewalk.kernels.linear.triton_read import add_visible, load_others, store_quotients
 from ropewalk.kernels.linear.triton_rows import (
     joined,
-    load_features,
     load_plain,
+    load_rotated,
     load_sums,
-    load_tables,
     load_values,
-    mapped_pairs,
     parted,
-    rotate_pairs,
     segment_of,
 )
 from ropewalk.kernels.linear.triton_weights import bounded, far_weight, load_factors
@@ -137,12 +134,9 @@ def value_chunk(
     slot = (batch * (X_HEADS // X_GROUP) + shared) * count + number
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     valid = index < size
-    a, b, shifts = load_features(x_side, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP, False)
-    a, b = mapped_pairs(a, b, shifts, X_MAP)
-    u, w = a, b
-    if FEATURES[1]:
-        c, s = load_tables(x_table, batch, x_head, begin, index, valid, 0, LANES, FEATURES)
-        u, w = rotate_pairs(a, b, c, s, FEATURES)
+    a, b, u, w, _, _ = load_rotated(
+        x_side, x_table, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
+    )
     rotated = joined(u, w, KIND)
     below, unrotated = tl.zeros((CHUNK,), tl.float32), rotated
     if BELOW:
@@ -223,14 +217,9 @@ def feature_chunk(
             more = near * tl.dot(cotangents, sums.to(KIND), input_precision=PRECISION)
             more_a, more_b = near * plain_a[None, :], near * plain_b[None, :]
             if LEARNED:
-                a, b, shifts = load_features(
-                    x_side, batch, x_head, begin, index, valid, offset, length, LANES, FEATURES, X_MAP, False
+                a, b, u, w, _, _ = load_rotated(
+                    x_side, x_table, batch, x_head, begin, index, valid, offset, length, LANES, FEATURES, X_MAP
                 )
-                a, b = mapped_pairs(a, b, shifts, X_MAP)
-                u, w = a, b
-                if FEATURES[1]:
-                    c, s = load_tables(x_table, batch, x_head, begin, index, valid, offset, LANES, FEATURES)
-                    u, w = rotate_pairs(a, b, c, s, FEATURES)
                 more_u, more_w = parted(more)
                 gradient = over * tl.sum(u * more_u + w * more_w, axis=1)
                 gradient += pull * tl.sum(a * more_a + b * more_b, axis=1)
@@ -285,12 +274,10 @@ def key_chunk(
     slot = (batch * X_HEADS + head) * count + number
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     valid = index < size
-    a, b, shifts = load_features(x_side, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP, False)
-    a, b = mapped_pairs(a, b, shifts, X_MAP)
-    if FEATURES[1]:
-        c, s = load_tables(x_table, batch, x_head, begin, index, valid, 0, LANES, FEATURES)
-        a, b = rotate_pairs(a, b, c, s, FEATURES)
-    rotated = joined(a, b, KIND)
+    _, _, u, w, _, _ = load_rotated(
+        x_side, x_table, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
+    )
+    rotated = joined(u, w, KIND)
     x_values = load_values(p, batch, x_head, begin, index, valid, column, V_DIM, KIND)
     total = tl.zeros((CHUNK, COLUMNS), tl.float32)
     top = tl.zeros((CHUNK, 2 * LANES), tl.float32)
@@ -361,12 +348,9 @@ def factor_gradient(
         )
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         valid = index < size
-        a, b, shifts = load_features(x_side, batch, head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP, False)
-        a, b = mapped_pairs(a, b, shifts, X_MAP)
-        u, w = a, b
-        if FEATURES[1]:
-            c, s = load_tables(x_table, batch, head, begin, index, valid, 0, LANES, FEATURES)
-            u, w = rotate_pairs(a, b, c, s, FEATURES)
+        a, b, u, w, _, _ = load_rotated(
+            x_side, x_table, batch, head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
+        )
         cotangents = load_values(p, batch, head, begin, index, valid, column, V_DIM, KIND)
         over, pull = load_pulls(rows, (batch * X_HEADS + head) * length + begin + index, valid, factor, NORMALIZED)
         other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)

@@ -17,6 +17,7 @@ from ropewalk.kernels.linear.triton_rows import (
     joined,
     load_features,
     load_plain,
+    load_rotated,
     load_sums,
     load_tables,
     load_values,
@@ -153,14 +154,9 @@ def value_rows(
         chunk = chunks - 1 - step if SIDE > 0 else step
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         valid = index < size
-        a, b, shifts = load_features(
-            x_side, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP, False
+        a, b, u, w, c, s = load_rotated(
+            x_side, x_table, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
         )
-        a, b = mapped_pairs(a, b, shifts, X_MAP)
-        c, s = a, b
-        if FEATURES[1]:
-            c, s = load_tables(x_table, batch, x_head, begin, index, valid, 0, LANES, FEATURES)
-        u, w = rotate_pairs(a, b, c, s, FEATURES)
         rotated = joined(u, w, KIND)
         below, unrotated = tl.zeros((CHUNK,), tl.float32), rotated
         if BELOW:

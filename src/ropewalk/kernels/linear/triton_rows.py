@@ -200,3 +200,22 @@ def parted(x):
 def mapped_pairs(a, b, shifts, MAP: tl.constexpr):
     """Return the feature map of both members."""
     return mapped(a, shifts, MAP), mapped(b, shifts, MAP)
+
+
+@triton.jit
+def load_rotated(
+    side, table, batch, head, begin, index, valid, offset, length, LANES: tl.constexpr, FEATURES: tl.constexpr,
+    MAP: tl.constexpr,
+):  # fmt: skip
+    """Load rows and map them. Arguments are those of `load_features` and `load_tables`.
+
+    Returns:
+        First and second members, the same rotated, and cos and sin. Without rotated pairs, the latter have no meaning.
+    """
+    a, b, shifts = load_features(side, batch, head, begin, index, valid, offset, length, LANES, FEATURES, MAP, False)
+    a, b = mapped_pairs(a, b, shifts, MAP)
+    c, s = a, b
+    if FEATURES[1]:
+        c, s = load_tables(table, batch, head, begin, index, valid, offset, LANES, FEATURES)
+    u, w = rotate_pairs(a, b, c, s, FEATURES)
+    return a, b, u, w, c, s
