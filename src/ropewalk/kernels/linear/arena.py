@@ -23,8 +23,11 @@ class Arena:
     ({'a': 0, 'b': 512}, 256, torch.Size([2, 2]))
     """
 
+    offsets: dict[str, int]
+    length: int
+
     def __init__(self, arrays: Sequence[tuple[str, Sequence[int], torch.dtype]]) -> None:
-        self.offsets: dict[str, int] = {}
+        self.offsets = {}
         self._arrays = {name: (tuple(shape), dtype) for name, shape, dtype in arrays}
         end = 0
         for name, (shape, dtype) in self._arrays.items():

@@ -16,7 +16,7 @@ from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear.arena import Arena
 from ropewalk.kernels.linear.band_gradient import band_gradient
 from ropewalk.kernels.linear.segments import OPERANDS, Plan, count_segments
-from ropewalk.kernels.linear.tiles import Block, tile_of
+from ropewalk.kernels.linear.tiles import Block, Tile, tile_of
 from ropewalk.kernels.linear.triton_features import KINDS
 from ropewalk.kernels.linear.triton_kernels import read_factors, read_keys, read_queries, read_values
 from ropewalk.kernels.linear.triton_step import SMALLEST
@@ -95,6 +95,38 @@ class Sizes:
     (256, 4, 2)
     """
 
+    batch: int
+    heads: int
+    queries: int
+    width: int
+    kv_heads: int
+    keys: int
+    v_dim: int
+    states: int
+    group: int
+    share: int
+    causal: bool
+    packed: bool
+    normalize: bool
+    scale: float
+    weighted: bool
+    decay: int
+    band: int
+    all: bool
+    apart: bool
+    directions: int
+    memory: torch.dtype
+    segment: int
+    tile: Tile
+    chunk: int
+    chunks: int
+    near: int
+    tiles: int
+    half: int
+    sequences: int
+    query_count: int
+    key_count: int
+
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, weighting: Weighting, sequences: int | None
     ) -> None:
@@ -172,6 +204,29 @@ class Call(Sizes):
     4
     """
 
+    has_before: bool
+    dtype: torch.dtype
+    kind: Any
+    precision: str
+    device: torch.device
+    least: float
+    maps: tuple[int, int]
+    features: tuple[int, int, int, bool]
+    strides: dict[str, tuple[int, ...]]
+    decay_strides: tuple[int, ...]
+    tables: list[tuple[int, int]]
+    same: bool
+    kept: Arena
+    forward_scratch: Arena
+    backward_scratch: Arena
+    out_shape: tuple[int, ...]
+    total_shape: tuple[int, int]
+    like_q: bool
+    forward_names: tuple[str, ...]
+    backward_names: tuple[str, ...]
+    direct: bool
+    launches: dict[str, tuple[Launch, Callable[[Sequence[Any]], tuple[Any, ...]]]]
+
     def __init__(
         self,
         x: Tensors,
@@ -215,7 +270,7 @@ class Call(Sizes):
         )  # fmt: skip
         # Whether the kernels can read all tensors of a call as they are.
         self.direct = False
-        self.launches: dict[str, tuple[Launch, Callable[[Sequence[Any]], tuple[Any, ...]]]] = {}
+        self.launches = {}
 
     def plan(self, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """Return where the segments of packed sequences begin, and the first segment of each sequence."""
