@@ -14,7 +14,7 @@ from meant import meant
 from nn.linear_cases import NAMES, direct_sums, drawn, error, exact, formula, with_gradients
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton as linear_triton
-from ropewalk.kernels.linear import triton_call
+from ropewalk.kernels.linear import triton_call, triton_prepare
 from ropewalk.kernels.linear.stored import triton as linear_launch
 from ropewalk.kernels.types import NO_WEIGHTING, Layout, Side
 from ropewalk.nn.rotary.call import Placement
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def kernels(request, monkeypatch):
     """Both kinds of kernels. float32 uses those that store rotated features, unless there are weights."""
     if request.param != "stored features":
-        monkeypatch.setattr(linear_triton, "_stores", lambda *call: False)
+        monkeypatch.setattr(linear_triton, "stores", lambda *call: False)
     return request.param
 
 
@@ -39,7 +39,7 @@ def _short_segments(monkeypatch):
         monkeypatch.setattr(linear_segments, "segment_length", lambda *sizes: 64)
         monkeypatch.setattr(linear_segments, "stored_length", lambda *sizes: 64)
         # Launches of other tests have other segments.
-        monkeypatch.setattr(linear_triton, "LAUNCHES", type(linear_triton.LAUNCHES)())
+        monkeypatch.setattr(triton_prepare, "LAUNCHES", type(triton_prepare.LAUNCHES)())
     # So that heads are rotated together, also of few tokens.
     monkeypatch.setattr(linear_launch, "_ENOUGH_PROGRAMS", 1)
 
@@ -328,7 +328,7 @@ def test_nothing_runs_beside_the_kernels(name, dtype, monkeypatch):
         monkeypatch.setattr(linear_launch, kernel, _Unlaunched())
     for kernel in ("sum_segments", "run_totals", "read_values", "read_queries", "read_keys"):
         monkeypatch.setattr(triton_call, kernel, _Unlaunched())
-    monkeypatch.setattr(linear_triton, "LAUNCHES", type(linear_triton.LAUNCHES)())
+    monkeypatch.setattr(triton_prepare, "LAUNCHES", type(triton_prepare.LAUNCHES)())
     inputs = [x.to(DEVICE).requires_grad_() for x in drawn(2, 4, 2, 70, 16, 16, dtype)]
     rope = rw.RotaryEmbedding(16).to(DEVICE)
 

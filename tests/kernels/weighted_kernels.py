@@ -10,7 +10,7 @@ from kernels.triton_device import DEVICE
 from nn.linear_cases import drawn, error, with_gradients
 from nn.weighted_cases import expected, rule_of
 from ropewalk.kernels.linear import segments as linear_segments
-from ropewalk.kernels.linear import triton as linear_triton
+from ropewalk.kernels.linear import triton_prepare
 from ropewalk.kernels.triton_launch import LAUNCHES
 from ropewalk.ops.linear_attention import linear_attention
 
@@ -38,7 +38,7 @@ def short_segments(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(linear_segments, "segment_length", lambda *_: 64)
         # Launches of other tests have other segments.
-        monkeypatch.setattr(linear_triton, "LAUNCHES", type(LAUNCHES)())
+        monkeypatch.setattr(triton_prepare, "LAUNCHES", type(LAUNCHES)())
 
 
 @pytest.fixture

@@ -24,13 +24,13 @@ def calls(monkeypatch):
     undo = registry.register(replace(TRITON, name="everywhere", operations=operations, devices=(DEVICE.type,)))
     monkeypatch.setattr(linear_segments, "segment_length", lambda *sizes: 64)
     monkeypatch.setattr(repeated, "_CALLS", type(repeated._CALLS)())
-    seen, real = [], repeated.run_chosen
+    seen, real = [], repeated.Repeated.__call__
 
-    def run_chosen(choice, *arguments, **options):
-        seen.append(choice.backend)
-        return real(choice, *arguments, **options)
+    def call(self, *arguments):
+        seen.append(self.choice.backend)
+        return real(self, *arguments)
 
-    monkeypatch.setattr(repeated, "run_chosen", run_chosen)
+    monkeypatch.setattr(repeated.Repeated, "__call__", call)
     yield seen
     undo()
 
@@ -65,18 +65,93 @@ def test_what_differs_is_not_repeated(calls):
     assert calls == []
 
 
-def test_gradients_of_a_repeated_call(calls):
-    rope, (q, k, v) = rw.RotaryEmbedding(16).to(DEVICE), inputs()
+def gradients(leaves, rope, cotangent=None):
+    out = rw.linear_attention(*leaves, rope=rope)
+    return torch.autograd.grad(out, leaves, torch.ones_like(out) if cotangent is None else cotangent)
+
+
+# float32 is computed by the kernels that store features, which have no `again`.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_of_a_repeated_call(calls, dtype):
+    rope, (q, k, v) = rw.RotaryEmbedding(16).to(DEVICE), inputs(dtype=dtype)
     with torch.inference_mode():
         rw.linear_attention(q, k, v, rope=rope)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    results = []
+    results = [gradients(leaves, rope) for _ in range(3)]
+    assert len(calls) == 2
+    for first, *others in zip(*results, strict=True):
+        assert all(torch.equal(first, other) for other in others)
+
+
+def moved(x):
+    """The same numbers with other strides, as hooks of saved tensors may return them."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if x.dim() == 4 else x
+
+
+@pytest.mark.parametrize("change", ["expanded", "transposed", "strides of saved tensors", "address of saved tensors"])
+def test_other_cotangents_and_saved_tensors(calls, change):
+    rope = rw.RotaryEmbedding(16).to(DEVICE)
+    leaves = [x.requires_grad_() for x in inputs()]
+    truth = gradients(leaves, rope)
+    ones, unpack = torch.ones_like(leaves[0]), lambda x: x
+    if change == "expanded":
+        ones = ones[..., :1, :1].expand_as(ones)
+    elif change == "transposed":
+        ones = moved(ones)
+    elif change == "strides of saved tensors":
+        unpack = moved
+    else:
+
+        def unpack(x):
+            shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x)
+            return shifted.copy_(x)
+
     for _ in range(2):
-        out = rw.linear_attention(*leaves, rope=rope)
-        results.append(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            results = gradients(leaves, rope, ones)
+        assert all(torch.equal(a, b) for a, b in zip(results, truth, strict=True))
+    assert len(calls) == 2
+
+
+def test_gradients_of_one_tensor_and_of_gradients(calls):
+    rope = rw.RotaryEmbedding(16).to(DEVICE)
+    q, k, v = inputs()
+    q.requires_grad_()
+    first, second = [torch.autograd.grad(rw.linear_attention(q, k, v, rope=rope).sum(), q)[0] for _ in range(2)]
+    assert torch.equal(first, second)
+
+    def twice(make):
+        out = rw.linear_attention(q, k, v, rope=make())
+        (of_q,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        return torch.autograd.grad(of_q.square().sum(), q)[0]
+
     assert len(calls) == 1
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
+    expected = twice(lambda: rw.RotaryEmbedding(16).to(DEVICE))
+    torch.testing.assert_close(twice(lambda: rope), expected)
+    assert len(calls) == 2
+
+
+def test_tensors_that_were_changed_are_an_error(calls):
+    rope = rw.RotaryEmbedding(16).to(DEVICE)
+    leaves = [x.requires_grad_() for x in inputs()]
+    rw.linear_attention(*leaves, rope=rope)
+    out = rw.linear_attention(*leaves, rope=rope)
+    with torch.no_grad():
+        leaves[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert len(calls) == 1
+
+
+def test_no_tensor_of_a_call_is_kept(calls):
+    rope = rw.RotaryEmbedding(16).to(DEVICE)
+    for _ in range(2):
+        leaves = [x.requires_grad_() for x in inputs()]
+        kept = [weakref.ref(x) for x in (*leaves, *gradients(leaves, rope))]
+        del leaves
+        gc.collect()
+        assert not any(x() is not None for x in kept)
+    assert len(calls) == 1
 
 
 def test_wrong_arguments_are_errors_after_a_right_call(calls):

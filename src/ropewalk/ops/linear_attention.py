@@ -17,7 +17,7 @@ from ropewalk.kernels.types import NO_WEIGHTING, FeatureMapName, Layout, Side, S
 from ropewalk.ops.dispatch import choose
 from ropewalk.ops.rotation import rotate
 
-__all__ = ["chosen", "linear_attention", "run_chosen"]
+__all__ = ["Repeated", "chosen", "linear_attention"]
 
 
 def linear_attention(
@@ -115,22 +115,51 @@ def chosen(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, *,
     return choose("linear_attention", None, (q, k, v, layout, weighting, causal), tensors, table_gradient=learned)
 
 
-def run_chosen(
-    choice: Choice, q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, *, causal: bool
-) -> Tensor:
-    """Return the output of a call for which `chosen` returned a kernel.
+class Repeated(NamedTuple):
+    """A call without initial sums, decay and bias, for other numbers.
+
+    Args:
+        choice: How it is computed, from `chosen`.
+        maps: Feature maps of queries and keys.
+        tables: Tables of both, or None.
+        layout: Layout of the rotation.
+        weighting: The weighting.
+        causal: Whether attention is causal.
+        again: What `Operation.again` returned, or None.
 
     >>> x, side = torch.zeros(1, 1, 2, 2), Side(torch.zeros(1, 1, 2, 2), "elu")
     >>> twice = Choice("kernel", "mine", Operation(run=lambda q, k, v, *rest: (2 * v, v)))
-    >>> run_chosen(twice, side, side, x + 1, Layout(True, 0, -2), NO_WEIGHTING, causal=True).flatten().tolist()
+    >>> call = Repeated(twice, ("elu", "elu"), None, Layout(True, 0, -2), NO_WEIGHTING, causal=True, again=None)
+    >>> call(x, x, x + 1, (0, 0, 0)).flatten().tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
-    if torch.is_grad_enabled() and (q.x.requires_grad or k.x.requires_grad or v.requires_grad):
-        q_cos, q_sin, q_row = q.tables or _NO_TABLES
-        k_cos, k_sin, k_row = k.tables or _NO_TABLES
-        others, call = (q_cos, q_sin, k_cos, k_sin, None, None), (q, k, v, layout, weighting, causal)
-        return _apply(q.x, k.x, v, None, None, None, others, call, (q_row, k_row), choice.operation)[0]
-    return _run(choice.operation, q, k, v, None, layout, causal, None, weighting)[0]
+
+    choice: Choice
+    maps: tuple[FeatureMapName, FeatureMapName]
+    tables: Tables | None
+    layout: Layout
+    weighting: Weighting
+    causal: bool
+    again: Any
+
+    @staticmethod
+    def of(choice: Choice, q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting) -> "Repeated":
+        """Return a causal call whose queries and keys have the same tables, for other numbers."""
+        again = choice.operation.again
+        found = None if again is None else again(q, k, v, layout, weighting, causal=True)
+        return Repeated(choice, (q.map, k.map), q.tables, layout, weighting, True, found)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, at: tuple[int, ...]) -> Tensor:
+        """Return the output for tensors with the signature of the first ones, at these addresses."""
+        graph = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        if self.again is not None:
+            return _apply_again(q, k, v, self, at) if graph else self.again.forward(q, k, v, at)[0]
+        q_side, k_side = Side(q, self.maps[0], None, self.tables), Side(k, self.maps[1], None, self.tables)
+        if graph:
+            cos, sin, row = self.tables or _NO_TABLES
+            others, call = (cos, sin, cos, sin, None, None), (q_side, k_side, v, *self[3:6])
+            return _apply(q, k, v, None, None, None, others, call, (row, row), self.choice.operation)[0]
+        return _run(self.choice.operation, q_side, k_side, v, None, self.layout, self.causal, None, self.weighting)[0]
 
 
 def _without_kernels(backend: str | None, what: str) -> str:
@@ -280,17 +309,57 @@ class _LinearAttention(torch.autograd.Function):
         call, (out, total, *more) = _Call(*saved[:12], *ctx.options), saved[12:]
         of_out, of_total = cotangents
         of_out = zeros_like(out) if of_out is None else of_out
-        if operation.backward is None or torch.is_grad_enabled() or not are_plain(of_out, of_total, *saved):
-            # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
-            gradients = call.formula_gradients(of_out, of_total, needs)
-        else:
-            *four, of_band = call.gradients(operation, of_out, of_total, (out, total, *more), learned=needs[5])
-            of_decay = call.decay_gradient(of_out, of_total) if needs[4] else None
-            gradients = _as_needed([*four, of_decay, of_band], call, needs)
+        gradients = _gradients_of(call, operation, of_out, of_total, (out, total, *more), needs)
         return *gradients, *[None] * 4
 
 
-_apply = plain_apply(_LinearAttention)
+class _Again(torch.autograd.Function):
+    """A repeated call. Inputs: q, k, v, a `Repeated` with `again`, and the addresses of q, k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, repeated: Repeated, at: tuple[int, ...]) -> Tensor:
+        out, saved = repeated.again.forward(q, k, v, at)
+        ctx.save_for_backward(q, k, v, out, saved)
+        ctx.repeated = repeated
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+        (q, k, v, out, saved), repeated, (cotangent,) = ctx.saved_tensors, ctx.repeated, cotangents
+        if not torch.is_grad_enabled():
+            found = repeated.again.backward(cotangent, q, k, v, out, saved)
+            if found is not None:
+                return *found, None, None
+        choice, maps, tables, layout, weighting, causal, _ = repeated
+        cos, sin, row = tables or _NO_TABLES
+        call = _Call(
+            q, k, v, None, None, None, cos, sin, cos, sin, None, None, (row, row), maps, layout, causal,
+            weighting.normalize, weighting.scale,
+        )  # fmt: skip
+        needs = *ctx.needs_input_grad[:3], False, False, False
+        gradients = _gradients_of(call, choice.operation, cotangent, None, (out, out, saved), needs)
+        return *gradients[:3], None, None
+
+
+_apply, _apply_again = plain_apply(_LinearAttention), plain_apply(_Again)
+
+
+def _gradients_of(
+    call: _Call,
+    operation: Operation,
+    of_out: Tensor,
+    of_total: Tensor | None,
+    results: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """Return the gradients of the first six inputs, by the kernels of a backend if they can compute them."""
+    plain = are_plain(of_out, of_total, *results, *cast(Sequence[Tensor | None], call[:12]))
+    if operation.backward is None or torch.is_grad_enabled() or not plain:
+        # For higher derivatives, and for backends without a backward: the formula supports all derivatives.
+        return call.formula_gradients(of_out, of_total, needs)
+    *four, of_band = call.gradients(operation, of_out, of_total, results, learned=needs[5])
+    of_decay = call.decay_gradient(of_out, of_total) if needs[4] else None
+    return _as_needed([*four, of_decay, of_band], call, needs)
 
 
 def _as_needed(gradients: Sequence[Tensor | None], call: _Call, needs: Sequence[bool]) -> list[Tensor | None]:

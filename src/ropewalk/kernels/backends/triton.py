@@ -137,6 +137,7 @@ TRITON = Backend(
             supports=_supports_linear,
             worthwhile=_worthwhile_linear,
             backward=_late("linear.triton", "linear_attention_backward"),
+            again=_late("linear.triton_again", "again"),
             empty_saved=_late("linear.triton", "empty_saved"),
             weights=True,
         ),

@@ -35,14 +35,18 @@ class Arena:
             end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.length = end // 4
 
-    def addresses(self, memory: Tensor) -> list[int]:
-        """Return the address of each array in an allocation."""
+    def addresses(self, memory: Tensor, last: Tensor | None = None) -> list[int]:
+        """Return the address of each array in an allocation, with that of `last` in place of the last one."""
         start = memory.data_ptr()
-        return [start + offset for offset in self.offsets.values()]
+        addresses = [start + offset for offset in self.offsets.values()]
+        if last is not None:
+            addresses[-1] = last.data_ptr()
+        return addresses
 
-    def views(self, memory: Tensor) -> list[Tensor]:
-        """Return each array in an allocation."""
-        return [self.view(memory, name) for name in self.offsets]
+    def views(self, memory: Tensor, last: Tensor | None = None) -> list[Tensor]:
+        """Return each array in an allocation, and `last` in place of the last one."""
+        views = [self.view(memory, name) for name in self.offsets]
+        return views if last is None else [*views[:-1], last]
 
     def view(self, memory: Tensor, name: str) -> Tensor:
         """Return an array that is part of an allocation [length] of float32."""

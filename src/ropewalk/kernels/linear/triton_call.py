@@ -39,13 +39,20 @@ _ARGUMENTS = {
     "sum_keys": "k k_shift k_cos k_sin v none none none decay band begins sums inner low fade factors k_row",
     "sum_queries": "q q_shift q_cos q_sin cotangent out inverse weight decay band begins sums behind_inner behind_low "
     "fade factors q_row",
-    "scan_keys": "sums fade before total running plain starts",
-    "scan_queries": "sums fade last of_before behind_running behind_plain starts",
+    "scan_keys": "sums fade before after running plain starts",
+    "scan_queries": "sums fade last after behind_running behind_plain starts",
     "values": f"q k v {_TABLES} decay band factors begins {_SUMS} out inverse q_row k_row",
     "queries": f"q k v cotangent {_TABLES} inverse weight decay band factors begins {_SUMS} of_q of_far q_row k_row",
     "keys": "k q v cotangent k_shift q_shift k_cos k_sin q_cos q_sin inverse weight decay band factors begins "
     "behind_running behind_inner behind_plain behind_low of_k of_v k_row q_row",
     "factors": f"q k v cotangent {_TABLES} inverse weight factors begins of_factors q_row k_row",
+}
+
+# The launches of a backward pass, by whether the sums after the last key have a cotangent, and the band a gradient.
+_BACKWARD = {
+    (sums, band): f"sum_queries,scan_queries{':sums' * sums},keys,queries{':band,factors' * band}"
+    for sums in (False, True)
+    for band in (False, True)
 }
 
 # Number of programs of `read_factors` that keeps a large GPU busy.
@@ -126,6 +133,7 @@ class Sizes:
     sequences: int
     query_count: int
     key_count: int
+    total_shape: tuple[int, int]
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, weighting: Weighting, sequences: int | None
@@ -157,6 +165,7 @@ class Sizes:
         self.sequences = self.batch if sequences is None else sequences
         self.query_count = count_segments(self.queries, sequences, self.segment)
         self.key_count = count_segments(self.keys, sequences, self.segment)
+        self.total_shape = self.sequences * self.states, self.width * (self.v_dim + 1)
 
     def sums(self, count: int) -> list[tuple[str, Sequence[int], torch.dtype]]:
         """Return the arrays of the sums that rows read, for `count` segments."""
@@ -171,13 +180,17 @@ class Sizes:
         ]
 
     def scratch(self, count: int) -> list[tuple[str, Sequence[int], torch.dtype]]:
-        """Return the arrays that only the kernels of one pass need."""
+        """Return the arrays that only the kernels of one pass need.
+
+        The last one has the sums after all rows, if the call does not return them.
+        """
         owners = self.batch * self.states
         size = 2 * self.half * (self.v_dim + 1)
         return [
             ("sums", (self.directions * owners * count, size), torch.float32),
             ("fade", (owners * count if self.decay else 0,), torch.float32),
             ("factors", (self.heads * self.tiles if self.band else 0, self.chunk**2), torch.float32),
+            ("after", (0,) if self.packed else self.total_shape, torch.float32),
         ]
 
     def saved(self) -> Arena:
@@ -220,12 +233,11 @@ class Call(Sizes):
     forward_scratch: Arena
     backward_scratch: Arena
     out_shape: tuple[int, ...]
-    total_shape: tuple[int, int]
     like_q: bool
     forward_names: tuple[str, ...]
     backward_names: tuple[str, ...]
     direct: bool
-    launches: dict[str, tuple[Launch, Callable[[Sequence[Any]], tuple[Any, ...]]]]
+    launches: dict[str, list[tuple[Launch, Callable[[Sequence[Any]], tuple[Any, ...]]]]]
 
     def __init__(
         self,
@@ -259,13 +271,12 @@ class Call(Sizes):
         sums = [(f"behind_{name}", shape, dtype) for name, shape, dtype in self.sums(self.query_count)]
         self.backward_scratch = Arena([("weight", (rows,), torch.float32), *sums, *self.scratch(self.query_count)])
         self.out_shape = self.batch, self.heads, self.queries, self.v_dim
-        self.total_shape = self.sequences * self.states, self.width * (self.v_dim + 1)
         # `empty_like` takes less time than `empty`.
         self.like_q = x.q.is_contiguous() and x.q.shape == self.out_shape and x.q.dtype == self.dtype
         arrays = *_INPUTS, *self.kept.offsets
-        self.forward_names = *arrays, *self.forward_scratch.offsets, "total", "out"
+        self.forward_names = *arrays, *self.forward_scratch.offsets, "out"
         self.backward_names = (
-            *arrays, *self.backward_scratch.offsets, "cotangent", "out", "last", "of_before", "of_q", "of_k", "of_v",
+            *arrays, *self.backward_scratch.offsets, "cotangent", "out", "last", "of_q", "of_k", "of_v",
             "of_far", "of_factors",
         )  # fmt: skip
         # Whether the kernels can read all tensors of a call as they are.
@@ -279,37 +290,38 @@ class Call(Sizes):
         plan = Plan.of(x, cu_seqlens, self.segment)
         return plan.begins, plan.starts
 
-    def start(
-        self, kernel: str, variant: str, stream: int, names: Sequence[str], addresses: Sequence[int],
-        tensors: Callable[[], list[Any]],
-    ) -> None:  # fmt: skip
-        """Launch a kernel, a key of `_ARGUMENTS`.
+    def launch(self, kernels: str, names: Sequence[str], addresses: Sequence[int], tensors: Callable[[], Any]) -> None:
+        """Launch kernels on the current stream of the device, which is the current one.
 
         Args:
-            kernel: Name of the launch.
-            variant: What distinguishes launches of this name.
-            stream: The current stream of the device, which is the current one.
+            kernels: Names of the launches, keys of `_ARGUMENTS`, separated by commas. What follows a colon
+                distinguishes launches of the same kernel.
             names: Names of all arrays of the pass.
             addresses: Their addresses, and the numbers among them.
             tensors: Returns the same as tensors, for first launches.
         """
-        found = self.launches.get(kernel + variant)
-        if found is None:
-            places = {name: i for i, name in enumerate(names)}
-            pick = itemgetter(*(places[name] for name in _ARGUMENTS[kernel].split()))
-            make: Callable[..., Launch] = getattr(self, f"_{kernel}")
-            found = self.launches[kernel + variant] = make(dict(zip(names, tensors(), strict=True)), variant), pick
-        launch, pick = found
-        if not launch.by_address(stream, *pick(addresses)):
-            launch(self.device, *pick(tensors()))
+        launches = self.launches.get(kernels)
+        if launches is None:
+            places, arrays = {name: i for i, name in enumerate(names)}, dict(zip(names, tensors(), strict=True))
+            launches = self.launches[kernels] = []
+            for kernel, _, variant in (name.partition(":") for name in kernels.split(",")):
+                make: Callable[..., Launch] = getattr(self, f"_{kernel}")
+                pick = itemgetter(*(places[name] for name in _ARGUMENTS[kernel].split()))
+                launches.append((make(arrays, variant), pick))
+        stream = current_stream(self.device)
+        for launch, pick in launches:
+            if not launch.by_address(stream, *pick(addresses)):
+                launch(self.device, *pick(tensors()))
 
-    def forward(self, x: Tensors, at: Sequence[int], cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the outputs, the sums after the last key in flat form, and what the backward needs."""
+    def forward(
+        self, x: Tensors, at: Sequence[int], cu_seqlens: Tensor | None, *, sums: bool = True
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return the outputs, the sums after the last key in flat form if `sums`, and what the backward needs."""
         device = self.device
         begins, starts = self.plan(x.k, cu_seqlens)
         saved = empty((self.kept.length,), dtype=torch.float32, device=device)
         scratch = empty((self.forward_scratch.length,), dtype=torch.float32, device=device)
-        total = empty(self.total_shape, dtype=torch.float32, device=device)
+        total = empty(self.total_shape, dtype=torch.float32, device=device) if sums else None
         if self.packed:
             # No kernel writes the outputs of tokens after the last packed sequence.
             out = zeros(self.out_shape, dtype=self.dtype, device=device)
@@ -317,29 +329,25 @@ class Call(Sizes):
             out = empty_like(x.q) if self.like_q else empty(self.out_shape, dtype=self.dtype, device=device)
         addresses = [
             0, *at, x.q_row, x.k_row, *_addresses(begins, starts), *self.kept.addresses(saved),
-            *self.forward_scratch.addresses(scratch), total.data_ptr(), out.data_ptr(),
+            *self.forward_scratch.addresses(scratch, total), out.data_ptr(),
         ]  # fmt: skip
 
         def tensors() -> list[Any]:
-            arrays = *self.kept.views(saved), *self.forward_scratch.views(scratch)
-            return _filled([None, *x, begins, starts, *arrays, total, out], out)
+            arrays = *self.kept.views(saved), *self.forward_scratch.views(scratch, total)
+            return _filled([None, *x, begins, starts, *arrays, out], out)
 
-        names = self.forward_names
-        stream = current_stream(device)
-        self.start("sum_keys", "", stream, names, addresses, tensors)
-        self.start("scan_keys", "", stream, names, addresses, tensors)
-        self.start("values", "", stream, names, addresses, tensors)
+        self.launch("sum_keys,scan_keys,values", self.forward_names, addresses, tensors)
         return out, total, saved
 
     def backward(
         self, x: Tensors, at: Sequence[int], cu_seqlens: Tensor | None, cotangent: Tensor, out: Tensor, saved: Tensor,
-        last: Tensor | None, *, learned: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Return the gradients of q, k, v, of the initial sums, and of the logarithms of the band if `learned`."""
+        last: Tensor | None, *, learned: bool = False, sums: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """Return the gradients of q, k, v, of the initial sums if `sums`, and of the band's logarithms if `learned`."""
         device = self.device
         begins, starts = self.plan(x.k, cu_seqlens)
         scratch = empty((self.backward_scratch.length,), dtype=torch.float32, device=device)
-        of_before = empty(self.total_shape, dtype=torch.float32, device=device)
+        of_before = empty(self.total_shape, dtype=torch.float32, device=device) if sums else None
         of_q = _like(x.q, self.packed)
         if self.share == 1:
             of_k, of_v = _like(x.k, self.packed), _like(x.v, self.packed)
@@ -355,24 +363,19 @@ class Call(Sizes):
             of_factors = empty(self._factors_shape, dtype=torch.float32, device=device)
         addresses = [
             0, *at, x.q_row, x.k_row, *_addresses(begins, starts), *self.kept.addresses(saved),
-            *self.backward_scratch.addresses(scratch), cotangent.data_ptr(), out.data_ptr(),
-            0 if last is None else last.data_ptr(), of_before.data_ptr(), of_q.data_ptr(), of_k.data_ptr(),
-            of_v.data_ptr(), *_addresses(of_far, of_factors),
+            *self.backward_scratch.addresses(scratch, of_before), cotangent.data_ptr(), out.data_ptr(),
+            0 if last is None else last.data_ptr(), of_q.data_ptr(), of_k.data_ptr(), of_v.data_ptr(),
+            *_addresses(of_far, of_factors),
         ]  # fmt: skip
 
         def tensors() -> list[Any]:
-            arrays = *self.kept.views(saved), *self.backward_scratch.views(scratch)
-            gradients = of_before, of_q, of_k, of_v, of_far, of_factors
+            arrays = *self.kept.views(saved), *self.backward_scratch.views(scratch, of_before)
+            gradients = of_q, of_k, of_v, of_far, of_factors
             return _filled([None, *x, begins, starts, *arrays, cotangent, out, last, *gradients], out)
 
-        names, stream = self.backward_names, current_stream(device)
-        self.start("sum_queries", "", stream, names, addresses, tensors)
-        self.start("scan_queries", "" if last is None else " with sums", stream, names, addresses, tensors)
-        self.start("keys", "", stream, names, addresses, tensors)
-        self.start("queries", "" if of_far is None else " of a band", stream, names, addresses, tensors)
+        self.launch(_BACKWARD[last is not None, of_far is not None], self.backward_names, addresses, tensors)
         of_band = None
         if of_far is not None and of_factors is not None:
-            self.start("factors", "", stream, names, addresses, tensors)
             of_band = band_gradient(of_factors, of_far.sum((0, 1)), self.band)
         if self.share > 1:
             grouped = (y.unflatten(1, (self.kv_heads, self.share)).sum(2) for y in (of_k, of_v))

@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.backend import Choice, Registry, candidates, current
+from ropewalk.kernels.backend import Registry, candidates, current
 from ropewalk.kernels.signature import is_eager, signature
 from ropewalk.kernels.torch_internals import current_stream, is_capturing
-from ropewalk.kernels.types import FeatureMap, Layout, Side, Tables, Weighting
+from ropewalk.kernels.types import FeatureMap, Layout, Side, Weighting
 from ropewalk.nn.linear.step import depends_on_position_alone
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.ops.linear_attention import chosen, run_chosen
+from ropewalk.ops.linear_attention import Repeated, chosen
 
 __all__ = ["call_again", "remember_call"]
 
@@ -26,13 +26,9 @@ MOST = 16
 
 
 class _Earlier(NamedTuple):
-    """What an earlier call decided: (q map, k map), tables, layout, weighting and the choice of a backend."""
+    """An earlier call, for other numbers, and the backends that there were."""
 
-    maps: tuple[Any, Any]
-    tables: Tables | None
-    layout: Layout
-    weighting: Weighting
-    choice: Choice
+    call: Repeated
     registry: Registry
 
 
@@ -44,18 +40,18 @@ _NO_ROPE = _NoRope()
 _CALLS: WeakKeyDictionary[object, dict[Any, _Earlier]] = WeakKeyDictionary()
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Any:
-    """Return the key of a call, or None if it may not be stored."""
+def _key(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> tuple[Any, tuple[int, ...]]:
+    """Return the key of a call, or None if it may not be stored, and the addresses of its tensors."""
     signed = signature(q, k, v)
     if signed is None:
-        return None
+        return None, ()
     stream = 0
     if q.is_cuda:
         stream = current_stream(q.device)
         # Tensors that a CUDA graph reads must outlive it, but stored cos and sin may be freed.
         if is_capturing(stream):
-            return None
-    return signed[0], stream, options
+            return None, ()
+    return (signed[0], stream, options), signed[1]
 
 
 def call_again(rope: object, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Tensor | None:
@@ -78,13 +74,11 @@ def call_again(rope: object, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -
     calls = _CALLS.get(_NO_ROPE if rope is None else rope) if plain else None
     if calls is None or not is_eager():
         return None
-    earlier = calls.get(_key(q, k, v, options))
+    key, addresses = _key(q, k, v, options)
+    earlier = calls.get(key)
     if earlier is None or earlier.registry is not current():
         return None
-    maps, tables, layout, weighting, choice, _ = earlier
-    return run_chosen(
-        choice, Side(q, maps[0], None, tables), Side(k, maps[1], None, tables), v, layout, weighting, causal=True
-    )
+    return earlier.call(q, k, v, addresses)
 
 
 def remember_call(
@@ -122,12 +116,13 @@ def remember_call(
     (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in sides)
     if q_cos is not k_cos or q_sin is not k_sin or q_row != k_row:
         return
-    key = _key(sides[0].x, sides[1].x, v, options) if is_eager() and not torch.compiler.is_compiling() else None
+    if not is_eager() or torch.compiler.is_compiling():
+        return
+    key, _ = _key(sides[0].x, sides[1].x, v, options)
     choice = None if key is None else chosen(*sides, v, layout, weighting, causal=True)
     if choice is None or choice.path != "kernel":
         return
     calls = _CALLS.setdefault(_NO_ROPE if rope is None else rope, {})
     if len(calls) >= MOST:
         calls.clear()
-    maps = sides[0].map, sides[1].map
-    calls[key] = _Earlier(maps, sides[0].tables, layout, weighting, choice, current())
+    calls[key] = _Earlier(Repeated.of(choice, *sides, v, layout, weighting), current())
