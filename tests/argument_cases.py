@@ -266,6 +266,28 @@ CASES: dict[Callable[..., Any], list[tuple[dict[str, Any], dict[str, Any]]]] = {
         (ATTENTION | {"rope": DYNAMIC}, {"length": 64}),
         (ATTENTION | {"normalize": False}, {"scale": 0.5}),
     ],
+    rw.linear_state: [
+        (
+            {name: x for name, x in ATTENTION.items() if name != "q"},
+            {
+                "k": X,
+                "v": X,
+                "rope": None,
+                "positions": IDS * 2,
+                "key_mask": IDS.expand(2, 5) > 1,
+                "feature_map": "relu",
+                "decay": -torch.ones(3),
+                "bias": rw.encoding("alibi", dim=24, num_heads=3),
+                "state": rw.linear_attention(**ATTENTION, return_state=True)[1],
+                "backend": "native",
+            },
+        ),
+        (
+            {name: x[:1] for name, x in ATTENTION.items() if name in ("k", "v")},
+            {"cu_seqlens": torch.tensor([0, 2, 5])},
+        ),
+        ({name: x for name, x in ATTENTION.items() if name != "q"} | {"rope": DYNAMIC}, {"length": 64}),
+    ],
     rw.DistanceBias: [
         ({"slopes": torch.ones(3)}, {"slopes": torch.zeros(3), "numbers": torch.zeros(3, 1)}),
     ],

@@ -42,7 +42,9 @@ def parameters(call: Any) -> set[str]:
 def test_every_public_callable_answers_to_every_foreign_name(name):
     call, own = public()[name], parameters(public()[name])
     # Python itself refuses a call of these methods without their first argument: they have no wrapper.
-    first = {"linear_attention": (X, X, X)}.get(name, (X,) if name in ("rope", "rope.forward", "rope.rotate_") else ())
+    first = {"linear_attention": (X, X, X), "linear_state": (X, X)}.get(
+        name, (X,) if name in ("rope", "rope.forward", "rope.rotate_") else ()
+    )
     for foreign in {*ARGUMENTS, "no_such_argument"} - own:
         if name == "encoding" and not {*ARGUMENTS.get(foreign, ARGUMENTS["cos"]).ours} & own:
             continue  # an option, which only the encoding can refuse: below

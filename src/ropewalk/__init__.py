@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ropewalk.nn.encodings.by_name import encoding as encoding
     from ropewalk.nn.linear.feature_maps import FavorFeatures as FavorFeatures
     from ropewalk.nn.linear.function import linear_attention as linear_attention
+    from ropewalk.nn.linear.keys_alone import linear_state as linear_state
     from ropewalk.nn.linear.layer import LinearAttention as LinearAttention
     from ropewalk.nn.linear.state import LinearState as LinearState
     from ropewalk.nn.rotary.embedding import RotaryEmbedding as RotaryEmbedding
@@ -104,6 +105,7 @@ _HOME = {
     "build_rotary_frequencies": "ropewalk.nn.rotary.functions",
     "encoding": "ropewalk.nn.encodings.by_name",
     "linear_attention": "ropewalk.nn.linear.function",
+    "linear_state": "ropewalk.nn.linear.keys_alone",
     "load_spec": "ropewalk.hub.configs.parse",
     "qk_norm_rope": "ropewalk.nn.rotary.qk_norm",
     "rotation_matrix": "ropewalk.reference.rotation_matrix",
@@ -152,6 +154,7 @@ __all__ = [
     "build_rotary_frequencies",
     "encoding",
     "linear_attention",
+    "linear_state",
     "load_spec",
     "positions",
     "qk_norm_rope",

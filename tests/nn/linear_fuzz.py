@@ -95,7 +95,7 @@ class Case:
         elif drawn < 0.2:
             maps = (self.pick(*NAMES, torch.exp, torch.relu), self.pick(*NAMES, torch.exp, torch.relu))
         self.feature_map = maps if maps[0] is not maps[1] or self.random.random() < 0.5 else maps[0]
-        self.map_names = tuple(one if isinstance(one, str) else one.__name__ for one in maps)
+        self.map_names = tuple(one if isinstance(one, str) else f"{one.__name__}()" for one in maps)
         # A function works in the dtype of x.
         coarse = torch.finfo(self.dtype).eps / torch.finfo(torch.float32).eps if self.dtype != torch.float64 else 1.0
         steps = [0.0 if isinstance(one, str) else 4 * coarse for one in maps]

@@ -44,7 +44,7 @@ def test_kernels_for_a_gpu_agree_with_the_direct_sums():
     assert not failures, "\n".join(failures)
 
 
-next_position, features, attend_each = function._next, linear_torch._features, linear_torch._attend_each
+next_position, features, attend_each = function.next_position, linear_torch._features, linear_torch._attend_each
 
 
 def counts_an_empty_first_sequence(start, key_ids, cu_seqlens, key_mask, k):
@@ -71,7 +71,7 @@ def rounds_features(*arguments):
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
-        (function, "_next", counts_an_empty_first_sequence),
+        (function, "next_position", counts_an_empty_first_sequence),
         (LinearState, "reorder", forgets_where_rows_are),
         (linear_torch, "_attend_each", swaps_sums),
         (linear_torch, "_features", rounds_features),

@@ -15,7 +15,7 @@ from nn.linear_cases import drawn, error, next_positions
 from nn.weighted_cases import DECAYS, KINDS, assert_same, expected, recurrence, rule_of
 from ropewalk.nn.encodings.bias import T5Bias
 from ropewalk.nn.linear import function as linear_function
-from ropewalk.nn.linear.state import NearKeys
+from ropewalk.nn.linear.near_keys import NearKeys
 from ropewalk.reference import linear_attention_by_recurrence
 from slow import slow, slow_except
 from strategies import theta

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice, shown
-from ropewalk.kernels.types import Layout, RopeNumbers, Shortcut, Side, Weighting
+from ropewalk.kernels.types import Layout, LinearAgain, RopeNumbers, Shortcut, Side, Weighting
 
 __all__ = [
     "OPERATIONS",
@@ -71,8 +71,8 @@ class Operation:
         table_gradient: For rotate: (tensors, cotangents, cos, layout, row, conjugate) -> gradients of cos and sin.
         shortcut: For rotate and norm_rotate, for calls that are limited by host time: a function of `RopeNumbers` that
             returns a `Shortcut` for one rope.
-        again: For linear_attention, for calls that are limited by host time: (*call) -> the call for other numbers,
-            with the methods of `kernels.linear.triton_again.Again`, or None.
+        again: For linear_attention, for calls that are limited by host time: (q, k, v, layout, weighting, causal) ->
+            the call for other numbers, or None.
         empty_saved: For linear_attention: (q, k, v, cu_seqlens, causal, weighting) -> tensors shaped as those that
             `run` saves, for fake tensors.
         weights: For linear_attention: whether `run` and `backward` accept a `Weighting`. Otherwise the backend does not
@@ -94,7 +94,7 @@ class Operation:
     backward: Callable[..., Any] | None = None
     table_gradient: Callable[..., Any] | None = None
     shortcut: Callable[[RopeNumbers], Shortcut] | None = None
-    again: Callable[..., Any] | None = None
+    again: Callable[..., LinearAgain | None] | None = None
     empty_saved: Callable[..., Any] | None = None
     weights: bool = False
     joint: bool = False

@@ -13,6 +13,7 @@ __all__ = [
     "FeatureMapName",
     "Features",
     "Layout",
+    "LinearAgain",
     "Norm",
     "RopeNumbers",
     "Shortcut",
@@ -280,6 +281,27 @@ class Weighting(NamedTuple):
 
 
 NO_WEIGHTING = Weighting()
+
+
+class LinearAgain(Protocol):
+    """A call of linear attention for other numbers: tensors with the signature of those of the first call.
+
+    >>> LinearAgain.__name__
+    'LinearAgain'
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and what the backward needs. `at` are the addresses of q, k and v."""
+        ...
+
+    def backward(
+        self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the gradients of q, k and v from the cotangent of the outputs and the results of `forward`, or None.
+
+        All tensors are plain. None if one of them has strides that the kernels cannot read.
+        """
+        ...
 
 
 class Features(NamedTuple):

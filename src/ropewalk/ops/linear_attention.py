@@ -13,7 +13,16 @@ from ropewalk.kernels.linear.torch import linear_attention as linear_attention_f
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.signature import are_plain
 from ropewalk.kernels.torch_internals import is_plain, is_traced, plain_apply
-from ropewalk.kernels.types import NO_WEIGHTING, FeatureMapName, Layout, Side, Sums, Tables, Weighting
+from ropewalk.kernels.types import (
+    NO_WEIGHTING,
+    FeatureMapName,
+    Layout,
+    LinearAgain,
+    Side,
+    Sums,
+    Tables,
+    Weighting,
+)
 from ropewalk.ops.dispatch import choose
 from ropewalk.ops.rotation import rotate
 
@@ -116,7 +125,7 @@ def chosen(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, *,
 
 
 class Repeated(NamedTuple):
-    """A call without initial sums, decay and bias, for other numbers.
+    """A causal call without initial sums, decay and bias, for other numbers.
 
     Args:
         choice: How it is computed, from `chosen`.
@@ -124,12 +133,11 @@ class Repeated(NamedTuple):
         tables: Tables of both, or None.
         layout: Layout of the rotation.
         weighting: The weighting.
-        causal: Whether attention is causal.
         again: What `Operation.again` returned, or None.
 
     >>> x, side = torch.zeros(1, 1, 2, 2), Side(torch.zeros(1, 1, 2, 2), "elu")
     >>> twice = Choice("kernel", "mine", Operation(run=lambda q, k, v, *rest: (2 * v, v)))
-    >>> call = Repeated(twice, ("elu", "elu"), None, Layout(True, 0, -2), NO_WEIGHTING, causal=True, again=None)
+    >>> call = Repeated(twice, ("elu", "elu"), None, Layout(True, 0, -2), NO_WEIGHTING, again=None)
     >>> call(x, x, x + 1, (0, 0, 0)).flatten().tolist()
     [2.0, 2.0, 2.0, 2.0]
     """
@@ -139,27 +147,27 @@ class Repeated(NamedTuple):
     tables: Tables | None
     layout: Layout
     weighting: Weighting
-    causal: bool
-    again: Any
+    again: LinearAgain | None
 
     @staticmethod
     def of(choice: Choice, q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting) -> "Repeated":
         """Return a causal call whose queries and keys have the same tables, for other numbers."""
         again = choice.operation.again
         found = None if again is None else again(q, k, v, layout, weighting, causal=True)
-        return Repeated(choice, (q.map, k.map), q.tables, layout, weighting, True, found)
+        return Repeated(choice, (q.map, k.map), q.tables, layout, weighting, found)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, at: tuple[int, ...]) -> Tensor:
         """Return the output for tensors with the signature of the first ones, at these addresses."""
         graph = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if self.again is not None:
-            return _apply_again(q, k, v, self, at) if graph else self.again.forward(q, k, v, at)[0]
+        again = self.again
+        if again is not None:
+            return _apply_again(q, k, v, self, again, at) if graph else again.forward(q, k, v, at)[0]
         q_side, k_side = Side(q, self.maps[0], None, self.tables), Side(k, self.maps[1], None, self.tables)
         if graph:
             cos, sin, row = self.tables or _NO_TABLES
-            others, call = (cos, sin, cos, sin, None, None), (q_side, k_side, v, *self[3:6])
+            others, call = (cos, sin, cos, sin, None, None), (q_side, k_side, v, self.layout, self.weighting, True)
             return _apply(q, k, v, None, None, None, others, call, (row, row), self.choice.operation)[0]
-        return _run(self.choice.operation, q_side, k_side, v, None, self.layout, self.causal, None, self.weighting)[0]
+        return _run(self.choice.operation, q_side, k_side, v, None, self.layout, True, None, self.weighting)[0]
 
 
 def _without_kernels(backend: str | None, what: str) -> str:
@@ -250,7 +258,13 @@ class _Call(NamedTuple):
         return Side(self.q, self.maps[0], None, q_tables), Side(self.k, self.maps[1], None, k_tables)
 
     def gradients(
-        self, operation: Operation, of_out: Tensor, of_total: Tensor | None, results: Sequence[Tensor], *, learned: bool
+        self,
+        operation: Operation,
+        of_out: Tensor,
+        of_total: Tensor | None,
+        results: Sequence[Tensor | None],
+        *,
+        learned: bool,
     ) -> list[Tensor | None]:
         """Return the gradients of q, k, v, initial sums and band by the kernels of a backend."""
         options = self.layout, self.causal, self.cu_seqlens, self.weighting
@@ -314,31 +328,34 @@ class _LinearAttention(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """A repeated call. Inputs: q, k, v, a `Repeated` with `again`, and the addresses of q, k and v."""
+    """A repeated call. Inputs: q, k, v, a `Repeated`, its `again`, and the addresses of q, k and v."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, repeated: Repeated, at: tuple[int, ...]) -> Tensor:
-        out, saved = repeated.again.forward(q, k, v, at)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, repeated: Repeated, again: LinearAgain, at: tuple[int, ...]
+    ) -> Tensor:
+        out, saved = again.forward(q, k, v, at)
         ctx.save_for_backward(q, k, v, out, saved)
-        ctx.repeated = repeated
+        ctx.repeated, ctx.again = repeated, again
         return out
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
         (q, k, v, out, saved), repeated, (cotangent,) = ctx.saved_tensors, ctx.repeated, cotangents
-        if not torch.is_grad_enabled():
-            found = repeated.again.backward(cotangent, q, k, v, out, saved)
+        # Higher derivatives, transforms of functions and compilers need the formula.
+        if not torch.is_grad_enabled() and are_plain(cotangent, q, k, v, out, saved):
+            found = ctx.again.backward(cotangent, q, k, v, out, saved)
             if found is not None:
-                return *found, None, None
-        choice, maps, tables, layout, weighting, causal, _ = repeated
+                return *found, None, None, None
+        choice, maps, tables, layout, weighting, _ = repeated
         cos, sin, row = tables or _NO_TABLES
         call = _Call(
-            q, k, v, None, None, None, cos, sin, cos, sin, None, None, (row, row), maps, layout, causal,
+            q, k, v, None, None, None, cos, sin, cos, sin, None, None, (row, row), maps, layout, True,
             weighting.normalize, weighting.scale,
         )  # fmt: skip
         needs = *ctx.needs_input_grad[:3], False, False, False
-        gradients = _gradients_of(call, choice.operation, cotangent, None, (out, out, saved), needs)
-        return *gradients[:3], None, None
+        gradients = _gradients_of(call, choice.operation, cotangent, None, (out, None, saved), needs)
+        return *gradients[:3], None, None, None
 
 
 _apply, _apply_again = plain_apply(_LinearAttention), plain_apply(_Again)
@@ -349,7 +366,7 @@ def _gradients_of(
     operation: Operation,
     of_out: Tensor,
     of_total: Tensor | None,
-    results: Sequence[Tensor],
+    results: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """Return the gradients of the first six inputs, by the kernels of a backend if they can compute them."""

@@ -41,7 +41,7 @@ def attend_packed(
     the ends, sequences are computed one after the other instead.
 
     Args:
-        q: Features of queries [1, heads, seq, width].
+        q: Features of queries [1, heads, seq, width], or without tokens.
         k: Features of keys [1, kv_heads, seq, width].
         v: Values [1, kv_heads, seq, v_dim].
         before: Sums over earlier keys [sequences, ...], or None.
@@ -85,7 +85,6 @@ def _attend(
         return functional.pad(x, (0, 0, 0, 1))[:, :, index.flatten()].unflatten(2, tuple(index.shape))
 
     keys, values = Features(*(cut(x, slots) for x in k)), cut(v, slots)
-    queries = Features(*(cut(x, slots).unflatten(1, (kv_heads, group)).transpose(2, 3) for x in q))
     local = _local(weighting, kv_heads, slots, length)
     sums = chunk_sums_of(keys, values, new_zeros(v, 1, 1, 1, 1, chunk) if local is None else local)
     heads = sums.below.shape[3]
@@ -110,6 +109,13 @@ def _attend(
     members = decayed(starts[1:, None], number[None] + 1, owner == sequence[:, None])
     kept = decayed(starts[1:], starts[:-1])
     after = [kept.unsqueeze(-1) * x + members @ part for x, part in zip(first, each, strict=True)]
+    shapes = (width, v_dim), (width,)
+    total = (x.permute(2, 0, 1, 3).flatten(1, 2).unflatten(-1, shape) for x, shape in zip(after, shapes, strict=True))
+    if not q.plain.shape[2]:
+        # Computed from the queries, so that it has a graph if they need gradients.
+        none = q.rotated.sum(-1, keepdim=True).expand(*q.plain.shape[:3], v_dim)
+        return Parts(none, q.plain.sum(-1) if weighting.normalize else None), Sums(*total)
+    queries = Features(*(cut(x, slots).unflatten(1, (kv_heads, group)).transpose(2, 3) for x in q))
     weights, near = None, 0
     if not ordered:
         earlier = [x[:, :, owner] for x in after]
@@ -147,8 +153,6 @@ def _attend(
         ]
 
     above, below = spread(parts.above), None if parts.below is None else spread(parts.below.unsqueeze(-1)).squeeze(-1)
-    shapes = (width, v_dim), (width,)
-    total = (x.permute(2, 0, 1, 3).flatten(1, 2).unflatten(-1, shape) for x, shape in zip(after, shapes, strict=True))
     return Parts(above, below), Sums(*total)
 
 

@@ -77,10 +77,11 @@ def linear_attention(
         if is_plain(cu_seqlens) and cu_seqlens.device.type == "cpu":
             return _attend_each(tokens, before, cu_seqlens.tolist(), causal=causal)
         # Excluded, because features of padding after the last sequence may have no finite derivative.
-        padding = (arange(q.x.shape[2], device=v.device) >= cu_seqlens[-1])[:, None]
-        q, k = (side._replace(x=side.x.masked_fill(padding, 0.0)) for side in (q, k))
-        tokens, total = tokens._replace(q=q, k=k), q.x.shape[2]
-        sides = tokens.queries(0, total), tokens.keys(0, total), tokens.values(0, total)
+        queries, total = q.x.shape[2], v.shape[2]
+        padding = (arange(total, device=v.device) >= cu_seqlens[-1])[:, None]
+        q, k = (side._replace(x=side.x.masked_fill(padding[: side.x.shape[2]], 0.0)) for side in (q, k))
+        tokens = tokens._replace(q=q, k=k)
+        sides = tokens.queries(0, queries), tokens.keys(0, total), tokens.values(0, total)
         parts, after = attend_packed(*sides, before, cu_seqlens, weighting, causal=causal, chunk=CHUNK)
         return _finished(parts, weighting, v.dtype), after
 
@@ -113,7 +114,9 @@ class _Tokens(NamedTuple):
 
     def part(self, start: int, stop: int) -> "_Tokens":
         """Return one of several packed sequences."""
-        q, k, v = self.q.part(start, stop), self.k.part(start, stop), self.v[:, :, start:stop]
+        q, k, v = self.q, self.k.part(start, stop), self.v[:, :, start:stop]
+        # Keys can be without queries.
+        q = q.part(start, stop) if q.x.shape[2] else q
         return self._replace(q=q, k=k, v=v, weighting=self.weighting.part(start, stop))
 
     def reversed(self) -> "_Tokens":
@@ -144,7 +147,7 @@ def _attend_each(tokens: _Tokens, before: Sums | None, ends: list[int], *, causa
         outputs.append(out)
         sums.append(after)
     (batch, heads, total, _), v = tokens.q.x.shape, tokens.v
-    outputs.append(new_zeros(v, batch, heads, total - ends[-1], v.shape[-1]))
+    outputs.append(new_zeros(v, batch, heads, max(0, total - ends[-1]), v.shape[-1]))
     return torch.cat(outputs, dim=2), Sums(*(torch.cat(parts) for parts in zip(*sums, strict=True)))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.kernels.linear.triton_call import Call, Tensors
-from ropewalk.kernels.linear.triton_prepare import aligned, prepare, readable, stores
+from ropewalk.kernels.linear.triton_prepare import is_aligned, is_readable, prepare, stores
 from ropewalk.kernels.signature import signature
 from ropewalk.kernels.torch_internals import current_device
 from ropewalk.kernels.types import FeatureMapName, Layout, Side, Weighting
@@ -35,7 +35,9 @@ def again(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, cau
     """
     if stores(q.x, v, weighting) or weighting.decay is not None or weighting.band is not None:
         return None
-    x, call, at = prepare(q, k, v, None, layout, causal, None, weighting, None)
+    # As in a forward of autograd, so that both share what is decided.
+    with torch.no_grad():
+        x, call, at = prepare(q, k, v, None, layout, causal, None, weighting, None)
     return Again(q, k, layout, weighting, x, call, at) if call.direct else None
 
 
@@ -64,10 +66,10 @@ class Again:
         self, q: Side, k: Side, layout: Layout, weighting: Weighting, x: Tensors, call: Call, at: Sequence[int]
     ) -> None:
         self.device = call.device
-        self._forward, self._backward = call, dict[object, Call]()
+        self._forward, self._backward = call, dict[object, Call | None]()
         self._maps: tuple[FeatureMapName, FeatureMapName] = q.map, k.map
         self._tables, self._options = (q.tables, k.tables), (layout, weighting)
-        # What follows q, k and v, which are other tensors in each call. Tables must not be freed.
+        # What follows q, k and v, which are other tensors in each call. Tables are kept, and nobody writes to them.
         self._others, self._others_at = x[3:], tuple(at[3:])
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, at: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -79,7 +81,7 @@ class Again:
             v: Values. All have the signature of the first call.
             at: Their addresses.
         """
-        if self.device.index is not None and current_device() != self.device.index:
+        if self.device.type == "cuda" and current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.forward(q, k, v, at)
         x = Tensors(q, k, v, *self._others)
@@ -89,7 +91,7 @@ class Again:
     def backward(
         self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the gradients of q, k and v, or None if a tensor is not plain or needs a copy.
+        """Return the gradients of q, k and v, or None if a tensor needs a copy. All tensors must be plain.
 
         Args:
             cotangent: Cotangent of the outputs.
@@ -99,7 +101,7 @@ class Again:
             out: Outputs.
             saved: The other result of `forward`.
         """
-        if self.device.index is not None and current_device() != self.device.index:
+        if self.device.type == "cuda" and current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self.backward(cotangent, q, k, v, out, saved)
         # Hooks of saved tensors may return them with other strides.
@@ -107,14 +109,13 @@ class Again:
         if signed is None:
             return None
         key, addresses = signed
-        call = self._backward.get(key)
-        if call is None:
-            call = self._backward_call(cotangent, q, k, v, out, saved)
-            if call is None:
-                return None
+        if key not in self._backward:
             if len(self._backward) >= _MOST:
                 self._backward.clear()
-            self._backward[key] = call
+            self._backward[key] = self._backward_call(cotangent, q, k, v, out, saved)
+        call = self._backward.get(key)
+        if call is None:
+            return None
         x, at = Tensors(q, k, v, *self._others), addresses[:3] + self._others_at
         return call.backward(x, at, None, cotangent, out, saved, None, sums=False)[:3]
 
@@ -122,7 +123,7 @@ class Again:
         self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Tensor
     ) -> Call | None:
         """Return what is decided for a backward, or None if a tensor needs a copy."""
-        if aligned(out) is not out or aligned(saved) is not saved or readable(cotangent) is not cotangent:
+        if not (is_aligned(out) and is_aligned(saved) and is_readable(cotangent)):
             return None
         layout, weighting = self._options
         (q_map, k_map), (q_tables, k_tables) = self._maps, self._tables

@@ -190,7 +190,7 @@ class Sizes:
             ("sums", (self.directions * owners * count, size), torch.float32),
             ("fade", (owners * count if self.decay else 0,), torch.float32),
             ("factors", (self.heads * self.tiles if self.band else 0, self.chunk**2), torch.float32),
-            ("after", (0,) if self.packed else self.total_shape, torch.float32),
+            ("after", self.total_shape, torch.float32),
         ]
 
     def saved(self) -> Arena:
@@ -303,11 +303,13 @@ class Call(Sizes):
         launches = self.launches.get(kernels)
         if launches is None:
             places, arrays = {name: i for i, name in enumerate(names)}, dict(zip(names, tensors(), strict=True))
-            launches = self.launches[kernels] = []
+            launches = []
             for kernel, _, variant in (name.partition(":") for name in kernels.split(",")):
                 make: Callable[..., Launch] = getattr(self, f"_{kernel}")
                 pick = itemgetter(*(places[name] for name in _ARGUMENTS[kernel].split()))
                 launches.append((make(arrays, variant), pick))
+            # Stored when it is complete: other threads read it, and an interruption leaves nothing behind.
+            self.launches[kernels] = launches
         stream = current_stream(self.device)
         for launch, pick in launches:
             if not launch.by_address(stream, *pick(addresses)):

@@ -12,7 +12,7 @@ from ropewalk.kernels.signature import signature
 from ropewalk.kernels.triton_launch import LAUNCHES
 from ropewalk.kernels.types import Layout, Side, Weighting
 
-__all__ = ["aligned", "prepare", "readable", "stores"]
+__all__ = ["aligned", "is_aligned", "is_readable", "prepare", "readable", "stores"]
 
 # Largest stride of tokens with which offsets within a segment and its band have 32 bits.
 _WIDEST_STRIDE = 1 << 19
@@ -114,8 +114,17 @@ def aligned(x: Tensor) -> Tensor:
     >>> aligned(x) is x, aligned(x.T).stride()
     (True, (2, 1))
     """
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+    return x if is_aligned(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether x is contiguous, at a multiple of 16 bytes.
+
+    >>> x = torch.zeros(2, 8)
+    >>> is_aligned(x), is_aligned(x.T), is_aligned(x.view(-1)[1:])
+    (True, False, False)
+    """
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 def readable(x: Tensor) -> Tensor:
@@ -125,4 +134,14 @@ def readable(x: Tensor) -> Tensor:
     >>> readable(x) is x, readable(x.transpose(2, 3)).stride()
     (True, (8, 8, 2, 1))
     """
-    return x if x.stride(3) == 1 and x.stride(2) < _WIDEST_STRIDE else x.contiguous()
+    return x if is_readable(x) else x.contiguous()
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether x has adjacent features, and rows that are near enough for offsets of 32 bits.
+
+    >>> x = torch.ones(1, 1, 2, 4)
+    >>> is_readable(x), is_readable(x.transpose(2, 3))
+    (True, False)
+    """
+    return x.stride(3) == 1 and x.stride(2) < _WIDEST_STRIDE

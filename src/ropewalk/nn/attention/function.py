@@ -23,7 +23,7 @@ from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.signatures import checks_names
 
-__all__ = ["attention", "checked_window"]
+__all__ = ["attention", "check_heads", "checked_encoding", "checked_scale", "checked_window", "encode"]
 
 
 @overload
@@ -113,13 +113,13 @@ def attention(
     >>> attention(q, k, v, return_lse=True)[1].exp().round().flatten().tolist()
     [1.0, 2.0, 3.0]
     """
-    _check_tensors(q, k, v)
+    check_heads(q, k, v, asked="attention")
     causal = require_flag(causal, asked="attention(causal=...)")
     require_flag(return_lse, asked="attention(return_lse=...)")
     window = checked_window(window, asked="attention(window=...)")
     queries, width = q.shape[2:]
     keys = k.shape[2]
-    added = _checked_encoding(encoding, q, k, causal)
+    added = checked_encoding(encoding, q, k, causal, asked="attention")
     if queries > keys and (causal or window is not None):
         raise RopewalkError(
             asked="attention(q, k, v, causal=True)" if causal else "attention(q, k, v, window=...)",
@@ -133,9 +133,7 @@ def attention(
     score_bias = None
     if added is not None:
         positions = _positions(q, k, q_positions, k_positions, start, cu_seqlens, rope_axes(added))
-        dtype = v.dtype
-        q, k, v = added.encode_heads(q, k, v, positions[0], k_positions=positions[1])
-        q, k, v = (x.to(dtype) for x in (*added.rotate(q, k, positions[0], k_positions=positions[1]), v))
+        q, k, v = encode(added, q, k, v, *positions)
         if type(added).bias is not Encoding.bias:
             score_bias = ScoreBias(added, *positions)
     else:
@@ -150,11 +148,7 @@ def attention(
         # Hidden values are still multiplied by 0, which is NaN if padding contains NaN or infinity.
         k, v = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (k, v))
     visibility = Visibility(causal, start or None, key_mask, window=window)
-    if scale is None:
-        scale = None if added is None else added.scale
-        factor = width**-0.5 if scale is None else scale
-    else:
-        factor = require_positive(scale, asked="attention(scale=...)", do="pass a number above 0, or omit it")
+    factor = checked_scale(scale, added, width, asked="attention")
     if cu_seqlens is not None:
         packed = attend_packed(
             q, k, v, visibility, cu_seqlens, scale=factor, score_bias=score_bias, with_lse=return_lse
@@ -175,13 +169,17 @@ def checked_window(window: int | None, *, asked: str) -> int | None:
     return require_count(window, asked=asked, do="pass the number of keys that a query sees, itself included, or None")
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q, k and v are heads of one batch, dtype and device."""
+def check_heads(q: Tensor, k: Tensor, v: Tensor, *, asked: str) -> None:
+    """Raise unless q, k and v are heads of one batch, dtype and device.
+
+    >>> import torch
+    >>> check_heads(*[torch.zeros(1, 2, 3, 4)] * 3, asked="a doctest")
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_strided(x, asked=f"attention({name})")
+        check_strided(x, asked=f"{asked}({name})")
         if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
             raise RopewalkError(
-                asked=f"attention({name})",
+                asked=f"{asked}({name})",
                 expected="floating-point heads [batch, heads, seq, head_dim]",
                 got=described(x),
                 do="split the heads, and put them before the sequence: x.unflatten(-1, (heads, -1)).transpose(1, 2)",
@@ -190,7 +188,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     fits = fits and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not fits or not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise RopewalkError(
-            asked="attention(q, k, v)",
+            asked=f"{asked}(q, k, v)",
             expected="q [batch, heads, queries, dim], k [batch, kv_heads, keys, dim] and v [batch, kv_heads, keys, "
             "v_dim] of one dtype and device, heads a multiple of kv_heads",
             got="; ".join(described(x) for x in (q, k, v)),
@@ -198,16 +196,67 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _checked_encoding(
-    encoding: Encoding | RotaryEmbedding | None, q: Tensor, k: Tensor, causal: bool
+def encode(
+    encoding: Encoding, q: Tensor, k: Tensor, v: Tensor, q_positions: Tensor, k_positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in their dtype after the hooks `encode_heads` and `rotate` of an encoding.
+
+    Args:
+        encoding: The encoding.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        q_positions: Positions of the queries.
+        k_positions: Positions of the keys.
+
+    >>> import torch
+    >>> x, ids = torch.ones(1, 1, 2, 4), torch.arange(2)
+    >>> encode(Encoding(), x, x, x, ids, ids)[0] is x
+    True
+    """
+    dtype = v.dtype
+    q, k, v = encoding.encode_heads(q, k, v, q_positions, k_positions=k_positions)
+    q, k = encoding.rotate(q, k, q_positions, k_positions=k_positions)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def checked_scale(scale: float | None, encoding: Encoding | None, width: int, *, asked: str) -> float:
+    """Return the factor on the scores: `scale`, or that of the encoding, or 1/sqrt(width).
+
+    >>> checked_scale(None, None, 4, asked="a doctest")
+    0.5
+    """
+    if scale is not None:
+        return require_positive(scale, asked=f"{asked}(scale=...)", do="pass a number above 0, or omit it")
+    factor = None if encoding is None else encoding.scale
+    return width**-0.5 if factor is None else factor
+
+
+def checked_encoding(
+    encoding: Encoding | RotaryEmbedding | None, q: Tensor, k: Tensor, causal: bool, *, asked: str
 ) -> Encoding | None:
+    """Return an encoding that changes heads or adds a bias, or None.
+
+    Args:
+        encoding: An encoding, a rotation, or None.
+        q: Queries.
+        k: Keys.
+        causal: Whether attention is causal.
+        asked: The function, for errors.
+
+    Raises:
+        RopewalkError: If it does not match the heads, or changes tokens only.
+
+    >>> checked_encoding(None, None, None, True, asked="a doctest") is None
+    True
+    """
     if encoding is None:
         return None
-    check_encoding(encoding, q.shape[3], q.shape[1], k.shape[1], layer="attention")
-    check_causal(encoding, causal, layer="attention")
+    check_encoding(encoding, q.shape[3], q.shape[1], k.shape[1], layer=asked)
+    check_causal(encoding, causal, layer=asked)
     if isinstance(encoding, Encoding) and encoding.only_embeds:
         raise RopewalkError(
-            asked=f"attention(encoding=...) with {encoding.name}",
+            asked=f"{asked}(encoding=...) with {encoding.name}",
             expected="an encoding that changes q and k or adds a bias to the scores, or None",
             got=f"{encoding.name}, which changes tokens before they are projected",
             do="call its embed(x, positions) before the first layer of the model, and omit encoding",

@@ -73,10 +73,10 @@ def check_packed_tensors(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> None:
     """
     asked = "linear_attention(cu_seqlens=...)"
     check_packed(cu_seqlens, q.shape[0], k.shape[2], q.device, asked=asked, at_least=2)
-    if q.shape[2] != k.shape[2]:
+    if q.shape[2] not in (0, k.shape[2]):
         raise RopewalkError(
             asked=asked,
-            expected="as many queries as keys",
+            expected="as many queries as keys, or none",
             got=f"{q.shape[2]} queries and {k.shape[2]} keys",
             do="pass the queries of all packed tokens",
         )

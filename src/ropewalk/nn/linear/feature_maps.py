@@ -170,6 +170,8 @@ def map_name(feature_map: FeatureMap) -> str:
     """Return the name of a map, which a state stores. Two functions with the same name are not distinguished.
 
     >>> map_name("elu"), map_name(torch.exp)
-    ('elu', 'exp')
+    ('elu', 'exp()')
     """
-    return getattr(feature_map, "__name__", type(feature_map).__name__) if callable(feature_map) else feature_map
+    if not callable(feature_map):
+        return feature_map
+    return f"{getattr(feature_map, '__name__', type(feature_map).__name__)}()"

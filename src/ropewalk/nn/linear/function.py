@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
-from ropewalk.kernels.constructors import arange, new_full, new_zeros
+from ropewalk.kernels.constructors import arange, new_zeros
 from ropewalk.kernels.linear.feature_maps import map_features, row_shift
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.types import FeatureMap as NamedMap
@@ -17,20 +17,31 @@ from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear, rope_in
 from ropewalk.nn.linear.arguments import check_packed_tensors, check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.near_keys import split_near, with_near
-from ropewalk.nn.linear.repeated import call_again, remember_call
+from ropewalk.nn.linear.repeated import call_again, call_first
 from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state, join_states
 from ropewalk.nn.linear.step import attach_step, find_step
-from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, resolve_scale, resolve_weighting
+from ropewalk.nn.linear.token_positions import (
+    all_positions,
+    first_position,
+    next_position,
+    placement_of,
+    positions_of_keys,
+)
+from ropewalk.nn.linear.weighting import (
+    Tokens,
+    bias_for_linear,
+    resolve_scale,
+    resolve_weighting,
+    slopes_on,
+    total_decay,
+)
 from ropewalk.nn.position_checks import (
-    as_signed,
     can_read_values,
-    check_finite,
-    check_ids,
     check_key_mask,
     check_positions,
     warn_if_row_is_hidden,
 )
-from ropewalk.nn.positions import packed_positions, range_positions
+from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
@@ -207,7 +218,7 @@ def linear_attention(
         if state is None and not return_state:
             warn_if_row_is_hidden(key_mask, asked="linear_attention(key_mask=...)")
     rows = k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    start = checked_start(state, rows, asked="linear_attention")
+    start = checked_start(state, rows, asked="linear_attention(state=...)")
     if (decay is not None or distances is not None) and not causal and (state is not None or return_state):
         raise RopewalkError(
             asked="linear_attention(causal=False, state=...) with a decay or a bias",
@@ -215,7 +226,7 @@ def linear_attention(
             got="a state" if state is not None else "return_state=True",
             do="omit the state, or pass causal=True",
         )
-    key_ids = _positions_of_keys(positions, k_positions, q, k, rope_axes(rope), causal) if distances else None
+    key_ids = positions_of_keys(positions, k_positions, q, k, rope_axes(rope), causal) if distances else None
     tokens = Tokens(
         k.shape[0],
         q.shape[1],
@@ -247,7 +258,7 @@ def linear_attention(
         return _each_sequence((q, k, v), cu_seqlens, state, per_token, options, return_state)
     rotates = rotation is not None or added is not None
     explicit = (positions, k_positions) if rotates or distances is None else (None, None)
-    placement = _placement(rotates, q, k, *explicit, cu_seqlens, start, length)
+    placement = placement_of(rotates, q, k, *explicit, cu_seqlens, start, length)
     if added is not None:
         q, k, v = _with_encoded_heads(added, q, k, v, placement)
     spec = None if rotation is None else rotation.spec
@@ -279,7 +290,7 @@ def linear_attention(
         encoding=identity_in_state(added),
         weighting=kind,
         near=near,
-        asked="linear_attention",
+        asked="linear_attention(state=...)",
     )
     if state is not None and usual and q.shape[2] == k.shape[2] == 1:
         # A state without a `Step`, for example one that was loaded: the same numbers as with one.
@@ -295,7 +306,7 @@ def linear_attention(
         keys, v = keys.masked_fill(hidden, fill), v.masked_fill(hidden, 0.0)
     ids = None
     if near is not None and (state is not None or return_state):
-        ids = _all_positions(key_ids, start, k)
+        ids = all_positions(key_ids, start, k)
         if state is not None and state.near is not None:
             keys, v, ids = with_near(state.near, keys, v, ids)
             weighting = weighting._replace(positions=ids)
@@ -304,9 +315,10 @@ def linear_attention(
     sides, layout = _sides(rotation, queries, keys, (q_name, k_name), placement)
     if rotation is not None and rotation.spec.varies and length is None and k.shape[2]:
         length = k.shape[2]
-    check_length(state, spec, length, "linear_attention")
+    check_length(state, spec, length, "linear_attention(state=..., length=...)")
     values, first = v, before
-    earlier = keys.shape[2] - q.shape[2] if causal and near is None else 0
+    decay_per_token = weighting.decay
+    earlier = keys.shape[2] - q.shape[2] if causal and near is None and q.shape[2] else 0
     if earlier:
         # Keys before the first query are summed first. The other keys and the queries are then one sequence.
         no_queries, head = sides[0]._replace(x=queries[:, :, :0]), sides[1].part(0, earlier)
@@ -314,10 +326,12 @@ def linear_attention(
         _, first = run(no_queries, head, v[:, :, :earlier], before, layout, causal=causal, weighting=part)
         sides, values = (sides[0], sides[1].part(earlier, keys.shape[2])), v[:, :, earlier:]
         weighting = weighting.part(earlier, keys.shape[2])
+    if repeats and not earlier:
+        out = call_first(rope, rotation, sides, v, (feature_map, normalize, scale), layout, weighting)
+        if out is not None:
+            return out
     options = {"causal": causal, "cu_seqlens": cu_seqlens, "weighting": weighting, "backend": backend}
     out, after = run(*sides, values, first, layout, **options)
-    if repeats and not earlier:
-        remember_call(rope, rotation, sides, v, (feature_map, normalize, scale), layout, weighting)
     if not return_state:
         return out
     last = None
@@ -332,14 +346,22 @@ def linear_attention(
     passed_ids = positions if k_positions is None else k_positions
     # A token has several positions where there are several axes. The state then counts tokens.
     passed_ids = passed_ids if spec is None or spec.axes is None else None
-    following = _next(start, passed_ids, cu_seqlens, key_mask, k)
+    following = next_position(start, passed_ids, cu_seqlens, key_mask, k)
     if k.shape[2] == 0:
         # No key was rotated: the length is that of the earlier keys, if there are any.
         length = None if state is None else state.length
     encoding = identity_in_state(added)
     # Contiguous: a view would keep the sums of all chunks alive.
     sums = after.above.contiguous(), after.below.contiguous()
-    new_state = LinearState(*sums, following, spec, map_names, learned, length, encoding, kind, last)
+    begin = first_position(state, start, passed_ids, cu_seqlens, key_mask, k)
+    slopes = None if distances is None or distances.slopes is None else slopes_on(distances.slopes, k.device)
+    total = None
+    if kind == "decay" and decay_per_token is not None and (state is None or state.log_decay is not None):
+        total = total_decay(decay_per_token, k.shape[2], rows, cu_seqlens, sums[0].dtype)
+        total = total if state is None or state.log_decay is None else state.log_decay + total
+    new_state = LinearState(
+        *sums, following, spec, map_names, learned, length, encoding, kind, last, begin, total, slopes
+    )
     if usual:
         attach_step(new_state, arguments, rotation, map_names, weighting, v.device)
     return out, new_state
@@ -364,44 +386,6 @@ def _check_hooks(rope: object, bias: object) -> None:
             got=f"{bias.name}, which has none",
             do="pass an encoding that changes q and k as rope=",
         )
-
-
-def _positions_of_keys(
-    positions: Tensor | None, k_positions: Tensor | None, q: Tensor, k: Tensor, axes: int, causal: bool
-) -> Tensor | None:
-    """Return the positions of the keys for a bias; None if they are consecutive."""
-    asked, ids = "linear_attention(positions=..., bias=...)", positions if k_positions is None else k_positions
-    if ids is None:
-        return None
-    if axes > 1:
-        raise RopewalkError(
-            asked=asked,
-            expected="one position per token",
-            got=f"a rope with {axes} axes",
-            do="use softmax Attention, or omit the bias or the rope",
-        )
-    check_ids(ids, asked=asked)
-    check_positions(ids, k, asked=asked)
-    if can_read_values(ids):
-        check_finite(ids, asked=asked)
-    if positions is not None and k_positions is not None and can_read_values(ids) and can_read_values(positions):
-        last = ids[..., ids.shape[-1] - q.shape[2] :]
-        if positions.shape[-1] != q.shape[2] or not bool((as_signed(positions) == as_signed(last)).all()):
-            raise RopewalkError(
-                asked="linear_attention(positions=..., k_positions=..., bias=...)",
-                expected="queries at the positions of the last keys",
-                got="other positions",
-                do="omit positions: those of the queries are the last of k_positions",
-            )
-    return ids
-
-
-def _all_positions(key_ids: Tensor | None, start: int | Tensor, k: Tensor) -> Tensor:
-    """Return the positions of all keys, int64 [batch or 1, keys]."""
-    if key_ids is not None:
-        return torch.atleast_2d(as_signed(key_ids).to(torch.int64))
-    ids = arange(k.shape[2], device=k.device)[None]
-    return ids + (start.reshape(-1, 1).to(torch.int64) if isinstance(start, Tensor) else start)
 
 
 def _each_sequence(
@@ -432,7 +416,7 @@ def _each_sequence(
         outputs.append(out)
         states.append(after)
     q, _, v = tensors
-    outputs.append(new_zeros(v, *q.shape[:2], q.shape[2] - ends[-1], v.shape[-1]))
+    outputs.append(new_zeros(v, *q.shape[:2], max(0, q.shape[2] - ends[-1]), v.shape[-1]))
     whole = torch.cat(outputs, dim=2)
     return (whole, join_states(states)) if return_state else whole
 
@@ -489,50 +473,6 @@ def _with_encoded_heads(
     return encoded_q, encoded_k, encoded_v
 
 
-def _placement(
-    uses_positions: bool,
-    q: Tensor,
-    k: Tensor,
-    positions: Tensor | None,
-    k_positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    start: int | Tensor,
-    length: int | Tensor | None,
-) -> Placement:
-    """Return the positions of q and k as arguments of rope(q, k, ...)."""
-    explicit = positions is not None or k_positions is not None
-    queries, keys = q.shape[2], k.shape[2]
-    if not uses_positions:
-        if explicit:
-            raise RopewalkError(
-                asked="linear_attention(positions=...)",
-                expected="positions only together with a rope or a bias",
-                got="positions, and neither",
-                do="pass rope=RotaryEmbedding(number of features), or omit positions",
-            )
-        return Placement()
-    if explicit:
-        if positions is None and k_positions is not None and k_positions.shape[-1:] == (keys,) and queries <= keys:
-            # Queries are the last tokens of the keys.
-            positions = k_positions[..., keys - queries :]
-        return Placement(positions, k_positions, length=length)
-    if cu_seqlens is not None:
-        return Placement(packed_positions(cu_seqlens, keys, start), length=length)
-    if queries == keys and not (isinstance(start, Tensor) and start.is_floating_point()):
-        # None for 0: a rule that depends on the length then uses the number of tokens as the length.
-        return Placement(offset=None if isinstance(start, int) and start == 0 else start, length=length)
-    if queries > keys:
-        raise RopewalkError(
-            asked="linear_attention(q, k, v, rope=...)",
-            expected="positions, because there are more queries than keys",
-            got=f"{queries} queries, {keys} keys and no positions",
-            do="pass positions= for the queries and k_positions= for the keys",
-        )
-    ids = arange(keys, device=q.device)
-    ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
-    return Placement(ids[..., keys - queries :], ids, length=length)
-
-
 def _sides(
     rope: RotaryEmbedding | None,
     q: Tensor,
@@ -553,32 +493,3 @@ def _sides(
     parts = rope.parts(q, k, placement)
     q_side, k_side = Side(q, names[0], None, parts[0].tables), Side(k, names[1], None, parts[-1].tables)
     return (q_side, k_side), rope.layout
-
-
-def _next(
-    start: int | Tensor, key_ids: Tensor | None, cu_seqlens: Tensor | None, key_mask: Tensor | None, k: Tensor
-) -> int | Tensor:
-    """Return the position after the last visible key, or `start` if there is none.
-
-    `key_ids` are the positions of the keys if the caller passed them.
-    """
-    keys = k.shape[2]
-    if key_ids is not None and not key_ids.is_floating_point():
-        key_ids = key_ids.to(torch.int64)  # the last position + 1 must not overflow
-    if keys == 0 or (key_ids is None and key_mask is None):
-        return start + keys if cu_seqlens is None else cu_seqlens.diff() + start
-    tokens = arange(keys, device=k.device)
-    if cu_seqlens is None:
-        seen = tokens.expand(len(k), -1) if key_mask is None else torch.where(key_mask, tokens, -1)
-        begins, last = 0, seen.amax(-1)
-        ids = tokens + (start.unsqueeze(-1) if isinstance(start, Tensor) else start) if key_ids is None else key_ids
-        ids = ids.expand(len(k), keys)
-    else:
-        seen = tokens if key_mask is None else torch.where(key_mask[0], tokens, -1)
-        # Entry i is the last visible token before token i. Entry 0 is -1, because the first sequence can be empty.
-        before = torch.cat([new_full(seen, (1,), -1), seen]).cummax(0).values
-        begins, last = cu_seqlens[:-1], before[cu_seqlens[1:]]
-        ids = packed_positions(cu_seqlens, keys, start) if key_ids is None else key_ids
-        ids = ids.reshape(1, -1).expand(len(last), -1)
-    after = ids.gather(-1, last.clamp_min(0).unsqueeze(-1)).squeeze(-1) + 1
-    return torch.where(last >= begins, after, start)

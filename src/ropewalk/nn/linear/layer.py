@@ -23,7 +23,7 @@ from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name,
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.near_keys import empty_near
 from ropewalk.nn.linear.state import LinearState
-from ropewalk.nn.linear.weighting import bias_for_linear
+from ropewalk.nn.linear.weighting import bias_for_linear, slopes_on
 from ropewalk.nn.owners import check_owner, set_owner
 from ropewalk.nn.position_checks import as_signed, can_read_values, check_positions, warn_if_positions_restart
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
@@ -290,7 +290,10 @@ class LinearAttention(ProjectedHeads):
             v = zeros(rows, self.num_kv_heads, 0, self.head_dim, dtype=weight.dtype, device=device)
             near = empty_near(k, v, max(0, bias.numbers.shape[1] // 2 - 1), fill)
         encoding = identity_in_state(self.encoding)
-        return LinearState(above, below, 0, spec, names, learned, encoding=encoding, weighting=kind, near=near)
+        slopes = None if bias is None or bias.slopes is None else slopes_on(bias.slopes, above.device)
+        return LinearState(
+            above, below, 0, spec, names, learned, encoding=encoding, weighting=kind, near=near, first=0, slopes=slopes
+        )
 
     @staticmethod
     def _warn_about(

@@ -1,12 +1,34 @@
 """The keys near the next tokens, which a bias within a window keeps out of the sums of a state."""
 
+from typing import NamedTuple, cast
+
 import torch
 from torch import Tensor
 
 from ropewalk.kernels.constructors import arange, new_full, new_zeros, zeros
-from ropewalk.nn.linear.state import NearKeys
+from ropewalk.kernels.types import FeatureMap, FeatureMapName, Layout, Side, Sums
+from ropewalk.nn.rotary.call import Placement
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops.linear_attention import linear_attention
 
-__all__ = ["empty_near", "split_near", "with_near"]
+__all__ = ["NearKeys", "add_far", "empty_near", "map_of_near", "merge_near", "split_near", "sum_far", "with_near"]
+
+
+class NearKeys(NamedTuple):
+    """The last keys and values, to which the next tokens are so near that each distance has its own bias.
+
+    Args:
+        keys: Keys before the feature map, or features of a map that is a function [batch, kv_heads, near, width].
+        values: Values [batch, kv_heads, near, v_dim].
+        positions: Positions of the keys, int64 [batch, near].
+
+    >>> NearKeys(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5), torch.arange(3)[None]).positions.shape
+    torch.Size([1, 3])
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
 
 
 def empty_near(k: Tensor, v: Tensor, near: int, fill: float, *, rows: int | None = None) -> NearKeys:
@@ -69,3 +91,97 @@ def split_near(
     tokens = NearKeys(all_k.gather(2, k_index), all_v.gather(2, v_index), all_ids.gather(1, index))
     close = (arange(keys, device=k.device) >= (ends - near)[:, None])[:, None, :, None]
     return k.masked_fill(close, fill), v.masked_fill(close, 0.0), tokens
+
+
+def merge_near(earlier: NearKeys, later: NearKeys, fill: float) -> tuple[NearKeys, NearKeys]:
+    """Return the keys that are no longer near after the later keys, and those that are.
+
+    Args:
+        earlier: Near keys of a state.
+        later: Near keys of the state that follows it, as many as `earlier`.
+        fill: What the feature map maps to 0. States of few keys are filled with it, and so are hidden keys.
+
+    >>> a, b = (torch.tensor(keys).view(1, 1, 2, 1) for keys in ([1.0, 2.0], [0.0, 3.0]))
+    >>> ids = torch.tensor([[1, 2]])
+    >>> far, near = merge_near(NearKeys(a, a, ids), NearKeys(b, b, ids + 1), fill=0.0)  # the second has one key
+    >>> far.keys.flatten().tolist(), near.keys.flatten().tolist()
+    ([0.0, 1.0], [2.0, 3.0])
+    """
+    keys, values, ids = with_near(earlier, *later)
+    count = ids.shape[1] // 2
+    # Keys that add nothing come first. The others keep their order.
+    order = torch.argsort((keys != fill).any(-1).any(1).to(torch.int8), dim=-1, stable=True)
+    k_index, v_index = (order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]) for x in (keys, values))
+    keys, values, ids = keys.gather(2, k_index), values.gather(2, v_index), ids.gather(1, order)
+    return (
+        NearKeys(keys[:, :, :count], values[:, :, :count], ids[:, :count]),
+        NearKeys(keys[:, :, count:], values[:, :, count:], ids[:, count:]),
+    )
+
+
+def add_far(
+    earlier: NearKeys,
+    later: NearKeys,
+    sums: Sums,
+    maps: str | tuple[str, str] | None,
+    rotation: RotaryEmbedding | None,
+    length: int | Tensor | None,
+) -> tuple[Sums, NearKeys]:
+    """Return the sums of two states with the keys that are no longer near, and the near keys of both.
+
+    Args:
+        earlier: Near keys of the first state.
+        later: Near keys of the second.
+        sums: The sums of both.
+        maps: Names of the feature maps, as states store them.
+        rotation: The rotation, or None.
+        length: Length for rules that depend on it.
+
+    >>> one = NearKeys(torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 1), torch.zeros(1, 1, dtype=torch.int64))
+    >>> sums = Sums(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2))
+    >>> add_far(one, one, sums, "elu", None, None)[0].below.tolist()  # the features of one key
+    [[[1.0, 1.0]]]
+    """
+    far, near = merge_near(earlier, later, FeatureMap[map_of_near(maps)].zero)
+    return sum_far(far, sums, maps, rotation, length), near
+
+
+def sum_far(
+    far: NearKeys,
+    sums: Sums,
+    maps: str | tuple[str, str] | None,
+    rotation: RotaryEmbedding | None,
+    length: int | Tensor | None,
+) -> Sums:
+    """Return sums with keys that are no longer near.
+
+    Args:
+        far: The keys.
+        sums: The sums without them.
+        maps: As in `add_far`.
+        rotation: As in `add_far`.
+        length: As in `add_far`.
+
+    >>> one = NearKeys(torch.zeros(1, 1, 1, 2), torch.ones(1, 1, 1, 1), torch.zeros(1, 1, dtype=torch.int64))
+    >>> sum_far(one, Sums(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)), "elu", None, None).below.tolist()
+    [[[1.0, 1.0]]]
+    """
+    (keys, values, ids), name = far, map_of_near(maps)
+    none = keys[:, :, :0]
+    tables, layout = None, Layout(False, 0, -2)
+    if rotation is not None:
+        tables = rotation.parts(none, keys, Placement(ids[:, :0], ids, length=length))[-1].tables
+        layout = rotation.layout
+    sides = Side(none, name), Side(keys, name, None, tables)
+    return linear_attention(*sides, values, sums, layout, causal=False)[1]
+
+
+def map_of_near(maps: str | tuple[str, str] | None) -> FeatureMapName:
+    """Return the map that near keys still need. Those of a map that is a function are stored as its features.
+
+    >>> map_of_near(("elu", "relu")), map_of_near(("elu", "exp()"))
+    ('relu', 'identity')
+    """
+    q_map, k_map = (maps, maps) if isinstance(maps, str) else maps or ("", "")
+    named = q_map in FeatureMap.__members__ and k_map in FeatureMap.__members__
+    return cast(FeatureMapName, k_map) if named else "identity"

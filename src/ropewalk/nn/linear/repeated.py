@@ -1,8 +1,9 @@
 """Calls of `linear_attention` that repeat an earlier one with other numbers, without its checks.
 
 The checks of a call, its tables and the choice of a backend take longer on the host than a short sequence on a GPU.
-What they decide depends only on shapes, strides, dtypes, devices and options. It is stored for the first such call, per
-rope, and found again by the signature of the tensors.
+What they decide depends only on the signature of the tensors (shapes, strides, dtypes, devices, alignment, and which
+need gradients), the stream and the options. It is stored for the first such call, per rope. The first call is computed
+as the later ones are: activation checkpointing requires that both save the same tensors.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from ropewalk.nn.linear.step import depends_on_position_alone
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops.linear_attention import Repeated, chosen
 
-__all__ = ["call_again", "remember_call"]
+__all__ = ["call_again", "call_first"]
 
 # Most calls that are stored per rope: each layer of a model has few shapes.
 MOST = 16
@@ -81,7 +82,7 @@ def call_again(rope: object, q: Any, k: Any, v: Any, options: tuple[Any, ...]) -
     return earlier.call(q, k, v, addresses)
 
 
-def remember_call(
+def call_first(
     rope: object,
     rotation: RotaryEmbedding | None,
     sides: tuple[Side, Side],
@@ -89,8 +90,8 @@ def remember_call(
     options: tuple[Any, ...],
     layout: Layout,
     weighting: Weighting,
-) -> None:
-    """Store what a causal call without state has decided, if it depends on nothing but its signature.
+) -> Tensor | None:
+    """Store what a causal call without state has decided, and return its output.
 
     Args:
         rope: The argument `rope`.
@@ -101,28 +102,34 @@ def remember_call(
         layout: Layout of the rotation.
         weighting: The weighting.
 
+    Returns:
+        None if what was decided depends on more than the signature, or if no kernel supports the call.
+
     >>> x, options = torch.ones(1, 1, 2, 4), ("elu", True, None)
-    >>> remember_call(None, None, (Side(x, "elu"), Side(x, "elu")), x, options, Layout(True, 0, -2), Weighting())
-    >>> call_again(None, x, x, x, options) is None  # a CPU without the interpreter has no kernel
+    >>> sides = Side(x, "elu"), Side(x, "elu")  # a CPU without the interpreter has no kernel
+    >>> call_first(None, None, sides, x, options, Layout(True, 0, -2), Weighting()) is None
     True
     """
     if not isinstance(options[0], str) or options[0] not in FeatureMap.__members__:
-        return
+        return None
     # Without kernels for the device, every call would search for one here again.
     if all(candidate.backend == "torch" for candidate in candidates("linear_attention", None, v.device.type)):
-        return
+        return None
     if rotation is not rope or (rotation is not None and not depends_on_position_alone(rotation)):
-        return
+        return None
     (q_cos, q_sin, q_row), (k_cos, k_sin, k_row) = (side.tables or (None, None, 0) for side in sides)
     if q_cos is not k_cos or q_sin is not k_sin or q_row != k_row:
-        return
+        return None
     if not is_eager() or torch.compiler.is_compiling():
-        return
-    key, _ = _key(sides[0].x, sides[1].x, v, options)
+        return None
+    q, k = sides[0].x, sides[1].x
+    key, addresses = _key(q, k, v, options)
     choice = None if key is None else chosen(*sides, v, layout, weighting, causal=True)
     if choice is None or choice.path != "kernel":
-        return
+        return None
     calls = _CALLS.setdefault(_NO_ROPE if rope is None else rope, {})
     if len(calls) >= MOST:
         calls.clear()
-    calls[key] = _Earlier(Repeated.of(choice, *sides, v, layout, weighting), current())
+    call = Repeated.of(choice, *sides, v, layout, weighting)
+    calls[key] = _Earlier(call, current())
+    return call(q, k, v, addresses)

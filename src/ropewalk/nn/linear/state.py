@@ -1,9 +1,8 @@
 """LinearState: the state of linear attention after past tokens. Its size does not depend on their number."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,33 +11,16 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, as_int, shown
 from ropewalk.kernels.constructors import tensor
 from ropewalk.kernels.types import Sums
-from ropewalk.nn.position_checks import can_read_values, check_finite, check_ids, check_index, described
-from ropewalk.nn.saved_tensors import check_tensor, checked_tensors
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.rotary import rope_in
+from ropewalk.nn.linear.near_keys import NearKeys, add_far
+from ropewalk.nn.linear.saved_state import load_fields, save_fields
+from ropewalk.nn.position_checks import can_read_values, check_ids, check_index
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import RopeSpec
 
-__all__ = ["LinearState", "NearKeys", "check_length", "checked_start", "checked_state", "join_states"]
-
-
-# Bytes of JSON in a saved state.
-LONGEST_TEXT = 65_536
-
-
-class NearKeys(NamedTuple):
-    """The last keys and values, to which the next tokens are so near that each distance has its own bias.
-
-    Args:
-        keys: Keys before the feature map, or features of a map that is a function [batch, kv_heads, near, width].
-        values: Values [batch, kv_heads, near, v_dim].
-        positions: Positions of the keys, int64 [batch, near].
-
-    >>> NearKeys(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5), torch.arange(3)[None]).positions.shape
-    torch.Size([1, 3])
-    """
-
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
+__all__ = ["LinearState", "check_length", "checked_start", "checked_state", "counts_tokens", "join_states"]
 
 
 # eq=False: comparing tensors does not return one bool.
@@ -64,6 +46,10 @@ class LinearState:
             with one decay per query head are [batch, heads, ...].
         near: With a bias that is constant beyond a window of distances, the last keys and values. They are not in the
             sums.
+        first: Position of the first token: an int, or a tensor [] or [batch]; None if unknown.
+        log_decay: With a decay, the sum of its logarithms over all tokens [batch, heads], by which an earlier state
+            decays in `merge`; None if unknown.
+        slopes: With a bias that is linear in the distance, its slopes [heads].
 
     >>> LinearState(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4), 7).position
     7
@@ -79,6 +65,9 @@ class LinearState:
     encoding: str | None = None
     weighting: str | None = None
     near: NearKeys | None = None
+    first: int | Tensor | None = None
+    log_decay: Tensor | None = None
+    slopes: Tensor | None = None
 
     def __getstate__(self) -> dict[str, object]:
         # Without the `Step` of the next token, which belongs to this process.
@@ -101,13 +90,20 @@ class LinearState:
         """
         sequences = len(self.above)
         check_index(index, sequences, self.above.device, asked="LinearState.reorder(index)")
-        position, length = (
-            x[index] if isinstance(x, Tensor) and x.dim() and len(x) == sequences else x
-            for x in (self.position, self.length)
-        )
-        near = None if self.near is None else NearKeys(*(x[index] for x in self.near))
-        above, below = self.above[index], self.below[index]
-        return self._with_step(replace(self, above=above, below=below, position=position, length=length, near=near))
+
+        def select(x: Tensor) -> Tensor:
+            return x[index] if x.dim() and len(x) == sequences else x
+
+        return self._with_step(self._changed(select, keep=("slopes",)))
+
+    def _changed(self, change: Callable[[Tensor], Tensor], keep: Collection[str] = ()) -> "LinearState":
+        """Return the state with all its tensors changed by a function, except those named in `keep`."""
+        names = "above", "below", "position", "length", "first", "log_decay", "slopes"
+        fields = {name: getattr(self, name) for name in names if name not in keep}
+        changed: dict[str, Any] = {name: change(x) for name, x in fields.items() if isinstance(x, Tensor)}
+        if self.near is not None:
+            changed["near"] = NearKeys(*(change(x) for x in self.near))
+        return replace(self, **changed)
 
     def _with_step(self, other: "LinearState") -> "LinearState":
         """Return another state, for whose next token the same checks hold."""
@@ -132,6 +128,70 @@ class LinearState:
         position = self.position if self.position.is_floating_point() else self.position.to(torch.int64)
         return position.expand(rows)
 
+    def merge(self, later: "LinearState", *, rope: RotaryEmbedding | Encoding | None = None) -> "LinearState":
+        """Return the state after the tokens of this state and those of `later`, which follow them.
+
+        The sums are S_a e^D + S_b, where D is the logarithm of the decay of all tokens of b. It is the state that a
+        call with the tokens of `later` returns if this state is passed to it. Merging is associative, but with a decay
+        it is not commutative. Both states can be computed at the same time, on two devices for example.
+
+        Args:
+            later: State of the following tokens, from `linear_state` or from a call with return_state=True. Their
+                positions are passed to that call if there is a rotation or a bias.
+            rope: The rotation, required if its frequencies are learned and the bias has a window. Keys that leave the
+                window are rotated here.
+
+        Returns:
+            A state on the same device.
+
+        Raises:
+            RopewalkError: If the states do not match, or if the positions of `later` do not follow.
+
+        >>> half = torch.tensor([[[0.5]]])
+        >>> a = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 3, weighting="decay", log_decay=half[0].log())
+        >>> b = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 2, weighting="decay", log_decay=half[0].log())
+        >>> merged = a.merge(b)  # 1/2 + 1
+        >>> merged.below.item(), merged.position, merged.log_decay.exp().item()
+        (1.5, 5, 0.25)
+        """
+        asked = "LinearState.merge(later)"
+        if not isinstance(later, LinearState):
+            do = "pass the state of the following tokens: ropewalk.linear_state(k, v, ...)"
+            raise RopewalkError(asked=asked, expected="a LinearState", got=shown(later), do=do)
+        rows = len(self.above)
+        checked_start(later, rows, asked=asked)
+        maps = later.feature_map if self.feature_map is None else self.feature_map
+        checked_state(
+            later,
+            (rows, self.above.shape[1], self.above.shape[2], self.above.shape[3]),
+            self.above,
+            spec=self.spec,
+            learned=self.learned,
+            feature_map=(maps, maps) if isinstance(maps, str) else maps,
+            encoding=self.encoding,
+            weighting=self.weighting,
+            near=None if self.near is None else self.near.keys.shape[2],
+            asked=asked,
+        )
+        check_length(self, self.spec, later.length, asked)
+        position = _merged_position(self, later, asked)
+        decay, total = _decay_between(self, later, asked), None
+        above, below = self.above, self.below
+        if decay is not None:
+            factor = decay.exp().to(above.dtype)
+            above, below = above * factor[..., None, None], below * factor[..., None]
+        if self.log_decay is not None and later.log_decay is not None:
+            total = self.log_decay + later.log_decay
+        sums, near = Sums(above + later.above, below + later.below), None
+        length = self.length if later.length is None else later.length
+        if self.near is not None and later.near is not None:
+            rotation = _rotation_of(self, rope, asked)
+            sums, near = add_far(self.near, later.near, sums, maps, rotation, length)
+        merged = replace(
+            self, above=sums.above, below=sums.below, position=position, length=length, near=near, log_decay=total
+        )
+        return later._with_step(merged)
+
     def to(self, device: torch.device | str) -> "LinearState":
         """Move the state to a device.
 
@@ -144,10 +204,7 @@ class LinearState:
         >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).to("cpu").above.device
         device(type='cpu')
         """
-        position, length = (x.to(device) if isinstance(x, Tensor) else x for x in (self.position, self.length))
-        above, below = self.above.to(device), self.below.to(device)
-        near = None if self.near is None else NearKeys(*(x.to(device) for x in self.near))
-        return replace(self, above=above, below=below, position=position, length=length, near=near)
+        return self._changed(lambda x: x.to(device))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as tensors, which `torch.save` and safetensors write.
@@ -155,31 +212,15 @@ class LinearState:
         `torch.load` reads them with weights_only=True.
 
         Returns:
-            Copies of "above", "below" and "position", of "length" if it is known, of "near_keys", "near_values" and
-            "near_positions" if there are any, and "about": the spec, the feature map, the encoding and the weighting as
-            JSON text in bytes.
+            Copies of "above", "below" and "position", of "length", "first", "log_decay" and "slopes" if they are
+            known, of "near_keys", "near_values" and "near_positions" if there are any, and "about": the spec, the
+            feature map, the encoding and the weighting as JSON text in bytes.
 
         >>> saved = LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), 7).state_dict()
         >>> LinearState.from_state_dict(saved).position
         7
         """
-        about: dict[str, object] = {
-            "spec": None if self.spec is None else self.spec.to_json(),
-            "feature_map": self.feature_map,
-            "learned": self.learned,
-        }
-        if self.encoding is not None:
-            about["encoding"] = self.encoding
-        if self.weighting is not None:
-            about["weighting"] = self.weighting
-        state = {"above": self.above, "below": self.below}
-        if self.near is not None:
-            state |= {f"near_{name}": x for name, x in self.near._asdict().items()}
-        for name, x in (("position", self.position), ("length", self.length)):
-            if x is not None:
-                state[name] = x if isinstance(x, Tensor) else tensor(x, dtype=torch.int64, device="cpu")
-        state["about"] = tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device="cpu")
-        return {name: x.detach().clone(memory_format=torch.contiguous_format) for name, x in state.items()}
+        return save_fields(self.__dict__)
 
     @staticmethod
     def from_state_dict(state: Mapping[str, Tensor]) -> "LinearState":
@@ -195,7 +236,7 @@ class LinearState:
         >>> LinearState.from_state_dict(saved).feature_map
         'elu'
         """
-        return _loaded(state)
+        return LinearState(**load_fields(state))
 
     def __repr__(self) -> str:
         """Return sizes, dtype, device and position, without the values of the sums."""
@@ -217,8 +258,7 @@ class LinearState:
         >>> LinearState(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1)).detach().above.requires_grad
         False
         """
-        near = None if self.near is None else NearKeys(*(x.detach() for x in self.near))
-        return self._with_step(replace(self, above=self.above.detach(), below=self.below.detach(), near=near))
+        return self._with_step(self._changed(lambda x: x.detach()))
 
 
 def join_states(states: list[LinearState]) -> LinearState:
@@ -228,17 +268,90 @@ def join_states(states: list[LinearState]) -> LinearState:
     >>> join_states([one, one]).position.tolist()
     [7, 7]
     """
-    first, device = states[0], states[0].above.device
-    sums = [torch.cat([getattr(state, name) for state in states]) for name in ("above", "below")]
-    position = torch.cat(
-        [
-            state.position.reshape(1) if isinstance(state.position, Tensor) else tensor([state.position], device=device)
-            for state in states
-        ]
-    )
+    device = states[0].above.device
+
+    def joined(parts: list[Any]) -> Any:
+        """Return tensors of all states, or of none."""
+        if any(x is None for x in parts):
+            return None
+        return torch.cat([torch.atleast_1d(x if isinstance(x, Tensor) else tensor(x, device=device)) for x in parts])
+
+    names = "above", "below", "position", "first", "log_decay"
+    fields = {name: joined([getattr(state, name) for state in states]) for name in names}
     nears = [state.near for state in states if state.near is not None]
     near = NearKeys(*(torch.cat(parts) for parts in zip(*nears, strict=True))) if nears else None
-    return replace(first, above=sums[0], below=sums[1], position=position, near=near)
+    return replace(states[0], **fields, near=near)
+
+
+def counts_tokens(state: LinearState) -> bool:
+    """Whether `position` is the number of tokens, because positions do not matter or have several axes.
+
+    >>> counts_tokens(LinearState(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1)))
+    True
+    """
+    if state.spec is not None:
+        return state.spec.axes is not None
+    return state.encoding is None and state.slopes is None and state.near is None
+
+
+def _merged_position(earlier: LinearState, later: LinearState, asked: str) -> int | Tensor:
+    """Return the position after both. Raise if the later tokens are known to overlap the earlier ones."""
+    if counts_tokens(earlier):
+        return earlier.position + later.position
+    readable = all(not isinstance(x, Tensor) or can_read_values(x) for x in (later.first, earlier.position))
+    overlaps = later.first is not None and readable and later.first < earlier.position
+    if bool(overlaps.any()) if isinstance(overlaps, Tensor) else overlaps:
+        raise RopewalkError(
+            asked=asked,
+            expected=f"tokens from position {shown(earlier.position)} on, where this state ends",
+            got=f"tokens from position {shown(later.first)} on",
+            do="pass their positions to the call that computes the later state: linear_state(k, v, positions=...)",
+        )
+    return later.position
+
+
+def _decay_between(earlier: LinearState, later: LinearState, asked: str) -> Tensor | None:
+    """Return the logarithm of the decay of the earlier sums [batch or 1, heads]; None for no decay."""
+    if later.slopes is not None:
+        steps = later.position - earlier.position
+        if isinstance(steps, int):
+            return (-steps * later.slopes)[None]
+        slopes = later.slopes.to(torch.promote_types(later.slopes.dtype, steps.dtype))
+        return -steps.reshape(-1, 1).to(slopes.dtype) * slopes
+    if later.weighting != "decay":
+        return None
+    if later.log_decay is None:
+        raise RopewalkError(
+            asked=asked,
+            expected="a state that contains the decay of its tokens",
+            got="one after single tokens, which do not add it up",
+            do="compute the state of all its tokens: linear_state(k, v, decay=...)",
+        )
+    return later.log_decay
+
+
+def _rotation_of(state: LinearState, rope: object, asked: str) -> RotaryEmbedding | None:
+    """Return the rotation of the keys of a state."""
+    rotation = rope_in(rope)
+    same = rotation is not None and (rotation.spec, rotation.log_scale is not None) == (state.spec, state.learned)
+    if rope is not None and not same:
+        raise RopewalkError(
+            asked=f"{asked[:-1]}, rope=...)",
+            expected=f"the rotation of the state: {state.spec or 'none'}"
+            + (" with learned frequencies" if state.learned else ""),
+            got=shown(rope),
+            do="pass the rope that computed the states",
+        )
+    if rope is None and state.learned:
+        raise RopewalkError(
+            asked=asked,
+            expected="rope=: keys that leave the window of the bias are rotated by learned frequencies",
+            got="no rope",
+            do="pass the rope that computed the states: state.merge(later, rope=rope)",
+        )
+    if rotation is not None or state.spec is None:
+        return rotation
+    return RotaryEmbedding(state.spec).to(state.above.device)
 
 
 _SAME_LAYER = "pass to each layer the state that the same layer returned, or start with None"
@@ -250,7 +363,7 @@ def checked_start(state: LinearState | None, rows: int, *, asked: str) -> int | 
     Args:
         state: The state, or None.
         rows: Number of sequences.
-        asked: The function, for errors.
+        asked: The first line of the error.
 
     Returns:
         As `LinearState.start`.
@@ -268,21 +381,21 @@ def checked_start(state: LinearState | None, rows: int, *, asked: str) -> int | 
         if isinstance(state, tuple):
             do = "a call with return_state=True returns the output and the state: pass the second"
         got = type(state).__name__ if isinstance(state, tuple | Tensor) else shown(state)
-        raise RopewalkError(asked=f"{asked}(state=...)", expected="a LinearState, or None", got=got, do=do)
+        raise RopewalkError(asked=asked, expected="a LinearState, or None", got=got, do=do)
     position = state.position
     has_position = as_int(position) is not None or (
         isinstance(position, Tensor) and tuple(position.shape) in ((), (rows,))
     )
     if not (isinstance(state.above, Tensor) and isinstance(state.below, Tensor) and has_position):
         raise RopewalkError(
-            asked=f"{asked}(state=...)",
+            asked=asked,
             expected=f"two tensors of sums, and a position that is an int or a tensor [{rows}]",
             got=f"{type(state.above).__name__}, {type(state.below).__name__}, and "
             + (f"a position of shape {list(position.shape)}" if isinstance(position, Tensor) else shown(position)),
             do=do,
         )
     if isinstance(position, Tensor):
-        check_ids(position, asked=f"{asked}(state=...) with a position", shape=f"[] or [{rows}]", dims=(0, 1))
+        check_ids(position, asked=f"{asked} with a position", shape=f"[] or [{rows}]", dims=(0, 1))
     return state.start(rows)
 
 
@@ -293,7 +406,7 @@ def checked_state(
     *,
     spec: RopeSpec | None,
     learned: bool,
-    feature_map: tuple[str, str],
+    feature_map: tuple[str, str] | None,
     encoding: str | None,
     weighting: str | None,
     near: int | None,
@@ -307,11 +420,11 @@ def checked_state(
         v: Values of the call, for dtype and device.
         spec: The rotation of the call, or None.
         learned: Whether the frequencies of the call are parameters.
-        feature_map: Names of the maps of q and k.
+        feature_map: Names of the maps of q and k; None if unknown.
         encoding: `state_identity` of the encoding of the call, or None.
         weighting: "decay", or the class of the encoding whose bias weights the keys, or None.
         near: Number of keys that are not in the sums, or None.
-        asked: The function, for errors.
+        asked: The first line of the error.
 
     Returns:
         The sums, or None.
@@ -334,21 +447,21 @@ def checked_state(
             for kind in (weighting, state.weighting)
         )
         raise RopewalkError(
-            asked=f"{asked}(state=...)",
+            asked=asked,
             expected=expected,
             got=got,
             do="sums in a state are already weighted: pass the same kind of decay or bias, or start with None",
         )
     if (tuple(state.above.shape), tuple(state.below.shape)) != shapes:
         raise RopewalkError(
-            asked=f"{asked}(state=...)",
+            asked=asked,
             expected=f"sums {list(shapes[0])} and {list(shapes[1])}: sequences, heads, features, values",
             got=f"{list(state.above.shape)} and {list(state.below.shape)}",
             do=do,
         )
     if {state.above.dtype, state.below.dtype} != {working} or {state.above.device, state.below.device} != {v.device}:
         raise RopewalkError(
-            asked=f"{asked}(state=...)",
+            asked=asked,
             expected=f"sums of {working} on {v.device}, for values of {v.dtype}",
             got=", ".join(f"{x.dtype} on {x.device}" for x in (state.above, state.below)),
             do=do,
@@ -359,7 +472,7 @@ def checked_state(
             for rotation, learns in ((spec, learned), (state.spec, state.learned))
         )
         raise RopewalkError(
-            asked=f"{asked}(state=...)",
+            asked=asked,
             expected=expected,
             got=got,
             do="keys in a state are already rotated, and cannot be rotated again: start with None",
@@ -369,7 +482,7 @@ def checked_state(
             f"a state of {'no encoding of the heads' if name is None else name}" for name in (encoding, state.encoding)
         )
         raise RopewalkError(
-            asked=f"{asked}(state=...)",
+            asked=asked,
             expected=expected,
             got=got,
             do="keys and values in a state already contain their positions: pass the same encoding, or start with None",
@@ -377,9 +490,9 @@ def checked_state(
     state_maps = (state.feature_map,) * 2 if isinstance(state.feature_map, str) else state.feature_map
     if state_maps is not None and state_maps != feature_map:
         raise RopewalkError(
-            asked=f"{asked}(state=..., feature_map={shown(feature_map)})",
-            expected="the feature map that the state was computed with",
-            got=shown(state_maps),
+            asked=asked,
+            expected=f"a state of the feature map {shown(feature_map)}",
+            got=f"one of {shown(state_maps)}",
             do=do,
         )
     _check_near(state, near, sizes, asked)
@@ -392,83 +505,11 @@ def _check_near(state: LinearState, near: int | None, sizes: tuple[int, int, int
     lengths = None if keys is None else {x.shape[2 - (x.dim() == 2)] for x in keys}
     if lengths != (None if near is None else {near}):
         raise RopewalkError(
-            asked=f"{asked}(state=...)",
+            asked=asked,
             expected="no near keys" if near is None else f"{near} near keys, one less than the window of the bias",
             got="none" if lengths is None else f"{sorted(lengths)}",
             do=_SAME_LAYER,
         )
-
-
-def _loaded(state: Mapping[str, Tensor]) -> LinearState:
-    asked, do = "LinearState.from_state_dict(state)", "save the state again with state.state_dict()"
-    near_names = tuple(f"near_{name}" for name in NearKeys._fields)
-    tensors = checked_tensors(state, ("above", "below", "position", "about"), ("length", *near_names), asked=asked)
-    above, below, about = tensors["above"], tensors["below"], tensors["about"]
-    if above.dtype not in (torch.float32, torch.float64) or above.dim() != 4:
-        expected = "above [batch, kv_heads, width, v_dim] of float32 or float64"
-        raise RopewalkError(asked=asked, expected=expected, got=described(above), do=do)
-    check_tensor(below, "below", tuple(above.shape[:3]), above.dtype, asked=asked, do=do)
-    check_tensor(about, "about", (min(about.numel(), LONGEST_TEXT),), torch.uint8, asked=asked, do=do)
-    numbers: dict[str, int | Tensor] = {}
-    for name in ("position", "length"):
-        if name in tensors:
-            x, shape = tensors[name], f"[] or [{len(above)}]"
-            check_ids(x, asked=f"{asked} with a {name}", shape=shape, dims=(0, 1))
-            if x.dim() and len(x) != len(above):
-                raise RopewalkError(asked=asked, expected=f"a {name} {shape}", got=described(x), do=do)
-            check_finite(x, asked=f"{asked} with a {name}")
-            numbers[name] = int(x) if x.dim() == 0 and not x.is_floating_point() else x.detach().clone()
-    about = _parsed(bytes(about.tolist()), asked, do)
-    sums = above.detach().clone(), below.detach().clone()
-    near = _loaded_near([tensors.get(name) for name in near_names], above, asked, do)
-    return LinearState(*sums, numbers["position"], length=numbers.get("length"), near=near, **about)
-
-
-def _loaded_near(tensors: list[Tensor | None], above: Tensor, asked: str, do: str) -> NearKeys | None:
-    given = [x for x in tensors if x is not None]
-    if not given:
-        return None
-    if len(given) < len(tensors):
-        expected = "near_keys, near_values and near_positions, or none of them"
-        raise RopewalkError(asked=asked, expected=expected, got=f"{len(given)} of them", do=do)
-    keys, values, positions = given
-    rows, _, width, v_dim = above.shape
-    kv_heads, near = (keys.shape[1], keys.shape[2]) if keys.dim() == 4 else (0, 0)
-    for name, x, shape, dtype in (
-        ("near_keys", keys, (rows, kv_heads, near, width), keys.dtype if keys.is_floating_point() else above.dtype),
-        ("near_values", values, (rows, kv_heads, near, v_dim), keys.dtype),
-        ("near_positions", positions, (rows, near), torch.int64),
-    ):
-        check_tensor(x, name, shape, dtype, asked=asked, do=do)
-    return NearKeys(*(x.detach().clone() for x in given))
-
-
-class _About(TypedDict):
-    spec: RopeSpec | None
-    feature_map: str | tuple[str, str] | None
-    learned: bool
-    encoding: str | None
-    weighting: str | None
-
-
-def _parsed(text: bytes, asked: str, do: str) -> _About:
-    """Return what `state_dict` wrote as text. Raise unless it did."""
-    try:
-        about = json.loads(text)
-        spec, names, learned = (about.pop(name) for name in ("spec", "feature_map", "learned"))
-        # Earlier versions did not write them, and read a state only without them.
-        encoding, weighting = (about.pop(name, None) for name in ("encoding", "weighting"))
-    except (ValueError, RecursionError, AttributeError, LookupError, TypeError):
-        about, spec, names, learned, encoding, weighting = (None,) * 6
-    pair = isinstance(names, list) and len(names) == 2 and all(isinstance(name, str) for name in names)
-    texts = all(isinstance(x, str | None) for x in (spec, encoding, weighting))
-    valid = about == {} and isinstance(learned, bool) and texts
-    if not valid or not (pair or isinstance(names, str | None)):
-        expected = "about as JSON text with spec, feature_map, learned and, if there are any, encoding and weighting"
-        raise RopewalkError(asked=asked, expected=expected, got=shown(text), do=do)
-    names = (names[0], names[1]) if isinstance(names, list) else names
-    parsed = None if spec is None else RopeSpec.from_json(spec)
-    return _About(spec=parsed, feature_map=names, learned=bool(learned), encoding=encoding, weighting=weighting)
 
 
 def check_length(state: LinearState | None, spec: RopeSpec | None, length: int | Tensor | None, asked: str) -> None:
@@ -489,8 +530,8 @@ def check_length(state: LinearState | None, spec: RopeSpec | None, length: int |
     if all(a == b or np.array_equal(spec.inv_freq(a), spec.inv_freq(b)) for a, b in pairs):
         return
     raise RopewalkError(
-        asked=f"{asked}(state=..., length={shown(length)})",
-        expected="a length with the same frequencies as the keys in the state",
-        got=f"a state of length {shown(state_length)}",
+        asked=asked,
+        expected="lengths with the same frequencies",
+        got=f"length {shown(length)} after a state of length {shown(state_length)}",
         do="pass the final length in every call, from the first on",
     )

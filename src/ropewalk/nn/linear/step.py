@@ -102,6 +102,8 @@ class Step:
         fields = state.__dict__.copy()
         out, fields["above"], fields["below"] = result
         fields["position"] = position + 1
+        # Adding it up takes as long as a part of the token, and few states are merged.
+        fields["log_decay"] = None
         following = object.__new__(LinearState)
         object.__setattr__(following, "__dict__", fields)
         return out, following

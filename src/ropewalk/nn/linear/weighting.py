@@ -12,7 +12,15 @@ from ropewalk.kernels.types import NO_WEIGHTING, Weighting
 from ropewalk.nn.encodings.base import DistanceBias, Encoding
 from ropewalk.nn.position_checks import as_signed, can_read_values
 
-__all__ = ["WIDEST", "Tokens", "bias_for_linear", "resolve_scale", "resolve_weighting"]
+__all__ = [
+    "WIDEST",
+    "Tokens",
+    "bias_for_linear",
+    "resolve_scale",
+    "resolve_weighting",
+    "slopes_on",
+    "total_decay",
+]
 
 # The largest window of a bias that is constant beyond it. Scores are computed within the window.
 WIDEST = 1024
@@ -249,9 +257,7 @@ def _checked_decay(decay: Tensor, tokens: Tokens, asked: str) -> Tensor:
 
 def _decay_of_slopes(slopes: Tensor, tokens: Tokens, asked: str) -> Tensor:
     """Return -slope (p_t - p_{t-1}) as a decay: [1, heads, 1] if positions are consecutive."""
-    # Cast before it moves, for devices without float64.
-    dtype = torch.float32 if tokens.device.type == "mps" else torch.float64
-    slopes = slopes.to(dtype).to(tokens.device)[None, :, None]
+    slopes = slopes_on(slopes, tokens.device)[None, :, None]
     if tokens.positions is None:
         return -slopes
     ids = torch.atleast_2d(as_signed(tokens.positions))
@@ -264,7 +270,50 @@ def _decay_of_slopes(slopes: Tensor, tokens: Tokens, asked: str) -> Tensor:
             got=f"a step of {steps.min().item():g}",
             do="sort the tokens, pack sequences with cu_seqlens, or use softmax Attention",
         )
-    return -slopes * steps[:, None].to(dtype)
+    return -slopes * steps[:, None].to(slopes.dtype)
+
+
+def slopes_on(slopes: Tensor, device: torch.device) -> Tensor:
+    """Return slopes on a device, in float64 if it supports that.
+
+    >>> slopes_on(torch.tensor([0.5]), torch.device("cpu")).dtype
+    torch.float64
+    """
+    # Cast before they move, for devices without float64.
+    return slopes.to(torch.float32 if device.type == "mps" else torch.float64).to(device)
+
+
+def total_decay(decay: Tensor, keys: int, rows: int, cu_seqlens: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the logarithm of the decay of all keys together.
+
+    Args:
+        decay: Logarithm of the decay per token [batch or 1, heads, keys or 1].
+        keys: Number of keys.
+        rows: Number of sequences.
+        cu_seqlens: Ends of packed sequences, or None.
+        dtype: Dtype of the result.
+
+    Returns:
+        Tensor [rows, heads].
+
+    >>> total_decay(torch.tensor([[[-0.5]]]), 3, 1, None, torch.float32).item()
+    -1.5
+    >>> total_decay(torch.tensor([[[-1.0, -2.0, -4.0]]]), 3, 2, torch.tensor([0, 2, 3]), torch.float32).tolist()
+    [[-3.0], [-4.0]]
+    """
+    decay = decay.to(dtype)
+    heads, per_token = decay.shape[1], decay.shape[2] == keys
+    if cu_seqlens is None:
+        if per_token or not keys:
+            return decay[..., :keys].sum(-1).expand(rows, heads)
+        return (decay[..., 0] * keys).expand(rows, heads)
+    if not per_token:
+        lengths = cu_seqlens.diff()[:, None]
+        # The product of 0 and -inf is NaN.
+        return torch.where(lengths > 0, decay[0, :, 0] * lengths.clamp_min(1), 0.0).to(dtype)
+    # Tokens after the last sequence are a row that is dropped.
+    owner = torch.searchsorted(cu_seqlens, arange(keys, device=decay.device), right=True) - 1
+    return new_zeros(decay, rows + 1, heads).index_add(0, owner, decay[0].t())[:rows]
 
 
 def _owners(tokens: Tokens) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,6 @@
+"""Attention over sequences that are cut over ranks, with any encoding. The engine is torch.distributed."""
+
+from ropewalk.parallel.linear import linear_attention
+from ropewalk.parallel.shards import Shards
+
+__all__ = ["Shards", "linear_attention"]

@@ -1,0 +1,82 @@
+"""Ranks that disagree raise an error on every rank, instead of waiting for each other or computing something wrong."""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ropewalk.errors import RopewalkError
+from ropewalk.kernels.constructors import tensor, zeros
+
+__all__ = ["agree", "cpu_group"]
+
+
+def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a process group of a mesh with one dimension that communicates tensors on the CPU.
+
+    On other devices it is created, which all ranks of the mesh must do at the same time.
+
+    >>> cpu_group.__name__
+    'cpu_group'
+    """
+    group = mesh.get_group()
+    if mesh.device_type == "cpu":
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+
+def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) -> None:
+    """Raise on every rank unless all ranks describe the same call.
+
+    A digest of 32 bytes is exchanged. The descriptions themselves are exchanged only if digests differ.
+
+    Args:
+        group: A group that communicates tensors on the CPU.
+        describe: Returns the description of this rank. It may raise a RopewalkError, which then reaches all ranks.
+        asked: The call, for the error.
+
+    Raises:
+        RopewalkError: If a description differs, or if `describe` raised on some rank.
+
+    >>> agree.__name__
+    'agree'
+    """
+    error = None
+    try:
+        text = describe()
+    except RopewalkError as raised:
+        # The other ranks must not wait for this one.
+        error, text = raised, f"an error: {raised.asked}: expected {raised.expected}, got {raised.got}"
+    mine = tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu")
+    digests = [zeros(32, dtype=torch.uint8, device="cpu") for _ in range(dist.get_world_size(group))]
+    dist.all_gather(digests, mine, group=group)
+    if error is not None:
+        if not all(torch.equal(x, mine) for x in digests):
+            _texts(text, group)
+        raise error
+    if all(torch.equal(x, mine) for x in digests):
+        return
+    texts = _texts(text, group)
+    raise RopewalkError(
+        asked=asked,
+        expected="the same call on all ranks",
+        got="; ".join(f"rank {rank}: {other}" for rank, other in enumerate(_differing(texts))),
+        do="pass the same arguments on every rank, with the tokens that Shards assigns to it",
+    )
+
+
+def _texts(text: str, group: dist.ProcessGroup) -> list[str]:
+    """Return the descriptions of all ranks."""
+    texts: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(texts, text, group=group)
+    return texts
+
+
+def _differing(texts: list[str]) -> list[str]:
+    """Return the parts of descriptions, separated by semicolons, that are not the same on all ranks."""
+    parts = [text.split("; ") for text in texts]
+    common = set(parts[0]).intersection(*parts[1:])
+    return ["; ".join(part for part in each if part not in common) or "the same otherwise" for each in parts]

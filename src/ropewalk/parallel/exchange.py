@@ -1,0 +1,255 @@
+"""The state before each run of tokens, merged from the states of the runs of all ranks."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ropewalk.kernels.constructors import new_zeros, tensor, zeros
+from ropewalk.kernels.types import FeatureMap, Sums
+from ropewalk.nn.linear.near_keys import NearKeys, map_of_near, sum_far
+from ropewalk.nn.linear.state import LinearState
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.parallel.collectives import gather
+from ropewalk.parallel.layout import Run
+from ropewalk.parallel.shards import Shards
+
+__all__ = ["Exchange", "Slot"]
+
+# States that are added at a time. More need more memory, fewer more operations.
+_BLOCK = 64
+
+
+class Slot(NamedTuple):
+    """A run of any rank, and the index of its state among the gathered ones.
+
+    >>> Slot(Run(0, 4, 8, 0), 1).run.length
+    4
+    """
+
+    run: Run
+    index: int
+
+
+class Exchange:
+    """States of runs, gathered by one all-gather. Its backward pass is one reduce-scatter.
+
+    A rank sends the state of a run if another run reads it: one state per rank of a contiguous layout, two per sequence
+    of zigzag. With a bias that has a window it also sends the sums over all keys of the run: keys that are near the end
+    of one rank are not near the tokens two ranks later.
+
+    Args:
+        shards: The shards.
+        state: State of the runs of this rank: rows are [runs * batch].
+        whole: Sums over all keys of the runs, if `state` has near keys; None otherwise.
+        batch: Number of rows per run.
+        causal: Whether a run reads the runs before it only. Otherwise it reads all others of its sequence.
+        every: Whether all runs are sent, for the states after the sequences.
+
+    >>> Exchange.__name__
+    'Exchange'
+    """
+
+    def __init__(
+        self, shards: Shards, state: LinearState, whole: Sums | None, *, batch: int, causal: bool, every: bool
+    ) -> None:
+        self._state, self._batch, self._causal = state, batch, causal
+        last: dict[int, int] = {}
+        for run in itertools.chain.from_iterable(shards.runs):
+            last[run.sequence] = max(run.stop, last.get(run.sequence, 0))
+
+        def is_read(run: Run) -> bool:
+            # Without causality a run is read by all others of its sequence.
+            return run.stop < last[run.sequence] or (not causal and run.start > 0)
+
+        sent = [[i for i, run in enumerate(runs) if every or is_read(run)] for runs in shards.runs]
+        count = max(map(len, sent))
+        self._slots: dict[int, list[Slot]] = {}
+        for rank, chosen in enumerate(sent):
+            for place, i in enumerate(chosen):
+                slot = Slot(shards.runs[rank][i], rank * count + place)
+                self._slots.setdefault(slot.run.sequence, []).append(slot)
+        parts = {"above": state.above, "below": state.below}
+        if state.log_decay is not None:
+            parts["log_decay"] = state.log_decay
+        if state.near is not None and whole is not None:
+            parts |= {"whole_above": whole.above, "whole_below": whole.below}
+            parts |= {"keys": state.near.keys, "values": state.near.values}
+        self._shapes: dict[str, torch.Size] = {name: x.shape[1:] for name, x in parts.items()}
+        self._gathered: Tensor | None = None
+        if count:
+            flat = torch.cat([x.flatten(1).to(state.above.dtype) for x in parts.values()], dim=1)
+            mine = flat.unflatten(0, (-1, batch))[sent[shards.rank]]
+            padding = new_zeros(mine, count - len(mine), *mine.shape[1:])
+            self._gathered = gather(torch.cat([mine, padding]), shards.mesh)
+
+    def attach(self, out: Tensor) -> Tensor:
+        """Return `out`, in whose backward pass this rank takes part in the reduce-scatter even if it read nothing."""
+        return out if self._gathered is None else _Attached.apply(out, self._gathered)
+
+    def before(
+        self, runs: Sequence[Run], start: int | Tensor, rotation: RotaryEmbedding | None, length: int | Tensor | None
+    ) -> LinearState:
+        """Return the states that runs read, without the initial state: rows are [runs * batch].
+
+        Args:
+            runs: Runs of this rank; or runs of no tokens at the ends of sequences, for the states after them.
+            start: Position of the first token of each sequence: an int, or a tensor [runs * batch].
+            rotation: The rotation, or None.
+            length: Length for rules that depend on it.
+        """
+        state, device = self._state, self._state.above.device
+        sources = [self._sources(run) for run in runs]
+        firsts = [run.start for run in runs for _ in range(self._batch)]
+        same = len(set(firsts)) == 1
+        position = (firsts[0] if same else tensor(firsts, dtype=torch.int64, device=device)) + start
+        if state.near is None:
+            weights, total = self._weights(sources)
+            sums = Sums(self._sum("above", sources, weights), self._sum("below", sources, weights))
+            return replace(state, above=sums.above, below=sums.below, position=position, first=None, log_decay=total)
+        count = state.near.keys.shape[2]
+        far = [[x for x in each if x.run.stop <= run.start - count] for each, run in zip(sources, runs, strict=True)]
+        close = [[x for x in each if x.run.stop > run.start - count] for each, run in zip(sources, runs, strict=True)]
+        above, below = (self._sum(f"whole_{name}", far) + self._sum(name, close) for name in ("above", "below"))
+        sums = Sums(above, below)
+        # Tokens are near from run.start - count on. Of those that a rank sent as near, the others leave the window here.
+        leaving = [
+            [(x, i) for x in each for i in range(max(x.run.start, x.run.stop - count), run.start - count)]
+            for each, run in zip(close, runs, strict=True)
+        ]
+        if any(leaving):
+            sums = sum_far(self._keys(leaving, start), sums, state.feature_map, rotation, length)
+        staying = [
+            [(x, i) for x in each for i in range(max(x.run.start, run.start - count), x.run.stop)]
+            for each, run in zip(close, runs, strict=True)
+        ]
+        near = self._keys(staying, start, count)
+        return replace(state, above=sums.above, below=sums.below, position=position, first=None, near=near)
+
+    def _sources(self, run: Run) -> list[Slot]:
+        """Return the gathered runs that a run reads, in their order."""
+        slots = self._slots.get(run.sequence, [])
+        if self._causal:
+            slots = [slot for slot in slots if slot.run.stop <= run.start]
+        else:
+            slots = [slot for slot in slots if slot.run.start != run.start]
+        return sorted(slots, key=lambda slot: slot.run.start)
+
+    def _numbers(self, name: str) -> Tensor:
+        """Return one of the gathered tensors [slots, batch, ...]."""
+        names = list(self._shapes)
+        first = sum(self._shapes[other].numel() for other in names[: names.index(name)])
+        gathered: Any = self._gathered
+        shape = self._shapes[name]
+        return gathered.flatten(0, 1)[..., first : first + shape.numel()].unflatten(-1, shape)
+
+    def _padded(self, sources: Sequence[Sequence[Slot]]) -> tuple[Tensor, Tensor]:
+        """Return the indices of slots [most, runs], and the number of their tokens: 0 for padding at the front."""
+        most = max(map(len, sources))
+        index = [[0] * (most - len(each)) + [slot.index for slot in each] for each in sources]
+        tokens = [[0] * (most - len(each)) + [slot.run.length for slot in each] for each in sources]
+        device = self._state.above.device
+        both = (tensor(x, dtype=torch.int64, device=device).reshape(len(sources), most).t() for x in (index, tokens))
+        return next(both), next(both)
+
+    def _weights(self, sources: Sequence[Sequence[Slot]]) -> tuple[Tensor | None, Tensor | None]:
+        """Return the decay of each source by the sources after it [most, runs, batch or 1, heads], and of all of them.
+
+        The decay of all is a logarithm [runs * batch, heads]; None if it is not a part of the state.
+        """
+        state = self._state
+        if state.log_decay is None and state.slopes is None:
+            return None, None
+        rows = len(sources), self._batch
+        if not any(sources) or self._gathered is None:
+            nothing = None if state.log_decay is None else zeros_like_rows(state.log_decay, rows[0] * rows[1])
+            return None, nothing
+        index, tokens = self._padded(sources)
+        if state.slopes is not None:
+            logs = -tokens[..., None, None] * state.slopes
+        else:
+            logs = torch.where((tokens > 0)[..., None, None], self._numbers("log_decay")[index], 0.0)
+        later = torch.cat([logs[1:], new_zeros(logs[:1], logs[:1].shape)])
+        weights = later.flip(0).cumsum(0).flip(0).exp().to(state.above.dtype)
+        total = None if state.log_decay is None else logs.sum(0).flatten(0, 1)
+        return weights, total
+
+    def _sum(self, name: str, sources: Sequence[Sequence[Slot]], weights: Tensor | None = None) -> Tensor:
+        """Return the sum of a tensor of the sources of each run [runs * batch, ...]."""
+        state, shape = self._state, self._shapes[name]
+        total = new_zeros(state.above, len(sources), self._batch, *shape)
+        if any(sources) and self._gathered is not None:
+            numbers, (index, tokens) = self._numbers(name), self._padded(sources)
+            size = max(1, _BLOCK // len(sources))
+            for begin in range(0, len(index), size):
+                part = slice(begin, begin + size)
+                block = numbers[index[part]]
+                if weights is not None:
+                    factor = weights[part]
+                    block = block * factor.reshape(*factor.shape, *[1] * (block.dim() - factor.dim()))
+                # Padding reads the state of some rank, which may be NaN.
+                padding = (tokens[part] == 0).reshape(*block.shape[:2], *[1] * (block.dim() - 2))
+                total = total + block.masked_fill(padding, 0.0).sum(0)
+        return total.flatten(0, 1)
+
+    def _keys(self, chosen: Sequence[Sequence[tuple[Slot, int]]], start: int | Tensor, count: int = 0) -> NearKeys:
+        """Return chosen tokens of each run, of those that were sent as near keys.
+
+        Args:
+            chosen: For each run, the slots and the indices of tokens in their sequence.
+            start: As in `before`.
+            count: Number of keys, of which those at the front may add nothing. By default the longest of `chosen`.
+        """
+        state, batch = self._state, self._batch
+        near: Any = state.near
+        total, device = near.keys.shape[2], state.above.device
+        count = count or max(map(len, chosen))
+        places = [
+            [-1] * (count - len(each)) + [slot.index * total + total - slot.run.stop + i for slot, i in each]
+            for each in chosen
+        ]
+        numbers = [[0] * (count - len(each)) + [i for _, i in each] for each in chosen]
+        index = tensor(places, dtype=torch.int64, device=device).reshape(len(chosen), count)
+        hidden = (index < 0).repeat_interleave(batch, dim=0)
+        ids = tensor(numbers, dtype=torch.int64, device=device).reshape(len(chosen), count)
+        ids = ids.repeat_interleave(batch, dim=0) + (start.reshape(-1, 1) if isinstance(start, Tensor) else start)
+        ids = ids.masked_fill(hidden, 0)
+        fill = FeatureMap[map_of_near(state.feature_map)].zero
+        results: list[Tensor] = []
+        for name, like, nothing in (("keys", near.keys, fill), ("values", near.values, 0.0)):
+            if self._gathered is None:
+                x = new_zeros(like, len(ids), like.shape[1], count, like.shape[3])
+            else:
+                x = self._numbers(name).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, index.clamp_min(0)]
+                x = x.movedim(2, 0).flatten(0, 1).to(like.dtype)
+            results.append(x.masked_fill(hidden[:, None, :, None], nothing))
+        return NearKeys(results[0], results[1], ids)
+
+
+def zeros_like_rows(x: Tensor, rows: int) -> Tensor:
+    """Return zeros with another number of rows.
+
+    >>> zeros_like_rows(torch.ones(2, 3), 4).shape
+    torch.Size([4, 3])
+    """
+    return zeros(rows, *x.shape[1:], dtype=x.dtype, device=x.device)
+
+
+class _Attached(torch.autograd.Function):
+    """Return the first tensor. The gradient of the second is 0, and is always computed.
+
+    A rank that does not use a gathered tensor would otherwise skip the reduce-scatter for which all others wait.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
+        ctx.shape, ctx.options = gathered.shape, (gathered.dtype, gathered.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.options
+        return cotangents[0], zeros(ctx.shape, dtype=dtype, device=device)

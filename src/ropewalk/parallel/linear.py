@@ -1,0 +1,355 @@
+"""Linear attention over a sequence that is cut over ranks: the same function as on one rank."""
+
+from typing import Literal, Never, TypedDict, Unpack, overload
+
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.kernels.constructors import arange, new_zeros, tensor
+from ropewalk.kernels.types import Sums
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.rotary import rope_axes, rope_in
+from ropewalk.nn.linear.arguments import check_tensors
+from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
+from ropewalk.nn.linear.function import linear_attention as attend_locally
+from ropewalk.nn.linear.keys_alone import linear_state
+from ropewalk.nn.linear.near_keys import sum_far
+from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.parallel.exchange import Exchange
+from ropewalk.parallel.layout import Run
+from ropewalk.parallel.shards import Shards
+from ropewalk.signatures import checks_names, refuse_arguments
+
+__all__ = ["ParallelLinearOptions", "linear_attention"]
+
+_ASKED = "parallel.linear_attention"
+
+
+class ParallelLinearOptions(TypedDict, total=False):
+    """Keyword arguments of `parallel.linear_attention` except shards and return_state, for type checkers.
+
+    >>> "decay" in ParallelLinearOptions.__annotations__
+    True
+    """
+
+    rope: RotaryEmbedding | Encoding | None
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap]
+    causal: bool
+    decay: Tensor | None
+    bias: Encoding | None
+    normalize: bool
+    scale: float | None
+    state: LinearState | None
+    length: int | Tensor | None
+    backend: str | None
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    shards: Shards,
+    return_state: Literal[False] = False,
+    **options: Unpack[ParallelLinearOptions],
+) -> Tensor: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    shards: Shards,
+    return_state: Literal[True],
+    **options: Unpack[ParallelLinearOptions],
+) -> tuple[Tensor, LinearState]: ...
+@checks_names
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *unnamed: Never,
+    shards: Shards,
+    rope: RotaryEmbedding | Encoding | None = None,
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap] = "elu",
+    causal: bool = True,
+    decay: Tensor | None = None,
+    bias: Encoding | None = None,
+    normalize: bool = True,
+    scale: float | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
+    length: int | Tensor | None = None,
+    backend: str | None = None,
+    **unknown: Never,
+) -> Tensor | tuple[Tensor, LinearState]:
+    """`ropewalk.linear_attention` over all tokens of all ranks.
+
+    Each rank computes the state of its keys (`linear_state`), and one all-gather exchanges the states. Each rank merges
+    those of the tokens before its own, and computes its outputs from them. Keys are rotated at the positions of their
+    tokens in the whole sequence, so a state is read on any rank as it is. The backward pass has one reduce-scatter.
+    What is sent does not depend on the number of tokens.
+
+    Gradients of parameters (learned frequencies, T5's numbers) and of `state` are the share of this rank: their sum
+    over ranks is the gradient on one rank.
+
+    Args:
+        q: Queries of this rank [batch, heads, tokens, dim].
+        k: Keys of this rank [batch, kv_heads, tokens, dim].
+        v: Values of this rank [batch, kv_heads, tokens, v_dim].
+        shards: Which tokens each rank has.
+        rope: As in `ropewalk.linear_attention`.
+        feature_map: As in `ropewalk.linear_attention`.
+        causal: Hide the keys after a query. Otherwise there can be no decay and no bias.
+        decay: As in `ropewalk.linear_attention`: one number per head, or one per token of this rank.
+        bias: As in `ropewalk.linear_attention`.
+        normalize: As in `ropewalk.linear_attention`.
+        scale: As in `ropewalk.linear_attention`.
+        state: State before the first token of each sequence, the same on all ranks; or None.
+        return_state: Also return the state after the last token of each sequence, on every rank.
+        length: As in `ropewalk.linear_attention`. By default the number of tokens of all ranks.
+        backend: Force a backend; None chooses one.
+
+    Returns:
+        Tensor [batch, heads, tokens, v_dim], or a tuple of it and a `LinearState`.
+
+    Raises:
+        RopewalkError: On every rank, if an argument of some rank is invalid, or differs between ranks.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> store = dist.HashStore()
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> shards = Shards(init_device_mesh("cpu", (1,)), 3)
+    >>> x, v = torch.zeros(1, 1, 3, 2), torch.tensor([[[[1.0], [3.0], [5.0]]]])
+    >>> linear_attention(x, x, v, shards=shards).flatten().tolist()  # equal features: the mean of the visible values
+    [1.0, 2.0, 3.0]
+    >>> dist.destroy_process_group()
+    """
+    if unnamed or unknown:
+        refuse_arguments(_ASKED, linear_attention, unnamed, unknown)
+    if not isinstance(shards, Shards):
+        raise RopewalkError(
+            asked=f"{_ASKED}(shards=...)",
+            expected="a Shards",
+            got=shown(shards),
+            do="create one on every rank: ropewalk.parallel.Shards(mesh, length)",
+        )
+
+    def describe() -> str:
+        _check(q, k, v, shards, rope, causal, decay, bias, state, return_state)
+        return _described(q, k, v, rope, feature_map, causal, decay, bias, (normalize, scale), state, return_state)
+
+    shards.agree(describe, asked=_ASKED)
+    rotation, rows = rope_in(rope), _Rows(shards, k)
+    starts = _starts(state, shards, rows)
+    if rotation is not None and rotation.spec.varies and length is None:
+        start = 0 if state is None else state.position
+        length = shards.length + start
+    local: dict[str, object] = {"rope": rope, "feature_map": feature_map, "bias": bias, "length": length}
+    local |= {"decay": rows.split(decay, 2) if decay is not None and decay.dim() == 3 else decay}
+    local |= {"cu_seqlens": rows.cu_seqlens, "backend": backend}
+    q_rows, k_rows, v_rows = (rows.split(x, 2) for x in (q, k, v))
+    ids = rows.positions(starts) if rope is not None or bias is not None else None
+    mine = linear_state(k_rows, v_rows, positions=ids, **local)  # pyright: ignore[reportArgumentType]
+    whole = None
+    if mine.near is not None:
+        whole = sum_far(mine.near, Sums(mine.above, mine.below), mine.feature_map, rotation, length)
+    exchange = Exchange(shards, mine, whole, batch=rows.batch, causal=causal, every=return_state)
+    origin: int | Tensor = 0 if counts_tokens(mine) else starts
+    if shards.local:
+        before = exchange.before(shards.local, origin, rotation, length)
+        before = _after_initial(state, before, rows.sequences(shards.local), rope)
+        out = attend_locally(
+            q_rows, k_rows, v_rows, causal=causal, normalize=normalize, scale=scale, state=before, **local
+        )  # pyright: ignore[reportArgumentType, reportCallIssue]
+        out = rows.join(out)
+    else:
+        out = new_zeros(v, *q.shape[:3], v.shape[-1])
+    out = exchange.attach(out)
+    if not return_state:
+        return out
+    ends = _ends(shards)
+    origin = 0 if counts_tokens(mine) else _sequence_starts(state, shards, rows)
+    after = exchange.before(ends, origin, rotation, length)
+    return out, _after_initial(state, after, rows.sequences(ends), rope)
+
+
+class _Rows:
+    """Runs of a rank as rows of a batch, or as packed sequences."""
+
+    def __init__(self, shards: Shards, k: Tensor) -> None:
+        self.batch, self._runs, self._device = len(k), shards.local, k.device
+        packed = shards.sequences is not None and bool(self._runs)
+        # Runs of zigzag without packing have one length.
+        self._splits = not packed and len(self._runs) > 1
+        self._positions = shards.positions.to(k.device)
+        self.cu_seqlens: Tensor | None = None
+        if packed:
+            ends = [0, *(run.offset + run.length for run in self._runs)]
+            self.cu_seqlens = tensor(ends, dtype=torch.int64, device=k.device)
+
+    def split(self, x: Tensor, dim: int) -> Tensor:
+        """Return runs as rows: [runs * batch, ...] from [batch, ...] with all tokens in dimension `dim`."""
+        if not self._splits:
+            return x
+        return x.unflatten(dim, (len(self._runs), -1)).movedim(dim, 0).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return outputs [batch, heads, tokens, v_dim] from rows."""
+        if not self._splits:
+            return x
+        return x.unflatten(0, (len(self._runs), self.batch)).movedim(0, 2).flatten(2, 3)
+
+    def positions(self, starts: int | Tensor) -> Tensor:
+        """Return the positions of the keys of all rows. `starts` is an int, or has one number per row."""
+        if self.cu_seqlens is not None:
+            if isinstance(starts, Tensor):
+                starts = starts.repeat_interleave(self.cu_seqlens.diff())
+            return self._positions + starts
+        ids = self._positions
+        if self._splits:
+            ids = ids.unflatten(0, (len(self._runs), -1)).repeat_interleave(self.batch, dim=0)
+        return ids + (starts[:, None] if isinstance(starts, Tensor) else starts)
+
+    def sequences(self, runs: tuple[Run, ...]) -> Tensor:
+        """Return the row of an initial state that each row of these runs continues."""
+        if self.cu_seqlens is not None:
+            return tensor([run.sequence for run in runs], dtype=torch.int64, device=self._device)
+        return arange(self.batch, device=self._device).repeat(len(runs))
+
+
+def _ends(shards: Shards) -> tuple[Run, ...]:
+    """Return runs of no tokens after the last token of each sequence."""
+    lengths = [0] * (shards.sequences or 1)
+    for runs in shards.runs:
+        for run in runs:
+            lengths[run.sequence] = max(lengths[run.sequence], run.stop)
+    return tuple(Run(sequence, length, length, 0) for sequence, length in enumerate(lengths))
+
+
+def _starts(state: LinearState | None, shards: Shards, rows: _Rows) -> int | Tensor:
+    """Return the position of the first token of the sequence of each row: an int, or a tensor [rows]."""
+    if state is None or isinstance(state.position, int):
+        return 0 if state is None else state.position
+    return state.start(len(state.above))[rows.sequences(shards.local)]
+
+
+def _sequence_starts(state: LinearState | None, shards: Shards, rows: _Rows) -> int | Tensor:
+    """Return the same for the states after all sequences."""
+    if state is None or isinstance(state.position, int):
+        return 0 if state is None else state.position
+    return state.start(len(state.above))
+
+
+def _after_initial(
+    state: LinearState | None, before: LinearState, rows: Tensor, rope: RotaryEmbedding | Encoding | None
+) -> LinearState:
+    """Return the states that continue an initial state."""
+    if state is None:
+        return before
+    return state.reorder(rows).merge(before, rope=rope if before.learned else None)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    shards: Shards,
+    rope: RotaryEmbedding | Encoding | None,
+    causal: bool,
+    decay: Tensor | None,
+    bias: Encoding | None,
+    state: LinearState | None,
+    return_state: bool,
+) -> None:
+    """Raise unless the arguments of this rank are valid."""
+    check_tensors(q, k, v, causal)
+    require_flag(return_state, asked=f"{_ASKED}(return_state=...)")
+    tokens = shards.lengths[shards.rank]
+    if q.shape[2] != tokens or k.shape[2] != tokens:
+        raise RopewalkError(
+            asked=f"{_ASKED}(q, k, v)",
+            expected=f"the {tokens} tokens of rank {shards.rank}",
+            got=f"{q.shape[2]} queries and {k.shape[2]} keys",
+            do="cut the tokens before the projections: x = shards.cut(x, dim=1)",
+        )
+    if shards.sequences is not None and len(q) != 1:
+        raise RopewalkError(
+            asked=f"{_ASKED}(q, k, v)",
+            expected="a batch of 1, because sequences are packed",
+            got=f"a batch of {len(q)}",
+            do="pack the sequences of a batch, or create Shards without cu_seqlens",
+        )
+    if not causal and (decay is not None or bias is not None or state is not None or return_state):
+        raise RopewalkError(
+            asked=f"{_ASKED}(causal=False)",
+            expected="no decay, bias or state: they are computed in the order of the tokens",
+            got=", ".join(
+                name
+                for name, x in (
+                    ("decay", decay),
+                    ("bias", bias),
+                    ("state", state),
+                    ("return_state", return_state or None),
+                )
+                if x is not None
+            ),
+            do="pass causal=True, or use parallel.attention for a bias in both directions",
+        )
+    rotation = rope_in(rope)
+    if rope_axes(rope) > 1:
+        raise RopewalkError(
+            asked=f"{_ASKED}(rope=...)",
+            expected="a rope with one position per token",
+            got=f"{rope_axes(rope)} axes",
+            do="rotate tokens of several axes on one rank",
+        )
+    if rotation is not None and rotation.spec.varies and shards.sequences is not None:
+        rule = type(rotation.spec.frequencies).__name__
+        raise RopewalkError(
+            asked=f"{_ASKED}(rope=...) with {rule}",
+            expected="frequencies that do not depend on the length, because sequences are packed",
+            got=f"{rule}, which would need the length of each sequence",
+            do="use a rule with fixed frequencies, or Shards without cu_seqlens",
+        )
+    rows = len(q) if shards.sequences is None else shards.sequences
+    checked_start(state, rows, asked=f"{_ASKED}(state=...)")
+
+
+def _described(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: RotaryEmbedding | Encoding | None,
+    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap],
+    causal: bool,
+    decay: Tensor | None,
+    bias: Encoding | None,
+    scaling: tuple[bool, float | None],
+    state: LinearState | None,
+    return_state: bool,
+) -> str:
+    """Describe what must be the same on all ranks."""
+    maps, rotation = resolve_maps(feature_map, _ASKED), rope_in(rope)
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v))
+    sizes = [(len(x), x.shape[1], x.shape[3]) for x in (q, k, v)]
+    return "; ".join(
+        [
+            f"linear attention, [batch, heads, dim] {sizes}",
+            f"{v.dtype}",
+            f"rope {None if rotation is None else rotation.spec}",
+            f"encoding {type(rope).__name__}",
+            f"feature maps {map_name(maps[0])}, {map_name(maps[1])}",
+            f"causal {causal}",
+            f"decay {None if decay is None else (list(decay.shape[:2]), decay.dtype)}",
+            f"bias {type(bias).__name__}",
+            f"normalize, scale {scaling}",
+            f"state {state}",
+            f"return_state {return_state}",
+            f"gradients {learns}",
+        ]
+    )

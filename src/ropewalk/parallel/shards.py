@@ -1,0 +1,241 @@
+"""Shards: which tokens of a long sequence this rank has, and their positions."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.kernels.constructors import arange, empty_like, new_zeros
+from ropewalk.nn.position_checks import described
+from ropewalk.parallel.agreement import agree, cpu_group
+from ropewalk.parallel.collectives import gather
+from ropewalk.parallel.layout import LayoutName, Run, runs_of_ranks
+from ropewalk.signatures import checks_names
+
+__all__ = ["Shards"]
+
+
+@checks_names
+class Shards:
+    """The tokens of each rank of a mesh, for sequences that are too long for one device.
+
+    Every rank creates it with the same arguments, and passes to `parallel.attention` and `parallel.linear_attention`
+    the tokens that it has. Position and causality follow from the index of a token in its sequence: nobody passes
+    positions by hand. Ranks that pass different arguments all raise an error.
+
+    Args:
+        mesh: A DeviceMesh with one dimension: mesh["name"] of a mesh with several.
+        length: Number of tokens of all ranks, which is cut evenly, or a list with the number of each rank.
+        layout: "contiguous": rank r has part r. "zigzag": rank r has chunks r and 2 ranks - 1 - r of each sequence, so
+            that causal softmax attention is the same work on all ranks. It requires sequences whose lengths are
+            multiples of twice the number of ranks.
+        cu_seqlens: Cumulated lengths [sequences + 1] of packed sequences of all ranks together, from 0 to `length`. A
+            sequence can be on several ranks.
+        check_calls: Whether each call compares its shapes, dtypes and options between the ranks, by an exchange of 32
+            bytes on the CPU. Compiled calls do not.
+
+    Attributes:
+        mesh: The mesh.
+        layout: The layout.
+        rank: Index of this rank in the mesh.
+        ranks: Number of ranks.
+        length: Number of tokens of all ranks.
+        lengths: Number of tokens of each rank.
+        sequences: Number of packed sequences, or None.
+        runs: The consecutive tokens of each rank.
+        positions: Position of each token of this rank in its sequence, int64 [tokens], on the device of the mesh.
+        indices: Index of each token of this rank among all tokens, int64 [tokens].
+        check_calls: As the argument.
+
+    Raises:
+        RopewalkError: If an argument is invalid, or differs between ranks.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> store = dist.HashStore()
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> shards = Shards(init_device_mesh("cpu", (1,)), 4, cu_seqlens=[0, 3, 4])
+    >>> shards.positions.tolist(), shards.indices.tolist()
+    ([0, 1, 2, 0], [0, 1, 2, 3])
+    >>> dist.destroy_process_group()
+    """
+
+    mesh: DeviceMesh
+    layout: LayoutName
+    rank: int
+    ranks: int
+    length: int
+    lengths: tuple[int, ...]
+    sequences: int | None
+    runs: tuple[tuple[Run, ...], ...]
+    positions: Tensor
+    indices: Tensor
+    check_calls: bool
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        length: int | Sequence[int],
+        layout: LayoutName = "contiguous",
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        *,
+        check_calls: bool = True,
+    ) -> None:
+        self.mesh, self.check_calls = _checked_mesh(mesh), require_flag(check_calls, asked="Shards(check_calls=...)")
+        self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
+        self._group = cpu_group(mesh)
+        ends = _as_list(cu_seqlens)
+
+        def describe() -> str:
+            self.runs = runs_of_ranks(self.ranks, length, layout, ends, asked="Shards")
+            return f"length {length}; layout {layout}; cu_seqlens {ends}; check_calls {check_calls}"
+
+        agree(self._group, describe, asked="Shards")
+        self.layout, self.sequences = layout, None if ends is None else len(ends) - 1
+        self.lengths = tuple(sum(run.length for run in runs) for runs in self.runs)
+        self.length = sum(self.lengths)
+        begins = [0] if ends is None else ends
+        device = torch.device(mesh.device_type)
+        if device.type != "cpu":
+            device = torch.device(device.type, torch.get_device_module(device).current_device())
+        indices = [_joined([(begins[run.sequence] + run.start, run.length) for run in runs]) for runs in self.runs]
+        self.indices = indices[self.rank].to(device)
+        self.positions = _joined([(run.start, run.length) for run in self.local]).to(device)
+        # Where each token is among the tokens of all ranks, padded to the longest rank.
+        longest = max(self.lengths)
+        slots = _joined([(rank * longest, count) for rank, count in enumerate(self.lengths)])
+        self._places: Tensor = empty_like(slots).scatter_(0, torch.cat(indices), slots).to(device)
+
+    @property
+    def local(self) -> tuple[Run, ...]:
+        """The runs of this rank."""
+        return self.runs[self.rank]
+
+    def cut(self, x: Tensor, dim: int) -> Tensor:
+        """Return the tokens of this rank.
+
+        The gradient of x is that of the tokens of this rank, and 0 elsewhere: the sum over ranks is the whole gradient.
+
+        Args:
+            x: A tensor of all tokens, the same on all ranks.
+            dim: Dimension of the tokens.
+
+        Returns:
+            A tensor with `lengths[rank]` tokens: a view if the layout is contiguous.
+
+        Raises:
+            RopewalkError: If the number of tokens is another one.
+        """
+        self._check_tokens(x, dim, self.length, "Shards.cut(x, dim)", "all tokens")
+        if self.layout == "contiguous":
+            return x.narrow(dim, sum(self.lengths[: self.rank]), self.lengths[self.rank])
+        return x.index_select(dim, self.indices.to(x.device))
+
+    def join(self, x: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all ranks, in order, on every rank.
+
+        The gradient of x is the sum of the gradients of the ranks. If every rank computes the same loss of the result,
+        divide that loss by the number of ranks.
+
+        Args:
+            x: A tensor of the tokens of this rank. Other dimensions are the same on all ranks.
+            dim: Dimension of the tokens.
+
+        Returns:
+            A tensor with `length` tokens.
+
+        Raises:
+            RopewalkError: If the number of tokens is another one.
+        """
+        self._check_tokens(x, dim, self.lengths[self.rank], "Shards.join(x, dim)", "the tokens of this rank")
+        return self.ordered(gather(self.padded(x, dim), self.mesh), dim % x.dim())
+
+    def padded(self, x: Tensor, dim: int) -> Tensor:
+        """Return the tokens of this rank, followed by zeros up to the number of tokens of the longest rank."""
+        missing = max(self.lengths) - x.shape[dim]
+        if not missing:
+            return x
+        return functional.pad(x.movedim(dim, -1), (0, missing)).movedim(-1, dim)
+
+    def ordered(self, x: Tensor, dim: int) -> Tensor:
+        """Return all tokens in order, from tensors of all ranks [ranks, ...] that `padded` returned.
+
+        Args:
+            x: The tensors of all ranks.
+            dim: Dimension of the tokens on one rank, from 0 on.
+        """
+        x = x.movedim(0, dim).flatten(dim, dim + 1)
+        even = self.layout == "contiguous" and len(set(self.lengths)) == 1
+        return x if even else x.index_select(dim, self._places.to(x.device))
+
+    def spread(self, x: Tensor, dim: int) -> Tensor:
+        """Return the inverse of `ordered` with the ranks in one dimension: [..., ranks * longest, ...]."""
+        even = self.layout == "contiguous" and len(set(self.lengths)) == 1
+        if even:
+            return x
+        size = list(x.shape)
+        size[dim] = self.ranks * max(self.lengths)
+        return new_zeros(x, size).index_copy(dim, self._places.to(x.device), x)
+
+    def agree(self, describe: Callable[[], str], *, asked: str) -> None:
+        """Check a call: `describe` raises if it is invalid, and its result is the same on all ranks.
+
+        Args:
+            describe: Checks the arguments of this rank, and describes what must not differ between ranks.
+            asked: The call, for errors.
+
+        Raises:
+            RopewalkError: On every rank, if a rank disagrees or has raised.
+        """
+        if self.check_calls and not torch.compiler.is_compiling():
+            agree(self._group, describe, asked=asked)
+        else:
+            describe()
+
+    def __repr__(self) -> str:
+        packed = "" if self.sequences is None else f", {self.sequences} sequences"
+        return f"Shards({self.length} tokens{packed}, {self.layout}, rank {self.rank} of {self.ranks})"
+
+    def _check_tokens(self, x: Tensor, dim: int, count: int, asked: str, what: str) -> None:
+        if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim() or x.shape[dim] != count:
+            raise RopewalkError(
+                asked=asked,
+                expected=f"{what}: {count} in dimension {dim}",
+                got=described(x),
+                do="pass the dimension of the tokens: 1 for [batch, seq, dim], 2 for [batch, heads, seq, dim]",
+            )
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the numbers of ranges, each from its first number on, in one tensor on the CPU."""
+    parts = [arange(first, first + count, device=torch.device("cpu")) for first, count in ranges]
+    return torch.cat(parts) if parts else arange(0, device=torch.device("cpu"))
+
+
+def _checked_mesh(mesh: object) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise RopewalkError(
+            asked="Shards(mesh, ...)",
+            expected="a DeviceMesh",
+            got=shown(mesh),
+            do='create one: torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,))',
+        )
+    if mesh.ndim != 1:
+        raise RopewalkError(
+            asked="Shards(mesh, ...)",
+            expected="a mesh with one dimension, over which the sequence is cut",
+            got=f"{mesh.ndim} dimensions" + (f", {', '.join(mesh.mesh_dim_names)}" if mesh.mesh_dim_names else ""),
+            do='pass one of them by its name: mesh["cp"]; names are mesh_dim_names of init_device_mesh',
+        )
+    return mesh
+
+
+def _as_list(cu_seqlens: Tensor | Sequence[int] | None) -> list[int] | None:
+    if cu_seqlens is None:
+        return None
+    if isinstance(cu_seqlens, Tensor):
+        return [int(x) for x in cu_seqlens.flatten().tolist()]
+    return [int(x) for x in cu_seqlens]
