@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.device_type == "cpu":
         return group
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
 
 def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) -> None:

@@ -1,19 +1,25 @@
-"""The exchanges between ranks, as differentiable functions of local tensors. DTensor implements them.
+"""The exchanges between ranks, as differentiable functions of local tensors.
 
 All ranks pass tensors of the same shape.
 """
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-__all__ = ["gather", "swap"]
+from ropewalk.kernels.constructors import empty_like, zeros
+
+__all__ = ["attach", "gather", "swap"]
 
 
 def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the tensors of all ranks [ranks, ...]: one all-gather, and one reduce-scatter in the backward pass.
 
-    The gradient of x is the sum over the gradients that all ranks have of it. The call does not wait: the result is
+    The gradient of x is the sum of the gradients that the ranks have of it. The call does not wait: the result is
     waited for when it is first used.
 
     >>> gather.__name__
@@ -35,5 +41,44 @@ def swap(x: Tensor, mesh: DeviceMesh, split: int, join: int) -> Tensor:
     >>> swap.__name__
     'swap'
     """
-    whole = DTensor.from_local(x.contiguous(), mesh, [Shard(join)], run_check=False)
-    return whole.redistribute(mesh, [Shard(split)]).to_local()
+    return _Swapped.apply(x, mesh, split, join)
+
+
+# Not by DTensor, which has no all-to-all for CPUs and gathers everything there.
+class _Swapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, split: int, join: int) -> Tensor:
+        ctx.options = mesh, join, split
+        sent = x.unflatten(split, (mesh.size(), -1)).movedim(split, 0).contiguous()
+        arrived = empty_like(sent)
+        dist.all_to_all_single(arrived, sent, group=mesh.get_group())
+        return arrived.movedim(0, join).flatten(join, join + 1)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, None, None, None]:
+        return _Swapped.apply(cotangents[0], *ctx.options), None, None, None
+
+
+def attach(x: Tensor, gathered: Tensor) -> Tensor:
+    """Return x, in whose backward pass this rank takes part in the reduce-scatter of a gathered tensor.
+
+    A rank that does not read the gathered tensor would otherwise skip the reduce-scatter for which all others wait.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> attach(torch.ones(3), x).sum().backward()
+    >>> x.grad
+    tensor([0., 0.])
+    """
+    return _Attached.apply(x, gathered)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
+        ctx.shape, ctx.options = gathered.shape, (gathered.dtype, gathered.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, Tensor]:
+        dtype, device = ctx.options
+        return cotangents[0], zeros(ctx.shape, dtype=dtype, device=device)

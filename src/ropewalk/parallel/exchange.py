@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.constructors import new_zeros, tensor, zeros
+from ropewalk.kernels.constructors import new_zeros, tensor
 from ropewalk.kernels.types import FeatureMap, Sums
 from ropewalk.nn.linear.near_keys import NearKeys, map_of_near, sum_far
 from ropewalk.nn.linear.state import LinearState
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.parallel.collectives import gather
+from ropewalk.parallel.collectives import attach, gather
 from ropewalk.parallel.layout import Run
 from ropewalk.parallel.shards import Shards
 
@@ -24,14 +24,14 @@ _BLOCK = 64
 
 
 class Slot(NamedTuple):
-    """A run of any rank, and the index of its state among the gathered ones.
+    """A run of any rank, and the number of its state among the gathered ones.
 
     >>> Slot(Run(0, 4, 8, 0), 1).run.length
     4
     """
 
     run: Run
-    index: int
+    number: int
 
 
 class Exchange:
@@ -88,7 +88,7 @@ class Exchange:
 
     def attach(self, out: Tensor) -> Tensor:
         """Return `out`, in whose backward pass this rank takes part in the reduce-scatter even if it read nothing."""
-        return out if self._gathered is None else _Attached.apply(out, self._gathered)
+        return out if self._gathered is None else attach(out, self._gathered)
 
     def before(
         self, runs: Sequence[Run], start: int | Tensor, rotation: RotaryEmbedding | None, length: int | Tensor | None
@@ -115,7 +115,7 @@ class Exchange:
         close = [[x for x in each if x.run.stop > run.start - count] for each, run in zip(sources, runs, strict=True)]
         above, below = (self._sum(f"whole_{name}", far) + self._sum(name, close) for name in ("above", "below"))
         sums = Sums(above, below)
-        # Tokens are near from run.start - count on. Of those that a rank sent as near, the others leave the window here.
+        # Tokens are near from run.start - count on. Others that were sent as near keys leave the window here.
         leaving = [
             [(x, i) for x in each for i in range(max(x.run.start, x.run.stop - count), run.start - count)]
             for each, run in zip(close, runs, strict=True)
@@ -149,7 +149,7 @@ class Exchange:
     def _padded(self, sources: Sequence[Sequence[Slot]]) -> tuple[Tensor, Tensor]:
         """Return the indices of slots [most, runs], and the number of their tokens: 0 for padding at the front."""
         most = max(map(len, sources))
-        index = [[0] * (most - len(each)) + [slot.index for slot in each] for each in sources]
+        index = [[0] * (most - len(each)) + [slot.number for slot in each] for each in sources]
         tokens = [[0] * (most - len(each)) + [slot.run.length for slot in each] for each in sources]
         device = self._state.above.device
         both = (tensor(x, dtype=torch.int64, device=device).reshape(len(sources), most).t() for x in (index, tokens))
@@ -163,10 +163,9 @@ class Exchange:
         state = self._state
         if state.log_decay is None and state.slopes is None:
             return None, None
-        rows = len(sources), self._batch
         if not any(sources) or self._gathered is None:
-            nothing = None if state.log_decay is None else zeros_like_rows(state.log_decay, rows[0] * rows[1])
-            return None, nothing
+            total = state.log_decay
+            return None, None if total is None else new_zeros(total, len(sources) * self._batch, *total.shape[1:])
         index, tokens = self._padded(sources)
         if state.slopes is not None:
             logs = -tokens[..., None, None] * state.slopes
@@ -208,7 +207,7 @@ class Exchange:
         total, device = near.keys.shape[2], state.above.device
         count = count or max(map(len, chosen))
         places = [
-            [-1] * (count - len(each)) + [slot.index * total + total - slot.run.stop + i for slot, i in each]
+            [-1] * (count - len(each)) + [slot.number * total + total - slot.run.stop + i for slot, i in each]
             for each in chosen
         ]
         numbers = [[0] * (count - len(each)) + [i for _, i in each] for each in chosen]
@@ -227,29 +226,3 @@ class Exchange:
                 x = x.movedim(2, 0).flatten(0, 1).to(like.dtype)
             results.append(x.masked_fill(hidden[:, None, :, None], nothing))
         return NearKeys(results[0], results[1], ids)
-
-
-def zeros_like_rows(x: Tensor, rows: int) -> Tensor:
-    """Return zeros with another number of rows.
-
-    >>> zeros_like_rows(torch.ones(2, 3), 4).shape
-    torch.Size([4, 3])
-    """
-    return zeros(rows, *x.shape[1:], dtype=x.dtype, device=x.device)
-
-
-class _Attached(torch.autograd.Function):
-    """Return the first tensor. The gradient of the second is 0, and is always computed.
-
-    A rank that does not use a gathered tensor would otherwise skip the reduce-scatter for which all others wait.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
-        ctx.shape, ctx.options = gathered.shape, (gathered.dtype, gathered.device)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, Tensor]:
-        dtype, device = ctx.options
-        return cotangents[0], zeros(ctx.shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Which tokens each rank has: runs of consecutive tokens, from the length, the layout and the ends of packed sequences."""
+"""Which tokens each rank has, as runs of consecutive tokens: from the length, the layout and the packed sequences."""
 
 import itertools
 from collections.abc import Sequence

@@ -12,6 +12,7 @@ from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_axes, rope_in
 from ropewalk.nn.linear.arguments import check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
+from ropewalk.nn.linear.function import LinearOptions
 from ropewalk.nn.linear.function import linear_attention as attend_locally
 from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
@@ -145,16 +146,16 @@ def linear_attention(
 
     shards.agree(describe, asked=_ASKED)
     rotation, rows = rope_in(rope), _Rows(shards, k)
-    starts = _starts(state, shards, rows)
+    starts = _starts(state, rows.sequences(shards.local))
     if rotation is not None and rotation.spec.varies and length is None:
         start = 0 if state is None else state.position
         length = shards.length + start
-    local: dict[str, object] = {"rope": rope, "feature_map": feature_map, "bias": bias, "length": length}
-    local |= {"decay": rows.split(decay, 2) if decay is not None and decay.dim() == 3 else decay}
-    local |= {"cu_seqlens": rows.cu_seqlens, "backend": backend}
+    decay = rows.split(decay, 2) if decay is not None and decay.dim() == 3 else decay
     q_rows, k_rows, v_rows = (rows.split(x, 2) for x in (q, k, v))
     ids = rows.positions(starts) if rope is not None or bias is not None else None
-    mine = linear_state(k_rows, v_rows, positions=ids, **local)  # pyright: ignore[reportArgumentType]
+    options = LinearOptions(rope=rope, feature_map=feature_map, bias=bias, decay=decay, length=length, backend=backend)
+    options |= LinearOptions(cu_seqlens=rows.cu_seqlens)
+    mine = linear_state(k_rows, v_rows, **{**options, "positions": ids})
     whole = None
     if mine.near is not None:
         whole = sum_far(mine.near, Sums(mine.above, mine.below), mine.feature_map, rotation, length)
@@ -163,9 +164,8 @@ def linear_attention(
     if shards.local:
         before = exchange.before(shards.local, origin, rotation, length)
         before = _after_initial(state, before, rows.sequences(shards.local), rope)
-        out = attend_locally(
-            q_rows, k_rows, v_rows, causal=causal, normalize=normalize, scale=scale, state=before, **local
-        )  # pyright: ignore[reportArgumentType, reportCallIssue]
+        options |= LinearOptions(causal=causal, normalize=normalize, scale=scale, state=before)
+        out = attend_locally(q_rows, k_rows, v_rows, **options)
         out = rows.join(out)
     else:
         out = new_zeros(v, *q.shape[:3], v.shape[-1])
@@ -173,7 +173,7 @@ def linear_attention(
     if not return_state:
         return out
     ends = _ends(shards)
-    origin = 0 if counts_tokens(mine) else _sequence_starts(state, shards, rows)
+    origin = 0 if counts_tokens(mine) else _starts(state, rows.sequences(ends))
     after = exchange.before(ends, origin, rotation, length)
     return out, _after_initial(state, after, rows.sequences(ends), rope)
 
@@ -231,18 +231,10 @@ def _ends(shards: Shards) -> tuple[Run, ...]:
     return tuple(Run(sequence, length, length, 0) for sequence, length in enumerate(lengths))
 
 
-def _starts(state: LinearState | None, shards: Shards, rows: _Rows) -> int | Tensor:
+def _starts(state: LinearState | None, sequences: Tensor) -> int | Tensor:
     """Return the position of the first token of the sequence of each row: an int, or a tensor [rows]."""
-    if state is None or isinstance(state.position, int):
-        return 0 if state is None else state.position
-    return state.start(len(state.above))[rows.sequences(shards.local)]
-
-
-def _sequence_starts(state: LinearState | None, shards: Shards, rows: _Rows) -> int | Tensor:
-    """Return the same for the states after all sequences."""
-    if state is None or isinstance(state.position, int):
-        return 0 if state is None else state.position
-    return state.start(len(state.above))
+    start = 0 if state is None else state.start(len(state.above))
+    return start[sequences] if isinstance(start, Tensor) else start
 
 
 def _after_initial(
@@ -288,16 +280,7 @@ def _check(
         raise RopewalkError(
             asked=f"{_ASKED}(causal=False)",
             expected="no decay, bias or state: they are computed in the order of the tokens",
-            got=", ".join(
-                name
-                for name, x in (
-                    ("decay", decay),
-                    ("bias", bias),
-                    ("state", state),
-                    ("return_state", return_state or None),
-                )
-                if x is not None
-            ),
+            got="decay" if decay is not None else "bias" if bias is not None else "state",
             do="pass causal=True, or use parallel.attention for a bias in both directions",
         )
     rotation = rope_in(rope)

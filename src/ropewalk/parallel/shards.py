@@ -45,6 +45,7 @@ class Shards:
         length: Number of tokens of all ranks.
         lengths: Number of tokens of each rank.
         sequences: Number of packed sequences, or None.
+        ends: Cumulated lengths of the sequences, from 0 to `length`.
         runs: The consecutive tokens of each rank.
         positions: Position of each token of this rank in its sequence, int64 [tokens], on the device of the mesh.
         indices: Index of each token of this rank among all tokens, int64 [tokens].
@@ -70,6 +71,7 @@ class Shards:
     length: int
     lengths: tuple[int, ...]
     sequences: int | None
+    ends: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
     positions: Tensor
     indices: Tensor
@@ -97,7 +99,8 @@ class Shards:
         self.layout, self.sequences = layout, None if ends is None else len(ends) - 1
         self.lengths = tuple(sum(run.length for run in runs) for runs in self.runs)
         self.length = sum(self.lengths)
-        begins = [0] if ends is None else ends
+        self.ends = (0, self.length) if ends is None else tuple(ends)
+        begins = self.ends
         device = torch.device(mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -151,7 +154,8 @@ class Shards:
             RopewalkError: If the number of tokens is another one.
         """
         self._check_tokens(x, dim, self.lengths[self.rank], "Shards.join(x, dim)", "the tokens of this rank")
-        return self.ordered(gather(self.padded(x, dim), self.mesh), dim % x.dim())
+        dim %= x.dim()
+        return self.ordered(gather(self.padded(x, dim), self.mesh).movedim(0, dim).flatten(dim, dim + 1), dim)
 
     def padded(self, x: Tensor, dim: int) -> Tensor:
         """Return the tokens of this rank, followed by zeros up to the number of tokens of the longest rank."""
@@ -161,20 +165,12 @@ class Shards:
         return functional.pad(x.movedim(dim, -1), (0, missing)).movedim(-1, dim)
 
     def ordered(self, x: Tensor, dim: int) -> Tensor:
-        """Return all tokens in order, from tensors of all ranks [ranks, ...] that `padded` returned.
-
-        Args:
-            x: The tensors of all ranks.
-            dim: Dimension of the tokens on one rank, from 0 on.
-        """
-        x = x.movedim(0, dim).flatten(dim, dim + 1)
-        even = self.layout == "contiguous" and len(set(self.lengths)) == 1
-        return x if even else x.index_select(dim, self._places.to(x.device))
+        """Return all tokens in order, from the padded tokens of one rank after the other in dimension `dim`."""
+        return x if self._is_even else x.index_select(dim, self._places.to(x.device))
 
     def spread(self, x: Tensor, dim: int) -> Tensor:
-        """Return the inverse of `ordered` with the ranks in one dimension: [..., ranks * longest, ...]."""
-        even = self.layout == "contiguous" and len(set(self.lengths)) == 1
-        if even:
+        """Return the padded tokens of one rank after the other, from all tokens in order: the inverse of `ordered`."""
+        if self._is_even:
             return x
         size = list(x.shape)
         size[dim] = self.ranks * max(self.lengths)
@@ -194,6 +190,11 @@ class Shards:
             agree(self._group, describe, asked=asked)
         else:
             describe()
+
+    @property
+    def _is_even(self) -> bool:
+        """Whether the tokens of one rank after the other are in order, without padding."""
+        return self.layout == "contiguous" and len(set(self.lengths)) == 1
 
     def __repr__(self) -> str:
         packed = "" if self.sequences is None else f", {self.sequences} sequences"
