@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ropewalk.kernels.constructors import empty_like, zeros
 
-__all__ = ["attach", "gather", "swap"]
+__all__ = ["attach", "gather", "no_outputs", "swap"]
 
 
 def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -25,8 +25,21 @@ def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     >>> gather.__name__
     'gather'
     """
-    parts = DTensor.from_local(x.unsqueeze(0), mesh, [Shard(0)], run_check=False)
-    return parts.redistribute(mesh, [Replicate()], async_op=True).to_local(grad_placements=[Partial()])
+    return _Gathered.apply(x, mesh)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        parts = DTensor.from_local(x.detach().unsqueeze(0), mesh, [Shard(0)], run_check=False)
+        return parts.redistribute(mesh, [Replicate()], async_op=True).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, None]:
+        # Waits: kernels of the operations before read plain tensors only.
+        total = DTensor.from_local(cotangents[0].contiguous(), ctx.mesh, [Partial()], run_check=False)
+        return total.redistribute(ctx.mesh, [Shard(0)]).to_local().squeeze(0), None
 
 
 def swap(x: Tensor, mesh: DeviceMesh, split: int, join: int) -> Tensor:
@@ -72,10 +85,21 @@ def attach(x: Tensor, gathered: Tensor) -> Tensor:
     return _Attached.apply(x, gathered)
 
 
+def no_outputs(q: Tensor, v: Tensor) -> Tensor:
+    """Return the outputs [batch, heads, 0, v_dim] of a rank without tokens. They are a function of q, for its gradient.
+
+    >>> no_outputs(torch.ones(1, 2, 0, 4), torch.ones(1, 1, 0, 3)).shape
+    torch.Size([1, 2, 0, 3])
+    """
+    return q.sum(-1, keepdim=True).expand(*q.shape[:3], v.shape[-1])
+
+
 class _Attached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
         ctx.shape, ctx.options = gathered.shape, (gathered.dtype, gathered.device)
+        # Any operation waits. Memory of a collective that nobody waits for must not be freed.
+        gathered.flatten()[:1].clone()
         return x.view_as(x)
 
     @staticmethod

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_flag, shown
-from ropewalk.kernels.constructors import arange, new_zeros, tensor
+from ropewalk.kernels.constructors import arange, tensor
 from ropewalk.kernels.types import Sums
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_axes, rope_in
@@ -16,8 +16,10 @@ from ropewalk.nn.linear.function import LinearOptions
 from ropewalk.nn.linear.function import linear_attention as attend_locally
 from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
-from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens
+from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens, join_states
+from ropewalk.nn.linear.weighting import bias_for_linear
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.parallel.collectives import no_outputs
 from ropewalk.parallel.exchange import Exchange
 from ropewalk.parallel.layout import Run
 from ropewalk.parallel.shards import Shards
@@ -145,7 +147,8 @@ def linear_attention(
         return _described(q, k, v, rope, feature_map, causal, decay, bias, (normalize, scale), state, return_state)
 
     shards.agree(describe, asked=_ASKED)
-    rotation, rows = rope_in(rope), _Rows(shards, k)
+    distances = bias_for_linear(bias, f"{_ASKED}(bias=...)")
+    rotation, rows = rope_in(rope), _Rows(shards, k, alone=distances is not None and distances.numbers is not None)
     starts = _starts(state, rows.sequences(shards.local))
     if rotation is not None and rotation.spec.varies and length is None:
         start = 0 if state is None else state.position
@@ -155,7 +158,7 @@ def linear_attention(
     ids = rows.positions(starts) if rope is not None or bias is not None else None
     options = LinearOptions(rope=rope, feature_map=feature_map, bias=bias, decay=decay, length=length, backend=backend)
     options |= LinearOptions(cu_seqlens=rows.cu_seqlens)
-    mine = linear_state(k_rows, v_rows, **{**options, "positions": ids})
+    mine = rows.state(k_rows, v_rows, ids, options)
     whole = None
     if mine.near is not None:
         whole = sum_far(mine.near, Sums(mine.above, mine.below), mine.feature_map, rotation, length)
@@ -164,11 +167,10 @@ def linear_attention(
     if shards.local:
         before = exchange.before(shards.local, origin, rotation, length)
         before = _after_initial(state, before, rows.sequences(shards.local), rope)
-        options |= LinearOptions(causal=causal, normalize=normalize, scale=scale, state=before)
-        out = attend_locally(q_rows, k_rows, v_rows, **options)
-        out = rows.join(out)
+        options |= LinearOptions(causal=causal, normalize=normalize, scale=scale)
+        out = rows.join(rows.attend(q_rows, k_rows, v_rows, before, options))
     else:
-        out = new_zeros(v, *q.shape[:3], v.shape[-1])
+        out = no_outputs(q, v)
     out = exchange.attach(out)
     if not return_state:
         return out
@@ -179,18 +181,52 @@ def linear_attention(
 
 
 class _Rows:
-    """Runs of a rank as rows of a batch, or as packed sequences."""
+    """Runs of a rank as rows of a batch, as packed sequences, or one after the other.
 
-    def __init__(self, shards: Shards, k: Tensor) -> None:
+    Args:
+        shards: The shards.
+        k: Keys of this rank.
+        alone: Whether packed runs are computed one after the other, because each has its own near keys.
+    """
+
+    def __init__(self, shards: Shards, k: Tensor, *, alone: bool) -> None:
         self.batch, self._runs, self._device = len(k), shards.local, k.device
-        packed = shards.sequences is not None and bool(self._runs)
+        self._packed = shards.sequences is not None
+        self._alone = alone and self._packed and bool(self._runs)
+        packed = self._packed and bool(self._runs)
         # Runs of zigzag without packing have one length.
-        self._splits = not packed and len(self._runs) > 1
+        self._splits = not self._packed and len(self._runs) > 1
         self._positions = shards.positions.to(k.device)
         self.cu_seqlens: Tensor | None = None
         if packed:
             ends = [0, *(run.offset + run.length for run in self._runs)]
             self.cu_seqlens = tensor(ends, dtype=torch.int64, device=k.device)
+
+    def state(self, k: Tensor, v: Tensor, ids: Tensor | None, options: LinearOptions) -> LinearState:
+        """Return the states of all runs."""
+        if not self._alone:
+            return linear_state(k, v, **{**options, "positions": ids})
+        states: list[LinearState] = []
+        for part in self._parts():
+            positions = None if ids is None else ids[part]
+            given = {**options, "positions": positions, "cu_seqlens": None}
+            states.append(linear_state(k[:, :, part], v[:, :, part], **given))
+        return join_states(states)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, before: LinearState, options: LinearOptions) -> Tensor:
+        """Return the outputs of all runs."""
+        if not self._alone:
+            return attend_locally(q, k, v, **{**options, "state": before})
+        outputs: list[Tensor] = []
+        for row, part in enumerate(self._parts()):
+            state = before.reorder(arange(row, row + 1, device=self._device))
+            given = {**options, "state": state, "cu_seqlens": None}
+            outputs.append(attend_locally(q[:, :, part], k[:, :, part], v[:, :, part], **given))
+        return torch.cat(outputs, dim=2)
+
+    def _parts(self) -> list[slice]:
+        """Return the tokens of each run."""
+        return [slice(run.offset, run.offset + run.length) for run in self._runs]
 
     def split(self, x: Tensor, dim: int) -> Tensor:
         """Return runs as rows: [runs * batch, ...] from [batch, ...] with all tokens in dimension `dim`."""
@@ -206,6 +242,8 @@ class _Rows:
 
     def positions(self, starts: int | Tensor) -> Tensor:
         """Return the positions of the keys of all rows. `starts` is an int, or has one number per row."""
+        if not self._runs:
+            return self._positions
         if self.cu_seqlens is not None:
             if isinstance(starts, Tensor):
                 starts = starts.repeat_interleave(self.cu_seqlens.diff())
@@ -217,7 +255,7 @@ class _Rows:
 
     def sequences(self, runs: tuple[Run, ...]) -> Tensor:
         """Return the row of an initial state that each row of these runs continues."""
-        if self.cu_seqlens is not None:
+        if self._packed:
             return tensor([run.sequence for run in runs], dtype=torch.int64, device=self._device)
         return arange(self.batch, device=self._device).repeat(len(runs))
 

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice, require_flag, shown
-from ropewalk.kernels.constructors import arange, new_zeros, tensor
+from ropewalk.kernels.constructors import arange, tensor
 from ropewalk.nn.attention.function import check_heads, checked_encoding, checked_scale, checked_window, encode
 from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_axes, rope_in
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
-from ropewalk.parallel.collectives import attach, gather, swap
+from ropewalk.parallel.collectives import attach, gather, no_outputs, swap
 from ropewalk.parallel.ring import ring_attention
 from ropewalk.parallel.shards import Shards
 from ropewalk.parallel.some_heads import SomeHeads
@@ -140,7 +140,7 @@ def _by_gather(q: Tensor, k: Tensor, v: Tensor, shards: Shards, rule: _Rule) -> 
         outputs.append(
             attend(q[:, :, part], k[:, :, keys], v[:, :, keys], visibility, scale=scale, score_bias=score_bias)
         )
-    out = torch.cat(outputs, dim=2) if outputs else new_zeros(q, *q.shape[:3], v.shape[-1])
+    out = torch.cat(outputs, dim=2) if outputs else no_outputs(q, v)
     return attach(out, gathered)
 
 

@@ -1,0 +1,235 @@
+"""Shardings, encodings and decays, and their results on one rank."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import ropewalk as rw
+from nn.linear_cases import drawn
+from nn.weighted_cases import rule_of, t5
+from ropewalk import parallel
+
+__all__ = ["ENCODINGS", "KINDS", "LENGTH", "SHARDINGS", "Sharding", "case_of", "check", "encoding_of"]
+
+LENGTH, HEADS, DIM, V_DIM = 160, 4, 8, 3
+BUCKETS = (8, 20)
+
+
+class Sharding(NamedTuple):
+    """How 160 tokens are cut."""
+
+    layout: str = "contiguous"
+    ends: tuple[int, ...] | None = None
+    uneven: bool = False
+
+    def shards(self, mesh, **options) -> parallel.Shards:
+        lengths: Any = LENGTH
+        if self.uneven:
+            # A rank with one token, and a last rank with none.
+            lengths = [150, 10] if mesh.size() == 2 else [100, 1, 59, 0]
+        return parallel.Shards(mesh, lengths, self.layout, self.ends, **options)
+
+    @property
+    def batch(self) -> int:
+        return 2 if self.ends is None else 1
+
+
+SHARDINGS = {
+    "contiguous": Sharding(),
+    "uneven": Sharding(uneven=True),
+    "zigzag": Sharding("zigzag"),
+    "packed": Sharding(ends=(0, 3, 70, 70, 100, LENGTH)),
+    "packed uneven": Sharding(ends=(0, 3, 120, 130, LENGTH), uneven=True),
+    "packed zigzag": Sharding("zigzag", (0, 32, 32, 96, LENGTH)),
+}
+
+ENCODINGS = ("none", "rope", "half", "xpos", "learned", "alibi", "t5")
+KINDS = ("none", "rope", "xpos", "learned", "alibi", "t5", "t5 learned", "per query head", "per token", "functions")
+
+
+def encoding_of(name, *, causal=True):
+    """An encoding of 4 heads of 8 features in float64, or None."""
+    if name == "none":
+        return None
+    if name == "t5":
+        encoding = t5(HEADS, BUCKETS, causal=causal).double()
+        torch.nn.init.normal_(encoding.weight, generator=torch.Generator().manual_seed(0))
+        return encoding
+    if name == "alibi":
+        return rw.encoding(name, dim=HEADS * DIM, num_heads=HEADS).double()
+    if name == "xpos":
+        return rw.RotaryEmbedding(rw.RopeSpec(DIM, xpos=rw.XPos(2 * LENGTH))).double()
+    pairing = "half" if name == "half" else "interleaved"
+    return rw.RotaryEmbedding(DIM, pairing=pairing, learned=name == "learned").double()
+
+
+def case_of(kind, batch, dtype=torch.float64):
+    """The arguments of linear attention, and its parameters."""
+    options: dict[str, Any] = {}
+    if kind in ("rope", "xpos", "learned"):
+        options["rope"] = encoding_of(kind)
+    elif kind in ("alibi", "t5", "t5 learned"):
+        options["bias"] = encoding_of(kind.split()[0])
+    elif kind == "functions":
+        options |= {"feature_map": (torch.exp, "relu"), "rope": encoding_of("rope"), "bias": encoding_of("t5")}
+    elif kind != "none":
+        tensor = rule_of(kind, batch, HEADS, 2, LENGTH, dtype).tensor
+        options |= {"decay": tensor.requires_grad_(), "rope": encoding_of("half")}
+    if kind == "t5 learned":
+        options["rope"] = encoding_of("learned")
+    modules = [x for x in options.values() if isinstance(x, torch.nn.Module)]
+    return options, [x for module in modules for x in module.parameters()]
+
+
+def inputs(batch, kv_heads=2, dtype=torch.float64):
+    return [x.requires_grad_() for x in drawn(batch, HEADS, kv_heads, LENGTH, DIM, V_DIM, dtype)]
+
+
+def check(shards, whole, parts, parameters, compute, tolerance=1e-13):
+    """Compare outputs and gradients of ranks with those of one rank.
+
+    Args:
+        shards: The shards.
+        whole: A function of nothing that returns the outputs of one rank, and the tensors of all tokens.
+        parts: Tensors of the tokens of this rank.
+        parameters: Parameters that all ranks have.
+        compute: A function of `parts` that returns the outputs of this rank.
+        tolerance: Largest error over the largest number.
+    """
+    truth, tensors = whole()
+    cotangent = torch.randn(truth.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(truth)
+    expected = torch.autograd.grad(truth, [*tensors, *parameters], cotangent)
+    out = compute(*parts)
+    leaves = [*parts, *parameters]
+    results = torch.autograd.grad(out, leaves, shards.cut(cotangent, 2), allow_unused=True)
+    # A rank without tokens does not use the parameters.
+    results = [torch.zeros_like(x) if result is None else result for result, x in zip(results, leaves, strict=True)]
+    assert out.dtype == truth.dtype
+    errors = [error_of(out, shards.cut(truth, 2), truth.abs().max())]
+    largest = max(x.abs().max() for x in expected)
+    for i, (result, x) in enumerate(zip(results, expected, strict=True)):
+        if i < len(parts):
+            errors.append(error_of(result, shards.cut(x, 2), largest))
+        else:
+            # The gradient of a parameter is the share of this rank.
+            share = result.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(share)
+            errors.append(error_of(share, x, largest))
+    # After the last exchange: a rank that failed before would leave the others waiting.
+    assert max(errors) <= tolerance, errors
+
+
+def error_of(x, truth, largest):
+    """The largest error over `largest`; infinity for NaN."""
+    assert x.shape == truth.shape
+    error = ((x - truth).abs().max() / largest).item() if x.numel() else 0.0
+    return error if error == error else float("inf")
+
+
+def assert_near(x, truth, largest, tolerance):
+    error = error_of(x, truth, largest)
+    assert error <= tolerance, error
+
+
+def linear_case(sharding, kind, mesh):
+    batch = sharding.batch
+    (q, k, v), (options, parameters) = inputs(batch), case_of(kind, batch)
+    shards = sharding.shards(mesh)
+    ends = None if sharding.ends is None else torch.tensor(sharding.ends)
+    local = dict(options)
+    decay, tensors = options.get("decay"), [q, k, v]
+    if decay is not None:
+        per_token = decay.dim() == 3
+        tensors, parameters = ([*tensors, decay], parameters) if per_token else (tensors, [*parameters, decay])
+
+    def compute(q, k, v, decay=None):
+        given = local if decay is None else local | {"decay": decay}
+        return parallel.linear_attention(q, k, v, shards=shards, **given)
+
+    def whole():
+        return rw.linear_attention(q, k, v, cu_seqlens=ends, **options), tensors
+
+    parts = [shards.cut(x.detach(), 2).requires_grad_() for x in tensors]
+    check(shards, whole, parts, parameters, compute)
+
+
+def softmax_case(sharding, name, method, mesh):
+    shards, (q, k, v) = sharding.shards(mesh), inputs(sharding.batch, kv_heads=4)
+    ends = None if sharding.ends is None else torch.tensor(sharding.ends)
+    for causal, window in ((True, None), (True, 17), (False, None), (False, 45)):
+        encoding = encoding_of(name, causal=causal)
+        options = {"encoding": encoding, "causal": causal, "window": window}
+        parts = [shards.cut(x.detach(), 2).requires_grad_() for x in (q, k, v)]
+        check(
+            shards,
+            lambda options=options: (rw.attention(q, k, v, cu_seqlens=ends, **options), [q, k, v]),
+            parts,
+            [] if encoding is None else list(encoding.parameters()),
+            lambda *x, options=options: parallel.attention(*x, shards=shards, method=method, **options),
+        )
+
+
+def state_case(sharding, kind, mesh):
+    """The state after all tokens, and the outputs after an initial state."""
+    batch, shards = sharding.batch, sharding.shards(mesh)
+    (q, k, v), (options, _) = inputs(batch), case_of(kind, batch)
+    ends = None if sharding.ends is None else torch.tensor(sharding.ends)
+    rows = batch if ends is None else len(sharding.ends or ()) - 1
+    per_token = options.get("decay") is not None and options["decay"].dim() == 3
+    local = options | ({"decay": shards.cut(options["decay"], 2)} if per_token else {})
+    parts = [shards.cut(x, 2) for x in (q, k, v)]
+    with torch.no_grad():
+        state = None
+        for _ in range(2):
+            truth, after = rw.linear_attention(q, k, v, cu_seqlens=ends, state=state, return_state=True, **options)
+            out, end = parallel.linear_attention(*parts, shards=shards, state=state, return_state=True, **local)
+            assert_near(out, shards.cut(truth, 2), truth.abs().max(), 1e-13)
+            pairs = [(end.above, after.above), (end.below, after.below)]
+            pairs += zip(end.near or (), after.near or (), strict=True)
+            pairs += [] if after.log_decay is None else [(end.log_decay, after.log_decay)]
+            for x, expected in pairs:
+                finite = expected.isfinite()
+                assert torch.equal(x[~finite], expected[~finite])
+                assert_near(x[finite], expected[finite], expected[finite].abs().max().clamp_min(1), 1e-13)
+            assert (end.near is None, end.log_decay is None) == (after.near is None, after.log_decay is None)
+            positions = [torch.as_tensor(x.start(rows)).expand(rows).tolist() for x in (end, after)]
+            assert positions[0] == positions[1]
+            state = after
+
+
+def both_directions_case(sharding, kind, mesh):
+    """Without causality every query reads all keys of its sequence."""
+    shards, (q, k, v), (options, parameters) = sharding.shards(mesh), inputs(sharding.batch), case_of(kind, 1)
+    ends = None if sharding.ends is None else torch.tensor(sharding.ends)
+    check(
+        shards,
+        lambda: (rw.linear_attention(q, k, v, cu_seqlens=ends, causal=False, **options), [q, k, v]),
+        [shards.cut(x.detach(), 2).requires_grad_() for x in (q, k, v)],
+        parameters,
+        lambda *x: parallel.linear_attention(*x, shards=shards, causal=False, **options),
+    )
+
+
+def linear_cases(world):
+    cases = {
+        f"{name}, {kind}": functools.partial(linear_case, sharding, kind)
+        for name, sharding in SHARDINGS.items()
+        for kind in KINDS
+    }
+    for name, sharding in SHARDINGS.items():
+        for kind in KINDS:
+            cases[f"states, {name}, {kind}"] = functools.partial(state_case, sharding, kind)
+        for kind in ("none", "rope", "xpos", "learned"):
+            cases[f"both directions, {name}, {kind}"] = functools.partial(both_directions_case, sharding, kind)
+    return cases
+
+
+def softmax_cases(world):
+    return {
+        f"{name}, {encoding}, {method}": functools.partial(softmax_case, sharding, encoding, method)
+        for name, sharding in SHARDINGS.items()
+        for encoding in ENCODINGS
+        for method in ("gather", "ulysses", "ring")
+    }

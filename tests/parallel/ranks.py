@@ -1,0 +1,61 @@
+"""Functions that run on several ranks: one process per rank, gloo, many cases per start."""
+
+import importlib
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["Case", "failures_on_ranks", "on_ranks"]
+
+Case = Callable[[DeviceMesh], None]
+
+# A rank that waits for one that has ended gets an error after this time at the latest.
+TIMEOUT = timedelta(seconds=60)
+
+
+def failures_on_ranks(world: int, module: str, function: str, folder: Path) -> dict[str, list[str]]:
+    """Run the cases that a function of a module returns by name, and return the failures of each.
+
+    Args:
+        world: Number of ranks.
+        module: Name of the module.
+        function: Name of a function (world) -> dict of cases.
+        folder: An empty folder.
+
+    Returns:
+        The tracebacks of the ranks on which a case failed, by the name of the case.
+    """
+    results = on_ranks(world, module, function, folder)
+    assert all(result.keys() == results[0].keys() for result in results)
+    return {name: [result[name] for result in results if result[name]] for name in results[0]}
+
+
+def on_ranks(world: int, module: str, function: str, folder: Path) -> list[Any]:
+    """Run cases on ranks that are processes, and return what each rank has stored."""
+    mp.start_processes(_rank, (world, module, function, str(folder)), world, start_method="spawn")
+    return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, module: str, function: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(os.path.join(folder, "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    mesh, results = init_device_mesh("cpu", (world,)), {}
+    for name, case in getattr(importlib.import_module(module), function)(world).items():
+        try:
+            case(mesh)
+            results[name] = ""
+        except Exception:
+            results[name] = f"rank {rank}: {traceback.format_exc()}"
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
