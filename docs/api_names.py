@@ -16,6 +16,7 @@ PACKAGES = (
     "ropewalk.positions",
     "ropewalk.spec",
     "ropewalk.hub",
+    "ropewalk.parallel",
     "ropewalk.reference",
     "ropewalk.theory",
     "ropewalk.claims",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ropewalk import hub as hub
+    from ropewalk import parallel as parallel
     from ropewalk import positions as positions
     from ropewalk import reference as reference
     from ropewalk import spec as spec
@@ -112,7 +113,7 @@ _HOME = {
 }
 
 # Packages and modules with their own public names: rw.hub.inspect_model works without importing ropewalk.hub.
-_PACKAGES = ("hub", "positions", "reference", "spec", "theory")
+_PACKAGES = ("hub", "parallel", "positions", "reference", "spec", "theory")
 
 __all__ = [
     "NTK",

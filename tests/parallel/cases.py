@@ -76,6 +76,7 @@ def case_of(kind, batch, dtype=torch.float64):
         options |= {"feature_map": (torch.exp, "relu"), "rope": encoding_of("rope"), "bias": encoding_of("t5")}
     elif kind != "none":
         tensor = rule_of(kind, batch, HEADS, 2, LENGTH, dtype).tensor
+        assert tensor is not None
         options |= {"decay": tensor.requires_grad_(), "rope": encoding_of("half")}
     if kind == "t5 learned":
         options["rope"] = encoding_of("learned")
@@ -186,7 +187,7 @@ def state_case(sharding, kind, mesh):
             truth, after = rw.linear_attention(q, k, v, cu_seqlens=ends, state=state, return_state=True, **options)
             out, end = parallel.linear_attention(*parts, shards=shards, state=state, return_state=True, **local)
             assert_near(out, shards.cut(truth, 2), truth.abs().max(), 1e-13)
-            pairs = [(end.above, after.above), (end.below, after.below)]
+            pairs: list[Any] = [(end.above, after.above), (end.below, after.below)]
             pairs += zip(end.near or (), after.near or (), strict=True)
             pairs += [] if after.log_decay is None else [(end.log_decay, after.log_decay)]
             for x, expected in pairs:

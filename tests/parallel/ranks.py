@@ -1,7 +1,6 @@
 """Functions that run on several ranks: one process per rank, gloo, many cases per start."""
 
 import importlib
-import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import spawn
 
 __all__ = ["Case", "failures_on_ranks", "on_ranks"]
 
@@ -41,14 +40,14 @@ def failures_on_ranks(world: int, module: str, function: str, folder: Path) -> d
 
 def on_ranks(world: int, module: str, function: str, folder: Path) -> list[Any]:
     """Run cases on ranks that are processes, and return what each rank has stored."""
-    mp.start_processes(_rank, (world, module, function, str(folder)), world, start_method="spawn")
+    spawn(_rank, (world, module, function, str(folder)), world)
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
 def _rank(rank: int, world: int, module: str, function: str, folder: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    place = Path(folder, "store").as_uri()
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=TIMEOUT)
     mesh, results = init_device_mesh("cpu", (world,)), {}
     for name, case in getattr(importlib.import_module(module), function)(world).items():
         try:

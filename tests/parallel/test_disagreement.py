@@ -1,0 +1,137 @@
+"""Ranks that disagree, that have invalid arguments or that end: every other rank raises an error."""
+
+import os
+import time
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import ropewalk as rw
+from parallel.cases import LENGTH, inputs
+from parallel.ranks import failures_on_ranks, on_ranks
+from ropewalk import parallel
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def refused(call, *words):
+    """Raise unless the call raises a RopewalkError with these words."""
+    with pytest.raises(rw.RopewalkError) as info:
+        call()
+    assert all(word in str(info.value) for word in words), str(info.value)
+
+
+def parts(shards, **options):
+    return [shards.cut(x.detach(), 2) for x in inputs(2 if shards.sequences is None else 1, **options)]
+
+
+def shards_differ(mesh):
+    rank = mesh.get_local_rank()
+    refused(lambda: parallel.Shards(mesh, 8 + rank), "the same call on all ranks", "length 8", "length 9")
+    refused(lambda: parallel.Shards(mesh, 8, "zigzag" if rank else "contiguous"), "layout zigzag", "layout contiguous")
+    refused(lambda: parallel.Shards(mesh, 8, cu_seqlens=[0, 3 + rank, 8]), "cu_seqlens [0, 3, 8]")
+
+
+def invalid_shards(mesh):
+    refused(lambda: parallel.Shards(mesh, 10, "zigzag"), "a multiple of 4 tokens", "got:      10")
+    refused(lambda: parallel.Shards(mesh, 16, "zigzag", [0, 4, 10, 16]), "every packed sequence", "6 in sequence 1")
+    refused(lambda: parallel.Shards(mesh, [3, 5], "zigzag"), "the same number of tokens")
+    refused(lambda: parallel.Shards(mesh, [3, 5, 7]), "a list of 2 numbers")
+    refused(lambda: parallel.Shards(mesh, 0), "at least 1 token")
+    refused(lambda: parallel.Shards(mesh, 8, cu_seqlens=[0, 5]), "from 0 to 8")
+    refused(lambda: parallel.Shards(mesh, 8, "rings"), "layout")
+    refused(lambda: parallel.Shards("cpu", 8), "a DeviceMesh")
+    refused(lambda: parallel.Shards(mesh, 8, check_calls=3), "check_calls")
+    shards = parallel.Shards(mesh, 8)
+    refused(lambda: shards.cut(torch.ones(2, 7), 1), "all tokens: 8")
+    refused(lambda: shards.join(torch.ones(2, 8), 1), "the tokens of this rank: 4")
+
+
+def mesh_of_two_dimensions(mesh):
+    both = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("dp", "cp"))
+    refused(lambda: parallel.Shards(both, 8), "one dimension", "dp, cp", 'mesh["cp"]')
+    assert parallel.Shards(both["cp"], 8).ranks == mesh.size()
+
+
+def calls_differ(mesh):
+    shards, rank = parallel.Shards(mesh, LENGTH), mesh.get_local_rank()
+    q, k, v = parts(shards, kv_heads=4)
+    ropes = [rw.RotaryEmbedding(8, base=10_000 * (1 + rank)), rw.RotaryEmbedding(8)]
+    refused(lambda: parallel.attention(q, k, v, shards=shards, encoding=ropes[0]), "base=20000.0", "base=10000.0")
+    refused(lambda: parallel.attention(q, k, v, shards=shards, window=5 + rank), "window 5", "window 6")
+    refused(lambda: parallel.attention(q, k, v, shards=shards, method="ring" if rank else "gather"), "method ring")
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, rope=ropes[0]), "base=20000.0")
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, normalize=bool(rank)), "normalize")
+    dtypes = [x.float() if rank else x for x in (q, k, v)]
+    refused(lambda: parallel.linear_attention(*dtypes, shards=shards), "torch.float32", "torch.float64")
+    # Only one rank has a wrong number of tokens: the others raise as well.
+    wrong = [x[:, :, : x.shape[2] - rank] for x in (q, k, v)]
+    refused(lambda: parallel.attention(*wrong, shards=shards), "the 80 tokens of rank 1")
+    refused(lambda: parallel.linear_attention(*wrong, shards=shards), "the 80 tokens of rank 1")
+    assert parallel.attention(q, k, v, shards=shards, encoding=ropes[1]).shape == q.shape[:3] + v.shape[3:]
+
+
+def invalid_calls(mesh):
+    shards, packed = parallel.Shards(mesh, LENGTH), parallel.Shards(mesh, LENGTH, cu_seqlens=[0, 50, LENGTH])
+    q, k, v = parts(shards, kv_heads=4)
+    softmax, linear = parallel.attention, parallel.linear_attention
+    refused(lambda: softmax(q, k, v, shards=mesh), "a Shards")
+    refused(lambda: linear(q, k, v, shards=mesh), "a Shards")
+    refused(lambda: softmax(q[:, :3], k[:, :3], v[:, :3], shards=shards, method="ulysses"), "multiples of the 2 ranks")
+    refused(lambda: softmax(q, k[:, :1], v[:, :1], shards=shards, method="ulysses"), "4 heads and 1 kv_heads")
+    refused(lambda: softmax(q, k, v, shards=shards, method="tree"), "method")
+    refused(lambda: softmax(q, k, v, shards=shards, window=0), "window")
+    refused(lambda: softmax(q, k, v, shards=packed), "a batch of 1")
+    refused(lambda: linear(q, k, v, shards=packed), "a batch of 1")
+    decay = -torch.ones(4, dtype=torch.float64)
+    refused(lambda: linear(q, k, v, shards=shards, causal=False, decay=decay), "no decay, bias or state")
+    refused(lambda: linear(q, k, v, shards=shards, causal=False, return_state=True), "no decay, bias or state")
+    spec = rw.RopeSpec(8, rw.DynamicNTK(factor=2.0, trained_length=16))
+    one = [x[:1] for x in (q, k, v)]
+    refused(lambda: linear(*one, shards=packed, rope=rw.RotaryEmbedding(spec)), "do not depend on the length")
+    varying = rw.encoding("rope", dim=32, num_heads=4, spec=spec, at_length=64)
+    refused(lambda: softmax(*one, shards=packed, encoding=varying), "do not depend on the length")
+    axes = rw.RotaryEmbedding(rw.RopeSpec(8, axes=rw.Axes.chunked((2, 2))))
+    refused(lambda: linear(q, k, v, shards=shards, rope=axes), "one position per token")
+    refused(lambda: softmax(q, k, v, shards=shards, encoding=axes), "one position per token")
+    refused(lambda: softmax(q, k, v, shards=shards, encoding=rw.encoding("learned", dim=32, num_heads=4, length=9)))
+
+
+def bad_cases(world):
+    cases = (shards_differ, invalid_shards, mesh_of_two_dimensions, calls_differ, invalid_calls)
+    return {case.__name__: case for case in cases}
+
+
+def test_every_rank_raises(tmp_path):
+    failures = failures_on_ranks(2, "parallel.test_disagreement", "bad_cases", tmp_path)
+    assert [name for name, failed in failures.items() if failed] == [], next(filter(None, failures.values()))[0]
+
+
+def ending_cases(world):
+    """The last rank ends before a call. The others must raise, and store that they did."""
+
+    def case(method, mesh):
+        shards = parallel.Shards(mesh, LENGTH, check_calls=False)
+        tensors = parts(shards, kv_heads=4)
+        if shards.rank == world - 1:
+            time.sleep(0.5)
+            os._exit(0)
+        run = parallel.linear_attention if method == "linear" else parallel.attention
+        options = {} if method == "linear" else {"method": method}
+        out = run(*tensors, shards=shards, **options)
+        # A collective that was started is waited for.
+        out.sum().item()
+
+    name = os.environ["ROPEWALK_TEST_METHOD"]
+    return {name: lambda mesh: case(name, mesh)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["linear", "gather", "ulysses", "ring"])
+def test_a_rank_that_ends_is_an_error_of_the_others(method, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROPEWALK_TEST_METHOD", method)
+    with pytest.raises(Exception, match=r"Connection closed by peer|terminated|Connection reset|timed? ?out"):
+        on_ranks(2, "parallel.test_disagreement", "ending_cases", tmp_path)
+    # Rank 0 has stored its failure, if it was not ended first.
+    assert not (tmp_path / "rank1").exists()
