@@ -29,6 +29,8 @@ def run(page: Path) -> bool:
         finally:
             torch.set_default_dtype(torch.float32)
             torch.compiler.reset()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
     return True
 
 

@@ -15,6 +15,7 @@ class SomeHeads(Encoding):
         first: Index of the first head.
         count: Number of heads.
 
+    >>> import torch
     >>> from ropewalk.nn.encodings.bias import AlibiBias
     >>> SomeHeads(AlibiBias(2), 1, 1).bias(torch.tensor([2]), torch.arange(3)).tolist()  # slope 1/256
     [[[-0.0078125, -0.00390625, -0.0]]]
