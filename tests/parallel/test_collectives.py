@@ -57,6 +57,7 @@ def count_cases(world):
     return cases
 
 
+@pytest.mark.slow
 def test_number_of_collectives(tmp_path):
     failures = failures_on_ranks(2, "parallel.test_collectives", "count_cases", tmp_path)
     assert [name for name, failed in failures.items() if failed] == [], next(filter(None, failures.values()))[0]

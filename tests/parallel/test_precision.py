@@ -89,6 +89,7 @@ def precision_cases(world):
     return cases
 
 
+@pytest.mark.slow
 def test_the_two_times_rule(tmp_path):
     failures = failures_on_ranks(2, "parallel.test_precision", "precision_cases", tmp_path)
     assert failures.keys() == precision_cases(2).keys()
