@@ -202,6 +202,30 @@ def test_saved_moved_and_reordered_states_are_merged_alike(kind, tmp_path):
     assert_equal(a.reorder(rows).merge(b.reorder(rows)), a.merge(b).reorder(rows))
 
 
+@pytest.mark.parametrize("kind", ["plain", "alibi", "t5"])
+def test_tokens_that_are_hidden_or_absent_change_nothing(kind):
+    _, k, v = drawn(2, 4, 2, 30, 8, 3)
+    options = rule_of(kind, 2, 4, 2, 30, buckets=BUCKETS).options(4) | {"rope": rw.RotaryEmbedding(8)}
+    state = rw.linear_state(k, v, **options)
+    assert_equal(state.merge(rw.linear_state(k[:, :, :0], v[:, :, :0], positions=torch.arange(0), **options)), state)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    mask[0] = False
+    part = k, v, mask, torch.arange(30, 60)
+    merged = state.merge(rw.linear_state(*part[:2], key_mask=part[2], positions=part[3], **options))
+    assert_equal(merged, rw.linear_state(*part[:2], key_mask=part[2], positions=part[3], state=state, **options))
+
+
+def test_functions_of_packed_keys():
+    _, k, v = drawn(1, 4, 2, 30, 8, 3)
+    ends = torch.tensor([0, 5, 30])
+
+    def q_map(x):
+        return torch.exp(x - x.amax((-2, -1), keepdim=True))
+
+    state = rw.linear_state(k, v, cu_seqlens=ends, feature_map=(q_map, torch.exp))
+    assert_same(state.below, torch.cat([k[:, :, :5].exp().sum(2), k[:, :, 5:].exp().sum(2)]))
+
+
 def test_an_empty_state_changes_nothing():
     layer = rw.LinearAttention(16, 2, encoding=rw.encoding("alibi", dim=16, num_heads=2)).double()
     _, k, v = drawn(1, 2, 2, 5, 8, 8)

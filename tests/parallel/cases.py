@@ -3,6 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -49,7 +50,7 @@ ENCODINGS = ("none", "rope", "half", "xpos", "learned", "alibi", "t5")
 KINDS = ("none", "rope", "xpos", "learned", "alibi", "t5", "t5 learned", "per query head", "per token", "functions")
 
 
-def encoding_of(name, *, causal=True):
+def encoding_of(name, *, causal=True) -> Any:
     """An encoding of 4 heads of 8 features in float64, or None."""
     if name == "none":
         return None
@@ -213,8 +214,64 @@ def both_directions_case(sharding, kind, mesh):
     )
 
 
+def grouped_case(method, mesh):
+    """Several query heads per key head, with values of another width."""
+    shards, (q, k, v) = SHARDINGS["zigzag"].shards(mesh), inputs(2)
+    encoding = encoding_of("t5")
+    check(
+        shards,
+        lambda: (rw.attention(q, k, v, encoding=encoding), [q, k, v]),
+        [shards.cut(x.detach(), 2).requires_grad_() for x in (q, k, v)],
+        list(encoding.parameters()),
+        lambda *x: parallel.attention(*x, shards=shards, encoding=encoding, method=method),
+    )
+
+
+def replaced_parameters_case(mesh):
+    """Gradients of parameters that a functional call has replaced."""
+    shards, (q, k, v) = SHARDINGS["contiguous"].shards(mesh), inputs(2, kv_heads=4)
+    encoding, results = encoding_of("t5"), {}
+    weight = torch.randn(encoding.weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    weight.requires_grad_()
+    for method in ("gather", "ring"):
+
+        class Layer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.bias = encoding
+
+            def forward(self, *x, method=method):
+                return parallel.attention(*x, shards=shards, encoding=self.bias, method=method)
+
+        parts = [shards.cut(x.detach(), 2).requires_grad_() for x in (q, k, v)]
+        out = torch.func.functional_call(Layer(), {"bias.weight": weight}, tuple(parts))
+        results[method] = torch.autograd.grad(out.square().sum(), [*parts, weight])
+    for a, b in zip(*results.values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    out = parallel.attention(*parts, shards=shards, encoding=encoding, method="ring")
+    with torch.no_grad():
+        encoding.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def nan_case(mesh):
+    """NaN in one packed sequence does not reach gradients of another."""
+    shards = parallel.Shards(mesh, LENGTH, "zigzag", (0, 80, LENGTH))
+    q, k, v = inputs(1)
+    decay = rule_of("per token", 1, HEADS, 2, LENGTH).tensor
+    assert decay is not None
+    parts = [shards.cut(x.detach(), 2).requires_grad_() for x in (q, k, v, decay)]
+    first = shards.indices < 80
+    with torch.no_grad():
+        parts[2][:, :, first] = float("nan")
+    out = parallel.linear_attention(*parts[:3], shards=shards, decay=parts[3])
+    gradients = torch.autograd.grad(out[:, :, ~first].sum(), parts)
+    assert all(x[:, :, ~first].isfinite().all() for x in gradients)
+
+
 def linear_cases(world):
-    cases = {
+    cases: dict[str, Any] = {"NaN": nan_case} | {
         f"{name}, {kind}": functools.partial(linear_case, sharding, kind)
         for name, sharding in SHARDINGS.items()
         for kind in KINDS
@@ -228,9 +285,14 @@ def linear_cases(world):
 
 
 def softmax_cases(world):
-    return {
-        f"{name}, {encoding}, {method}": functools.partial(softmax_case, sharding, encoding, method)
-        for name, sharding in SHARDINGS.items()
-        for encoding in ENCODINGS
-        for method in ("gather", "ulysses", "ring")
-    }
+    more: dict[str, Any] = {f"grouped, {name}": functools.partial(grouped_case, name) for name in ("gather", "ring")}
+    return (
+        more
+        | {"replaced parameters": replaced_parameters_case}
+        | {
+            f"{name}, {encoding}, {method}": functools.partial(softmax_case, sharding, encoding, method)
+            for name, sharding in SHARDINGS.items()
+            for encoding in ENCODINGS
+            for method in ("gather", "ulysses", "ring")
+        }
+    )

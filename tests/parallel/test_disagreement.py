@@ -1,6 +1,7 @@
 """Ranks that disagree, that have invalid arguments or that end: every other rank raises an error."""
 
 import os
+import pickle
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ropewalk as rw
-from parallel.cases import LENGTH, inputs
+from parallel.cases import LENGTH, encoding_of, inputs
 from parallel.ranks import failures_on_ranks, on_ranks
 from ropewalk import parallel
 
@@ -28,7 +29,9 @@ def parts(shards, **options):
 
 def shards_differ(mesh):
     rank = mesh.get_local_rank()
-    refused(lambda: parallel.Shards(mesh, 8 + rank), "the same call on all ranks", "length 8", "length 9")
+    refused(lambda: parallel.Shards(mesh, 8 + rank), "the same call on all ranks", "(4, 4)", "(5, 4)")
+    assert parallel.Shards(mesh, [4, 4] if rank else (4, 4)).length == 8
+    refused(lambda: parallel.Shards(mesh, 8, cu_seqlens=5 if rank else None), "whole numbers" if rank else "an error")
     refused(lambda: parallel.Shards(mesh, 8, "zigzag" if rank else "contiguous"), "layout zigzag", "layout contiguous")
     refused(lambda: parallel.Shards(mesh, 8, cu_seqlens=[0, 3 + rank, 8]), "cu_seqlens [0, 3, 8]")
 
@@ -63,6 +66,20 @@ def calls_differ(mesh):
     refused(lambda: parallel.attention(q, k, v, shards=shards, method="ring" if rank else "gather"), "method ring")
     refused(lambda: parallel.linear_attention(q, k, v, shards=shards, rope=ropes[0]), "base=20000.0")
     refused(lambda: parallel.linear_attention(q, k, v, shards=shards, normalize=bool(rank)), "normalize")
+    biases = [rw.encoding("t5", dim=32, num_heads=4, causal=True, max_distance=n) for n in (64, 128)]
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, bias=biases[rank]), "max_distance=64")
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, bias=encoding_of("alibi"), length=16 + rank))
+    decay = -torch.ones(2, 4, 80 - rank, dtype=torch.float64)
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, decay=decay), "[2, 4, 79]")
+    numbers = [-1.0, -1.0] if rank else -torch.ones(4, dtype=torch.float64)
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, decay=numbers), "decay")
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, backend="mine" if rank else None), "mine")
+    favor = rw.FavorFeatures(8, 16, seed=rank)
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, feature_map=favor), "seed=0", "seed=1")
+    needs = [x.detach().requires_grad_(i == rank) for i, x in enumerate((q, k, v))]
+    refused(lambda: parallel.attention(*needs, shards=shards), "gradients of q, k, v")
+    state = rw.linear_state(k, v, feature_map="relu" if rank else "elu")
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, state=state), "relu")
     dtypes = [x.float() if rank else x for x in (q, k, v)]
     refused(lambda: parallel.linear_attention(*dtypes, shards=shards), "torch.float32", "torch.float64")
     # Only one rank has a wrong number of tokens: the others raise as well.
@@ -90,8 +107,10 @@ def invalid_calls(mesh):
     spec = rw.RopeSpec(8, rw.DynamicNTK(factor=2.0, trained_length=16))
     one = [x[:1] for x in (q, k, v)]
     refused(lambda: linear(*one, shards=packed, rope=rw.RotaryEmbedding(spec)), "do not depend on the length")
-    varying = rw.encoding("rope", dim=32, num_heads=4, spec=spec, at_length=64)
-    refused(lambda: softmax(*one, shards=packed, encoding=varying), "do not depend on the length")
+    # A length that is fixed is allowed, and one of each sequence is not.
+    fixed = rw.encoding("rope", dim=32, num_heads=4, spec=spec, at_length=64)
+    assert softmax(*one, shards=packed, encoding=fixed).shape == linear(*one, shards=packed, rope=fixed).shape
+    refused(lambda: linear(*one, shards=packed, rope=rw.RotaryEmbedding(spec), length=torch.tensor([3, 4])))
     axes = rw.RotaryEmbedding(rw.RopeSpec(8, axes=rw.Axes.chunked((2, 2))))
     refused(lambda: linear(q, k, v, shards=shards, rope=axes), "one position per token")
     refused(lambda: softmax(q, k, v, shards=shards, encoding=axes), "one position per token")
@@ -133,5 +152,7 @@ def test_a_rank_that_ends_is_an_error_of_the_others(method, tmp_path, monkeypatc
     monkeypatch.setenv("ROPEWALK_TEST_METHOD", method)
     with pytest.raises(Exception, match=r"Connection closed by peer|terminated|Connection reset|timed? ?out"):
         on_ranks(2, "parallel.test_disagreement", "ending_cases", tmp_path)
-    # Rank 0 has stored its failure, if it was not ended first.
+    # Rank 0 has stored that the call itself failed.
+    stored = pickle.loads((tmp_path / "rank0").read_bytes())
+    assert "RuntimeError" in stored[method]
     assert not (tmp_path / "rank1").exists()

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,15 @@ def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     group = mesh.get_group()
     if mesh.device_type == "cpu":
         return group
-    ranks = dist.get_process_group_ranks(group)
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+    if group not in _GROUPS:
+        ranks = dist.get_process_group_ranks(group)
+        new = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _GROUPS[group] = cast(dist.ProcessGroup, new)
+    return _GROUPS[group]
+
+
+# Created once per group of a mesh: every group has threads and connections of its own.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) -> None:
@@ -36,11 +44,12 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
 
     Args:
         group: A group that communicates tensors on the CPU.
-        describe: Returns the description of this rank. It may raise a RopewalkError, which then reaches all ranks.
+        describe: Returns the description of this rank. If it raises, all ranks raise.
         asked: The call, for the error.
 
     Raises:
-        RopewalkError: If a description differs, or if `describe` raised on some rank.
+        RopewalkError: If a description differs, or if `describe` raised on another rank. What it raised on this rank is
+            raised as it is.
 
     >>> agree.__name__
     'agree'
@@ -48,9 +57,9 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
     error = None
     try:
         text = describe()
-    except RopewalkError as raised:
+    except Exception as raised:
         # The other ranks must not wait for this one.
-        error, text = raised, f"an error: {raised.asked}: expected {raised.expected}, got {raised.got}"
+        error, text = raised, f"an error: {type(raised).__name__}: {' '.join(str(raised).split())}"
     mine = tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu")
     digests = [zeros(32, dtype=torch.uint8, device="cpu") for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, mine, group=group)

@@ -85,13 +85,17 @@ def attach(x: Tensor, gathered: Tensor) -> Tensor:
     return _Attached.apply(x, gathered)
 
 
-def no_outputs(q: Tensor, v: Tensor) -> Tensor:
-    """Return the outputs [batch, heads, 0, v_dim] of a rank without tokens. They are a function of q, for its gradient.
+def no_outputs(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+    """Return the outputs [batch, heads, 0, v_dim] of a rank without tokens.
 
-    >>> no_outputs(torch.ones(1, 2, 0, 4), torch.ones(1, 1, 0, 3)).shape
+    They are a function of all tensors that a rank with tokens uses, so that each has a gradient of 0, and so that this
+    rank takes part in the backward passes of earlier calls.
+
+    >>> no_outputs(torch.ones(1, 2, 0, 4), torch.ones(1, 1, 0, 4), torch.ones(1, 1, 0, 3)).shape
     torch.Size([1, 2, 0, 3])
     """
-    return q.sum(-1, keepdim=True).expand(*q.shape[:3], v.shape[-1])
+    total = sum((x.sum().to(v.dtype) for x in (k, v, *others)), start=zeros((), dtype=v.dtype, device=v.device))
+    return (q.sum(-1, keepdim=True).to(v.dtype) + total).expand(*q.shape[:3], v.shape[-1])
 
 
 class _Attached(torch.autograd.Function):

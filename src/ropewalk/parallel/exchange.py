@@ -80,6 +80,7 @@ class Exchange:
             parts |= {"keys": state.near.keys, "values": state.near.values}
         self._shapes: dict[str, torch.Size] = {name: x.shape[1:] for name, x in parts.items()}
         self._gathered: Tensor | None = None
+        self._was_read = False
         if count:
             flat = torch.cat([x.flatten(1).to(state.above.dtype) for x in parts.values()], dim=1)
             mine = flat.unflatten(0, (-1, batch))[sent[shards.rank]]
@@ -88,7 +89,7 @@ class Exchange:
 
     def attach(self, out: Tensor) -> Tensor:
         """Return `out`, in whose backward pass this rank takes part in the reduce-scatter even if it read nothing."""
-        return out if self._gathered is None else attach(out, self._gathered)
+        return out if self._gathered is None or self._was_read else attach(out, self._gathered)
 
     def before(
         self, runs: Sequence[Run], start: int | Tensor, rotation: RotaryEmbedding | None, length: int | Tensor | None
@@ -143,6 +144,7 @@ class Exchange:
         names = list(self._shapes)
         first = sum(self._shapes[other].numel() for other in names[: names.index(name)])
         gathered: Any = self._gathered
+        self._was_read = True
         shape = self._shapes[name]
         return gathered.flatten(0, 1)[..., first : first + shape.numel()].unflatten(-1, shape)
 
@@ -186,12 +188,13 @@ class Exchange:
             for begin in range(0, len(index), size):
                 part = slice(begin, begin + size)
                 block = numbers[index[part]]
+                # Padding reads the state of some rank, which may be NaN.
+                padding = (tokens[part] == 0).reshape(*block.shape[:2], *[1] * (block.dim() - 2))
+                block = block.masked_fill(padding, 0.0)
                 if weights is not None:
                     factor = weights[part]
                     block = block * factor.reshape(*factor.shape, *[1] * (block.dim() - factor.dim()))
-                # Padding reads the state of some rank, which may be NaN.
-                padding = (tokens[part] == 0).reshape(*block.shape[:2], *[1] * (block.dim() - 2))
-                total = total + block.masked_fill(padding, 0.0).sum(0)
+                total = total + block.sum(0)
         return total.flatten(0, 1)
 
     def _keys(self, chosen: Sequence[Sequence[tuple[Slot, int]]], start: int | Tensor, count: int = 0) -> NearKeys:

@@ -1,15 +1,16 @@
 """Linear attention over a sequence that is cut over ranks: the same function as on one rank."""
 
+from dataclasses import replace
 from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.errors import RopewalkError, as_int, require_flag, shown
 from ropewalk.kernels.constructors import arange, tensor
 from ropewalk.kernels.types import Sums
-from ropewalk.nn.encodings.base import Encoding
-from ropewalk.nn.encodings.rotary import rope_axes, rope_in
+from ropewalk.nn.encodings.base import DistanceBias, Encoding
+from ropewalk.nn.encodings.rotary import rope_in
 from ropewalk.nn.linear.arguments import check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import LinearOptions
@@ -17,8 +18,11 @@ from ropewalk.nn.linear.function import linear_attention as attend_locally
 from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
 from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens, join_states
-from ropewalk.nn.linear.weighting import bias_for_linear
+from ropewalk.nn.linear.weighting import bias_for_linear, resolve_scale
+from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops import require_backend
+from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import no_outputs
 from ropewalk.parallel.exchange import Exchange
 from ropewalk.parallel.layout import Run
@@ -45,7 +49,7 @@ class ParallelLinearOptions(TypedDict, total=False):
     normalize: bool
     scale: float | None
     state: LinearState | None
-    length: int | Tensor | None
+    length: int | None
     backend: str | None
 
 
@@ -85,7 +89,7 @@ def linear_attention(
     scale: float | None = None,
     state: LinearState | None = None,
     return_state: bool = False,
-    length: int | Tensor | None = None,
+    length: int | None = None,
     backend: str | None = None,
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, LinearState]:
@@ -112,8 +116,10 @@ def linear_attention(
         normalize: As in `ropewalk.linear_attention`.
         scale: As in `ropewalk.linear_attention`.
         state: State before the first token of each sequence, the same on all ranks; or None.
-        return_state: Also return the state after the last token of each sequence, on every rank.
-        length: As in `ropewalk.linear_attention`. By default the number of tokens of all ranks.
+        return_state: Also return the state after the last token of each sequence, on every rank. If every rank computes
+            the same loss of it, divide that loss by the number of ranks.
+        length: Length for rules that depend on it. By default that of the encoding, or the number of tokens of all
+            ranks and of the state.
         backend: Force a backend; None chooses one.
 
     Returns:
@@ -134,25 +140,42 @@ def linear_attention(
     """
     if unnamed or unknown:
         refuse_arguments(_ASKED, linear_attention, unnamed, unknown)
-    if not isinstance(shards, Shards):
-        raise RopewalkError(
-            asked=f"{_ASKED}(shards=...)",
-            expected="a Shards",
-            got=shown(shards),
-            do="create one on every rank: ropewalk.parallel.Shards(mesh, length)",
-        )
+    check_shards(shards, asked=_ASKED)
+    distances: DistanceBias | None = None
+
+    def check() -> None:
+        nonlocal distances
+        check_tensors(q, k, v, causal)
+        check_tokens(q, k, shards, rope, asked=_ASKED)
+        _check_options(q, k, shards, causal, decay, bias, state, return_state, length)
+        distances = bias_for_linear(bias, f"{_ASKED}(bias=...)")
+        resolve_maps(feature_map, _ASKED)
+        resolve_scale(normalize, scale, _ASKED)
+        require_backend(backend)
 
     def describe() -> str:
-        _check(q, k, v, shards, rope, causal, decay, bias, state, return_state)
-        return _described(q, k, v, rope, feature_map, causal, decay, bias, (normalize, scale), state, return_state)
+        maps = [repr(x) if isinstance(x, nn.Module) else map_name(x) for x in resolve_maps(feature_map, _ASKED)]
+        needs = torch.is_grad_enabled() and decay is not None and decay.requires_grad
+        options = {
+            "feature maps": maps,
+            "causal": causal,
+            "decay": None if decay is None else (decay.dim(), decay.shape[-2:][0], decay.dtype, needs),
+            "bias": describe_encoding(bias),
+            "normalize, scale": (normalize, scale),
+            "state": _described_state(state),
+            "return_state": return_state,
+            "length": length,
+            "backend": backend,
+        }
+        texts = [f"{name} {value}" for name, value in options.items()]
+        return "; ".join(["linear attention", *describe_tensors(q, k, v), describe_encoding(rope), *texts])
 
-    shards.agree(describe, asked=_ASKED)
-    distances = bias_for_linear(bias, f"{_ASKED}(bias=...)")
+    shards.agree(check, describe, asked=_ASKED)
     rotation, rows = rope_in(rope), _Rows(shards, k, alone=distances is not None and distances.numbers is not None)
     starts = _starts(state, rows.sequences(shards.local))
+    length = getattr(rope, "at_length", None) if length is None else length
     if rotation is not None and rotation.spec.varies and length is None:
-        start = 0 if state is None else state.position
-        length = shards.length + start
+        length = shards.length + (state.position if state is not None and isinstance(state.position, int) else 0)
     decay = rows.split(decay, 2) if decay is not None and decay.dim() == 3 else decay
     q_rows, k_rows, v_rows = (rows.split(x, 2) for x in (q, k, v))
     ids = rows.positions(starts) if rope is not None or bias is not None else None
@@ -170,13 +193,17 @@ def linear_attention(
         options |= LinearOptions(causal=causal, normalize=normalize, scale=scale)
         out = rows.join(rows.attend(q_rows, k_rows, v_rows, before, options))
     else:
-        out = no_outputs(q, v)
+        modules = [x for x in (rope, bias) if isinstance(x, nn.Module)]
+        others = [x for module in modules for x in module.parameters()]
+        others += [] if decay is None else [decay]
+        others += [] if state is None else [state.above, state.below]
+        out = no_outputs(q, k, v, *others)
     out = exchange.attach(out)
     if not return_state:
         return out
     ends = _ends(shards)
     origin = 0 if counts_tokens(mine) else _starts(state, rows.sequences(ends))
-    after = exchange.before(ends, origin, rotation, length)
+    after = replace(exchange.before(ends, origin, rotation, length), first=0)
     return out, _after_initial(state, after, rows.sequences(ends), rope)
 
 
@@ -281,39 +308,23 @@ def _after_initial(
     """Return the states that continue an initial state."""
     if state is None:
         return before
-    return state.reorder(rows).merge(before, rope=rope if before.learned else None)
+    # Positions continue from the state, so the first one is known to follow it.
+    return state.reorder(rows).merge(replace(before, first=None), rope=rope if before.spec is not None else None)
 
 
-def _check(
+def _check_options(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
     shards: Shards,
-    rope: RotaryEmbedding | Encoding | None,
     causal: bool,
     decay: Tensor | None,
     bias: Encoding | None,
     state: LinearState | None,
     return_state: bool,
+    length: int | None,
 ) -> None:
-    """Raise unless the arguments of this rank are valid."""
-    check_tensors(q, k, v, causal)
+    """Raise unless the options of this rank are valid."""
     require_flag(return_state, asked=f"{_ASKED}(return_state=...)")
-    tokens = shards.lengths[shards.rank]
-    if q.shape[2] != tokens or k.shape[2] != tokens:
-        raise RopewalkError(
-            asked=f"{_ASKED}(q, k, v)",
-            expected=f"the {tokens} tokens of rank {shards.rank}",
-            got=f"{q.shape[2]} queries and {k.shape[2]} keys",
-            do="cut the tokens before the projections: x = shards.cut(x, dim=1)",
-        )
-    if shards.sequences is not None and len(q) != 1:
-        raise RopewalkError(
-            asked=f"{_ASKED}(q, k, v)",
-            expected="a batch of 1, because sequences are packed",
-            got=f"a batch of {len(q)}",
-            do="pack the sequences of a batch, or create Shards without cu_seqlens",
-        )
     if not causal and (decay is not None or bias is not None or state is not None or return_state):
         raise RopewalkError(
             asked=f"{_ASKED}(causal=False)",
@@ -321,56 +332,34 @@ def _check(
             got="decay" if decay is not None else "bias" if bias is not None else "state",
             do="pass causal=True, or use parallel.attention for a bias in both directions",
         )
-    rotation = rope_in(rope)
-    if rope_axes(rope) > 1:
+    heads = [k.shape[1], q.shape[1]]
+    shapes = [[n] for n in heads] + [[len(k), n, k.shape[2]] for n in heads]
+    if decay is not None and (not isinstance(decay, Tensor) or list(decay.shape) not in shapes):
         raise RopewalkError(
-            asked=f"{_ASKED}(rope=...)",
-            expected="a rope with one position per token",
-            got=f"{rope_axes(rope)} axes",
-            do="rotate tokens of several axes on one rank",
+            asked=f"{_ASKED}(decay=...)",
+            expected=f"a tensor of shape {' or '.join(map(str, shapes))}: per head, or per token of this rank",
+            got=described(decay),
+            do="cut a decay per token as the tokens: shards.cut(decay, dim=2)",
         )
-    if rotation is not None and rotation.spec.varies and shards.sequences is not None:
-        rule = type(rotation.spec.frequencies).__name__
+    if length is not None and as_int(length) is None:
         raise RopewalkError(
-            asked=f"{_ASKED}(rope=...) with {rule}",
-            expected="frequencies that do not depend on the length, because sequences are packed",
-            got=f"{rule}, which would need the length of each sequence",
-            do="use a rule with fixed frequencies, or Shards without cu_seqlens",
+            asked=f"{_ASKED}(length=...)",
+            expected="an int, the same for all sequences",
+            got=shown(length),
+            do="pass the number of tokens that determines the frequencies",
         )
     rows = len(q) if shards.sequences is None else shards.sequences
     checked_start(state, rows, asked=f"{_ASKED}(state=...)")
 
 
-def _described(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rope: RotaryEmbedding | Encoding | None,
-    feature_map: FeatureMap | tuple[FeatureMap, FeatureMap],
-    causal: bool,
-    decay: Tensor | None,
-    bias: Encoding | None,
-    scaling: tuple[bool, float | None],
-    state: LinearState | None,
-    return_state: bool,
-) -> str:
+def _described_state(state: LinearState | None) -> str:
     """Describe what must be the same on all ranks."""
-    maps, rotation = resolve_maps(feature_map, _ASKED), rope_in(rope)
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (k, v))
-    sizes = [(len(x), x.shape[1], x.shape[3]) for x in (q, k, v)]
-    return "; ".join(
-        [
-            f"linear attention, [batch, heads, dim] {sizes}",
-            f"{v.dtype}",
-            f"rope {None if rotation is None else rotation.spec}",
-            f"encoding {type(rope).__name__}",
-            f"feature maps {map_name(maps[0])}, {map_name(maps[1])}",
-            f"causal {causal}",
-            f"decay {None if decay is None else (list(decay.shape[:2]), decay.dtype)}",
-            f"bias {type(bias).__name__}",
-            f"normalize, scale {scaling}",
-            f"state {state}",
-            f"return_state {return_state}",
-            f"gradients {learns}",
-        ]
-    )
+    if state is None:
+        return "none"
+    position = state.position
+    if isinstance(position, Tensor):
+        position = position.tolist() if can_read_values(position) else list(position.shape)
+    near = None if state.near is None else [list(x.shape) for x in state.near]
+    fields = state.spec, state.feature_map, state.learned, state.encoding, state.weighting, near
+    needs = torch.is_grad_enabled() and state.above.requires_grad
+    return f"{list(state.above.shape)} {state.above.dtype} at {position}, {fields}, gradients {needs}"

@@ -1,5 +1,7 @@
 """Ring attention: keys and values travel from rank to rank, and each rank attends to one part after the other."""
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,9 +53,44 @@ def ring_attention(
     >>> ring_attention.__name__
     'ring_attention'
     """
-    rule = _Rule(shards, bias, causal, window, scale)
-    parameters = [] if bias is None else [x for x in bias.parameters() if x.requires_grad]
-    return _Ring.apply(q, k, v, rule, *parameters)
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
+        # As in SDPA. Both passes then compute in this dtype.
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    learned = [] if bias is None else _learned(bias)
+    rule = _Rule(shards, bias, causal, window, scale, tuple(learned))
+    with torch.autocast(device, enabled=False):
+        return _Ring.apply(q, k, v, rule, *(_read(*place) for place in learned))
+
+
+def _learned(encoding: Encoding) -> list[tuple[nn.Module, str]]:
+    """Return where an encoding has tensors that need gradients: modules, and names in them."""
+    places: list[tuple[nn.Module, str]] = []
+    for module in encoding.modules():
+        tensors = {**vars(module), **module._parameters}
+        places += [(module, name) for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
+    return places
+
+
+def _read(module: nn.Module, name: str) -> Tensor:
+    return getattr(module, name)
+
+
+@contextlib.contextmanager
+def _replaced(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Use other tensors in modules: those of the forward pass, which modules may no longer have."""
+    originals = [_read(*place) for place in places]
+    try:
+        for (module, name), x in zip(places, tensors, strict=True):
+            _home(module, name)[name] = x
+        yield
+    finally:
+        for (module, name), x in zip(places, originals, strict=True):
+            _home(module, name)[name] = x
+
+
+def _home(module: nn.Module, name: str) -> dict[str, Any]:
+    return module._parameters if name in module._parameters else vars(module)
 
 
 class _Rule(NamedTuple):
@@ -64,10 +101,19 @@ class _Rule(NamedTuple):
     causal: bool
     window: int | None
     scale: float
+    learned: tuple[tuple[nn.Module, str], ...]
+
+    def pairs(self, rank: int) -> Iterator[tuple[Run, Run]]:
+        """Yield the runs of queries of this rank, and the runs of keys of a rank that they see."""
+        queries: dict[int, list[Run]] = {}
+        for run in self.shards.local:
+            queries.setdefault(run.sequence, []).append(run)
+        for key in self.shards.runs[rank]:
+            yield from ((query, key) for query in queries.get(key.sequence, ()) if self.sees(query, key))
 
     def sees(self, query: Run, key: Run) -> bool:
-        """Whether some query of a run sees some key of another run."""
-        if query.sequence != key.sequence or (self.causal and key.start >= query.stop):
+        """Whether some query of a run sees some key of a run of the same sequence."""
+        if self.causal and key.start >= query.stop:
             return False
         if self.window is None:
             return True
@@ -96,12 +142,11 @@ def _tokens(run: Run) -> slice:
 
 
 class _Travel:
-    """Tensors that move to the next rank, while those of the rank before arrive."""
+    """A tensor that moves to the next rank, while that of the rank before arrives. Nobody writes to it meanwhile."""
 
     def __init__(self, shards: Shards, x: Tensor) -> None:
         group = shards.mesh.get_group()
         following, before = (shards.rank + 1) % shards.ranks, (shards.rank - 1) % shards.ranks
-        # Sent from a tensor of its own, so that nobody writes to it before it has left.
         self._sent, self._arrived = x.contiguous(), empty_like(x, memory_format=torch.contiguous_format)
         operations = [
             dist.P2POp(dist.isend, self._sent, dist.get_global_rank(group, following), group),
@@ -117,7 +162,7 @@ class _Travel:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: _Rule, *parameters: nn.Parameter) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rule: _Rule, *learned: Tensor) -> Tensor:
         shards, sizes = rule.shards, (k.shape[-1], v.shape[-1])
         working, device = working_dtype(q), q.device
         out = zeros(*q.shape[:3], v.shape[-1], dtype=working, device=device)
@@ -125,19 +170,17 @@ class _Ring(torch.autograd.Function):
         both = shards.padded(torch.cat([k, v], dim=-1), 2)
         for step in range(shards.ranks):
             travel = _Travel(shards, both) if step < shards.ranks - 1 else None
-            for key in shards.runs[(shards.rank - step) % shards.ranks]:
-                part = both[:, :, _tokens(key)]
-                for query in shards.local:
-                    if rule.sees(query, key):
-                        rows = _tokens(query)
-                        y, new = rule.attend(query, key, q[:, :, rows], *part.split(sizes, dim=-1))
-                        total = torch.logaddexp(lse[:, :, rows], new)
-                        old = _weight(lse[:, :, rows], total)
-                        out[:, :, rows] = old * out[:, :, rows] + _weight(new, total) * y
-                        lse[:, :, rows] = total
+            for query, key in rule.pairs((shards.rank - step) % shards.ranks):
+                rows = _tokens(query)
+                y, new = rule.attend(query, key, *_exact(q[:, :, rows], *both[:, :, _tokens(key)].split(sizes, dim=-1)))
+                total = torch.logaddexp(lse[:, :, rows], new)
+                old = _weight(lse[:, :, rows], total)
+                out[:, :, rows] = old * out[:, :, rows] + _weight(new, total) * y
+                lse[:, :, rows] = total
             both = both if travel is None else travel.wait()
-        ctx.save_for_backward(q, k, v, out.to(v.dtype), lse)
-        ctx.rule, ctx.parameters = rule, parameters
+        # Not rounded: the gradient of a block depends on the difference between its output and the whole one.
+        ctx.save_for_backward(q, k, v, out, lse, *learned)
+        ctx.rule = rule
         return out.to(v.dtype)
 
     @staticmethod
@@ -149,39 +192,42 @@ class _Ring(torch.autograd.Function):
                 got="create_graph=True",
                 do='pass method="gather" or "ulysses"',
             )
-        (q, k, v, out, lse), rule, parameters = ctx.saved_tensors, ctx.rule, ctx.parameters
+        (q, k, v, out, lse, *learned), rule = ctx.saved_tensors, ctx.rule
         shards, sizes, working = rule.shards, (k.shape[-1], v.shape[-1]), working_dtype(q)
-        of_q, totals = zeros_like(q, dtype=working), [zeros_like(x) for x in parameters]
+        learned = [x.detach().requires_grad_() for x in learned]
+        of_q, totals = zeros_like(q, dtype=working), [zeros_like(x) for x in learned]
         both = shards.padded(torch.cat([k, v], dim=-1), 2)
         # Travels with the keys and values that it belongs to, and once more at the end, back to their rank.
         of_both = zeros_like(both, dtype=working)
         cotangent = cotangents[0].to(working)
         for step in range(shards.ranks):
             travel = _Travel(shards, both) if step < shards.ranks - 1 else None
-            for key in shards.runs[(shards.rank - step) % shards.ranks]:
-                part = both[:, :, _tokens(key)]
-                for query in shards.local:
-                    if not rule.sees(query, key):
-                        continue
-                    rows = _tokens(query)
-                    with torch.enable_grad():
-                        leaves = [x.detach().requires_grad_() for x in (q[:, :, rows], *part.split(sizes, dim=-1))]
-                        y, new = rule.attend(query, key, *leaves)
-                    # The output is the sum of exp(new - lse) y over all blocks.
-                    weight, above = _weight(new.detach(), lse[:, :, rows]), cotangent[:, :, rows]
-                    of_new = (weight * above * (y.detach() - out[:, :, rows])).sum(-1)
-                    gradients = torch.autograd.grad(
-                        (y, new), (*leaves, *parameters), ((weight * above).to(y.dtype), of_new), allow_unused=True
-                    )
-                    of_q[:, :, rows] += gradients[0]
-                    of_both[:, :, _tokens(key)] += torch.cat([x.to(working) for x in gradients[1:3]], dim=-1)
-                    for total, gradient in zip(totals, gradients[3:], strict=True):
-                        if gradient is not None:
-                            total += gradient
-            of_both = _Travel(shards, of_both).wait()
+            for query, key in rule.pairs((shards.rank - step) % shards.ranks):
+                rows, columns = _tokens(query), _tokens(key)
+                block = _exact(q[:, :, rows], *both[:, :, columns].split(sizes, dim=-1))
+                with torch.enable_grad(), _replaced(rule.learned, learned):
+                    leaves = [x.detach().requires_grad_() for x in block]
+                    y, new = rule.attend(query, key, *leaves)
+                # The output is the sum of exp(new - lse) y over all blocks.
+                weight, above = _weight(new.detach(), lse[:, :, rows]), cotangent[:, :, rows]
+                of_new = (weight * above * (y.detach() - out[:, :, rows])).sum(-1)
+                gradients = torch.autograd.grad(
+                    (y, new), (*leaves, *learned), ((weight * above).to(y.dtype), of_new), allow_unused=True
+                )
+                of_q[:, :, rows] += gradients[0]
+                of_both[:, :, columns] += torch.cat([x.to(working) for x in gradients[1:3]], dim=-1)
+                for total, gradient in zip(totals, gradients[3:], strict=True):
+                    if gradient is not None:
+                        total += gradient
+            of_both = _Travel(shards, of_both).wait() if shards.ranks > 1 else of_both
             both = both if travel is None else travel.wait()
         of_k, of_v = of_both[:, :, : k.shape[2]].split(sizes, dim=-1)
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, *totals
+
+
+def _exact(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors in float32 or float64 on a CPU, which computes in it in any case: blocks are then not rounded."""
+    return tuple(x.to(working_dtype(x)) if x.device.type == "cpu" else x for x in tensors)
 
 
 def _weight(part: Tensor, total: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from ropewalk.errors import RopewalkError, require_flag, shown
+from ropewalk.errors import RopewalkError, as_int, require_flag, shown
 from ropewalk.kernels.constructors import arange, empty_like, new_zeros
 from ropewalk.nn.position_checks import described
 from ropewalk.parallel.agreement import agree, cpu_group
@@ -86,25 +86,28 @@ class Shards:
         *,
         check_calls: bool = True,
     ) -> None:
-        self.mesh, self.check_calls = _checked_mesh(mesh), require_flag(check_calls, asked="Shards(check_calls=...)")
+        # Without a mesh there is nobody to agree with.
+        self.mesh = _checked_mesh(mesh)
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
         self._group = cpu_group(mesh)
-        ends = _as_list(cu_seqlens)
+        ends: list[int] | None = None
 
         def describe() -> str:
+            nonlocal ends
+            self.check_calls = require_flag(check_calls, asked="Shards(check_calls=...)")
+            ends = _as_list(cu_seqlens)
             self.runs = runs_of_ranks(self.ranks, length, layout, ends, asked="Shards")
-            return f"length {length}; layout {layout}; cu_seqlens {ends}; check_calls {check_calls}"
+            self.lengths = tuple(sum(run.length for run in runs) for runs in self.runs)
+            return f"tokens of each rank {self.lengths}; layout {layout}; cu_seqlens {ends}; check_calls {check_calls}"
 
         agree(self._group, describe, asked="Shards")
         self.layout, self.sequences = layout, None if ends is None else len(ends) - 1
-        self.lengths = tuple(sum(run.length for run in runs) for runs in self.runs)
         self.length = sum(self.lengths)
         self.ends = (0, self.length) if ends is None else tuple(ends)
-        begins = self.ends
         device = torch.device(mesh.device_type)
         if device.type != "cpu":
             device = torch.device(device.type, torch.get_device_module(device).current_device())
-        indices = [_joined([(begins[run.sequence] + run.start, run.length) for run in runs]) for runs in self.runs]
+        indices = [_joined([(self.ends[run.sequence] + run.start, run.length) for run in runs]) for runs in self.runs]
         self.indices = indices[self.rank].to(device)
         self.positions = _joined([(run.start, run.length) for run in self.local]).to(device)
         # Where each token is among the tokens of all ranks, padded to the longest rank.
@@ -176,20 +179,26 @@ class Shards:
         size[dim] = self.ranks * max(self.lengths)
         return new_zeros(x, size).index_copy(dim, self._places.to(x.device), x)
 
-    def agree(self, describe: Callable[[], str], *, asked: str) -> None:
-        """Check a call: `describe` raises if it is invalid, and its result is the same on all ranks.
+    def agree(self, check: Callable[[], None], describe: Callable[[], str], *, asked: str) -> None:
+        """Check a call on all ranks.
 
         Args:
-            describe: Checks the arguments of this rank, and describes what must not differ between ranks.
+            check: Raises if the arguments of this rank are invalid.
+            describe: Describes what must not differ between ranks.
             asked: The call, for errors.
 
         Raises:
             RopewalkError: On every rank, if a rank disagrees or has raised.
         """
-        if self.check_calls and not torch.compiler.is_compiling():
-            agree(self._group, describe, asked=asked)
-        else:
-            describe()
+        if not self.check_calls or torch.compiler.is_compiling():
+            check()
+            return
+
+        def both() -> str:
+            check()
+            return describe()
+
+        agree(self._group, both, asked=asked)
 
     @property
     def _is_even(self) -> bool:
@@ -237,6 +246,13 @@ def _checked_mesh(mesh: object) -> DeviceMesh:
 def _as_list(cu_seqlens: Tensor | Sequence[int] | None) -> list[int] | None:
     if cu_seqlens is None:
         return None
-    if isinstance(cu_seqlens, Tensor):
-        return [int(x) for x in cu_seqlens.flatten().tolist()]
-    return [int(x) for x in cu_seqlens]
+    numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    ends = [as_int(x) for x in numbers] if isinstance(numbers, Sequence) else [None]
+    if any(x is None for x in ends):
+        raise RopewalkError(
+            asked="Shards(cu_seqlens=...)",
+            expected="whole numbers [sequences + 1]",
+            got=shown(cu_seqlens),
+            do="cumulate the lengths of the packed sequences of all ranks",
+        )
+    return [x for x in ends if x is not None]

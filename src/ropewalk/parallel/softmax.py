@@ -6,14 +6,14 @@ from typing import Literal, NamedTuple, Never, get_args
 import torch
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError, require_choice, require_flag, shown
+from ropewalk.errors import RopewalkError, require_choice, require_flag
 from ropewalk.kernels.constructors import arange, tensor
 from ropewalk.nn.attention.function import check_heads, checked_encoding, checked_scale, checked_window, encode
 from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
-from ropewalk.nn.encodings.rotary import rope_axes, rope_in
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import attach, gather, no_outputs, swap
 from ropewalk.parallel.ring import ring_attention
 from ropewalk.parallel.shards import Shards
@@ -81,22 +81,31 @@ def attention(
     """
     if unnamed or unknown:
         refuse_arguments(_ASKED, attention, unnamed, unknown)
-    if not isinstance(shards, Shards):
-        raise RopewalkError(
-            asked=f"{_ASKED}(shards=...)",
-            expected="a Shards",
-            got=shown(shards),
-            do="create one on every rank: ropewalk.parallel.Shards(mesh, length)",
-        )
+    check_shards(shards, asked=_ASKED)
+    added, factor = None, 1.0
+
+    def check() -> None:
+        nonlocal added, factor
+        check_heads(q, k, v, asked=_ASKED)
+        require_choice(method, get_args(Method), asked=f"{_ASKED}(method=...)")
+        require_flag(causal, asked=f"{_ASKED}(causal=...)")
+        checked_window(window, asked=f"{_ASKED}(window=...)")
+        check_tokens(q, k, shards, encoding, asked=_ASKED)
+        added = checked_encoding(encoding, q, k, causal, asked=_ASKED)
+        factor = checked_scale(scale, added, q.shape[-1], asked=_ASKED)
+        if method == "ulysses" and (q.shape[1] % shards.ranks or k.shape[1] % shards.ranks):
+            raise RopewalkError(
+                asked=f'{_ASKED}(method="ulysses")',
+                expected=f"heads and kv_heads that are multiples of the {shards.ranks} ranks",
+                got=f"{q.shape[1]} heads and {k.shape[1]} kv_heads",
+                do='pass method="gather" or "ring"',
+            )
 
     def describe() -> str:
-        _check(q, k, v, shards, encoding, method, causal)
-        checked_window(window, asked=f"{_ASKED}(window=...)")
-        return _described(q, k, v, encoding, method, causal, window, scale)
+        options = f"method {method}", f"causal {causal}", f"window {window}", f"scale {scale}"
+        return "; ".join(["softmax attention", *describe_tensors(q, k, v), describe_encoding(encoding), *options])
 
-    shards.agree(describe, asked=_ASKED)
-    added = checked_encoding(encoding, q, k, causal, asked=_ASKED)
-    factor = checked_scale(scale, added, q.shape[-1], asked=_ASKED)
+    shards.agree(check, describe, asked=_ASKED)
     bias = None
     if added is not None:
         ids = shards.positions.to(q.device)
@@ -140,8 +149,10 @@ def _by_gather(q: Tensor, k: Tensor, v: Tensor, shards: Shards, rule: _Rule) -> 
         outputs.append(
             attend(q[:, :, part], k[:, :, keys], v[:, :, keys], visibility, scale=scale, score_bias=score_bias)
         )
-    out = torch.cat(outputs, dim=2) if outputs else no_outputs(q, v)
-    return attach(out, gathered)
+    if outputs:
+        return torch.cat(outputs, dim=2)
+    learned = [] if bias is None else [x for x in bias.parameters() if x.requires_grad]
+    return attach(no_outputs(q, k, v, *learned), gathered)
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, shards: Shards, rule: _Rule) -> Tensor:
@@ -164,86 +175,3 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, shards: Shards, rule: _Rule) -> T
     else:
         out, _ = attend_packed(heads, keys, values, visibility, ends, scale=scale, score_bias=score_bias)
     return swap(shards.spread(out, 2), mesh, split=2, join=1)[:, :, :tokens]
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    shards: Shards,
-    encoding: Encoding | RotaryEmbedding | None,
-    method: str,
-    causal: bool,
-) -> None:
-    """Raise unless the arguments of this rank are valid."""
-    check_heads(q, k, v, asked=_ASKED)
-    require_choice(method, get_args(Method), asked=f"{_ASKED}(method=...)")
-    require_flag(causal, asked=f"{_ASKED}(causal=...)")
-    tokens = shards.lengths[shards.rank]
-    if q.shape[2] != tokens or k.shape[2] != tokens:
-        raise RopewalkError(
-            asked=f"{_ASKED}(q, k, v)",
-            expected=f"the {tokens} tokens of rank {shards.rank}",
-            got=f"{q.shape[2]} queries and {k.shape[2]} keys",
-            do="cut the tokens before the projections: x = shards.cut(x, dim=1)",
-        )
-    if shards.sequences is not None and len(q) != 1:
-        raise RopewalkError(
-            asked=f"{_ASKED}(q, k, v)",
-            expected="a batch of 1, because sequences are packed",
-            got=f"a batch of {len(q)}",
-            do="pack the sequences of a batch, or create Shards without cu_seqlens",
-        )
-    checked_encoding(encoding, q, k, causal, asked=_ASKED)
-    if rope_axes(encoding) > 1:
-        raise RopewalkError(
-            asked=f"{_ASKED}(encoding=...)",
-            expected="an encoding with one position per token",
-            got=f"{rope_axes(encoding)} axes",
-            do="rotate q and k before the call, at the positions of the tokens that this rank has, and omit encoding",
-        )
-    rotation = rope_in(encoding)
-    if rotation is not None and rotation.spec.varies and shards.sequences is not None:
-        rule = type(rotation.spec.frequencies).__name__
-        raise RopewalkError(
-            asked=f"{_ASKED}(encoding=...) with {rule}",
-            expected="frequencies that do not depend on the length, because sequences are packed",
-            got=f"{rule}, which would need the length of each sequence",
-            do="use a rule with fixed frequencies, or Shards without cu_seqlens",
-        )
-    if method == "ulysses" and (q.shape[1] % shards.ranks or k.shape[1] % shards.ranks):
-        raise RopewalkError(
-            asked=f'{_ASKED}(method="ulysses")',
-            expected=f"heads and kv_heads that are multiples of the {shards.ranks} ranks",
-            got=f"{q.shape[1]} heads and {k.shape[1]} kv_heads",
-            do='pass method="gather" or "ring"',
-        )
-
-
-def _described(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    encoding: Encoding | RotaryEmbedding | None,
-    method: str,
-    causal: bool,
-    window: int | None,
-    scale: float | None,
-) -> str:
-    """Describe what must be the same on all ranks."""
-    rotation = rope_in(encoding)
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    sizes = [(len(x), x.shape[1], x.shape[3]) for x in (q, k, v)]
-    return "; ".join(
-        [
-            f"softmax attention, [batch, heads, dim] {sizes}",
-            f"{v.dtype}",
-            f"encoding {type(encoding).__name__}",
-            f"rope {None if rotation is None else rotation.spec}",
-            f"method {method}",
-            f"causal {causal}",
-            f"window {window}",
-            f"scale {scale}",
-            f"gradients {learns}",
-        ]
-    )

@@ -271,8 +271,12 @@ def linear_attention(
     if cu_seqlens is not None and callable(maps[0]):
         padding = (arange(k.shape[2], device=k.device) >= cu_seqlens[-1])[:, None]
     hidden = None if key_mask is None else ~key_mask[:, None, :, None]
-    queries, q_name = _mapped(q, maps[0], "q", padding)
     keys, k_name = _mapped(k, maps[1], "k", padding, hidden)
+    if q.shape[2] or not callable(maps[0]):
+        queries, q_name = _mapped(q, maps[0], "q", padding)
+    else:
+        # A function may not support a tensor without tokens.
+        queries, q_name = q[..., :1].to(keys.dtype).expand(*q.shape[:3], keys.shape[-1]), "identity"
     if queries.shape[-1] != keys.shape[-1]:
         raise RopewalkError(
             asked="linear_attention(feature_map=...)",

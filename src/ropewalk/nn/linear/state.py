@@ -307,13 +307,22 @@ def _merged_position(earlier: LinearState, later: LinearState, asked: str) -> in
             got=f"tokens from position {shown(later.first)} on",
             do="pass their positions to the call that computes the later state: linear_state(k, v, positions=...)",
         )
-    return later.position
+    # A row of `later` without visible tokens ends where it starts.
+    if isinstance(later.position, int) and isinstance(earlier.position, int):
+        return max(later.position, earlier.position)
+    return torch.maximum(*torch.broadcast_tensors(*_as_tensors(later.position, earlier.position)))
+
+
+def _as_tensors(a: int | Tensor, b: int | Tensor) -> tuple[Tensor, Tensor]:
+    """Return two positions as tensors on one device. At least one of them is a tensor."""
+    device = a.device if isinstance(a, Tensor) else b.device if isinstance(b, Tensor) else None
+    return tuple(x if isinstance(x, Tensor) else tensor(x, dtype=torch.int64, device=device) for x in (a, b))  # pyright: ignore[reportReturnType]
 
 
 def _decay_between(earlier: LinearState, later: LinearState, asked: str) -> Tensor | None:
     """Return the logarithm of the decay of the earlier sums [batch or 1, heads]; None for no decay."""
     if later.slopes is not None:
-        steps = later.position - earlier.position
+        steps = _merged_position(earlier, later, asked) - earlier.position
         if isinstance(steps, int):
             return (-steps * later.slopes)[None]
         slopes = later.slopes.to(torch.promote_types(later.slopes.dtype, steps.dtype))

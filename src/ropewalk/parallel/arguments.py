@@ -1,0 +1,107 @@
+"""Checks of the arguments of attention across ranks, and what must not differ between ranks."""
+
+import torch
+from torch import Tensor, nn
+
+from ropewalk.errors import RopewalkError, shown
+from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.rotary import rope_axes, rope_in
+from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.parallel.shards import Shards
+
+__all__ = ["check_shards", "check_tokens", "describe_encoding", "describe_tensors"]
+
+
+def check_shards(shards: object, *, asked: str) -> None:
+    """Raise unless an argument is a Shards.
+
+    >>> try:
+    ...     check_shards(4, asked="a doctest")
+    ... except RopewalkError as error:
+    ...     error.expected
+    'a Shards'
+    """
+    if not isinstance(shards, Shards):
+        raise RopewalkError(
+            asked=f"{asked}(shards=...)",
+            expected="a Shards",
+            got=shown(shards),
+            do="create one on every rank: ropewalk.parallel.Shards(mesh, length)",
+        )
+
+
+def check_tokens(
+    q: Tensor, k: Tensor, shards: Shards, encoding: Encoding | RotaryEmbedding | None, *, asked: str
+) -> None:
+    """Raise unless q and k have the tokens of this rank, and one position per token is enough for the encoding.
+
+    Args:
+        q: Queries [batch, heads, tokens, dim].
+        k: Keys [batch, kv_heads, tokens, dim].
+        shards: The shards.
+        encoding: An encoding, a rotation, or None.
+        asked: The function, for errors.
+
+    >>> check_tokens.__name__
+    'check_tokens'
+    """
+    tokens = shards.lengths[shards.rank]
+    if q.shape[2] != tokens or k.shape[2] != tokens:
+        raise RopewalkError(
+            asked=f"{asked}(q, k, v)",
+            expected=f"the {tokens} tokens of rank {shards.rank}",
+            got=f"{q.shape[2]} queries and {k.shape[2]} keys",
+            do="cut the tokens before the projections: x = shards.cut(x, dim=1)",
+        )
+    if shards.sequences is not None and len(q) != 1:
+        raise RopewalkError(
+            asked=f"{asked}(q, k, v)",
+            expected="a batch of 1, because sequences are packed",
+            got=f"a batch of {len(q)}",
+            do="pack the sequences of a batch, or create Shards without cu_seqlens",
+        )
+    if rope_axes(encoding) > 1:
+        raise RopewalkError(
+            asked=f"{asked} with a rope over several axes",
+            expected="one position per token",
+            got=f"{rope_axes(encoding)} axes",
+            do="rotate q and k before softmax attention, at the positions of these tokens, and omit encoding",
+        )
+    rotation = rope_in(encoding)
+    fixed = rotation is None or not rotation.spec.varies or getattr(encoding, "at_length", None) is not None
+    if rotation is not None and not fixed and shards.sequences is not None:
+        rule = type(rotation.spec.frequencies).__name__
+        raise RopewalkError(
+            asked=f"{asked} with {rule}",
+            expected="frequencies that do not depend on the length, because sequences are packed",
+            got=f"{rule}, which would need the length of each sequence",
+            do="use an encoding with at_length=, a rule with fixed frequencies, or Shards without cu_seqlens",
+        )
+
+
+def describe_tensors(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """Describe sizes, dtype, and which tensors need gradients: a backward pass has collectives too.
+
+    >>> describe_tensors(*[torch.ones(1, 2, 3, 4)] * 3)[1]
+    'torch.float32'
+    """
+    sizes = [(len(x), x.shape[1], x.shape[3]) for x in (q, k, v)]
+    return [f"[batch, heads, dim] {sizes}", f"{v.dtype}", f"gradients of q, k, v {_learns(q, k, v)}"]
+
+
+def describe_encoding(encoding: Encoding | RotaryEmbedding | None) -> str:
+    """Describe an encoding: its class, rotation, sizes of its parameters, and whether they need gradients.
+
+    >>> describe_encoding(None)
+    'encoding none'
+    """
+    if encoding is None:
+        return "encoding none"
+    rotation, module = rope_in(encoding), encoding
+    parameters = [(name, tuple(x.shape), _learns(x)) for name, x in module.named_parameters()]
+    options = f"{encoding.extra_repr()}, at_length {getattr(encoding, 'at_length', None)}"
+    return f"encoding {type(encoding).__name__}({options}), rope {rotation and rotation.spec}, parameters {parameters}"
+
+
+def _learns(*tensors: Tensor | nn.Parameter) -> list[bool]:
+    return [torch.is_grad_enabled() and x.requires_grad for x in tensors]
