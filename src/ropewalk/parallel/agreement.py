@@ -20,8 +20,12 @@ def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
     On other devices it is created, which all ranks of the mesh must do at the same time.
 
-    >>> cpu_group.__name__
-    'cpu_group'
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> cpu_group(mesh) is mesh.get_group()
+    True
+    >>> dist.destroy_process_group()
     """
     group = mesh.get_group()
     if mesh.device_type == "cpu":
@@ -51,14 +55,17 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
         RopewalkError: If a description differs, or if `describe` raised on another rank. What it raised on this rank is
             raised as it is.
 
-    >>> agree.__name__
-    'agree'
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> agree(mesh.get_group(), lambda: "one rank agrees with itself", asked="a doctest")
+    >>> dist.destroy_process_group()
     """
     error = None
     try:
         text = describe()
     except Exception as raised:
-        # The other ranks must not wait for this one.
+        # Whatever it is, it is raised below, after the exchange: the other ranks must not wait for this one.
         error, text = raised, f"an error: {type(raised).__name__}: {' '.join(str(raised).split())}"
     mine = tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu")
     digests = [zeros(32, dtype=torch.uint8, device="cpu") for _ in range(dist.get_world_size(group))]

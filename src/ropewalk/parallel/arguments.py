@@ -42,8 +42,12 @@ def check_tokens(
         encoding: An encoding, a rotation, or None.
         asked: The function, for errors.
 
-    >>> check_tokens.__name__
-    'check_tokens'
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> check_tokens(*[torch.ones(1, 1, 3, 2)] * 2, Shards(mesh, 3), None, asked="a doctest")
+    >>> dist.destroy_process_group()
     """
     tokens = shards.lengths[shards.rank]
     if q.shape[2] != tokens or k.shape[2] != tokens:

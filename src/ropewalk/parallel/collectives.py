@@ -22,8 +22,12 @@ def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
     The gradient of x is the sum of the gradients that the ranks have of it. The call does not wait: the result is
     waited for when it is first used.
 
-    >>> gather.__name__
-    'gather'
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> gather(torch.ones(2), mesh).shape
+    torch.Size([1, 2])
+    >>> dist.destroy_process_group()
     """
     return _Gathered.apply(x, mesh)
 
@@ -51,8 +55,12 @@ def swap(x: Tensor, mesh: DeviceMesh, split: int, join: int) -> Tensor:
         split: Dimension of which each rank keeps its part.
         join: Dimension of which each rank had a part.
 
-    >>> swap.__name__
-    'swap'
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> swap(torch.ones(2, 3), mesh, split=0, join=1).shape  # one rank keeps everything
+    torch.Size([2, 3])
+    >>> dist.destroy_process_group()
     """
     return _Swapped.apply(x, mesh, split, join)
 

@@ -49,8 +49,16 @@ class Exchange:
         causal: Whether a run reads the runs before it only. Otherwise it reads all others of its sequence.
         every: Whether all runs are sent, for the states after the sequences.
 
-    >>> Exchange.__name__
-    'Exchange'
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> state = LinearState(torch.ones(2, 1, 1, 1), torch.ones(2, 1, 1), feature_map="elu")  # one row per run
+    >>> shards = Shards(mesh, 4, "zigzag")
+    >>> exchange = Exchange(shards, state, None, batch=1, causal=True, every=False)
+    >>> exchange.before(shards.local, 0, None, None).below.flatten().tolist()  # the second run reads the first
+    [0.0, 1.0]
+    >>> dist.destroy_process_group()
     """
 
     def __init__(

@@ -50,8 +50,15 @@ def ring_attention(
     Returns:
         Tensor [batch, heads, tokens, v_dim].
 
-    >>> ring_attention.__name__
-    'ring_attention'
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> x, v = torch.zeros(1, 1, 3, 2), torch.tensor([[[[1.0], [3.0], [5.0]]]])
+    >>> options = {"causal": True, "window": None, "scale": 1.0}
+    >>> y = ring_attention(x, x, v, Shards(mesh, 3), None, **options)  # the mean of the visible values
+    >>> [round(number, 6) for number in y.flatten().tolist()]
+    [1.0, 2.0, 3.0]
+    >>> dist.destroy_process_group()
     """
     device = q.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
