@@ -57,9 +57,11 @@ VALUES |= {"Cache", "CachedTokens", "RollingKVCache", "Visibility"}
 def flat(result: Any) -> list[Any]:
     if isinstance(result, tuple | list):
         return [leaf for part in result for leaf in flat(part)]
+    if isinstance(result, rw.LinearState):
+        return flat([getattr(result, field.name) for field in dataclasses.fields(result)])
     if isinstance(result, torch.Tensor):
         kind = [result.device.type, str(result.dtype), str(result.layout), list(result.shape)]
-        return [*kind, *([] if result.is_meta else result.to_dense().tolist())]
+        return [*kind, None if result.is_meta else result.to_dense().tolist()]
     return [result.tolist() if isinstance(result, np.ndarray) else result]
 
 

@@ -45,6 +45,7 @@ __all__ = [
     "is_transformed",
     "openmp_team",
     "outside_modes",
+    "own_parameters",
     "own_tensors",
     "plain_apply",
     "skip_frames",
@@ -420,3 +421,12 @@ def outside_modes() -> Iterator[None]:
         temporarily_clear_interpreter_stack() if transforms else nullcontext(),
     ):
         yield
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the dict in which a module stores its own parameters, to replace one by a tensor for a while.
+
+    >>> list(own_parameters(torch.nn.Linear(1, 1)))
+    ['weight', 'bias']
+    """
+    return module._parameters

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.constructors import arange, empty_like, full, zeros, zeros_like
 from ropewalk.kernels.precision import working_dtype
+from ropewalk.kernels.torch_internals import own_parameters
 from ropewalk.nn.attention.scores import ScoreBias, attend_with_lse
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
@@ -74,7 +75,7 @@ def _learned(encoding: Encoding) -> list[tuple[nn.Module, str]]:
     """Return where an encoding has tensors that need gradients: modules, and names in them."""
     places: list[tuple[nn.Module, str]] = []
     for module in encoding.modules():
-        tensors = {**vars(module), **module._parameters}
+        tensors = {**vars(module), **own_parameters(module)}
         places += [(module, name) for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
     return places
 
@@ -97,7 +98,8 @@ def _replaced(places: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]
 
 
 def _home(module: nn.Module, name: str) -> dict[str, Any]:
-    return module._parameters if name in module._parameters else vars(module)
+    parameters = own_parameters(module)
+    return parameters if name in parameters else vars(module)
 
 
 class _Rule(NamedTuple):

@@ -135,6 +135,9 @@ def placement_of(
             do="pass positions= for the queries and k_positions= for the keys",
         )
     ids = arange(keys, device=q.device)
+    if length is None and isinstance(start, int) and start == 0:
+        # As above: the keys are a whole sequence.
+        length = keys
     ids = ids + start.unsqueeze(-1) if isinstance(start, Tensor) else ids + start
     return Placement(ids[..., keys - queries :], ids, length=length)
 
