@@ -154,4 +154,5 @@ def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     for kernel in ("read_values", "read_queries", "read_keys", "read_factors"):
         monkeypatch.setattr(triton_call, kernel, getattr(wrong, kernel))
     with pytest.raises(AssertionError):
-        check(kind, 2, 1, 150, buckets=FAR, causal=causal)
+        # On a GPU segments are longer, and the sums of several are read.
+        check(kind, 2, 1, 150 if DEVICE.type == "cpu" else 1100, buckets=FAR, causal=causal)

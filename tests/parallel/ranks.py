@@ -1,5 +1,6 @@
 """Functions that run on several ranks: one process per rank, gloo, many cases per start."""
 
+import faulthandler
 import importlib
 import pickle
 import traceback
@@ -47,6 +48,7 @@ def on_ranks(world: int, module: str, function: str, folder: Path) -> list[Any]:
 
 def _rank(rank: int, world: int, module: str, function: str, folder: str) -> None:
     torch.set_num_threads(1)
+    faulthandler.enable()
     place = Path(folder, "store").as_uri()
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=TIMEOUT)
     mesh, results = init_device_mesh("cpu", (world,)), {}

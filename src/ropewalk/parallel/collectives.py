@@ -1,6 +1,7 @@
 """The exchanges between ranks, as differentiable functions of local tensors.
 
-All ranks pass tensors of the same shape.
+All ranks pass tensors of the same shape. A tensor that is not on a device of the mesh is copied to one, and the result
+back: with a mesh of CPUs, gloo connects processes that share a GPU.
 """
 
 from typing import Any
@@ -13,7 +14,20 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ropewalk.kernels.constructors import empty_like, zeros
 
-__all__ = ["attach", "gather", "no_outputs", "swap"]
+__all__ = ["attach", "gather", "no_outputs", "on_mesh", "swap"]
+
+
+def on_mesh(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return x on a device of the mesh.
+
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x = torch.ones(2)
+    >>> on_mesh(x, init_device_mesh("cpu", (1,))) is x
+    True
+    >>> dist.destroy_process_group()
+    """
+    return x if x.device.type == mesh.device_type else x.to(mesh.device_type)
 
 
 def gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -36,14 +50,17 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.mesh = mesh
-        parts = DTensor.from_local(x.detach().unsqueeze(0), mesh, [Shard(0)], run_check=False)
-        return parts.redistribute(mesh, [Replicate()], async_op=True).to_local()
+        sent = on_mesh(x.detach(), mesh)
+        parts = DTensor.from_local(sent.unsqueeze(0), mesh, [Shard(0)], run_check=False)
+        arrived = parts.redistribute(mesh, [Replicate()], async_op=True).to_local()
+        return arrived if sent.device == x.device else arrived.to(x.device)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, None]:
         # Waits: kernels of the operations before read plain tensors only.
-        total = DTensor.from_local(cotangents[0].contiguous(), ctx.mesh, [Partial()], run_check=False)
-        return total.redistribute(ctx.mesh, [Shard(0)]).to_local().squeeze(0), None
+        sent = on_mesh(cotangents[0].contiguous(), ctx.mesh)
+        total = DTensor.from_local(sent, ctx.mesh, [Partial()], run_check=False)
+        return total.redistribute(ctx.mesh, [Shard(0)]).to_local().squeeze(0).to(cotangents[0].device), None
 
 
 def swap(x: Tensor, mesh: DeviceMesh, split: int, join: int) -> Tensor:
@@ -70,10 +87,10 @@ class _Swapped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, split: int, join: int) -> Tensor:
         ctx.options = mesh, join, split
-        sent = x.unflatten(split, (mesh.size(), -1)).movedim(split, 0).contiguous()
+        sent = on_mesh(x.unflatten(split, (mesh.size(), -1)).movedim(split, 0).contiguous(), mesh)
         arrived = empty_like(sent)
         dist.all_to_all_single(arrived, sent, group=mesh.get_group())
-        return arrived.movedim(0, join).flatten(join, join + 1)
+        return arrived.to(x.device).movedim(0, join).flatten(join, join + 1)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, None, None, None]:

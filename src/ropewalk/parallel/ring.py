@@ -15,6 +15,7 @@ from ropewalk.kernels.torch_internals import own_parameters
 from ropewalk.nn.attention.scores import ScoreBias, attend_with_lse
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
+from ropewalk.parallel.collectives import on_mesh
 from ropewalk.parallel.layout import Run
 from ropewalk.parallel.shards import Shards
 
@@ -156,7 +157,8 @@ class _Travel:
     def __init__(self, shards: Shards, x: Tensor) -> None:
         group = shards.mesh.get_group()
         following, before = (shards.rank + 1) % shards.ranks, (shards.rank - 1) % shards.ranks
-        self._sent, self._arrived = x.contiguous(), empty_like(x, memory_format=torch.contiguous_format)
+        self._device, self._sent = x.device, on_mesh(x.contiguous(), shards.mesh)
+        self._arrived = empty_like(self._sent)
         operations = [
             dist.P2POp(dist.isend, self._sent, dist.get_global_rank(group, following), group),
             dist.P2POp(dist.irecv, self._arrived, dist.get_global_rank(group, before), group),
@@ -166,7 +168,7 @@ class _Travel:
     def wait(self) -> Tensor:
         for work in self._works:
             work.wait()
-        return self._arrived
+        return self._arrived.to(self._device)
 
 
 class _Ring(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -27,7 +28,8 @@ class Shards:
     positions by hand. Ranks that pass different arguments all raise an error.
 
     Args:
-        mesh: A DeviceMesh with one dimension: mesh["name"] of a mesh with several.
+        mesh: A DeviceMesh with one dimension: mesh["name"] of a mesh with several. Tensors on other devices are copied
+            to it and back.
         length: Number of tokens of all ranks, which is cut evenly, or a list with the number of each rank.
         layout: "contiguous": rank r has part r. "zigzag": rank r has chunks r and 2 ranks - 1 - r of each sequence, so
             that causal softmax attention is the same work on all ranks. It requires sequences whose lengths are
@@ -239,6 +241,15 @@ def _checked_mesh(mesh: object) -> DeviceMesh:
             expected="a mesh with one dimension, over which the sequence is cut",
             got=f"{mesh.ndim} dimensions" + (f", {', '.join(mesh.mesh_dim_names)}" if mesh.mesh_dim_names else ""),
             do='pass one of them by its name: mesh["cp"]; names are mesh_dim_names of init_device_mesh',
+        )
+    device, backends = mesh.device_type, dist.get_backend_config(mesh.get_group())
+    # gloo would read memory of the device as memory of the host, and end the process.
+    if device != "cpu" and f"{device}:gloo" in backends.split(","):
+        raise RopewalkError(
+            asked="Shards(mesh, ...)",
+            expected=f"a process group that connects devices of type {device}, such as NCCL",
+            got="gloo, which connects CPUs",
+            do='start the processes with init_process_group("nccl"), or pass a mesh of CPUs: tensors are then copied',
         )
     return mesh
 

@@ -59,6 +59,15 @@ class Tile(NamedTuple):
     keys: Block
     together: bool = False
 
+    def is_full(self, width: int, v_dim: int) -> bool:
+        """Whether blocks have no lanes and columns that are padding.
+
+        >>> tile = tile_of(64, 64, torch.bfloat16, apart=False)
+        >>> tile.is_full(64, 64), tile.is_full(60, 64)
+        (True, False)
+        """
+        return width % (2 * self.values.lanes) == 0 and v_dim % self.features.columns == 0
+
 
 def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
     """Return the tile that was fastest on an H200.

@@ -134,13 +134,13 @@ def value_chunk(
     slot = (batch * (X_HEADS // X_GROUP) + shared) * count + number
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     valid = index < size
-    a, b, u, w, _, _ = load_rotated(
+    a, b, u, w, _cos, _sin = load_rotated(
         x_side, x_table, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
     )
-    rotated = joined(u, w, KIND)
+    rotated = joined(u, w, FEATURES, KIND)
     below, unrotated = tl.zeros((CHUNK,), tl.float32), rotated
     if BELOW:
-        unrotated = joined(a, b, KIND)
+        unrotated = joined(a, b, FEATURES, KIND)
     total = tl.zeros((CHUNK, COLUMNS), tl.float32)
     for AFTER in tl.static_range(2):
         if (AFTER == 0 and SIDE <= 0) or (AFTER == 1 and SIDE >= 0):
@@ -159,7 +159,7 @@ def value_chunk(
         ahead = FIRST + visit // Y_GROUP
         other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
         virtual = shared * Y_GROUP + visit % Y_GROUP
-        operand, _, y_unrotated, z = load_others(
+        operand, _far, y_unrotated, z = load_others(
             y_side, y_table, values, rows, batch, virtual // Y_SHARE, begin, other, (other >= first) & (other < last),
             0, column, length, factor, below, below, below, LANES, FEATURES, V_DIM, Y_MAP, KEYS, NORMALIZED, BELOW,
             False, True, False, KIND,
@@ -217,7 +217,7 @@ def feature_chunk(
             more = near * tl.dot(cotangents, sums.to(KIND), input_precision=PRECISION)
             more_a, more_b = near * plain_a[None, :], near * plain_b[None, :]
             if LEARNED:
-                a, b, u, w, _, _ = load_rotated(
+                a, b, u, w, _cos, _sin = load_rotated(
                     x_side, x_table, batch, x_head, begin, index, valid, offset, length, LANES, FEATURES, X_MAP
                 )
                 more_u, more_w = parted(more)
@@ -235,7 +235,7 @@ def feature_chunk(
         ahead = FIRST + visit // Y_GROUP
         other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
         virtual = shared * Y_GROUP + visit % Y_GROUP
-        operand, _, y_unrotated, z = load_others(
+        operand, _far, y_unrotated, z = load_others(
             y_side, y_table, values, rows, batch, virtual // Y_SHARE, begin, other, (other >= first) & (other < last),
             offset, column, length, factor, over, over, over, LANES, FEATURES, V_DIM, Y_MAP, KEYS, NORMALIZED,
             NORMALIZED, False, True, False, KIND,
@@ -274,10 +274,10 @@ def key_chunk(
     slot = (batch * X_HEADS + head) * count + number
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     valid = index < size
-    _, _, u, w, _, _ = load_rotated(
+    _a, _b, u, w, _cos, _sin = load_rotated(
         x_side, x_table, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
     )
-    rotated = joined(u, w, KIND)
+    rotated = joined(u, w, FEATURES, KIND)
     x_values = load_values(p, batch, x_head, begin, index, valid, column, V_DIM, KIND)
     total = tl.zeros((CHUNK, COLUMNS), tl.float32)
     top = tl.zeros((CHUNK, 2 * LANES), tl.float32)
@@ -302,7 +302,7 @@ def key_chunk(
         ahead = FIRST + visit // Y_GROUP
         other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
         virtual = head * Y_GROUP + visit % Y_GROUP
-        operand, _, y_unrotated, z = load_others(
+        operand, _far, y_unrotated, z = load_others(
             y_side, y_table, values, rows, batch, virtual, begin, other, (other >= first) & (other < last), 0, column,
             length, factor, near, near, near, LANES, FEATURES, V_DIM, Y_MAP, True, NORMALIZED, NORMALIZED, False, True,
             False, KIND,
@@ -343,27 +343,27 @@ def factor_gradient(
     column = tl.arange(0, COLUMNS)
     gradient = tl.zeros((CHUNK, CHUNK), tl.float32)
     for place in range(tl.program_id(2), count * CHUNKS, tl.num_programs(2)):
-        batch, head, _, chunk, begin, size, first, last = chunk_of(
+        batch, head, _number, chunk, begin, size, first, last = chunk_of(
             owner + place * owners, begins, owners, count, length, X_HEADS, SEGMENT, CHUNK, PACKED
         )
         index = chunk * CHUNK + tl.arange(0, CHUNK)
         valid = index < size
-        a, b, u, w, _, _ = load_rotated(
+        a, b, u, w, _cos, _sin = load_rotated(
             x_side, x_table, batch, head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
         )
         cotangents = load_values(p, batch, head, begin, index, valid, column, V_DIM, KIND)
         over, pull = load_pulls(rows, (batch * X_HEADS + head) * length + begin + index, valid, factor, NORMALIZED)
         other = (chunk + ahead) * CHUNK + tl.arange(0, CHUNK)
-        operand, _, y_unrotated, z = load_others(
+        operand, _far, y_unrotated, z = load_others(
             y_side, y_table, values, rows, batch, head // X_GROUP, begin, other, (other >= first) & (other < last), 0,
             column, length, factor, over, over, over, LANES, FEATURES, V_DIM, Y_MAP, False, NORMALIZED, NORMALIZED,
             False, True, False, KIND,
         )  # fmt: skip
         moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
-        scores = tl.dot(joined(u, w, KIND), tl.trans(operand), input_precision=PRECISION)
+        scores = tl.dot(joined(u, w, FEATURES, KIND), tl.trans(operand), input_precision=PRECISION)
         gradient += scores * moved * over[:, None]
         if NORMALIZED:
-            scores = tl.dot(joined(a, b, KIND), tl.trans(y_unrotated), input_precision=PRECISION)
+            scores = tl.dot(joined(a, b, FEATURES, KIND), tl.trans(y_unrotated), input_precision=PRECISION)
             gradient += scores * pull[:, None]
     weight = load_factors(factors, owner % X_HEADS, ahead, BAND, SIDE, False, CHUNK)
     row = tl.arange(0, CHUNK)

@@ -81,7 +81,7 @@ def feature_rows(
     shared, x_head = head // X_GROUP, head // X_SHARE
     offset = block * LANES
     column = tl.arange(0, COLUMNS)
-    begin, end, _, _ = segment_of(begins, number, count, length, SEGMENT, PACKED)
+    begin, end, _first, _last = segment_of(begins, number, count, length, SEGMENT, PACKED)
     size = (end - begin).to(tl.int32)
     logs = decay[0] + batch * decay[1] + shared * decay[2], decay[3]
     slot = slot_of(begins, number, count, batch, shared, HEADS, ALL, PACKED)

@@ -22,7 +22,7 @@ from ropewalk.kernels.linear.triton_kernels import read_factors, read_keys, read
 from ropewalk.kernels.linear.triton_step import SMALLEST
 from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments
 from ropewalk.kernels.torch_internals import current_stream
-from ropewalk.kernels.triton_launch import Launch, table_strides
+from ropewalk.kernels.triton_launch import INTERPRETED, Launch, table_strides
 from ropewalk.kernels.types import FeatureMap, Layout, Weighting
 
 __all__ = ["Call", "Sizes", "Tensors"]
@@ -224,7 +224,7 @@ class Call(Sizes):
     device: torch.device
     least: float
     maps: tuple[int, int]
-    features: tuple[int, int, int, bool]
+    features: tuple[int, int, int, bool, bool]
     strides: dict[str, tuple[int, ...]]
     decay_strides: tuple[int, ...]
     tables: list[tuple[int, int]]
@@ -256,7 +256,10 @@ class Call(Sizes):
         self.maps = FeatureMap[maps[0]].value, FeatureMap[maps[1]].value
         pairs = 0 if x.q_cos is None else x.q_cos.shape[-1]
         # Without rotation, neighbours are paired, because they are read without gaps.
-        self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved or not pairs)
+        interleaved = layout.interleaved or not pairs
+        # Only in tiles without padding: Triton 3.6 computes wrong gradients of padded values of grouped heads then.
+        keeps = self.dtype == torch.bfloat16 and self.tile.is_full(self.width, self.v_dim) and not INTERPRETED
+        self.features = (self.width, pairs, layout.start if pairs else 0, interleaved, keeps)
         self.strides = {name: tuple(getattr(x, name).stride()[:3]) for name in "qkv"}
         self.decay_strides = (0, 0, 0)
         if x.decay is not None:

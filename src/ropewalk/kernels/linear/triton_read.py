@@ -67,12 +67,12 @@ def load_others(
                 e, f = e * pull, f * pull
         else:
             r, t = r * factor, t * factor
-    rotated = joined(r, t, KIND)
+    rotated = joined(r, t, FEATURES, KIND)
     kept, unrotated = rotated, rotated
     if WEIGHTED:
-        kept = joined(r * far[:, None], t * far[:, None], KIND)
+        kept = joined(r * far[:, None], t * far[:, None], FEATURES, KIND)
     if BELOW:
-        unrotated = joined(e, f, KIND)
+        unrotated = joined(e, f, FEATURES, KIND)
     return rotated, kept, unrotated, z
 
 
@@ -143,7 +143,7 @@ def value_rows(
     batch, head, number = place_of(owners, X_HEADS)
     shared, x_head = head // X_GROUP, head // X_SHARE
     column = block * COLUMNS + tl.arange(0, COLUMNS)
-    begin, end, _, _ = segment_of(begins, number, count, length, SEGMENT, PACKED)
+    begin, end, _first, _last = segment_of(begins, number, count, length, SEGMENT, PACKED)
     size = (end - begin).to(tl.int32)
     logs = decay[0] + batch * decay[1] + shared * decay[2], decay[3]
     slot = slot_of(begins, number, count, batch, shared, HEADS, ALL, PACKED)
@@ -157,10 +157,10 @@ def value_rows(
         a, b, u, w, c, s = load_rotated(
             x_side, x_table, batch, x_head, begin, index, valid, 0, length, LANES, FEATURES, X_MAP
         )
-        rotated = joined(u, w, KIND)
+        rotated = joined(u, w, FEATURES, KIND)
         below, unrotated = tl.zeros((CHUNK,), tl.float32), rotated
         if BELOW:
-            unrotated = joined(a, b, KIND)
+            unrotated = joined(a, b, FEATURES, KIND)
             below = tl.sum(a * plain_a[None, :] + b * plain_b[None, :], axis=1)
         if ALL:
             total = tl.dot(rotated, tl.trans(sums.to(KIND)), input_precision=PRECISION)

@@ -13,17 +13,14 @@ import triton
 import triton.language as tl
 
 from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped
-from ropewalk.kernels.triton_launch import INTERPRETED
-
-# The interpreter has no assembly.
-COMPILED = tl.constexpr(not INTERPRETED)
 
 
 @triton.jit
 def members(lane, FEATURES: tl.constexpr):
     """Return the indices of both features of a lane, and whether these features exist.
 
-    FEATURES is (width, rotated pairs, first rotated feature, whether pairs are interleaved).
+    FEATURES is (width, rotated pairs, first rotated feature, whether pairs are interleaved, whether operands are kept
+    in registers).
     """
     WIDTH: tl.constexpr = FEATURES[0]
     PAIRS: tl.constexpr = FEATURES[1]
@@ -177,17 +174,13 @@ def load_plain(plain, slot, offset, LANES: tl.constexpr, FEATURES: tl.constexpr)
 
 
 @triton.jit
-def pinned(x):
-    """Return x, computed once: the compiler would compute it again for each operand that it is."""
-    if COMPILED and x.dtype == tl.bfloat16:
+def joined(a, b, FEATURES: tl.constexpr, KIND: tl.constexpr):
+    """Return both members as one operand [rows, 2 * lanes] of dtype KIND."""
+    x = tl.reshape(tl.join(a.to(KIND), b.to(KIND)), (a.shape[0], 2 * a.shape[1]))
+    if FEATURES[4]:
+        # Computed once: the compiler would compute it again for each product that it is an operand of.
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
-
-
-@triton.jit
-def joined(a, b, KIND: tl.constexpr):
-    """Return both members as one operand [rows, 2 * lanes] of dtype KIND."""
-    return pinned(tl.reshape(tl.join(a.to(KIND), b.to(KIND)), (a.shape[0], 2 * a.shape[1])))
 
 
 @triton.jit

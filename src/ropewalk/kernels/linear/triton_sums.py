@@ -68,7 +68,7 @@ def sum_segments(
     offset = (block % LANE_BLOCKS) * LANES
     lane = offset + tl.arange(0, LANES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
-    begin, end, _, _ = segment_of(begins, number, count, length, SEGMENT, PACKED)
+    begin, end, _first, _last = segment_of(begins, number, count, length, SEGMENT, PACKED)
     after = (1 if QUERIES else 0) if DIRECTIONS == 1 else tl.program_id(2)
     size = (end - begin).to(tl.int32)
     side, table = (y, shift, y_b, y_h, y_n, heads), (cos, sin, row, table_b, table_h)
@@ -137,7 +137,7 @@ def sum_segments(
                 kept = exponential(whole.to(tl.float32))
                 total, plain_a, plain_b = total * kept, plain_a * kept, plain_b * kept
                 gone += whole.to(tl.float32)
-        total = tl.dot(tl.trans(z_tile), joined(r, t, KIND), total, input_precision=PRECISION)
+        total = tl.dot(tl.trans(z_tile), joined(r, t, FEATURES, KIND), total, input_precision=PRECISION)
         sum_a, sum_b = tl.sum(e, axis=0), tl.sum(f, axis=0)
         plain_a, plain_b = plain_a + sum_a, plain_b + sum_b
         if not APART:

@@ -122,7 +122,7 @@ def _norm_rows(
 ):
     """Process the rows of one program. NORM is (eps, whether to add 1 to the weight, bits of `Norm.rounding`)."""
     ROWS: tl.constexpr = TILE[1]
-    _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
+    _part, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
     c, d = _tables(cos, sin, rows, b, s, head, valid, FEATURES)
     source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
     first, second, rest = load_rows(source, valid, STEPS[0], ROWS, FEATURES)
@@ -233,7 +233,7 @@ def _load_both(
     WIDE: tl.constexpr,
 ):
     """Load a block of rows of x, and of their cotangents."""
-    _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
+    _part, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
     source = x + (b * x_strides[0] + s * x_strides[1] + head * x_strides[2]) * TILE[2]
     cotangent = g + (b * g_strides[0] + s * g_strides[1] + head * g_strides[2]) * TILE[2]
     n, m, o = load_rows(source, valid, STEPS[0], TILE[1], FEATURES)
@@ -296,7 +296,7 @@ def _norm_rows_backward(
             )
         else:
             n, m, o, e, f, h = _load_both(x, g, x_strides, g_strides, counts, index, HEADS, STEPS, FEATURES, TILE, WIDE)
-        _, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
+        _part, b, s, head, valid = place(index, counts, HEADS, 1, TILE, WIDE)
         c, d = _tables(cos, sin, rows, b, s, head, valid, FEATURES)
         first, second, rest = _cast(n, m, o, dtype)
         # Rows that are not valid must add nothing to the sums, even if eps is 0.

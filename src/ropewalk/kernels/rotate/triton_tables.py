@@ -67,8 +67,8 @@ def _table_gradient(
     first = table % TABLES * (HEADS // TABLES)
     head = first
     while head < first + HEADS // TABLES:
-        a, b, _ = load_rows(source + head.to(counting) * x_h * ALIGN, valid, X_STEP, TOKENS, FEATURES)
-        p, r, _ = load_rows(g_rows + head.to(counting) * g_h * ALIGN, valid, G_STEP, TOKENS, FEATURES)
+        a, b, _x_rest = load_rows(source + head.to(counting) * x_h * ALIGN, valid, X_STEP, TOKENS, FEATURES)
+        p, r, _g_rest = load_rows(g_rows + head.to(counting) * g_h * ALIGN, valid, G_STEP, TOKENS, FEATURES)
         a, b, p, r = a.to(dtype), b.to(dtype), p.to(dtype), r.to(dtype)
         c += a * p + b * r
         d += a * r - b * p

@@ -20,7 +20,7 @@ def scan_plain(
 ):  # fmt: skip
     """Store the sum of unrotated features before each segment, from sums of blocks, and the sum of all in `after`."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    feature, has, place, _ = slots(tl.arange(0, 2 * LANES), 0, LANES, FEATURES)
+    feature, has, place, _known = slots(tl.arange(0, 2 * LANES), 0, LANES, FEATURES)
     total = tl.zeros((2 * LANES,), tl.float32)
     if HAS_BEFORE:
         total = tl.load(before + feature, mask=has, other=0.0)

@@ -206,7 +206,7 @@ def sum_segments(
 ):  # fmt: skip
     """Sum (R x) v^T and x over each segment, and over the GROUP heads that share a sum."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
-    batch, head, number, _ = place_of(owners, KV_HEADS, 1)
+    batch, head, number, _block = place_of(owners, KV_HEADS, 1)
     block = tl.program_id(1)
     slot = tl.arange(0, 2 * LANES)
     feature, has, place, known = slots(slot, (block % LANE_BLOCKS) * LANES, LANES, FEATURES)
