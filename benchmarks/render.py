@@ -479,6 +479,25 @@ def linear_clock(page: str) -> str:
     )
 
 
+@block("context-parallel")
+def context_parallel(page: str) -> str:
+    measured = record("context_parallel")
+    errors: dict[str, list[str]] = {}
+    for case in measured["cases"]:
+        errors.setdefault(case["path"], []).append(f"{case['error']:.1e}")
+    rows = [
+        [f"`{path.removeprefix('torch, ')}`" if "score - " in path else path.removeprefix("torch, "), *errors[path]]
+        for path in errors
+    ]
+    return own_lines(
+        paragraph(
+            f"torch {measured['versions']['torch'].split('+')[0]}, two ranks, float32, (1, 4, 512, 16), causal:"
+            f" the largest error against one rank, {measured['date']} ([record](../benchmarks/context_parallel.json)):"
+        ),
+        table(["`score_mod` under torch's context parallelism", "contiguous", "head and tail, or zigzag"], *rows),
+    )
+
+
 @block("accelerate")
 def accelerate(page: str) -> str:
     cpu = record("accelerate_cpu")

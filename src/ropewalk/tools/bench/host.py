@@ -8,6 +8,7 @@ of them are timed in interleaved rounds.
 import argparse
 import platform
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -326,7 +327,8 @@ def bench_host(device: str | None = None, json_file: str | None = None, quick: b
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     dtype = str(DTYPES[device]).removeprefix("torch.")
     show.write(
-        f"{gpu or processor()}: host time of one call, medians of {rounds} interleaved rounds.\n"
+        textwrap.fill(f"{gpu or processor()}: host time of one call, medians of {rounds} interleaved rounds.", 80)
+        + "\n"
         f"q (1, {Q_HEADS}, 1, {DIM}), k (1, {K_HEADS}, 1, {DIM}), {dtype}, {PAIRING}; position n.\n"
         "grad: with an autograd graph; fwd+bwd: with autograd.grad. Function: one of\n"
         "autograd, of q and k, that computes nothing; (4): of q, k and two weights.\n"
