@@ -57,6 +57,12 @@ def mesh_of_two_dimensions(mesh):
     assert parallel.Shards(both["cp"], 8).ranks == mesh.size()
 
 
+def mesh_of_gpus(mesh):
+    # A mesh for tensors on GPUs, and a process group that cannot read them.
+    gpus = init_device_mesh("cuda", (mesh.size(),))
+    refused(lambda: parallel.Shards(gpus, 8), "connects devices of type cuda", "gloo", "a mesh of CPUs")
+
+
 def calls_differ(mesh):
     shards, rank = parallel.Shards(mesh, LENGTH), mesh.get_local_rank()
     q, k, v = parts(shards, kv_heads=4)
@@ -118,7 +124,7 @@ def invalid_calls(mesh):
 
 
 def bad_cases(world):
-    cases = (shards_differ, invalid_shards, mesh_of_two_dimensions, calls_differ, invalid_calls)
+    cases = (shards_differ, invalid_shards, mesh_of_two_dimensions, mesh_of_gpus, calls_differ, invalid_calls)
     return {case.__name__: case for case in cases}
 
 

@@ -57,6 +57,13 @@ def check_tokens(
             got=f"{q.shape[2]} queries and {k.shape[2]} keys",
             do="cut the tokens before the projections: x = shards.cut(x, dim=1)",
         )
+    if torch.compiler.is_compiling() and 0 in shards.lengths:
+        raise RopewalkError(
+            asked=f"{asked}(...) in a compiled function",
+            expected="tokens on every rank: a compiler omits the exchanges of a rank that has no results",
+            got=f"tokens of each rank {shards.lengths}",
+            do="cut the sequence evenly, or call it outside the compiled function",
+        )
     if shards.sequences is not None and len(q) != 1:
         raise RopewalkError(
             asked=f"{asked}(q, k, v)",

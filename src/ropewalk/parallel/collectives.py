@@ -128,10 +128,20 @@ class _Attached(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
         ctx.shape, ctx.options = gathered.shape, (gathered.dtype, gathered.device)
         # Any operation waits. Memory of a collective that nobody waits for must not be freed.
-        gathered.flatten()[:1].clone()
-        return x.view_as(x)
+        first = gathered.flatten()[:1].clone()
+        # A compiler would omit a collective whose result is not used, and the other ranks would wait for it.
+        return x + _zero_of(first).to(x.dtype) if torch.compiler.is_compiling() else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, Tensor]:
         dtype, device = ctx.options
+        if torch.compiler.is_compiling():
+            # A compiler would move a collective of constants to the forward pass.
+            return cotangents[0], _zero_of(cotangents[0]).to(dtype).expand(ctx.shape)
         return cotangents[0], zeros(ctx.shape, dtype=dtype, device=device)
+
+
+def _zero_of(x: Tensor) -> Tensor:
+    """Return False [1], which no compiler knows."""
+    first = x.flatten()[:1]
+    return first.isnan() & first.isfinite()

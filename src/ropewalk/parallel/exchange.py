@@ -91,9 +91,14 @@ class Exchange:
         self._was_read = False
         if count:
             flat = torch.cat([x.flatten(1).to(state.above.dtype) for x in parts.values()], dim=1)
-            mine = flat.unflatten(0, (-1, batch))[sent[shards.rank]]
-            padding = new_zeros(mine, count - len(mine), *mine.shape[1:])
-            self._gathered = gather(torch.cat([mine, padding]), shards.mesh)
+            runs, chosen = flat.unflatten(0, (-1, batch)), sent[shards.rank]
+            if len(runs):
+                # Ranks that send less repeat a run, which nobody reads. A compiled backward pass would omit the
+                # reduce-scatter of a constant, for which the other ranks wait.
+                mine = runs[chosen + [0] * (count - len(chosen))]
+            else:
+                mine = new_zeros(runs, count, *runs.shape[1:]) + runs.sum()
+            self._gathered = gather(mine, shards.mesh)
 
     def attach(self, out: Tensor) -> Tensor:
         """Return `out`, in whose backward pass this rank takes part in the reduce-scatter even if it read nothing."""

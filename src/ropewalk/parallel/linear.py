@@ -179,8 +179,16 @@ def linear_attention(
     decay = rows.split(decay, 2) if decay is not None and decay.dim() == 3 else decay
     q_rows, k_rows, v_rows = (rows.split(x, 2) for x in (q, k, v))
     ids = rows.positions(starts) if rope is not None or bias is not None else None
-    options = LinearOptions(rope=rope, feature_map=feature_map, bias=bias, decay=decay, length=length, backend=backend)
-    options |= LinearOptions(cu_seqlens=rows.cu_seqlens)
+    # Not LinearOptions(...), which torch.compile cannot trace.
+    options: LinearOptions = {
+        "rope": rope,
+        "feature_map": feature_map,
+        "bias": bias,
+        "decay": decay,
+        "length": length,
+        "backend": backend,
+        "cu_seqlens": rows.cu_seqlens,
+    }
     mine = rows.state(k_rows, v_rows, ids, options)
     whole = None
     if mine.near is not None:
@@ -190,8 +198,8 @@ def linear_attention(
     if shards.local:
         before = exchange.before(shards.local, origin, rotation, length)
         before = _after_initial(state, before, rows.sequences(shards.local), rope)
-        options |= LinearOptions(causal=causal, normalize=normalize, scale=scale)
-        out = rows.join(rows.attend(q_rows, k_rows, v_rows, before, options))
+        reading: LinearOptions = {**options, "causal": causal, "normalize": normalize, "scale": scale}
+        out = rows.join(rows.attend(q_rows, k_rows, v_rows, before, reading))
     else:
         modules = [x for x in (rope, bias) if isinstance(x, nn.Module)]
         others = [x for module in modules for x in module.parameters()]
@@ -332,7 +340,7 @@ def _check_options(
             got="decay" if decay is not None else "bias" if bias is not None else "state",
             do="pass causal=True, or use parallel.attention for a bias in both directions",
         )
-    heads = [k.shape[1], q.shape[1]]
+    heads = sorted({k.shape[1], q.shape[1]})
     shapes = [[n] for n in heads] + [[len(k), n, k.shape[2]] for n in heads]
     if decay is not None and (not isinstance(decay, Tensor) or list(decay.shape) not in shapes):
         raise RopewalkError(
