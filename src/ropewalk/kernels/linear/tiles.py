@@ -47,9 +47,13 @@ class Tile(NamedTuple):
         keys: Block of the gradients of keys in `read_keys`, which has all columns.
         together: Whether, if chunks are computed apart, one program computes the gradients of keys and of values. They
             then share what is loaded, but need more registers.
+        keeps: Whether operands are computed once and kept in registers. Only in tiles without padding: in others,
+            Triton 3.6 then computes wrong gradients of the values of grouped heads.
 
     >>> tile_of(128, 128, torch.bfloat16, apart=False).features.columns
     128
+    >>> tile_of(64, 64, torch.bfloat16, apart=False).keeps, tile_of(64, 48, torch.bfloat16, apart=False).keeps
+    (True, False)
     """
 
     chunk: int
@@ -58,15 +62,7 @@ class Tile(NamedTuple):
     features: Block
     keys: Block
     together: bool = False
-
-    def is_full(self, width: int, v_dim: int) -> bool:
-        """Whether blocks have no lanes and columns that are padding.
-
-        >>> tile = tile_of(64, 64, torch.bfloat16, apart=False)
-        >>> tile.is_full(64, 64), tile.is_full(60, 64)
-        (True, False)
-        """
-        return width % (2 * self.values.lanes) == 0 and v_dim % self.features.columns == 0
+    keeps: bool = False
 
 
 def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
@@ -91,14 +87,15 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
         values = Block(lanes, min(columns, 64 if lanes <= 32 else 32), 4, 1)
         sums = Block(min(lanes, 32), min(columns, 64), 4, 1)
         return Tile(32, sums, values, features, features, together=lanes == columns == 16)
-    wide = lanes > 32 and columns > 64
+    wide, keeps = lanes > 32 and columns > 64, width == 2 * lanes and v_dim == columns
     sums = Block(lanes, columns, 4, 3 if lanes <= 32 else 2)
     if wide:
         block = Block(lanes, columns, 8, 1 if apart else 2)
-        return Tile(64, sums, block, block, block)
+        return Tile(64, sums, block, block, block, keeps=keeps)
     values, features = Block(lanes, min(columns, 64), 4), Block(min(lanes, 32), columns, 4)
     if not apart:
-        return Tile(64, sums, values, features, features)
+        return Tile(64, sums, values, features, features, keeps=keeps)
     # With 168 registers, three programs share a multiprocessor. Gradients of keys and values need more.
     values, features = (block._replace(stages=1, registers=168) for block in (values, features))
-    return Tile(64, sums, values, features, features._replace(registers=None), together=columns <= 64 and lanes <= 32)
+    keys, together = features._replace(registers=None), columns <= 64 and lanes <= 32
+    return Tile(64, sums, values, features, keys, together, keeps)

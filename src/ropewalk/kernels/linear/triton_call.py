@@ -257,8 +257,8 @@ class Call(Sizes):
         pairs = 0 if x.q_cos is None else x.q_cos.shape[-1]
         # Without rotation, neighbours are paired, because they are read without gaps.
         interleaved = layout.interleaved or not pairs
-        # Only in tiles without padding: Triton 3.6 computes wrong gradients of padded values of grouped heads then.
-        keeps = self.dtype == torch.bfloat16 and self.tile.is_full(self.width, self.v_dim) and not INTERPRETED
+        # The interpreter has no registers, and no assembly.
+        keeps = self.tile.keeps and not INTERPRETED
         self.features = (self.width, pairs, layout.start if pairs else 0, interleaved, keeps)
         self.strides = {name: tuple(getattr(x, name).stride()[:3]) for name in "qkv"}
         self.decay_strides = (0, 0, 0)
