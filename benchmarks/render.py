@@ -491,10 +491,11 @@ def context_parallel(page: str) -> str:
     ]
     return own_lines(
         paragraph(
-            f"torch {measured['versions']['torch'].split('+')[0]}, two ranks, float32, (1, 4, 512, 16), causal:"
+            f"torch {measured['versions']['torch'].split('+')[0]}, {measured['ranks']} ranks, float32,"
+            f" {tuple(measured['shape'])}, causal:"
             f" the largest error against one rank, {measured['date']} ([record](../benchmarks/context_parallel.json)):"
         ),
-        table(["`score_mod` under torch's context parallelism", "contiguous", "head and tail, or zigzag"], *rows),
+        table(["torch with a score_mod, and ropewalk", "contiguous", "head and tail, or zigzag"], *rows),
     )
 
 

@@ -1,7 +1,7 @@
 """Compile the kernels of calls for a GPU on a machine without one: `python -m kernels.compile_for_gpu` in tests/.
 
-The tensors of the calls are on the CPU. A launch compiles its kernel as Triton would for such tensors on a GPU, and
-computes nothing. Prints the names of the compiled kernels.
+The tensors of the calls are on the CPU. A launch translates its kernel to Triton's IR as for such tensors on a GPU, and
+computes nothing. Some kernels are compiled to machine code. Prints the names of the kernels.
 """
 
 import json
@@ -30,7 +30,9 @@ TARGET = GPUTarget("cuda", 90, 32)
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 KINDS |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1"}
 
-compiled: dict[str, int] = {}
+compiled: set[str] = set()
+# Not empty while kernels are compiled to machine code.
+WHOLLY: list[bool] = []
 
 
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -59,7 +61,10 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     functions, modules = compiler.get_codegen_implementation(options), compiler.get_module_map()
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
     source.make_ir(TARGET, options, functions, modules, context)
-    compiled[self.__name__] = compiled.get(self.__name__, 0) + 1
+    if WHOLLY:
+        # With its assembly and its shared memory. It takes seconds.
+        triton.compile(source, target=TARGET, options={name: kwargs[name] for name in names if name in kwargs})
+    compiled.add(f"{self.__module__}.{self.__name__}")
 
 
 @triton.jit
@@ -95,8 +100,21 @@ def run_linear_attention() -> None:
         for options in linear_options(sizes[0]):
             out = rw.linear_attention(*inputs, rope=rope, backend="triton", **options)
             torch.autograd.grad(out, [*inputs, *_numbers(options)], torch.ones_like(out))
+    rope, inputs = rw.RotaryEmbedding(16), leaves(2, 1, 16, 16, torch.float32)
+    out = rw.linear_attention(*inputs, rope=rope, backend="triton", decay=-torch.ones(2))
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
     # With so many heads, one kernel computes the sums of all segments of a head.
     rw.linear_attention(*leaves(256, 256, 128, 128, bf16), backend="triton")
+
+
+def run_wholly() -> None:
+    """With and without operands that are kept in registers."""
+    WHOLLY.append(True)
+    for sizes in ((2, 1, 64, 64, torch.bfloat16), (1, 1, 16, 8, torch.bfloat16)):
+        rope, inputs = rw.RotaryEmbedding(sizes[2]), leaves(*sizes)
+        out = rw.linear_attention(*inputs, rope=rope, backend="triton")
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    WHOLLY.clear()
 
 
 def _numbers(options: dict[str, Any]) -> list[torch.Tensor]:
@@ -135,10 +153,11 @@ def main() -> None:
         raise AssertionError("a kernel that no GPU can run was compiled")
     # As with Triton's interpreter, tensors of a CPU are supported.
     backend.INTERPRETED = True
+    run_wholly()
     run_rotations()
     run_linear_attention()
     run_step()
-    sys.stdout.write(json.dumps(compiled))
+    sys.stdout.write(json.dumps(sorted(compiled)))
 
 
 if __name__ == "__main__":

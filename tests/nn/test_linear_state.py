@@ -114,6 +114,17 @@ def test_packed_sums_without_queries_by_chunks(decay):
         assert_same(a, b)
 
 
+def test_the_length_of_keys_alone_is_their_number():
+    q, k, v = drawn(2, 4, 2, 40, 8, 3)
+    rope = rw.RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(trained_length=16, factor=2.0)))
+    whole, state = rw.linear_attention(q, k, v, rope=rope, return_state=True)
+    assert_equal(rw.linear_state(k, v, rope=rope), state)
+    last = rw.linear_attention(q[:, :, -3:], k, v, rope=rope)
+    assert_same(last, whole[:, :, -3:])
+    # Another length implies other frequencies.
+    assert not torch.equal(rw.linear_state(k, v, rope=rope, length=64).above, state.above)
+
+
 def test_positions_with_gaps_and_rows_of_their_own():
     ids = torch.tensor([[0, 1, 5, 6, 9, 20, 21, 30], [3, 4, 5, 8, 9, 10, 11, 12]])
     _, k, v = drawn(2, 4, 2, 8, 8, 3)

@@ -7,70 +7,96 @@ import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ropewalk as rw
-from parallel.cases import SHARDINGS, case_of, encoding_of, inputs
+from parallel.cases import LENGTH, SHARDINGS, case_of, encoding_of, inputs
 from parallel.ranks import failures_on_ranks
 from ropewalk import parallel
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-def results(call, parts):
+def results(call, parts, parameters):
     out = call(*parts)
-    return [out, *torch.autograd.grad(out, parts, torch.ones_like(out))]
+    return [out, *torch.autograd.grad(out, [*parts, *parameters], torch.ones_like(out))]
 
 
-def compare(shards, call, backend, batch, kv_heads):
+def compare(shards, call, backend, batch, kv_heads, parameters=(), wrap=lambda call: call):
     parts = [shards.cut(x.detach(), 2).requires_grad_() for x in inputs(batch, kv_heads=kv_heads)]
     torch._dynamo.reset()
-    compiled = torch.compile(call, backend=backend, fullgraph=True)
+    compiled = torch.compile(wrap(call), backend=backend, fullgraph=True)
     # Twice, so that the second call is one of a compiled function only.
     for _ in range(2):
-        for x, y in zip(results(compiled, parts), results(call, parts), strict=True):
+        truth = results(call, parts, parameters)
+        for x, y in zip(results(compiled, parts, parameters), truth, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*parts), truth[0], rtol=0, atol=1e-12)
 
 
-def linear_case(sharding, kind, backend, mesh):
+def checkpointed(call):
+    return lambda *x: checkpoint(call, *x, use_reentrant=False)
+
+
+def linear_case(sharding, kind, backend, mesh, wrap=lambda call: call):
     batch, shards = SHARDINGS[sharding].batch, SHARDINGS[sharding].shards(mesh)
-    options = case_of(kind, batch)[0]
+    options, parameters = case_of(kind, batch)
     if kind == "per token":
         options["decay"] = shards.cut(options["decay"].detach(), 2)
     call = functools.partial(parallel.linear_attention, shards=shards, **options)
-    compare(shards, call, backend, batch, kv_heads=2)
+    compare(shards, call, backend, batch, 2, parameters, wrap)
 
 
-def softmax_case(sharding, name, method, mesh):
-    shards = SHARDINGS[sharding].shards(mesh)
-    call = functools.partial(parallel.attention, shards=shards, encoding=encoding_of(name), method=method)
-    compare(shards, call, "aot_eager", SHARDINGS[sharding].batch, kv_heads=4)
+def softmax_case(sharding, name, method, mesh, wrap=lambda call: call):
+    shards, encoding = SHARDINGS[sharding].shards(mesh), encoding_of(name)
+    call = functools.partial(parallel.attention, shards=shards, encoding=encoding, method=method)
+    compare(shards, call, "aot_eager", SHARDINGS[sharding].batch, 4, list(encoding.parameters()), wrap)
+
+
+def recomputed_without_tokens(mesh):
+    """Eager, with activation checkpointing: a rank without tokens takes part in the exchanges of the recomputation."""
+    shards = SHARDINGS["uneven"].shards(mesh) if mesh.size() > 2 else parallel.Shards(mesh, [LENGTH, 0])
+    parts = [shards.cut(x.detach(), 2).requires_grad_() for x in inputs(2)]
+    for options in ({"rope": encoding_of("rope")}, {"bias": encoding_of("t5")}):
+        call = functools.partial(parallel.linear_attention, shards=shards, **options)
+        for x, y in zip(results(checkpointed(call), parts, ()), results(call, parts, ()), strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
 def a_rank_without_tokens(mesh):
     shards = parallel.Shards(mesh, [4] + [0] * (mesh.size() - 1))
     x = torch.ones(1, 1, shards.lengths[shards.rank], 4)
     for function in (parallel.linear_attention, parallel.attention):
-        compiled = torch.compile(functools.partial(function, shards=shards), backend="eager")
+        call = functools.partial(function, shards=shards)
+        torch._dynamo.reset()
         with pytest.raises(rw.RopewalkError, match="tokens on every rank"):
-            compiled(x, x, x)
+            torch.compile(call, backend="eager")(x, x, x)
+        # The compiler raises its own error if it must not leave the graph.
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(call, backend="eager", fullgraph=True)(x, x, x)
 
 
 def few(world):
     return {
         "a rank without tokens": a_rank_without_tokens,
         "linear": functools.partial(linear_case, "contiguous", "rope", "aot_eager"),
+        "linear, recomputed": functools.partial(linear_case, "contiguous", "none", "aot_eager", wrap=checkpointed),
+        "recomputed without tokens": recomputed_without_tokens,
         "gather": functools.partial(softmax_case, "contiguous", "alibi", "gather"),
     }
 
 
 def more(world):
-    kinds = {"contiguous": ("per token", "t5"), "zigzag": ("alibi",), "packed": ("per query head", "t5")}
+    kinds = {"contiguous": ("per token", "t5 learned"), "zigzag": ("alibi",), "packed": ("per query head", "t5")}
     cases = {
         f"linear, {sharding}, {kind}": functools.partial(linear_case, sharding, kind, "aot_eager")
         for sharding, names in kinds.items()
         for kind in names
     }
     cases["gather"] = functools.partial(softmax_case, "zigzag", "rope", "gather")
+    cases["gather, recomputed"] = functools.partial(softmax_case, "contiguous", "t5", "gather", wrap=checkpointed)
     cases["ulysses"] = functools.partial(softmax_case, "packed", "t5", "ulysses")
     return cases | {"inductor": functools.partial(linear_case, "contiguous", "rope", "inductor")}
 

@@ -60,7 +60,7 @@ def mesh_of_two_dimensions(mesh):
 def mesh_of_gpus(mesh):
     # A mesh for tensors on GPUs, and a process group that cannot read them.
     gpus = init_device_mesh("cuda", (mesh.size(),))
-    refused(lambda: parallel.Shards(gpus, 8), "connects devices of type cuda", "gloo", "a mesh of CPUs")
+    refused(lambda: parallel.Shards(gpus, 8), "connects devices of type cuda", "cuda:gloo", "a mesh of CPUs")
 
 
 def calls_differ(mesh):

@@ -12,6 +12,8 @@ SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "context_parallel.py
 @pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_a_score_mod_gets_wrong_positions():
-    result = subprocess.run([sys.executable, "-W", "ignore", SCRIPT], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", SCRIPT], capture_output=True, text=True, check=False, timeout=300
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     assert len(result.stdout.splitlines()) == 8

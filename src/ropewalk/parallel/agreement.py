@@ -66,7 +66,7 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
         text = describe()
     except Exception as raised:
         # Whatever it is, it is raised below, after the exchange: the other ranks must not wait for this one.
-        error, text = raised, f"an error: {type(raised).__name__}: {' '.join(str(raised).split())}"
+        error, text = raised, f"{_FAILED}{type(raised).__name__}: {' '.join(str(raised).split())}"
     mine = tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8, device="cpu")
     digests = [zeros(32, dtype=torch.uint8, device="cpu") for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, mine, group=group)
@@ -77,12 +77,24 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
     if all(torch.equal(x, mine) for x in digests):
         return
     texts = _texts(text, group)
+    failed = {rank: other for rank, other in enumerate(texts) if other.startswith(_FAILED)}
+    if failed:
+        raise RopewalkError(
+            asked=asked,
+            expected="valid arguments on all ranks",
+            got="; ".join(f"rank {rank}: {other}" for rank, other in failed.items()),
+            do=f"correct the call on rank {', '.join(map(str, failed))}; the arguments of this rank are valid",
+        )
     raise RopewalkError(
         asked=asked,
         expected="the same call on all ranks",
         got="; ".join(f"rank {rank}: {other}" for rank, other in enumerate(_differing(texts))),
         do="pass the same arguments on every rank, with the tokens that Shards assigns to it",
     )
+
+
+# What the description of a rank begins with whose arguments are invalid.
+_FAILED = "an error: "
 
 
 def _texts(text: str, group: dist.ProcessGroup) -> list[str]:

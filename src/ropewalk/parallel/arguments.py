@@ -51,13 +51,19 @@ def check_tokens(
     """
     tokens = shards.lengths[shards.rank]
     if q.shape[2] != tokens or k.shape[2] != tokens:
+        do = "cut the tokens before the projections: x = shards.cut(x, dim=1)"
+        if q.shape[1] == k.shape[1] == tokens:
+            do = "put the heads before the tokens: q.transpose(1, 2)"
+        elif q.shape[2] == k.shape[2] == shards.length:
+            do += f"; if rank {shards.rank} has these, create Shards with the number of tokens of all ranks"
         raise RopewalkError(
             asked=f"{asked}(q, k, v)",
-            expected=f"the {tokens} tokens of rank {shards.rank}",
-            got=f"{q.shape[2]} queries and {k.shape[2]} keys",
-            do="cut the tokens before the projections: x = shards.cut(x, dim=1)",
+            expected=f"[batch, heads, tokens, dim] with the {tokens} tokens of rank {shards.rank}",
+            got=f"queries {list(q.shape)} and keys {list(k.shape)}",
+            do=do,
         )
     if torch.compiler.is_compiling() and 0 in shards.lengths:
+        # Also for the ring, whose graphs a compiler chooses.
         raise RopewalkError(
             asked=f"{asked}(...) in a compiled function",
             expected="tokens on every rank: a compiler omits the exchanges of a rank that has no results",

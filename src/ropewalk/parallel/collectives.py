@@ -100,7 +100,9 @@ class _Swapped(torch.autograd.Function):
 def attach(x: Tensor, gathered: Tensor) -> Tensor:
     """Return x, in whose backward pass this rank takes part in the reduce-scatter of a gathered tensor.
 
-    A rank that does not read the gathered tensor would otherwise skip the reduce-scatter for which all others wait.
+    A rank that does not read the gathered tensor would otherwise skip the reduce-scatter for which all others wait. The
+    backward pass reads it, so that a recomputation (activation checkpointing) gathers again on every rank. Compiled,
+    the result is x + 0.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> attach(torch.ones(3), x).sum().backward()
@@ -120,7 +122,8 @@ def no_outputs(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
     torch.Size([1, 2, 0, 3])
     """
     total = sum((x.sum().to(v.dtype) for x in (k, v, *others)), start=zeros((), dtype=v.dtype, device=v.device))
-    return (q.sum(-1, keepdim=True).to(v.dtype) + total).expand(*q.shape[:3], v.shape[-1])
+    # exp saves its result. Activation checkpointing recomputes a call only on ranks whose backward pass reads something.
+    return (q.sum(-1, keepdim=True).to(v.dtype) + total).exp().expand(*q.shape[:3], v.shape[-1])
 
 
 class _Attached(torch.autograd.Function):
@@ -129,19 +132,20 @@ class _Attached(torch.autograd.Function):
         ctx.shape, ctx.options = gathered.shape, (gathered.dtype, gathered.device)
         # Any operation waits. Memory of a collective that nobody waits for must not be freed.
         first = gathered.flatten()[:1].clone()
+        ctx.save_for_backward(first)
         # A compiler would omit a collective whose result is not used, and the other ranks would wait for it.
         return x + _zero_of(first).to(x.dtype) if torch.compiler.is_compiling() else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, Tensor]:
-        dtype, device = ctx.options
+        (first,), (dtype, device) = ctx.saved_tensors, ctx.options
         if torch.compiler.is_compiling():
             # A compiler would move a collective of constants to the forward pass.
-            return cotangents[0], _zero_of(cotangents[0]).to(dtype).expand(ctx.shape)
+            return cotangents[0], (_zero_of(first) | _zero_of(cotangents[0])).to(dtype).expand(ctx.shape)
         return cotangents[0], zeros(ctx.shape, dtype=dtype, device=device)
 
 
 def _zero_of(x: Tensor) -> Tensor:
-    """Return False [1], which no compiler knows."""
+    """Return a tensor [1] that is False, in a form that compilers do not simplify."""
     first = x.flatten()[:1]
     return first.isnan() & first.isfinite()

@@ -92,17 +92,15 @@ class Exchange:
         if count:
             flat = torch.cat([x.flatten(1).to(state.above.dtype) for x in parts.values()], dim=1)
             runs, chosen = flat.unflatten(0, (-1, batch)), sent[shards.rank]
-            if len(runs):
-                # Ranks that send less repeat a run, which nobody reads. A compiled backward pass would omit the
-                # reduce-scatter of a constant, for which the other ranks wait.
-                mine = runs[chosen + [0] * (count - len(chosen))]
-            else:
-                mine = new_zeros(runs, count, *runs.shape[1:]) + runs.sum()
-            self._gathered = gather(mine, shards.mesh)
+            # Ranks that send less repeat a run, which nobody reads. A compiled backward pass would omit the
+            # reduce-scatter of a constant, for which the other ranks wait.
+            self._gathered = gather(runs[chosen + [0] * (count - len(chosen))], shards.mesh)
 
     def attach(self, out: Tensor) -> Tensor:
         """Return `out`, in whose backward pass this rank takes part in the reduce-scatter even if it read nothing."""
-        return out if self._gathered is None or self._was_read else attach(out, self._gathered)
+        # A compiler may omit it on a rank that read, too, if no gradient needs what was read.
+        needed = not self._was_read or torch.compiler.is_compiling()
+        return attach(out, self._gathered) if needed and self._gathered is not None else out
 
     def before(
         self, runs: Sequence[Run], start: int | Tensor, rotation: RotaryEmbedding | None, length: int | Tensor | None

@@ -18,7 +18,7 @@ from ropewalk.nn.linear.function import linear_attention as attend_locally
 from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
 from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens, join_states
-from ropewalk.nn.linear.weighting import bias_for_linear, resolve_scale
+from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, checked_decay, resolve_scale
 from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
@@ -349,6 +349,9 @@ def _check_options(
             got=described(decay),
             do="cut a decay per token as the tokens: shards.cut(decay, dim=2)",
         )
+    if decay is not None:
+        sizes = len(k), q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+        checked_decay(decay, Tokens(*sizes, k.device, True, 0, None, None, None, False), _ASKED)
     if length is not None and as_int(length) is None:
         raise RopewalkError(
             asked=f"{_ASKED}(length=...)",

@@ -28,9 +28,10 @@ class Shards:
     positions by hand. Ranks that pass different arguments all raise an error.
 
     Args:
-        mesh: A DeviceMesh with one dimension: mesh["name"] of a mesh with several. Tensors on other devices are copied
-            to it and back.
-        length: Number of tokens of all ranks, which is cut evenly, or a list with the number of each rank.
+        mesh: A DeviceMesh with one dimension: mesh["name"] of a mesh with several. What is exchanged is copied
+            to a device of the mesh, and the result back, if the tensors are on another.
+        length: Number of tokens of all ranks, or a list with the number of each rank. A number is cut evenly: the first
+            ranks have one token more if it is not a multiple of theirs.
         layout: "contiguous": rank r has part r. "zigzag": rank r has chunks r and 2 ranks - 1 - r of each sequence, so
             that causal softmax attention is the same work on all ranks. It requires sequences whose lengths are
             multiples of twice the number of ranks.
@@ -242,14 +243,16 @@ def _checked_mesh(mesh: object) -> DeviceMesh:
             got=f"{mesh.ndim} dimensions" + (f", {', '.join(mesh.mesh_dim_names)}" if mesh.mesh_dim_names else ""),
             do='pass one of them by its name: mesh["cp"]; names are mesh_dim_names of init_device_mesh',
         )
-    device, backends = mesh.device_type, dist.get_backend_config(mesh.get_group())
-    # gloo would read memory of the device as memory of the host, and end the process.
-    if device != "cpu" and f"{device}:gloo" in backends.split(","):
+    device, config = mesh.device_type, dist.get_backend_config(mesh.get_group())
+    backend = dict(item.split(":") for item in config.split(",")).get(device)
+    # With gloo, an all-gather of tensors on a GPU ends the process.
+    if backend is None or (device != "cpu" and backend == "gloo"):
         raise RopewalkError(
             asked="Shards(mesh, ...)",
-            expected=f"a process group that connects devices of type {device}, such as NCCL",
-            got="gloo, which connects CPUs",
-            do='start the processes with init_process_group("nccl"), or pass a mesh of CPUs: tensors are then copied',
+            expected=f"a process group that connects devices of type {device}",
+            got=f"one with the backends {config}",
+            do='init_process_group("cpu:gloo,cuda:nccl") connects both; with gloo alone, pass a mesh of CPUs: what is '
+            "exchanged is then copied",
         )
     return mesh
 

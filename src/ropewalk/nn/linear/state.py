@@ -22,6 +22,8 @@ from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["LinearState", "check_length", "checked_start", "checked_state", "counts_tokens", "join_states"]
 
+_SAME_LAYER = "pass to each layer the state that the same layer returned, or start with None"
+
 
 # eq=False: comparing tensors does not return one bool.
 @checks_names
@@ -158,8 +160,8 @@ class LinearState:
         if not isinstance(later, LinearState):
             do = "pass the state of the following tokens: ropewalk.linear_state(k, v, ...)"
             raise RopewalkError(asked=asked, expected="a LinearState", got=shown(later), do=do)
-        rows = len(self.above)
-        checked_start(later, rows, asked=asked)
+        rows, do = len(self.above), "merge states that one layer computed, for the same sequences, dtype and device"
+        checked_start(later, rows, asked=asked, do=do)
         maps = later.feature_map if self.feature_map is None else self.feature_map
         checked_state(
             later,
@@ -172,6 +174,7 @@ class LinearState:
             weighting=self.weighting,
             near=None if self.near is None else self.near.keys.shape[2],
             asked=asked,
+            do=do,
         )
         check_length(self, self.spec, later.length, asked)
         position = _merged_position(self, later, asked)
@@ -303,9 +306,10 @@ def _merged_position(earlier: LinearState, later: LinearState, asked: str) -> in
     if bool(overlaps.any()) if isinstance(overlaps, Tensor) else overlaps:
         raise RopewalkError(
             asked=asked,
-            expected=f"tokens from position {shown(earlier.position)} on, where this state ends",
-            got=f"tokens from position {shown(later.first)} on",
-            do="pass their positions to the call that computes the later state: linear_state(k, v, positions=...)",
+            expected=f"tokens from position {_listed(earlier.position)} on, where this state ends",
+            got=f"tokens from position {_listed(later.first)} on",
+            do="pass their positions to the call that computes the later state: linear_state(k, v, positions=...); a "
+            "state that was computed with state= already contains the tokens before it",
         )
     # A row of `later` without visible tokens ends where it starts.
     if isinstance(later.position, int) and isinstance(earlier.position, int):
@@ -317,6 +321,11 @@ def _as_tensors(a: int | Tensor, b: int | Tensor) -> tuple[Tensor, Tensor]:
     """Return two positions as tensors on one device. At least one of them is a tensor."""
     device = a.device if isinstance(a, Tensor) else b.device if isinstance(b, Tensor) else None
     return tuple(x if isinstance(x, Tensor) else tensor(x, dtype=torch.int64, device=device) for x in (a, b))  # pyright: ignore[reportReturnType]
+
+
+def _listed(position: int | Tensor | None) -> object:
+    """Return a position as numbers, for errors."""
+    return position.tolist() if isinstance(position, Tensor) else position
 
 
 def _decay_between(earlier: LinearState, later: LinearState, asked: str) -> Tensor | None:
@@ -363,16 +372,14 @@ def _rotation_of(state: LinearState, rope: object, asked: str) -> RotaryEmbeddin
     return RotaryEmbedding(state.spec).to(state.above.device)
 
 
-_SAME_LAYER = "pass to each layer the state that the same layer returned, or start with None"
-
-
-def checked_start(state: LinearState | None, rows: int, *, asked: str) -> int | Tensor:
+def checked_start(state: LinearState | None, rows: int, *, asked: str, do: str = _SAME_LAYER) -> int | Tensor:
     """Return the position of the next token of a state; 0 if it is None.
 
     Args:
         state: The state, or None.
         rows: Number of sequences.
         asked: The first line of the error.
+        do: Its last line, unless there is a better one.
 
     Returns:
         As `LinearState.start`.
@@ -385,7 +392,6 @@ def checked_start(state: LinearState | None, rows: int, *, asked: str) -> int | 
     """
     if state is None:
         return 0
-    do = _SAME_LAYER
     if not isinstance(state, LinearState):
         if isinstance(state, tuple):
             do = "a call with return_state=True returns the output and the state: pass the second"
@@ -420,6 +426,7 @@ def checked_state(
     weighting: str | None,
     near: int | None,
     asked: str,
+    do: str = _SAME_LAYER,
 ) -> Sums | None:
     """Return the sums of a state if it matches the call; None if `state` is None.
 
@@ -434,6 +441,7 @@ def checked_state(
         weighting: "decay", or the class of the encoding whose bias weights the keys, or None.
         near: Number of keys that are not in the sums, or None.
         asked: The first line of the error.
+        do: Its last line, unless there is a better one.
 
     Returns:
         The sums, or None.
@@ -449,7 +457,7 @@ def checked_state(
     if state is None:
         return None
     working = torch.float64 if v.dtype == torch.float64 else torch.float32
-    do, shapes = _SAME_LAYER, (sizes, sizes[:3])
+    shapes = sizes, sizes[:3]
     if state.weighting != weighting:
         expected, got = (
             f"a state {'without decay or bias' if kind is None else f'with {kind}'}"
@@ -504,11 +512,11 @@ def checked_state(
             got=f"one of {shown(state_maps)}",
             do=do,
         )
-    _check_near(state, near, sizes, asked)
+    _check_near(state, near, asked, do)
     return Sums(state.above, state.below)
 
 
-def _check_near(state: LinearState, near: int | None, sizes: tuple[int, int, int, int], asked: str) -> None:
+def _check_near(state: LinearState, near: int | None, asked: str, do: str) -> None:
     """Raise unless the state has `near` keys that are not in its sums; None for no such keys."""
     keys = state.near
     lengths = None if keys is None else {x.shape[2 - (x.dim() == 2)] for x in keys}
@@ -517,7 +525,7 @@ def _check_near(state: LinearState, near: int | None, sizes: tuple[int, int, int
             asked=asked,
             expected="no near keys" if near is None else f"{near} near keys, one less than the window of the bias",
             got="none" if lengths is None else f"{sorted(lengths)}",
-            do=_SAME_LAYER,
+            do=do,
         )
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "WIDEST",
     "Tokens",
     "bias_for_linear",
+    "checked_decay",
     "resolve_scale",
     "resolve_weighting",
     "slopes_on",
@@ -197,7 +198,7 @@ def resolve_weighting(
             do="pass q, k and v of the same tokens, or omit the bias for attention to other tokens",
         )
     if decay is not None:
-        factors = _checked_decay(decay, tokens, asked)
+        factors = checked_decay(decay, tokens, asked)
         return Weighting(_until_last_visible(factors, tokens), normalize=normalize, scale=scale)
     slopes, numbers = bias or DistanceBias()
     table = numbers if slopes is None else slopes
@@ -223,8 +224,21 @@ def resolve_weighting(
     return Weighting(band=band, positions=ids, normalize=normalize, scale=scale)
 
 
-def _checked_decay(decay: Tensor, tokens: Tokens, asked: str) -> Tensor:
-    """Return `decay` as [batch or 1, kv_heads or heads, keys or 1]."""
+def checked_decay(decay: Tensor, tokens: Tokens, asked: str) -> Tensor:
+    """Return `decay` as [batch or 1, kv_heads or heads, keys or 1].
+
+    Args:
+        decay: The argument `decay`.
+        tokens: The tokens of the call.
+        asked: The call, for errors.
+
+    Raises:
+        RopewalkError: If its shape, dtype or device does not match, or if a number is positive or NaN.
+
+    >>> tokens = Tokens(1, 4, 2, 3, 3, torch.device("cpu"), True, 0, None, None, None, False)
+    >>> checked_decay(-torch.ones(2), tokens, "a doctest").shape
+    torch.Size([1, 2, 1])
+    """
     asked = f"{asked}(decay=...)"
     counts, factor = dict.fromkeys((tokens.kv_heads, tokens.heads)), "the logarithm of the decay of the sums per token"
     shapes = [[heads] for heads in counts]

@@ -71,7 +71,7 @@ class _Call:
         pairs = 0 if q.tables is None else q.tables[0].shape[-1]
         (self.kind, self.precision), self.memory = KINDS[v.dtype], OPERANDS[v.dtype]
         # Without rotation, neighbours are paired, because they are read without gaps.
-        self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved or not pairs)
+        self.features = (self.width, pairs, layout.start if pairs else 0, layout.interleaved or not pairs, False)
         self.packed = cu_seqlens is not None
         self.size = self.width * (self.v_dim + 1)
 
