@@ -5,7 +5,7 @@ Tables for error messages. `ropewalk.errors` reads them; nothing here changes wh
 
 from dataclasses import dataclass, field
 
-__all__ = ["ARGUMENTS", "MOVED", "VALUES", "Argument"]
+__all__ = ["ARGUMENTS", "MOVED", "OF_SHARDS", "VALUES", "Argument"]
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,21 @@ ARGUMENTS: dict[str, Argument] = {
     **dict.fromkeys(("bias", "attention_bias", "add_bias_kv"), _BIAS),
     **dict.fromkeys(("batch_size", "max_batch_size"), _BATCH),
     **dict.fromkeys(("pos_encoding", "positional_encoding", "rotary_emb", "rotary_pos_emb", "rope"), _ENCODING),
+    "encoding": Argument(("rope",), _ENCODING.otherwise, note="rope= for a rotation, bias= for ALiBi and T5"),
     **dict.fromkeys(("norm_eps", "rms_norm_eps", "variance_epsilon", "layer_norm_eps"), _EPS),
     "learned_freq": Argument(("learned",), "it belongs to the module: RotaryEmbedding(head_dim, learned=True)"),
+}
+
+# Arguments that functions over ranks do not have, because the shards determine them.
+OF_SHARDS: dict[str, str] = {
+    **dict.fromkeys(
+        ("positions", "k_positions", "position_ids", "offset"), "omit it: shards has the positions of the tokens"
+    ),
+    "cu_seqlens": "omit it: create the shards with it, Shards(mesh, length, cu_seqlens=...)",
+    **dict.fromkeys(
+        ("key_mask", "attention_mask", "attn_mask", "key_padding_mask"),
+        "pack the sequences instead of padding them: Shards(mesh, length, cu_seqlens=...)",
+    ),
 }
 
 _HALF = 'use "half": the first half of the features is paired with the second'

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import NoReturn, TypeVar, cast
 
 from ropewalk.errors import RopewalkError, shown
-from ropewalk.names import ARGUMENTS, MOVED
+from ropewalk.names import ARGUMENTS, MOVED, OF_SHARDS
 
 __all__ = ["ArgumentError", "MovedError", "advice_on_argument", "checks_names", "no_attribute", "refuse_arguments"]
 
@@ -147,7 +147,11 @@ def advice_on_argument(name: str, value: object, ours: Collection[str]) -> str:
 
     >>> advice_on_argument("interleaved", True, ("head_dim", "pairing"))
     'pass pairing="interleaved": interleaved is called pairing here'
+    >>> advice_on_argument("positions", None, ("q", "k", "v", "shards"))
+    'omit it: shards has the positions of the tokens'
     """
+    if "shards" in ours and name in OF_SHARDS:
+        return OF_SHARDS[name]
     foreign = ARGUMENTS.get(name)
     if foreign is None:
         near = difflib.get_close_matches(name, ours, n=1)

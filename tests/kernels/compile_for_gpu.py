@@ -58,7 +58,8 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     context = ir.context()
     ir.load_dialects(context)
     compiler.load_dialects(context)
-    functions, modules = compiler.get_codegen_implementation(options), compiler.get_module_map()
+    functions = compiler.get_codegen_implementation(options)  # pyright: ignore[reportAttributeAccessIssue]
+    modules = compiler.get_module_map()
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
     source.make_ir(TARGET, options, functions, modules, context)
     if WHOLLY:
@@ -72,7 +73,7 @@ def loop_that_changes_a_type(x, count: tl.constexpr):
     _, total = tl.load(x), 0.0
     for i in range(0, count):
         _ = tl.load(x + tl.arange(0, 16) + i)
-        total += tl.sum(_, axis=0)
+        total += tl.sum(_, axis=0)  # pyright: ignore[reportOperatorIssue]
     tl.store(x, total)
 
 

@@ -122,7 +122,8 @@ def no_outputs(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
     torch.Size([1, 2, 0, 3])
     """
     total = sum((x.sum().to(v.dtype) for x in (k, v, *others)), start=zeros((), dtype=v.dtype, device=v.device))
-    # exp saves its result. Activation checkpointing recomputes a call only on ranks whose backward pass reads something.
+    # exp saves its result. Activation checkpointing recomputes a call only on ranks whose backward pass reads
+    # something.
     return (q.sum(-1, keepdim=True).to(v.dtype) + total).exp().expand(*q.shape[:3], v.shape[-1])
 
 
