@@ -16,6 +16,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 import triton.language as tl
+
+# Triton has no public function that stops after its IR, and no types for these modules.
 from triton._C.libtriton import ir  # pyright: ignore[reportMissingModuleSource, reportMissingImports, reportAttributeAccessIssue]
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError, make_backend
@@ -73,6 +75,7 @@ def loop_that_changes_a_type(x, count: tl.constexpr):
     _, total = tl.load(x), 0.0
     for i in range(0, count):
         _ = tl.load(x + tl.arange(0, 16) + i)
+        # In Triton's language both are tensors, which type checkers do not know.
         total += tl.sum(_, axis=0)  # pyright: ignore[reportOperatorIssue]
     tl.store(x, total)
 

@@ -1,7 +1,7 @@
 """The exchanges between ranks, as differentiable functions of local tensors.
 
 All ranks pass tensors of the same shape. A tensor that is not on a device of the mesh is copied to one, and the result
-back: with a mesh of CPUs, gloo connects processes that share a GPU.
+back.
 """
 
 from typing import Any
