@@ -278,7 +278,7 @@ def test_bad_input():
 @pytest.mark.gpu
 def test_packed_keys_alone_on_a_gpu():
     _, k, v = drawn(1, 4, 2, 300, 16, 16, torch.float32, device=DEVICE)
-    ends, rope = torch.tensor([0, 100, 100, 290]), rw.RotaryEmbedding(16)
+    ends, rope = torch.tensor([0, 100, 100, 300]), rw.RotaryEmbedding(16)
     for kind in ("plain", "per query head", "alibi"):
         options = rule_of(kind, 1, 4, 2, 300, torch.float32).options(4)
         truth = rw.linear_state(k.cpu(), v.cpu(), rope=rope, cu_seqlens=ends, **options)
