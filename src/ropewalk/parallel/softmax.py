@@ -12,12 +12,12 @@ from ropewalk.nn.attention.function import check_heads, checked_encoding, checke
 from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
+from ropewalk.nn.encodings.some_heads import SomeHeads
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import attach, gather, no_outputs, swap
 from ropewalk.parallel.ring import ring_attention
 from ropewalk.parallel.shards import Shards
-from ropewalk.parallel.some_heads import SomeHeads
 from ropewalk.signatures import checks_names, refuse_arguments
 
 __all__ = ["Method", "attention"]

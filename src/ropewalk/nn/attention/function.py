@@ -11,6 +11,7 @@ from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.bias import check_causal
 from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_axes
+from ropewalk.nn.local_heads import call_locally, dims_of_ids
 from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.position_checks import (
     check_key_mask,
@@ -21,6 +22,7 @@ from ropewalk.nn.position_checks import (
 )
 from ropewalk.nn.positions import packed_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.signatures import checks_names
 
 __all__ = ["attention", "check_heads", "checked_encoding", "checked_scale", "checked_window", "encode"]
@@ -114,6 +116,26 @@ def attention(
     [1.0, 2.0, 3.0]
     """
     check_heads(q, k, v, asked="attention")
+    if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        axes = rope_axes(encoding)
+        return call_locally(
+            attention,
+            q,
+            k,
+            v,
+            asked="attention",
+            encodings={"encoding": encoding},
+            tensors={
+                "q_positions": (q_positions, dims_of_ids(q_positions, axes)),
+                "k_positions": (k_positions, dims_of_ids(k_positions, axes)),
+                "key_mask": (key_mask, ("batch", "seq")),
+                "cu_seqlens": (cu_seqlens, ("sequences",)),
+            },
+            causal=causal,
+            window=window,
+            scale=scale,
+            return_lse=return_lse,
+        )
     causal = require_flag(causal, asked="attention(causal=...)")
     require_flag(return_lse, asked="attention(return_lse=...)")
     window = checked_window(window, asked="attention(window=...)")

@@ -14,6 +14,7 @@ from ropewalk.kernels.types import FeatureMap as NamedMap
 from ropewalk.kernels.types import FeatureMapName, Layout, Side
 from ropewalk.nn.encodings.base import Encoding, encodes_heads, identity_in_state
 from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear, rope_in
+from ropewalk.nn.encodings.some_heads import kind_of_bias
 from ropewalk.nn.linear.arguments import check_packed_tensors, check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.near_keys import split_near, with_near
@@ -35,6 +36,7 @@ from ropewalk.nn.linear.weighting import (
     slopes_on,
     total_decay,
 )
+from ropewalk.nn.local_heads import call_locally, dims_of_ids
 from ropewalk.nn.position_checks import (
     can_read_values,
     check_key_mask,
@@ -45,6 +47,7 @@ from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
+from ropewalk.ops.dtensors import HEADS, is_dtensor
 from ropewalk.ops.linear_attention import linear_attention as run
 from ropewalk.signatures import checks_names, refuse_arguments
 
@@ -169,6 +172,33 @@ def linear_attention(
     """
     if unnamed or unknown:
         refuse_arguments("linear_attention", linear_attention, unnamed, unknown)
+    if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        check_tensors(q, k, v, causal)
+        axes = rope_axes(rope)
+        return call_locally(
+            linear_attention,
+            q,
+            k,
+            v,
+            asked="linear_attention",
+            encodings={"rope": rope, "bias": bias},
+            tensors={
+                "positions": (positions, dims_of_ids(positions, axes)),
+                "k_positions": (k_positions, dims_of_ids(k_positions, axes)),
+                "key_mask": (key_mask, ("batch", "seq")),
+                "cu_seqlens": (cu_seqlens, ("sequences",)),
+                "decay": (decay, ("heads",) if isinstance(decay, Tensor) and decay.dim() == 1 else HEADS[:3]),
+                "length": (length, ("batch",) * (length.dim() if isinstance(length, Tensor) else 0)),
+            },
+            reads=feature_map if isinstance(feature_map, tuple) else (feature_map,),
+            feature_map=feature_map,
+            causal=causal,
+            normalize=normalize,
+            scale=scale,
+            state=state,
+            return_state=return_state,
+            backend=backend,
+        )
     per_token = decay is not None and isinstance(decay, Tensor) and decay.dim() == 3
     arguments = rope, bias, "per token" if per_token else decay, feature_map, normalize, scale
     usual = positions is None and k_positions is None and cu_seqlens is None and key_mask is None and length is None
@@ -242,7 +272,7 @@ def linear_attention(
         state is not None,
     )
     weighting = resolve_weighting(decay, distances, tokens, normalize=normalize, scale=factor, asked="linear_attention")
-    kind = "decay" if decay is not None else type(bias).__name__ if distances is not None else None
+    kind = "decay" if decay is not None else kind_of_bias(bias) if distances is not None else None
     near = None if weighting.band is None else max(0, weighting.band.shape[1] // 2 - 1)
     if near is not None and cu_seqlens is not None and (state is not None or return_state):
         options = LinearOptions(

@@ -19,6 +19,7 @@ from ropewalk.nn.encodings.rotary import (
     rope_for_linear,
     rope_in,
 )
+from ropewalk.nn.encodings.some_heads import kind_of_bias
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.near_keys import empty_near
@@ -282,7 +283,7 @@ class LinearAttention(ProjectedHeads):
         below = zeros(rows, heads, width, dtype=working, device=device)
         names = map_name(self._maps[0]), map_name(self._maps[1])
         spec, learned = (None, False) if rope is None else (rope.spec, rope.log_scale is not None)
-        kind, near = None if bias is None else type(self.encoding).__name__, None
+        kind, near = None if bias is None else kind_of_bias(self.encoding), None
         if bias is not None and bias.numbers is not None:
             # Features of a map that is a function are in the working dtype, and 0 adds nothing.
             dtype, fill = (working, 0.0) if callable(k_map) else (weight.dtype, NamedMap[k_map].zero)

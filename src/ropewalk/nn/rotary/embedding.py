@@ -31,9 +31,11 @@ from ropewalk.nn.rotary.call import (
     checked_role,
 )
 from ropewalk.nn.rotary.in_place import check_in_place
-from ropewalk.nn.rotary.spec_argument import shown_fields, spec_of_arguments
+from ropewalk.nn.rotary.local_call import LocalCall, local_call, rotate_locally
+from ropewalk.nn.rotary.spec_argument import check_same_features, shown_fields, spec_of_arguments
 from ropewalk.nn.scripting import refuse_scripting
 from ropewalk.ops import cos_sin, require_backend, rotate, rotation_in_place
+from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.signatures import checks_names, refuse_arguments
 from ropewalk.spec.rope import Pairing, RopeSpec
 
@@ -240,6 +242,8 @@ class RotaryEmbedding(DropsOldBuffers):
         if unnamed or unknown:
             refuse_arguments("rope", RotaryEmbedding.forward, unnamed, unknown)
         placement = Placement(positions, k_positions, offset, cu_seqlens, angles, length, role)
+        if is_dtensor(q) or is_dtensor(k):
+            return rotate_locally(self, q, k, placement, self.local_call)
         owned = angles is None
         if k_positions is None and role is None and self._source.same_for_both:
             cos, sin, row = self._source.shared_tables(q, k, placement, self.log_scale)
@@ -410,6 +414,8 @@ class RotaryEmbedding(DropsOldBuffers):
         self._source.check_tensors(x, None, "rope.unrotate")
         role = checked_role(role, self.spec, "rope.unrotate")
         placement = Placement(positions, None, offset, cu_seqlens, angles, length, role, call="rope.unrotate")
+        if is_dtensor(x):
+            return self.local_call(x, None, placement)(self.unrotate, [self])
         placement.check(None)
         cos, sin, row = self._source.tables_of(x, placement, self.log_scale)
         # The transpose of a scaled rotation, divided by the square of its scale, is its inverse.
@@ -498,7 +504,14 @@ class RotaryEmbedding(DropsOldBuffers):
         >>> torch.allclose(old.retune(old(x), to=new, positions=p), new(x), atol=1e-6)
         True
         """
-        self._check_retune(to)
+        if not isinstance(to, RotaryEmbedding):
+            raise RopewalkError(
+                asked="rope.retune(x, to=...)",
+                expected="a RotaryEmbedding",
+                got=shown(to),
+                do="create one: RotaryEmbedding(spec)",
+            )
+        check_same_features(*((m.spec, m.layout, m.heads, m.extra_repr()) for m in (self, to)))
         self._source.check_tensors(x, None, "rope.retune")
         placement = Placement(positions, None, offset, cu_seqlens, length=length, call="rope.retune")
         placement.check(None)
@@ -541,31 +554,16 @@ class RotaryEmbedding(DropsOldBuffers):
         """
         return self._source.shared_tables(q, k, placement, self.log_scale)
 
+    def local_call(self, q: Tensor, k: Tensor | None, placement: Placement) -> LocalCall:
+        """This rank's part of a call with DTensors."""
+        return local_call(self._source, q, k, placement)
+
     def _scale_rest(self, x: Tensor, factor: Tensor) -> Tensor:
         """Multiply the features of x that are not rotated by one factor per token, in float32, rounded once."""
         start, rotated = self.layout.start, self.spec.rotated_dim
         before, middle, after = x[..., :start], x[..., start : start + rotated], x[..., start + rotated :]
         before, after = ((part.to(factor.dtype) * factor).to(x.dtype) for part in (before, after))
         return torch.cat((before, middle, after), dim=-1)
-
-    def _check_retune(self, to: object) -> None:
-        if not isinstance(to, RotaryEmbedding):
-            raise RopewalkError(
-                asked="rope.retune(x, to=...)",
-                expected="a RotaryEmbedding",
-                got=shown(to),
-                do="create one: RotaryEmbedding(spec)",
-            )
-        own_shape, other_shape = ((m.layout, m.heads, m.spec.head_dim, m.spec.rotated_dim) for m in (self, to))
-        axes = [None if m.spec.axes is None else m.spec.axes.weights for m in (self, to)]
-        if own_shape == other_shape and axes[0] == axes[1]:
-            return
-        raise RopewalkError(
-            asked="rope.retune(x, to=other)",
-            expected="the same head_dim, rotary_dim, rotary_slice, pairing, axes and seq_dim in both",
-            got=f"{self.extra_repr()} and {to.extra_repr()}",
-            do="unrotate with one and rotate with the other: other(rope.unrotate(k, positions=p), positions=p)",
-        )
 
     def reset_parameters(self) -> None:
         """Reset learned frequencies to those of the spec, as initialisation after `to_empty` does.

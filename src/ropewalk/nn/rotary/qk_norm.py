@@ -1,5 +1,6 @@
 """qk_norm_rope: RMSNorm of queries and keys and their rotation, in one call."""
 
+import functools
 import math
 
 import torch
@@ -10,6 +11,7 @@ from ropewalk.kernels.types import Norm
 from ropewalk.nn.rotary.call import Angles, Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import norm_rotate
+from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.signatures import checks_names
 
 __all__ = ["qk_norm_rope"]
@@ -99,9 +101,15 @@ def qk_norm_rope(
             do="normalise first and call rope(q, k)",
         )
     placement = Placement(positions, None, offset, cu_seqlens, angles, length, call="qk_norm_rope")
-    cos, sin, row = rope.shared_tables(q, k, placement)
     for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
         _check_weight(name, weight, x, plus_one)
+    if is_dtensor(q) or is_dtensor(k):
+        part = rope.local_call(q, k, placement)
+        q_weight, k_weight = (None if x is None else part.cut.local(x, ("weight",)) for x in (q_weight, k_weight))
+        weights = {"q_weight": q_weight, "k_weight": k_weight}
+        run = functools.partial(qk_norm_rope, rope=rope, eps=eps, plus_one=plus_one, round_norm=round_norm)
+        return part(run, [rope], **weights)
+    cos, sin, row = rope.shared_tables(q, k, placement)
     norm = Norm.as_transformers(eps, plus_one) if round_norm else Norm(eps, plus_one)
     tables = cos, sin, rope.layout, norm
     owned = angles is None

@@ -3,10 +3,11 @@
 from os import PathLike
 
 from ropewalk.errors import RopewalkError, shown
+from ropewalk.kernels.types import Layout
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import Pairing, RopeSpec
 
-__all__ = ["shown_fields", "spec_of_arguments"]
+__all__ = ["check_same_features", "shown_fields", "spec_of_arguments"]
 
 
 def spec_of_arguments(head_dim: object, base: float | None, pairing: Pairing | None) -> RopeSpec:
@@ -71,3 +72,29 @@ def shown_fields(spec: RopeSpec) -> list[str]:
         parts.append(f"rotary_dim={spec.rotary_dim} ({spec.rotary_slice})")
     usual = {"axes": None, "sign": 1, "xpos": None, "query_temperature": None, "angles": "exact"}
     return parts + [f"{name}={getattr(spec, name)!r}" for name in usual if getattr(spec, name) != usual[name]]
+
+
+def check_same_features(
+    own: tuple[RopeSpec, Layout, int | None, str], other: tuple[RopeSpec, Layout, int | None, str]
+) -> None:
+    """Raise unless two modules rotate the same features in the same pairs.
+
+    Args:
+        own: Spec, layout, number of heads with own frequencies, and text of one module.
+        other: The same of the other one.
+
+    >>> spec = RopeSpec(4)
+    >>> check_same_features(*[(spec, Layout(False, 0, -2), None, "rope")] * 2)
+    """
+
+    def features(spec: RopeSpec, layout: Layout, heads: int | None, _: str) -> tuple[object, ...]:
+        axes = None if spec.axes is None else spec.axes.weights
+        return layout, heads, spec.head_dim, spec.rotated_dim, axes
+
+    if features(*own) != features(*other):
+        raise RopewalkError(
+            asked="rope.retune(x, to=other)",
+            expected="the same head_dim, rotary_dim, rotary_slice, pairing, axes and seq_dim in both",
+            got=f"{own[3]} and {other[3]}",
+            do="unrotate with one and rotate with the other: other(rope.unrotate(k, positions=p), positions=p)",
+        )

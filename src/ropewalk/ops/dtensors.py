@@ -1,0 +1,283 @@
+"""DTensors as plain tensors of this rank: the part of each dimension that it has, and results as DTensors again.
+
+torch.distributed.tensor is imported when the first DTensor is seen.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Size, Tensor, nn
+from torch.func import functional_call
+
+from ropewalk.errors import RopewalkError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["HEADS", "Cut", "check_divisible", "cut_of", "is_dtensor", "with_local_parameters"]
+
+# The dimensions of heads. Positions, masks and decays have some of them.
+HEADS = ("batch", "heads", "seq", "features")
+
+Result = TypeVar("Result")
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether x is a DTensor.
+
+    >>> is_dtensor(None)
+    False
+    """
+    return type(x).__name__ == "DTensor"
+
+
+class Cut(NamedTuple):
+    """The dimensions along which a mesh cuts tensors.
+
+    Attributes:
+        mesh: The mesh.
+        names: Per dimension of the mesh, the name of the dimension that it cuts; None if all its ranks have the same.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> cut = Cut(init_device_mesh("cpu", (1,)), ("heads",))
+    >>> cut.part("heads", 8), cut.local(torch.ones(2, 8), ("batch", "heads")).shape  # one rank has everything
+    ((0, 8), torch.Size([2, 8]))
+    >>> dist.destroy_process_group()
+    """
+
+    mesh: "DeviceMesh"
+    names: tuple[str | None, ...]
+
+    def ranks(self, name: str) -> int:
+        """Return the number of parts of a dimension."""
+        count = 1
+        for i, other in enumerate(self.names):
+            count *= self.mesh.size(i) if other == name else 1
+        return count
+
+    def part(self, name: str, size: int) -> tuple[int, int]:
+        """Return the first index of this rank along a dimension of this size, and the number of its indices."""
+        start, coordinate = 0, self.mesh.get_coordinate()
+        if coordinate is None:
+            raise RopewalkError(
+                asked="a call with DTensors",
+                expected="a rank of their mesh",
+                got="a rank outside of it",
+                do="call it on the ranks of the mesh alone",
+            )
+        # As torch.chunk: the first parts have the rounded-up size.
+        for i, other in enumerate(self.names):
+            if other == name:
+                most = -(-size // self.mesh.size(i))
+                first = min(most * coordinate[i], size)
+                start, size = start + first, min(most, size - first)
+        return start, size
+
+    def local(self, x: Tensor, dims: Sequence[str], broadcast: Collection[str] = HEADS) -> Tensor:
+        """Return this rank's part of x.
+
+        The gradient of x is that of all ranks: where a rank has all of x but only a part of the call, gradients are
+        summed.
+
+        Args:
+            x: A DTensor, or a plain tensor that is the same on all ranks.
+            dims: The names of its dimensions.
+            broadcast: Names of dimensions that are not cut if their size is 1: all parts of the call use them.
+        """
+        shared = {name for name, size in zip(dims, x.shape, strict=True) if size == 1 and name in broadcast}
+        if not is_dtensor(x) and not x.requires_grad:
+            for dim, name in enumerate(dims):
+                if name in self.names and name not in shared:
+                    x = x.narrow(dim, *self.part(name, x.shape[dim]))
+            return x
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        wanted = tuple(
+            Replicate() if name is None or name in shared or name not in dims else Shard(dims.index(name))
+            for name in self.names
+        )
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        if tuple(x.placements) != wanted:
+            x = x.redistribute(self.mesh, wanted)
+        gradients = [
+            Partial() if name is not None and placement.is_replicate() else placement
+            for name, placement in zip(self.names, wanted, strict=True)
+        ]
+        return x.to_local(grad_placements=gradients)
+
+    def whole(self, y: Tensor, dims: Sequence[str], shape: Sequence[int]) -> Tensor:
+        """Return the DTensor of which y is this rank's part.
+
+        Args:
+            y: A plain tensor.
+            dims: The names of its dimensions.
+            shape: The shape of the DTensor.
+        """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placements = [
+            Replicate() if name is None or name not in dims else Shard(dims.index(name)) for name in self.names
+        ]
+        even = all(
+            size == y.shape[dim] * self.ranks(name) for dim, (name, size) in enumerate(zip(dims, shape, strict=True))
+        )
+        if even:
+            return DTensor.from_local(y, self.mesh, placements, run_check=False)
+        sizes = itertools.accumulate(reversed(shape[1:]), lambda stride, size: stride * size, initial=1)
+        stride = tuple(reversed(list(sizes)))
+        y = y.contiguous()
+        return DTensor.from_local(y, self.mesh, placements, run_check=False, shape=Size(shape), stride=stride)
+
+
+def cut_of(tensors: Mapping[str, tuple[Any, Sequence[str]]], *, asked: str, sequences: bool = True) -> Cut | None:
+    """Return how a mesh cuts the tensors of a call, or None if they are plain.
+
+    Args:
+        tensors: The tensors of the call and the names of their dimensions, by the names of the arguments. None is
+            ignored.
+        asked: The function, for errors.
+        sequences: Whether a rank may have a part of the sequence.
+
+    Raises:
+        RopewalkError: If some are plain, or on different meshes, or cut along different dimensions; if a placement is
+            Partial or cuts the features; or if it cuts a sequence and `sequences` is False.
+
+    >>> import torch
+    >>> cut_of({"q": (torch.ones(1, 2, 3, 4), HEADS)}, asked="a doctest") is None
+    True
+    """
+    given = {name: (x, dims) for name, (x, dims) in tensors.items() if x is not None}
+    if not any(is_dtensor(x) for x, _ in given.values()):
+        return None
+    names = ", ".join(given)
+    plain = [name for name, (x, _) in given.items() if not is_dtensor(x)]
+    if plain:
+        raise RopewalkError(
+            asked=f"{asked}({names})",
+            expected="all of them DTensors, or none",
+            got=f"{', '.join(plain)} as a plain tensor",
+            do="distribute it: torch.distributed.tensor.distribute_tensor(x, mesh, placements)",
+        )
+    meshes = [x.device_mesh for x, _ in given.values()]
+    if any(mesh != meshes[0] for mesh in meshes):
+        raise RopewalkError(
+            asked=f"{asked}({names})",
+            expected="DTensors on one mesh",
+            got=f"{' and '.join(dict.fromkeys(str(mesh) for mesh in meshes))}",
+            do="distribute them over the same mesh",
+        )
+    cuts: list[str | None] = []
+    for i in range(meshes[0].ndim):
+        found = {name: _name_of(x, i, dims, name, asked) for name, (x, dims) in given.items()}
+        different = {cut for cut in found.values() if cut is not None}
+        if len(different) > 1:
+            raise RopewalkError(
+                asked=f"{asked}({names})",
+                expected="one dimension that dimension " + f"{i} of the mesh cuts",
+                got=", ".join(f"{name} cut along {cut}" for name, cut in found.items() if cut is not None),
+                do="redistribute one of them: x.redistribute(placements=...)",
+            )
+        cuts.append(next(iter(different), None))
+    if "seq" in cuts and not sequences:
+        raise RopewalkError(
+            asked=f"{asked}({names}) with DTensors",
+            expected="all tokens of a sequence on each rank: placements of batch or heads, or Replicate()",
+            got="a sequence that is cut over ranks, whose queries would not see the keys of other ranks",
+            do="ropewalk.parallel computes attention over such sequences, from local tensors: "
+            "ropewalk.parallel.attention(q.to_local(), ..., shards=Shards(mesh, length))",
+        )
+    return Cut(meshes[0], tuple(cuts))
+
+
+def _name_of(x: Any, mesh_dim: int, dims: Sequence[str], name: str, asked: str) -> str | None:
+    """Return the name of the dimension of x that a dimension of the mesh cuts, or None."""
+    placement = x.placements[mesh_dim]
+    if placement.is_replicate():
+        return None
+    cut = dims[placement.dim] if placement.is_shard() else None
+    if cut is None or cut == "features" or type(placement).__name__ != "Shard":
+        raise RopewalkError(
+            asked=f"{asked}({name})",
+            expected="Shard of batch, heads or sequence, or Replicate()",
+            got=f"{placement}" + (", which cuts the features of a head" if cut == "features" else ""),
+            do="sum it first: x.redistribute(placements=[Replicate()])"
+            if placement.is_partial()
+            else "redistribute it: x.redistribute(placements=...)",
+        )
+    return cut
+
+
+def check_divisible(cut: Cut, heads: int, kv_heads: int, *, asked: str) -> None:
+    """Raise unless every rank has as many heads. One key head can be shared by all ranks.
+
+    Args:
+        cut: How the mesh cuts heads.
+        heads: Number of query heads.
+        kv_heads: Number of key heads.
+        asked: The function, for errors.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> check_divisible(Cut(init_device_mesh("cpu", (1,)), ("heads",)), 8, 2, asked="a doctest")
+    >>> dist.destroy_process_group()
+    """
+    ranks = cut.ranks("heads")
+    if heads % ranks or (kv_heads % ranks and kv_heads > 1):
+        raise RopewalkError(
+            asked=f"{asked} with heads cut over {ranks} ranks",
+            expected=f"numbers of heads that are multiples of {ranks}",
+            got=f"{heads} heads and {kv_heads} kv_heads",
+            do="use fewer ranks for the heads",
+        )
+
+
+class _Called(nn.Module):
+    """A function and the modules whose parameters it reads, for `functional_call`."""
+
+    def __init__(self, run: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        # In a tuple: a function that is a module would have its parameters replaced twice.
+        self.run = (run,)
+        self.read = nn.ModuleList(modules)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.run[0](*arguments, **options)
+
+
+def with_local_parameters(
+    cut: Cut, modules: Sequence[nn.Module | None], run: Callable[..., Result], *arguments: Any, **options: Any
+) -> Result:
+    """Call a function in which parameters of modules are plain tensors, whose gradients are summed over ranks.
+
+    Args:
+        cut: How the mesh cuts the tensors of the call.
+        modules: The modules, whose parameters are the same on all ranks: plain, or DTensors.
+        run: The function.
+        arguments: Its arguments.
+        options: Its options.
+
+    Returns:
+        What it returns.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> with_local_parameters(Cut(init_device_mesh("cpu", (1,)), (None,)), [None], max, 1, 2)
+    2
+    >>> dist.destroy_process_group()
+    """
+    read = [module for module in modules if module is not None]
+    local = {f"read.{i}.{name}": cut.local(x, [""] * x.dim()) for i, name, x in _parameters(read)}
+    return functional_call(_Called(run, read), local, arguments, options) if local else run(*arguments, **options)
+
+
+def _parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[int, str, Tensor]]:
+    for i, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            yield i, name, parameter
