@@ -42,7 +42,7 @@ MUTANTS = {
     ),
     "no keys across a border": ((exchange.Exchange, "_keys", without_near), ("contiguous", "t5", None)),
     "blocks of a ring without their weights": (
-        (ring, "_weight", lambda part, total: torch.full_like(part, 0.5).unsqueeze(-1)), ("contiguous", "rope", "ring")
+        (ring, "part_weight", lambda part, _: torch.full_like(part, 0.5).unsqueeze(-1)), ("contiguous", "rope", "ring")
     ),
     "rotation at positions of the rank": (
         (softmax, "encode", lambda added, q, k, v, *ids: (*added.rotate(q, k), v)), ("contiguous", "rope", "gather")

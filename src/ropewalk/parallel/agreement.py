@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.constructors import tensor, zeros
 
-__all__ = ["agree", "cpu_group"]
+__all__ = ["agree", "agree_on_call", "cpu_group"]
 
 
 def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -41,7 +41,7 @@ def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) -> None:
+def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str, do: str) -> None:
     """Raise on every rank unless all ranks describe the same call.
 
     A digest of 32 bytes is exchanged. The descriptions themselves are exchanged only if digests differ.
@@ -50,6 +50,7 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
         group: A group that communicates tensors on the CPU.
         describe: Returns the description of this rank. If it raises, all ranks raise.
         asked: The call, for the error.
+        do: What to do if descriptions differ, for the error.
 
     Raises:
         RopewalkError: If a description differs, or if `describe` raised on another rank. What it raised on this rank is
@@ -58,7 +59,7 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> mesh = init_device_mesh("cpu", (1,))
-    >>> agree(mesh.get_group(), lambda: "one rank agrees with itself", asked="a doctest")
+    >>> agree(mesh.get_group(), lambda: "one rank agrees with itself", asked="a doctest", do="")
     >>> dist.destroy_process_group()
     """
     error = None
@@ -89,8 +90,37 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str) 
         asked=asked,
         expected="the same call on all ranks",
         got="; ".join(f"rank {rank}: {other}" for rank, other in enumerate(_differing(texts))),
-        do="pass the same arguments on every rank, with the tokens that Shards assigns to it",
+        do=do,
     )
+
+
+def agree_on_call(
+    group: dist.ProcessGroup | None, check: Callable[[], None], describe: Callable[[], str], *, asked: str, do: str
+) -> None:
+    """Check the arguments of a call on all ranks, and compare them. A compiled call only checks those of this rank.
+
+    Args:
+        group: As for `agree`; None to compare nothing.
+        check: Raises if the arguments of this rank are invalid.
+        describe: Describes what must not differ between ranks.
+        asked: As for `agree`.
+        do: As for `agree`.
+
+    Raises:
+        RopewalkError: On every rank, if a rank disagrees or has raised.
+
+    >>> agree_on_call(None, lambda: print("checked"), lambda: "the call", asked="a doctest", do="")
+    checked
+    """
+    if group is None or torch.compiler.is_compiling():
+        check()
+        return
+
+    def both() -> str:
+        check()
+        return describe()
+
+    agree(group, both, asked=asked, do=do)
 
 
 # What the description of a rank begins with whose arguments are invalid.

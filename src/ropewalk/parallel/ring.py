@@ -12,7 +12,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.kernels.constructors import arange, empty_like, full, zeros, zeros_like
 from ropewalk.kernels.precision import working_dtype
 from ropewalk.kernels.torch_internals import own_parameters
-from ropewalk.nn.attention.scores import ScoreBias, attend_with_lse
+from ropewalk.nn.attention.scores import ScoreBias, attend_with_lse, part_weight
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.parallel.collectives import on_mesh
@@ -185,8 +185,8 @@ class _Ring(torch.autograd.Function):
                 rows = _tokens(query)
                 y, new = rule.attend(query, key, *_exact(q[:, :, rows], *both[:, :, _tokens(key)].split(sizes, dim=-1)))
                 total = torch.logaddexp(lse[:, :, rows], new)
-                old = _weight(lse[:, :, rows], total)
-                out[:, :, rows] = old * out[:, :, rows] + _weight(new, total) * y
+                old = part_weight(lse[:, :, rows], total)
+                out[:, :, rows] = old * out[:, :, rows] + part_weight(new, total) * y
                 lse[:, :, rows] = total
             both = both if travel is None else travel.wait()
         # Not rounded: the gradient of a block depends on the difference between its output and the whole one.
@@ -220,7 +220,7 @@ class _Ring(torch.autograd.Function):
                     leaves = [x.detach().requires_grad_() for x in block]
                     y, new = rule.attend(query, key, *leaves)
                 # The output is the sum of exp(new - lse) y over all blocks.
-                weight, above = _weight(new.detach(), lse[:, :, rows]), cotangent[:, :, rows]
+                weight, above = part_weight(new.detach(), lse[:, :, rows]), cotangent[:, :, rows]
                 of_new = (weight * above * (y.detach() - out[:, :, rows])).sum(-1)
                 gradients = torch.autograd.grad(
                     (y, new), (*leaves, *learned), ((weight * above).to(y.dtype), of_new), allow_unused=True
@@ -239,8 +239,3 @@ class _Ring(torch.autograd.Function):
 def _exact(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return tensors in float32 or float64 on a CPU, which computes in it in any case: blocks are then not rounded."""
     return tuple(x.to(working_dtype(x)) if x.device.type == "cpu" else x for x in tensors)
-
-
-def _weight(part: Tensor, total: Tensor) -> Tensor:
-    """Return exp(part - total) [..., 1]; 0 where there is no visible key."""
-    return torch.where(part == float("-inf"), 0.0, torch.exp(part - total)).unsqueeze(-1)

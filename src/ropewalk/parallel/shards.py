@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
@@ -11,9 +10,10 @@ from torch.nn import functional
 from ropewalk.errors import RopewalkError, as_int, require_flag, shown
 from ropewalk.kernels.constructors import arange, empty_like, new_zeros
 from ropewalk.nn.position_checks import described
-from ropewalk.parallel.agreement import agree, cpu_group
+from ropewalk.parallel.agreement import agree, agree_on_call, cpu_group
 from ropewalk.parallel.collectives import gather
 from ropewalk.parallel.layout import LayoutName, Run, runs_of_ranks
+from ropewalk.parallel.mesh import checked_mesh, device_of
 from ropewalk.signatures import checks_names
 
 __all__ = ["Shards"]
@@ -90,7 +90,7 @@ class Shards:
         check_calls: bool = True,
     ) -> None:
         # Without a mesh there is nobody to agree with.
-        self.mesh = _checked_mesh(mesh)
+        self.mesh = checked_mesh(mesh, asked="Shards(mesh, ...)")
         self.rank, self.ranks = mesh.get_local_rank(), mesh.size()
         self._group = cpu_group(mesh)
         ends: list[int] | None = None
@@ -103,13 +103,11 @@ class Shards:
             self.lengths = tuple(sum(run.length for run in runs) for runs in self.runs)
             return f"tokens of each rank {self.lengths}; layout {layout}; cu_seqlens {ends}; check_calls {check_calls}"
 
-        agree(self._group, describe, asked="Shards")
+        agree(self._group, describe, asked="Shards", do="create it with the same arguments on every rank")
         self.layout, self.sequences = layout, None if ends is None else len(ends) - 1
         self.length = sum(self.lengths)
         self.ends = (0, self.length) if ends is None else tuple(ends)
-        device = torch.device(mesh.device_type)
-        if device.type != "cpu":
-            device = torch.device(device.type, torch.get_device_module(device).current_device())
+        device = device_of(mesh)
         indices = [_joined([(self.ends[run.sequence] + run.start, run.length) for run in runs]) for runs in self.runs]
         self.indices = indices[self.rank].to(device)
         self.positions = _joined([(run.start, run.length) for run in self.local]).to(device)
@@ -193,15 +191,8 @@ class Shards:
         Raises:
             RopewalkError: On every rank, if a rank disagrees or has raised.
         """
-        if not self.check_calls or torch.compiler.is_compiling():
-            check()
-            return
-
-        def both() -> str:
-            check()
-            return describe()
-
-        agree(self._group, both, asked=asked)
+        do = "pass the same arguments on every rank, with the tokens that Shards assigns to it"
+        agree_on_call(self._group if self.check_calls else None, check, describe, asked=asked, do=do)
 
     @property
     def _is_even(self) -> bool:
@@ -226,35 +217,6 @@ def _joined(ranges: Sequence[tuple[int, int]]) -> Tensor:
     """Return the numbers of ranges, each from its first number on, in one tensor on the CPU."""
     parts = [arange(first, first + count, device=torch.device("cpu")) for first, count in ranges]
     return torch.cat(parts) if parts else arange(0, device=torch.device("cpu"))
-
-
-def _checked_mesh(mesh: object) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise RopewalkError(
-            asked="Shards(mesh, ...)",
-            expected="a DeviceMesh",
-            got=shown(mesh),
-            do='create one: torch.distributed.device_mesh.init_device_mesh("cuda", (ranks,))',
-        )
-    if mesh.ndim != 1:
-        raise RopewalkError(
-            asked="Shards(mesh, ...)",
-            expected="a mesh with one dimension, over which the sequence is cut",
-            got=f"{mesh.ndim} dimensions" + (f", {', '.join(mesh.mesh_dim_names)}" if mesh.mesh_dim_names else ""),
-            do='pass one of them by its name: mesh["cp"]; names are mesh_dim_names of init_device_mesh',
-        )
-    device, config = mesh.device_type, dist.get_backend_config(mesh.get_group())
-    backend = dict(item.split(":") for item in config.split(",")).get(device)
-    # With gloo, an all-gather of tensors on a GPU ends the process.
-    if backend is None or (device != "cpu" and backend == "gloo"):
-        raise RopewalkError(
-            asked="Shards(mesh, ...)",
-            expected=f"a process group that connects devices of type {device}",
-            got=f"one with the backends {config}",
-            do='init_process_group("cpu:gloo,cuda:nccl") connects both; with gloo alone, pass a mesh of CPUs: what is '
-            "exchanged is then copied",
-        )
-    return mesh
 
 
 def _as_list(cu_seqlens: Tensor | Sequence[int] | None) -> list[int] | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, warn
-from ropewalk.kernels.constructors import arange, full_like, zeros, zeros_like
+from ropewalk.kernels.constructors import arange, full_like, tensor, zeros, zeros_like
 from ropewalk.nn.attention.cache_checks import check_counts, check_new_tokens, checked_dtype
 from ropewalk.nn.attention.cache_interface import CachedTokens
 from ropewalk.nn.attention.moved_keys import KeyRotation, moved_keys
@@ -94,7 +94,7 @@ class KVCache:
         self.head_dim: int = sizes["head_dim"]
         self.v_dim: int = sizes["v_dim"]
         dtype = checked_dtype(torch.get_default_dtype() if dtype is None else dtype, "KVCache(dtype=...)")
-        shape = self.batch, self.num_kv_heads, self.max_length
+        shape = self.batch, self.num_kv_heads, self._key_slots()
         # Tensors created in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             self.keys: Tensor = zeros(*shape, self.head_dim, dtype=dtype, device=device)
@@ -252,8 +252,8 @@ class KVCache:
         number = require_count(length, asked=asked, do=do)
         for name, dim in SLOT_DIMS.items():
             buffer = getattr(self, name)
-            if buffer is not None and number < self.max_length:
-                buffer.narrow(dim, number, self.max_length - number).zero_()
+            if buffer is not None and number < buffer.shape[dim]:
+                buffer.narrow(dim, number, buffer.shape[dim] - number).zero_()
         self.lengths.clamp_(max=number)
         self.filled_at_most = min(self.filled_at_most, number)
 
@@ -433,11 +433,7 @@ class KVCache:
                 slots = empty.to(saved.device)
                 saved = saved.masked_fill(slots[:, None, :, None] if dim == 2 else slots, 0)
                 getattr(self, name).narrow(dim, 0, saved.shape[dim]).copy_(saved)
-        self.filled_at_most, self.even = max(lengths), len(set(lengths)) == 1
-        indices = self._indices(state["lengths"].cpu())[:, : state["positions"].shape[1]]
-        stored = state["positions"].cpu()
-        self._counts_positions = bool(((stored == indices) | (indices < 0)).all())
-        self._knows_positions = bool(((stored >= 0) | (indices < 0)).all()) or self._counts_positions
+        self._restore_counts(lengths, state["positions"].cpu())
 
     def __repr__(self) -> str:
         sizes = f"{self.batch}, {self.num_kv_heads}, {self.max_length}, {self.head_dim}"
@@ -459,6 +455,17 @@ class KVCache:
     def __setstate__(self, state: dict[str, object]) -> None:
         # Caches that were pickled by earlier versions have fewer attributes.
         self.__dict__ |= {"hidden": None, "_counts_positions": True, "_knows_positions": True} | state
+
+    def _key_slots(self) -> int:
+        """Return the number of slots of keys and values. Positions always have `max_length`."""
+        return self.max_length
+
+    def _restore_counts(self, lengths: list[int], positions: Tensor) -> None:
+        """Set what the host knows of tokens that were loaded: lengths, and positions [batch, slots] on the CPU."""
+        self.filled_at_most, self.even = max(lengths), len(set(lengths)) == 1
+        indices = self._indices(tensor(lengths, dtype=torch.int64, device="cpu"))[:, : positions.shape[1]]
+        self._counts_positions = bool(((positions == indices) | (indices < 0)).all())
+        self._knows_positions = bool(((positions >= 0) | (indices < 0)).all()) or self._counts_positions
 
     def _indices(self, lengths: Tensor) -> Tensor:
         """Return the index of the token in each slot [batch, max_length]; below 0 for an empty slot."""

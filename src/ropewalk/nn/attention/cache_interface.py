@@ -1,14 +1,17 @@
 """The interface between an attention layer and a cache: `Cache`, which a cache implements, and what it returns."""
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.position_checks import described
 
-__all__ = ["Cache", "CachedTokens", "check_cached_tokens"]
+__all__ = ["Cache", "CacheOfRanks", "CachedTokens", "Merge", "check_cached_tokens"]
+
+Merge = Callable[[Tensor, Tensor], Tensor]
 
 
 class CachedTokens(NamedTuple):
@@ -19,6 +22,9 @@ class CachedTokens(NamedTuple):
         values: [batch, num_kv_heads, slots, v_dim].
         positions: Position of the token in each slot [batch, slots], for encodings that add a bias.
         visibility: Which slots are visible to each query.
+        merge: Called with the outputs over these keys [batch, heads, queries, v_dim], and the log-sum-exp of their
+            scores [batch, heads, queries]. Returns the outputs over all keys, if other ranks have some. None if these
+            are all keys.
 
     >>> import torch
     >>> tokens = CachedTokens(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.arange(2)[None], Visibility())
@@ -30,6 +36,7 @@ class CachedTokens(NamedTuple):
     values: Tensor
     positions: Tensor
     visibility: Visibility
+    merge: Merge | None = None
 
 
 @runtime_checkable
@@ -71,6 +78,25 @@ class Cache(Protocol):
             Keys, values and positions in slots, and which slots are visible to each query.
         """
         ...
+
+
+class CacheOfRanks:
+    """A cache that several ranks have together: a call with it is one call of all ranks.
+
+    >>> from ropewalk.nn.attention.cache import KVCache
+    >>> isinstance(KVCache(1, 1, 4, 2), CacheOfRanks)
+    False
+    """
+
+    def agree(self, check: Callable[[], None], layer: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
+        """Check a call of a layer, on all ranks before any of them computes something.
+
+        Args:
+            check: Raises if the arguments of this rank are invalid.
+            layer: The layer.
+            tensors: The arguments of the call by name.
+        """
+        raise NotImplementedError
 
 
 def check_cached_tokens(tokens: CachedTokens, k: Tensor, v: Tensor) -> None:

@@ -8,11 +8,11 @@ from torch import Tensor
 from ropewalk.errors import RopewalkError, as_float, require_count, shown
 from ropewalk.kernels.constructors import arange
 from ropewalk.nn.attention.cache import KVCache
-from ropewalk.nn.attention.cache_interface import Cache, check_cached_tokens
+from ropewalk.nn.attention.cache_interface import Cache, CacheOfRanks, Merge, check_cached_tokens
 from ropewalk.nn.attention.function import checked_window
 from ropewalk.nn.attention.projections import HeadSizes, ProjectedHeads
 from ropewalk.nn.attention.rolling_cache import RollingKVCache
-from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
+from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed, attend_with_lse
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding, warn_if_not_embedded
 from ropewalk.nn.encodings.bias import check_causal
@@ -155,9 +155,12 @@ class Attention(ProjectedHeads):
         ...     torch.allclose(y, attention(x), atol=1e-6)
         True
         """
-        self._check_tokens(x)
         warn_if_not_embedded(self.encoding, "Attention")
-        self._check_call(x, positions, cache, key_mask, cu_seqlens, counts)
+        if isinstance(cache, CacheOfRanks):
+            given = {"x": x, "positions": positions, "key_mask": key_mask, "cu_seqlens": cu_seqlens, "counts": counts}
+            cache.agree(lambda: self._check_call(x, positions, cache, key_mask, cu_seqlens, counts), self, given)
+        else:
+            self._check_call(x, positions, cache, key_mask, cu_seqlens, counts)
         seq, explicit = x.shape[1], positions
         if positions is None and self.axes == 1:
             # Otherwise positions stay None: the rotation then uses a plain range, which is faster.
@@ -181,8 +184,8 @@ class Attention(ProjectedHeads):
                 set_owner(cache, self)
             else:
                 check_cached_tokens(seen, k, v)
-            y = self._attend(q, seen.keys, seen.values, seen.visibility, positions, seen.positions)
-            return self.joined(y)
+            ids = positions, seen.positions
+            return self.joined(self._attend(q, seen.keys, seen.values, seen.visibility, *ids, merge=seen.merge))
         if key_mask is not None:
             # Hidden values are still multiplied by 0, which is NaN if padding contains NaN or infinity.
             k, v = (heads.masked_fill(~key_mask[:, None, :, None], 0) for heads in (k, v))
@@ -262,6 +265,7 @@ class Attention(ProjectedHeads):
         q_positions: Tensor | None,
         k_positions: Tensor | None,
         cu_seqlens: Tensor | None = None,
+        merge: Merge | None = None,
     ) -> Tensor:
         score_bias = None
         if self.encoding is not None and self._adds_bias:
@@ -270,6 +274,8 @@ class Attention(ProjectedHeads):
                 for x, ids in ((q, q_positions), (k, k_positions))
             )
             score_bias = ScoreBias(self.encoding, q_positions, k_positions)
+        if merge is not None:
+            return merge(*attend_with_lse(q, k, v, visibility, scale=self.scale, score_bias=score_bias))
         dropout = self.dropout if self.training else 0.0
         if cu_seqlens is None:
             return attend(q, k, v, visibility, scale=self.scale, dropout=dropout, score_bias=score_bias)
@@ -302,6 +308,7 @@ class Attention(ProjectedHeads):
         counts: Tensor | None,
     ) -> None:
         """Raise unless the arguments of `forward` match x and each other."""
+        self._check_tokens(x)
         batch, seq = x.shape[:2]
         if cache is not None:
             self._check_cache(cache, x, cu_seqlens)
@@ -350,6 +357,13 @@ class Attention(ProjectedHeads):
                 do="use one row of the batch per sequence, and counts= if the lengths differ"
                 if self.causal
                 else "omit the cache, and read the whole sequence",
+            )
+        if isinstance(cache, CacheOfRanks) and self.training and self.dropout:
+            raise RopewalkError(
+                asked="attention(x, cache=...) with a cache that is cut over ranks",
+                expected="no dropout, which drops other weights on each rank",
+                got=f"dropout={self.dropout} in training",
+                do="call model.eval() before decoding",
             )
         if not known:
             return

@@ -22,7 +22,7 @@ from ropewalk.nn.attention.visibility import FLEX_BLOCK, Visibility, documents_o
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
 from ropewalk.nn.position_checks import can_read_values
 
-__all__ = ["ScoreBias", "attend", "attend_packed", "attend_with_lse"]
+__all__ = ["ScoreBias", "attend", "attend_packed", "attend_with_lse", "part_weight"]
 
 # Up to this many queries a mask is small, and FlexAttention is slower, because it builds a block mask first.
 FEW_QUERIES = 16
@@ -107,7 +107,7 @@ def attend_with_lse(
     """Return `attend`, and the logarithm of the sum of exp(scores) over the visible keys of each query.
 
     Outputs over disjoint sets of keys are merged by these logarithms: y = sum_i exp(lse_i - lse) y_i with
-    lse = log sum_i exp(lse_i). Without FlexAttention, all scores are materialized.
+    lse = log sum_i exp(lse_i), with the weights of `part_weight`. Without FlexAttention, all scores are materialized.
 
     Args:
         q: As for `attend`.
@@ -131,6 +131,22 @@ def attend_with_lse(
     """
     y, lse = _attend(q, k, v, visibility, score_bias, scale, 0.0, flex, with_lse=True)
     return y, cast(Tensor, lse)
+
+
+def part_weight(part: Tensor, total: Tensor) -> Tensor:
+    """Return exp(part - total), the weight of an output over a part of the keys among all keys.
+
+    Args:
+        part: Log-sum-exp of the scores of a part [...].
+        total: Log-sum-exp of all scores.
+
+    Returns:
+        Tensor [..., 1]; 0 if the part has no visible key.
+
+    >>> part_weight(torch.tensor([float("-inf"), 0.0]), torch.tensor([0.0, 0.0])).tolist()
+    [[0.0], [1.0]]
+    """
+    return torch.where(part == float("-inf"), 0.0, torch.exp(part - total)).unsqueeze(-1)
 
 
 def attend_packed(
@@ -239,16 +255,19 @@ def _with_lse(
     result_dtype = torch.get_autocast_dtype(device) if autocast and v.dtype != torch.float64 else v.dtype
     mask, no_keys = _mask(visibility, q, k)
     q = q if no_keys is None else q.masked_fill(no_keys, 0)
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.to(working).repeat_interleave(group, dim=1) for x in (k, v))
+    keys, values = k.to(working), v.to(working)
+    # The query heads that share a key head are queries of one head: no copy of the keys per query head.
+    (batch, kv_heads), rows = k.shape[:2], q.shape[1] // k.shape[1] * q.shape[2]
     # Autocast would compute the products, and the logarithm with them, in a lower precision.
     with torch.autocast("cpu" if not autocast else device, enabled=False):
-        scores = (q.to(working) @ keys.transpose(-2, -1)) * scale
+        grouped = q.to(working).reshape(batch, kv_heads, rows, q.shape[3])
+        scores = (grouped @ keys.transpose(-2, -1)).reshape(*q.shape[:3], k.shape[2]) * scale
         scores = scores if bias is None else scores + bias.to(working)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-        y = ((scores - lse).exp() @ values).to(result_dtype)
+        weights = (scores - lse).exp().reshape(batch, kv_heads, rows, k.shape[2])
+        y = (weights @ values).reshape(*q.shape[:3], v.shape[3]).to(result_dtype)
     if no_keys is not None:
         y, lse = y.masked_fill(no_keys, 0), lse.masked_fill(no_keys, float("-inf"))
     return y, lse.squeeze(-1)
