@@ -249,12 +249,15 @@ class Report:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.is_first = args, dist.get_rank() == 0
         self.console = Console(stderr=args.json == "-", quiet=not self.is_first, highlight=False, soft_wrap=True)
-        self.bar = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.bar = Progress(
+            console=self.console, transient=True, disable=not (self.is_first and self.console.is_terminal)
+        )
         self.task = self.bar.add_task("training", total=1.0)
 
     def start(self, step: int) -> None:
         """Begin after a step. What a killed run has written after its last checkpoint is dropped."""
-        self.last_line = step, time.perf_counter()
+        self.losses: list[float] = []
+        self.since = time.perf_counter()
 
         def shorten(path: Path) -> None:
             lines = path.read_text(encoding="utf-8").splitlines() if step and path.exists() else []
@@ -264,17 +267,21 @@ class Report:
         if self.args.json not in (None, "-"):
             on_rank_0(lambda: shorten(Path(self.args.json)))
 
-    def add(self, step: int, loss: float, part: float, *, line: bool) -> None:
-        """Show a step, after which `part` of the run is completed."""
+    def add(self, step: int, loss: float, part: float, *, last: bool) -> None:
+        """Show a step, after which `part` of the run is completed. A line appears every five seconds."""
         if self.args.json and self.is_first:
             with contextlib.nullcontext(sys.stdout) if self.args.json == "-" else open(self.args.json, "a") as file:
                 print(json.dumps({"step": step, "loss": loss}), file=file, flush=True)
         self.bar.update(self.task, completed=part)
-        if line:
-            (last, since), now = self.last_line, time.perf_counter()
-            speed = (step - last) * self.args.batch * self.args.length / (now - since)
-            self.console.print(f"step {step:5}   loss {loss:.4f}   {speed:,.0f} tokens per second")
-            self.last_line = step, now
+        self.losses.append(loss)
+        now, count = time.perf_counter(), len(self.losses)
+        if last or now - self.since >= 5:
+            speed = count * self.args.batch * self.args.length / (now - self.since)
+            mean = sum(self.losses) / count
+            self.console.print(
+                f"step {step:5}   loss {mean:.4f} (mean of {count:3} steps)   {speed:,.0f} tokens per second"
+            )
+            self.losses, self.since = [], now
 
 
 def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, stop: threading.Event) -> None:
@@ -333,14 +340,14 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, stop
             mean, wishes = totals.tolist()
             ends = wishes > 0 or step == steps
             part = max((step - first) / (steps - first), elapsed / seconds)
-            report.add(step, mean, part, line=ends or step % 10 == 0)
+            report.add(step, mean, part, last=ends)
             if ends or step % args.every == 0:
                 write_checkpoint(out, step, states_of(model, optimizer), config)
     peaks: list[Any] = [None] * ranks
     dist.all_gather_object(peaks, peak_memory(device) / 2**20)
     what = "of tensors" if device.type == "cuda" else "of the whole process"
     show(f"peak memory {what}, per rank: {', '.join(f'{x:,.0f}' for x in peaks)} MiB")
-    show(f"{'interrupted' if stop.is_set() else 'ended'}; to continue: the same options, --out {out} and --resume")
+    show(f"{'interrupted' if stop.is_set() else 'ended'}; to continue: --resume --out {out}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -370,7 +377,7 @@ def parse_options() -> argparse.Namespace:
     add(model, "--attention", "softmax", "kind of attention", choices=("softmax", "linear"))
     add(model, "--encoding", "rope", "encoding of positions", choices=("rope", "alibi", "t5"))
     add(model, "--dim", 128, "width of the model", type=count)
-    add(model, "--layers", 4, "number of blocks", type=count)
+    add(model, "--layers", 2, "number of blocks", type=count)
     add(model, "--heads", 4, "number of heads", type=count)
     ranks = parser.add_argument_group("ranks")
     methods, text = ("gather", "ulysses", "ring"), "how softmax attention reads other ranks (default: gather)"

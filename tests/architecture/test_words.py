@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "mkdocs.yml")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted(path for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
+    *sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")),
     *sorted((ROOT / "src").rglob("*.[ch]")),
 ]
 TURN = re.compile(r"(?<![a-z])(un)?turn(s|ed|ing|ers?)?(?![a-z])", re.IGNORECASE)
