@@ -11,11 +11,22 @@ from torch import Size, Tensor, nn
 from torch.func import functional_call
 
 from ropewalk.errors import RopewalkError
+from ropewalk.kernels.torch_internals import has_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["HEADS", "Cut", "check_divisible", "cut_of", "is_dtensor", "with_local_parameters"]
+__all__ = [
+    "HEADS",
+    "Cut",
+    "as_dtensors",
+    "check_divisible",
+    "cut_of",
+    "heads_of_projection",
+    "is_dtensor",
+    "local_size",
+    "with_local_parameters",
+]
 
 # The dimensions of heads. Positions, masks and decays have some of them.
 HEADS = ("batch", "heads", "seq", "features")
@@ -235,6 +246,81 @@ def check_divisible(cut: Cut, heads: int, kv_heads: int, *, asked: str) -> None:
             got=f"{heads} heads and {kv_heads} kv_heads",
             do="use fewer ranks for the heads",
         )
+
+
+def local_size(x: Tensor, dim: int) -> int:
+    """Return the size of a dimension on this rank.
+
+    >>> import torch
+    >>> local_size(torch.ones(2, 3), 1)
+    3
+    """
+    return x.to_local().shape[dim] if is_dtensor(x) else x.shape[dim]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def as_dtensors(projected: Sequence[Tensor], weights: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
+    """Return the outputs of projections to heads as DTensors.
+
+    Column-wise projections return the local part of their output, as a plain tensor. The output of a projection that is
+    the same on all ranks is replicated.
+
+    Args:
+        projected: The outputs [..., width], of q, k and v.
+        weights: The weights of the projections.
+        heads: The numbers of heads.
+
+    Raises:
+        RopewalkError: If ranks would have parts of a head.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    results: list[Any] = []
+    for y, weight in zip(projected, weights, strict=True):
+        if not is_dtensor(y) and is_dtensor(weight):
+            wide: Any = weight
+            placements = [Shard(y.dim() - 1) if _cuts_rows(p) else Replicate() for p in wide.placements]
+            y = DTensor.from_local(y, wide.device_mesh, placements, run_check=False)
+        results.append(y)
+    meshes = [y.device_mesh for y in results if is_dtensor(y)]
+    for i, y in enumerate(results):
+        if not is_dtensor(y) and meshes:
+            results[i] = DTensor.from_local(y, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
+    for y, count in zip(results, heads, strict=True):
+        ranks = 1
+        # A loop, because compilers do not trace math.prod.
+        for i, placement in enumerate(getattr(y, "placements", ())):
+            ranks *= y.device_mesh.size(i) if placement.is_shard(y.dim() - 1) else 1
+        if count % ranks:
+            raise RopewalkError(
+                asked=f"attention(x) with projections that are cut over {ranks} ranks",
+                expected=f"numbers of heads that are multiples of {ranks}: a rank computes whole heads",
+                got=f"{count} heads",
+                do="use fewer ranks, or leave k_proj and v_proj replicated if there is one key head",
+            )
+    return results
+
+
+def heads_of_projection(projection: nn.Module, heads: int) -> tuple[int, int]:
+    """Return the first head that a projection computes on this rank, and the number of its heads.
+
+    Args:
+        projection: A linear layer. It is cut if `parallelize_module` distributed it; FSDP gathers weights.
+        heads: Number of heads on all ranks.
+
+    >>> heads_of_projection(nn.Linear(4, 8), 2)
+    (0, 2)
+    """
+    weight: Any = projection.weight
+    # The hooks of tensor parallelism, which FSDP does not add to the layers of a block.
+    if not is_dtensor(weight) or not has_hooks(projection):
+        return 0, heads
+    names = tuple("heads" if _cuts_rows(p) else None for p in weight.placements)
+    return Cut(weight.device_mesh, names).part("heads", heads)
+
+
+def _cuts_rows(placement: Any) -> bool:
+    # Not _StridedShard, by which FSDP cuts what tensor parallelism has cut before.
+    return type(placement).__name__ == "Shard" and placement.dim == 0
 
 
 class _Called(nn.Module):

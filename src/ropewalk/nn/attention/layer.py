@@ -17,6 +17,7 @@ from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding, warn_if_not_embedded
 from ropewalk.nn.encodings.bias import check_causal
 from ropewalk.nn.encodings.rotary import as_encoding, check_encoding, rope_axes
+from ropewalk.nn.local_heads import call_locally, dims_of_ids
 from ropewalk.nn.owners import check_owner, set_owner
 from ropewalk.nn.position_checks import (
     check_key_mask,
@@ -27,6 +28,7 @@ from ropewalk.nn.position_checks import (
 )
 from ropewalk.nn.positions import packed_positions, range_positions
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops.dtensors import is_dtensor, local_size
 from ropewalk.signatures import checks_names
 
 __all__ = ["Attention"]
@@ -161,18 +163,44 @@ class Attention(ProjectedHeads):
             cache.agree(lambda: self._check_call(x, positions, cache, key_mask, cu_seqlens, counts), self, given)
         else:
             self._check_call(x, positions, cache, key_mask, cu_seqlens, counts)
-        seq, explicit = x.shape[1], positions
+        heads, asked = self.heads_of(x), "attention(x)"
+        tensors = {
+            "positions": (positions, dims_of_ids(positions, self.axes)),
+            "key_mask": (key_mask, ("batch", "seq")),
+            "cu_seqlens": (cu_seqlens, ("sequences",)),
+            "counts": (counts, ("batch",)),
+        }
+        if is_dtensor(heads[0]):
+            encodings = {"encoding": self.encoding}
+            y = call_locally(self._over_heads, *heads, asked=asked, encodings=encodings, tensors=tensors, cache=cache)
+        else:
+            y = self._over_heads(*heads, self.encoding, positions, cache, key_mask, cu_seqlens, counts)
+        return self.joined(y)
+
+    def _over_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        encoding: Encoding | None,
+        positions: Tensor | None,
+        cache: Cache | None,
+        key_mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        counts: Tensor | None,
+    ) -> Tensor:
+        """Return the outputs of the heads. The encoding is that of the layer, for these heads."""
+        seq, explicit = q.shape[2], positions
         if positions is None and self.axes == 1:
             # Otherwise positions stay None: the rotation then uses a plain range, which is faster.
             if cache is not None:
-                positions = range_positions(seq, self._start(cache), x.device)
+                positions = range_positions(seq, self._start(cache), q.device)
             elif cu_seqlens is not None:
                 positions = packed_positions(cu_seqlens, seq)
-        q, k, v = self.heads_of(x)
-        if self.encoding is not None:
+        if encoding is not None:
             dtype = v.dtype
-            q, k, v = self.encoding.encode_heads(q, k, v, positions)
-            q, k, v = (heads.to(dtype) for heads in (*self.encoding.rotate(q, k, positions), v))
+            q, k, v = encoding.encode_heads(q, k, v, positions)
+            q, k, v = (heads.to(dtype) for heads in (*encoding.rotate(q, k, positions), v))
         if cache is not None:
             # A cache stores whole positions of one axis. A bias needs them; other encodings can use fractions.
             storable = self.axes == 1 and (self._adds_bias or explicit is None or not explicit.is_floating_point())
@@ -185,12 +213,12 @@ class Attention(ProjectedHeads):
             else:
                 check_cached_tokens(seen, k, v)
             ids = positions, seen.positions
-            return self.joined(self._attend(q, seen.keys, seen.values, seen.visibility, *ids, merge=seen.merge))
+            return self._attend(q, seen.keys, seen.values, seen.visibility, encoding, *ids, merge=seen.merge)
         if key_mask is not None:
             # Hidden values are still multiplied by 0, which is NaN if padding contains NaN or infinity.
             k, v = (heads.masked_fill(~key_mask[:, None, :, None], 0) for heads in (k, v))
         visibility = Visibility(self.causal, None, key_mask, window=self.window)
-        return self.joined(self._attend(q, k, v, visibility, positions, positions, cu_seqlens))
+        return self._attend(q, k, v, visibility, encoding, positions, positions, cu_seqlens)
 
     @checks_names
     def make_cache(
@@ -231,7 +259,7 @@ class Attention(ProjectedHeads):
                 got="no max_length",
                 do="pass the largest number of tokens per sequence, prompt included",
             )
-        weight = self.k_proj.weight
+        weight, kv_heads = self.k_proj.weight, self.heads_here[2]
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
             autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
@@ -239,8 +267,8 @@ class Attention(ProjectedHeads):
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         if self.window is None or (max_length is not None and max_length < self.window):
             slots = 1 if max_length is None else max_length
-            return KVCache(batch, self.num_kv_heads, slots, self.head_dim, dtype=dtype, device=device)
-        return RollingKVCache(batch, self.num_kv_heads, self.window, self.head_dim, dtype=dtype, device=device)
+            return KVCache(batch, kv_heads, slots, self.head_dim, dtype=dtype, device=device)
+        return RollingKVCache(batch, kv_heads, self.window, self.head_dim, dtype=dtype, device=device)
 
     # nn.Module declares that a call returns Any.
     if TYPE_CHECKING:
@@ -262,18 +290,19 @@ class Attention(ProjectedHeads):
         k: Tensor,
         v: Tensor,
         visibility: Visibility,
+        encoding: Encoding | None,
         q_positions: Tensor | None,
         k_positions: Tensor | None,
         cu_seqlens: Tensor | None = None,
         merge: Merge | None = None,
     ) -> Tensor:
         score_bias = None
-        if self.encoding is not None and self._adds_bias:
+        if encoding is not None and self._adds_bias:
             q_positions, k_positions = (
                 arange(x.shape[2], device=x.device) if ids is None else ids
                 for x, ids in ((q, q_positions), (k, k_positions))
             )
-            score_bias = ScoreBias(self.encoding, q_positions, k_positions)
+            score_bias = ScoreBias(encoding, q_positions, k_positions)
         if merge is not None:
             return merge(*attend_with_lse(q, k, v, visibility, scale=self.scale, score_bias=score_bias))
         dropout = self.dropout if self.training else 0.0
@@ -367,7 +396,8 @@ class Attention(ProjectedHeads):
             )
         if not known:
             return
-        expected_sizes = x.shape[0], self.num_kv_heads, self.head_dim, self.head_dim
+        rows = local_size(x, 0)
+        expected_sizes = rows, self.heads_here[2], self.head_dim, self.head_dim
         sizes = cache.batch, cache.num_kv_heads, cache.head_dim, cache.v_dim
         if expected_sizes != sizes or cache.keys.device != x.device:
             names = "batch", "num_kv_heads", "head_dim", "v_dim"

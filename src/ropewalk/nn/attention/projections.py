@@ -10,6 +10,7 @@ from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import described
 from ropewalk.nn.scripting import refuse_scripting
+from ropewalk.ops.dtensors import as_dtensors, heads_of_projection, is_dtensor
 
 __all__ = ["HeadSizes", "ProjectedHeads"]
 
@@ -129,15 +130,26 @@ class ProjectedHeads(DropsOldBuffers):
         >>> [heads.shape[1] for heads in ProjectedHeads(HeadSizes(4, 2, 2, 2)).heads_of(torch.zeros(1, 3, 4))]
         [2, 2, 2]
         """
+        sizes = (self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)
+        projected = [project(x) for project, _ in sizes]
+        widths = [heads * self.head_dim for _, heads in sizes]
+        if any(is_dtensor(y) or y.shape[-1] != width for y, width in zip(projected, widths, strict=True)):
+            projected = as_dtensors(projected, [project.weight for project, _ in sizes], [n for _, n in sizes])
         q, k, v = (
-            project(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
-            for project, heads in (
-                (self.q_proj, self.num_heads),
-                (self.k_proj, self.num_kv_heads),
-                (self.v_proj, self.num_kv_heads),
-            )
+            y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+            for y, (_, heads) in zip(projected, sizes, strict=True)
         )
         return q, k, v
+
+    @property
+    def heads_here(self) -> tuple[int, int, int]:
+        """First query head of this rank, and its numbers of query and key heads: all, without tensor parallelism.
+
+        >>> ProjectedHeads(HeadSizes(8, num_heads=4, num_kv_heads=2, head_dim=2)).heads_here
+        (0, 4, 2)
+        """
+        first, heads = heads_of_projection(self.q_proj, self.num_heads)
+        return first, heads, heads_of_projection(self.k_proj, self.num_kv_heads)[1]
 
     def joined(self, y: Tensor) -> Tensor:
         """Project the outputs of the heads [batch, heads, seq, head_dim] to tokens [batch, seq, dim].
@@ -166,6 +178,13 @@ class ProjectedHeads(DropsOldBuffers):
         if type(self.q_proj) is not nn.Linear or self.q_proj.weight.is_meta:
             return
         weight = self.q_proj.weight
+        if is_dtensor(x) and not is_dtensor(weight):
+            raise RopewalkError(
+                asked="attention(x) with a DTensor",
+                expected="a layer whose projections are DTensors too",
+                got="plain projections",
+                do="distribute the layer: torch.distributed.tensor.distribute_module(layer, mesh)",
+            )
         if x.device != weight.device or not (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)):
             raise RopewalkError(
                 asked="attention(x)",

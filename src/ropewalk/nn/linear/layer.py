@@ -19,7 +19,7 @@ from ropewalk.nn.encodings.rotary import (
     rope_for_linear,
     rope_in,
 )
-from ropewalk.nn.encodings.some_heads import kind_of_bias
+from ropewalk.nn.encodings.some_heads import SomeHeads, kind_of_bias
 from ropewalk.nn.linear.feature_maps import FavorFeatures, FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import linear_attention
 from ropewalk.nn.linear.near_keys import empty_near
@@ -275,8 +275,12 @@ class LinearAttention(ProjectedHeads):
                 got=f"{map_name(k_map)} without it",
                 do="set num_features on the feature map, or start with state=None",
             )
-        weight, bias = self.k_proj.weight, bias_for_linear(self.encoding, "LinearAttention(encoding=...)")
-        heads = self.num_kv_heads if bias is None or bias.slopes is None else self.num_heads
+        weight, (first, num_heads, num_kv_heads) = self.k_proj.weight, self.heads_here
+        part = self.encoding
+        if part is not None and num_heads < self.num_heads and self._has_bias:
+            part = SomeHeads(part, first, num_heads)
+        bias = bias_for_linear(part, "LinearAttention(encoding=...)")
+        heads = num_kv_heads if bias is None or bias.slopes is None else num_heads
         working = torch.float64 if weight.dtype == torch.float64 else torch.float32
         device = weight.device if device is None else device
         above = zeros(rows, heads, width, self.head_dim, dtype=working, device=device)
@@ -287,8 +291,8 @@ class LinearAttention(ProjectedHeads):
         if bias is not None and bias.numbers is not None:
             # Features of a map that is a function are in the working dtype, and 0 adds nothing.
             dtype, fill = (working, 0.0) if callable(k_map) else (weight.dtype, NamedMap[k_map].zero)
-            k = zeros(rows, self.num_kv_heads, 0, width, dtype=dtype, device=device)
-            v = zeros(rows, self.num_kv_heads, 0, self.head_dim, dtype=weight.dtype, device=device)
+            k = zeros(rows, num_kv_heads, 0, width, dtype=dtype, device=device)
+            v = zeros(rows, num_kv_heads, 0, self.head_dim, dtype=weight.dtype, device=device)
             near = empty_near(k, v, max(0, bias.numbers.shape[1] // 2 - 1), fill)
         encoding = identity_in_state(self.encoding)
         slopes = None if bias is None or bias.slopes is None else slopes_on(bias.slopes, above.device)
