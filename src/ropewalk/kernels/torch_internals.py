@@ -6,7 +6,7 @@ transforms or intercepts. The functions of this module detect such calls.
 
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ __all__ = [
     "TORCH_FUNCTIONS",
     "TORCH_STATE",
     "TorchDispatchMode",
+    "call_with_parameters",
     "calls_forward",
     "compiling_frames",
     "constant_to_compiler",
@@ -84,6 +85,9 @@ TORCH_STATE: tuple[Any, ...] = (
 )
 
 
+Returned = TypeVar("Returned")
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether the module has hooks, which run in addition to its forward.
 
@@ -114,6 +118,36 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     2.0
     """
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def call_with_parameters(
+    replaced: Sequence[tuple[torch.nn.Module, str, Tensor]],
+    run: Callable[..., Returned],
+    *arguments: Any,
+    **options: Any,
+) -> Returned:
+    """Call a function in which modules have other tensors as parameters.
+
+    `torch.func.functional_call` does the same for one module, which a compiler must not create in a graph.
+
+    Args:
+        replaced: Modules, names of their parameters, and the other tensors.
+        run: The function.
+        arguments: Its arguments.
+        options: Its options.
+
+    >>> layer = torch.nn.Linear(1, 1, bias=False)
+    >>> call_with_parameters([(layer, "weight", torch.tensor([[2.0]]))], layer, torch.tensor([3.0])).item()
+    6.0
+    """
+    own = [(module, name, module._parameters[name]) for module, name, _ in replaced]
+    try:
+        for module, name, other in replaced:
+            module._parameters[name] = other
+        return run(*arguments, **options)
+    finally:
+        for module, name, parameter in own:
+            module._parameters[name] = parameter
 
 
 def calls_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:

@@ -4,14 +4,13 @@ torch.distributed.tensor is imported when the first DTensor is seen.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Size, Tensor, nn
-from torch.func import functional_call
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.torch_internals import has_hooks
+from ropewalk.kernels.torch_internals import call_with_parameters, has_hooks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -323,21 +322,8 @@ def _cuts_rows(placement: Any) -> bool:
     return type(placement).__name__ == "Shard" and placement.dim == 0
 
 
-class _Called(nn.Module):
-    """A function and the modules whose parameters it reads, for `functional_call`."""
-
-    def __init__(self, run: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
-        super().__init__()
-        # In a tuple: a function that is a module would have its parameters replaced twice.
-        self.run = (run,)
-        self.read = nn.ModuleList(modules)
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        return self.run[0](*arguments, **options)
-
-
 def with_local_parameters(
-    cut: Cut, modules: Sequence[nn.Module | None], run: Callable[..., Result], *arguments: Any, **options: Any
+    cut: Cut, modules: Sequence[nn.Module], run: Callable[..., Result], *arguments: Any, **options: Any
 ) -> Result:
     """Call a function in which parameters of modules are plain tensors, whose gradients are summed over ranks.
 
@@ -354,16 +340,14 @@ def with_local_parameters(
     >>> import torch.distributed as dist
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> with_local_parameters(Cut(init_device_mesh("cpu", (1,)), (None,)), [None], max, 1, 2)
+    >>> with_local_parameters(Cut(init_device_mesh("cpu", (1,)), (None,)), [], max, 1, 2)
     2
     >>> dist.destroy_process_group()
     """
-    read = [module for module in modules if module is not None]
-    local = {f"read.{i}.{name}": cut.local(x, [""] * x.dim()) for i, name, x in _parameters(read)}
-    return functional_call(_Called(run, read), local, arguments, options) if local else run(*arguments, **options)
-
-
-def _parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[int, str, Tensor]]:
-    for i, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            yield i, name, parameter
+    replaced = [
+        (part, name, cut.local(parameter, [""] * parameter.dim()))
+        for module in dict.fromkeys(modules)
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False)
+    ]
+    return call_with_parameters(replaced, run, *arguments, **options)

@@ -56,7 +56,7 @@ def plan(model: nn.Module) -> dict[str, ParallelStyle]:
             cut = ("q_proj", "k_proj", "v_proj") if module.num_kv_heads > 1 else ("q_proj",)
             styles |= {f"{prefix}{projection}": ColwiseParallel() for projection in cut}
             styles[f"{prefix}o_proj"] = RowwiseParallel()
-        elif isinstance(module, Encoding | RotaryEmbedding) and next(module.parameters(recurse=False), None) is not None:
+        elif isinstance(module, Encoding | RotaryEmbedding) and any(True for _ in module.parameters(recurse=False)):
             styles[name] = _Replicated()
     if not any(isinstance(style, ColwiseParallel) for style in styles.values()):
         raise RopewalkError(
