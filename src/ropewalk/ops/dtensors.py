@@ -24,6 +24,7 @@ __all__ = [
     "heads_of_projection",
     "is_dtensor",
     "local_size",
+    "with_full_parameters",
     "with_local_parameters",
 ]
 
@@ -214,7 +215,7 @@ def _name_of(x: Any, mesh_dim: int, dims: Sequence[str], name: str, asked: str) 
         raise RopewalkError(
             asked=f"{asked}({name})",
             expected="Shard of batch, heads or sequence, or Replicate()",
-            got=f"{placement}" + (", which cuts the features of a head" if cut == "features" else ""),
+            got=f"{placement!r}" + (", which cuts the features of a head" if cut == "features" else ""),
             do="sum it first: x.redistribute(placements=[Replicate()])"
             if placement.is_partial()
             else "redistribute it: x.redistribute(placements=...)",
@@ -322,6 +323,16 @@ def _cuts_rows(placement: Any) -> bool:
     return type(placement).__name__ == "Shard" and placement.dim == 0
 
 
+def with_full_parameters(modules: Sequence[nn.Module], run: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in which parameters that are DTensors are plain and whole, without gradients.
+
+    >>> with_full_parameters([nn.Linear(2, 2)], max, 1, 2)
+    2
+    """
+    replaced = [(*place, x.full_tensor()) for *place, x in _parameters(modules) if is_dtensor(x)]
+    return call_with_parameters(replaced, run, *arguments)
+
+
 def with_local_parameters(
     cut: Cut, modules: Sequence[nn.Module], run: Callable[..., Result], *arguments: Any, **options: Any
 ) -> Result:
@@ -344,10 +355,15 @@ def with_local_parameters(
     2
     >>> dist.destroy_process_group()
     """
-    replaced = [
-        (part, name, cut.local(parameter, [""] * parameter.dim()))
+    replaced = [(*place, cut.local(x, [""] * x.dim())) for *place, x in _parameters(modules)]
+    return call_with_parameters(replaced, run, *arguments, **options)
+
+
+def _parameters(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """Return the parameters of modules, with the module that has each of them and its name there."""
+    return [
+        (part, name, parameter)
         for module in dict.fromkeys(modules)
         for part in module.modules()
         for name, parameter in part.named_parameters(recurse=False)
     ]
-    return call_with_parameters(replaced, run, *arguments, **options)

@@ -28,6 +28,7 @@ from ropewalk.nn.linear.weighting import bias_for_linear, slopes_on
 from ropewalk.nn.owners import check_owner, set_owner
 from ropewalk.nn.position_checks import as_signed, can_read_values, check_positions, warn_if_positions_restart
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops.dtensors import with_full_parameters
 from ropewalk.signatures import checks_names
 
 __all__ = ["LinearAttention"]
@@ -279,7 +280,8 @@ class LinearAttention(ProjectedHeads):
         part = self.encoding
         if part is not None and num_heads < self.num_heads and self._has_bias:
             part = SomeHeads(part, first, num_heads)
-        bias = bias_for_linear(part, "LinearAttention(encoding=...)")
+        read = [] if self.encoding is None else [self.encoding]
+        bias = with_full_parameters(read, bias_for_linear, part, "LinearAttention(encoding=...)")
         heads = num_kv_heads if bias is None or bias.slopes is None else num_heads
         working = torch.float64 if weight.dtype == torch.float64 else torch.float32
         device = weight.device if device is None else device

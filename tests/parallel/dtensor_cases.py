@@ -1,0 +1,354 @@
+"""Calls with DTensors on several ranks, next to plain tensors in one process."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ropewalk as rw
+from parallel.cases import encoding_of
+from ropewalk import parallel
+from ropewalk.nn.rotary.angle_source import AngleSource
+
+__all__ = ["bad_cases", "calls", "layers", "meshes_of_two_dimensions"]
+
+BATCH, HEADS, SEQ, DIM, V_DIM = 4, 4, 7, 8, 6
+MOST = 1e-12
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def distributed(x, mesh, placements):
+    """x as a DTensor that is a leaf. A dimension of size 1 is replicated."""
+    own = [Replicate() if p.is_shard() and x.shape[p.dim] == 1 else p for p in placements]
+    return distribute_tensor(x, mesh, own).requires_grad_()
+
+
+def compare(mesh, placements, run, tensors, parameters=(), most=MOST):
+    """Outputs and gradients of a call with DTensors are those with plain tensors."""
+
+    def cleared():
+        for parameter in parameters:
+            parameter.grad = None
+
+    def outputs(arguments):
+        results = run(*arguments)
+        return [results] if isinstance(results, torch.Tensor) else list(results)
+
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    expected = outputs(leaves)
+    weights = [drawn(*y.shape, seed=9) for y in expected]
+    cleared()
+    sum((y * w).sum() for y, w in zip(expected, weights, strict=True)).backward()
+    # Angles that are passed do not depend on learned frequencies.
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    of_parameters = [parameter.grad.clone() for parameter in parameters]
+    cleared()
+    shards = [distributed(x, mesh, placements) for x in tensors]
+    results = outputs(shards)
+    assert all(isinstance(y, DTensor) for y in results)
+    assert tuple(results[0].placements) == tuple(placements)
+    total = sum((y * distribute_tensor(w, mesh, y.placements)).sum() for y, w in zip(results, weights, strict=True))
+    total.backward()
+    pairs = [*zip(results, expected, strict=True)]
+    pairs += [(x.grad, leaf.grad) for x, leaf in zip(shards, leaves, strict=True)]
+    pairs += [(parameter.grad, grad) for parameter, grad in zip(parameters, of_parameters, strict=True)]
+    errors = [(full(a) - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs]
+    assert max(errors) <= most, errors
+
+
+def rotation(kind, options, norm, placement, mesh):
+    rope = rw.RotaryEmbedding(DIM, learned=kind == "learned").double()
+    weights = [drawn(DIM, seed=i).requires_grad_() for i in (1, 2)] if norm else []
+
+    def run(q, k):
+        if norm:
+            return rw.qk_norm_rope(q, k, rope, q_weight=weights[0], k_weight=weights[1], **options)
+        return rope(q, k, **options)
+
+    tensors = drawn(BATCH, HEADS, SEQ, DIM), drawn(BATCH, 2, SEQ, DIM, seed=1)
+    compare(mesh, [placement] * mesh.ndim, run, tensors, [*rope.parameters(), *weights])
+
+
+def attention(kind, linear, kv_heads, placement, mesh):
+    tensors = drawn(BATCH, HEADS, SEQ, DIM), drawn(BATCH, kv_heads, SEQ, DIM, seed=1)
+    values, options, parameters = drawn(BATCH, kv_heads, SEQ, V_DIM, seed=2), {}, []
+    if kind == "decay":
+        options["decay"] = (-drawn(HEADS).abs()).requires_grad_()
+        parameters.append(options["decay"])
+    elif kind == "decay per token":
+        options["decay"] = (-drawn(BATCH, kv_heads, SEQ).abs()).requires_grad_()
+        parameters.append(options["decay"])
+    elif kind == "mask":
+        options["key_mask"] = drawn(BATCH, SEQ) > -1
+        options["key_mask"][:, 0] = True
+    elif kind == "positions":
+        ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
+        options |= {"positions": ids} if linear else {"q_positions": ids, "k_positions": ids}
+        options["rope" if linear else "encoding"] = encoding_of("rope")
+    elif kind != "none":
+        encoding = encoding_of(kind)
+        options[("bias" if kind in ("alibi", "t5") else "rope") if linear else "encoding"] = encoding
+        parameters += encoding.parameters()
+    function = functools.partial(rw.linear_attention if linear else rw.attention, **options)
+    compare(mesh, [placement], function, (*tensors, values), parameters)
+
+
+def uneven(mesh):
+    """Seven tokens, and three sequences, on two or four ranks."""
+    rope = rw.RotaryEmbedding(DIM)
+    for placement in (Shard(0), Shard(2)):
+        compare(mesh, [placement], rope, (drawn(3, HEADS, SEQ, DIM), drawn(3, 2, SEQ, DIM)))
+
+
+def placements_that_differ(mesh):
+    """Queries that are cut and keys that are not are rotated apart."""
+    rope, q, k = rw.RotaryEmbedding(DIM), drawn(BATCH, HEADS, SEQ, DIM), drawn(BATCH, 1, SEQ, DIM)
+    rotated = rope(distribute_tensor(q, mesh, [Shard(1)]), distribute_tensor(k, mesh, [Replicate()]))
+    for y, expected in zip(rotated, rope(q, k), strict=True):
+        torch.testing.assert_close(full(y), expected, atol=MOST, rtol=0)
+    assert [y.placements for y in rotated] == [(Shard(1),), (Replicate(),)]
+
+
+def dtensor_positions(mesh):
+    rope, q = rw.RotaryEmbedding(DIM), drawn(BATCH, HEADS, SEQ, DIM)
+    ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
+    for placement, own in ((Shard(2), Shard(1)), (Shard(2), Replicate()), (Shard(0), Shard(0)), (Shard(1), Shard(1))):
+        y = rope(distribute_tensor(q, mesh, [placement]), positions=distribute_tensor(ids, mesh, [own]))
+        torch.testing.assert_close(full(y), rope(q, positions=ids), atol=MOST, rtol=0)
+
+
+def rules_that_vary(mesh):
+    """The length is that of the whole sequence."""
+    rope = rw.RotaryEmbedding(rw.RopeSpec(DIM, rw.DynamicNTK(10_000, factor=2, trained_length=4)))
+    q = drawn(BATCH, HEADS, SEQ, DIM)
+    torch.testing.assert_close(full(rope(distribute_tensor(q, mesh, [Shard(2)]))), rope(q), atol=MOST, rtol=0)
+
+
+def unrotated(mesh):
+    rope, q = rw.RotaryEmbedding(DIM), drawn(BATCH, HEADS, SEQ, DIM)
+    shards = distribute_tensor(q, mesh, [Shard(2)])
+    torch.testing.assert_close(full(rope.unrotate(rope(shards))), q, atol=MOST, rtol=0)
+
+
+def kernels_and_tables(mesh):
+    """A kernel rotates, and cos and sin have as many rows as this rank has tokens."""
+    # A forced backend raises where it does not support the tensors.
+    rope, rows, range_at = rw.RotaryEmbedding(DIM, backend="native"), [], AngleSource.range_at
+
+    def noted(self, start, seq, *arguments, **options):
+        rows.append((start, seq))
+        return range_at(self, start, seq, *arguments, **options)
+
+    q = drawn(BATCH, HEADS, 64, DIM).float()
+    expected = rw.RotaryEmbedding(DIM)(q, offset=5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AngleSource, "range_at", noted)
+        y = rope(distribute_tensor(q, mesh, [Shard(2)]), offset=5)
+    part = 64 // mesh.size()
+    assert rows == [(5 + part * mesh.get_local_rank(), part)], rows
+    assert torch.equal(full(y), expected)
+    weight = torch.ones(DIM)
+    shards = distribute_tensor(q, mesh, [Shard(1)])
+    for y in rw.qk_norm_rope(shards, shards, rope, q_weight=weight, k_weight=weight):
+        assert torch.equal(full(y), rw.qk_norm_rope(q, q, rope, q_weight=weight, k_weight=weight)[0])
+
+
+def calls(world) -> dict[str, Any]:
+    """Every call with every placement."""
+    found: dict[str, Any] = {"uneven": uneven, "placements that differ": placements_that_differ}
+    found |= {"positions": dtensor_positions, "length": rules_that_vary, "unrotate": unrotated}
+    ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
+    # Copies, which may be passed to any rope.
+    cos_sin = tuple(x.clone() for x in rw.RotaryEmbedding(DIM).at(torch.arange(SEQ) + 3, dtype=torch.float64))
+    placings = {"range": {}, "offset": {"offset": 5}, "ids": {"positions": ids[0]}, "ids per row": {"positions": ids}}
+    placings |= {"offsets": {"offset": torch.arange(BATCH)}, "angles": {"angles": cos_sin}}
+    placings["packed"] = {"cu_seqlens": torch.tensor([0, 3, SEQ])}
+    parts = {"batch": Shard(0), "heads": Shard(1), "sequence": Shard(2), "replicated": Replicate()}
+    for part, placement in parts.items():
+        for name, options in placings.items():
+            for kind in ("rope", "learned"):
+                for norm in (False, True):
+                    if world == 4 and part == "heads":
+                        continue
+                    case = functools.partial(rotation, kind, options, norm, placement)
+                    found[f"{'qk_norm_rope' if norm else 'rope'}, {kind}, {part}, {name}"] = case
+        if part == "sequence":
+            continue
+        for linear in (False, True):
+            kinds = ["none", "rope", "xpos", "learned", "alibi", "t5", "mask", "positions"]
+            for kind in [*kinds, "decay", "decay per token"] if linear else kinds:
+                for kv_heads in (4, 2, 1):
+                    if world == 4 and kv_heads == 2 and part == "heads":
+                        continue
+                    case = functools.partial(attention, kind, linear, kv_heads, placement)
+                    found[f"{'linear' if linear else 'softmax'}, {kind}, {part}, {kv_heads} kv_heads"] = case
+    return found
+
+
+def layer_of(kind, linear, kv_heads) -> Any:
+    torch.manual_seed(0)
+    encoding = None if kind == "none" else encoding_of(kind)
+    layer = rw.LinearAttention if linear else rw.Attention
+    return layer(HEADS * DIM, HEADS, num_kv_heads=kv_heads, encoding=encoding, qkv_bias=True).double()
+
+
+def parallel_layer(kind, linear, kv_heads, how, mesh):
+    """Output, gradients and decoding of a layer whose projections are DTensors."""
+    plain, layer = layer_of(kind, linear, kv_heads), layer_of(kind, linear, kv_heads)
+    x, weights = drawn(2, SEQ, HEADS * DIM).requires_grad_(), drawn(2, SEQ, HEADS * DIM, seed=1)
+    expected = plain(x)
+    (expected * weights).sum().backward()
+    of_x, x = x.grad, x.detach()
+    if how == "plan":
+        parallelize_module(layer, mesh, parallel.plan(layer))
+    elif how == "DTensors between":
+        cut = ("q_proj", "k_proj", "v_proj") if kv_heads > 1 else ("q_proj",)
+        styles = {name: ColwiseParallel(use_local_output=False) for name in cut}
+        parallelize_module(layer, mesh, {**styles, "o_proj": RowwiseParallel()})
+    else:
+        distribute_module(layer, mesh)
+        x = distribute_tensor(x, mesh, [Shard(0) if how == "batch" else Replicate()])
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    (y * (distribute_tensor(weights, mesh, y.placements) if isinstance(y, DTensor) else weights)).sum().backward()
+    pairs = [(y, expected), (leaf.grad, of_x)]
+    pairs += [(a.grad, b.grad) for a, b in zip(layer.parameters(), plain.parameters(), strict=True)]
+    errors = [(full(a) - b).abs().max().item() for a, b in pairs]
+    assert max(errors) <= 10 * MOST, errors
+    if isinstance(x, DTensor):
+        return
+    with torch.no_grad():
+        if linear:
+            state, outputs = layer.make_state(2), []
+            for token in x.split(1, dim=1):
+                output, state = layer.step(token, state)
+                outputs.append(output)
+        else:
+            cache = layer.make_cache(2, 16)
+            assert cache.num_kv_heads == max(1, kv_heads // mesh.size())
+            outputs = [layer(token, cache=cache) for token in x.split(1, dim=1)]
+    torch.testing.assert_close(torch.cat(outputs, dim=1), expected, atol=10 * MOST, rtol=0)
+
+
+def layers(world) -> dict[str, Any]:
+    """Layers with every encoding."""
+    return {
+        f"{'linear' if linear else 'softmax'}, {kind}, {kv_heads} kv_heads, {how}": functools.partial(
+            parallel_layer, kind, linear, kv_heads, how
+        )
+        for linear in (False, True)
+        for kind in ("none", "rope", "learned", "alibi", "t5")
+        for kv_heads in (4, 2, 1)
+        for how in ("plan", "DTensors between", "batch", "replicated")
+        if not (world == 4 and kv_heads == 2)
+    }
+
+
+def meshes_of_two_dimensions(world) -> dict[str, Any]:
+    """Batch and heads, or batch and sequence, cut by a mesh of two dimensions."""
+
+    def of_mesh(placements, run, kv_heads, mesh):
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        tensors = [drawn(BATCH, heads, SEQ, DIM, seed=heads) for heads in (HEADS, kv_heads, kv_heads)]
+        compare(both, placements, run, tensors)
+
+    rope, alibi = encoding_of("rope"), encoding_of("alibi")
+
+    def both_rotated(q, k, v):
+        return rope(q, k)
+
+    found = {
+        "rotation of batch and heads": ((Shard(0), Shard(1)), both_rotated),
+        "rotation of batch and sequence": ((Shard(0), Shard(2)), both_rotated),
+        "rotation of a sequence that is cut twice": ((Shard(2), Shard(2)), both_rotated),
+        "softmax": ((Shard(0), Shard(1)), functools.partial(rw.attention, encoding=alibi)),
+        "linear": ((Shard(0), Shard(1)), functools.partial(rw.linear_attention, rope=rope, bias=alibi)),
+        "heads that are cut twice": ((Shard(1), Shard(1)), functools.partial(rw.attention, encoding=alibi)),
+    }
+    return {
+        name: functools.partial(of_mesh, placements, run, 4)
+        for name, (placements, run) in found.items()
+        if not name.startswith("rotation")
+    } | {
+        name: functools.partial(of_rotation, placements, run)
+        for name, (placements, run) in found.items()
+        if name.startswith("rotation")
+    }
+
+
+def of_rotation(placements, run, mesh):
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    tensors = drawn(BATCH, HEADS, SEQ, DIM), drawn(BATCH, 2, SEQ, DIM)
+    compare(both, placements, lambda q, k: run(q, k, None), tensors)
+
+
+def refused(call, *words):
+    with pytest.raises(rw.RopewalkError) as caught:
+        call()
+    missing = [word for word in words if word not in str(caught.value)]
+    assert not missing, f"{missing} not in {caught.value}"
+
+
+def bad_input(mesh):
+    """Errors on every rank, before anything is exchanged."""
+    x, rope = drawn(BATCH, HEADS, SEQ, DIM), rw.RotaryEmbedding(DIM)
+
+    def as_(placement, y=x):
+        return distribute_tensor(y, mesh, [placement])
+
+    partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    refused(lambda: rope(partial), "Partial", "redistribute")
+    refused(lambda: rw.attention(partial, as_(Replicate()), as_(Replicate())), "attention(q)", "Partial")
+    refused(lambda: rope(as_(Shard(3))), "features of a head")
+    for function in (rw.attention, rw.linear_attention):
+        refused(lambda f=function: f(*[as_(Shard(2))] * 3), "ropewalk.parallel", "a sequence that is cut over ranks")
+        refused(
+            lambda f=function: f(as_(Shard(0)), as_(Shard(1)), as_(Shard(0))), "cut along heads", "q cut along batch"
+        )
+        refused(lambda f=function: f(as_(Shard(0)), x, as_(Shard(0))), "k as a plain tensor")
+        three = [as_(Shard(1), x[:, :3])] * 3
+        refused(lambda f=function, y=three: f(*y), "multiples of", "3 heads")
+    other = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("a", "b"))["a"]
+    assert other == mesh or other.mesh_dim_names is not None
+    across = rw.encoding("rope-across-heads", dim=HEADS * DIM, num_heads=HEADS)
+    refused(lambda: rw.attention(*[as_(Shard(1))] * 3, encoding=across), "different frequencies", "redistribute")
+    refused(lambda: across.rope(as_(Shard(1))), "different frequencies", "redistribute")
+    refused(lambda: rw.qk_norm_rope(as_(Shard(1)), as_(Shard(0)), rope), "cut along")
+    plain = layer_of("rope", linear=False, kv_heads=4)
+    refused(lambda: plain(as_(Shard(0), drawn(BATCH, SEQ, HEADS * DIM))), "distribute_module")
+    distribute_module(plain, mesh)
+    refused(lambda: plain(as_(Shard(1), drawn(BATCH, SEQ, HEADS * DIM))), "ropewalk.parallel")
+    refused(lambda: parallel.plan(torch.nn.Linear(2, 2)), "Attention or LinearAttention")
+    refused(lambda: parallel.plan("model"), "a torch.nn.Module")
+
+
+def meshes_that_differ(mesh):
+    x = drawn(BATCH, HEADS, SEQ, DIM)
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    q, k = (distribute_tensor(x, both[name], [Shard(1)]) for name in ("data", "model"))
+    refused(lambda: rw.attention(q, k, k), "one mesh")
+    refused(lambda: rw.linear_attention(q, k, k), "one mesh")
+
+
+def heads_that_ranks_do_not_divide(mesh):
+    layer = rw.Attention(3 * DIM, 3).double()
+    parallelize_module(layer, mesh, parallel.plan(layer))
+    refused(lambda: layer(drawn(1, 5, 3 * DIM)), "multiples of", "3 heads")
+
+
+def bad_cases(world) -> dict[str, Any]:
+    """What must raise."""
+    found: dict[str, Any] = {"bad input": bad_input, "kernels": kernels_and_tables}
+    found["heads that ranks do not divide"] = heads_that_ranks_do_not_divide
+    return found | ({"meshes that differ": meshes_that_differ} if world == 4 else {})
