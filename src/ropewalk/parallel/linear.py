@@ -19,9 +19,11 @@ from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
 from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens, join_states
 from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, checked_decay, resolve_scale
+from ropewalk.nn.local_heads import call_locally
 from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
+from ropewalk.ops.dtensors import HEADS, is_dtensor
 from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import no_outputs
 from ropewalk.parallel.exchange import Exchange
@@ -104,7 +106,8 @@ def linear_attention(
     over ranks is the gradient on one rank.
 
     Args:
-        q: Queries of this rank [batch, heads, tokens, dim].
+        q: Queries of this rank [batch, heads, tokens, dim]. Tensors can be DTensors that another mesh cuts along batch
+            or heads. Tokens are always those of this rank.
         k: Keys of this rank [batch, kv_heads, tokens, dim].
         v: Values of this rank [batch, kv_heads, tokens, v_dim].
         shards: Which tokens each rank has.
@@ -141,6 +144,26 @@ def linear_attention(
     if unnamed or unknown:
         refuse_arguments(_ASKED, linear_attention, unnamed, unknown)
     check_shards(shards, asked=_ASKED)
+    if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        return call_locally(
+            linear_attention,
+            q,
+            k,
+            v,
+            asked=_ASKED,
+            encodings={"rope": rope, "bias": bias},
+            tensors={"decay": (decay, ("heads",) if isinstance(decay, Tensor) and decay.dim() == 1 else HEADS[:3])},
+            reads=feature_map if isinstance(feature_map, tuple) else (feature_map,),
+            shards=shards,
+            feature_map=feature_map,
+            causal=causal,
+            normalize=normalize,
+            scale=scale,
+            state=state,
+            return_state=return_state,
+            length=length,
+            backend=backend,
+        )
     distances: DistanceBias | None = None
 
     def check() -> None:

@@ -13,7 +13,9 @@ from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.some_heads import SomeHeads
+from ropewalk.nn.local_heads import call_locally
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import attach, gather, no_outputs, swap
 from ropewalk.parallel.ring import ring_attention
@@ -50,7 +52,8 @@ def attention(
     gradient on one rank.
 
     Args:
-        q: Queries of this rank [batch, heads, tokens, head_dim].
+        q: Queries of this rank [batch, heads, tokens, head_dim]. Tensors can be DTensors that another mesh cuts along
+            batch or heads. Tokens are always those of this rank.
         k: Keys of this rank [batch, kv_heads, tokens, head_dim].
         v: Values of this rank [batch, kv_heads, tokens, v_dim].
         shards: Which tokens each rank has.
@@ -82,6 +85,11 @@ def attention(
     if unnamed or unknown:
         refuse_arguments(_ASKED, attention, unnamed, unknown)
     check_shards(shards, asked=_ASKED)
+    if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        options = {"method": method, "causal": causal, "window": window, "scale": scale}
+        return call_locally(
+            attention, q, k, v, asked=_ASKED, encodings={"encoding": encoding}, tensors={}, shards=shards, **options
+        )
     added, factor = None, 1.0
 
     def check() -> None:

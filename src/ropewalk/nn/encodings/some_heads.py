@@ -27,17 +27,11 @@ class SomeHeads(Encoding):
 
     def __init__(self, encoding: Encoding, first: int, count: int) -> None:
         super().__init__()
-        # Not a submodule: its parameters belong to the encoding.
-        self._encoding = [encoding]
+        self.encoding: Encoding = encoding
         # An attribute of classes, which FlexAttention reads from its encoding.
         self.__dict__["flex_options"] = encoding.flex_options
         self.first: int = first
         self.num_heads: int = count
-
-    @property
-    def encoding(self) -> Encoding:
-        """The encoding of all heads."""
-        return self._encoding[0]
 
     @property
     def rope(self) -> object:
@@ -78,6 +72,9 @@ class SomeHeads(Encoding):
 
     def score_mod_once(self, q_positions: Tensor, k_positions: Tensor) -> ScoreMod | None:
         return self._shifted(self.encoding.score_mod_once(q_positions, k_positions))
+
+    def extra_repr(self) -> str:
+        return f"{self.first}, {self.num_heads}"
 
     def _part(self, x: Tensor | None, dim: int) -> Tensor | None:
         return x if x is None or x.shape[dim] == 1 else x.narrow(dim, self.first, self.num_heads)
