@@ -41,7 +41,7 @@ def compare(mesh, placements, run, tensors, parameters=(), most=MOST):
         for parameter in parameters:
             parameter.grad = None
 
-    def outputs(arguments):
+    def outputs(arguments) -> list[Any]:
         results = run(*arguments)
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
@@ -49,7 +49,7 @@ def compare(mesh, placements, run, tensors, parameters=(), most=MOST):
     expected = outputs(leaves)
     weights = [drawn(*y.shape, seed=9) for y in expected]
     cleared()
-    sum((y * w).sum() for y, w in zip(expected, weights, strict=True)).backward()
+    torch.stack([(y * w).sum() for y, w in zip(expected, weights, strict=True)]).sum().backward()
     # Angles that are passed do not depend on learned frequencies.
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     of_parameters = [parameter.grad.clone() for parameter in parameters]
@@ -58,9 +58,10 @@ def compare(mesh, placements, run, tensors, parameters=(), most=MOST):
     results = outputs(shards)
     assert all(isinstance(y, DTensor) for y in results)
     assert tuple(results[0].placements) == tuple(placements)
-    total = sum((y * distribute_tensor(w, mesh, y.placements)).sum() for y, w in zip(results, weights, strict=True))
+    parts = [(y * distribute_tensor(w, mesh, y.placements)).sum() for y, w in zip(results, weights, strict=True)]
+    total = parts[0] if len(parts) == 1 else parts[0] + parts[1]
     total.backward()
-    pairs = [*zip(results, expected, strict=True)]
+    pairs: list[Any] = [*zip(results, expected, strict=True)]
     pairs += [(x.grad, leaf.grad) for x, leaf in zip(shards, leaves, strict=True)]
     pairs += [(parameter.grad, grad) for parameter, grad in zip(parameters, of_parameters, strict=True)]
     errors = [(full(a) - b).abs().max().item() / max(1.0, b.abs().max().item()) for a, b in pairs]
@@ -114,7 +115,7 @@ def uneven(mesh):
 def placements_that_differ(mesh):
     """Queries that are cut and keys that are not are rotated apart."""
     rope, q, k = rw.RotaryEmbedding(DIM), drawn(BATCH, HEADS, SEQ, DIM), drawn(BATCH, 1, SEQ, DIM)
-    rotated = rope(distribute_tensor(q, mesh, [Shard(1)]), distribute_tensor(k, mesh, [Replicate()]))
+    rotated: Any = rope(distribute_tensor(q, mesh, [Shard(1)]), distribute_tensor(k, mesh, [Replicate()]))
     for y, expected in zip(rotated, rope(q, k), strict=True):
         torch.testing.assert_close(full(y), expected, atol=MOST, rtol=0)
     assert [y.placements for y in rotated] == [(Shard(1),), (Replicate(),)]

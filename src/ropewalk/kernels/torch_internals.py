@@ -143,7 +143,7 @@ def call_with_parameters(
     own = [(module, name, module._parameters[name]) for module, name, _ in replaced]
     try:
         for module, name, other in replaced:
-            module._parameters[name] = other
+            module._parameters[name] = other  # pyright: ignore[reportArgumentType]  # torch accepts any tensor here
         return run(*arguments, **options)
     finally:
         for module, name, parameter in own:

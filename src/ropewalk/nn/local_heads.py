@@ -46,6 +46,17 @@ def call_locally(
     Raises:
         RopewalkError: If a mesh cuts the sequence or features, or heads that its ranks do not divide, or that have
             different frequencies.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> from ropewalk import attention
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x = distribute_tensor(torch.ones(1, 2, 3, 4), init_device_mesh("cpu", (1,)), [Shard(1)])
+    >>> call_locally(attention, x, x, x, asked="a doctest", encodings={}, tensors={}).placements
+    (Shard(dim=1),)
+    >>> dist.destroy_process_group()
     """
     cut = cut_of({name: (x, HEADS) for name, x in (("q", q), ("k", k), ("v", v))}, asked=asked, sequences=False)
     arguments = dict(options)

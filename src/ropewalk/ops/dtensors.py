@@ -210,7 +210,8 @@ def _name_of(x: Any, mesh_dim: int, dims: Sequence[str], name: str, asked: str) 
     placement = x.placements[mesh_dim]
     if placement.is_replicate():
         return None
-    cut = dims[placement.dim] if placement.is_shard() else None
+    dim: int = placement.dim if placement.is_shard() else -1
+    cut = dims[dim] if placement.is_shard() else None
     if cut is None or cut == "features" or type(placement).__name__ != "Shard":
         raise RopewalkError(
             asked=f"{asked}({name})",
@@ -271,6 +272,16 @@ def as_dtensors(projected: Sequence[Tensor], weights: Sequence[Tensor], heads: S
 
     Raises:
         RopewalkError: If ranks would have parts of a head.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> weight = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    >>> as_dtensors([torch.ones(2, 5, 4)], [weight], [2])[0].placements  # heads of 2 features
+    (Shard(dim=2),)
+    >>> dist.destroy_process_group()
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -329,7 +340,7 @@ def with_full_parameters(modules: Sequence[nn.Module], run: Callable[..., Result
     >>> with_full_parameters([nn.Linear(2, 2)], max, 1, 2)
     2
     """
-    replaced = [(*place, x.full_tensor()) for *place, x in _parameters(modules) if is_dtensor(x)]
+    replaced = [(module, name, x.full_tensor()) for module, name, x in _parameters(modules) if is_dtensor(x)]
     return call_with_parameters(replaced, run, *arguments)
 
 
@@ -355,7 +366,7 @@ def with_local_parameters(
     2
     >>> dist.destroy_process_group()
     """
-    replaced = [(*place, cut.local(x, [""] * x.dim())) for *place, x in _parameters(modules)]
+    replaced = [(module, name, cut.local(x, [""] * x.dim())) for module, name, x in _parameters(modules)]
     return call_with_parameters(replaced, run, *arguments, **options)
 
 

@@ -555,7 +555,7 @@ class RotaryEmbedding(DropsOldBuffers):
         return self._source.shared_tables(q, k, placement, self.log_scale)
 
     def local_call(self, q: Tensor, k: Tensor | None, placement: Placement) -> LocalCall:
-        """This rank's part of a call with DTensors."""
+        """This rank's part of a call with DTensors. Not for plain tensors."""
         return local_call(self._source, q, k, placement)
 
     def _scale_rest(self, x: Tensor, factor: Tensor) -> Tensor:

@@ -60,6 +60,17 @@ def rotate_locally(
 
     Returns:
         The rotated tensors, with the placements of q and k.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> from ropewalk import RotaryEmbedding
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> rope, x = RotaryEmbedding(4), distribute_tensor(torch.ones(3, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    >>> rotate_locally(rope, x, None, Placement(), rope.local_call).placements
+    (Shard(dim=0),)
+    >>> dist.destroy_process_group()
     """
     if k is None or (is_dtensor(q) and is_dtensor(k) and _cuts_alike(q, k)):
         return part(q, k, placement)(rope, [rope])
@@ -96,6 +107,17 @@ def local_call(source: AngleSource, q: Tensor, k: Tensor | None, placement: Plac
     Raises:
         RopewalkError: If an argument does not match; if the mesh cuts features, or heads with different frequencies; or
             if it cuts q and k differently.
+
+    >>> import torch
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> from ropewalk.spec.rope import RopeSpec
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x = distribute_tensor(torch.ones(3, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    >>> local_call(AngleSource(RopeSpec(4)), x, None, Placement(offset=7)).options
+    {'offset': 7}
+    >>> dist.destroy_process_group()
     """
     call = placement.call
     source.check_tensors(q, k, call)
