@@ -259,7 +259,7 @@ def local_size(x: Tensor, dim: int) -> int:
     return x.to_local().shape[dim] if is_dtensor(x) else x.shape[dim]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def as_dtensors(projected: Sequence[Tensor], weights: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]:
+def as_dtensors(projected: Sequence[Tensor], weights: Sequence[object], heads: Sequence[int]) -> list[Tensor]:
     """Return the outputs of projections to heads as DTensors.
 
     Column-wise projections return the local part of their output, as a plain tensor. The output of a projection that is
@@ -267,7 +267,7 @@ def as_dtensors(projected: Sequence[Tensor], weights: Sequence[Tensor], heads: S
 
     Args:
         projected: The outputs [..., width], of q, k and v.
-        weights: The weights of the projections.
+        weights: The weights of the projections, or None.
         heads: The numbers of heads.
 
     Raises:

@@ -132,9 +132,10 @@ class ProjectedHeads(DropsOldBuffers):
         """
         sizes = (self.q_proj, self.num_heads), (self.k_proj, self.num_kv_heads), (self.v_proj, self.num_kv_heads)
         projected = [project(x) for project, _ in sizes]
-        widths = [heads * self.head_dim for _, heads in sizes]
-        if any(is_dtensor(y) or y.shape[-1] != width for y, width in zip(projected, widths, strict=True)):
-            projected = as_dtensors(projected, [project.weight for project, _ in sizes], [n for _, n in sizes])
+        # Projections that were replaced may have no weight.
+        weights = [getattr(project, "weight", None) for project, _ in sizes]
+        if any(is_dtensor(x) for x in (*projected, *weights)):
+            projected = as_dtensors(projected, weights, [n for _, n in sizes])
         q, k, v = (
             y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for y, (_, heads) in zip(projected, sizes, strict=True)
