@@ -229,7 +229,7 @@ def parallel_layer(kind, linear, kv_heads, how, mesh):
     assert max(errors) <= 10 * MOST, errors
     if isinstance(x, DTensor):
         return
-    with torch.no_grad():
+    with torch.inference_mode():
         if linear:
             state, outputs = layer.make_state(2), []
             for token in x.split(1, dim=1):
@@ -312,8 +312,13 @@ def bad_input(mesh):
     refused(lambda: rope(partial), "Partial", "redistribute")
     refused(lambda: rw.attention(partial, as_(Replicate()), as_(Replicate())), "attention(q)", "Partial")
     refused(lambda: rope(as_(Shard(3))), "features of a head")
+    refused(lambda: rope(as_(Shard(2)), x), "k as a plain tensor")
     for function in (rw.attention, rw.linear_attention):
-        refused(lambda f=function: f(*[as_(Shard(2))] * 3), "ropewalk.parallel", "a sequence that is cut over ranks")
+        refused(
+            lambda f=function: f(*[as_(Shard(2))] * 3),
+            f"ropewalk.parallel.{function.__name__}",
+            "a sequence that is cut",
+        )
         refused(
             lambda f=function: f(as_(Shard(0)), as_(Shard(1)), as_(Shard(0))), "cut along heads", "q cut along batch"
         )

@@ -18,18 +18,21 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADS",
     "Cut",
-    "as_dtensors",
     "check_divisible",
     "cut_of",
     "heads_of_projection",
     "is_dtensor",
+    "join_heads",
     "local_size",
+    "split_heads",
     "with_full_parameters",
     "with_local_parameters",
 ]
 
 # The dimensions of heads. Positions, masks and decays have some of them.
 HEADS = ("batch", "heads", "seq", "features")
+# Those of tokens after a projection: their features are heads.
+_TOKENS = ("batch", "seq", "heads")
 
 Result = TypeVar("Result")
 
@@ -199,8 +202,8 @@ def cut_of(tensors: Mapping[str, tuple[Any, Sequence[str]]], *, asked: str, sequ
             asked=f"{asked}({names}) with DTensors",
             expected="all tokens of a sequence on each rank: placements of batch or heads, or Replicate()",
             got="a sequence that is cut over ranks, whose queries would not see the keys of other ranks",
-            do="ropewalk.parallel computes attention over such sequences, from local tensors: "
-            "ropewalk.parallel.attention(q.to_local(), ..., shards=Shards(mesh, length))",
+            do=f"ropewalk.parallel computes attention over such sequences: pass local tensors, q.to_local(), and "
+            f"shards=Shards(mesh, length), to ropewalk.parallel.{'linear_' if 'linear' in asked else ''}attention",
         )
     return Cut(meshes[0], tuple(cuts))
 
@@ -259,16 +262,19 @@ def local_size(x: Tensor, dim: int) -> int:
     return x.to_local().shape[dim] if is_dtensor(x) else x.shape[dim]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def as_dtensors(projected: Sequence[Tensor], weights: Sequence[object], heads: Sequence[int]) -> list[Tensor]:
-    """Return the outputs of projections to heads as DTensors.
+def split_heads(projected: Sequence[Tensor], weights: Sequence[object], heads: Sequence[int]) -> list[Tensor]:
+    """Return the outputs of projections as DTensors of heads.
 
     Column-wise projections return the local part of their output, as a plain tensor. The output of a projection that is
-    the same on all ranks is replicated.
+    the same on all ranks is replicated. Views are those of local tensors, which inference mode supports.
 
     Args:
-        projected: The outputs [..., width], of q, k and v.
+        projected: The outputs [batch, seq, width], of q, k and v.
         weights: The weights of the projections, or None.
         heads: The numbers of heads.
+
+    Returns:
+        DTensors [batch, heads, seq, width / heads].
 
     Raises:
         RopewalkError: If ranks would have parts of a head.
@@ -279,36 +285,55 @@ def as_dtensors(projected: Sequence[Tensor], weights: Sequence[object], heads: S
     >>> from torch.distributed.tensor import Shard, distribute_tensor
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> weight = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
-    >>> as_dtensors([torch.ones(2, 5, 4)], [weight], [2])[0].placements  # heads of 2 features
-    (Shard(dim=2),)
+    >>> (q,) = split_heads([torch.ones(2, 5, 4)], [weight], [2])
+    >>> q.shape, q.placements
+    (torch.Size([2, 2, 5, 2]), (Shard(dim=1),))
     >>> dist.destroy_process_group()
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    results: list[Any] = []
-    for y, weight in zip(projected, weights, strict=True):
-        if not is_dtensor(y) and is_dtensor(weight):
+    found = [x for x in (*projected, *weights) if is_dtensor(x)]
+    mesh: Any = getattr(found[0], "device_mesh", None)
+    results: list[Tensor] = []
+    for y, weight, count in zip(projected, weights, heads, strict=True):
+        if is_dtensor(y):
+            cut = cut_of({"x": (y, _TOKENS)}, asked="attention")
+        elif is_dtensor(weight):
             wide: Any = weight
-            placements = [Shard(y.dim() - 1) if _cuts_rows(p) else Replicate() for p in wide.placements]
-            y = DTensor.from_local(y, wide.device_mesh, placements, run_check=False)
-        results.append(y)
-    meshes = [y.device_mesh for y in results if is_dtensor(y)]
-    for i, y in enumerate(results):
-        if not is_dtensor(y) and meshes:
-            results[i] = DTensor.from_local(y, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
-    for y, count in zip(results, heads, strict=True):
-        ranks = 1
-        # A loop, because compilers do not trace math.prod.
-        for i, placement in enumerate(getattr(y, "placements", ())):
-            ranks *= y.device_mesh.size(i) if placement.is_shard(y.dim() - 1) else 1
+            names = tuple("heads" if _cuts_rows(placement) else None for placement in wide.placements)
+            cut = Cut(wide.device_mesh, names)
+        else:
+            cut = Cut(mesh, (None,) * mesh.ndim)
+        if cut is None:
+            continue
+        ranks = cut.ranks("heads")
         if count % ranks:
             raise RopewalkError(
                 asked=f"attention(x) with projections that are cut over {ranks} ranks",
                 expected=f"numbers of heads that are multiples of {ranks}: a rank computes whole heads",
                 got=f"{count} heads",
-                do="use fewer ranks, or leave k_proj and v_proj replicated if there is one key head",
+                do="use fewer ranks for the heads" + (", or leave k_proj and v_proj uncut" if count == 1 else ""),
             )
+        local: Any = y
+        local = local.to_local() if is_dtensor(y) else y
+        part = local.unflatten(-1, (count // ranks, -1)).transpose(1, 2)
+        batch = y.shape[0] if is_dtensor(y) else part.shape[0]
+        seq = y.shape[1] if is_dtensor(y) else part.shape[2]
+        results.append(cut.whole(part, HEADS, (batch, count, seq, part.shape[-1])))
     return results
+
+
+def join_heads(y: Tensor) -> Tensor:
+    """Return heads [batch, heads, seq, head_dim] as tokens [batch, seq, heads * head_dim].
+
+    >>> import torch
+    >>> join_heads(torch.ones(1, 2, 3, 4)).shape
+    torch.Size([1, 3, 8])
+    """
+    cut = cut_of({"y": (y, HEADS)}, asked="attention")
+    if cut is None:
+        return y.transpose(1, 2).flatten(2)
+    local: Any = y
+    batch, heads, seq, width = y.shape
+    return cut.whole(local.to_local().transpose(1, 2).flatten(2), _TOKENS, (batch, seq, heads * width))
 
 
 def heads_of_projection(projection: nn.Module, heads: int) -> tuple[int, int]:

@@ -183,6 +183,8 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         for buffer in (self.keys, self.values):
             buffer[:, :, self._stored_here(int(length)) :].zero_()
 
+    _do_if_full = "create a cache that is long enough before the first token"
+
     def evict_prefix(self, count: int, rope: KeyRotation) -> None:
         """Raise an error: tokens would move to other ranks.
 

@@ -551,6 +551,9 @@ class KVCache:
             check_positions(positions, k, asked=asked)
         self._check_capacity(k.shape[2], counts)
 
+    # What to do if the tokens do not fit.
+    _do_if_full = "create a longer cache, or drop old tokens with evict_prefix"
+
     def _check_capacity(self, seq: int, counts: Tensor | None) -> None:
         """Raise if `seq` more tokens may not fit, by what the host knows."""
         free = self.max_length - self.filled_at_most
@@ -558,9 +561,9 @@ class KVCache:
             return
         # torch.compile cannot format numbers that change between steps.
         known = not torch.compiler.is_compiling()
-        do = "create a longer cache, or drop old tokens with evict_prefix"
+        do = self._do_if_full
         raise RopewalkError(
-            asked=f"more tokens in a KVCache of max_length={self.max_length}",
+            asked=f"more tokens in a {type(self).__name__} of max_length={self.max_length}",
             expected=f"at most {free}, because {self.filled_at_most} slots may be filled" if known else "fewer tokens",
             got=f"{seq}" if known else "more than fit",
             do=do if counts is None else f"{do}; padding needs slots too while it is written",

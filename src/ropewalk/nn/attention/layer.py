@@ -163,7 +163,7 @@ class Attention(ProjectedHeads):
             cache.agree(lambda: self._check_call(x, positions, cache, key_mask, cu_seqlens, counts), self, given)
         else:
             self._check_call(x, positions, cache, key_mask, cu_seqlens, counts)
-        heads, asked = self.heads_of(x), "attention(x)"
+        heads, asked = self.heads_of(x), "attention"
         tensors = {
             "positions": (positions, dims_of_ids(positions, self.axes)),
             "key_mask": (key_mask, ("batch", "seq")),
@@ -396,8 +396,8 @@ class Attention(ProjectedHeads):
             )
         if not known:
             return
-        rows = local_size(x, 0)
-        expected_sizes = rows, self.heads_here[2], self.head_dim, self.head_dim
+        rows, heads = local_size(x, 0), self.heads_here[2]
+        expected_sizes = rows, heads, self.head_dim, self.head_dim
         sizes = cache.batch, cache.num_kv_heads, cache.head_dim, cache.v_dim
         if expected_sizes != sizes or cache.keys.device != x.device:
             names = "batch", "num_kv_heads", "head_dim", "v_dim"
@@ -406,7 +406,10 @@ class Attention(ProjectedHeads):
                 expected=", ".join(f"{name}={n}" for name, n in zip(names, expected_sizes, strict=True))
                 + f" on {x.device}",
                 got=", ".join(f"{name}={n}" for name, n in zip(names, sizes, strict=True)) + f" on {cache.keys.device}",
-                do="create a cache for this layer and this batch: layer.make_cache(batch, max_length)",
+                do="create a cache for this layer and this batch: layer.make_cache(batch, max_length)"
+                + (
+                    "" if heads == self.num_kv_heads else f"; {heads} of its {self.num_kv_heads} heads are on this rank"
+                ),
             )
         check_owner(cache, self, "cache")
 

@@ -10,7 +10,7 @@ from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import described
 from ropewalk.nn.scripting import refuse_scripting
-from ropewalk.ops.dtensors import as_dtensors, heads_of_projection, is_dtensor
+from ropewalk.ops.dtensors import heads_of_projection, is_dtensor, join_heads, split_heads
 
 __all__ = ["HeadSizes", "ProjectedHeads"]
 
@@ -135,7 +135,8 @@ class ProjectedHeads(DropsOldBuffers):
         # Projections that were replaced may have no weight.
         weights = [getattr(project, "weight", None) for project, _ in sizes]
         if any(is_dtensor(x) for x in (*projected, *weights)):
-            projected = as_dtensors(projected, weights, [n for _, n in sizes])
+            q, k, v = split_heads(projected, weights, [heads for _, heads in sizes])
+            return q, k, v
         q, k, v = (
             y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for y, (_, heads) in zip(projected, sizes, strict=True)
@@ -158,7 +159,7 @@ class ProjectedHeads(DropsOldBuffers):
         >>> ProjectedHeads(HeadSizes(4, 2, 2, 2)).joined(torch.zeros(1, 2, 3, 2)).shape
         torch.Size([1, 3, 4])
         """
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        return self.o_proj(join_heads(y) if is_dtensor(y) else y.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:
         """Return the sizes, and whether the layer is causal."""
@@ -179,12 +180,14 @@ class ProjectedHeads(DropsOldBuffers):
         if type(self.q_proj) is not nn.Linear or self.q_proj.weight.is_meta:
             return
         weight = self.q_proj.weight
-        if is_dtensor(x) and not is_dtensor(weight):
+        projections = self.q_proj, self.k_proj, self.v_proj, self.o_proj
+        if is_dtensor(x) and not all(is_dtensor(layer.weight) for layer in projections):
             raise RopewalkError(
                 asked="attention(x) with a DTensor",
                 expected="a layer whose projections are DTensors too",
                 got="plain projections",
-                do="distribute the layer: torch.distributed.tensor.distribute_module(layer, mesh)",
+                do="distribute the layer: torch.distributed.tensor.distribute_module(layer, mesh); with "
+                "PrepareModuleInput, pass use_local_output=True",
             )
         if x.device != weight.device or not (x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type)):
             raise RopewalkError(

@@ -54,7 +54,7 @@ def rotate_locally(
     Args:
         rope: The rotation.
         q: Queries, or any single tensor.
-        k: Keys, or None. At least one of both is a DTensor.
+        k: Keys, or None. Both are DTensors.
         placement: The positions of all tokens.
         part: Returns this rank's part of a call.
 
@@ -72,27 +72,18 @@ def rotate_locally(
     (Shard(dim=0),)
     >>> dist.destroy_process_group()
     """
-    if k is None or (is_dtensor(q) and is_dtensor(k) and _cuts_alike(q, k)):
+    if k is None or not (is_dtensor(q) and is_dtensor(k)) or _cuts_alike(q, k):
+        # Refuses a plain tensor next to a DTensor: which of all tokens it has is not known.
         return part(q, k, placement)(rope, [rope])
     placement.check(k)
     of_keys = placement.of_keys()
     roles = ("q", "k") if placement.role is None else (placement.role, placement.role)
-    results = [
-        part(x, None, own._replace(role=role, k_positions=None))(rope, [rope])
-        if is_dtensor(x)
-        else rope(x, **_arguments(own._replace(role=role)))
-        for x, own, role in ((q, placement, roles[0]), (k, of_keys, roles[1]))
-    ]
-    return tuple(results)
+    calls = (q, placement, roles[0]), (k, of_keys, roles[1])
+    return tuple(part(x, None, own._replace(role=role, k_positions=None))(rope, [rope]) for x, own, role in calls)
 
 
 def _cuts_alike(q: Any, k: Any) -> bool:
     return q.dim() == k.dim() and q.device_mesh == k.device_mesh and tuple(q.placements) == tuple(k.placements)
-
-
-def _arguments(placement: Placement) -> dict[str, Any]:
-    names = "positions", "offset", "cu_seqlens", "angles", "length", "role"
-    return {name: getattr(placement, name) for name in names}
 
 
 def local_call(source: AngleSource, q: Tensor, k: Tensor | None, placement: Placement) -> LocalCall:
