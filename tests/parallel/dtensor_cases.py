@@ -1,11 +1,13 @@
 """Calls with DTensors on several ranks, next to plain tensors in one process."""
 
 import functools
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -325,8 +327,6 @@ def bad_input(mesh):
         refused(lambda f=function: f(as_(Shard(0)), x, as_(Shard(0))), "k as a plain tensor")
         three = [as_(Shard(1), x[:, :3])] * 3
         refused(lambda f=function, y=three: f(*y), "multiples of", "3 heads")
-    other = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("a", "b"))["a"]
-    assert other == mesh or other.mesh_dim_names is not None
     across = rw.encoding("rope-across-heads", dim=HEADS * DIM, num_heads=HEADS)
     refused(lambda: rw.attention(*[as_(Shard(1))] * 3, encoding=across), "different frequencies", "redistribute")
     refused(lambda: across.rope(as_(Shard(1))), "different frequencies", "redistribute")
@@ -353,8 +353,101 @@ def heads_that_ranks_do_not_divide(mesh):
     refused(lambda: layer(drawn(1, 5, 3 * DIM)), "multiples of", "3 heads")
 
 
+def one_row(mesh):
+    """A batch of 1, or one token, on two ranks: the second has none."""
+    tensors = [drawn(1, HEADS, SEQ, DIM, seed=i) for i in range(3)]
+    mask, decay = torch.ones(1, SEQ, dtype=torch.bool), -drawn(1, HEADS, SEQ).abs()
+    whole = rw.attention(*tensors, key_mask=mask), rw.linear_attention(*tensors, decay=decay)
+    shards = [distribute_tensor(x, mesh, [Shard(0)]) for x in tensors]
+    parts = rw.attention(*shards, key_mask=mask), rw.linear_attention(*shards, decay=decay)
+    for y, expected in zip(parts, whole, strict=True):
+        torch.testing.assert_close(full(y), expected, atol=MOST, rtol=0)
+    rope, q, ids = rw.RotaryEmbedding(DIM), drawn(BATCH, HEADS, 1, DIM), torch.tensor([9])
+    for options in ({"positions": ids}, {"offset": torch.arange(BATCH)}, {"angles": rope.at(ids, dtype=torch.float64)}):
+        y = rope(distribute_tensor(q, mesh, [Shard(2)]), **options)
+        torch.testing.assert_close(full(y), rope(q, **options), atol=MOST, rtol=0)
+
+
+def weights_of_fsdp(mesh):
+    """FSDP cuts weights of projections between calls: caches and heads are those of one process."""
+    x, plain = drawn(2, SEQ, HEADS * DIM), layer_of("alibi", linear=False, kv_heads=4)
+    layer = layer_of("alibi", linear=False, kv_heads=4)
+    for projection in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
+        fully_shard(projection, mesh=mesh)
+    fully_shard(layer, mesh=mesh)
+    layer.k_proj.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(layer(x), plain(x), atol=MOST, rtol=0)
+    assert layer.make_cache(1, 4).num_kv_heads == 4
+    both = init_device_mesh("cpu", (mesh.size(), 1), mesh_dim_names=("fsdp", "tp"))
+    for kind in ("alibi", "t5"):
+        layer, plain = (layer_of(kind, linear=False, kv_heads=4) for _ in range(2))
+        parallelize_module(layer, both["tp"], parallel.plan(layer))
+        fully_shard(layer, mesh=both["fsdp"])
+        cache = layer.make_cache(2, SEQ)
+        assert cache.num_kv_heads == 4
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x, cache=cache), plain(x), atol=MOST, rtol=0)
+
+
+def other_modules(mesh):
+    """Models around the layers: a table that embeds, one key head, a projection that was replaced, buffers."""
+    x = drawn(2, SEQ, HEADS * DIM)
+    table = rw.encoding("learned", dim=HEADS * DIM, num_heads=HEADS, length=SEQ).double()
+    model = torch.nn.ModuleDict({"table": table, "layer": layer_of("none", linear=False, kv_heads=1)})
+    model["layer"].encoding = table
+    expected = model["layer"](table.embed(x))
+    parallelize_module(model, mesh, parallel.plan(model))
+    y = model["layer"](table.embed(x))
+    torch.testing.assert_close(y, expected, atol=10 * MOST, rtol=0)
+    y.sum().backward()
+    layer = layer_of("none", linear=False, kv_heads=1)
+    parallelize_module(layer, mesh, parallel.plan(layer))
+    layer(x).sum().backward()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    replaced = layer_of("rope", linear=False, kv_heads=4)
+    replaced.q_proj = torch.nn.Sequential(replaced.q_proj)
+    with torch.no_grad():
+        assert replaced(x, cache=replaced.make_cache(2, SEQ)).shape == x.shape
+    favor = rw.LinearAttention(HEADS * DIM, HEADS, feature_map="favor").double()
+    expected = favor(x)
+    distribute_module(favor, mesh)
+    y = favor(distribute_tensor(x, mesh, [Shard(0)]))
+    torch.testing.assert_close(full(y), expected, atol=10 * MOST, rtol=0)
+
+
+def threads(mesh):
+    """Parameters are those of the module after calls in several threads."""
+    encoding = encoding_of("t5")
+    weight, shards = encoding.weight, [distribute_tensor(drawn(1, HEADS, 3, DIM), mesh, [Replicate()])] * 3
+
+    def calls_of_thread():
+        for _ in range(20):
+            rw.attention(*shards, encoding=encoding)
+
+    both = [threading.Thread(target=calls_of_thread) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert encoding.weight is weight
+
+
+def one_rank_is_wrong(mesh):
+    """An error of one rank is one of all."""
+    rank, both = mesh.get_local_rank(), init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("tp", "cp"))
+    shards = parallel.Shards(both["cp"], 2 * SEQ * mesh.size())
+    x = drawn(1, HEADS, shards.positions.shape[0], DIM)
+    k = DTensor.from_local(x, both["tp"], [Shard(2) if rank else Shard(1)], run_check=False)
+    q = DTensor.from_local(x, both["tp"], [Shard(1)], run_check=False)
+    for function in (parallel.attention, parallel.linear_attention):
+        with pytest.raises(rw.RopewalkError):
+            function(q, k, q, shards=shards)
+
+
 def bad_cases(world) -> dict[str, Any]:
-    """What must raise."""
-    found: dict[str, Any] = {"bad input": bad_input, "kernels": kernels_and_tables}
+    """What must raise, and set-ups that are easily wrong."""
+    found: dict[str, Any] = {"bad input": bad_input, "kernels": kernels_and_tables, "one row": one_row}
+    found |= {"weights of FSDP": weights_of_fsdp, "other modules": other_modules, "threads": threads}
+    found["one rank is wrong"] = one_rank_is_wrong
     found["heads that ranks do not divide"] = heads_that_ranks_do_not_divide
     return found | ({"meshes that differ": meshes_that_differ} if world == 4 else {})

@@ -6,6 +6,7 @@ transforms or intercepts. The functions of this module detect such calls.
 
 import ctypes
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -27,7 +28,7 @@ __all__ = [
     "TORCH_FUNCTIONS",
     "TORCH_STATE",
     "TorchDispatchMode",
-    "call_with_parameters",
+    "call_with_tensors",
     "calls_forward",
     "compiling_frames",
     "constant_to_compiler",
@@ -52,6 +53,7 @@ __all__ = [
     "skip_frames",
     "version_of",
     "view_base",
+    "was_distributed",
     "why_not_plain",
     "why_view_is_fixed",
 ]
@@ -120,34 +122,65 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def call_with_parameters(
+def was_distributed(module: torch.nn.Module) -> bool:
+    """Whether torch's `distribute_module` or `parallelize_module` made the parameters of a module DTensors.
+
+    >>> was_distributed(torch.nn.Identity())
+    False
+    """
+    return bool(getattr(module, "_distribute_module_applied", False))
+
+
+# Held while parameters are replaced: other threads must not see them, nor restore theirs in between.
+_REPLACING = threading.RLock()
+
+
+def call_with_tensors(
     replaced: Sequence[tuple[torch.nn.Module, str, Tensor]],
     run: Callable[..., Returned],
     *arguments: Any,
     **options: Any,
 ) -> Returned:
-    """Call a function in which modules have other tensors as parameters.
+    """Call a function in which modules have other tensors as parameters and buffers.
 
-    `torch.func.functional_call` does the same for one module, which a compiler must not create in a graph.
+    `torch.func.functional_call` does the same for one module, which a compiler must not create in a graph. Other
+    threads wait.
 
     Args:
-        replaced: Modules, names of their parameters, and the other tensors.
+        replaced: Modules, names of their parameters or buffers, and the other tensors.
         run: The function.
         arguments: Its arguments.
         options: Its options.
 
     >>> layer = torch.nn.Linear(1, 1, bias=False)
-    >>> call_with_parameters([(layer, "weight", torch.tensor([[2.0]]))], layer, torch.tensor([3.0])).item()
+    >>> call_with_tensors([(layer, "weight", torch.tensor([[2.0]]))], layer, torch.tensor([3.0])).item()
     6.0
     """
-    own = [(module, name, module._parameters[name]) for module, name, _ in replaced]
+    if not replaced:
+        return run(*arguments, **options)
+    if torch.compiler.is_compiling():
+        return _call_with_tensors(replaced, run, *arguments, **options)
+    with _REPLACING:
+        return _call_with_tensors(replaced, run, *arguments, **options)
+
+
+def _call_with_tensors(
+    replaced: Sequence[tuple[torch.nn.Module, str, Tensor]],
+    run: Callable[..., Returned],
+    *arguments: Any,
+    **options: Any,
+) -> Returned:
+    places: list[Any] = [
+        module._parameters if name in module._parameters else module._buffers for module, name, _ in replaced
+    ]
+    own = [place[name] for place, (_, name, _) in zip(places, replaced, strict=True)]
     try:
-        for module, name, other in replaced:
-            module._parameters[name] = other  # pyright: ignore[reportArgumentType]  # torch accepts any tensor here
+        for place, (_, name, other) in zip(places, replaced, strict=True):
+            place[name] = other
         return run(*arguments, **options)
     finally:
-        for module, name, parameter in own:
-            module._parameters[name] = parameter
+        for place, (_, name, _), tensor in zip(places, replaced, own, strict=True):
+            place[name] = tensor
 
 
 def calls_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> bool:

@@ -9,9 +9,22 @@ from ropewalk.errors import RopewalkError
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_in
 from ropewalk.nn.encodings.some_heads import SomeHeads
-from ropewalk.ops.dtensors import HEADS, check_divisible, cut_of, with_local_parameters
+from ropewalk.ops.dtensors import HEADS, Cut, check_divisible, cut_of, with_local_parameters
 
-__all__ = ["call_locally", "dims_of_ids"]
+__all__ = ["call_locally", "check_shards_of_heads", "dims_of_ids"]
+
+
+def check_shards_of_heads(q: Tensor, k: Tensor, v: Tensor, *, asked: str) -> Cut | None:
+    """Return how a mesh cuts q, k and v; None if they are plain. Raise if attention cannot be computed per rank.
+
+    >>> import torch
+    >>> check_shards_of_heads(*[torch.ones(1, 2, 3, 4)] * 3, asked="a doctest") is None
+    True
+    """
+    cut = cut_of({name: (x, HEADS) for name, x in (("q", q), ("k", k), ("v", v))}, asked=asked, sequences=False)
+    if cut is not None:
+        check_divisible(cut, q.shape[1], k.shape[1], asked=asked)
+    return cut
 
 
 def call_locally(
@@ -58,13 +71,13 @@ def call_locally(
     (Shard(dim=1),)
     >>> dist.destroy_process_group()
     """
-    cut = cut_of({name: (x, HEADS) for name, x in (("q", q), ("k", k), ("v", v))}, asked=asked, sequences=False)
+    cut = check_shards_of_heads(q, k, v, asked=asked)
     arguments = dict(options)
     if cut is None:
         return run(q, k, v, **encodings, **{name: x for name, (x, _) in tensors.items()}, **arguments)
-    check_divisible(cut, q.shape[1], k.shape[1], asked=asked)
     modules = [module for module in reads if isinstance(module, nn.Module)]
     first, count = cut.part("heads", q.shape[1])
+    sizes: dict[str, int] = {"batch": q.shape[0], "heads": q.shape[1]}
     for name, encoding in encodings.items():
         arguments[name] = encoding
         if not isinstance(encoding, nn.Module):
@@ -83,7 +96,7 @@ def call_locally(
         if isinstance(encoding, Encoding) and type(encoding).bias is not Encoding.bias:
             arguments[name] = SomeHeads(encoding, first, count)
     for name, (x, dims) in tensors.items():
-        arguments[name] = cut.local(x, dims) if isinstance(x, Tensor) else x
+        arguments[name] = cut.local(x, dims, sizes=sizes) if isinstance(x, Tensor) else x
     # All query heads use a single key head.
     heads = [cut.local(x, HEADS, broadcast) for x, broadcast in ((q, ()), (k, ("heads",)), (v, ("heads",)))]
     result = with_local_parameters(cut, modules, run, *heads, **arguments)

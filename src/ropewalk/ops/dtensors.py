@@ -5,12 +5,13 @@ torch.distributed.tensor is imported when the first DTensor is seen.
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Size, Tensor, nn
 
 from ropewalk.errors import RopewalkError
-from ropewalk.kernels.torch_internals import call_with_parameters, has_hooks
+from ropewalk.kernels.torch_internals import call_with_tensors, own_tensors, was_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +28,7 @@ __all__ = [
     "split_heads",
     "with_full_parameters",
     "with_local_parameters",
+    "with_own_parameters",
 ]
 
 # The dimensions of heads. Positions, masks and decays have some of them.
@@ -91,7 +93,13 @@ class Cut(NamedTuple):
                 start, size = start + first, min(most, size - first)
         return start, size
 
-    def local(self, x: Tensor, dims: Sequence[str], broadcast: Collection[str] = HEADS) -> Tensor:
+    def local(
+        self,
+        x: Tensor,
+        dims: Sequence[str],
+        broadcast: Collection[str] = HEADS,
+        sizes: Mapping[str, int] = MappingProxyType({}),
+    ) -> Tensor:
         """Return this rank's part of x.
 
         The gradient of x is that of all ranks: where a rank has all of x but only a part of the call, gradients are
@@ -101,8 +109,14 @@ class Cut(NamedTuple):
             x: A DTensor, or a plain tensor that is the same on all ranks.
             dims: The names of its dimensions.
             broadcast: Names of dimensions that are not cut if their size is 1: all parts of the call use them.
+            sizes: Sizes of the call. A dimension of which the call itself has 1 is cut.
         """
-        shared = {name for name, size in zip(dims, x.shape, strict=True) if size == 1 and name in broadcast}
+        alone = [name for name, size in sizes.items() if size == 1]
+        shared = {
+            name
+            for name, size in zip(dims, x.shape, strict=True)
+            if size == 1 and name in broadcast and name not in alone
+        }
         if not is_dtensor(x) and not x.requires_grad:
             for dim, name in enumerate(dims):
                 if name in self.names and name not in shared:
@@ -262,8 +276,10 @@ def local_size(x: Tensor, dim: int) -> int:
     return x.to_local().shape[dim] if is_dtensor(x) else x.shape[dim]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def split_heads(projected: Sequence[Tensor], weights: Sequence[object], heads: Sequence[int]) -> list[Tensor]:
-    """Return the outputs of projections as DTensors of heads.
+def split_heads(
+    projected: Sequence[Tensor], weights: Sequence[object], heads: Sequence[int], head_dim: int
+) -> list[Tensor] | None:
+    """Return the outputs of projections as DTensors of heads; None if ranks have all heads, as plain tensors.
 
     Column-wise projections return the local part of their output, as a plain tensor. The output of a projection that is
     the same on all ranks is replicated. Views are those of local tensors, which inference mode supports.
@@ -272,9 +288,10 @@ def split_heads(projected: Sequence[Tensor], weights: Sequence[object], heads: S
         projected: The outputs [batch, seq, width], of q, k and v.
         weights: The weights of the projections, or None.
         heads: The numbers of heads.
+        head_dim: Width of a head.
 
     Returns:
-        DTensors [batch, heads, seq, width / heads].
+        DTensors [batch, heads, seq, head_dim].
 
     Raises:
         RopewalkError: If ranks would have parts of a head.
@@ -285,25 +302,34 @@ def split_heads(projected: Sequence[Tensor], weights: Sequence[object], heads: S
     >>> from torch.distributed.tensor import Shard, distribute_tensor
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> weight = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
-    >>> (q,) = split_heads([torch.ones(2, 5, 4)], [weight], [2])
-    >>> q.shape, q.placements
-    (torch.Size([2, 2, 5, 2]), (Shard(dim=1),))
+    >>> split_heads([torch.ones(2, 5, 4)], [weight], [2], 2) is None  # one rank has all heads
+    True
     >>> dist.destroy_process_group()
     """
-    found = [x for x in (*projected, *weights) if is_dtensor(x)]
-    mesh: Any = getattr(found[0], "device_mesh", None)
-    results: list[Tensor] = []
+    cuts: list[Cut | None] = []
     for y, weight, count in zip(projected, weights, heads, strict=True):
-        if is_dtensor(y):
-            cut = cut_of({"x": (y, _TOKENS)}, asked="attention")
-        elif is_dtensor(weight):
+        cut = cut_of({"x": (y, _TOKENS)}, asked="attention")
+        if cut is None and y.shape[-1] != count * head_dim and is_dtensor(weight):
             wide: Any = weight
             names = tuple("heads" if _cuts_rows(placement) else None for placement in wide.placements)
             cut = Cut(wide.device_mesh, names)
-        else:
-            cut = Cut(mesh, (None,) * mesh.ndim)
-        if cut is None:
-            continue
+        cuts.append(cut)
+    found = [cut for cut in cuts if cut is not None]
+    if not found:
+        # FSDP gathers weights for a call, and cuts them again after it.
+        return None
+    seqs = {y.shape[1] for y in projected}
+    if len(seqs) > 1:
+        raise RopewalkError(
+            asked="attention(x) with projections that are cut over ranks",
+            expected="the same tokens in q, k and v",
+            got=f"{' and '.join(map(str, sorted(seqs)))} tokens",
+            do="gather the tokens before the layer: PrepareModuleInput(input_layouts=Shard(1), "
+            "desired_input_layouts=Replicate(), use_local_output=True)",
+        )
+    results: list[Tensor] = []
+    for y, cut, count in zip(projected, cuts, heads, strict=True):
+        cut = Cut(found[0].mesh, (None,) * found[0].mesh.ndim) if cut is None else cut
         ranks = cut.ranks("heads")
         if count % ranks:
             raise RopewalkError(
@@ -314,7 +340,7 @@ def split_heads(projected: Sequence[Tensor], weights: Sequence[object], heads: S
             )
         local: Any = y
         local = local.to_local() if is_dtensor(y) else y
-        part = local.unflatten(-1, (count // ranks, -1)).transpose(1, 2)
+        part = local.unflatten(-1, (count // ranks, head_dim)).transpose(1, 2)
         batch = y.shape[0] if is_dtensor(y) else part.shape[0]
         seq = y.shape[1] if is_dtensor(y) else part.shape[2]
         results.append(cut.whole(part, HEADS, (batch, count, seq, part.shape[-1])))
@@ -340,17 +366,18 @@ def heads_of_projection(projection: nn.Module, heads: int) -> tuple[int, int]:
     """Return the first head that a projection computes on this rank, and the number of its heads.
 
     Args:
-        projection: A linear layer. It is cut if `parallelize_module` distributed it; FSDP gathers weights.
+        projection: A linear layer. It is cut if `parallelize_module` or `distribute_module` distributed it.
         heads: Number of heads on all ranks.
 
     >>> heads_of_projection(nn.Linear(4, 8), 2)
     (0, 2)
     """
-    weight: Any = projection.weight
-    # The hooks of tensor parallelism, which FSDP does not add to the layers of a block.
-    if not is_dtensor(weight) or not has_hooks(projection):
+    weight: Any = getattr(projection, "weight", None)
+    # FSDP cuts weights too, and gathers them for a call.
+    if not is_dtensor(weight) or not was_distributed(projection):
         return 0, heads
-    names = tuple("heads" if _cuts_rows(p) else None for p in weight.placements)
+    # FSDP cuts along the first dimensions of a mesh, and tensor parallelism along the last one.
+    names = (*[None] * (weight.device_mesh.ndim - 1), "heads" if _cuts_rows(weight.placements[-1]) else None)
     return Cut(weight.device_mesh, names).part("heads", heads)
 
 
@@ -365,8 +392,8 @@ def with_full_parameters(modules: Sequence[nn.Module], run: Callable[..., Result
     >>> with_full_parameters([nn.Linear(2, 2)], max, 1, 2)
     2
     """
-    replaced = [(module, name, x.full_tensor()) for module, name, x in _parameters(modules) if is_dtensor(x)]
-    return call_with_parameters(replaced, run, *arguments)
+    replaced = [(module, name, x.full_tensor()) for module, name, x in _tensors(modules) if is_dtensor(x)]
+    return call_with_tensors(replaced, run, *arguments)
 
 
 def with_local_parameters(
@@ -391,15 +418,38 @@ def with_local_parameters(
     2
     >>> dist.destroy_process_group()
     """
-    replaced = [(module, name, cut.local(x, [""] * x.dim())) for module, name, x in _parameters(modules)]
-    return call_with_parameters(replaced, run, *arguments, **options)
+    replaced = [
+        (module, name, cut.local(x, [""] * x.dim()))
+        for module, name, x in _tensors(modules)
+        if is_dtensor(x) or x.requires_grad
+    ]
+    return call_with_tensors(replaced, run, *arguments, **options)
 
 
-def _parameters(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
-    """Return the parameters of modules, with the module that has each of them and its name there."""
+def with_own_parameters(
+    modules: Sequence[nn.Module], run: Callable[..., Result], *arguments: Any, **options: Any
+) -> Any:
+    """Call a function of plain tensors in which parameters that are DTensors are plain too, with gradients.
+
+    For a mesh whose ranks all compute the same, or that has one rank.
+
+    >>> with_own_parameters([nn.Linear(2, 2)], max, 1, 2)
+    2
+    """
+    replaced = [
+        (module, name, Cut(x.device_mesh, (None,) * x.device_mesh.ndim).local(x, [""] * x.dim()))
+        for module, name, x in _tensors(modules)
+        if is_dtensor(x)
+    ]
+    return call_with_tensors(replaced, run, *arguments, **options)
+
+
+def _tensors(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """Return the parameters and buffers of modules, with the module that has each of them and its name there."""
     return [
-        (part, name, parameter)
+        (part, name, tensor)
         for module in dict.fromkeys(modules)
         for part in module.modules()
-        for name, parameter in part.named_parameters(recurse=False)
+        for name, tensor in own_tensors(part).items()
+        if tensor is not None
     ]

@@ -95,7 +95,7 @@ def agree(group: dist.ProcessGroup, describe: Callable[[], str], *, asked: str, 
 
 
 def agree_on_call(
-    group: dist.ProcessGroup | None, check: Callable[[], None], describe: Callable[[], str], *, asked: str, do: str
+    group: dist.ProcessGroup | None, check: Callable[[], object], describe: Callable[[], str], *, asked: str, do: str
 ) -> None:
     """Check the arguments of a call on all ranks, and compare them. A compiled call only checks those of this rank.
 

@@ -19,7 +19,7 @@ from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
 from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens, join_states
 from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, checked_decay, resolve_scale
-from ropewalk.nn.local_heads import call_locally
+from ropewalk.nn.local_heads import call_locally, check_shards_of_heads
 from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
@@ -145,6 +145,8 @@ def linear_attention(
         refuse_arguments(_ASKED, linear_attention, unnamed, unknown)
     check_shards(shards, asked=_ASKED)
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        # Before anything else, so that an error of one rank is one of all.
+        shards.agree(lambda: check_shards_of_heads(q, k, v, asked=_ASKED), lambda: "DTensors", asked=_ASKED)
         return call_locally(
             linear_attention,
             q,

@@ -180,7 +180,7 @@ class Shards:
         size[dim] = self.ranks * max(self.lengths)
         return new_zeros(x, size).index_copy(dim, self._places.to(x.device), x)
 
-    def agree(self, check: Callable[[], None], describe: Callable[[], str], *, asked: str) -> None:
+    def agree(self, check: Callable[[], object], describe: Callable[[], str], *, asked: str) -> None:
         """Check a call on all ranks.
 
         Args:

@@ -13,7 +13,7 @@ from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.some_heads import SomeHeads
-from ropewalk.nn.local_heads import call_locally
+from ropewalk.nn.local_heads import call_locally, check_shards_of_heads
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
@@ -86,6 +86,8 @@ def attention(
         refuse_arguments(_ASKED, attention, unnamed, unknown)
     check_shards(shards, asked=_ASKED)
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        # Before anything else, so that an error of one rank is one of all.
+        shards.agree(lambda: check_shards_of_heads(q, k, v, asked=_ASKED), lambda: "DTensors", asked=_ASKED)
         options = {"method": method, "causal": causal, "window": window, "scale": scale}
         return call_locally(
             attention, q, k, v, asked=_ASKED, encodings={"encoding": encoding}, tensors={}, shards=shards, **options

@@ -1,14 +1,15 @@
 """plan: the plan of tensor parallelism for a model with our layers."""
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.nn.attention.projections import ProjectedHeads
 from ropewalk.nn.encodings.base import Encoding
-from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.signatures import checks_names
 
 __all__ = ["plan"]
@@ -21,14 +22,30 @@ class _Replicated(ParallelStyle):
         return distribute_module(module, device_mesh)
 
 
+class _Uncut(ParallelStyle):
+    """A layer that all ranks compute, of plain tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicated(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            x, whole = inputs[0], [Replicate()] * mesh.ndim
+            if not isinstance(x, DTensor):
+                return DTensor.from_local(x, mesh, whole, run_check=False)
+            return x.redistribute(mesh, whole)
+
+        def plain(_: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.to_local()
+
+        return distribute_module(module, device_mesh, None, replicated, plain)
+
+
 @checks_names
 def plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """Return the plan of tensor parallelism for the layers of a model, for torch's `parallelize_module`.
 
     Each rank computes some heads of every `Attention` and `LinearAttention`: q_proj, k_proj and v_proj are cut by
-    columns, and o_proj by rows (Megatron-LM, 1909.08053, section 3). With a single key head, k_proj and v_proj are not
-    cut, and all ranks compute it. Parameters of encodings are the same on all ranks. Other layers of the model are not
-    in the plan: add their entries to it.
+    columns, and o_proj by rows (Megatron-LM, 1909.08053, section 3). A single key head is computed by all ranks.
+    Parameters of encodings that the layers use are the same on all ranks. Other layers of the model are not in the
+    plan: add their entries to it.
 
     Args:
         model: The model, or a layer.
@@ -50,13 +67,21 @@ def plan(model: nn.Module) -> dict[str, ParallelStyle]:
             asked="parallel.plan(model)", expected="a torch.nn.Module", got=shown(model), do="pass the model"
         )
     styles: dict[str, ParallelStyle] = {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ProjectedHeads)}
+    # Not those that change tokens before the layers, as plain tensors.
+    inside = {
+        part
+        for layer in layers.values()
+        if isinstance(encoding := getattr(layer, "encoding", None), Encoding) and not encoding.only_embeds
+        for part in encoding.modules()
+    }
     for name, module in model.named_modules():
         prefix = name and f"{name}."
-        if isinstance(module, ProjectedHeads):
-            cut = ("q_proj", "k_proj", "v_proj") if module.num_kv_heads > 1 else ("q_proj",)
-            styles |= {f"{prefix}{projection}": ColwiseParallel() for projection in cut}
+        if name in layers:
+            others = ColwiseParallel if layers[name].num_kv_heads > 1 else _Uncut
+            styles |= {f"{prefix}q_proj": ColwiseParallel(), f"{prefix}k_proj": others(), f"{prefix}v_proj": others()}
             styles[f"{prefix}o_proj"] = RowwiseParallel()
-        elif isinstance(module, Encoding | RotaryEmbedding) and any(True for _ in module.parameters(recurse=False)):
+        elif module in inside and any(True for _ in module.parameters(recurse=False)):
             styles[name] = _Replicated()
     if not any(isinstance(style, ColwiseParallel) for style in styles.values()):
         raise RopewalkError(

@@ -174,7 +174,8 @@ class Attention(ProjectedHeads):
             encodings = {"encoding": self.encoding}
             y = call_locally(self._over_heads, *heads, asked=asked, encodings=encodings, tensors=tensors, cache=cache)
         else:
-            y = self._over_heads(*heads, self.encoding, positions, cache, key_mask, cu_seqlens, counts)
+            rest = self.encoding, positions, cache, key_mask, cu_seqlens, counts
+            y = self._run_plainly(self.encoding, self._over_heads, *heads, *rest)
         return self.joined(y)
 
     def _over_heads(

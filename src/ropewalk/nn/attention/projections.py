@@ -1,6 +1,7 @@
 """Base class of attention layers: sizes of heads, and the projections before and after the heads."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,13 @@ from ropewalk.nn.memory_layout import check_strided
 from ropewalk.nn.old_checkpoints import DropsOldBuffers
 from ropewalk.nn.position_checks import described
 from ropewalk.nn.scripting import refuse_scripting
-from ropewalk.ops.dtensors import heads_of_projection, is_dtensor, join_heads, split_heads
+from ropewalk.ops.dtensors import (
+    heads_of_projection,
+    is_dtensor,
+    join_heads,
+    split_heads,
+    with_own_parameters,
+)
 
 __all__ = ["HeadSizes", "ProjectedHeads"]
 
@@ -135,13 +142,20 @@ class ProjectedHeads(DropsOldBuffers):
         # Projections that were replaced may have no weight.
         weights = [getattr(project, "weight", None) for project, _ in sizes]
         if any(is_dtensor(x) for x in (*projected, *weights)):
-            q, k, v = split_heads(projected, weights, [heads for _, heads in sizes])
-            return q, k, v
+            cut = split_heads(projected, weights, [heads for _, heads in sizes], self.head_dim)
+            if cut is not None:
+                return cut[0], cut[1], cut[2]
         q, k, v = (
             y.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
             for y, (_, heads) in zip(projected, sizes, strict=True)
         )
         return q, k, v
+
+    def _run_plainly(self, encoding: nn.Module | None, run: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a function of plain heads. Parameters of the encoding may be DTensors of a mesh with one rank."""
+        if encoding is None or not is_dtensor(getattr(self.q_proj, "weight", None)):
+            return run(*arguments, **options)
+        return with_own_parameters([encoding], run, *arguments, **options)
 
     @property
     def heads_here(self) -> tuple[int, int, int]:

@@ -170,7 +170,9 @@ class LinearAttention(ProjectedHeads):
         uses_positions = rotates or self._has_bias
         if positions is not None and not uses_positions:
             check_positions(positions, x, asked="attention(positions=...)")
-        result = linear_attention(
+        result = self._run_plainly(
+            self.encoding,
+            linear_attention,
             q,
             k,
             v,

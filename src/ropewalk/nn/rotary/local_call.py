@@ -1,6 +1,6 @@
 """Rotations of DTensors: each rank rotates its part, at the positions of its tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ropewalk.errors import RopewalkError
 from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.angle_source import AngleSource
-from ropewalk.nn.rotary.call import Placement, checked_length
+from ropewalk.nn.rotary.call import Placement, check_same_length, checked_length
 from ropewalk.nn.rotary.tables import check_angles
 from ropewalk.ops.dtensors import HEADS, Cut, cut_of, is_dtensor, with_local_parameters
 
@@ -76,6 +76,8 @@ def rotate_locally(
         # Refuses a plain tensor next to a DTensor: which of all tokens it has is not known.
         return part(q, k, placement)(rope, [rope])
     placement.check(k)
+    if placement.k_positions is None:
+        check_same_length(q, k, getattr(rope, "seq_dim", -2), placement.call)
     of_keys = placement.of_keys()
     roles = ("q", "k") if placement.role is None else (placement.role, placement.role)
     calls = (q, placement, roles[0]), (k, of_keys, roles[1])
@@ -130,19 +132,21 @@ def local_call(source: AngleSource, q: Tensor, k: Tensor | None, placement: Plac
             do="redistribute them: x.redistribute(placements=...), or use frequencies that all heads share",
         )
     options: dict[str, Any] = {} if placement.role is None else {"role": placement.role}
+    sizes = dict(zip(tensors[0][1], q.shape, strict=True))
     if placement.angles is not None:
         tables, dims = check_angles(placement.angles, q, source.pairs, source.seq_dim, call), {2: HEADS[2:], 4: HEADS}
         dims[3] = "batch", *HEADS[2:]
-        options["angles"] = tuple(cut.local(x, dims[x.dim()]) for x in tables)
+        options["angles"] = tuple(cut.local(x, dims[x.dim()], sizes=sizes) for x in tables)
         return LocalCall(cut, tensors, options)
     seq = q.shape[source.seq_dim]
     fresh = seq if placement.is_fresh else None
     length = checked_length(placement.length, source.spec, source.rows(q), fresh, call=call)
     if length is not None:
-        options["length"] = cut.local(length, ("batch",) * length.dim()) if isinstance(length, Tensor) else length
+        is_tensor = isinstance(length, Tensor)
+        options["length"] = cut.local(length, ("batch",) * length.dim(), sizes=sizes) if is_tensor else length
     ids = source.positions_or_start(q, placement)
     if isinstance(ids, Tensor):
-        options["positions"] = _local_ids(source, cut, ids)
+        options["positions"] = _local_ids(source, cut, ids, sizes)
     else:
         # Of all tokens, so that every rank raises if one is past a limit.
         source.limits.check_range(ids, seq, call)
@@ -153,7 +157,8 @@ def local_call(source: AngleSource, q: Tensor, k: Tensor | None, placement: Plac
             options["positions"] = range_positions(count, ids + first, q.device)
     if placement.k_positions is not None and k is not None:
         of_keys = source.positions_or_start(k, placement.of_keys())
-        options["k_positions"] = _local_ids(source, cut, of_keys) if isinstance(of_keys, Tensor) else of_keys
+        sizes = dict(zip(tensors[1][1], k.shape, strict=True))
+        options["k_positions"] = _local_ids(source, cut, of_keys, sizes) if isinstance(of_keys, Tensor) else of_keys
     return LocalCall(cut, tensors, options)
 
 
@@ -168,6 +173,6 @@ def _dims(source: AngleSource, x: Tensor) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _local_ids(source: AngleSource, cut: Cut, ids: Tensor) -> Tensor:
+def _local_ids(source: AngleSource, cut: Cut, ids: Tensor, sizes: Mapping[str, int]) -> Tensor:
     axes = () if source.spec.axes is None else ("axes",)
-    return cut.local(ids, (*axes, *("batch", "seq")[len(axes) - ids.dim() :]))
+    return cut.local(ids, (*axes, *("batch", "seq")[len(axes) - ids.dim() :]), sizes=sizes)
