@@ -333,7 +333,9 @@ def invalid_case(mesh):
     with torch.no_grad():
         attention(x, cache=cut)
         before = cut.keys.clone()
-        refused(lambda: attention(x, cache=cut), "more tokens in a KVCache of max_length=7", "at most 2, because 5")
+        refused(
+            lambda: attention(x, cache=cut), "more tokens in a ShardedKVCache of max_length=7", "at most 2, because 5"
+        )
         assert torch.equal(cut.keys, before)
         refused(lambda: cut.evict_prefix(2, None), "determines its rank")
         refused(lambda: cut.truncate(0), "truncate")

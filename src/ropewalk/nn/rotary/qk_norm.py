@@ -101,15 +101,18 @@ def qk_norm_rope(
             do="normalise first and call rope(q, k)",
         )
     placement = Placement(positions, None, offset, cu_seqlens, angles, length, call="qk_norm_rope")
-    for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
-        _check_weight(name, weight, x, plus_one)
     if is_dtensor(q) or is_dtensor(k):
         part = rope.local_call(q, k, placement)
-        q_weight, k_weight = (None if x is None else part.cut.local(x, ("weight",)) for x in (q_weight, k_weight))
-        weights = {"q_weight": q_weight, "k_weight": k_weight}
+        # Anything else is refused by the call with local tensors.
+        weights = {
+            name: part.cut.local(x, ("weight",)) if isinstance(x, Tensor) and x.dim() == 1 else x
+            for name, x in (("q_weight", q_weight), ("k_weight", k_weight))
+        }
         run = functools.partial(qk_norm_rope, rope=rope, eps=eps, plus_one=plus_one, round_norm=round_norm)
         return part(run, [rope], **weights)
     cos, sin, row = rope.shared_tables(q, k, placement)
+    for name, weight, x in (("q_weight", q_weight, q), ("k_weight", k_weight, k)):
+        _check_weight(name, weight, x, plus_one)
     norm = Norm.as_transformers(eps, plus_one) if round_norm else Norm(eps, plus_one)
     tables = cos, sin, rope.layout, norm
     owned = angles is None
