@@ -11,7 +11,7 @@ from ropewalk.nn.encodings.rotary import rope_in
 from ropewalk.nn.encodings.some_heads import SomeHeads
 from ropewalk.ops.dtensors import HEADS, Cut, check_divisible, cut_of, with_local_parameters
 
-__all__ = ["call_locally", "check_shards_of_heads", "dims_of_ids"]
+__all__ = ["call_locally", "check_shards_of_heads", "dims_of_decay", "dims_of_ids"]
 
 
 def check_shards_of_heads(q: Tensor, k: Tensor, v: Tensor, *, asked: str) -> Cut | None:
@@ -105,6 +105,15 @@ def call_locally(
     out = cut.whole(out, HEADS, shape)
     rest = [cut.whole(x, HEADS[:3], shape[:3]) if isinstance(x, Tensor) else x for x in rest]
     return (out, *rest) if rest else out
+
+
+def dims_of_decay(decay: object) -> tuple[str, ...]:
+    """Return the names of the dimensions of a decay: one number per head, or per token.
+
+    >>> dims_of_decay(None)
+    ('batch', 'heads', 'seq')
+    """
+    return ("heads",) if isinstance(decay, Tensor) and decay.dim() == 1 else HEADS[:3]
 
 
 def dims_of_ids(ids: Any, axes: int) -> tuple[str, ...]:

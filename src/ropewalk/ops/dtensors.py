@@ -273,7 +273,8 @@ def local_size(x: Tensor, dim: int) -> int:
     >>> local_size(torch.ones(2, 3), 1)
     3
     """
-    return x.to_local().shape[dim] if is_dtensor(x) else x.shape[dim]  # pyright: ignore[reportAttributeAccessIssue]
+    local: Any = x
+    return local.to_local().shape[dim] if is_dtensor(x) else x.shape[dim]
 
 
 def split_heads(

@@ -19,11 +19,11 @@ from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
 from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens, join_states
 from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, checked_decay, resolve_scale
-from ropewalk.nn.local_heads import call_locally, check_shards_of_heads
+from ropewalk.nn.local_heads import call_locally, check_shards_of_heads, dims_of_decay
 from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
-from ropewalk.ops.dtensors import HEADS, is_dtensor
+from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import no_outputs
 from ropewalk.parallel.exchange import Exchange
@@ -145,8 +145,13 @@ def linear_attention(
         refuse_arguments(_ASKED, linear_attention, unnamed, unknown)
     check_shards(shards, asked=_ASKED)
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+
+        def check_dtensors() -> None:
+            check_tensors(q, k, v, causal)
+            check_shards_of_heads(q, k, v, asked=_ASKED)
+
         # Before anything else, so that an error of one rank is one of all.
-        shards.agree(lambda: check_shards_of_heads(q, k, v, asked=_ASKED), lambda: "DTensors", asked=_ASKED)
+        shards.agree(check_dtensors, lambda: "DTensors", asked=_ASKED)
         return call_locally(
             linear_attention,
             q,
@@ -154,7 +159,7 @@ def linear_attention(
             v,
             asked=_ASKED,
             encodings={"rope": rope, "bias": bias},
-            tensors={"decay": (decay, ("heads",) if isinstance(decay, Tensor) and decay.dim() == 1 else HEADS[:3])},
+            tensors={"decay": (decay, dims_of_decay(decay))},
             reads=feature_map if isinstance(feature_map, tuple) else (feature_map,),
             shards=shards,
             feature_map=feature_map,

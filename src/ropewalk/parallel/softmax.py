@@ -86,8 +86,13 @@ def attention(
         refuse_arguments(_ASKED, attention, unnamed, unknown)
     check_shards(shards, asked=_ASKED)
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+
+        def check_dtensors() -> None:
+            check_heads(q, k, v, asked=_ASKED)
+            check_shards_of_heads(q, k, v, asked=_ASKED)
+
         # Before anything else, so that an error of one rank is one of all.
-        shards.agree(lambda: check_shards_of_heads(q, k, v, asked=_ASKED), lambda: "DTensors", asked=_ASKED)
+        shards.agree(check_dtensors, lambda: "DTensors", asked=_ASKED)
         options = {"method": method, "causal": causal, "window": window, "scale": scale}
         return call_locally(
             attention, q, k, v, asked=_ASKED, encodings={"encoding": encoding}, tensors={}, shards=shards, **options

@@ -36,7 +36,7 @@ from ropewalk.nn.linear.weighting import (
     slopes_on,
     total_decay,
 )
-from ropewalk.nn.local_heads import call_locally, dims_of_ids
+from ropewalk.nn.local_heads import call_locally, dims_of_decay, dims_of_ids
 from ropewalk.nn.position_checks import (
     can_read_values,
     check_key_mask,
@@ -47,7 +47,7 @@ from ropewalk.nn.positions import range_positions
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
-from ropewalk.ops.dtensors import HEADS, is_dtensor
+from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.ops.linear_attention import linear_attention as run
 from ropewalk.signatures import checks_names, refuse_arguments
 
@@ -187,7 +187,7 @@ def linear_attention(
                 "k_positions": (k_positions, dims_of_ids(k_positions, axes)),
                 "key_mask": (key_mask, ("batch", "seq")),
                 "cu_seqlens": (cu_seqlens, ("sequences",)),
-                "decay": (decay, ("heads",) if isinstance(decay, Tensor) and decay.dim() == 1 else HEADS[:3]),
+                "decay": (decay, dims_of_decay(decay)),
                 "length": (length, ("batch",) * (length.dim() if isinstance(length, Tensor) else 0)),
             },
             reads=feature_map if isinstance(feature_map, tuple) else (feature_map,),
