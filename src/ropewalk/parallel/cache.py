@@ -253,7 +253,7 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         empty = arange(self.max_length, device=lengths.device) >= lengths[:, None]
         if bool(tensors["hidden"].any()):
             with torch.inference_mode(False):
-                self.hidden = tensors["hidden"].to(lengths.device) & ~empty
+                self.hidden: Tensor | None = tensors["hidden"].to(lengths.device) & ~empty
         self.lengths.copy_(lengths)
         self.positions.copy_(tensors["positions"]).masked_fill_(empty, 0)
         slots = arange(self.keys.shape[2], device=lengths.device) * self.ranks + self.rank
