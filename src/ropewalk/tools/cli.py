@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from ropewalk.tools.bench.cli import bench
+from ropewalk.tools.lab.cli import lab
 from ropewalk.tools.options import NewFamilyPairing, json_option, length_option
 from ropewalk.tools.plot.cli import plot
 
@@ -287,6 +288,7 @@ def verify(
 
 app.add_typer(plot, name="plot")
 app.add_typer(bench, name="bench", invoke_without_command=True)
+app.add_typer(lab, name="lab")
 
 
 def main() -> None:

@@ -1,0 +1,63 @@
+"""Sweep learning rates per encoding, with a seed that no experiment uses, and record the last validation losses.
+
+    python benchmarks/record_rates.py --size micro [--device cuda]
+
+Adds the losses to src/ropewalk/data/lab/rates.json. What is recorded there is not measured again.
+"""
+
+import argparse
+import dataclasses
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from ropewalk.lab.experiments.text import ALL_ENCODINGS, text_run
+from ropewalk.lab.rates import RATES
+from ropewalk.lab.training import Settings, train
+
+RECORD = Path(__file__).parents[1] / "src" / "ropewalk" / "data" / "lab" / "rates.json"
+SEED = 1000
+LINEAR = ("rope", "sinusoidal", "none", "alibi", "t5")
+
+
+def loss(size: str, attention: str, encoding: str, rate: float, device: str) -> float:
+    """The last validation loss with this rate."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+    run = dataclasses.replace(text_run(encoding, size, attention=attention), rate=rate, seed=SEED, lengths=())
+    settings = Settings(torch.device(device), "bfloat16" if device == "cuda" else "float32", every=run.steps)
+    return train(run, settings)[1].final_loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="micro")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RECORD)
+    args = parser.parse_args()
+    record = json.loads(args.out.read_text()) if args.out.exists() else {}
+    cases = [
+        (attention, encoding, rate)
+        for attention, encodings in (("softmax", ALL_ENCODINGS), ("linear", LINEAR))
+        for encoding in encodings
+        for rate in RATES
+        if f"{rate:g}" not in record.get(args.size, {}).get(attention, {}).get(encoding, {})
+    ]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    jobs = args.jobs if args.device == "cpu" else 1
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        futures = {case: pool.submit(loss, args.size, *case, args.device) for case in cases}
+        for (attention, encoding, rate), future in futures.items():
+            value = round(future.result(), 5)
+            print(f"{args.size} {attention} {encoding} {rate:g}: {value:.4f}", flush=True)
+            losses = record.setdefault(args.size, {}).setdefault(attention, {}).setdefault(encoding, {})
+            losses[f"{rate:g}"] = value
+            args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Checkpoints by torch.distributed.checkpoint: complete or absent, whenever a process is killed."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ropewalk.errors import RopewalkError
+from ropewalk.lab.ranks import on_rank_0
+
+__all__ = ["last_checkpoint", "read_checkpoint", "write_checkpoint"]
+
+_UNFINISHED = "unfinished"
+
+
+def last_checkpoint(folder: Path) -> int:
+    """The step of the last complete checkpoint in a folder; 0 if there is none."""
+    return max(_checkpoints(folder), default=0)
+
+
+def write_checkpoint(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]
+) -> None:
+    """Write weights and optimizer states of all ranks to `folder`/step-N, and remove older checkpoints.
+
+    They are written to a temporary folder, which is then renamed. A process that is killed, or a disk that is full,
+    leaves the last complete checkpoint.
+
+    Args:
+        folder: The folder of a run.
+        step: The number of steps that the model is trained.
+        model: The model.
+        optimizer: Its optimizer.
+        config: What a run that continues has to have in common with this one. It can be written as JSON.
+
+    Raises:
+        RopewalkError: On every rank, if files cannot be written.
+    """
+    temporary = folder / _UNFINISHED
+
+    def clear() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        (temporary / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+    def publish() -> None:
+        older = _checkpoints(folder).values()
+        temporary.rename(folder / f"step-{step}")
+        for path in older:
+            shutil.rmtree(path, ignore_errors=True)
+
+    try:
+        on_rank_0(clear)
+        dcp.save(_states(model, optimizer), checkpoint_id=temporary)
+        on_rank_0(publish)
+    except (OSError, dcp.CheckpointException) as error:
+        last = last_checkpoint(folder)
+        raise RopewalkError(
+            asked=f"a checkpoint of step {step} in {folder}",
+            expected="a disk with room for it",
+            got=_reason(error),
+            do=f"free some space, and resume: step {last} is complete" if last else "choose another folder",
+        ) from None
+
+
+def read_checkpoint(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]
+) -> None:
+    """Continue from `folder`/step-N. Its metadata are a pickle: read only checkpoints of your own.
+
+    Args:
+        folder: The folder of a run.
+        step: The step.
+        model: The model, which is changed in place.
+        optimizer: Its optimizer, likewise.
+        config: As it was written.
+
+    Raises:
+        RopewalkError: On every rank, if the checkpoint has another config, or cannot be read.
+    """
+    path = folder / f"step-{step}"
+    asked = f"to resume from {path}"
+    try:
+        stored = on_rank_0(lambda: json.loads((path / "config.json").read_text(encoding="utf-8")))
+        config = json.loads(json.dumps(config))
+        names = [name for name in {**stored, **config} if stored.get(name) != config.get(name)]
+        if names:
+            expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
+            do = "resume with the same options, or choose another folder"
+            raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
+        states = _states(model, optimizer)
+        dcp.load(states, checkpoint_id=path)
+    except (OSError, ValueError, dcp.CheckpointException) as error:
+        raise RopewalkError(
+            asked=asked,
+            expected="a complete checkpoint",
+            got=_reason(error),
+            do=f"delete {path}, and start the run again",
+        ) from None
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
+
+
+def _checkpoints(folder: Path) -> dict[int, Path]:
+    found = ((re.fullmatch(r"step-(\d+)", path.name), path) for path in folder.glob("step-*"))
+    return {int(match[1]): path for match, path in found if match}
+
+
+def _reason(error: BaseException) -> str:
+    """The first failure of some rank: CheckpointException has one per rank, with its traceback."""
+    failures = getattr(error, "failures", None)
+    first = next(iter(failures.values()))[0] if failures else error
+    return f"{type(first).__name__}: {first}".splitlines()[0]

@@ -1,0 +1,241 @@
+"""conduct: train all runs of an experiment, several at a time, and judge its statements. It resumes where it stopped."""
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ropewalk.errors import RopewalkError
+from ropewalk.lab.experiment import Arm, Experiment, Outcome, judge
+from ropewalk.lab.export import export, load_weights
+from ropewalk.lab.ranks import on_rank_0, rank_and_ranks
+from ropewalk.lab.run import Run
+from ropewalk.lab.training import Interrupted, RunResult, Settings, train
+
+__all__ = ["Findings", "Progress", "conduct", "perform", "runs_of"]
+
+# Called with a run, its step and its loss.
+Progress = Callable[[Run, int, float], None]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What an experiment has found.
+
+    Attributes:
+        experiment: The experiment.
+        size: Size of its models.
+        arms: Its arms, with those of the user.
+        seeds: The seeds.
+        results: Results by label, one mapping per seed.
+        outcomes: The verdict on each statement.
+    """
+
+    experiment: Experiment
+    size: str
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    results: tuple[dict[str, RunResult], ...]
+    outcomes: tuple[Outcome, ...]
+
+
+def runs_of(arms: Sequence[Arm], seeds: Sequence[int]) -> list[Run]:
+    """All runs, each once, parents before children, and one seed after the other.
+
+    >>> [run.seed for run in runs_of([Arm("rope", Run("rope"))], [0, 1])]
+    [0, 1]
+    """
+    runs: dict[str, Run] = {}
+    for seed in seeds:
+        for arm in arms:
+            for run in _family(with_seed(arm.run, seed)):
+                runs.setdefault(run.key, run)
+    return sorted(runs.values(), key=lambda run: len(list(_family(run))))
+
+
+def with_seed(run: Run, seed: int) -> Run:
+    """The run and its parents with another seed."""
+    parent = None if run.parent is None else with_seed(run.parent, seed)
+    return dataclasses.replace(run, seed=seed, parent=parent)
+
+
+def _family(run: Run) -> Iterator[Run]:
+    if run.parent is not None:
+        yield from _family(run.parent)
+    yield run
+
+
+def conduct(
+    experiment: Experiment,
+    arms: Sequence[Arm],
+    size: str,
+    seeds: Sequence[int],
+    settings: Settings,
+    out: Path,
+    *,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> Findings:
+    """Train what is not trained yet, and judge.
+
+    Args:
+        experiment: The experiment.
+        arms: Its arms, with seed 0.
+        size: Size of the models.
+        seeds: The seeds.
+        settings: How runs are computed.
+        out: Folder of all runs; a run that is complete there is not repeated, and an incomplete one is resumed.
+        jobs: Number of processes that train at the same time, for one rank.
+        progress: Called after every validation.
+
+    Returns:
+        The findings.
+
+    Raises:
+        RopewalkError: If a run cannot be trained.
+        Interrupted: After Ctrl-C, when every process has written a checkpoint.
+    """
+    runs = runs_of(arms, seeds)
+    waiting = [run for run in runs if not _result_file(run, out).exists()]
+    if rank_and_ranks()[1] > 1 or jobs == 1 or len(waiting) < 2:
+        _perform_here(waiting, settings, out, progress)
+    else:
+        generations = sorted({len(list(_family(run))) for run in waiting})
+        for generation in generations:
+            members = [run for run in waiting if len(list(_family(run))) == generation]
+            _perform_in_processes(members, settings, out, jobs, progress)
+    results = tuple(
+        {arm.label: _read_result(with_seed(arm.run, seed), out) for arm in arms} for seed in seeds
+    )
+    outcomes = tuple(judge(statement, results) for statement in experiment.statements)
+    return Findings(experiment, size, tuple(arms), tuple(seeds), results, outcomes)
+
+
+def perform(
+    run: Run,
+    settings: Settings,
+    out: Path,
+    *,
+    stop: threading.Event | None = None,
+    report: Callable[[int, float], None] | None = None,
+) -> None:
+    """Train one run, and write its model and its result."""
+    folder = out / run.key
+    parent = None if run.parent is None else load_weights(run.parent, out / run.parent.key / "model")
+    model, result = train(run, settings, folder, parent=parent, stop=stop, report=report)
+
+    def write() -> None:
+        export(model, run, folder / "model")
+        part = folder / "result.part"
+        part.write_text(json.dumps({"run": run.as_json(), **dataclasses.asdict(result)}), encoding="utf-8")
+        part.rename(_result_file(run, out))
+
+    on_rank_0(write)
+
+
+@contextmanager
+def _stops_on_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set. A second signal ends the process at once."""
+    stop, before = threading.Event(), {}
+
+    def request(number: int, _: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _perform_here(runs: Sequence[Run], settings: Settings, out: Path, progress: Progress | None) -> None:
+    with _stops_on_signals() as stop:
+        for run in runs:
+            report = None if progress is None else _bound(progress, run)
+            perform(run, settings, out, stop=stop, report=report)
+
+
+def _bound(progress: Progress, run: Run) -> Callable[[int, float], None]:
+    return lambda step, loss: progress(run, step, loss)
+
+
+def _perform_in_processes(
+    runs: Sequence[Run], settings: Settings, out: Path, jobs: int, progress: Progress | None
+) -> None:
+    # Not fork: threads of torch do not survive it.
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(jobs, context, _prepare_process) as pool:
+        messages = manager.Queue()
+        with _stops_on_signals() as stop:
+            waiting: list[Future[None]] = [pool.submit(_perform_alone, run, settings, out, messages) for run in runs]
+            by_key = {run.key: run for run in runs}
+            while True:
+                done = all(future.done() for future in waiting)
+                _deliver(messages, by_key, progress, seconds=0.0 if done else 0.2)
+                if stop.is_set() or any(future.done() and future.exception() for future in waiting):
+                    for future in waiting:
+                        future.cancel()
+                if done:
+                    break
+        for future in waiting:
+            if not future.cancelled():
+                future.result()
+        if stop.is_set():
+            raise Interrupted("interrupted; complete runs are kept")
+
+
+def _deliver(messages: Any, runs: dict[str, Run], progress: Progress | None, *, seconds: float) -> None:
+    try:
+        while True:
+            key, step, loss = messages.get(timeout=seconds) if seconds else messages.get_nowait()
+            if progress is not None:
+                progress(runs[key], step, loss)
+    except queue.Empty:
+        return
+
+
+def _prepare_process() -> None:
+    torch.set_num_threads(1)
+
+
+def _perform_alone(run: Run, settings: Settings, out: Path, messages: Any) -> None:
+    with _stops_on_signals() as stop:
+        perform(run, settings, out, stop=stop, report=lambda step, loss: messages.put((run.key, step, loss)))
+
+
+def _result_file(run: Run, out: Path) -> Path:
+    return out / run.key / "result.json"
+
+
+def _read_result(run: Run, out: Path) -> RunResult:
+    path = _result_file(run, out)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RopewalkError(
+            asked=f"the result of {run.label}",
+            expected=f"JSON in {path}",
+            got=str(error),
+            do=f"delete {path}, and run the experiment again",
+        ) from None
+    curves = {name: [(x, y) for x, y in points] for name, points in fields["curves"].items()}
+    return RunResult(curves, fields["seconds"], fields["tokens"], fields["digest"])
+
+
+def default_jobs(device: torch.device) -> int:
+    """As many processes as this one has cores on a CPU, and one on a GPU."""
+    return len(os.sched_getaffinity(0)) if device.type == "cpu" and hasattr(os, "sched_getaffinity") else 1

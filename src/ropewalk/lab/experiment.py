@@ -1,0 +1,157 @@
+"""Experiment: a question, registered before it is answered, and its verdict by the results of several seeds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import mean
+from typing import NamedTuple
+
+from ropewalk.lab.run import Run
+from ropewalk.lab.training import RunResult
+
+__all__ = ["Arm", "Experiment", "Outcome", "Statement", "Value", "Verdict", "at", "final_loss", "judge"]
+
+# The results of one seed, by the label of their arm -> a number; None if it is not defined.
+Value = Callable[[Mapping[str, RunResult]], float | None]
+
+
+class Verdict(StrEnum):
+    """Whether results support a statement."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    UNDECIDED = "undecided"
+
+
+class Arm(NamedTuple):
+    """One line of an experiment: a label, and the run of its first seed."""
+
+    label: str
+    run: Run
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a source states: that one number is lower than another.
+
+    Attributes:
+        text: The statement, in one sentence.
+        source: Who states it: a note (000 to 004) or a paper, with a place in it.
+        lower: The number that is stated to be lower.
+        higher: The number that is stated to be higher, or a constant.
+        needs: Numbers that have to be at least so large, per seed: otherwise there is nothing to compare.
+    """
+
+    text: str
+    source: str
+    lower: Value
+    higher: Value | float
+    needs: tuple[tuple[str, Value, float], ...] = ()
+
+
+class Outcome(NamedTuple):
+    """A verdict with its figures.
+
+    Attributes:
+        verdict: The verdict.
+        reason: Why, in words with figures.
+        lower: The lower number per seed.
+        higher: The higher number per seed.
+    """
+
+    verdict: Verdict
+    reason: str
+    lower: tuple[float | None, ...]
+    higher: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment.
+
+    Attributes:
+        name: Its name on the command line.
+        question: What it asks.
+        metric: What is measured.
+        direction: What the sources expect.
+        rates: How learning rates were fixed.
+        statements: What is judged.
+        arms: Size -> the arms, with seed 0.
+        arm_for: (encoding, size) -> the arm of another encoding.
+        curves: Names of the curves that its picture shows.
+    """
+
+    name: str
+    question: str
+    metric: str
+    direction: str
+    statements: tuple[Statement, ...]
+    arms: Callable[[str], list[Arm]]
+    arm_for: Callable[[str, str], Arm]
+    curves: tuple[str, ...] = ("loss by step",)
+    rates: str = (
+        "per encoding and size: the best of a recorded sweep with a seed that no experiment uses (`rates.json`);"
+        " what is not in the sweep uses the rate of rope"
+    )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Sources of all statements, each once."""
+        return tuple(dict.fromkeys(statement.source for statement in self.statements))
+
+    @property
+    def undecided(self) -> str:
+        """When a statement is undecided."""
+        rule = "fewer than two seeds, or a difference of means at most as large as the range of a number over the seeds"
+        needs = {f"{what} below {least:g}" for x in self.statements for what, _, least in x.needs}
+        return "; ".join((rule, *sorted(needs)))
+
+
+def judge(statement: Statement, results: Sequence[Mapping[str, RunResult]]) -> Outcome:
+    """Compare the two numbers of a statement over the seeds.
+
+    Args:
+        statement: The statement.
+        results: Results by label, one mapping per seed.
+
+    Returns:
+        HOLDS or FAILS if the difference of means is larger than the range of either number over the seeds.
+
+    >>> from types import SimpleNamespace
+    >>> results = [{"a": x, "b": x + 1} for x in (0.0, 0.1)]
+    >>> judge(Statement("a < b", "", lambda r: r["a"], lambda r: r["b"]), results).verdict.value
+    'holds'
+    """
+    lower = tuple(statement.lower(x) for x in results)
+    higher = tuple(statement.higher(x) if callable(statement.higher) else statement.higher for x in results)
+
+    def outcome(verdict: Verdict, reason: str) -> Outcome:
+        return Outcome(verdict, reason, lower, higher)
+
+    for what, value, least in statement.needs:
+        reached = [value(x) for x in results]
+        if any(x is None or x < least for x in reached):
+            shown = ", ".join("none" if x is None else f"{x:.3g}" for x in reached)
+            return outcome(Verdict.UNDECIDED, f"{what}: {shown}; at least {least:g} is needed")
+    a, b = [x for x in lower if x is not None], [x for x in higher if x is not None]
+    if len(a) < len(results) or len(b) < len(results):
+        return outcome(Verdict.UNDECIDED, "an encoding is not defined there")
+    difference = mean(b) - mean(a)
+    figures = f"{mean(a):.4g} and {mean(b):.4g}"
+    if len(results) < 2:
+        return outcome(Verdict.UNDECIDED, f"{figures}; one seed has no spread")
+    spread = max(max(x) - min(x) for x in (a, b))
+    figures += f"; difference {abs(difference):.2g}, spread {spread:.2g}"
+    if abs(difference) <= spread:
+        return outcome(Verdict.UNDECIDED, figures)
+    return outcome(Verdict.HOLDS if difference > 0 else Verdict.FAILS, figures)
+
+
+def final_loss(label: str) -> Value:
+    """The last validation loss of an arm."""
+    return lambda results: results[label].final_loss
+
+
+def at(label: str, curve: str, x: float) -> Value:
+    """The value of a curve of an arm at x."""
+    return lambda results: dict(results[label].curves[curve])[x]

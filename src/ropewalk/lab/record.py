@@ -1,0 +1,88 @@
+"""Findings as JSON, and back: what `ropewalk lab run --json` writes and the package ships."""
+
+import dataclasses
+import datetime
+import json
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ropewalk.lab.conduct import Findings, with_seed
+from ropewalk.lab.experiment import Arm, Outcome, Verdict
+from ropewalk.lab.experiments import EXPERIMENTS
+from ropewalk.lab.run import Run
+from ropewalk.lab.training import RunResult, Settings
+
+__all__ = ["as_json", "from_json"]
+
+
+def as_json(findings: Findings, settings: Settings, *, hardware: str, command: str) -> dict[str, Any]:
+    """All figures of an experiment, and what they were measured with.
+
+    Args:
+        findings: The findings.
+        settings: How runs were computed.
+        hardware: The device, in words.
+        command: The command that repeats it.
+
+    Returns:
+        Values of JSON.
+    """
+    experiment = findings.experiment
+    arms = [
+        {
+            "label": arm.label,
+            "run": arm.run.as_json(),
+            "keys": [with_seed(arm.run, seed).key for seed in findings.seeds],
+            "results": [dataclasses.asdict(results[arm.label]) for results in findings.results],
+        }
+        for arm in findings.arms
+    ]
+    statements = [
+        {"text": statement.text, "source": statement.source, **outcome._asdict()}
+        for statement, outcome in zip(experiment.statements, findings.outcomes, strict=True)
+    ]
+    record = {
+        "experiment": experiment.name,
+        "size": findings.size,
+        "seeds": findings.seeds,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "hardware": hardware,
+        "dtype": settings.dtype,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "command": command,
+        "statements": statements,
+        "arms": arms,
+    }
+    return json.loads(json.dumps(record))
+
+
+def from_json(record: Mapping[str, Any]) -> Findings:
+    """The findings of a record."""
+    results: list[dict[str, RunResult]] = [{} for _ in record["seeds"]]
+    arms: list[Arm] = []
+    for entry in record["arms"]:
+        arms.append(Arm(entry["label"], _run(entry["run"])))
+        for mapping, fields in zip(results, entry["results"], strict=True):
+            curves = {name: [(x, y) for x, y in points] for name, points in fields["curves"].items()}
+            mapping[entry["label"]] = RunResult(**{**fields, "curves": curves})
+    outcomes = tuple(
+        Outcome(Verdict(x["verdict"]), x["reason"], tuple(x["lower"]), tuple(x["higher"]))
+        for x in record["statements"]
+    )
+    experiment = EXPERIMENTS[record["experiment"]]
+    return Findings(experiment, record["size"], tuple(arms), tuple(record["seeds"]), tuple(results), outcomes)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A record from a file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _run(fields: Mapping[str, Any]) -> Run:
+    parent = None if fields["parent"] is None else _run(fields["parent"])
+    return Run(**{**fields, "lengths": tuple(fields["lengths"]), "parent": parent})

@@ -1,0 +1,119 @@
+"""Text: the sources of Python's standard library, or a folder of files, one token per byte."""
+
+import hashlib
+import sysconfig
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ropewalk.errors import RopewalkError
+from ropewalk.lab.draws import draws
+from ropewalk.lab.tasks import IGNORED, Batch, Task
+
+__all__ = ["ShuffledText", "Text", "read_folder", "read_standard_library"]
+
+# Folders of the standard library that are no sources of it, or that distributions leave out.
+_OTHER = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "config"}
+# One file in ten is for evaluations.
+_HELD_OUT = 10
+
+
+class Text(Task):
+    """Bytes of text. Every tenth file is held out for evaluations.
+
+    Args:
+        files: The content of each file, in a fixed order.
+
+    Raises:
+        RopewalkError: If there are fewer than ten files, or if a part is empty.
+    """
+
+    name = "text"
+    length_is = "bytes"
+    vocabulary = 256
+
+    def __init__(self, files: Sequence[bytes]) -> None:
+        if len(files) < _HELD_OUT:
+            # A single long text: its last tenth is held out.
+            whole = b"\n".join(files)
+            files = [whole[i * len(whole) // _HELD_OUT : (i + 1) * len(whole) // _HELD_OUT] for i in range(_HELD_OUT)]
+        held_out = [content for i, content in enumerate(files) if i % _HELD_OUT == _HELD_OUT - 1]
+        trained = [content for i, content in enumerate(files) if i % _HELD_OUT != _HELD_OUT - 1]
+        self.trained, self.held_out = (_bytes(b"\n".join(part)) for part in (trained, held_out))
+        self.digest = hashlib.sha256(b"\n".join(files)).hexdigest()[:16]
+
+    def batches(self, seed: int, steps: Sequence[int], samples: Sequence[int], length: int) -> Batch:
+        self._require(self.trained, length)
+        room = len(self.trained) - length
+        starts = (draws(seed, steps, samples, 1) % np.uint64(room)).astype(np.int64)
+        tokens = self.trained[torch.from_numpy(starts) + torch.arange(length + 1)].long()
+        return Batch(tokens[..., :-1], tokens[..., 1:])
+
+    def evaluation(self, count: int, length: int, scored: int | None = None) -> Batch:
+        self._require(self.held_out, length)
+        # Samples of every length end at the same tokens, so that only the context before them differs.
+        first, last = length + 1, len(self.held_out)
+        ends = torch.linspace(max(first, last // (4 * count)), last, count).long().clamp(first, last)
+        tokens = self.held_out[ends[:, None] - length - 1 + torch.arange(length + 1)].long()
+        targets = tokens[:, 1:].clone()
+        if scored is not None:
+            targets[:, : length - scored] = IGNORED
+        return Batch(tokens[:, :-1], targets)
+
+    def _require(self, part: Tensor, length: int) -> None:
+        if len(part) <= length + 1:
+            raise RopewalkError(
+                asked="text for the lab",
+                expected=f"more than {length + 1} bytes, which one sample has, in each part",
+                got=f"{len(self.trained)} bytes to train on, {len(self.held_out)} held out",
+                do="pass more text, or a smaller length",
+            )
+
+
+class ShuffledText(Text):
+    """The same bytes in random order: without order there is nothing that a position can tell."""
+
+    name = "shuffled-text"
+
+    def __init__(self, files: Sequence[bytes]) -> None:
+        super().__init__(files)
+        for part in (self.trained, self.held_out):
+            generator = torch.Generator().manual_seed(0)
+            part.copy_(part[torch.randperm(len(part), generator=generator)])
+
+
+@lru_cache(maxsize=1)
+def read_standard_library() -> tuple[bytes, ...]:
+    """Sources of Python's standard library without tests, in the order of their paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+    return tuple((root / path).read_bytes() for path in paths if not _OTHER & set(path.split("/")[:-1]))
+
+
+@lru_cache(maxsize=4)
+def read_folder(folder: Path) -> tuple[bytes, ...]:
+    """Files of a folder and its folders, in the order of their paths, without hidden ones.
+
+    Args:
+        folder: The folder.
+
+    Raises:
+        RopewalkError: If there is no such folder, or no file in it.
+    """
+    paths = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    if not paths:
+        raise RopewalkError(
+            asked=f"text of {folder}",
+            expected="a folder of text files",
+            got="no file in it" if folder.is_dir() else "no such folder",
+            do="pass a folder with files, or omit --text for the sources of Python's standard library",
+        )
+    return tuple(path.read_bytes() for path in sorted(paths))
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)

@@ -1,0 +1,347 @@
+"""train: one run, on one process or on the ranks of torchrun, with checkpoints from which it resumes bit for bit."""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ropewalk.errors import RopewalkError
+from ropewalk.lab.checkpoints import last_checkpoint, read_checkpoint, write_checkpoint
+from ropewalk.lab.decoder import Decoder
+from ropewalk.lab.draws import draws
+from ropewalk.lab.evaluation import Curves, evaluate, validation_loss
+from ropewalk.lab.journal import Journal
+from ropewalk.lab.ranks import largest, rank_and_ranks
+from ropewalk.lab.run import Run, make_task
+from ropewalk.lab.tasks import IGNORED, Batch, Task
+from ropewalk.parallel.shards import Shards
+
+__all__ = ["ParallelName", "RunResult", "Settings", "make_model", "train"]
+
+ParallelName = Literal["ddp", "fsdp", "context"]
+
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
+# The rate rises over a tenth of the steps, and falls to a tenth by a cosine.
+WARM_UP, LAST_RATE = 0.1, 0.1
+# Steps whose samples are created at once.
+_CHUNK = 32
+# Steps before a CUDA graph is captured: kernels are compiled, and optimizer states exist.
+_EAGER_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is computed. None of it changes what is trained, up to rounding.
+
+    Attributes:
+        device: Device of this rank.
+        dtype: "float32", or "bfloat16" by autocast.
+        parallel: How ranks share the work: copies of the model ("ddp"), shards of its parameters ("fsdp") or of the
+            sequences ("context").
+        compiled: Whether the model is compiled.
+        every: Steps between validations.
+        saved_every: Steps between checkpoints; None for one at the end.
+    """
+
+    device: torch.device
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    parallel: ParallelName = "ddp"
+    compiled: bool = False
+    every: int = 50
+    saved_every: int | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run has measured.
+
+    Attributes:
+        curves: "loss by step", and what `evaluate` returns.
+        seconds: Time of all training steps, without validations.
+        tokens: Number of trained tokens.
+        digest: Hash of the text, or None.
+    """
+
+    curves: Curves
+    seconds: float
+    tokens: int
+    digest: str | None
+
+    @property
+    def final_loss(self) -> float:
+        """The last validation loss."""
+        return self.curves["loss by step"][-1][1] or math.nan
+
+
+class Interrupted(Exception):
+    """A run that was asked to stop, after its step, with a checkpoint."""
+
+
+def make_model(run: Run, task: Task) -> Decoder:
+    """Create the model of a run, with the parameters that its seed determines."""
+    return Decoder(
+        run.size,
+        run.encoding,
+        vocabulary=task.vocabulary,
+        length=task.tokens(run.length),
+        attention=run.attention,
+        qk_norm=run.qk_norm,
+        seed=run.seed,
+    )
+
+
+def train(
+    run: Run,
+    settings: Settings,
+    folder: Path | None = None,
+    *,
+    parent: Decoder | None = None,
+    stop: threading.Event | None = None,
+    report: Callable[[int, float], None] | None = None,
+) -> tuple[Decoder, RunResult]:
+    """Train and evaluate one model. All ranks call it.
+
+    Args:
+        run: The run.
+        settings: How it is computed.
+        folder: Folder of its checkpoints and its journal, from which it resumes; None to write nothing.
+        parent: The trained model of `run.parent`.
+        stop: Ends the run after the current step, with a checkpoint, when it is set on some rank.
+        report: Called after every validation with step and loss.
+
+    Returns:
+        The model and what was measured. With "fsdp" its parameters are DTensors.
+
+    Raises:
+        RopewalkError: If the folder has a checkpoint of another run, or if it cannot be written.
+        Interrupted: If `stop` was set.
+    """
+    task, device = make_task(run), settings.device
+    decoder = make_model(run, task)
+    if parent is not None:
+        _copy_weights(decoder, parent)
+    decoder.to(device)
+    if run.offset and decoder.encoding.length is not None:
+        raise RopewalkError(
+            asked=f"positions up to {run.offset:,} with encoding {run.encoding}",
+            expected="an encoding without a longest position",
+            got=f"one of {decoder.encoding.length:,} positions",
+            do="choose another encoding",
+        )
+    ranks = rank_and_ranks()[1]
+    trainer = _Trainer(run, settings, task, decoder)
+    config = {"run": run.as_json(), "ranks": ranks, "parallel": settings.parallel if ranks > 1 else None}
+    config |= {"digest": task.digest, "dtype": settings.dtype}
+    first = 0 if folder is None else last_checkpoint(folder)
+    if first and folder is not None:
+        read_checkpoint(folder, first, trainer.model, trainer.optimizer, config)
+    journal = Journal(folder, after=first)
+    loss_by_step = journal.losses()
+
+    def validate(step: int) -> None:
+        decoder.eval()
+        loss = validation_loss(trainer.whole, task, run, device)
+        decoder.train()
+        loss_by_step.append((step, loss))
+        journal.add(step, loss, trainer.seconds)
+        if report is not None:
+            report(step, loss)
+
+    if first == 0:
+        validate(0)
+    step = first
+    for step, batch, count in _samples(run, task, first):
+        trainer.step(step, batch, count)
+        last = step == run.steps
+        wishes = stop is not None and stop.is_set()
+        due = settings.saved_every is not None and step % settings.saved_every == 0
+        if ranks > 1 or wishes:
+            wishes = largest(float(wishes), device) > 0
+        if last or step % settings.every == 0:
+            validate(step)
+        if folder is not None and (last or due or wishes):
+            write_checkpoint(folder, step, trainer.model, trainer.optimizer, config)
+        if wishes and not last:
+            raise Interrupted(f"interrupted after step {step}")
+    decoder.eval()
+    curves: Curves = {"loss by step": loss_by_step, **evaluate(trainer.whole, task, run, device)}
+    tokens = (step - first) * run.batch * task.tokens(run.length)
+    return decoder, RunResult(curves, trainer.seconds, tokens, task.digest)
+
+
+def _samples(run: Run, task: Task, first: int) -> Iterator[tuple[int, Batch, Tensor]]:
+    """Steps after `first`, their samples of all ranks, and how many of their tokens are scored."""
+    for start in range(first + 1, run.steps + 1, _CHUNK):
+        steps = range(start, min(start + _CHUNK, run.steps + 1))
+        batch = task.batches(run.seed, steps, range(run.batch), run.length)
+        counts = (batch.targets != IGNORED).sum((1, 2))
+        for index, step in enumerate(steps):
+            yield step, Batch(batch.inputs[index], batch.targets[index]), counts[index]
+
+
+def _copy_weights(model: nn.Module, parent: nn.Module) -> None:
+    """Copy the weights of another model. Parameters of an encoding that the other does not have stay as they are."""
+    own, other = model.state_dict(), parent.state_dict()
+    shared = {name: x for name, x in other.items() if name in own and own[name].shape == x.shape}
+    missing = [name for name in own if name not in shared and "encoding" not in name]
+    assert not missing, missing
+    model.load_state_dict(shared, strict=False)
+
+
+class _Trainer:
+    """A model with its optimizer, wrapped for the ranks, and one step of training."""
+
+    def __init__(self, run: Run, settings: Settings, task: Task, decoder: Decoder) -> None:
+        self.run, self.settings, self.device = run, settings, settings.device
+        self.rank, self.ranks = rank_and_ranks()
+        self.seconds = 0.0
+        self.shards: Shards | None = None
+        self.model: nn.Module = decoder
+        self.tokens = task.tokens(run.length)
+        if self.ranks > 1:
+            self._share(task, decoder)
+        # What validates: calls without shards.
+        self.whole: nn.Module = decoder if self.shards is not None else self.model
+        if settings.compiled:
+            self.compiled: nn.Module = torch.compile(self.model)  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            self.compiled = self.model
+        decayed = [x for x in self.model.parameters() if x.ndim >= 2]
+        others = [x for x in self.model.parameters() if x.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        on_gpu = self.device.type == "cuda"
+        rate = torch.tensor(run.rate, device=self.device) if on_gpu else run.rate
+        self.optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=rate, betas=BETAS, fused=on_gpu, capturable=on_gpu
+        )
+        self.captured: _CapturedStep | None = None
+        self.captures = on_gpu and self.ranks == 1 and not settings.compiled
+        self.eager_steps = 0
+
+    def _share(self, task: Task, decoder: Decoder) -> None:
+        if self.settings.parallel == "context":
+            mesh = init_device_mesh(self.device.type, (self.ranks,))
+            self.shards = Shards(mesh, task.tokens(self.run.length))
+            return
+        if self.run.batch % self.ranks:
+            raise RopewalkError(
+                asked=f"a batch of {self.run.batch} on {self.ranks} ranks",
+                expected="a batch that the ranks divide",
+                got=f"{self.run.batch} samples",
+                do="use another --batch or another number of ranks",
+            )
+        if self.settings.parallel == "fsdp":
+            for block in decoder.blocks:
+                fully_shard(block)
+            self.model = fully_shard(decoder)
+        else:
+            self.model = DistributedDataParallel(decoder)
+
+    def step(self, step: int, batch: Batch, count: Tensor) -> None:
+        """Train one step on the samples of all ranks."""
+        start = time.perf_counter()
+        batch, positions = self._of_rank(batch), self._positions(step)
+        for group in self.optimizer.param_groups:
+            rate = self.run.rate * _share_of_rate(step, self.run.steps)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        tensors = [x.to(self.device, non_blocking=True) for x in (*batch, count)]
+        tensors.append(positions.to(self.device)) if positions is not None else None
+        if not self.captures:
+            self._compute(*tensors)
+        elif self.captured is not None:
+            self.captured.replay(tensors)
+        elif self.eager_steps < _EAGER_STEPS:
+            self.eager_steps += 1
+            _on_side_stream(self._compute, tensors)
+        else:
+            self.captured = _CapturedStep(self._compute, tensors)
+            self.captured.replay(tensors)
+        self.seconds += time.perf_counter() - start
+
+    def _of_rank(self, batch: Batch) -> Batch:
+        if self.ranks == 1:
+            return batch
+        if self.shards is not None:
+            return Batch(*(self.shards.cut(x, dim=1) for x in batch))
+        return Batch(*(x.chunk(self.ranks)[self.rank] for x in batch))
+
+    def _positions(self, step: int) -> Tensor | None:
+        """Positions of each sample, from a random one on."""
+        if not self.run.offset:
+            return None
+        numbers = draws(self.run.seed + 1, [step], range(self.run.batch), 1)[0]
+        starts = torch.from_numpy((numbers % self.run.offset).astype("int64"))
+        positions = starts + torch.arange(self.tokens)
+        return positions if self.ranks == 1 else positions.chunk(self.ranks)[self.rank]
+
+    def _compute(self, inputs: Tensor, targets: Tensor, count: Tensor, positions: Tensor | None = None) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        bfloat16 = self.settings.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16) if bfloat16 else nullcontext():
+            logits = self.compiled(inputs, positions, self.shards)
+        total = functional.cross_entropy(
+            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        # DDP and FSDP average gradients over ranks: what is averaged is the share of this rank, times the ranks.
+        averaged = self.ranks if self.shards is None else 1
+        (total * averaged / count).backward()
+        if self.shards is not None:
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+
+
+class _CapturedStep:
+    """A step as one CUDA graph: small models are otherwise limited by the host that launches their kernels."""
+
+    def __init__(self, compute: Callable[..., None], tensors: list[Tensor]) -> None:
+        self.inputs = [x.clone() for x in tensors]
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            compute(*self.inputs)
+
+    def replay(self, tensors: list[Tensor]) -> None:
+        for buffer, value in zip(self.inputs, tensors, strict=True):
+            buffer.copy_(value, non_blocking=True)
+        self.graph.replay()
+
+
+def _on_side_stream(compute: Callable[..., None], tensors: list[Tensor]) -> None:
+    """As PyTorch asks for before a capture: memory of these steps belongs to another stream than the default one."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        compute(*tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _share_of_rate(step: int, steps: int) -> float:
+    """Factor on the largest rate: a linear rise, and half a period of a cosine."""
+    rise = max(1, round(WARM_UP * steps))
+    if step < rise:
+        return step / rise
+    part = (step - rise) / max(1, steps - rise)
+    return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * part)) / 2
+
+
+def result_as_json(result: RunResult) -> dict[str, Any]:
+    """A result as values of JSON."""
+    return json.loads(json.dumps(result.__dict__))

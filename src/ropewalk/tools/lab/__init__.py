@@ -1,0 +1,1 @@
+"""`ropewalk lab`: trains small models, compares encodings, and shows tables and pictures."""

@@ -1,0 +1,355 @@
+"""The commands `ropewalk lab list`, `show`, `run` and `compare`: what is trained, shown and written."""
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ropewalk.errors import RopewalkError, require_choice
+from ropewalk.tools.output import processor, require_writable_file, require_writable_folder, write_json
+
+if TYPE_CHECKING:
+    import torch
+
+    from ropewalk.lab.conduct import Progress as Report
+    from ropewalk.lab.experiment import Arm, Experiment
+    from ropewalk.lab.run import Run
+    from ropewalk.lab.training import Settings
+
+__all__ = ["Options", "compare", "list_experiments", "run", "show"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of `ropewalk lab run`, as the command line has them."""
+
+    name: str
+    size: str
+    seeds: tuple[int, ...]
+    others: tuple[str, ...]
+    only: tuple[str, ...]
+    device: str | None
+    out: Path
+    resume: bool
+    plot: str | None
+    json_file: str | None
+    steps: int | None
+    every: int
+    saved_every: int | None
+    jobs: int | None
+    text: Path | None
+    dtype: str | None
+    compiled: bool
+    parallel: str
+    record: str | None
+
+    @property
+    def command(self) -> str:
+        """The command with the options that change figures."""
+        parts = [f"ropewalk lab run {self.name} --size {self.size} --seeds {len(self.seeds)}"]
+        if self.seeds[0]:
+            parts.append(f"--first-seed {self.seeds[0]}")
+        parts += [f"--with '{x}'" for x in self.others]
+        parts += [f"--only '{x}'" for x in self.only]
+        for name, value in (("steps", self.steps), ("text", self.text), ("device", self.device), ("dtype", self.dtype)):
+            parts += [] if value is None else [f"--{name} {value}"]
+        return " ".join(parts)
+
+
+def list_experiments(json_file: str | None = None) -> int:
+    """Print all experiments."""
+    from ropewalk.lab.experiments import EXPERIMENTS
+    from ropewalk.tools.lab.sheet import print_list
+
+    console = _console(json_file, asked="ropewalk lab list")
+    print_list(console, list(EXPERIMENTS.values()))
+    if json_file is not None:
+        write_json([_described(x) for x in EXPERIMENTS.values()], json_file)
+    return 0
+
+
+def show(name: str, size: str, json_file: str | None = None) -> int:
+    """Print one experiment."""
+    from ropewalk.tools.lab.sheet import print_experiment
+
+    console = _console(json_file, asked=f"ropewalk lab show {name}")
+    experiment = _experiment(name, size, asked="ropewalk lab show")
+    arms = experiment.arms(size)
+    print_experiment(console, experiment, size, arms)
+    if json_file is not None:
+        write_json({**_described(experiment), "runs": {x.label: x.run.as_json() for x in arms}}, json_file)
+    return 0
+
+
+def run(options: Options) -> int:
+    """Train, judge, print, and write what was asked for.
+
+    Args:
+        options: The options.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C.
+
+    Raises:
+        RopewalkError: If an option is invalid, which is checked before anything is trained, or if a run fails.
+    """
+    console = _console(options.json_file, asked=f"ropewalk lab run {options.name}")
+    if options.plot is not None:
+        # Fails now, not after the training, if matplotlib is not installed.
+        importlib.import_module("ropewalk.tools.lab.plot")
+        from ropewalk.tools.pictures import require_picture
+
+        require_picture(options.plot, asked=f"ropewalk lab run --plot {options.plot}")
+    experiment = _experiment(options.name, options.size, asked="ropewalk lab run")
+    if options.record is not None:
+        return _show_record(options, console)
+    with _process_group(options) as settings:
+        from ropewalk.lab.conduct import conduct, default_jobs
+        from ropewalk.lab.ranks import on_rank_0, rank_and_ranks
+        from ropewalk.lab.training import Interrupted
+
+        rank, ranks = rank_and_ranks()
+        arms = _arms(experiment, options)
+        on_rank_0(lambda: _require_folder(options, arms))
+        jobs = options.jobs or (default_jobs(settings.device) if ranks == 1 else 1)
+        if rank != 0:
+            console.quiet = True
+        judged = experiment if not options.only and options.steps is None else _without_statements(experiment)
+        try:
+            with _progress(console, arms, options.seeds, options.out, shown=rank == 0) as report:
+                findings = conduct(
+                    judged, arms, options.size, options.seeds, settings, options.out, jobs=jobs, progress=report
+                )
+        except Interrupted as reason:
+            console.print(f"{reason}; to continue: {options.command} --out {options.out} --resume", soft_wrap=True)
+            return 130
+        if rank != 0:
+            return 0
+        from ropewalk.lab.record import as_json
+
+        record = as_json(findings, settings, hardware=_hardware(settings.device), command=options.command)
+        _show(findings, options, console)
+        if options.json_file is not None:
+            write_json(record, options.json_file)
+        console.print(f"\nmodels and losses: {options.out}", soft_wrap=True)
+    return 0
+
+
+def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | None = None) -> int:
+    """Print runs side by side."""
+    console = _console(json_file, asked="ropewalk lab compare")
+    results: dict[str, list[Any]] = {}
+    stored: list[dict[str, Any]] = []
+    from ropewalk.lab.training import RunResult
+
+    for folder in folders:
+        path = folder / "result.json"
+        if not path.is_file():
+            raise RopewalkError(
+                asked=f"ropewalk lab compare {folder}",
+                expected="the folder of a complete run, with result.json",
+                got="no such file" if folder.is_dir() else "no such folder",
+                do="complete it with `ropewalk lab run NAME --resume`, or choose folders of --out",
+            )
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        stored.append({"folder": str(folder), **fields})
+        run = fields.pop("run")
+        label = f"{run['encoding']}, {run['size']}, {run['attention']}, {run['task']} {run['length']}, seed {run['seed']}"
+        results.setdefault(label, []).append(RunResult(**fields))
+    from ropewalk.tools.lab.sheet import print_comparison
+
+    print_comparison(console, results)
+    if plot is not None:
+        from ropewalk.tools.lab.plot import plot_runs
+
+        plot_runs(results, plot)
+    if json_file is not None:
+        write_json(stored, json_file)
+    return 0
+
+
+def _console(json_file: str | None, *, asked: str) -> Console:
+    # If JSON is written to standard output, everything else goes to standard error.
+    if json_file is not None:
+        require_writable_file(json_file, asked=f"{asked} --json {json_file}")
+    return Console(stderr=json_file == "-", highlight=False, markup=False)
+
+
+def _experiment(name: str, size: str, *, asked: str) -> "Experiment":
+    from ropewalk.lab.decoder import SIZES
+    from ropewalk.lab.experiments import EXPERIMENTS
+
+    require_choice(size, tuple(SIZES), asked=f"{asked} --size")
+    return EXPERIMENTS[require_choice(name, tuple(EXPERIMENTS), asked=f"{asked} NAME")]
+
+
+def _described(experiment: "Experiment") -> dict[str, Any]:
+    names = ("name", "question", "metric", "direction", "rates", "undecided")
+    statements = [{"text": x.text, "source": x.source} for x in experiment.statements]
+    return {name: getattr(experiment, name) for name in names} | {"statements": statements}
+
+
+def _arms(experiment: "Experiment", options: Options) -> "list[Arm]":
+    arms = experiment.arms(options.size)
+    if options.only:
+        known = [arm.label for arm in arms]
+        chosen = {require_choice(label, known, asked="ropewalk lab run --only") for label in options.only}
+        arms = [arm for arm in arms if arm.label in chosen]
+    arms += [experiment.arm_for(encoding, options.size) for encoding in options.others]
+    for arm in arms:
+        _check_encoding(arm.run)
+    return [arm._replace(run=_changed(arm.run, options)) for arm in arms]
+
+
+def _check_encoding(run: "Run") -> None:
+    """Fail now, not when other runs are complete."""
+    from ropewalk.lab.decoder import SIZES
+    from ropewalk.lab.encodings import make_encoding
+
+    # A module of the user is usually in the working folder, which `python -m` has in its path and a script does not.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    size = SIZES[run.size]
+    make_encoding(run.encoding, dim=size.dim, num_heads=size.heads, length=run.length)
+
+
+def _changed(run: "Run", options: Options) -> "Run":
+    """The run with the options of the command line."""
+    parent = None if run.parent is None else _changed(run.parent, options)
+    steps = run.steps if options.steps is None or run.steps == 0 else options.steps
+    return dataclasses.replace(run, steps=steps, text=None if options.text is None else str(options.text), parent=parent)
+
+
+def _without_statements(experiment: "Experiment") -> "Experiment":
+    """Statements are about all arms, trained for the registered number of steps."""
+    return dataclasses.replace(experiment, statements=())
+
+
+def _require_folder(options: Options, arms: "Sequence[Arm]") -> None:
+    from ropewalk.lab.conduct import runs_of
+
+    require_writable_folder(options.out, asked=f"ropewalk lab run --out {options.out}")
+    present = [run for run in runs_of(arms, options.seeds) if (options.out / run.key).exists()]
+    if present and not options.resume:
+        raise RopewalkError(
+            asked=f"ropewalk lab run {options.name} --out {options.out}",
+            expected="a folder without runs of this experiment, or --resume",
+            got=f"{len(present)} of its runs, for example {options.out / present[0].key}",
+            do="add --resume to use and continue them, or choose another folder",
+        )
+
+
+@contextmanager
+def _process_group(options: Options) -> "Iterator[Settings]":
+    """Settings of this rank; a process group in between, if torchrun started this process."""
+    import torch
+    import torch.distributed as dist
+
+    from ropewalk.lab.training import Settings
+
+    for name, value, choices in (
+        ("parallel", options.parallel, ("ddp", "fsdp", "context")),
+        ("dtype", options.dtype or "float32", ("float32", "bfloat16")),
+    ):
+        require_choice(value, choices, asked=f"ropewalk lab run --{name}")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    kind = options.device or ("cuda" if torch.cuda.device_count() > local_rank else "cpu")
+    require_choice(kind, ("cpu", "cuda"), asked="ropewalk lab run --device")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise RopewalkError(
+            asked="ropewalk lab run --device cuda",
+            expected="a CUDA device that torch can use",
+            got="none",
+            do="omit --device, or install a build of torch for CUDA",
+        )
+    device = torch.device("cpu") if kind == "cpu" else torch.device("cuda", local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        # The same bits whatever the number of cores.
+        torch.set_num_threads(1)
+    dtype: Any = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    parallel: Any = options.parallel
+    settings = Settings(device, dtype, parallel, options.compiled, options.every, options.saved_every)
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+        try:
+            yield settings
+        finally:
+            dist.destroy_process_group()
+    else:
+        yield settings
+
+
+@contextmanager
+def _progress(
+    console: Console, arms: "Sequence[Arm]", seeds: Sequence[int], out: Path, *, shown: bool
+) -> "Iterator[Report]":
+    """A bar over all steps, and a line per complete run."""
+    from ropewalk.lab.conduct import runs_of
+
+    waiting = [run for run in runs_of(arms, seeds) if not (out / run.key / "result.json").exists()]
+    labels = {arm.run.encoding: arm.label for arm in arms}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
+    total = sum(run.steps for run in waiting)
+    steps = {run.key: 0 for run in waiting}
+    complete = 0
+    with bar:
+        task = bar.add_task(f"{len(waiting)} runs", total=total or 1)
+
+        def report(run: "Run", step: int, loss: float) -> None:
+            nonlocal complete
+            steps[run.key] = step
+            label = labels.get(run.encoding, run.encoding)
+            bar.update(task, completed=sum(steps.values()), description=f"{label}, seed {run.seed}, loss {loss:.3f}")
+            if step == run.steps and shown and not console.quiet:
+                complete += 1
+                # Not on the terminal, where the bar shows it.
+                if not console.is_terminal:
+                    console.print(f"{complete} of {len(waiting)}: {label}, seed {run.seed}, loss {loss:.4f}")
+
+        yield report
+
+
+def _show(findings: Any, options: Options, console: Console) -> None:
+    from ropewalk.tools.lab.sheet import print_findings
+
+    print_findings(console, findings)
+    if options.plot is not None:
+        from ropewalk.tools.lab.plot import plot_findings
+
+        plot_findings(findings, options.plot)
+
+
+def _show_record(options: Options, console: Console) -> int:
+    from ropewalk.lab.record import from_json, read_record
+
+    assert options.record is not None
+    path = Path(options.record)
+    if not path.is_file():
+        raise RopewalkError(
+            asked=f"ropewalk lab run --from {path}",
+            expected="a file from --json",
+            got="no such file",
+            do="pass the file that `ropewalk lab run --json FILE` wrote",
+        )
+    _show(from_json(read_record(path)), options, console)
+    return 0
+
+
+def _hardware(device: "torch.device") -> str:
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{processor()}, one thread per run"

@@ -1,0 +1,71 @@
+"""Pictures of experiments: curves of the mean over seeds, with the range of the seeds."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ropewalk.lab.conduct import Findings
+from ropewalk.lab.training import RunResult
+from ropewalk.tools.pictures import COLOURS, DASHES, cite, figure, legend_below, save
+
+__all__ = ["plot_findings", "plot_runs"]
+
+_AXES = {
+    "loss by step": ("step", "validation loss [nats per token]"),
+    "loss by length": ("length", "loss of the same tokens [nats]"),
+    "accuracy by length": ("length", "share of right tokens"),
+    "exact by length": ("length", "share of exact answers"),
+    "accuracy by distance": ("distance", "share of right values"),
+}
+# Losses of the first steps would hide all differences.
+_SHOWN_FROM = 0.1
+
+
+def plot_findings(findings: Findings, target: str) -> None:
+    """Write the picture of an experiment.
+
+    Args:
+        findings: The findings.
+        target: The file.
+    """
+    results = {arm.label: [x[arm.label] for x in findings.results] for arm in findings.arms}
+    sources = ", ".join(findings.experiment.sources)
+    note = f"{findings.size}, {len(findings.seeds)} seeds: mean and range. Statements of {sources}."
+    _plot(results, findings.experiment.curves, f"{findings.experiment.question}", note, target)
+
+
+def plot_runs(results: Mapping[str, Sequence[RunResult]], target: str) -> None:
+    """Write the picture of single runs."""
+    _plot(results, ("loss by step", "loss by length"), "Runs", "", target)
+
+
+def _plot(
+    results: Mapping[str, Sequence[RunResult]], curves: Sequence[str], title: str, note: str, target: str
+) -> None:
+    curves = [name for name in curves if any(name in runs[0].curves for runs in results.values())]
+    with figure(7.1 if len(curves) > 1 else 5.2, 3.9) as canvas:
+        panels = canvas.subplots(1, len(curves), squeeze=False)[0]
+        handles: dict[str, object] = {}
+        for axes, name in zip(panels, curves, strict=True):
+            for index, (label, runs) in enumerate(results.items()):
+                if name not in runs[0].curves:
+                    continue
+                xs = np.array([x for x, _ in runs[0].curves[name]], dtype=float)
+                ys = np.array([[np.nan if y is None else y for _, y in run.curves[name]] for run in runs], dtype=float)
+                shown = xs >= _SHOWN_FROM * xs.max() if name == "loss by step" else np.full(xs.shape, True)
+                style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+                marker = {} if name == "loss by step" else {"marker": "o"}
+                (line,) = axes.plot(xs[shown], ys.mean(0)[shown], **style, **marker)
+                axes.fill_between(xs[shown], ys.min(0)[shown], ys.max(0)[shown], color=style["color"], alpha=0.15, lw=0)
+                handles.setdefault(label, line)
+            across, up = _AXES[name]
+            axes.set(xlabel=across, ylabel=up)
+            if name.endswith("length") and len(xs) > 1:
+                axes.set_xscale("log", base=2)
+                axes.set_xticks(xs, [f"{x:g}" for x in xs])
+                axes.minorticks_off()
+        canvas.suptitle(title, x=0.01, ha="left")
+        legend_below(canvas, list(handles.values()), list(handles))
+        if note:
+            cite(canvas, note)
+        save(canvas, target)
