@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,8 @@ def write_checkpoint(
 
     try:
         on_rank_0(clear)
-        dcp.save(_states(model, optimizer), checkpoint_id=temporary)
+        with _one_process_is_meant():
+            dcp.save(_states(model, optimizer), checkpoint_id=temporary)
         on_rank_0(publish)
     except (OSError, dcp.CheckpointException) as error:
         last = last_checkpoint(folder)
@@ -85,17 +89,11 @@ def read_checkpoint(
         RopewalkError: On every rank, if the checkpoint has another config, or cannot be read.
     """
     path = folder / f"step-{step}"
-    asked = f"to resume from {path}"
+    asked, states = f"to resume from {path}", _states(model, optimizer)
     try:
         stored = on_rank_0(lambda: json.loads((path / "config.json").read_text(encoding="utf-8")))
-        config = json.loads(json.dumps(config))
-        names = [name for name in {**stored, **config} if stored.get(name) != config.get(name)]
-        if names:
-            expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
-            do = "resume with the same options, or choose another folder"
-            raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
-        states = _states(model, optimizer)
-        dcp.load(states, checkpoint_id=path)
+        with _one_process_is_meant():
+            dcp.load(states, checkpoint_id=path)
     except (OSError, ValueError, dcp.CheckpointException) as error:
         raise RopewalkError(
             asked=asked,
@@ -103,12 +101,26 @@ def read_checkpoint(
             got=_reason(error),
             do=f"delete {path}, and start the run again",
         ) from None
+    config = json.loads(json.dumps(config))
+    names = [name for name in {**stored, **config} if stored.get(name) != config.get(name)]
+    if names:
+        expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
+        do = "resume with the same options, or choose another folder"
+        raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Without a process group torch warns that it assumes one process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _checkpoints(folder: Path) -> dict[int, Path]:

@@ -16,8 +16,6 @@ __all__ = ["Curves", "evaluate", "validation_loss"]
 # Name of a curve -> its points. A value is None where an encoding is not defined.
 Curves = dict[str, list[tuple[float, float | None]]]
 
-# Samples of a validation, and of an evaluation by length.
-VALIDATION, EVALUATION = 64, 64
 # Tokens that a model computes at once.
 _TOKENS = 2**15
 
@@ -25,7 +23,7 @@ _TOKENS = 2**15
 @torch.no_grad()
 def validation_loss(model: nn.Module, task: Task, run: Run, device: torch.device) -> float:
     """The mean loss of held-out samples of the trained length."""
-    losses, scored, _ = _scores(model, task.evaluation(VALIDATION, run.length), run.offset, device)
+    losses, scored, _ = _scores(model, task.evaluation(run.evaluated, run.length), run.offset, device)
     return losses.sum().item() / scored.sum().item()
 
 
@@ -54,7 +52,7 @@ def evaluate(model: nn.Module, task: Task, run: Run, device: torch.device) -> Cu
                 points.append((length, None))
             continue
         # The same tokens at every length: the last half of the shortest one.
-        batch = task.evaluation(EVALUATION, length, scored=max(1, min(lengths) // 2))
+        batch = task.evaluation(run.evaluated, length, scored=max(1, min(lengths) // 2))
         losses, scored, right = _scores(model, batch, run.offset, device)
         curves["loss by length"].append((length, losses.sum().item() / scored.sum().item()))
         if task.solved:

@@ -33,6 +33,7 @@ class Run:
         attention: "softmax" or "linear".
         qk_norm: Whether queries and keys are normalised.
         lengths: Lengths to evaluate after training; the same tokens are scored at each.
+        evaluated: Number of held-out samples per length.
         offset: Positions of a sample begin at a random position below this one; 0 for 0.
         text: Folder of text files; None for the sources of Python's standard library.
         parent: The run whose weights this one starts from, except those of its encoding.
@@ -55,6 +56,7 @@ class Run:
     attention: AttentionName = "softmax"
     qk_norm: bool = False
     lengths: tuple[int, ...] = ()
+    evaluated: int = 64
     offset: int = 0
     text: str | None = None
     parent: "Run | None" = None
@@ -62,7 +64,7 @@ class Run:
     def __post_init__(self) -> None:
         require_choice(self.task, TASKS, asked="a run with task")
         require_choice(self.size, tuple(SIZES), asked="a run with size")
-        for name in ("length", "batch"):
+        for name in ("length", "batch", "evaluated"):
             require_count(getattr(self, name), asked=f"a run with {name}", do="use at least 1")
         require_count(self.steps, asked="a run with steps", do="use at least 0", at_least=0)
         if not 0 < self.rate < 1:

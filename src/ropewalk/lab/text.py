@@ -54,10 +54,10 @@ class Text(Task):
         return Batch(tokens[..., :-1], tokens[..., 1:])
 
     def evaluation(self, count: int, length: int, scored: int | None = None) -> Batch:
-        self._require(self.held_out, length)
+        # The first half is context alone.
+        self._require(self.held_out[: len(self.held_out) // 2], length)
         # Samples of every length end at the same tokens, so that only the context before them differs.
-        first, last = length + 1, len(self.held_out)
-        ends = torch.linspace(max(first, last // (4 * count)), last, count).long().clamp(first, last)
+        ends = torch.linspace(len(self.held_out) // 2, len(self.held_out), count).long()
         tokens = self.held_out[ends[:, None] - length - 1 + torch.arange(length + 1)].long()
         targets = tokens[:, 1:].clone()
         if scored is not None:

@@ -143,7 +143,7 @@ def train(
         )
     ranks = rank_and_ranks()[1]
     trainer = _Trainer(run, settings, task, decoder)
-    config = {"run": run.as_json(), "ranks": ranks, "parallel": settings.parallel if ranks > 1 else None}
+    config = {**run.as_json(), "ranks": ranks, "parallel": settings.parallel if ranks > 1 else None}
     config |= {"digest": task.digest, "dtype": settings.dtype}
     first = 0 if folder is None else last_checkpoint(folder)
     if first and folder is not None:
@@ -295,8 +295,9 @@ class _Trainer:
         bfloat16 = self.settings.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16) if bfloat16 else nullcontext():
             logits = self.compiled(inputs, positions, self.shards)
+        logits = logits.float() if bfloat16 else logits
         total = functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         # DDP and FSDP average gradients over ranks: what is averaged is the share of this rank, times the ranks.
         averaged = self.ranks if self.shards is None else 1
