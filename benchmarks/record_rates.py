@@ -11,19 +11,23 @@ import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ropewalk.lab.decoder import AttentionName
 from ropewalk.lab.experiments.text import ALL_ENCODINGS, text_run
 from ropewalk.lab.rates import RATES
 from ropewalk.lab.training import Settings, train
 
 RECORD = Path(__file__).parents[1] / "src" / "ropewalk" / "data" / "lab" / "rates.json"
 SEED = 1000
+# The middle of the first three rates.
+FIRST = {"micro": 1.6e-2, "tiny": 4e-3, "small": 1e-3}
 LINEAR = ("rope", "sinusoidal", "none", "alibi", "t5")
 
 
-def loss(size: str, attention: str, encoding: str, rate: float, device: str) -> float:
+def loss(size: str, attention: AttentionName, encoding: str, rate: float, device: str) -> float:
     """The last validation loss with this rate."""
     if device == "cpu":
         torch.set_num_threads(1)
@@ -40,23 +44,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RECORD)
     args = parser.parse_args()
     record = json.loads(args.out.read_text()) if args.out.exists() else {}
-    cases = [
-        (attention, encoding, rate)
-        for attention, encodings in (("softmax", ALL_ENCODINGS), ("linear", LINEAR))
-        for encoding in encodings
-        for rate in RATES
-        if f"{rate:g}" not in record.get(args.size, {}).get(attention, {}).get(encoding, {})
-    ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     jobs = args.jobs if args.device == "cpu" else 1
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        futures = {case: pool.submit(loss, args.size, *case, args.device) for case in cases}
-        for (attention, encoding, rate), future in futures.items():
-            value = round(future.result(), 5)
-            print(f"{args.size} {attention} {encoding} {rate:g}: {value:.4f}", flush=True)
-            losses = record.setdefault(args.size, {}).setdefault(attention, {}).setdefault(encoding, {})
-            losses[f"{rate:g}"] = value
-            args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        while cases := missing(record, args.size):
+            futures = {case: pool.submit(loss, args.size, *case, args.device) for case in cases}
+            for (attention, encoding, rate), future in futures.items():
+                value = round(future.result(), 5)
+                print(f"{args.size} {attention} {encoding} {rate:g}: {value:.4f}", flush=True)
+                losses = record.setdefault(args.size, {}).setdefault(attention, {}).setdefault(encoding, {})
+                losses[f"{rate:g}"] = value
+                args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def missing(record: dict[str, Any], size: str) -> list[tuple[str, str, float]]:
+    """Attention, encoding and rate to measure next: the first rates, and then the neighbours of the best."""
+    cases = []
+    for attention, encodings in (("softmax", ALL_ENCODINGS), ("linear", LINEAR)):
+        for encoding in encodings:
+            losses = record.get(size, {}).get(attention, {}).get(encoding, {})
+            best = RATES.index(float(min(losses, key=losses.__getitem__))) if losses else RATES.index(FIRST[size])
+            near = RATES[max(0, best - 1) : best + 2]
+            cases += [(attention, encoding, rate) for rate in near if f"{rate:g}" not in losses]
+    return cases
 
 
 if __name__ == "__main__":

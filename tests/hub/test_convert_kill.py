@@ -16,7 +16,7 @@ from ropewalk.hub import convert_checkpoint, verify_conversion
 from ropewalk.hub.convert.folders import SUFFIX
 
 pytestmark = pytest.mark.slow
-KILLS = 50
+KILLS = 16
 # It kills itself after a number of calls of functions, which does not depend on how busy the machine is; else it prints
 # how many calls there were, and how much memory it took, in kB. The high-water mark of getrusage is that of the
 # process which started it, where that was larger; this one is its own.
@@ -77,7 +77,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
-def test_fifty_kills_lose_nothing_and_leave_no_half_output(tmp_path):
+def test_kills_lose_nothing_and_leave_no_half_output(tmp_path):
     model, _ = made(tmp_path / "model", hidden=512, heads=8, keys=4, layers=8, wide=1024, words=1000)
     before = digests(model)
     whole = tmp_path / "whole"

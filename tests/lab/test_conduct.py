@@ -36,7 +36,9 @@ def test_results_are_read_and_not_computed_again(tmp_path):
     experiment = EXPERIMENTS["whole-model"]
     arms = shortened_arms(experiment.arms("micro"))
     steps: list[tuple[str, int]] = []
-    first = conduct(experiment, arms, "micro", (0,), CPU, tmp_path, progress=lambda run, step, _: steps.append((run.encoding, step)))
+    first = conduct(
+        experiment, arms, "micro", (0,), CPU, tmp_path, progress=lambda run, step, _: steps.append((run.encoding, step))
+    )
     assert steps == [("rope", 0), ("rope", 2), ("rope-across-heads", 0), ("rope-across-heads", 2)]
     again = conduct(experiment, arms, "micro", (0,), CPU, tmp_path, progress=lambda *_: steps.append(("", -1)))
     assert again == first
@@ -52,7 +54,9 @@ def test_processes_compute_the_same_as_one(tmp_path):
     experiment = EXPERIMENTS["extension"]
     arms = shortened_arms(experiment.arms("micro"))[:3]
     one, two = (
-        conduct(dataclasses.replace(experiment, statements=()), arms, "micro", (0, 1), CPU, tmp_path / str(jobs), jobs=jobs)
+        conduct(
+            dataclasses.replace(experiment, statements=()), arms, "micro", (0, 1), CPU, tmp_path / str(jobs), jobs=jobs
+        )
         for jobs in (1, 2)
     )
     for a, b in zip(one.results, two.results, strict=True):

@@ -1,5 +1,7 @@
 """Decoder: the same parameters for every encoding, causal, and what its parts compute."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
@@ -11,6 +13,10 @@ from ropewalk.lab.experiments.text import ALL_ENCODINGS
 
 def make(encoding, **options):
     return Decoder("micro", encoding, vocabulary=11, length=16, **options)
+
+
+def blocks_of(model: Decoder) -> list[Any]:
+    return list(model.blocks)
 
 
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
@@ -31,10 +37,10 @@ def test_models_start_equal_and_are_causal(encoding, attention):
 
 def test_seeds_differ_and_repeat():
     first, again, other = make("rope", seed=1), make("rope", seed=1), make("rope", seed=2)
-    weights = [model.blocks[0].gate.weight for model in (first, again, other)]
+    weights = [blocks_of(model)[0].gate.weight for model in (first, again, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    assert not torch.equal(first.blocks[0].gate.weight, first.blocks[1].gate.weight)
+    assert not torch.equal(*(block.gate.weight for block in blocks_of(first)))
 
 
 def test_sizes_are_what_their_names_say():
@@ -53,14 +59,14 @@ def test_qk_norm_and_positions(attention):
     assert not torch.allclose(model(tokens), make("rope", attention=attention).double()(tokens), atol=1e-4)
     # Scores do not grow with the weights of the projections.
     with torch.no_grad():
-        for block in model.blocks:
+        for block in blocks_of(model):
             block.attention.q_proj.weight.mul_(100)
     assert torch.allclose(model(tokens), shifted, atol=1e-3)
 
 
 def test_a_block_is_attention_and_swiglu():
     model = make("rope").double()
-    block, x = model.blocks[0], torch.randn(1, 6, 64, dtype=torch.float64)
+    (block, _), x = blocks_of(model), torch.randn(1, 6, 64, dtype=torch.float64)
     q, k, v = block.attention.heads_of(functional.rms_norm(x, (64,), block.norms[0].weight))
     q, k = rw.RotaryEmbedding(16)(q, k)
     y = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)

@@ -7,6 +7,8 @@ import ropewalk as rw
 from ropewalk.lab.encodings import make_encoding
 from ropewalk.lab.experiments.text import ALL_ENCODINGS
 from ropewalk.lab.variants import Bfloat16Angles, GrowingBias, PositionsZero, WrongSign
+from ropewalk.nn.encodings.bias import AlibiBias
+from ropewalk.nn.encodings.rotary import RotaryEncoding
 
 SIZES = {"dim": 32, "num_heads": 2, "length": 24}
 
@@ -16,11 +18,17 @@ def test_every_encoding_has_a_text(name):
     assert make_encoding(name, **SIZES).name == name
 
 
+def spec_of(text):
+    encoding = make_encoding(text, **SIZES)
+    assert isinstance(encoding, RotaryEncoding)
+    return encoding.rope.spec
+
+
 def test_options_and_rules():
-    rope = make_encoding("rope rule=pi factor=4 base=100 pairing=half part=0.5", **SIZES).rope
-    assert rope.spec == rw.RopeSpec(16, rw.PositionInterpolation(100, factor=4), rotary_dim=8, pairing="half")
-    yarn = make_encoding("rope rule=yarn factor=4", **SIZES).rope.spec.frequencies
-    assert (yarn.trained_length, yarn.factor) == (24, 4)
+    assert spec_of("rope rule=pi factor=4 base=100 pairing=half part=0.5") == rw.RopeSpec(
+        16, rw.PositionInterpolation(100, factor=4), rotary_dim=8, pairing="half"
+    )
+    assert spec_of("rope rule=yarn factor=4").frequencies == rw.Yarn(factor=4, trained_length=24)
     assert make_encoding("learned", **SIZES).length == 24
     assert make_encoding("sinusoidal placement=scores", **SIZES).placement == "scores"
 
@@ -58,4 +66,4 @@ def test_wrong_encodings_are_wrong():
     assert torch.allclose(scores["Bfloat16Angles"][0][..., :256, :256], near[..., :256, :256])
     assert not torch.allclose(scores["Bfloat16Angles"][1], near, atol=1)
     at = torch.arange(3)
-    assert torch.equal(GrowingBias(2).bias(at, at), -make_encoding("alibi", **SIZES).bias(at, at))
+    assert torch.equal(GrowingBias(2).bias(at, at), -AlibiBias(2).bias(at, at))

@@ -42,7 +42,8 @@ def test_a_constant_and_what_a_statement_needs():
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda x: x.name)
 def test_every_experiment_is_registered(experiment):
     assert experiment.question.endswith(("?", "."))
-    assert experiment.statements and all(x.source and x.text for x in experiment.statements)
+    assert experiment.statements
+    assert all(x.source and x.text for x in experiment.statements)
     for size in SIZES:
         arms = experiment.arms(size)
         labels = [arm.label for arm in arms]

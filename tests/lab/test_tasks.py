@@ -51,7 +51,9 @@ def test_a_slice_of_a_batch_is_the_batch_of_the_slice(name):
 def rows(task, length, count=50):
     """Tokens, with the one after the last input, and which are scored."""
     batch = task.evaluation(count, length)
-    tokens = torch.cat((batch.inputs[:, :1], torch.where(batch.targets == IGNORED, batch.inputs.roll(-1, 1), batch.targets)), 1)
+    tokens = torch.cat(
+        (batch.inputs[:, :1], torch.where(batch.targets == IGNORED, batch.inputs.roll(-1, 1), batch.targets)), 1
+    )
     scored = torch.nn.functional.pad(batch.targets != IGNORED, (1, 0))
     return tokens.tolist(), scored.tolist()
 
@@ -64,7 +66,8 @@ def answer(tokens, scored):
 def test_copy_and_reverse(name, expected):
     task = PUZZLES[name]()
     for tokens, scored in zip(*rows(task, 7), strict=True):
-        assert tokens[0] == Puzzle.BEGIN and tokens[8] == Puzzle.SEPARATOR
+        assert tokens[0] == Puzzle.BEGIN
+        assert tokens[8] == Puzzle.SEPARATOR
         assert answer(tokens, scored) == [*expected(tokens[1:8]), Puzzle.END]
     # Shorter samples of a batch: the answer follows its own separator, and the rest is padding.
     batch = task.batches(0, [0], range(40), 7)
@@ -73,7 +76,8 @@ def test_copy_and_reverse(name, expected):
         length = inputs.index(Puzzle.SEPARATOR) - 1
         lengths.add(length)
         assert [x for x in targets if x != IGNORED] == [*expected(inputs[1 : 1 + length]), Puzzle.END]
-        assert targets[1 + length] != IGNORED and all(x == IGNORED for x in targets[: 1 + length])
+        assert targets[1 + length] != IGNORED
+        assert all(x == IGNORED for x in targets[: 1 + length])
         assert set(inputs[2 + 2 * length + 1 :]) <= {Puzzle.PAD}
     assert lengths == set(range(1, 8))
 
@@ -96,7 +100,8 @@ def test_recall_asks_every_key_once_and_knows_its_distance():
     for tokens, scored, far in zip(*rows(task, 5), distances, strict=True):
         pairs = list(zip(tokens[1:11:2], tokens[2:11:2], strict=True))
         asked = list(zip(tokens[11::2], tokens[12::2], strict=True))
-        assert sorted(asked) == sorted(pairs) and len(dict(pairs)) == 5
+        assert sorted(asked) == sorted(pairs)
+        assert len(dict(pairs)) == 5
         assert answer(tokens, scored) == [value for _, value in asked]
         for index, (pair, distance) in enumerate(zip(asked, far, strict=True)):
             assert tokens[12 + 2 * index - distance] == pair[1]
@@ -129,7 +134,9 @@ def test_longer_contexts_score_the_same_tokens():
         assert ((batch.targets != IGNORED).sum(1) == 16).all()
         assert torch.equal(batch.inputs[:, -32:], other.inputs[:, -32:])
     assert torch.equal(short.targets[:, -16:], long.targets[:, -16:])
-    assert torch.equal(long.inputs[:, 1:], torch.where(long.targets == IGNORED, long.inputs.roll(-1, 1), long.targets)[:, :-1])
+    assert torch.equal(
+        long.inputs[:, 1:], torch.where(long.targets == IGNORED, long.inputs.roll(-1, 1), long.targets)[:, :-1]
+    )
 
 
 def test_shuffled_text_has_the_same_bytes():

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.ranks import on_rank_0
@@ -61,9 +63,9 @@ def write_checkpoint(
     try:
         on_rank_0(clear)
         with _one_process_is_meant():
-            dcp.save(_states(model, optimizer), checkpoint_id=temporary)
+            save(_states(model, optimizer), checkpoint_id=temporary)
         on_rank_0(publish)
-    except (OSError, dcp.CheckpointException) as error:
+    except (OSError, CheckpointException) as error:
         last = last_checkpoint(folder)
         raise RopewalkError(
             asked=f"a checkpoint of step {step} in {folder}",
@@ -93,8 +95,8 @@ def read_checkpoint(
     try:
         stored = on_rank_0(lambda: json.loads((path / "config.json").read_text(encoding="utf-8")))
         with _one_process_is_meant():
-            dcp.load(states, checkpoint_id=path)
-    except (OSError, ValueError, dcp.CheckpointException) as error:
+            load(states, checkpoint_id=path)
+    except (OSError, ValueError, CheckpointException) as error:
         raise RopewalkError(
             asked=asked,
             expected="a complete checkpoint",

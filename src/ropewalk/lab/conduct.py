@@ -1,4 +1,4 @@
-"""conduct: train all runs of an experiment, several at a time, and judge its statements. It resumes where it stopped."""
+"""conduct: train all runs of an experiment, several at a time, and judge its statements. It can be resumed."""
 
 import dataclasses
 import json
@@ -115,9 +115,7 @@ def conduct(
         for generation in generations:
             members = [run for run in waiting if len(list(_family(run))) == generation]
             _perform_in_processes(members, settings, out, jobs, progress)
-    results = tuple(
-        {arm.label: _read_result(with_seed(arm.run, seed), out) for arm in arms} for seed in seeds
-    )
+    results = tuple({arm.label: _read_result(with_seed(arm.run, seed), out) for arm in arms} for seed in seeds)
     outcomes = tuple(judge(statement, results) for statement in experiment.statements)
     return Findings(experiment, size, tuple(arms), tuple(seeds), results, outcomes)
 

@@ -134,9 +134,7 @@ class Decoder(nn.Module):
         self.size: Size = size
         self.embedding = nn.Embedding(vocabulary, size.dim)
         self.encoding: Encoding = make_encoding(encoding, dim=size.dim, num_heads=size.heads, length=length)
-        self.blocks = nn.ModuleList(
-            Block(size, self.encoding, attention, qk_norm=qk_norm) for _ in range(size.layers)
-        )
+        self.blocks = nn.ModuleList(Block(size, self.encoding, attention, qk_norm=qk_norm) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim)
         self.head = nn.Linear(size.dim, vocabulary, bias=False)
         self._initialize(seed)

@@ -10,8 +10,8 @@ from ropewalk.lab.encodings import parse_encoding
 
 __all__ = ["RATES", "rate_of", "sweeps"]
 
-# The rates that are compared.
-RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+# The rates that are compared. The best one of a sweep is not the first or last that was measured.
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 _DEFAULT = {"micro": 4e-3, "tiny": 2e-3, "small": 1e-3}
 
 

@@ -71,8 +71,7 @@ def from_json(record: Mapping[str, Any]) -> Findings:
             curves = {name: [(x, y) for x, y in points] for name, points in fields["curves"].items()}
             mapping[entry["label"]] = RunResult(**{**fields, "curves": curves})
     outcomes = tuple(
-        Outcome(Verdict(x["verdict"]), x["reason"], tuple(x["lower"]), tuple(x["higher"]))
-        for x in record["statements"]
+        Outcome(Verdict(x["verdict"]), x["reason"], tuple(x["lower"]), tuple(x["higher"])) for x in record["statements"]
     )
     experiment = EXPERIMENTS[record["experiment"]]
     return Findings(experiment, record["size"], tuple(arms), tuple(record["seeds"]), tuple(results), outcomes)

@@ -261,7 +261,7 @@ class Recall(Puzzle):
 
 
 class Needle(Puzzle):
-    """One marked symbol among others, and the question which it was (a passkey, 2305.16300). `length` counts symbols."""
+    """One marked symbol among others, and the question which it was: a passkey (2305.16300)."""
 
     name = "needle"
     solved = True
@@ -282,7 +282,9 @@ class Needle(Puzzle):
         marked = np.insert(symbols, 0, 0, axis=1)
         # The mark is before the needle, and the symbols before it move one place to the left.
         column = np.arange(length + 1)[None]
-        shifted = np.take_along_axis(symbols, np.where(column < place[:, None], column, np.maximum(column - 1, 0)), axis=1)
+        shifted = np.take_along_axis(
+            symbols, np.where(column < place[:, None], column, np.maximum(column - 1, 0)), axis=1
+        )
         marked = np.where(column == place[:, None], self.SEPARATOR, shifted)
         begin, ask = np.full((len(lengths), 1), self.BEGIN), np.full((len(lengths), 1), self.SEPARATOR)
         tokens = np.concatenate((begin, marked, ask, symbols[rows, place][:, None]), axis=1)

@@ -84,9 +84,7 @@ def _base_arms(size: str) -> list[Arm]:
 def _base_arm(encoding: str, size: str) -> Arm:
     length, batch, steps = SCALES[size]
     parent = text_run(encoding, size)
-    return Arm(
-        encoding, tuned(parent, encoding, steps=round(2 * TUNED_STEPS * steps), length=length, batch=batch)
-    )
+    return Arm(encoding, tuned(parent, encoding, steps=round(2 * TUNED_STEPS * steps), length=length, batch=batch))
 
 
 def _rise(label: str) -> Value:

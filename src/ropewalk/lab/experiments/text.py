@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from ropewalk.lab.decoder import AttentionName
-from ropewalk.lab.experiment import Arm, Experiment, Statement, Value, at, final_loss
+from ropewalk.lab.experiment import Arm, Experiment, Statement, Value, final_loss
 from ropewalk.lab.rates import rate_of
 from ropewalk.lab.run import Run
 from ropewalk.lab.training import RunResult
@@ -56,7 +56,9 @@ def share_of_steps(label: str, baseline: str) -> Value:
     def value(results: Mapping[str, RunResult]) -> float:
         target = results[baseline].final_loss
         points = results[label].curves["loss by step"]
-        return next((step for step, loss in points if loss is not None and loss <= target), points[-1][0]) / points[-1][0]
+        return (
+            next((step for step, loss in points if loss is not None and loss <= target), points[-1][0]) / points[-1][0]
+        )
 
     return value
 
@@ -143,7 +145,10 @@ EXTRAPOLATION = _compare(
     _same(*ALL_ENCODINGS),
     (
         Statement(
-            "rope predicts no worse at 4 times its length", "001, 003, 004", by_length("rope", FAR), by_length("rope", 1)
+            "rope predicts no worse at 4 times its length",
+            "001, 003, 004",
+            by_length("rope", FAR),
+            by_length("rope", 1),
         ),
         Statement(
             "sinusoidal predicts no worse at 4 times its length",
@@ -194,11 +199,7 @@ PLACEMENT = _compare(
         "Wx + p": "sinusoidal placement=projection",
         "Wx + p in scores": "sinusoidal placement=scores",
     },
-    (
-        Statement(
-            "Wx + p ends with a lower loss than W(x + p)", "002", final_loss("Wx + p"), final_loss("W(x + p)")
-        ),
-    ),
+    (Statement("Wx + p ends with a lower loss than W(x + p)", "002", final_loss("Wx + p"), final_loss("W(x + p)")),),
     "the notes write the second and mean the first; nobody states which learns faster",
 )
 
@@ -213,7 +214,9 @@ PAIRING = _compare(
         "none": "none",
     },
     (
-        Statement("half ends with a lower loss than interleaved", "2104.09864", final_loss("half"), final_loss("interleaved")),
+        Statement(
+            "half ends with a lower loss than interleaved", "2104.09864", final_loss("half"), final_loss("interleaved")
+        ),
         Statement(
             "all features end with a lower loss than a quarter",
             "2410.06205 tab. 2",
@@ -221,7 +224,10 @@ PAIRING = _compare(
             final_loss("a quarter"),
         ),
         Statement(
-            "a quarter ends with a lower loss than none", "2410.06205 tab. 2", final_loss("a quarter"), final_loss("none")
+            "a quarter ends with a lower loss than none",
+            "2410.06205 tab. 2",
+            final_loss("a quarter"),
+            final_loss("none"),
         ),
     ),
     "the pairings are the same up to a permutation; a quarter is slightly worse than all, none is much worse",
@@ -240,7 +246,11 @@ BFLOAT16_ANGLES = _compare(
     "bfloat16-angles",
     "What do positions in bfloat16 cost, if samples begin anywhere below 8192?",
     {"exact": "rope", "bfloat16": "ropewalk.lab.variants:Bfloat16Angles"},
-    (Statement("exact ends with a lower loss than bfloat16", "2411.13476", final_loss("exact"), final_loss("bfloat16")),),
+    (
+        Statement(
+            "exact ends with a lower loss than bfloat16", "2411.13476", final_loss("exact"), final_loss("bfloat16")
+        ),
+    ),
     "bfloat16 has 897 distinct positions below 8192, so neighbours share theirs",
     metric="validation loss at positions from 8192 on, in nats per byte",
     offset=8192,

@@ -50,7 +50,8 @@ SavedEvery = Annotated[
     int | None, typer.Option("--save-every", metavar="N", min=1, help="Steps between checkpoints. Default: at the end.")
 ]
 Jobs = Annotated[
-    int | None, typer.Option("--jobs", metavar="N", min=1, help="Runs at a time. Default: the cores of a CPU; 1 on CUDA.")
+    int | None,
+    typer.Option("--jobs", metavar="N", min=1, help="Runs at a time. Default: the cores of a CPU; 1 on CUDA."),
 ]
 TextFolder = Annotated[
     Path | None,

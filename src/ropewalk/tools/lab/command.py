@@ -111,7 +111,7 @@ def run(options: Options) -> int:
         require_picture(options.plot, asked=f"ropewalk lab run --plot {options.plot}")
     experiment = _experiment(options.name, options.size, asked="ropewalk lab run")
     if options.record is not None:
-        return _show_record(options, console)
+        return _show_record(Path(options.record), options, console)
     with _process_group(options) as settings:
         from ropewalk.lab.conduct import conduct, default_jobs
         from ropewalk.lab.ranks import on_rank_0, rank_and_ranks
@@ -163,7 +163,9 @@ def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | N
         fields = json.loads(path.read_text(encoding="utf-8"))
         stored.append({"folder": str(folder), **fields})
         run = fields.pop("run")
-        label = f"{run['encoding']}, {run['size']}, {run['attention']}, {run['task']} {run['length']}, seed {run['seed']}"
+        label = (
+            f"{run['encoding']}, {run['size']}, {run['attention']}, {run['task']} {run['length']}, seed {run['seed']}"
+        )
         results.setdefault(label, []).append(RunResult(**fields))
     from ropewalk.tools.lab.sheet import print_comparison
 
@@ -226,7 +228,9 @@ def _changed(run: "Run", options: Options) -> "Run":
     """The run with the options of the command line."""
     parent = None if run.parent is None else _changed(run.parent, options)
     steps = run.steps if options.steps is None or run.steps == 0 else options.steps
-    return dataclasses.replace(run, steps=steps, text=None if options.text is None else str(options.text), parent=parent)
+    return dataclasses.replace(
+        run, steps=steps, text=None if options.text is None else str(options.text), parent=parent
+    )
 
 
 def _without_statements(experiment: "Experiment") -> "Experiment":
@@ -299,7 +303,12 @@ def _progress(
 
     waiting = [run for run in runs_of(arms, seeds) if not (out / run.key / "result.json").exists()]
     labels = {arm.run.encoding: arm.label for arm in arms}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f} %"),
+        TimeRemainingColumn(),
+    )
     bar = Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal))
     total = sum(run.steps for run in waiting)
     steps = {run.key: 0 for run in waiting}
@@ -331,11 +340,9 @@ def _show(findings: Any, options: Options, console: Console) -> None:
         plot_findings(findings, options.plot)
 
 
-def _show_record(options: Options, console: Console) -> int:
+def _show_record(path: Path, options: Options, console: Console) -> int:
     from ropewalk.lab.record import from_json, read_record
 
-    assert options.record is not None
-    path = Path(options.record)
     if not path.is_file():
         raise RopewalkError(
             asked=f"ropewalk lab run --from {path}",

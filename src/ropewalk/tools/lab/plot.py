@@ -47,22 +47,24 @@ def _plot(
         panels = canvas.subplots(1, len(curves), squeeze=False)[0]
         handles: dict[str, object] = {}
         for axes, name in zip(panels, curves, strict=True):
+            across, up = _AXES[name]
+            axes.set(xlabel=across, ylabel=up)
+            ticks: set[float] = set()
             for index, (label, runs) in enumerate(results.items()):
                 if name not in runs[0].curves:
                     continue
                 xs = np.array([x for x, _ in runs[0].curves[name]], dtype=float)
                 ys = np.array([[np.nan if y is None else y for _, y in run.curves[name]] for run in runs], dtype=float)
                 shown = xs >= _SHOWN_FROM * xs.max() if name == "loss by step" else np.full(xs.shape, True)
-                style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index // len(COLOURS) % len(DASHES)]}
+                colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
                 marker = {} if name == "loss by step" else {"marker": "o"}
-                (line,) = axes.plot(xs[shown], ys.mean(0)[shown], **style, **marker)
-                axes.fill_between(xs[shown], ys.min(0)[shown], ys.max(0)[shown], color=style["color"], alpha=0.15, lw=0)
+                (line,) = axes.plot(xs[shown], ys.mean(0)[shown], color=colour, linestyle=dashes, **marker)
+                axes.fill_between(xs[shown], ys.min(0)[shown], ys.max(0)[shown], color=colour, alpha=0.15, lw=0)
                 handles.setdefault(label, line)
-            across, up = _AXES[name]
-            axes.set(xlabel=across, ylabel=up)
-            if name.endswith("length") and len(xs) > 1:
+                ticks |= set(xs.tolist())
+            if name.endswith("length") and len(ticks) > 1:
                 axes.set_xscale("log", base=2)
-                axes.set_xticks(xs, [f"{x:g}" for x in xs])
+                axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
                 axes.minorticks_off()
         canvas.suptitle(title, x=0.01, ha="left")
         legend_below(canvas, list(handles.values()), list(handles))

@@ -60,7 +60,7 @@ def print_experiment(console: Console, experiment: Experiment, size: str, arms: 
 def print_findings(console: Console, findings: Findings) -> None:
     """What was measured, and the verdicts."""
     experiment, seeds = findings.experiment, findings.seeds
-    many = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"seed {seeds[0]}"
+    many = f"seeds {min(seeds)} to {max(seeds)}" if len(seeds) > 1 else f"seed {min(seeds)}"
     with trimmed(console):
         console.print(f"{experiment.name}, {findings.size}, {many}: {experiment.question}\n")
         by_label = {arm.label: [x[arm.label] for x in findings.results] for arm in findings.arms}
@@ -86,7 +86,7 @@ def _shown_curve(experiment: Experiment) -> str | None:
 
 
 def _print_results(console: Console, results: dict[str, list[RunResult]], curve: str | None) -> None:
-    points = sorted({x for runs in results.values() for x, _ in runs[0].curves.get(curve or "", [])})
+    points = sorted({x for runs in results.values() for x, _ in next(iter(runs)).curves.get(curve or "", [])})
     table = _table("arm", "loss", *(f"{x:g}" for x in points))
     for column in table.columns[1:]:
         column.justify = "right"
