@@ -31,7 +31,7 @@ def test_a_sample_agrees_with_the_direct_sums():
 @meant("cu_seqlens")
 @meant("key_mask")
 def test_a_larger_sample_agrees_with_the_direct_sums():
-    _, failures = check_many(seed=2, first=0, count=1000)
+    _, failures = check_many(seed=2, first=0, count=400)
     assert not failures, "\n".join(failures)
 
 
@@ -40,7 +40,7 @@ def test_a_larger_sample_agrees_with_the_direct_sums():
 @meant("cu_seqlens")
 @meant("key_mask")
 def test_kernels_for_a_gpu_agree_with_the_direct_sums():
-    _, failures = check_many(seed=3, first=0, count=6, triton=1.0)
+    _, failures = check_many(seed=3, first=0, count=3, triton=1.0)
     assert not failures, "\n".join(failures)
 
 

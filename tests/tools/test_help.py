@@ -20,7 +20,7 @@ from ropewalk.tools.cli import app
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "commands.md"
 # Commands that take too long for a test or need a GPU: only their options are parsed.
-LONG = ("demo", "bench cpu", "bench gpu", "bench attention --quick", "verify --json")
+LONG = ("demo", "bench cpu", "bench gpu", "bench attention --quick", "verify --json", "lab run", "lab compare")
 
 
 def commands(command: Any = None, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -108,7 +108,16 @@ def test_the_examples_run(line, workplace):
 def test_the_first_screen_has_one_line_per_command():
     text = shown(())
     listed = text.split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == ["demo", "inspect", "extend", "convert", "verify", "plot", "bench"]
+    assert [line.split()[0] for line in listed] == [
+        "demo",
+        "inspect",
+        "extend",
+        "convert",
+        "verify",
+        "plot",
+        "bench",
+        "lab",
+    ]
     assert all(len(line) <= 80 and line.endswith(".") and not line.endswith("...") for line in listed)
     assert len(text.splitlines()) <= 24
 

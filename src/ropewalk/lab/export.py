@@ -4,12 +4,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ropewalk.errors import RopewalkError
 from ropewalk.lab.decoder import Decoder
 from ropewalk.lab.run import Run, make_task
 from ropewalk.nn.encodings.rotary import RotaryEncoding
+
+try:
+    from safetensors.torch import load_file, save_file
+except ImportError:
+    raise RopewalkError(
+        asked="the lab",
+        expected="safetensors, which the extra `lab` installs",
+        got="safetensors is not installed",
+        do="pip install 'ropewalk[lab]'",
+    ) from None
 
 __all__ = ["export", "load_weights"]
 

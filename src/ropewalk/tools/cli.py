@@ -20,7 +20,7 @@ __all__ = ["app", "main"]
 
 app: typer.Typer = typer.Typer(
     name="ropewalk",
-    help="""Position in transformers: inspect, extend, convert, plot and time a model's RoPE.
+    help="""Position in transformers: inspect, extend, convert, plot, time and train.
 
 Results are written to standard output, everything else to standard error. Exit codes: 0 for success, 1 if a check
 failed, 2 for bad usage or input.

@@ -73,7 +73,12 @@ Folders = Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of r
 
 @lab.command("list")
 def list_experiments(json: ListJson = None) -> None:
-    """List the experiments."""
+    """List the experiments.
+
+    \b
+    Example:
+      ropewalk lab list
+    """
     from ropewalk.tools.lab.command import list_experiments as run
 
     raise typer.Exit(run(json_file=json))
