@@ -17,7 +17,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
 import sys
 import sysconfig
@@ -29,16 +28,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ropewalk as rw
+from ropewalk.lab.checkpoints import last_checkpoint, read_checkpoint, write_checkpoint
+from ropewalk.lab.draws import draws
+from ropewalk.lab.ranks import on_rank_0
 
 # What may differ between a run and the one that continues it: all other options change the losses.
 FREE_OPTIONS = {"steps", "seconds", "every", "out", "resume", "json"}
@@ -111,9 +111,8 @@ def read_text() -> bytes:
 
 def read_batch(text: Tensor, seed: int, step: int, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets [batch, length] of all ranks: a function of seed and step, so that a resumed run continues."""
-    generator = torch.Generator().manual_seed((seed * 2**32 + step) % 2**63)
-    starts = torch.randint(len(text) - length, (batch, 1), generator=generator)
-    tokens = text[starts + torch.arange(length + 1)].long()
+    starts = draws(seed, [step], range(batch), 1)[0] % (len(text) - length)
+    tokens = text[torch.from_numpy(starts.astype("int64")) + torch.arange(length + 1)].long()
     # Shifted before they are cut: the target of the last token of a rank is the first token of another.
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -162,70 +161,12 @@ def compare_with_one_rank(model: nn.Module, text: Tensor, args: argparse.Namespa
     return largest.item()
 
 
-def on_rank_0(function: Callable[[], Any]) -> Any:
-    """The result of a function that rank 0 calls, on every rank. If it cannot read or write, every rank raises."""
-    results: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            results[0] = function()
-        except OSError as error:
-            results[1] = str(error)
-    dist.broadcast_object_list(results)
-    if results[1] is not None:
-        raise RunError(results[1])
-    return results[0]
-
-
-def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint contains. Batches are functions of the step, which is in the name of its folder."""
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def write_checkpoint(out: Path, step: int, states: dict[str, Any], config: dict[str, Any]) -> None:
-    """Write to a temporary folder and rename it, so that step-N is complete whenever a process is killed."""
-    temporary = out / "unfinished"
-
-    def clear() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def publish() -> None:
-        (temporary / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        older = checkpoints(out).values()
-        temporary.rename(out / f"step-{step}")
-        for path in older:
-            shutil.rmtree(path, ignore_errors=True)
-
-    on_rank_0(clear)
-    dcp.save(states, checkpoint_id=temporary)
-    on_rank_0(publish)
-
-
-def read_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> None:
-    """Read a checkpoint that as many ranks have written, with the same options."""
-    stored = on_rank_0(lambda: json.loads((path / "config.json").read_text(encoding="utf-8")))
-    names = [name for name in config if config[name] != stored.get(name)]
-    if names:
-        expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
-        do = f"torchrun --nproc-per-node {stored['ranks']}" if "ranks" in names else "pass the options of that run"
-        raise RunError(f"--resume: expected {expected}, as in {path}; got {got}; {do}, or omit --resume")
-    states = states_of(model, optimizer)
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-
-
-def checkpoints(out: Path) -> dict[int, Path]:
-    """The complete checkpoints of a folder by their steps."""
-    return {int(path.name.removeprefix("step-")): path for path in out.glob("step-*")}
-
-
 def choose_folder(args: argparse.Namespace) -> tuple[Path, int]:
     """The folder of checkpoints and the step of the last one, 0 to start anew. Rank 0 chooses, for all."""
     runs = sorted(Path("runs").glob("long-context-*"))
     newest = runs[-1] if args.resume and runs else Path("runs", time.strftime("long-context-%Y%m%d-%H%M%S"))
     out = args.out or newest
-    return out, max(checkpoints(out), default=0)
+    return out, last_checkpoint(out)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -311,7 +252,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, stop
     if first and not args.resume:
         raise RunError(f"--out: {out} has a checkpoint of step {first}; pass --resume, or another folder")
     if first:
-        read_checkpoint(out / f"step-{first}", model, optimizer, config)
+        read_checkpoint(out, first, model, optimizer, config)
         show(f"resumed from {out}/step-{first}")
 
     difference = compare_with_one_rank(model, text, args, mesh)
@@ -342,7 +283,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, stop
             part = max((step - first) / (steps - first), elapsed / seconds)
             report.add(step, mean, part, last=ends)
             if ends or step % args.every == 0:
-                write_checkpoint(out, step, states_of(model, optimizer), config)
+                write_checkpoint(out, step, model, optimizer, config)
     peaks: list[Any] = [None] * ranks
     dist.all_gather_object(peaks, peak_memory(device) / 2**20)
     what = "of tensors" if device.type == "cuda" else "of the whole process"
@@ -434,7 +375,7 @@ def main() -> int:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         train(args, init_device_mesh(device.type, (dist.get_world_size(),)), device, stop)
-    except (RunError, rw.RopewalkError) as error:
+    except (RunError, rw.RopewalkError, OSError) as error:
         lines = str(error).replace("\n", "\n  ")
         print(f"rank {dist.get_rank()}: error: {lines}", file=sys.stderr, flush=True)
         return 1

@@ -1,5 +1,6 @@
 """examples/long_context.py: trains, survives being killed, and refuses checkpoints of other runs."""
 
+import importlib.util
 import json
 import os
 import re
@@ -9,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "long_context.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 TINY = ["--length", "128", "--dim", "32", "--layers", "1", "--heads", "2", "--batch", "2", "--lr", "0.01"]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+# If a rank is aborted, it shows where each of its threads was.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 # A start is seconds. What takes longer than this waits for something that will not happen.
 TIMEOUT = 300
 
@@ -66,12 +69,12 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     log.write_text(before + '{"step": 9')
     steps = max(30, step + 5)
     resumed = run("--steps", steps, "--out", out, "--json", log, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"resumed from {out}/step-{step}" in resumed.stdout
     assert [path.name for path in out.iterdir()] == [f"step-{steps}"]
 
     whole = run("--steps", steps, "--out", tmp_path / "whole", "--json", tmp_path / "whole.jsonl")
-    assert whole.returncode == 0, whole.stderr
+    assert whole.returncode == 0, whole.stdout + whole.stderr
     losses = losses_in((tmp_path / "whole.jsonl").read_text())
     assert len(losses) == steps
     assert losses_in(log.read_text()) == losses
@@ -84,6 +87,20 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     assert 0 < float(difference[1]) < 1e-10
     assert sum(losses[x] for x in range(steps - 4, steps + 1)) < 0.8 * sum(losses[x] for x in range(1, 6))
     assert re.search(r"tokens per second\npeak memory of the whole process, per rank: \d+, \d+ MiB\n", whole.stdout)
+
+
+def test_batches_are_functions_of_seed_and_step():
+    spec = importlib.util.spec_from_file_location("long_context", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    text = torch.arange(251, dtype=torch.uint8)
+    batches = [example.read_batch(text, seed, step, 4, 16) for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2))]
+    (inputs, targets), again, *others = batches
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs, again[0])
+    assert not any(torch.equal(inputs, x) for x, _ in others)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +125,10 @@ def test_a_checkpoint_of_another_number_of_ranks_is_an_error_on_every_rank(one_r
     result = run("--steps", 5, "--out", out, "--attention", "linear", "--encoding", "alibi", "--resume")
     assert result.returncode != 0
     for rank in (0, 1):
-        message = f"rank {rank}: error: --resume: expected ranks 1, as in {out}/step-3; got ranks 2; torchrun "
-        assert message + "--nproc-per-node 1, or omit --resume\n" in result.stderr
+        message = (
+            f"rank {rank}: error: asked:    to resume from {out}/step-3\n  expected: ranks 1\n  got:      ranks 2\n"
+        )
+        assert message in result.stderr
     assert [path.name for path in out.iterdir()] == ["step-3"]
 
 
@@ -117,7 +136,7 @@ def test_a_checkpoint_of_another_number_of_ranks_is_an_error_on_every_rank(one_r
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume", "--attention", "linear"], "expected encoding alibi, as in {out}/step-3; got encoding rope; pass"),
+        (["--resume", "--attention", "linear"], "expected: encoding alibi\n  got:      encoding rope\n"),
         ([], "--out: {out} has a checkpoint of step 3; pass --resume, or another folder"),
     ],
     ids=["other options", "a folder in use"],
