@@ -38,7 +38,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import ropewalk as rw
 from ropewalk.lab.checkpoints import last_checkpoint, read_checkpoint, write_checkpoint
 from ropewalk.lab.draws import draws
-from ropewalk.lab.ranks import on_rank_0
+from ropewalk.lab.ranks import end_rank, on_rank_0
 
 # What may differ between a run and the one that continues it: all other options change the losses.
 FREE_OPTIONS = {"steps", "seconds", "every", "out", "resume", "json"}
@@ -385,4 +385,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_rank(main())

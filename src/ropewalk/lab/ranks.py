@@ -1,14 +1,16 @@
 """What ranks that train together need: who they are, what rank 0 does for all, and sums."""
 
+import os
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ropewalk.errors import RopewalkError
 
-__all__ = ["largest", "on_rank_0", "rank_and_ranks"]
+__all__ = ["end_rank", "largest", "on_rank_0", "rank_and_ranks"]
 
 ResultT = TypeVar("ResultT")
 
@@ -56,3 +58,18 @@ def largest(value: float, device: torch.device) -> float:
     number = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(number, dist.ReduceOp.MAX)
     return number.item()
+
+
+def end_rank(status: int) -> NoReturn:
+    """End this process, without the steps in which Python frees its modules.
+
+    torch.distributed.tensor keeps process groups, and their threads, until the process ends. If a thread of gloo
+    releases the tensor of its last collective while Python ends, C++ aborts the process ("terminate called without an
+    active exception"), and torchrun reports a failed rank after a run that was complete.
+
+    Args:
+        status: The exit status.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
