@@ -11,6 +11,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ropewalk.hub.adapters.arrays import to_jax as to_jax
+    from ropewalk.hub.adapters.arrays import to_mlx as to_mlx
+    from ropewalk.hub.adapters.onnx import onnx_rotary_nodes as onnx_rotary_nodes
+    from ropewalk.hub.adapters.rope_types import register_rope_types as register_rope_types
     from ropewalk.hub.configs.model import Lengths as Lengths
     from ropewalk.hub.configs.model import Model as Model
     from ropewalk.hub.configs.model import read_model as read_model
@@ -39,7 +43,11 @@ _HOME = {
     "extend_model": "ropewalk.hub.extend.extension",
     "inspect_model": "ropewalk.hub.inspection",
     "load_spec": "ropewalk.hub.configs.parse",
+    "onnx_rotary_nodes": "ropewalk.hub.adapters.onnx",
     "read_model": "ropewalk.hub.configs.model",
+    "register_rope_types": "ropewalk.hub.adapters.rope_types",
+    "to_jax": "ropewalk.hub.adapters.arrays",
+    "to_mlx": "ropewalk.hub.adapters.arrays",
     "verify_conversion": "ropewalk.hub.convert.conversion",
 }
 
@@ -56,7 +64,11 @@ __all__ = [
     "extend_model",
     "inspect_model",
     "load_spec",
+    "onnx_rotary_nodes",
     "read_model",
+    "register_rope_types",
+    "to_jax",
+    "to_mlx",
     "verify_conversion",
 ]
 

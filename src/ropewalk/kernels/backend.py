@@ -82,6 +82,8 @@ class Operation:
         in_place: Whether the `run` of rotate accepts in_place=True.
         strides: Whether the `run` of rotate accepts strides=(...), the strides of its results.
         opaque: Whether torch.compile gets a library op that runs it. Otherwise compiled code does not use it.
+        exported: Whether torch.export records the operations of `run`, if no backend was forced. Every call must then
+            be supported.
         is_formula: Whether `run` is the formula itself, which needs no autograd.Function. Only for "torch".
 
     >>> Operation(run=print).opaque
@@ -101,6 +103,7 @@ class Operation:
     in_place: bool = False
     strides: bool = False
     opaque: bool = True
+    exported: bool = False
     is_formula: bool = False
 
 
@@ -115,7 +118,7 @@ class Choice(NamedTuple):
     'mine'
     """
 
-    path: Literal["kernel", "op", "formula"]
+    path: Literal["kernel", "op", "formula", "exported"]
     backend: str
     operation: Operation
 

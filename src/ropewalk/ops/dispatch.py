@@ -1,13 +1,15 @@
 """Choice of the backend that computes a call, and of the path by which it is called.
 
 The overhead of a library op, and of Python's checks, exceeds the time of a kernel for one token. Therefore there are
-three paths:
+four paths:
 
 - "kernel": plain tensors in an eager call are passed directly to the function of a backend, through the cheapest
   autograd.Function if a gradient is needed.
 - "op": torch.compile gets a library op that runs the backend, if the backend is `opaque` and worth the overhead.
 - "formula": everything else (export, functorch, forward-mode AD, tensor subclasses, gradients that no backend supports)
   gets torch operations, which all of them support.
+
+- "exported": torch.export records the operations of a backend that has them for it, if one is registered.
 
 Only plain tensors reach a kernel, so that no kernel reads an invalid pointer. `with_shortcut` makes the same choice
 once per rope, for the common calls. Registering a backend makes it anew.
@@ -65,6 +67,9 @@ def choose(
     """
     compiling = torch.compiler.is_compiling()
     if compiling:
+        exported = _exported(name) if requested is None and is_exporting() else None
+        if exported is not None:
+            return exported
         if requested is None and name in ("rotate", "norm_rotate") and is_one(call[0].shape[call[2].seq_dim]):
             # For one token, the overhead of a library op exceeds the time of Inductor's code.
             return _FORMULA[name]
@@ -131,6 +136,15 @@ def find(
         return choice._replace(path="op") if compiling else choice
     # Without a reason, the forced backend does not have the operation, or is no longer registered.
     return reason or f"{name}, which it does not support"
+
+
+def _exported(name: OperationName) -> Choice | None:
+    """Return the backend whose operation torch.export records, or None if it records the formula."""
+    for backend in backends():
+        operation = backend.operations.get(name)
+        if operation is not None and operation.exported:
+            return Choice("exported", backend.name, operation)
+    return None
 
 
 def _have_plain_types(tensors: Sequence[Tensor | None]) -> bool:

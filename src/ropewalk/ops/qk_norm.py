@@ -64,6 +64,8 @@ def norm_rotate(
     both, weights = (q, k), (q_weight, k_weight)
     if choice.path == "formula":
         results = norm_rotate_formula(both, weights, cos, sin, layout, norm, row)
+    elif choice.path == "exported":
+        results = choice.operation.run(both, weights, cos, sin, layout, norm, row)
     elif choice.path == "op":
         factors = factor(q_weight, q, norm), factor(k_weight, k, norm)
         tables = rows_for(cos, row, q, layout), rows_for(sin, row, q, layout)

@@ -52,7 +52,7 @@ def rotate(
     grad = torch.is_grad_enabled()
     learned = grad and (cos.requires_grad or sin.requires_grad)
     choice = choose("rotate", backend, (q, k, layout), (q, k, cos, sin), table_gradient=learned)
-    if choice.path == "kernel" and not grad:
+    if choice.path == "exported" or (choice.path == "kernel" and not grad):
         return choice.operation.run(q, k, cos, sin, layout, row, conjugate)
     if choice.path == "formula":
         both = (q,) if k is None else (q, k)

@@ -1,6 +1,6 @@
 """RMSNorm and rotation in torch operations, which are differentiable in all arguments and which compilers can fuse."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ def norm_rotate_traceable(
     layout: Layout,
     norm: Norm,
     row: int = 0,
+    rotation: Callable[..., Tensor] = rotate_traceable,
 ) -> Tensor:
     """Return the rotation of x / rms(x) * weight, computed in float32 (float64 for float64) and rounded once.
 
@@ -45,6 +46,7 @@ def norm_rotate_traceable(
         layout: Pairing, first rotated feature, and dimension of the sequence.
         norm: eps, plus_one and rounding of the norm.
         row: Row of cos and sin that belongs to the first token.
+        rotation: The rotation after the norm, with the arguments of `rotate_traceable`.
 
     >>> x, quarter = torch.tensor([[3.0, 4.0]]), (torch.zeros(1, 1), torch.ones(1, 1))
     >>> [round(v, 4) for v in norm_rotate_traceable(x, None, *quarter, Layout(True, 0, -2), Norm(1e-9))[0].tolist()]
@@ -58,7 +60,7 @@ def norm_rotate_traceable(
     scaled = scaled * weight
     if norm.rounding & 2:
         scaled = scaled.to(x.dtype).to(weight.dtype)
-    return rotate_traceable(scaled, cos, sin, layout, row).to(x.dtype)
+    return rotation(scaled, cos, sin, layout, row).to(x.dtype)
 
 
 def norm_rotate(
