@@ -24,7 +24,7 @@ help:
 
 .venv/installed: .venv/python pyproject.toml setup.py constraints.txt $(wildcard src/ropewalk/kernels/native/*.[ch])
 	@echo "installing ropewalk (PyTorch comes with it: the first time takes minutes)"
-	@$(PIP) -e '.[plots]'
+	@$(PIP) -e '.[cli,plots]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed

@@ -15,6 +15,7 @@ ORDER = [
     "names",
     "errors",
     "signatures",
+    "shapes",
     "spec",
     "theory",
     "reference",

@@ -7,12 +7,12 @@ All functions compute in float64 and round once to the dtype of x.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice, require_even
 from ropewalk.reference.arguments import checked_positions, require_finite, require_float, require_tensor
 from ropewalk.reference.pairs import join_pairs
+from ropewalk.shapes import Float, Int, Shaped
 from ropewalk.spec.frequencies import Plain
 
 __all__ = [

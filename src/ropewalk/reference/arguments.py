@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, shown
+from ropewalk.shapes import Float, Shaped
 
 # Dtypes too coarse for positions and frequencies: bfloat16 cannot represent 257, float16 cannot represent 2049.
 COARSE = (torch.float16, torch.bfloat16)

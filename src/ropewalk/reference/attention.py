@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, require_flag, shown
 from ropewalk.reference.arguments import checked_positions, require_float
+from ropewalk.shapes import Float, Shaped
 
 __all__ = ["Projections", "group_heads", "multi_head_attention", "require_bias", "require_qkv", "softmax_attention"]
 

@@ -1,11 +1,11 @@
 """Relative encodings that add a bias to each attention score: T5 and ALiBi."""
 
 import torch
-from jaxtyping import Float, Float64, Int, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_count, require_flag
 from ropewalk.reference.arguments import require_finite, require_float, require_tensor
+from ropewalk.shapes import Float, Float64, Int, Shaped
 
 __all__ = ["alibi_bias", "alibi_slopes", "t5_bias", "t5_bucket"]
 

@@ -15,11 +15,11 @@ The bound is elementwise, not a mean, so one wrong row in a million is detected.
 """
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_even
 from ropewalk.reference.pairs import join_pairs, join_slice, split_pairs, split_slice
+from ropewalk.shapes import Float
 from ropewalk.spec.rope import Pairing, RotarySlice
 
 __all__ = ["BudgetError", "assert_within_budget", "rotation_budget"]

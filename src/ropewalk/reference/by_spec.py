@@ -3,11 +3,11 @@
 import math
 from typing import Literal
 
-from jaxtyping import Float
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.reference.pairs import pair_indices, split_slice
+from ropewalk.shapes import Float
 from ropewalk.spec.rope import RopeSpec
 
 __all__ = ["rotate_by_spec"]

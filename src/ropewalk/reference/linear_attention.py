@@ -7,12 +7,12 @@ terms of both sums. Both forms compute in float64 and round once to the dtype of
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_choice
 from ropewalk.reference.attention import causal_mask, group_heads, require_bias, require_qkv
 from ropewalk.reference.rotate import InvFreq, rotate
+from ropewalk.shapes import Float, Shaped
 from ropewalk.spec.rope import PAIRINGS, Pairing
 
 __all__ = ["elu_plus_one", "linear_attention_by_recurrence", "linear_attention_by_sum"]

@@ -6,10 +6,10 @@ half         (a0  a1  b0  b1) .   .
 """
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ropewalk.errors import require_choice
+from ropewalk.shapes import Float
 from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES, Pairing, RotarySlice
 
 __all__ = ["join_pairs", "join_slice", "pair_indices", "split_pairs", "split_slice"]

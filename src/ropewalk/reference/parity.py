@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError
 from ropewalk.reference.budget import BudgetError, assert_within_budget
 from ropewalk.reference.rotate import rotate
+from ropewalk.shapes import Float, Shaped
 from ropewalk.spec.frequencies import AcrossHeads, Plain
 from ropewalk.spec.rope import PAIRINGS, Pairing, RotarySlice
 

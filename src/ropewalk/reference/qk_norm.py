@@ -1,11 +1,11 @@
 """RMSNorm of queries and keys before their rotation, as in Qwen 3, Gemma 3 and other models."""
 
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, require_positive
 from ropewalk.reference.rotate import rotate
+from ropewalk.shapes import Float, Shaped
 from ropewalk.spec.rope import Pairing, RotarySlice
 
 __all__ = ["qk_norm_rotate", "rms_norm"]

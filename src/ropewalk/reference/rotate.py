@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, require_choice, require_count, require_even, require_flag, shown
 from ropewalk.reference.arguments import angles_for, require_float
 from ropewalk.reference.pairs import join_pairs, join_slice, pair_indices, split_pairs, split_slice
+from ropewalk.shapes import Float, Shaped
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import PAIRINGS, ROTARY_SLICES, Pairing, RotarySlice
 

@@ -5,12 +5,12 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Shaped
 from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, require_choice, require_flag, shown
 from ropewalk.reference.arguments import COARSE
 from ropewalk.reference.pairs import pair_indices
+from ropewalk.shapes import Float64, Shaped
 from ropewalk.signatures import checks_names
 from ropewalk.spec.rope import RopeSpec
 

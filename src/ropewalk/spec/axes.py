@@ -6,9 +6,9 @@ from itertools import groupby
 from typing import final
 
 import numpy as np
-from jaxtyping import Float64
 
 from ropewalk.errors import RopewalkError, as_int, require_count, shown
+from ropewalk.shapes import Float64
 from ropewalk.signatures import checks_names
 from ropewalk.spec.fields import SupportsToList, as_list, as_rows
 from ropewalk.spec.frequencies import ConfigValue

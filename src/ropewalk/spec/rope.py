@@ -6,14 +6,14 @@ import math
 from typing import Literal, cast, final, get_args
 
 import numpy as np
-from jaxtyping import Float64
 
 from ropewalk.errors import RopewalkError, as_int, require_choice, require_count, require_even, shown
+from ropewalk.shapes import Float64
 from ropewalk.signatures import checks_names
 from ropewalk.spec.arithmetic import FLOAT64, Arithmetic, ArrayT
 from ropewalk.spec.axes import Axes
 from ropewalk.spec.fields import LONGEST
-from ropewalk.spec.frequencies import ConfigValue, Frequencies, Plain, RopeConfig
+from ropewalk.spec.frequencies import ConfigValue, Frequencies, Plain, RopeConfig, stated_in_config
 from ropewalk.spec.temperature import QueryTemperature
 from ropewalk.spec.value import Parts, construct, from_dict, from_parts, to_dict, to_parts, without_repeats
 from ropewalk.spec.xpos import XPos
@@ -263,14 +263,15 @@ class RopeSpec:
         """
         return self.xpos is None and self.query_temperature is None
 
-    def to_config(self, stack: Literal["transformers"]) -> RopeConfig:
+    def to_config(self, stack: Literal["transformers", "ropewalk"]) -> RopeConfig:
         """Return the keys of a config.json with which transformers computes this rotation in a model of its family.
 
         Pairing, slice, sign and the axes of vision towers are fixed by the model family and have no keys. The width of
         a trailing slice is not written either, because each family has its own keys for it.
 
         Args:
-            stack: "transformers".
+            stack: "transformers" for the rope types of transformers alone. "ropewalk" for the rope types that
+                `ropewalk.hub.register_rope_types` adds, which support every rule with one row of frequencies.
 
         Returns:
             A dict with "rope_parameters", and with "max_position_embeddings" if the rule needs it.
@@ -280,16 +281,19 @@ class RopeSpec:
 
         >>> RopeSpec(128, Plain(500_000), rotary_dim=64).to_config("transformers")
         {'rope_parameters': {'rope_type': 'default', 'rope_theta': 500000.0, 'partial_rotary_factor': 0.5}}
+        >>> RopeSpec(4, Plain(100)).to_config("ropewalk")["rope_parameters"]
+        {'rope_type': 'ropewalk', 'rope_theta': 100.0, 'rule': {'rule': 'Plain', 'base': 100.0}}
         """
-        require_choice(stack, ("transformers",), asked="RopeSpec.to_config(stack)")
+        require_choice(stack, ("transformers", "ropewalk"), asked="RopeSpec.to_config(stack)")
         if self.xpos is not None:
             raise RopewalkError(
-                asked='RopeSpec.to_config("transformers")',
+                asked=f'RopeSpec.to_config("{stack}")',
                 expected="a rotation that transformers computes",
                 got=shown(self.xpos),
                 do="keep the spec as JSON: RopeSpec.to_json",
             )
-        config = self.frequencies.to_config(self.rotated_dim if self.axes is None else self.axes.dim)
+        rule, dim = self.frequencies, self.rotated_dim if self.axes is None else self.axes.dim
+        config = rule.to_config(dim) if stack == "transformers" else stated_in_config(rule, dim)
         keys = config["rope_parameters"]
         extra: dict[str, ConfigValue] = {} if self.axes is None else self.axes.to_config()
         extra |= {} if self.query_temperature is None else self.query_temperature.to_config()
@@ -298,7 +302,7 @@ class RopeSpec:
         for key, value in extra.items():
             if keys.setdefault(key, value) != value:
                 raise RopewalkError(
-                    asked='RopeSpec.to_config("transformers")',
+                    asked=f'RopeSpec.to_config("{stack}")',
                     expected=f"one value for the key {key!r}, which two parts of the spec share in transformers",
                     got=f"{keys[key]:g} and {value:g}",
                     do="keep the spec as JSON: RopeSpec.to_json",

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, shown
+from ropewalk.shapes import Float64
 
 # One frequency per pair, as `RopeSpec.inv_freq()` returns them or as a list.
 InvFreq = NDArray[np.float64] | Sequence[float]

@@ -6,9 +6,9 @@ import math
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float64
 
 from ropewalk.errors import RopewalkError, require_positive, shown
+from ropewalk.shapes import Float64
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.theory.arguments import InvFreq, frequencies_of

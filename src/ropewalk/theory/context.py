@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
-from jaxtyping import Float64
 from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, as_int, require_count, require_even, require_positive, shown
+from ropewalk.shapes import Float64
 from ropewalk.spec.frequencies import Plain
 from ropewalk.theory.arguments import InvFreq, frequencies_of
 from ropewalk.theory.decay import score_sum

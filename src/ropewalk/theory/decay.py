@@ -4,10 +4,10 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Complex128, Float64
 from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError
+from ropewalk.shapes import Complex128, Float64
 from ropewalk.theory.arguments import Distances, InvFreq, distances_of, frequencies_of
 
 __all__ = ["BAND_EDGES", "abel_bound", "abel_transform", "band_means", "decay_curve", "partial_sums", "score_sum"]

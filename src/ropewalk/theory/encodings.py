@@ -7,10 +7,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float64, Int64
 from numpy.typing import NDArray
 
 from ropewalk.errors import RopewalkError, require_count, require_even, require_flag
+from ropewalk.shapes import Float64, Int64
 from ropewalk.spec.frequencies import Plain
 from ropewalk.theory.arguments import Distances, distances_of
 
