@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lab.small_runs import CPU, TINY
 from ropewalk.errors import RopewalkError
+from ropewalk.lab.export import export, load_weights, whole_state
 from ropewalk.lab.run import Run
 from ropewalk.lab.training import Interrupted, train
 
@@ -27,6 +28,8 @@ STEPS = 3
 RUNS: dict[str, tuple[Any, Run]] = {
     "ddp": ("ddp", TINY),
     "fsdp": ("fsdp", TINY),
+    # Parameters of an encoding, which all layers share.
+    "fsdp, t5": ("fsdp", dataclasses.replace(TINY, encoding="t5")),
     # Ranks have different numbers of scored tokens.
     "ddp, puzzle": ("ddp", dataclasses.replace(TINY, task="copy")),
     "context": ("context", TINY),
@@ -65,7 +68,11 @@ def shared_runs(world: int) -> dict[str, Callable[[DeviceMesh], None]]:
 
         return compare
 
-    return {name: case(*x) for name, x in RUNS.items()} | {"an odd batch": odd_batch, "resumed": resumed}
+    return {name: case(*x) for name, x in RUNS.items()} | {
+        "an odd batch": odd_batch,
+        "resumed": resumed,
+        "offset": offset,
+    }
 
 
 def _alone(function: Callable[[], Any]) -> Any:
@@ -79,6 +86,11 @@ def odd_batch(mesh: DeviceMesh) -> None:
         train(dataclasses.replace(TINY, batch=3), CPU)
 
 
+def offset(mesh: DeviceMesh) -> None:
+    with pytest.raises(RopewalkError, match="ranks that share the batch"):
+        train(dataclasses.replace(TINY, offset=10), dataclasses.replace(CPU, parallel="context"))
+
+
 def resumed(mesh: DeviceMesh) -> None:
     """FSDP: a run that stops on the wish of one rank, and continues, has the weights of one that does not stop."""
     names: list[Any] = [tempfile.mkdtemp()] if mesh.get_rank() == 0 else [None]
@@ -90,7 +102,13 @@ def resumed(mesh: DeviceMesh) -> None:
         stop.set()
     with pytest.raises(Interrupted, match="after step 1"):
         train(TINY, settings, folder, stop=stop)
-    assert torch.equal(whole, weights(train(TINY, settings, folder)[0]))
+    model = train(TINY, settings, folder)[0]
+    assert torch.equal(whole, weights(model))
+    # Every rank has a part of the weights, and rank 0 writes all.
+    state = whole_state(model)
+    if mesh.get_rank() == 0:
+        export(model, TINY, folder / "model", state)
+        assert torch.equal(whole, weights(load_weights(TINY, folder / "model")))
     other = dataclasses.replace(settings, parallel="ddp")
     with pytest.raises(RopewalkError, match="expected: parallel fsdp"):
         train(TINY, other, folder)

@@ -35,6 +35,23 @@ def test_models_start_equal_and_are_causal(encoding, attention):
     assert not torch.allclose(a[:, 9:], b[:, 9:], atol=1e-5)
 
 
+@pytest.mark.parametrize("encoding", ["learned", "recurrent", "concatenated"])
+def test_parameters_of_encodings_are_functions_of_the_seed(encoding):
+    states = []
+    for noise, seed in ((1, 0), (2, 0), (3, 1)):
+        torch.manual_seed(noise)
+        states.append(make(encoding, seed=seed).encoding.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not all(torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_tokens_learned_positions_and_sinusoids_start_at_one_scale():
+    model = make("learned")
+    table = model.encoding.state_dict()["weight"]
+    assert table.std().item() == pytest.approx(model.embedding.weight.std().item(), rel=0.1)
+    assert table.std().item() == pytest.approx(0.5**0.5, rel=0.1)
+
+
 def test_seeds_differ_and_repeat():
     first, again, other = make("rope", seed=1), make("rope", seed=1), make("rope", seed=2)
     weights = [blocks_of(model)[0].gate.weight for model in (first, again, other)]

@@ -10,7 +10,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.lab.draws import draws, order
 from ropewalk.lab.run import Run, make_task
 from ropewalk.lab.tasks import IGNORED, PUZZLES, Puzzle, Recall
-from ropewalk.lab.text import ShuffledText, Text, read_folder, read_standard_library
+from ropewalk.lab.text import ShuffledText, Text, read_folder, read_iterator, read_standard_library
 
 FILES = [bytes([65 + i]) * (100 + i) for i in range(20)]
 
@@ -152,8 +152,13 @@ def test_the_standard_library_has_no_tests_and_millions_of_bytes():
 
 
 def test_text_that_is_too_small_and_folders_that_are_empty(tmp_path):
-    with pytest.raises(RopewalkError, match="more than 65 bytes"):
-        Text([b"abc"]).batches(0, [0], [0], 64)
+    text = Text([b"x" * 1000])  # 900 bytes to train on, 100 held out
+    assert text.batches(0, [0], range(13), 64).inputs.shape == (1, 13, 64)
+    with pytest.raises(RopewalkError, match=r"14 samples of 64 bytes\n.*more than 910 bytes to train on"):
+        text.batches(0, [0], range(14), 64)
+    assert text.evaluation(3, 48).inputs.shape == (3, 48)
+    with pytest.raises(RopewalkError, match=r"more than 50 bytes to evaluate(.*\n)*.*smaller batch or length"):
+        text.evaluation(3, 49)
     with pytest.raises(RopewalkError, match="no file in it"):
         read_folder(tmp_path)
     with pytest.raises(RopewalkError, match="no such folder"):
@@ -161,3 +166,23 @@ def test_text_that_is_too_small_and_folders_that_are_empty(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
     assert read_folder(tmp_path / ".") == (b"first", b"second")
+
+
+def poems():
+    """Texts of a user."""
+    yield from ("roses " * 200, b"violets " * 200)
+
+
+def no_poems():
+    return 3
+
+
+def test_text_of_an_iterator_of_the_user():
+    assert read_iterator(f"{__name__}:poems") == (b"roses " * 200, b"violets " * 200)
+    batch = make_task(Run("rope", text=f"{__name__}:poems")).batches(0, [0], [0], 16)
+    assert batch.inputs.shape == (1, 1, 16)
+    for name in ("poems_missing", "no_poems"):
+        with pytest.raises(RopewalkError, match="an iterable of str or bytes"):
+            read_iterator(f"{__name__}:{name}")
+    with pytest.raises(RopewalkError, match="No module named"):
+        read_iterator("no_such_module:f")

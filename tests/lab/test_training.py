@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 
+import ropewalk as rw
 from lab.small_runs import CPU, TINY
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.checkpoints import last_checkpoint
@@ -49,15 +50,34 @@ def test_an_interrupted_run_continues_bit_for_bit(tmp_path, task):
     assert [(line["step"], line["loss"]) for line in lines] == again.curves["loss by step"]
 
 
+class Jitter(rw.Encoding):
+    """An encoding with random numbers in training, which are not in a checkpoint."""
+
+    def embed(self, x, positions=None, *, cache=None):
+        return x + torch.rand(x.shape[1], 1) if self.training else x
+
+
+def test_random_numbers_of_an_encoding_are_functions_of_seed_and_step(tmp_path):
+    run = dataclasses.replace(TINY, encoding=f"{__name__}:Jitter", steps=6)
+    torch.manual_seed(1)
+    whole, _ = train(run, CPU)
+    torch.manual_seed(2)
+    with pytest.raises(Interrupted, match="after step 3"):
+        train(run, CPU, tmp_path, stop=StopAfter(2))
+    assert torch.equal(weights(whole), weights(train(run, CPU, tmp_path)[0]))
+    plain, _ = train(dataclasses.replace(run, encoding="none"), CPU)
+    assert not torch.equal(weights(whole), weights(plain))
+
+
 def test_training_learns_and_seeds_differ():
-    run = dataclasses.replace(TINY, steps=60, rate=5e-3, batch=8)
+    run = dataclasses.replace(TINY, steps=40, rate=1e-2, batch=8)
     _, result = train(run, CPU)
     losses = [loss for _, loss in result.curves["loss by step"]]
     assert None not in losses
     assert (losses[-1] or 0) < 0.75 * (losses[0] or 0)
     assert [x for x, _ in result.curves["loss by length"]] == [8, 16]
-    _, other = train(dataclasses.replace(run, seed=1), CPU)
-    assert other.final_loss != result.final_loss
+    other, again = (train(dataclasses.replace(run, seed=seed, steps=1), CPU)[1].final_loss for seed in (1, 0))
+    assert other != again
 
 
 def test_a_child_continues_its_parent():

@@ -48,6 +48,15 @@ def test_a_run_writes_tables_pictures_and_figures(tmp_path, monkeypatch):
     compared = lab("compare", *folders, "--plot", "b.png", "--json", "b.json")
     assert "mine_for_lab:Mine" in compared.stdout
     assert len(json.loads((tmp_path / "b.json").read_text())) == 2
+    # A run that differs in something else is another line, not another seed of the same.
+    lab("run", "convergence", *QUICK[:2], "--steps", "1", *QUICK[4:], "--only", "rope", "--out", "other")
+    compared = lab("compare", *folders, *(tmp_path / "other").iterdir())
+    assert "rope, seed 0, steps 1" in compared.stdout
+    assert "rope, seed 0, steps 2" in compared.stdout
+    (folders[0] / "result.json").write_text("{}")
+    with pytest.raises(rw.RopewalkError, match="the result of a run in"):
+        lab("compare", folders[0])
+    (folders[0] / "result.json").unlink()
     again = lab("run", "convergence", "--from", "a.json")
     assert again.stdout.rstrip() in result.stdout
 

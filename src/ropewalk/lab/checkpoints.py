@@ -66,6 +66,8 @@ def write_checkpoint(
             save(_states(model, optimizer), checkpoint_id=temporary)
         on_rank_0(publish)
     except (OSError, CheckpointException) as error:
+        # The next attempt needs the room, and so does everybody else.
+        shutil.rmtree(temporary, ignore_errors=True)
         last = last_checkpoint(folder)
         raise RopewalkError(
             asked=f"a checkpoint of step {step} in {folder}",

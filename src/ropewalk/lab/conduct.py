@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ import torch
 
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.experiment import Arm, Experiment, Outcome, judge
-from ropewalk.lab.export import export, load_weights
+from ropewalk.lab.export import export, load_weights, whole_state
 from ropewalk.lab.ranks import on_rank_0, rank_and_ranks
-from ropewalk.lab.run import Run
-from ropewalk.lab.training import Interrupted, RunResult, Settings, train
+from ropewalk.lab.run import Run, make_task
+from ropewalk.lab.training import Interrupted, RunResult, Settings, Wish, config_of, train
 
-__all__ = ["Findings", "Progress", "conduct", "perform", "runs_of"]
+__all__ = ["Findings", "Progress", "conduct", "default_jobs", "perform", "result_of", "runs_of", "with_seed"]
 
 # Called with a run, its step and its loss.
 Progress = Callable[[Run, int, float], None]
@@ -107,7 +107,7 @@ def conduct(
         Interrupted: After Ctrl-C, when every process has written a checkpoint.
     """
     runs = runs_of(arms, seeds)
-    waiting = [run for run in runs if not _result_file(run, out).exists()]
+    waiting = [runs[i] for i in on_rank_0(lambda: _incomplete(runs, settings, out))]
     if rank_and_ranks()[1] > 1 or jobs == 1 or len(waiting) < 2:
         _perform_here(waiting, settings, out, progress)
     else:
@@ -125,21 +125,48 @@ def perform(
     settings: Settings,
     out: Path,
     *,
-    stop: threading.Event | None = None,
+    stop: Wish | None = None,
     report: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Train one run, and write its model and its result."""
-    folder = out / run.key
-    parent = None if run.parent is None else load_weights(run.parent, out / run.parent.key / "model")
-    model, result = train(run, settings, folder, parent=parent, stop=stop, report=report)
+    """Train one run, and write its model and its result to the folder `out`/KEY."""
+    folder, task = out / run.key, make_task(run)
+    try:
+        parent = None if run.parent is None else load_weights(run.parent, out / run.parent.key / "model")
+        model, result = train(run, settings, folder, parent=parent, task=task, stop=stop, report=report)
+        state = whole_state(model)
 
-    def write() -> None:
-        export(model, run, folder / "model")
-        part = folder / "result.part"
-        part.write_text(json.dumps({"run": run.as_json(), **dataclasses.asdict(result)}), encoding="utf-8")
-        part.rename(_result_file(run, out))
+        def write() -> None:
+            export(model, run, folder / "model", state)
+            part = folder / "result.part"
+            entries = {"config": config_of(run, settings, task.digest), **dataclasses.asdict(result)}
+            part.write_text(json.dumps({"run": run.as_json(), **entries}), encoding="utf-8")
+            part.rename(_result_file(run, out))
 
-    on_rank_0(write)
+        on_rank_0(write)
+    except OSError as error:
+        raise RopewalkError(
+            asked=f"files of a run in {folder}",
+            expected="a disk with room for its losses, its model and its result",
+            got=f"{type(error).__name__}: {error}",
+            do="free some space, and use --resume: the last complete checkpoint is kept",
+        ) from error
+
+
+def _incomplete(runs: Sequence[Run], settings: Settings, out: Path) -> list[int]:
+    """Indices of runs that have no result yet. A result of other options is an error."""
+    waiting: list[int] = []
+    for index, run in enumerate(runs):
+        path = _result_file(run, out)
+        if not path.exists():
+            waiting.append(index)
+            continue
+        stored, config = _stored(path).get("config", {}), config_of(run, settings, make_task(run).digest)
+        names = [name for name in {**stored, **config} if stored.get(name) != config.get(name)]
+        if names:
+            expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
+            do = "use the same options, or another folder"
+            raise RopewalkError(asked=f"to use the result in {path.parent}", expected=expected, got=got, do=do)
+    return waiting
 
 
 @contextmanager
@@ -176,7 +203,11 @@ def _perform_in_processes(
 ) -> None:
     # Not fork: threads of torch do not survive it.
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(jobs, context, _prepare_process) as pool:
+    wish = context.Event()
+    with (
+        context.Manager() as manager,
+        ProcessPoolExecutor(min(jobs, len(runs)), context, _prepare_process, (wish,)) as pool,
+    ):
         messages = manager.Queue()
         with _stops_on_signals() as stop:
             waiting: list[Future[None]] = [pool.submit(_perform_alone, run, settings, out, messages) for run in runs]
@@ -184,16 +215,20 @@ def _perform_in_processes(
             while True:
                 done = all(future.done() for future in waiting)
                 _deliver(messages, by_key, progress, seconds=0.0 if done else 0.2)
-                if stop.is_set() or any(future.done() and future.exception() for future in waiting):
+                failed = any(future.done() and not future.cancelled() and future.exception() for future in waiting)
+                if stop.is_set() or failed:
+                    # Others end after their step, with a checkpoint.
+                    wish.set()
                     for future in waiting:
                         future.cancel()
                 if done:
                     break
-        for future in waiting:
-            if not future.cancelled():
-                future.result()
-        if stop.is_set():
-            raise Interrupted("interrupted; complete runs are kept")
+    errors = [error for future in waiting if not future.cancelled() and (error := future.exception())]
+    # What stopped the others comes first.
+    for error in sorted(errors, key=lambda x: isinstance(x, Interrupted)):
+        raise error
+    if stop.is_set():
+        raise Interrupted("interrupted; complete runs are kept")
 
 
 def _deliver(messages: Any, runs: dict[str, Run], progress: Progress | None, *, seconds: float) -> None:
@@ -206,13 +241,28 @@ def _deliver(messages: Any, runs: dict[str, Run], progress: Progress | None, *, 
         return
 
 
-def _prepare_process() -> None:
+# In a process of the pool: set when its runs should stop.
+_wishes: list[Wish] = []
+
+
+def _prepare_process(wish: Wish) -> None:
     torch.set_num_threads(1)
+    # Ctrl-C reaches all processes of a terminal. The first one passes it on.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _wishes[:] = [wish]
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Nobody waits for this process if its parent was killed."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _perform_alone(run: Run, settings: Settings, out: Path, messages: Any) -> None:
-    with _stops_on_signals() as stop:
-        perform(run, settings, out, stop=stop, report=lambda step, loss: messages.put((run.key, step, loss)))
+    perform(run, settings, out, stop=_wishes[0], report=lambda step, loss: messages.put((run.key, step, loss)))
 
 
 def _result_file(run: Run, out: Path) -> Path:
@@ -220,18 +270,25 @@ def _result_file(run: Run, out: Path) -> Path:
 
 
 def _read_result(run: Run, out: Path) -> RunResult:
-    path = _result_file(run, out)
+    return result_of(_stored(_result_file(run, out)))
+
+
+def _stored(path: Path) -> dict[str, Any]:
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RopewalkError(
-            asked=f"the result of {run.label}",
+            asked=f"the result in {path.parent}",
             expected=f"JSON in {path}",
             got=str(error),
             do=f"delete {path}, and run the experiment again",
         ) from None
-    curves = {name: [(x, y) for x, y in points] for name, points in fields["curves"].items()}
-    return RunResult(curves, fields["seconds"], fields["tokens"], fields["digest"])
+
+
+def result_of(stored: Mapping[str, Any]) -> RunResult:
+    """The result in a file result.json, or in a record."""
+    curves = {name: [(x, y) for x, y in points] for name, points in stored["curves"].items()}
+    return RunResult(curves, stored["seconds"], stored["tokens"], stored["digest"])
 
 
 def default_jobs(device: torch.device) -> int:

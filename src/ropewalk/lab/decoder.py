@@ -28,6 +28,11 @@ EMBEDDING_STD = 0.5**0.5
 MATRIX_STD = 0.02
 
 
+def _seed_of(seed: int, name: str) -> int:
+    """A seed per parameter, of 32 bits, which is all that the generator of the CPU uses."""
+    return zlib.crc32(f"{seed} {name}".encode())
+
+
 class Size(NamedTuple):
     """Sizes of a model. The hidden width of a block is 8/3 dim, rounded up to a multiple of 16.
 
@@ -133,7 +138,10 @@ class Decoder(nn.Module):
             size = SIZES[size]
         self.size: Size = size
         self.embedding = nn.Embedding(vocabulary, size.dim)
-        self.encoding: Encoding = make_encoding(encoding, dim=size.dim, num_heads=size.heads, length=length)
+        with torch.random.fork_rng(devices=[]):
+            # Encodings draw their parameters themselves.
+            torch.default_generator.manual_seed(_seed_of(seed, "encoding"))
+            self.encoding: Encoding = make_encoding(encoding, dim=size.dim, num_heads=size.heads, length=length)
         self.blocks = nn.ModuleList(Block(size, self.encoding, attention, qk_norm=qk_norm) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.dim)
         self.head = nn.Linear(size.dim, vocabulary, bias=False)
@@ -142,14 +150,15 @@ class Decoder(nn.Module):
     def _initialize(self, seed: int) -> None:
         depth = (2 * self.size.layers) ** -0.5
         of_encoding = {id(parameter) for parameter in self.encoding.parameters()}
+        # A learned table starts at the scale of sinusoids and of tokens: its rows are added to the latter.
+        at_scale = {"embedding.weight", *(("encoding.weight",) if self.encoding.name == "learned" else ())}
         for name, parameter in self.named_parameters():
-            if parameter.ndim < 2 or id(parameter) in of_encoding:
+            if parameter.ndim < 2 or (id(parameter) in of_encoding and name not in at_scale):
                 continue
-            std = EMBEDDING_STD if name == "embedding.weight" else MATRIX_STD
+            std = EMBEDDING_STD if name in at_scale else MATRIX_STD
             # What is added to the stream starts smaller in deeper models (GPT-2).
             std = std * depth if name.endswith(("o_proj.weight", "down.weight")) else std
-            # 32 bits, which is all that the generator of the CPU uses of a seed.
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            generator = torch.Generator().manual_seed(_seed_of(seed, name))
             with torch.no_grad():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 

@@ -13,7 +13,7 @@ from ropewalk.lab.tasks import IGNORED, Batch, Recall, Task
 
 __all__ = ["Curves", "evaluate", "validation_loss"]
 
-# Name of a curve -> its points. A value is None where an encoding is not defined.
+# Name of a curve -> its points. A value is None where an encoding is not defined, or the loss not finite.
 Curves = dict[str, list[tuple[float, float | None]]]
 
 # Tokens that a model computes at once.
@@ -54,7 +54,8 @@ def evaluate(model: nn.Module, task: Task, run: Run, device: torch.device) -> Cu
         # The same tokens at every length: the last half of the shortest one.
         batch = task.evaluation(run.evaluated, length, scored=max(1, min(lengths) // 2))
         losses, scored, right = _scores(model, batch, run.offset, device)
-        curves["loss by length"].append((length, losses.sum().item() / scored.sum().item()))
+        loss = losses.sum().item() / scored.sum().item()
+        curves["loss by length"].append((length, loss if math.isfinite(loss) else None))
         if task.solved:
             wrong = (scored & ~right).any(1)
             curves["accuracy by length"].append((length, (right & scored).sum().item() / scored.sum().item()))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ropewalk.lab.run import Run
 from ropewalk.lab.training import RunResult
 
-__all__ = ["Arm", "Experiment", "Outcome", "Statement", "Value", "Verdict", "at", "final_loss", "judge"]
+__all__ = ["Arm", "Experiment", "Outcome", "Statement", "Value", "Verdict", "final_loss", "judge"]
 
 # The results of one seed, by the label of their arm -> a number; None if it is not defined.
 Value = Callable[[Mapping[str, RunResult]], float | None]
@@ -79,6 +79,7 @@ class Experiment:
         arms: Size -> the arms, with seed 0.
         arm_for: (encoding, size) -> the arm of another encoding.
         curves: Names of the curves that its picture shows.
+        seeds: Number of seeds that it is registered with.
     """
 
     name: str
@@ -90,9 +91,10 @@ class Experiment:
     arm_for: Callable[[str, str], Arm]
     curves: tuple[str, ...] = ("loss by step",)
     rates: str = (
-        "per encoding and size: the best of a recorded sweep with a seed that no experiment uses (`rates.json`);"
-        " what is not in the sweep uses the rate of rope"
+        "per encoding and size: the best of a recorded sweep on text, with a seed that no experiment uses"
+        " (`rates.json`); what is not in the sweep has the rate of rope, and a size without a sweep has one rate"
     )
+    seeds: int = 3
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -135,7 +137,7 @@ def judge(statement: Statement, results: Sequence[Mapping[str, RunResult]]) -> O
             return outcome(Verdict.UNDECIDED, f"{what}: {shown}; at least {least:g} is needed")
     a, b = [x for x in lower if x is not None], [x for x in higher if x is not None]
     if len(a) < len(results) or len(b) < len(results):
-        return outcome(Verdict.UNDECIDED, "an encoding is not defined there")
+        return outcome(Verdict.UNDECIDED, "a number is missing: an encoding is not defined there, or a loss not finite")
     difference = mean(b) - mean(a)
     figures = f"{mean(a):.4g} and {mean(b):.4g}"
     if len(results) < 2:
@@ -148,10 +150,5 @@ def judge(statement: Statement, results: Sequence[Mapping[str, RunResult]]) -> O
 
 
 def final_loss(label: str) -> Value:
-    """The last validation loss of an arm."""
+    """The last validation loss of an arm; None if it is not finite."""
     return lambda results: results[label].final_loss
-
-
-def at(label: str, curve: str, x: float) -> Value:
-    """The value of a curve of an arm at x."""
-    return lambda results: dict(results[label].curves[curve])[x]

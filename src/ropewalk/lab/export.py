@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.decoder import Decoder
@@ -12,6 +13,7 @@ from ropewalk.lab.run import Run, make_task
 from ropewalk.nn.encodings.rotary import RotaryEncoding
 
 try:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 except ImportError:
     raise RopewalkError(
@@ -21,7 +23,7 @@ except ImportError:
         do="pip install 'ropewalk[lab]'",
     ) from None
 
-__all__ = ["export", "load_weights"]
+__all__ = ["export", "load_weights", "whole_state"]
 
 _WEIGHTS, _CONFIG = "model.safetensors", "config.json"
 # Parts of the names of parameters: ours -> those of Llama.
@@ -38,7 +40,13 @@ _NAMES = (
 )
 
 
-def export(model: Decoder, run: Run, folder: Path) -> None:
+def whole_state(model: Decoder) -> dict[str, Tensor]:
+    """Weights by name, on the CPU, of a model that may be sharded. All ranks call it."""
+    state = model.state_dict()
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu() for name, x in state.items()}
+
+
+def export(model: Decoder, run: Run, folder: Path, state: dict[str, Tensor] | None = None) -> None:
     """Write the weights of a trained model, which contain no code, and a config.
 
     A model with softmax attention and RoPE in the pairing "half" is a Llama: transformers loads it, and so do `inspect`
@@ -48,12 +56,23 @@ def export(model: Decoder, run: Run, folder: Path) -> None:
         model: The model.
         run: Its run.
         folder: The folder to write, which is created.
+        state: Its weights, as `whole_state` returns them; None if it is not sharded.
+
+    Raises:
+        OSError: If files cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {_llama_name(name): x.detach().cpu().contiguous() for name, x in model.state_dict().items()}
+    state = whole_state(model) if state is None else state
     # An encoding that layers share is in the state of each of them: the first is kept.
-    state = {name: x for name, x in state.items() if ".encoding." not in name or name.startswith("encoding.")}
-    save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+    state = {
+        _llama_name(name): x.contiguous()
+        for name, x in state.items()
+        if ".encoding." not in name or name.startswith("encoding.")
+    }
+    try:
+        save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
     config = _config(model, run)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ropewalk.lab.conduct import Findings, with_seed
+from ropewalk.lab.conduct import Findings, result_of, with_seed
 from ropewalk.lab.experiment import Arm, Outcome, Verdict
 from ropewalk.lab.experiments import EXPERIMENTS
 from ropewalk.lab.run import Run
@@ -68,8 +68,7 @@ def from_json(record: Mapping[str, Any]) -> Findings:
     for entry in record["arms"]:
         arms.append(Arm(entry["label"], _run(entry["run"])))
         for mapping, fields in zip(results, entry["results"], strict=True):
-            curves = {name: [(x, y) for x, y in points] for name, points in fields["curves"].items()}
-            mapping[entry["label"]] = RunResult(**{**fields, "curves": curves})
+            mapping[entry["label"]] = result_of(fields)
     outcomes = tuple(
         Outcome(Verdict(x["verdict"]), x["reason"], tuple(x["lower"]), tuple(x["higher"])) for x in record["statements"]
     )

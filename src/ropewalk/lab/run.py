@@ -4,13 +4,14 @@ import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ropewalk.errors import RopewalkError, require_choice, require_count
 from ropewalk.lab.decoder import SIZES, AttentionName
 from ropewalk.lab.tasks import PUZZLES, Task
-from ropewalk.lab.text import ShuffledText, Text, read_folder, read_standard_library
+from ropewalk.lab.text import ShuffledText, Text, read_folder, read_iterator, read_standard_library
 
 __all__ = ["TASKS", "Run", "make_task"]
 
@@ -35,7 +36,8 @@ class Run:
         lengths: Lengths to evaluate after training; the same tokens are scored at each.
         evaluated: Number of held-out samples per length.
         offset: Positions of a sample begin at a random position below this one; 0 for 0.
-        text: Folder of text files; None for the sources of Python's standard library.
+        text: Folder of text files, or module:function that returns an iterable of texts; None for the sources of
+            Python's standard library.
         parent: The run whose weights this one starts from, except those of its encoding.
 
     Raises:
@@ -66,7 +68,10 @@ class Run:
         require_choice(self.size, tuple(SIZES), asked="a run with size")
         for name in ("length", "batch", "evaluated"):
             require_count(getattr(self, name), asked=f"a run with {name}", do="use at least 1")
-        require_count(self.steps, asked="a run with steps", do="use at least 0", at_least=0)
+        for length in self.lengths:
+            require_count(length, asked="a run with lengths", do="use lengths of at least 1")
+        for name in ("steps", "seed", "offset"):
+            require_count(getattr(self, name), asked=f"a run with {name}", do="use at least 0", at_least=0)
         if not 0 < self.rate < 1:
             raise RopewalkError(
                 asked="a run with rate", expected="a number between 0 and 1", got=f"{self.rate}", do="use 1e-3"
@@ -87,13 +92,21 @@ class Run:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
+@lru_cache(maxsize=4)
+def _task(name: str, text: str | None) -> Task:
+    if name in PUZZLES:
+        return PUZZLES[name]()
+    if text is None:
+        files = read_standard_library()
+    else:
+        files = read_iterator(text) if ":" in text and not Path(text).is_dir() else read_folder(Path(text))
+    return (ShuffledText if name == "shuffled-text" else Text)(files)
+
+
 def make_task(run: Run) -> Task:
-    """Create the task of a run.
+    """Create the task of a run. Texts are read once per process.
 
     >>> make_task(Run("rope", task="copy")).vocabulary
     30
     """
-    if run.task in PUZZLES:
-        return PUZZLES[run.task]()
-    files = read_standard_library() if run.text is None else read_folder(Path(run.text))
-    return (ShuffledText if run.task == "shuffled-text" else Text)(files)
+    return _task(run.task, run.text)

@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ropewalk.errors import RopewalkError
 from ropewalk.lab.draws import Draws, draws, order
 
 __all__ = ["IGNORED", "PUZZLES", "Batch", "Puzzle", "Task"]
@@ -294,14 +293,3 @@ class Needle(Puzzle):
 
 
 PUZZLES: dict[str, type[Puzzle]] = {x.name: x for x in (Copy, Reverse, Addition, Induction, Recall, Needle)}
-
-
-def require_enough(available: int, needed: int, *, asked: str, what: str) -> None:
-    """Raise if the data are smaller than one batch needs."""
-    if available < needed:
-        raise RopewalkError(
-            asked=asked,
-            expected=f"at least {needed:,} {what}",
-            got=f"{available:,}",
-            do="pass more text, or a smaller --batch or --length",
-        )

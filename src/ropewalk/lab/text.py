@@ -1,6 +1,7 @@
 """Text: the sources of Python's standard library, or a folder of files, one token per byte."""
 
 import hashlib
+import importlib
 import sysconfig
 from collections.abc import Sequence
 from functools import lru_cache
@@ -14,7 +15,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.lab.draws import draws
 from ropewalk.lab.tasks import IGNORED, Batch, Task
 
-__all__ = ["ShuffledText", "Text", "read_folder", "read_standard_library"]
+__all__ = ["ShuffledText", "Text", "read_folder", "read_iterator", "read_standard_library"]
 
 # Folders of the standard library that are no sources of it, or that distributions leave out.
 _OTHER = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib-dynload", "config"}
@@ -28,8 +29,7 @@ class Text(Task):
     Args:
         files: The content of each file, in a fixed order.
 
-    Raises:
-        RopewalkError: If there are fewer than ten files, or if a part is empty.
+    A text of fewer than ten files is one text, whose last tenth is held out.
     """
 
     name = "text"
@@ -38,7 +38,6 @@ class Text(Task):
 
     def __init__(self, files: Sequence[bytes]) -> None:
         if len(files) < _HELD_OUT:
-            # A single long text: its last tenth is held out.
             whole = b"\n".join(files)
             files = [whole[i * len(whole) // _HELD_OUT : (i + 1) * len(whole) // _HELD_OUT] for i in range(_HELD_OUT)]
         held_out = [content for i, content in enumerate(files) if i % _HELD_OUT == _HELD_OUT - 1]
@@ -47,15 +46,15 @@ class Text(Task):
         self.digest = hashlib.sha256(b"\n".join(files)).hexdigest()[:16]
 
     def batches(self, seed: int, steps: Sequence[int], samples: Sequence[int], length: int) -> Batch:
-        self._require(self.trained, length)
+        self._require(self.trained, len(samples), length, "train on")
         room = len(self.trained) - length
         starts = (draws(seed, steps, samples, 1) % np.uint64(room)).astype(np.int64)
         tokens = self.trained[torch.from_numpy(starts) + torch.arange(length + 1)].long()
         return Batch(tokens[..., :-1], tokens[..., 1:])
 
     def evaluation(self, count: int, length: int, scored: int | None = None) -> Batch:
-        # The first half is context alone.
-        self._require(self.held_out[: len(self.held_out) // 2], length)
+        # The first half is context alone. Samples may overlap.
+        self._require(self.held_out[: len(self.held_out) // 2], 1, length, "evaluate, in the first half")
         # Samples of every length end at the same tokens, so that only the context before them differs.
         ends = torch.linspace(len(self.held_out) // 2, len(self.held_out), count).long()
         tokens = self.held_out[ends[:, None] - length - 1 + torch.arange(length + 1)].long()
@@ -64,13 +63,13 @@ class Text(Task):
             targets[:, : length - scored] = IGNORED
         return Batch(tokens[:, :-1], targets)
 
-    def _require(self, part: Tensor, length: int) -> None:
-        if len(part) <= length + 1:
+    def _require(self, part: Tensor, samples: int, length: int, what: str) -> None:
+        if len(part) < samples * (length + 1) + 1:
             raise RopewalkError(
-                asked="text for the lab",
-                expected=f"more than {length + 1} bytes, which one sample has, in each part",
-                got=f"{len(self.trained)} bytes to train on, {len(self.held_out)} held out",
-                do="pass more text, or a smaller length",
+                asked=f"text for {samples} samples of {length:,} bytes",
+                expected=f"more than {samples * (length + 1):,} bytes to {what}",
+                got=f"{len(part):,}, of {len(self.trained):,} to train on and {len(self.held_out):,} held out",
+                do="pass more text, or a run with a smaller batch or length",
             )
 
 
@@ -113,6 +112,29 @@ def read_folder(folder: Path) -> tuple[bytes, ...]:
             do="pass a folder with files, or omit --text for the sources of Python's standard library",
         )
     return tuple(path.read_bytes() for path in sorted(paths))
+
+
+@lru_cache(maxsize=4)
+def read_iterator(name: str) -> tuple[bytes, ...]:
+    """Texts of an iterator of the user.
+
+    Args:
+        name: module:function. It is called without arguments, and returns an iterable of str or bytes.
+
+    Raises:
+        RopewalkError: If it cannot be imported, or if it returns something else.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        texts = getattr(importlib.import_module(module), attribute)()
+        return tuple(x.encode() if isinstance(x, str) else bytes(memoryview(x)) for x in texts)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise RopewalkError(
+            asked=f"text of {name}",
+            expected="module:function that Python can import, and that returns an iterable of str or bytes",
+            got=f"{type(error).__name__}: {error}",
+            do="run in the folder of the module, and return for example a list of texts",
+        ) from None
 
 
 def _bytes(content: bytes) -> Tensor:

@@ -1,14 +1,13 @@
 """train: one run, on one process or on the ranks of torchrun, with checkpoints from which it resumes bit for bit."""
 
-import json
 import math
-import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,12 @@ from ropewalk.lab.decoder import Decoder
 from ropewalk.lab.draws import draws
 from ropewalk.lab.evaluation import Curves, evaluate, validation_loss
 from ropewalk.lab.journal import Journal
-from ropewalk.lab.ranks import largest, rank_and_ranks
+from ropewalk.lab.ranks import largest, on_rank_0, rank_and_ranks
 from ropewalk.lab.run import Run, make_task
 from ropewalk.lab.tasks import IGNORED, Batch, Task
 from ropewalk.parallel.shards import Shards
 
-__all__ = ["ParallelName", "RunResult", "Settings", "make_model", "train"]
+__all__ = ["Interrupted", "ParallelName", "RunResult", "Settings", "Wish", "config_of", "make_model", "train"]
 
 ParallelName = Literal["ddp", "fsdp", "context"]
 
@@ -40,6 +39,8 @@ WARM_UP, LAST_RATE = 0.1, 0.1
 _CHUNK = 32
 # Steps before a CUDA graph is captured: kernels are compiled, and optimizer states exist.
 _EAGER_STEPS = 3
+# Seeds of runs are below: first positions are drawn with the seed plus this number.
+_OF_POSITIONS = 2**62
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,10 @@ class RunResult:
     """What a run has measured.
 
     Attributes:
-        curves: "loss by step", and what `evaluate` returns.
-        seconds: Time of all training steps, without validations.
-        tokens: Number of trained tokens.
+        curves: "loss by step", and what `evaluate` returns. A loss is None where it is not finite.
+        seconds: Time of the training steps and of their samples, without validations and checkpoints; of the steps
+            since it was resumed, if it was.
+        tokens: Number of tokens of these steps.
         digest: Hash of the text, or None.
     """
 
@@ -81,9 +83,17 @@ class RunResult:
     digest: str | None
 
     @property
-    def final_loss(self) -> float:
-        """The last validation loss."""
-        return self.curves["loss by step"][-1][1] or math.nan
+    def final_loss(self) -> float | None:
+        """The last validation loss; None if it is not finite."""
+        return self.curves["loss by step"][-1][1]
+
+
+class Wish(Protocol):
+    """What says whether a run should stop: a threading.Event, or one of several processes."""
+
+    def is_set(self) -> bool:
+        """Whether it should."""
+        ...
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: it was asked for
@@ -103,22 +113,46 @@ def make_model(run: Run, task: Task) -> Decoder:
     )
 
 
+def config_of(run: Run, settings: Settings, digest: str | None) -> dict[str, Any]:
+    """What two runs have in common if one can continue the other, or stand for it: values of JSON.
+
+    Args:
+        run: The run.
+        settings: How it is computed.
+        digest: Hash of its text.
+    """
+    ranks = rank_and_ranks()[1]
+    return {
+        **run.as_json(),
+        "digest": digest,
+        "device": settings.device.type,
+        "dtype": settings.dtype,
+        "ranks": ranks,
+        "parallel": settings.parallel if ranks > 1 else None,
+        "every": settings.every,
+    }
+
+
 def train(
     run: Run,
     settings: Settings,
     folder: Path | None = None,
     *,
     parent: Decoder | None = None,
-    stop: threading.Event | None = None,
+    task: Task | None = None,
+    stop: Wish | None = None,
     report: Callable[[int, float], None] | None = None,
 ) -> tuple[Decoder, RunResult]:
     """Train and evaluate one model. All ranks call it.
+
+    What an encoding draws at random is a function of seed and step too. The generators of the caller are left alone.
 
     Args:
         run: The run.
         settings: How it is computed.
         folder: Folder of its checkpoints and its journal, from which it resumes; None to write nothing.
         parent: The trained model of `run.parent`.
+        task: A task of your own; None for the one that the run names.
         stop: Ends the run after the current step, with a checkpoint, when it is set on some rank.
         report: Called after every validation with step and loss.
 
@@ -129,34 +163,36 @@ def train(
         RopewalkError: If the folder has a checkpoint of another run, or if it cannot be written.
         Interrupted: If `stop` was set.
     """
-    task, device = make_task(run), settings.device
+    task, device = task or make_task(run), settings.device
     decoder = make_model(run, task)
     if parent is not None:
         _copy_weights(decoder, parent)
     decoder.to(device)
-    if run.offset and decoder.encoding.length is not None:
-        raise RopewalkError(
-            asked=f"positions up to {run.offset:,} with encoding {run.encoding}",
-            expected="an encoding without a longest position",
-            got=f"one of {decoder.encoding.length:,} positions",
-            do="choose another encoding",
-        )
-    ranks = rank_and_ranks()[1]
-    trainer = _Trainer(run, settings, task, decoder)
-    config = {**run.as_json(), "ranks": ranks, "parallel": settings.parallel if ranks > 1 else None}
-    config |= {"digest": task.digest, "dtype": settings.dtype}
-    first = 0 if folder is None else last_checkpoint(folder)
+    _require_offset(run, settings, decoder)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        result = _trained(_Trainer(run, settings, task, decoder), folder, stop, report)
+    return decoder.eval(), result
+
+
+def _trained(
+    trainer: "_Trainer", folder: Path | None, stop: Wish | None, report: Callable[[int, float], None] | None
+) -> RunResult:
+    """Resume, train, validate, write checkpoints, and evaluate."""
+    run, settings, task, device = trainer.run, trainer.settings, trainer.task, trainer.device
+    config = config_of(run, settings, task.digest)
+    first = 0 if folder is None else on_rank_0(lambda: last_checkpoint(folder))
     if first and folder is not None:
         read_checkpoint(folder, first, trainer.model, trainer.optimizer, config)
     journal = Journal(folder, after=first)
     loss_by_step = journal.losses()
 
     def validate(step: int) -> None:
-        decoder.eval()
-        loss = validation_loss(trainer.whole, task, run, device)
-        decoder.train()
-        loss_by_step.append((step, loss))
-        journal.add(step, loss, trainer.seconds)
+        trainer.pause()
+        with trainer.evaluating(step):
+            loss = validation_loss(trainer.whole, task, run, device)
+        finite = loss if math.isfinite(loss) else None
+        loss_by_step.append((step, finite))
+        journal.add(step, finite, trainer.seconds)
         if report is not None:
             report(step, loss)
 
@@ -168,18 +204,38 @@ def train(
         last = step == run.steps
         wishes = stop is not None and stop.is_set()
         due = settings.saved_every is not None and step % settings.saved_every == 0
-        if ranks > 1 or wishes:
+        if trainer.ranks > 1:
             wishes = largest(float(wishes), device) > 0
         if last or step % settings.every == 0:
             validate(step)
         if folder is not None and (last or due or wishes):
+            trainer.pause()
             write_checkpoint(folder, step, trainer.model, trainer.optimizer, config)
         if wishes and not last:
             raise Interrupted(f"interrupted after step {step}")
-    decoder.eval()
-    curves: Curves = {"loss by step": loss_by_step, **evaluate(trainer.whole, task, run, device)}
+    with trainer.evaluating(step):
+        curves: Curves = {"loss by step": loss_by_step, **evaluate(trainer.whole, task, run, device)}
     tokens = (step - first) * run.batch * task.tokens(run.length)
-    return decoder, RunResult(curves, trainer.seconds, tokens, task.digest)
+    return RunResult(curves, trainer.seconds, tokens, task.digest)
+
+
+def _require_offset(run: Run, settings: Settings, decoder: Decoder) -> None:
+    if not run.offset:
+        return
+    if decoder.encoding.length is not None:
+        raise RopewalkError(
+            asked=f"positions up to {run.offset:,} with encoding {run.encoding}",
+            expected="an encoding without a longest position",
+            got=f"one of {decoder.encoding.length:,} positions",
+            do="choose another encoding",
+        )
+    if settings.parallel == "context" and rank_and_ranks()[1] > 1:
+        raise RopewalkError(
+            asked=f"samples that begin at a random position below {run.offset:,}, over ranks",
+            expected="ranks that share the batch",
+            got="--parallel context: all samples of shards begin at position 0",
+            do="use --parallel ddp or fsdp",
+        )
 
 
 def _samples(run: Run, task: Task, first: int) -> Iterator[tuple[int, Batch, Tensor]]:
@@ -203,14 +259,16 @@ class _Trainer:
     """A model with its optimizer, wrapped for the ranks, and one step of training."""
 
     def __init__(self, run: Run, settings: Settings, task: Task, decoder: Decoder) -> None:
-        self.run, self.settings, self.device = run, settings, settings.device
+        self.run, self.settings, self.task, self.device = run, settings, task, settings.device
         self.rank, self.ranks = rank_and_ranks()
+        self.decoder = decoder
         self.seconds = 0.0
+        self._running_since: float | None = None
         self.shards: Shards | None = None
         self.model: nn.Module = decoder
         self.tokens = task.tokens(run.length)
         if self.ranks > 1:
-            self._share(task, decoder)
+            self._share()
         # What validates: calls without shards.
         self.whole: nn.Module = decoder if self.shards is not None else self.model
         if settings.compiled:
@@ -229,10 +287,10 @@ class _Trainer:
         self.captures = on_gpu and self.ranks == 1 and not settings.compiled
         self.eager_steps = 0
 
-    def _share(self, task: Task, decoder: Decoder) -> None:
+    def _share(self) -> None:
         if self.settings.parallel == "context":
             mesh = init_device_mesh(self.device.type, (self.ranks,))
-            self.shards = Shards(mesh, task.tokens(self.run.length))
+            self.shards = Shards(mesh, self.tokens)
             return
         if self.run.batch % self.ranks:
             raise RopewalkError(
@@ -242,15 +300,19 @@ class _Trainer:
                 do="use another --batch or another number of ranks",
             )
         if self.settings.parallel == "fsdp":
-            for block in decoder.blocks:
-                fully_shard(block)
-            fully_shard(decoder)
+            # Parameters of the encoding, which all layers share, belong to the whole model.
+            shared = set(self.decoder.encoding.parameters())
+            for block in self.decoder.blocks:
+                fully_shard(block, ignored_params=shared)
+            fully_shard(self.decoder)
         else:
-            self.model = DistributedDataParallel(decoder)
+            self.model = DistributedDataParallel(self.decoder)
 
     def step(self, step: int, batch: Batch, count: Tensor) -> None:
         """Train one step on the samples of all ranks."""
-        start = time.perf_counter()
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
+        torch.manual_seed(_seed_of_step(self.run, step))
         batch, positions = self._of_rank(batch), self._positions(step)
         for group in self.optimizer.param_groups:
             rate = self.run.rate * _share_of_rate(step, self.run.steps)
@@ -270,7 +332,22 @@ class _Trainer:
         else:
             self.captured = _CapturedStep(self._compute, tensors)
             self.captured.replay(tensors)
-        self.seconds += time.perf_counter() - start
+
+    def pause(self) -> None:
+        """Add the time of the steps since the last pause, which the device has computed by then."""
+        if self._running_since is not None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self.seconds += time.perf_counter() - self._running_since
+            self._running_since = None
+
+    @contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """The model in evaluation mode, with the random numbers of a step."""
+        torch.manual_seed(_seed_of_step(self.run, step))
+        self.decoder.eval()
+        yield
+        self.decoder.train()
 
     def _of_rank(self, batch: Batch) -> Batch:
         if self.ranks == 1:
@@ -283,7 +360,7 @@ class _Trainer:
         """Positions of each sample, from a random one on."""
         if not self.run.offset:
             return None
-        numbers = draws(self.run.seed + 1, [step], range(self.run.batch), 1)[0]
+        numbers = draws(self.run.seed + _OF_POSITIONS, [step], range(self.run.batch), 1)[0]
         starts = torch.from_numpy((numbers % self.run.offset).astype("int64"))
         positions = starts + torch.arange(self.tokens)
         return positions if self.ranks == 1 else positions.chunk(self.ranks)[self.rank]
@@ -339,6 +416,5 @@ def _share_of_rate(step: int, steps: int) -> float:
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * part)) / 2
 
 
-def result_as_json(result: RunResult) -> dict[str, Any]:
-    """A result as values of JSON."""
-    return json.loads(json.dumps(result.__dict__))
+def _seed_of_step(run: Run, step: int) -> int:
+    return zlib.crc32(f"{run.seed} step {step}".encode())

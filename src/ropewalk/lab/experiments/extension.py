@@ -1,12 +1,10 @@
 """Experiments that continue a trained model: rules that extend its context, and other bases."""
 
 import dataclasses
-from collections.abc import Mapping
 
 from ropewalk.lab.experiment import Arm, Experiment, Statement, Value
-from ropewalk.lab.experiments.text import FAR, SCALES, by_length, text_run
+from ropewalk.lab.experiments.text import FAR, SCALES, by_length, rise, text_run
 from ropewalk.lab.run import Run
-from ropewalk.lab.training import RunResult
 
 __all__ = ["EXPERIMENTS", "tuned"]
 
@@ -87,25 +85,15 @@ def _base_arm(encoding: str, size: str) -> Arm:
     return Arm(encoding, tuned(parent, encoding, steps=round(2 * TUNED_STEPS * steps), length=length, batch=batch))
 
 
-def _rise(label: str) -> Value:
-    """How much the loss rises from the trained length to 4 times of it."""
-
-    def value(results: Mapping[str, RunResult]) -> float | None:
-        near, far = by_length(label, 1)(results), by_length(label, FAR)(results)
-        return None if near is None or far is None else far - near
-
-    return value
-
-
 BASE_TUNING = Experiment(
     "base-tuning",
     "Does tuning at the trained length with a smaller or a larger base extend the context?",
     "rise of the loss of the same held-out bytes from the trained length to 4 times of it",
     "both are better than 10000; a larger base up to its bound, a smaller one without a bound",
     (
-        Statement("base 1000000 rises less than 10000", "2310.05209", _rise("base 1000000"), _rise("base 10000")),
-        Statement("base 500 rises less than 10000", "2310.05209", _rise("base 500"), _rise("base 10000")),
-        Statement("base 50 rises less than 10000", "2310.05209", _rise("base 50"), _rise("base 10000")),
+        Statement("base 1000000 rises less than 10000", "2310.05209", rise("base 1000000"), rise("base 10000")),
+        Statement("base 500 rises less than 10000", "2310.05209", rise("base 500"), rise("base 10000")),
+        Statement("base 50 rises less than 10000", "2310.05209", rise("base 50"), rise("base 10000")),
     ),
     _base_arms,
     _base_arm,

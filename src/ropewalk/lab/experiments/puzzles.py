@@ -17,12 +17,14 @@ _COPY = {"micro": (8, 64, 1500), "tiny": (20, 128, 5000), "small": (20, 128, 500
 _BASES = (10, 100, 1000, 10_000, 100_000)
 # An answer that is not found within the trained length says nothing about longer ones.
 SOLVED = 0.99
+# Samples per length: with 64, one error would be below SOLVED.
+_EVALUATED = 512
 
 
 def _recall_run(encoding: str, size: str) -> Run:
     length, batch, steps = _RECALL[size]
     rate = rate_of(encoding, size, "softmax")
-    return Run(encoding, size, length, batch, steps, rate, task="recall", lengths=(length,))
+    return Run(encoding, size, length, batch, steps, rate, task="recall", lengths=(length,), evaluated=_EVALUATED)
 
 
 def _base_arms(size: str) -> list[Arm]:
@@ -88,7 +90,7 @@ def _copy_run(encoding: str, size: str, task: str) -> Run:
     length, batch, steps = _COPY[size]
     lengths = tuple(round(length * x) for x in (1, 1.25, 1.5, 2))
     rate = rate_of(encoding, size, "softmax")
-    return Run(encoding, size, length, batch, steps, rate, task=task, lengths=lengths)
+    return Run(encoding, size, length, batch, steps, rate, task=task, lengths=lengths, evaluated=_EVALUATED)
 
 
 _GENERALISING = ("none", "t5", "alibi", "rope", "sinusoidal")

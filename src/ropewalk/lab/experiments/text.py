@@ -1,5 +1,6 @@
 """Experiments on text: convergence, extrapolation, and small changes of RoPE."""
 
+import dataclasses
 from collections.abc import Mapping
 
 from ropewalk.lab.decoder import AttentionName
@@ -53,12 +54,13 @@ def text_run(
 def share_of_steps(label: str, baseline: str) -> Value:
     """The share of the steps after which an arm has the last validation loss of another; 1 if it never has it."""
 
-    def value(results: Mapping[str, RunResult]) -> float:
+    def value(results: Mapping[str, RunResult]) -> float | None:
         target = results[baseline].final_loss
+        if target is None:
+            return None
         points = results[label].curves["loss by step"]
-        return (
-            next((step for step, loss in points if loss is not None and loss <= target), points[-1][0]) / points[-1][0]
-        )
+        reached = (step for step, loss in points if loss is not None and loss <= target)
+        return next(reached, points[-1][0]) / points[-1][0]
 
     return value
 
@@ -69,6 +71,16 @@ def by_length(label: str, multiple: int) -> Value:
     def value(results: Mapping[str, RunResult]) -> float | None:
         points = results[label].curves["loss by length"]
         return dict(points)[points[0][0] * multiple]
+
+    return value
+
+
+def rise(label: str) -> Value:
+    """How much the loss of an arm rises from the trained length to 4 times of it."""
+
+    def value(results: Mapping[str, RunResult]) -> float | None:
+        near, far = by_length(label, 1)(results), by_length(label, FAR)(results)
+        return None if near is None or far is None else far - near
 
     return value
 
@@ -85,20 +97,38 @@ def _compare(
     attention: AttentionName = "softmax",
     task: str = "text",
     offset: int = 0,
+    rate_like: Mapping[str, str] | None = None,
 ) -> Experiment:
-    """An experiment whose arms differ in their encodings alone: label -> encoding."""
+    """An experiment whose arms differ in their encodings alone: label -> encoding.
 
-    def arm_for(encoding: str, size: str) -> Arm:
-        return Arm(encoding, text_run(encoding, size, attention=attention, task=task, offset=offset))
+    Labels in `rate_like` have the rate of another encoding; "*" is for all others.
+    """
+
+    def arm(label: str, encoding: str, size: str) -> Arm:
+        run = text_run(encoding, size, attention=attention, task=task, offset=offset)
+        likes = rate_like or {}
+        like = likes.get(label, likes.get("*", encoding))
+        return Arm(label, dataclasses.replace(run, rate=rate_of(like, size, attention)))
 
     def arms(size: str) -> list[Arm]:
-        return [Arm(label, arm_for(encoding, size).run) for label, encoding in encodings.items()]
+        return [arm(label, encoding, size) for label, encoding in encodings.items()]
+
+    def arm_for(encoding: str, size: str) -> Arm:
+        return arm(encoding, encoding, size)
 
     return Experiment(name, question, metric, direction, statements, arms, arm_for, curves)
 
 
 def _same(*encodings: str) -> dict[str, str]:
     return {encoding: encoding for encoding in encodings}
+
+
+# A loss that rises by less than this is called kept, in nats per byte.
+KEPT = 0.05
+
+
+def _keeps(label: str, source: str) -> Statement:
+    return Statement(f"the loss of {label} rises by less than {KEPT} at 4 times its length", source, rise(label), KEPT)
 
 
 _FIG_3 = "2104.09864 fig. 3"
@@ -144,27 +174,10 @@ EXTRAPOLATION = _compare(
     "What happens to the same tokens when the context is longer than the trained one?",
     _same(*ALL_ENCODINGS),
     (
-        Statement(
-            "rope predicts no worse at 4 times its length",
-            "001, 003, 004",
-            by_length("rope", FAR),
-            by_length("rope", 1),
-        ),
-        Statement(
-            "sinusoidal predicts no worse at 4 times its length",
-            "004",
-            by_length("sinusoidal", FAR),
-            by_length("sinusoidal", 1),
-        ),
-        Statement(
-            "recurrent predicts no worse at 4 times its length",
-            "004",
-            by_length("recurrent", FAR),
-            by_length("recurrent", 1),
-        ),
-        Statement(
-            "alibi predicts no worse at 4 times its length", _PRESS, by_length("alibi", FAR), by_length("alibi", 1)
-        ),
+        _keeps("rope", "001, 003, 004"),
+        _keeps("sinusoidal", "004"),
+        _keeps("recurrent", "004"),
+        _keeps("alibi", _PRESS),
         Statement("alibi is lower than rope at 4 times", _PRESS, by_length("alibi", FAR), by_length("rope", FAR)),
         Statement("t5 is lower than rope at 4 times", _PRESS, by_length("t5", FAR), by_length("rope", FAR)),
         Statement(
@@ -280,6 +293,43 @@ SHUFFLED = _compare(
     ),
     "undecided: a difference here would be an error of the lab",
     task="shuffled-text",
+    rate_like={"*": "none"},
+)
+
+_VARIANTS = "ropewalk.lab.variants:"
+
+WRONG = _compare(
+    "wrong-encodings",
+    "Another control: does the lab notice encodings that are wrong?",
+    {
+        "rope": "rope",
+        "rope at 0": f"{_VARIANTS}PositionsZero",
+        "rope, wrong sign": f"{_VARIANTS}WrongSign",
+        "alibi": "alibi",
+        "alibi, wrong sign": f"{_VARIANTS}GrowingBias",
+    },
+    (
+        Statement(
+            "rope ends with a lower loss than at position 0 alone",
+            "control",
+            final_loss("rope"),
+            final_loss("rope at 0"),
+        ),
+        Statement(
+            "rope ends with a lower loss than with the wrong sign in k",
+            "control",
+            final_loss("rope"),
+            final_loss("rope, wrong sign"),
+        ),
+        Statement(
+            "alibi ends with a lower loss than with growing slopes",
+            "control",
+            final_loss("alibi"),
+            final_loss("alibi, wrong sign"),
+        ),
+    ),
+    "all hold: a wrong encoding that is not noticed would be an error of the lab",
+    rate_like={"alibi, wrong sign": "alibi"},
 )
 
 EXPERIMENTS = (
@@ -293,4 +343,5 @@ EXPERIMENTS = (
     BFLOAT16_ANGLES,
     LINEAR_BIAS,
     SHUFFLED,
+    WRONG,
 )

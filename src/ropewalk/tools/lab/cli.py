@@ -54,8 +54,12 @@ Jobs = Annotated[
     typer.Option("--jobs", metavar="N", min=1, help="Runs at a time. Default: the cores of a CPU; 1 on CUDA."),
 ]
 TextFolder = Annotated[
-    Path | None,
-    typer.Option("--text", metavar="DIR", help="Text files. Default: the sources of Python's standard library."),
+    str | None,
+    typer.Option(
+        "--text",
+        metavar="DIR",
+        help="A folder of text files, or module:function that returns texts. Default: Python's standard library.",
+    ),
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="float32|bfloat16", help="Default: bfloat16 on CUDA, by autocast.")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from ropewalk.lab.run import Run
     from ropewalk.lab.training import Settings
 
-__all__ = ["Options", "compare", "list_experiments", "run", "show"]
+__all__ = ["EVERY", "Options", "compare", "list_experiments", "run", "show"]
+
+
+# Steps between validations, if nothing else is chosen.
+EVERY = 25
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Options:
     every: int
     saved_every: int | None
     jobs: int | None
-    text: Path | None
+    text: str | None
     dtype: str | None
     compiled: bool
     parallel: str
@@ -60,8 +64,9 @@ class Options:
             parts.append(f"--first-seed {self.seeds[0]}")
         parts += [f"--with '{x}'" for x in self.others]
         parts += [f"--only '{x}'" for x in self.only]
-        for name, value in (("steps", self.steps), ("text", self.text), ("device", self.device), ("dtype", self.dtype)):
-            parts += [] if value is None else [f"--{name} {value}"]
+        every = None if self.every == EVERY else self.every
+        chosen = {"steps": self.steps, "every": every, "text": self.text, "device": self.device, "dtype": self.dtype}
+        parts += [f"--{name} {value}" for name, value in chosen.items() if value is not None]
         return " ".join(parts)
 
 
@@ -147,10 +152,9 @@ def run(options: Options) -> int:
 def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | None = None) -> int:
     """Print runs side by side."""
     console = _console(json_file, asked="ropewalk lab compare")
-    results: dict[str, list[Any]] = {}
-    stored: list[dict[str, Any]] = []
-    from ropewalk.lab.training import RunResult
+    from ropewalk.lab.conduct import result_of
 
+    stored: list[dict[str, Any]] = []
     for folder in folders:
         path = folder / "result.json"
         if not path.is_file():
@@ -160,13 +164,8 @@ def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | N
                 got="no such file" if folder.is_dir() else "no such folder",
                 do="complete it with `ropewalk lab run NAME --resume`, or choose folders of --out",
             )
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        stored.append({"folder": str(folder), **fields})
-        run = fields.pop("run")
-        label = (
-            f"{run['encoding']}, {run['size']}, {run['attention']}, {run['task']} {run['length']}, seed {run['seed']}"
-        )
-        results.setdefault(label, []).append(RunResult(**fields))
+        stored.append({"folder": str(folder), **_result_file(path)})
+    results = dict(zip(_labels(stored), [[result_of(x)] for x in stored], strict=True))
     from ropewalk.tools.lab.sheet import print_comparison
 
     print_comparison(console, results)
@@ -177,6 +176,35 @@ def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | N
     if json_file is not None:
         write_json(stored, json_file)
     return 0
+
+
+def _result_file(path: Path) -> dict[str, Any]:
+    fields: Any = None
+    with suppress(ValueError):
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(fields, dict) or not {"run", "curves", "config"} <= fields.keys():
+        raise RopewalkError(
+            asked=f"ropewalk lab compare {path.parent}",
+            expected=f"the result of a run in {path}",
+            got="another file",
+            do="delete it, and run the experiment again with --resume",
+        )
+    return fields
+
+
+def _labels(stored: Sequence[dict[str, Any]]) -> list[str]:
+    """One label per run: encoding, seed and whatever else differs, and the folder where nothing does."""
+    always, hidden = ("encoding", "seed"), {"parent", "lengths", "digest"}
+    runs = [{**x["config"], "continues": (x["run"]["parent"] or {}).get("encoding")} for x in stored]
+    names = [x for x in runs[0] if x not in (*always, *hidden) and len({str(run.get(x)) for run in runs}) > 1]
+    labels = [
+        ", ".join([f"{run['encoding']}, seed {run['seed']}", *(f"{name} {run.get(name)}" for name in names)])
+        for run in runs
+    ]
+    return [
+        f"{label}, {Path(x['folder']).name}" if labels.count(label) > 1 else label
+        for label, x in zip(labels, stored, strict=True)
+    ]
 
 
 def _console(json_file: str | None, *, asked: str) -> Console:
@@ -228,9 +256,7 @@ def _changed(run: "Run", options: Options) -> "Run":
     """The run with the options of the command line."""
     parent = None if run.parent is None else _changed(run.parent, options)
     steps = run.steps if options.steps is None or run.steps == 0 else options.steps
-    return dataclasses.replace(
-        run, steps=steps, text=None if options.text is None else str(options.text), parent=parent
-    )
+    return dataclasses.replace(run, steps=steps, text=options.text, parent=parent)
 
 
 def _without_statements(experiment: "Experiment") -> "Experiment":
@@ -299,10 +325,10 @@ def _progress(
     console: Console, arms: "Sequence[Arm]", seeds: Sequence[int], out: Path, *, shown: bool
 ) -> "Iterator[Report]":
     """A bar over all steps, and a line per complete run."""
-    from ropewalk.lab.conduct import runs_of
+    from ropewalk.lab.conduct import runs_of, with_seed
 
     waiting = [run for run in runs_of(arms, seeds) if not (out / run.key / "result.json").exists()]
-    labels = {arm.run.encoding: arm.label for arm in arms}
+    labels = {with_seed(arm.run, seed).key: arm.label for arm in arms for seed in seeds}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -319,7 +345,7 @@ def _progress(
         def report(run: "Run", step: int, loss: float) -> None:
             nonlocal complete
             steps[run.key] = step
-            label = labels.get(run.encoding, run.encoding)
+            label = labels.get(run.key, run.encoding)
             bar.update(task, completed=sum(steps.values()), description=f"{label}, seed {run.seed}, loss {loss:.3f}")
             if step == run.steps and shown and not console.quiet:
                 complete += 1

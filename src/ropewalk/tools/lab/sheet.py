@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ropewalk.lab.conduct import Findings
+from ropewalk.lab.decoder import SIZES
 from ropewalk.lab.experiment import Arm, Experiment, Verdict
 from ropewalk.lab.training import RunResult
 from ropewalk.tools.output import trimmed
@@ -39,6 +40,8 @@ def print_experiment(console: Console, experiment: Experiment, size: str, arms: 
             "expected": experiment.direction,
             "rates": experiment.rates,
             "undecided": experiment.undecided,
+            "sizes": ", ".join(SIZES),
+            "seeds": f"{experiment.seeds}, from 0; --seeds and --first-seed choose others",
         }
         grid = Table.grid(padding=(0, 2))
         for name, text in facts.items():
@@ -67,11 +70,12 @@ def print_findings(console: Console, findings: Findings) -> None:
         _print_results(console, by_label, _shown_curve(experiment))
         if findings.outcomes:
             console.print()
+        grid = Table.grid(padding=(0, 2))
         for statement, outcome in zip(experiment.statements, findings.outcomes, strict=False):
-            line = Text(f"{outcome.verdict.value:9} ", style=_COLOURS[outcome.verdict])
-            line.append(f"{statement.text} ({statement.source})", style="default")
-            console.print(line)
-            console.print(Padding(outcome.reason, (0, 0, 0, 10)))
+            verdict = Text(outcome.verdict.value, style=_COLOURS[outcome.verdict])
+            grid.add_row(verdict, f"{statement.text} ({statement.source})\n{outcome.reason}")
+        if findings.outcomes:
+            console.print(grid)
 
 
 def print_comparison(console: Console, results: dict[str, list[RunResult]]) -> None:
@@ -91,14 +95,14 @@ def _print_results(console: Console, results: dict[str, list[RunResult]], curve:
     for column in table.columns[1:]:
         column.justify = "right"
     for label, runs in results.items():
-        cells = [_mean_and_spread([run.final_loss for run in runs])]
+        cells = [_mean_and_spread([run.final_loss for run in runs if run.final_loss is not None])]
         for x in points:
             values = [dict(run.curves.get(curve or "", [])).get(x) for run in runs]
             cells.append(_mean_and_spread([y for y in values if y is not None], short=True))
         table.add_row(label, *cells)
     console.print(table)
     note = "loss: validation at the trained length, mean and half the range over seeds"
-    console.print(f"{note}; then {curve}; - is not defined" if points else note)
+    console.print(f"{note}; then {curve}; - is not defined, or not finite" if points else note)
 
 
 def _mean_and_spread(values: Sequence[float], *, short: bool = False) -> str:
