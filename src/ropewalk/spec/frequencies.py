@@ -20,8 +20,11 @@ __all__ = ["AcrossHeads", "ConfigValue", "Explicit", "Frequencies", "Plain", "Pr
 
 Rule = TypeVar("Rule", bound="Frequencies")
 
-# A value in the rope parameters of a config.
-ConfigValue = str | float | Sequence[float]
+# A value in the rope parameters of a config: also a whole rule, as `Frequencies.to_dict` writes it.
+ConfigValue = str | float | Sequence[float] | Mapping[str, object]
+# The rope types of configs that contain a whole rule, for rules that are constant, and for those that depend on the
+# length. transformers computes the frequencies of a type again for long sequences if its name contains "dynamic".
+STATED, STATED_DYNAMIC = "ropewalk", "ropewalk_dynamic"
 
 
 class RopeConfig(TypedDict):
@@ -42,6 +45,29 @@ def no_rope_type(rule: "Frequencies") -> RopewalkError:
         expected="a rule that transformers has a rope_type for",
         got=shown(rule),
         do="keep the spec as JSON: RopeSpec.to_json",
+    )
+
+
+def stated_in_config(rule: "Frequencies", rotary_dim: int) -> RopeConfig:
+    """Return config keys that contain the whole rule. `ropewalk.hub.register_rope_types` adds their rope types.
+
+    >>> stated_in_config(Plain(100), 4)["rope_parameters"]
+    {'rope_type': 'ropewalk', 'rope_theta': 100.0, 'rule': {'rule': 'Plain', 'base': 100.0}}
+    """
+    if rule.evaluate(rotary_dim).ndim != 1:
+        raise RopewalkError(
+            asked=f'to_config("ropewalk") of {type(rule).__name__}',
+            expected="one row of frequencies, which the heads of a model in transformers share",
+            got=shown(rule),
+            do="keep the spec as JSON: RopeSpec.to_json",
+        )
+    base: float | None = getattr(rule, "base", None)
+    keys: dict[str, ConfigValue] = {"rope_type": STATED_DYNAMIC if rule.varies else STATED}
+    keys |= ({} if base is None else {"rope_theta": base}) | {"rule": rule.to_dict()}
+    trained: int | None = getattr(rule, "trained_length", None) if rule.varies else None
+    # Below this length transformers does not compute the frequencies again.
+    return (
+        {"rope_parameters": keys} if trained is None else {"rope_parameters": keys, "max_position_embeddings": trained}
     )
 
 

@@ -49,7 +49,8 @@ def _by_layer(model_keys: Keys, family: Family) -> Layers:
     parameters, types = _parameters(model_keys), _layer_types(model_keys)
     names = types | set(family.labels) | {"full_attention", "sliding_attention", "chunked_attention"}
     nested = {key: value for key, value in parameters.items() if key in names}
-    unknown = [key for key, value in parameters.items() if isinstance(value, dict) and key not in names]
+    # "rule" contains a whole rule: `RopeSpec.to_config("ropewalk")`.
+    unknown = [key for key, value in parameters.items() if isinstance(value, dict) and key not in names | {"rule"}]
     if unknown:
         raise model_keys.error(
             f"rope_parameters.{unknown[0]}",

@@ -8,11 +8,11 @@ from typing import Any
 from ropewalk.errors import RopewalkError, require_choice, shown
 from ropewalk.hub.configs.keys import ConfigError, Keys
 from ropewalk.spec.by_parts import Llama3, Policy, Yarn
-from ropewalk.spec.frequencies import Frequencies, Plain, Proportional
+from ropewalk.spec.frequencies import STATED, STATED_DYNAMIC, Frequencies, Plain, Proportional
 from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.stretched import NTK, DynamicNTK, LongRope, NTKFixed, NTKMixed, PositionInterpolation
 
-__all__ = ["RuleContext", "rule_of", "type_of"]
+__all__ = ["RuleContext", "rule_of", "type_of", "whole_rule"]
 
 # Keys that belong to the model or the axes and not to a frequency rule.
 _FOR_OTHERS = {"mrope_section", "mrope_interleaved", "xdrope_section", "llama_4_scaling_beta", "type", "rope_dim"}
@@ -310,6 +310,28 @@ def _ntk(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
     return NTKFixed(base, factor)
 
 
+def whole_rule(parameters: Keys) -> Frequencies:
+    """Return the rule that rope parameters contain as a whole, as `RopeSpec.to_config("ropewalk")` writes them.
+
+    >>> whole_rule(Keys({"rope_type": "ropewalk", "rope_theta": 100.0, "rule": {"rule": "Plain", "base": 100.0}}))
+    Plain(base=100.0)
+    """
+    rule = Frequencies.from_dict(parameters.raw("rule"))
+    own, base = getattr(rule, "base", None), parameters.raw("rope_theta")
+    if own is not None and base is not None and own != base:
+        raise parameters.error(
+            parameters.name("rope_theta"),
+            f"the base of the rule, {own:g}",
+            shown(base),
+            "set both to the same number, or write the config again by RopeSpec.to_config",
+        )
+    return rule
+
+
+def _whole(parameters: Keys, base: float, context: RuleContext) -> Frequencies:
+    return whole_rule(parameters)
+
+
 # Rope types that need more than the config keys that the class of the rule lists.
 _READERS: dict[str, Callable[[Keys, float, RuleContext], Frequencies]] = {
     "default": _default,
@@ -320,4 +342,6 @@ _READERS: dict[str, Callable[[Keys, float, RuleContext], Frequencies]] = {
     "llama3": _llama3,
     "proportional": _proportional,
     "ntk": _ntk,
+    STATED: _whole,
+    STATED_DYNAMIC: _whole,
 }

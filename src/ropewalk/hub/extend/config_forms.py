@@ -10,9 +10,11 @@ from ropewalk.errors import RopewalkError
 from ropewalk.hub.configs.parse import Config, parse_config
 from ropewalk.hub.extend.rules import Start
 from ropewalk.hub.families.family import BASE_KEYS
+from ropewalk.spec.by_parts import Yarn
 from ropewalk.spec.rope import RopeSpec
+from ropewalk.spec.stretched import NTK
 
-__all__ = ["FIXED", "Form", "extended_config", "forms_of"]
+__all__ = ["FIXED", "Form", "extended_config", "forms_of", "has_no_rope_type"]
 
 _LAYER_BASES = ("rope_local_base_freq", "global_rope_theta", "local_rope_theta")
 # Keys among the rope parameters that do not belong to a frequency rule.
@@ -24,6 +26,8 @@ _NOT_OF_RULE = (
     "llama_4_scaling_beta",
     "rope_dim",
 )
+# The name of the form whose rope types `ropewalk.hub.register_rope_types` adds.
+_REGISTERED = "transformers 5 with ropewalk"
 # Families whose config classes in transformers 5 set head_dim to None by default, which their scaled rope types do not
 # support.
 _NEED_HEAD_DIM = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text", "minimax", "ministral", "mixtral")
@@ -41,12 +45,13 @@ class Form:
     """Config keys that extend a model.
 
     Attributes:
-        name: The version of transformers that reads these keys.
+        name: The version of transformers that reads these keys. "with ropewalk" means after a call of
+            `ropewalk.hub.register_rope_types`.
         set: The keys to set in the config of the language model.
         drop: The keys to remove there.
     """
 
-    name: Literal["transformers 5", "transformers 4"]
+    name: Literal["transformers 5", "transformers 4", "transformers 5 with ropewalk"]
     set: dict[str, Any]
     drop: tuple[str, ...]
 
@@ -92,7 +97,8 @@ def forms_of(config: Config, start: Start, spec: RopeSpec, length: int) -> list[
             got="keys without effect",
             do="change the model code, or use a model of a family that reads them",
         )
-    written = spec.to_config("transformers")
+    registered = has_no_rope_type(spec)
+    written = spec.to_config("ropewalk" if registered else "transformers")
     keys: dict[str, Any] = dict(written["rope_parameters"])
     if str(model_type).removesuffix("_text") in _ONLY_DEFAULT and keys["rope_type"] != "default":
         raise RopewalkError(
@@ -118,7 +124,21 @@ def forms_of(config: Config, start: Start, spec: RopeSpec, length: int) -> list[
             got=f"a {model_type} config, which has no such keys",
             do="store the spec as JSON: RopeSpec.to_json",
         )
+    if registered:
+        return [dataclasses.replace(form, name=_REGISTERED) for form in forms if form.name == "transformers 5"]
     return forms
+
+
+def has_no_rope_type(spec: RopeSpec) -> bool:
+    """Whether transformers itself has no rope type for the rule, but `ropewalk.hub.register_rope_types` adds one.
+
+    >>> has_no_rope_type(RopeSpec(8)), has_no_rope_type(RopeSpec(8, Yarn(1e4, 4, 64, ramp="ratio")))
+    (False, True)
+    """
+    rule = spec.frequencies
+    by_ratio = isinstance(rule, Yarn) and rule.ramp != "index"
+    # NTK is written as another base.
+    return by_ratio or (rule.rope_type is None and not isinstance(rule, NTK))
 
 
 def _candidates(

@@ -35,7 +35,9 @@ class Offer:
     @property
     def engines(self) -> int:
         """The number of engines that can load the rule: transformers, vLLM and llama.cpp."""
-        return bool(self.forms) + sum(flags.flags is not None for flags in self.flags.values())
+        return any("with" not in form.name for form in self.forms) + sum(
+            flags.flags is not None for flags in self.flags.values()
+        )
 
     def form_like(self, part: Mapping[str, object]) -> Form | None:
         """Return the config keys for the version of transformers that wrote `part`, or None without any keys."""

@@ -333,7 +333,11 @@ def _yarn(start: Start, length: int, factor: float, ramp: Ramp = "index") -> Ext
         f"keeps pairs with at least {rule.beta_fast:g} full rotations in training, divides those with fewer than"
         f" {rule.beta_slow:g} by {factor:g}, with a ramp over {variable} between; increases scores"
     )
-    notes = () if ramp == "index" else ("no engine loads this ramp: all use the one over the pair index",)
+    notes = (
+        ()
+        if ramp == "index"
+        else ("engines use the ramp over the pair index; transformers loads this one after hub.register_rope_types()",)
+    )
     return _not_for_p_rope(start, name, does) or _applied(start, name, does, rule, notes=notes)
 
 
