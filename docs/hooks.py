@@ -3,6 +3,8 @@
 Pages link to files such as ../benchmarks/gpu.json, which works in the repository. The site has nothing above its root,
 so the file is copied to benchmarks/gpu.json inside the site, and the link is changed to it.
 
+explore.html is the page of `ropewalk explore`, with the bundled configs.
+
 Formulas are blocks of LaTeX with the language `math`, which code hosts show too. The site contains them as MathML:
 browsers show it without a script or a font from another server.
 """
@@ -19,6 +21,8 @@ from api_names import documented_names, missing_from_pages, public_names, withou
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from ropewalk.tools.explore.page import page_data, page_html
+
 LINK = re.compile(r"(?<=\]\()[^)#:\s]+")
 # What a browser loads with a page. Links that a reader follows may lead anywhere.
 LOADED = re.compile(r'<(?:script|img|iframe)\b[^>]*\bsrc="https?:|<link\b[^>]*\bstylesheet[^>]*"https?:')
@@ -34,11 +38,12 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the files that pages link to. mkdocs reports a file that does not exist as a broken link."""
+    """Add the explorer and the files that pages link to. mkdocs reports a missing file as a broken link."""
     for page in files.documentation_pages():
         for target in targets_outside(page.content_string, page.src_uri).values():
             if (root_of(config) / target).is_file() and files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, abs_src_path=str(root_of(config) / target)))
+    files.append(File.generated(config, "explore.html", content=page_html(page_data())))
     return files
 
 

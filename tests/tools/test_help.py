@@ -96,7 +96,7 @@ def test_the_examples_run(line, workplace):
         return
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, f"{result.output}\n{result.exception}"
-    written = [word for word in words if Path(word).suffix in (".png", ".svg", ".json")]
+    written = [word for word in words if Path(word).suffix in (".png", ".svg", ".json", ".html")]
     assert all((workplace / word).is_file() for word in written)
     if line.startswith("plot") and line in page_examples():
         committed = (PAGE.parent / "pictures" / written[-1]).read_bytes()
@@ -114,6 +114,7 @@ def test_the_first_screen_has_one_line_per_command():
         "extend",
         "convert",
         "verify",
+        "explore",
         "plot",
         "bench",
         "lab",

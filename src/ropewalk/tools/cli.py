@@ -20,10 +20,9 @@ __all__ = ["app", "main"]
 
 app: typer.Typer = typer.Typer(
     name="ropewalk",
-    help="""Position in transformers: inspect, extend, convert, plot, time and train.
-
-Results are written to standard output, everything else to standard error. Exit codes: 0 for success, 1 if a check
-failed, 2 for bad usage or input.
+    help="""Position in transformers: inspect, extend, convert, plot, time, train, explore.
+Results are written to standard output, everything else to standard error. Exit codes: 0 for success, 1 for a failed
+check, 2 for bad input.
 """,
     no_args_is_help=True,
     # Plain text, wrapped to the width of the terminal: the same in a log and without colours.
@@ -141,6 +140,15 @@ FromSources = Annotated[
     ),
 ]
 InFull = Annotated[bool, typer.Option("--long", help="Print every claim with quotation, method and expectation.")]
+
+# Options of explore.
+Explored = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG ...]", help="A config.json, a model folder, or the name of a bundled config."),
+]
+PageFile = Annotated[str, typer.Option("--out", metavar="FILE.html", help="The file to write.")]
+NoOpen = Annotated[bool, typer.Option("--no-open", help="Do not open the file in a browser.")]
+PageJson = Annotated[str | None, json_option("what the page contains as JSON")]
 
 
 @app.callback()
@@ -289,6 +297,30 @@ def verify(
 app.add_typer(plot, name="plot")
 app.add_typer(bench, name="bench", invoke_without_command=True)
 app.add_typer(lab, name="lab")
+
+
+@app.command()
+def explore(
+    configs: Explored = None,
+    out: PageFile = "ropewalk-explore.html",
+    no_open: NoOpen = False,
+    json: PageJson = None,
+    pairing: NewFamilyPairing = None,
+) -> None:
+    """Write a page that shows RoPE in a browser, and open it.
+
+    The page is one HTML file with sliders, pictures and tables of every rule. It contains the bundled configs and the
+    configs that are passed; the first one is shown. It computes everything itself: no server, no network. A folder with
+    the weights of a T5 model adds its learned bias.
+
+    \b
+    Examples:
+      ropewalk explore --no-open
+      ropewalk explore llama-3.1-8b config.json --out rope.html --no-open
+    """
+    from ropewalk.tools.explore.command import explore as run
+
+    raise typer.Exit(run(configs or (), out, open_page=not no_open, json_file=json, pairing=pairing))
 
 
 def main() -> None:

@@ -1,0 +1,146 @@
+"use strict";
+// The numbers of the panels, from frequencies: no page, no rule. Held to ropewalk.theory and ropewalk.reference by tests.
+const Curves = (() => {
+  // Integers from 0 to most, at most `count` of them: all of them, or 0 and a geometric sequence.
+  function distances(most, count) {
+    if (most < count) return Float64Array.from({ length: most + 1 }, (_, i) => i);
+    const steps = new Set([0]);
+    for (let i = 0; i < count - 1; i++) steps.add(Math.round(most ** (i / (count - 2))));
+    return Float64Array.from(steps);
+  }
+
+  // S(D) = sum_j cos(D theta_j), the score of parallel pairs of norm 1: theory.score_sum.
+  function scoreSum(theta, gaps) {
+    return gaps.map((gap) => {
+      let sum = 0;
+      for (let i = 0; i < theta.length; i++) sum += Math.cos(gap * theta[i]);
+      return sum;
+    });
+  }
+
+  // Mean of |S_1| .. |S_{d/2}|, the bound of RoFormer's figure 2: theory.decay_curve.
+  function decayCurve(theta, gaps) {
+    return gaps.map((gap) => {
+      let [re, im, total] = [0, 0, 0];
+      for (let i = 0; i < theta.length; i++) {
+        const angle = gap * theta[i];
+        re += Math.cos(angle);
+        im += Math.sin(angle);
+        total += Math.sqrt(re * re + im * im);
+      }
+      return total / theta.length;
+    });
+  }
+
+  // The score of a query and a key of ones, relative to plain RoPE at distance 0. Features beyond rotary_dim count 1.
+  function constantScore(theta, gaps, { headDim, amplitude, softmaxScale }) {
+    const still = headDim - 2 * theta.length;
+    return scoreSum(theta, gaps).map((sum) => (softmaxScale * (2 * amplitude * amplitude * sum + still)) / headDim);
+  }
+
+  // Edges of bands: 1, 32, 64, ... and the end. Every band except the first and the last is an octave.
+  function octaves(length) {
+    const edges = [1];
+    for (let edge = 32; edge < length; edge *= 2) edges.push(edge);
+    return [...edges, length];
+  }
+
+  // Up to `count` integers of [low, high), evenly spread.
+  function sampled(low, high, count) {
+    const size = Math.min(high - low, count);
+    return Float64Array.from({ length: size }, (_, i) => low + Math.floor(((i + 0.5) * (high - low)) / size));
+  }
+
+  // The mean of `curve(theta, distances)` over `count` distances of each octave.
+  function bandMeans(theta, length, curve, count = 64) {
+    const edges = octaves(length);
+    return edges.slice(1).map((high, i) => {
+      const values = curve(theta, sampled(edges[i], high, count));
+      return { low: edges[i], high, mean: values.reduce((sum, x) => sum + x, 0) / values.length };
+    });
+  }
+
+  // How a rule changes each pair, as theory.classify does.
+  function classify(theta, unscaled) {
+    const ratios = Array.from(theta, (x, i) => Math.abs(x / unscaled[i]));
+    const smallest = Math.min(...ratios.filter((ratio) => ratio > 0));
+    return ratios.map((ratio) => {
+      if (ratio === 0) return "still";
+      if (Math.abs(ratio - 1) <= 1e-9) return "unchanged";
+      if (ratio > 1) return "faster";
+      return ratio <= smallest * (1 + 1e-9) ? "interpolated" : "between";
+    });
+  }
+
+  // Runs of equal entries: [{kind, first, last}].
+  function runs(kinds) {
+    const found = [];
+    kinds.forEach((kind, i) => {
+      const run = found.at(-1);
+      if (run && run.kind === kind) run.last = i;
+      else found.push({ kind, first: i, last: i });
+    });
+    return found;
+  }
+
+  function alibiSlopes(heads) {
+    let below = 1;
+    while (2 * below <= heads) below *= 2;
+    const slopes = Array.from({ length: below }, (_, h) => 2 ** ((-8 * (h + 1)) / below));
+    const between = Array.from({ length: heads - below }, (_, h) => 2 ** ((-4 * (2 * h + 1)) / below));
+    return [...slopes, ...between];
+  }
+
+  // The first distances of T5's buckets for causal attention, in exact integers.
+  function t5Starts(buckets, farthest) {
+    const exact = Math.floor(buckets / 2);
+    const count = buckets - exact;
+    const starts = Array.from({ length: exact + 1 }, (_, n) => n);
+    for (let step = 1; step < count; step++) {
+      const target = BigInt(farthest) ** BigInt(step) * BigInt(exact) ** BigInt(count - step);
+      let [low, high] = [0, farthest];
+      while (high - low > 1) {
+        const middle = Math.floor((low + high) / 2);
+        if (BigInt(middle) ** BigInt(count) < target) low = middle;
+        else high = middle;
+      }
+      starts.push(high);
+    }
+    return starts;
+  }
+
+  // The bucket of a distance: the last one whose first distance is not beyond it. Buckets may be empty.
+  function t5Bucket(starts, distance) {
+    let bucket = starts.length - 1;
+    while (bucket > 0 && starts[bucket] > distance) bucket -= 1;
+    return bucket;
+  }
+
+  const float = new Float32Array(1);
+  const bits = new Uint32Array(float.buffer);
+
+  // Round to bfloat16, ties to even, by way of float32.
+  function bfloat16(x) {
+    float[0] = x;
+    bits[0] = ((bits[0] + 0x7fff + ((bits[0] >>> 16) & 1)) & 0xffff0000) >>> 0;
+    return float[0];
+  }
+
+  // The error of angles m * theta in radians, if m, theta and the product are rounded by `round`: the largest of all pairs.
+  function angleError(theta, positions, round) {
+    const rounded = theta.map(round);
+    return positions.map((m) => {
+      const position = round(m);
+      let worst = 0;
+      for (let i = 0; i < theta.length; i++) {
+        worst = Math.max(worst, Math.abs(round(position * rounded[i]) - m * theta[i]));
+      }
+      return worst;
+    });
+  }
+
+  return {
+    distances, scoreSum, decayCurve, constantScore, octaves, bandMeans, classify, runs, alibiSlopes, t5Starts, t5Bucket,
+    bfloat16, float32: Math.fround, angleError,
+  };
+})();

@@ -1,0 +1,485 @@
+"use strict";
+// The page: one state, drawn into one panel after every change.
+const explorer = (() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const specs = makeSpecs(data.rules);
+  const { element, number, select, flag } = makeFields(specs);
+  const panels = makePanels(specs, data);
+  const byId = (id) => document.getElementById(id);
+  const still = matchMedia("(prefers-reduced-motion: reduce)");
+  const NONE = "none";
+  const UNSCALED = "unscaled";
+  const PINNED = "pinned";
+  const SHORT = ["base", "factor", "alpha", "beta", "low_freq_factor", "high_freq_factor", "fraction", "num_heads", "bend", "beta_fast", "beta_slow"];
+
+  let state = null;
+  let shown = {};
+  let notes = [];
+  let scheduled = false;
+  let playing = 0;
+  let written = "";
+  let later = 0;
+
+  // --- State -------------------------------------------------------------------------------------------------------
+
+  function fromPreset(index, panel = "rotation") {
+    const preset = data.presets[index];
+    notes = [...preset.notes];
+    const a = specs.check(preset.spec, notes);
+    const context = specs.number("context", preset.context, 4096, notes);
+    const trained = specs.number("trained", preset.trained, 4096, notes);
+    const state = { panel, preset: preset.name, a, b: null, bName: "", trained, context, position: 100, distance: 100, heads: 8, head: 0, record: 0 };
+    return within(state);
+  }
+
+  // Position and distance are below the context; a head is one that the rule has.
+  function within(next) {
+    for (const name of ["position", "distance"]) next[name] = Math.min(next[name], next.context - 1);
+    const theta = Rules.invFreq(next.a, next.context);
+    next.head = Array.isArray(theta) ? Math.min(next.head, theta.length - 1) : 0;
+    return next;
+  }
+
+  function fromLink(text) {
+    const [read, said] = specs.read(text, Object.keys(panels));
+    if (!read) return [null, said];
+    return [within(read), said];
+  }
+
+  // Change fields of A's rule or of A. Returns what was changed further.
+  function changeA(fields, rule = {}) {
+    const said = [];
+    const full = state.a.rotary_dim === state.a.head_dim;
+    const raw = { ...state.a, ...fields, frequencies: { ...state.a.frequencies, ...rule } };
+    if ("head_dim" in fields && !("inv_freq" in raw.frequencies || "long_factor" in raw.frequencies)) {
+      raw.rotary_dim = full ? fields.head_dim : Math.min(state.a.rotary_dim, fields.head_dim);
+    }
+    state.a = specs.check(raw, said);
+    state.preset = "";
+    within(state);
+    changed();
+    return said.join(". ");
+  }
+
+  function changed() {
+    for (const [name, field] of Object.entries(shown)) {
+      const value = valueOf(name);
+      if (value !== undefined && value !== field.value) {
+        field.value = value;
+        field.show(value);
+      }
+    }
+    const chooser = byId("preset");
+    if (chooser) chooser.value = state.preset && data.presets.some((x) => x.name === state.preset) ? state.preset : "";
+    schedule();
+  }
+
+  function valueOf(name) {
+    if (name in state.a.frequencies) return state.a.frequencies[name];
+    return state.a[name] ?? state[name];
+  }
+
+  function trained() {
+    return state.a.frequencies.trained_length ?? state.trained;
+  }
+
+  // --- Controls ----------------------------------------------------------------------------------------------------
+
+  function add(into, options) {
+    const value = options.value;
+    // The field's own value is current when it calls `update`; all other fields are shown anew.
+    const field = number({ ...options, id: options.id ?? options.name, update: (x) => ((shown[options.name].value = x), options.update(x)) });
+    shown[options.name] = { value, show: field.show };
+    into.append(field.row);
+  }
+
+  function place(name, value) {
+    state[name] = value;
+    const wanted = value;
+    within(state);
+    // A field that was limited shows its value.
+    const limited = state[name] !== wanted;
+    if (limited) shown[name].value = null;
+    changed();
+    return limited ? `${name}: ${wanted} was changed to ${state[name]}, the last one of the context` : "";
+  }
+
+  function build() {
+    shown = {};
+    const a = state.a;
+    const description = data.rules[a.frequencies.rule];
+    const lists = description.fields.filter((x) => x.kind === "list");
+    const rotation = byId("rotation-fields");
+    rotation.replaceChildren();
+    const names = [["", "(changed)"], ...data.presets.map((x) => [x.name, x.name])];
+    rotation.append(select({
+      id: "preset", label: "Preset", options: names, value: data.presets.some((x) => x.name === state.preset) ? state.preset : "",
+      update: (name) => {
+        const index = data.presets.findIndex((x) => x.name === name);
+        if (index === -1) return changed();
+        const kept = { b: state.b, bName: state.bName, heads: state.heads };
+        state = within({ ...fromPreset(index, state.panel), ...kept });
+        restart("preset");
+      },
+    }));
+    add(rotation, { label: "Head dim", name: "head_dim", value: a.head_dim, disabled: lists.length > 0, update: (x) => changeA({ head_dim: x }) });
+    add(rotation, {
+      label: "Rotary dim", name: "rotary_dim", value: a.rotary_dim, disabled: lists.length > 0,
+      steps: () => Array.from({ length: Math.max(state.a.head_dim / 2, 1) }, (_, i) => 2 * (i + 1)), update: (x) => {
+        const said = changeA({ rotary_dim: x });
+        if (state.a.rotary_dim !== x) shown.rotary_dim.show(state.a.rotary_dim);
+        return said;
+      },
+    });
+    rotation.append(select({ id: "pairing", label: "Pairing", options: [["interleaved", "interleaved: (0, 1), (2, 3), …"], ["half", "half: (i, i + rotary_dim/2)"]], value: a.pairing, update: (x) => changeA({ pairing: x }) }));
+    buildRule(description, lists);
+    const into = byId("place-fields");
+    into.replaceChildren();
+    const positions = () => Array.from(Curves.distances(state.context - 1, 300));
+    add(into, { label: "Context", name: "context", value: state.context, update: (x) => place("context", x) });
+    add(into, { label: "Position", name: "position", value: state.position, steps: positions, update: (x) => place("position", x) });
+    add(into, { label: "Distance", name: "distance", value: state.distance, steps: positions, update: (x) => place("distance", x) });
+    add(into, { label: "ALiBi heads", name: "heads", value: state.heads, update: (x) => place("heads", x) });
+    buildCompare();
+  }
+
+  function buildRule(description, lists) {
+    const into = byId("rule-fields");
+    into.replaceChildren();
+    const rule = state.a.frequencies;
+    into.append(select({
+      id: "rule", label: "Rule", options: Object.entries(data.rules).map(([name, { label }]) => [name, `${label}`]), value: rule.rule,
+      update: (name) => {
+        notes = [];
+        state.a = specs.check(specs.withRule({ ...state.a, frequencies: { trained_length: state.trained, ...state.a.frequencies } }, name, state.context), notes);
+        state.preset = "";
+        within(state);
+        restart("rule");
+      },
+    }));
+    const more = element("details", {}, element("summary", { textContent: "More fields of the rule" }));
+    const changeField = (field) => (x) => {
+      if (field.name === "trained_length") state.trained = x;
+      const said = changeA({}, { [field.name]: x });
+      if (field.name === "num_heads") shown.head?.show(state.head);
+      if (state.a.frequencies[field.name] !== x) shown[field.name]?.show(state.a.frequencies[field.name]);
+      return said;
+    };
+    for (const field of description.fields.filter((x) => x.kind !== "list")) {
+      const target = SHORT.includes(field.name) || field.name === "trained_length" ? into : more;
+      const label = field.name === "trained_length" ? "Trained length" : capital(field.name.replaceAll("_", " "));
+      const value = rule[field.name];
+      const update = changeField(field);
+      if (field.kind === "flag") target.append(flag({ id: field.name, label, value, update }));
+      else if (field.kind === "choice") target.append(select({ id: field.name, label, options: field.choices.map((x) => [x, x]), value, update }));
+      else add(target, { label, name: field.name, value, optional: field.kind === "optional", update });
+    }
+    if (!description.fields.some((x) => x.name === "trained_length")) {
+      add(into, { id: "trained_length", label: "Trained length", name: "trained", value: state.trained, steps: () => stepsOfLength(), update: (x) => place("trained", x) });
+    }
+    const theta = Rules.invFreq(state.a, state.context);
+    if (Array.isArray(theta)) {
+      const heads = () => Array.from({ length: Rules.invFreq(state.a, state.context).length }, (_, i) => i);
+      add(into, { label: "Head", name: "head", value: state.head, steps: heads, update: (x) => {
+        const said = place("head", x);
+        return said && `Head: ${x} was changed to ${state.head}, the last head`;
+      } });
+    }
+    for (const field of lists) {
+      into.append(element("p", { className: "hint", textContent: `${field.name}: ${rule[field.name].flat().length} numbers, from the preset or the rule before. They fix the number of pairs.` }));
+    }
+    if (more.children.length > 1) into.append(more);
+  }
+
+  function stepsOfLength() {
+    return Array.from({ length: 14 }, (_, e) => [1, 1.25, 1.5, 1.75].map((m) => m * 2 ** (e + 8))).flat().filter((x) => x <= 2 ** 21);
+  }
+
+  function buildCompare() {
+    const into = byId("compare-fields");
+    const options = [[NONE, "nothing"], [UNSCALED, "A without its rule"], ...(state.b ? [[PINNED, `B: ${state.bName || "from a link"}`]] : []), ...data.presets.map((x, i) => [String(i), x.name])];
+    const chooser = select({
+      id: "compare", label: "Spec B", options, value: state.b ? PINNED : NONE,
+      update: (key) => {
+        if (key === PINNED) return;
+        if (key === NONE) [state.b, state.bName] = [null, ""];
+        else if (key === UNSCALED) [state.b, state.bName] = [specs.unscaled(state.a), "A without its rule"];
+        else {
+          const said = [];
+          [state.b, state.bName] = [specs.check(data.presets[key].spec, said), data.presets[key].name];
+          notes = said;
+        }
+        buildCompare();
+        byId("compare").focus();
+        showNotes();
+        schedule();
+      },
+    });
+    const pin = element("button", { type: "button", id: "pin", className: "wide", textContent: "Keep A as B, then change A" });
+    pin.addEventListener("click", () => {
+      [state.b, state.bName] = [structuredClone(state.a), state.preset || data.rules[state.a.frequencies.rule].label];
+      buildCompare();
+      byId("pin").focus();
+      schedule();
+    });
+    into.replaceChildren(chooser, element("div", { className: "field" }, pin));
+  }
+
+  function capital(words) {
+    return words[0].toUpperCase() + words.slice(1);
+  }
+
+  // --- Drawing -----------------------------------------------------------------------------------------------------
+
+  function schedule() {
+    if (scheduled) return;
+    scheduled = true;
+    requestAnimationFrame(() => {
+      scheduled = false;
+      render();
+    });
+  }
+
+  function render() {
+    const panel = panels[state.panel];
+    const drawn = panel.draw(state);
+    setText(byId("panel-title"), panel.title);
+    setText(byId("intro"), panel.intro);
+    setText(byId("summary"), drawn.summary);
+    const picture = byId("picture");
+    if (drawn.circles) circles(picture, drawn);
+    else charts(picture, drawn.charts);
+    clearTimeout(later);
+    // What nobody sees while a slider moves is written when it stops.
+    later = setTimeout(() => afterwards(drawn), 120);
+  }
+
+  function setText(into, words) {
+    if (into.textContent !== words) into.textContent = words;
+  }
+
+  function afterwards(drawn) {
+    if (byId("numbers").open) fillTable(byId("table"), drawn.table);
+    showCode();
+    written = specs.write(state);
+    try {
+      history.replaceState(null, "", `#${written}`);
+    } catch {
+      // Browsers limit how often an address may change. The next change writes it.
+    }
+    document.documentElement.dataset.ready = "true";
+  }
+
+  function fillTable(into, { caption, head, rows }) {
+    const cell = (x) => element("td", { textContent: typeof x === "number" ? Chart.text(x, 6) : String(x) });
+    into.replaceChildren(element("table", {},
+      element("caption", { textContent: caption }),
+      element("thead", {}, element("tr", {}, ...head.map((x) => element("th", { scope: "col", textContent: x })))),
+      element("tbody", {}, ...rows().map((row) => element("tr", {}, ...row.map(cell)))),
+    ));
+  }
+
+  function charts(picture, list) {
+    if (picture.dataset.kind !== `charts ${list.length}`) {
+      picture.dataset.kind = `charts ${list.length}`;
+      picture.className = `frames ${list.length > 1 ? "two" : ""}`;
+      picture.replaceChildren(...list.map(() => element("div", {}, element("ul", { className: "legend" }), element("div", { className: "frame" }))));
+    }
+    byId("readout").hidden = false;
+    byId("readout").textContent = "";
+    list.forEach((chart, i) => {
+      const [legend, frame] = picture.children[i].children;
+      showLegend(legend, chart.lines);
+      const handle = Chart.draw(frame, chart);
+      frame.onpointermove = (event) => {
+        const x = handle.at(event.clientX - frame.getBoundingClientRect().left);
+        const near = chart.lines.map((line) => [line.name, Chart.nearest(line.xs, x), line]);
+        const value = near[0][2].xs[near[0][1]];
+        handle.point(value);
+        byId("readout").textContent = `${chart.x.label.split(",")[0]} ${Chart.text(value)}: ` + near.map(([name, index, line]) => `${name} ${Chart.text(line.ys[index])}`).join("; ");
+      };
+      frame.onpointerleave = () => {
+        handle.point(null);
+        byId("readout").textContent = "";
+      };
+    });
+  }
+
+  function showLegend(legend, lines) {
+    const key = lines.map((line) => `${line.name} ${line.colour}`).join("\n");
+    if (legend.dataset.key === key) return;
+    legend.dataset.key = key;
+    legend.replaceChildren(...lines.map((line) => {
+      const sample = line.dots
+        ? Chart.svg("g", { class: `dots ${line.colour}` }, Chart.svg("circle", { cx: 13, cy: 6, r: 4 }))
+        : Chart.svg("line", { x1: 0, x2: 26, y1: 6, y2: 6, class: `line ${line.colour} ${line.dashed ? "dashed" : ""}` });
+      return element("li", {}, Chart.svg("svg", { width: 26, height: 12, "aria-hidden": "true" }, sample), element("span", { textContent: line.name }));
+    }));
+  }
+
+  const RADIUS = 30;
+
+  function circles(picture, { circles: list, length, summary }) {
+    byId("readout").hidden = true;
+    const kind = `circles ${list.map((x) => `${x.pair}:${x.features}`).join(" ")}`;
+    if (picture.dataset.kind !== kind) {
+      picture.dataset.kind = kind;
+      picture.className = "circles";
+      picture.replaceChildren(...list.map((x) => {
+        const box = Chart.svg("svg", { width: 76, height: 76, viewBox: "-38 -38 76 76", role: "img" },
+          Chart.svg("circle", { r: RADIUS, class: "rim" }), Chart.svg("path", { class: "trail" }), Chart.svg("line", { class: "vector" }), Chart.svg("circle", { r: 4, class: "tip" }));
+        return element("figure", {}, box, element("figcaption", { textContent: `pair ${x.pair} (${x.features.join(", ")})` }));
+      }));
+    }
+    const most = Math.max(length, 1);
+    list.forEach(({ pair, angle, theta }, i) => {
+      const [box] = picture.children[i].children;
+      const [, trail, vector, tip] = box.children;
+      const reach = (RADIUS * length) / most;
+      // Counter-clockwise, as in the papers; the y of a screen points down.
+      const [x, y] = [reach * Math.cos(angle), -reach * Math.sin(angle)];
+      const back = Math.sign(theta) * Math.min(Math.abs(theta) * 6, Math.abs(angle), 1.9 * Math.PI);
+      const [u, v] = [reach * Math.cos(angle - back), -reach * Math.sin(angle - back)];
+      trail.setAttribute("d", back === 0 ? "" : `M${u} ${v}A${reach} ${reach} 0 ${Math.abs(back) > Math.PI ? 1 : 0} ${back > 0 ? 0 : 1} ${x} ${y}`);
+      for (const [name, value] of [["x2", x], ["y2", y]]) vector.setAttribute(name, value);
+      for (const [name, value] of [["cx", x], ["cy", y]]) tip.setAttribute(name, value);
+      const degrees = ((((angle * 180) / Math.PI) % 360) + 360) % 360;
+      box.setAttribute("aria-label", `Pair ${pair} at ${Chart.text(degrees, 3)} degrees`);
+    });
+    picture.setAttribute("aria-label", summary);
+  }
+
+  function panelControls() {
+    const into = byId("panel-controls");
+    into.replaceChildren();
+    if (state.panel === "rotation") {
+      const play = element("button", { type: "button", id: "play", textContent: still.matches ? "Next position" : "Play" });
+      play.addEventListener("click", () => (still.matches ? advance() : playing ? stop() : start()));
+      into.append(play);
+    }
+    if (state.panel === "lab") {
+      const options = data.lab.map((record, i) => [String(i), record.title]);
+      into.append(select({ id: "record", label: "Curve", options, value: String(state.record), update: (x) => place("record", Number(x)) }));
+    }
+  }
+
+  function advance() {
+    state.position = state.position + 1 < state.context ? state.position + 1 : 0;
+    changed();
+  }
+
+  function start() {
+    playing = setInterval(advance, 110);
+    byId("play").textContent = "Pause";
+  }
+
+  function stop() {
+    clearInterval(playing);
+    playing = 0;
+    if (byId("play")) byId("play").textContent = "Play";
+  }
+
+  // --- Tabs, buttons, links ----------------------------------------------------------------------------------------
+
+  function openPanel(name, focus = false) {
+    stop();
+    state.panel = name;
+    for (const tab of byId("tabs").children) {
+      const selected = tab.dataset.panel === name;
+      tab.setAttribute("aria-selected", String(selected));
+      tab.tabIndex = selected ? 0 : -1;
+      if (selected && focus) tab.focus();
+      if (selected) byId("panel").setAttribute("aria-labelledby", tab.id);
+    }
+    panelControls();
+    schedule();
+  }
+
+  function buildTabs() {
+    const names = Object.keys(panels);
+    byId("tabs").replaceChildren(...names.map((name) => {
+      const tab = element("button", { type: "button", id: `tab-${name}`, role: "tab", "aria-controls": "panel", textContent: panels[name].title });
+      tab.dataset.panel = name;
+      tab.addEventListener("click", () => openPanel(name));
+      return tab;
+    }));
+    byId("tabs").addEventListener("keydown", (event) => {
+      const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -names.indexOf(state.panel), End: names.length - 1 - names.indexOf(state.panel) };
+      if (!Object.hasOwn(steps, event.key)) return;
+      event.preventDefault();
+      openPanel(names[(names.indexOf(state.panel) + steps[event.key] + names.length) % names.length], true);
+    });
+  }
+
+  function textOf(kind) {
+    return { code: specs.asCode, json: specs.asJson, config: specs.asConfig }[kind](state.a);
+  }
+
+  function showCode() {
+    setText(byId("code"), textOf("code"));
+    const button = document.querySelector('[data-copy="config"]');
+    try {
+      textOf("config");
+      button.disabled = false;
+      button.title = "";
+    } catch (reason) {
+      button.disabled = true;
+      button.title = reason.message;
+    }
+  }
+
+  async function copy(text, what) {
+    try {
+      await navigator.clipboard.writeText(text);
+      notes = [`${what} copied.`];
+    } catch {
+      byId("code").textContent = text;
+      byId("text").open = true;
+      notes = ["The browser does not allow copying: the text is shown; select it there."];
+    }
+    showNotes();
+  }
+
+  function showNotes() {
+    byId("notes").replaceChildren(...notes.map((text) => element("p", { className: "note", textContent: text })));
+  }
+
+  function restart(focus = null) {
+    stop();
+    build();
+    openPanel(state.panel);
+    showNotes();
+    if (focus) byId(focus)?.focus();
+  }
+
+  function theme(name) {
+    document.documentElement.dataset.theme = name;
+    byId("theme").textContent = name === "dark" ? "Light" : "Dark";
+    byId("theme").setAttribute("aria-label", `Use the ${name === "dark" ? "light" : "dark"} theme`);
+  }
+
+  function load() {
+    const [linked, said] = fromLink(location.hash.slice(1));
+    state = linked ?? fromPreset(data.first);
+    notes = [...(linked ? [] : notes), ...said];
+    restart();
+  }
+
+  buildTabs();
+  theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+  byId("reset").addEventListener("click", () => {
+    state = fromPreset(data.first);
+    restart();
+  });
+  byId("copy-link").addEventListener("click", () => copy(`${location.href.split("#")[0]}#${specs.write(state)}`, "Link"));
+  for (const button of document.querySelectorAll("[data-copy]")) {
+    button.addEventListener("click", () => copy(textOf(button.dataset.copy), button.textContent.replace("Copy ", "Spec ")));
+  }
+  byId("controls").addEventListener("submit", (event) => event.preventDefault());
+  byId("numbers").addEventListener("toggle", schedule);
+  window.addEventListener("hashchange", () => location.hash.slice(1) !== written && load());
+  new ResizeObserver(schedule).observe(byId("picture"));
+  load();
+  return { data, specs, panels, state: () => structuredClone(state), text: textOf, trained };
+})();

@@ -1,0 +1,342 @@
+"use strict";
+// The panels: what each shows for a state. A panel returns sentences, charts and a table, and touches no page.
+const makePanels = (specs, data) => {
+  const POINTS = 2048;
+  const { text } = Chart;
+  const KINDS = {
+    faster: "rotate faster",
+    unchanged: "unchanged",
+    between: "between the two",
+    interpolated: "divided the most",
+    still: "do not rotate",
+  };
+
+  // Frequencies of one head at the length of the context, with what the panels need of the spec.
+  function view(spec, state) {
+    const all = Rules.invFreq(spec, state.context);
+    const theta = Array.isArray(all) ? all[Math.min(state.head, all.length - 1)] : all;
+    return {
+      spec,
+      theta,
+      headDim: spec.head_dim,
+      amplitude: Rules.amplitude(spec, state.context),
+      softmaxScale: Rules.softmaxScale(spec),
+    };
+  }
+
+  // The views to draw: A, and B if there is one.
+  function views(state) {
+    const shown = [{ ...view(state.a, state), name: state.b ? "A" : labelOf(state.a), colour: "a" }];
+    if (state.b) shown.push({ ...view(state.b, state), name: `B: ${state.bName || labelOf(state.b)}`, colour: "b", dashed: true });
+    return shown;
+  }
+
+  function labelOf(spec) {
+    return data.rules[spec.frequencies.rule].label;
+  }
+
+  function plainOf(spec) {
+    return Rules.plain(spec.frequencies.base ?? 10000, spec.rotary_dim);
+  }
+
+  function rangeText({ first, last }) {
+    return first === last ? `pair ${first}` : `pairs ${first}–${last}`;
+  }
+
+  function capital(words) {
+    return words[0].toUpperCase() + words.slice(1);
+  }
+
+  const indices = (theta) => Float64Array.from(theta, (_, i) => i);
+  const wavelengths = (theta) => theta.map((x) => (x === 0 ? Infinity : (2 * Math.PI) / Math.abs(x)));
+  const trainedLength = (state) => state.a.frequencies.trained_length ?? state.trained;
+  const atDistance = (state) => [{ x: state.distance, label: `distance ${text(state.distance)}` }];
+
+  function distanceAxis(state) {
+    const xs = Curves.distances(state.context, POINTS);
+    return { xs, axis: { label: "distance between query and key, in positions", log: true, domain: [1, Math.max(state.context, 3)] } };
+  }
+
+  // One curve per view over distances, with its value at the chosen distance first in the summary.
+  function overDistance(state, compute, y, label) {
+    const { xs, axis } = distanceAxis(state);
+    const lines = views(state).map((v) => ({ ...v, xs, ys: compute(v, xs) }));
+    const here = Float64Array.of(state.distance);
+    const values = views(state).map((v) => `${v.name}: ${text(compute(v, here)[0])}`).join("; ");
+    return { charts: [{ label, x: axis, y, lines, marks: atDistance(state) }], values, lines, xs };
+  }
+
+  function curveTable(caption, first, xs, lines) {
+    const every = Math.max(1, Math.floor(xs.length / 64));
+    return {
+      caption,
+      head: [first, ...lines.map((line) => line.name)],
+      rows: () => Array.from(xs).filter((_, i) => i % every === 0 || i === xs.length - 1)
+        .map((x) => [x, ...lines.map((line) => line.ys[Chart.nearest(xs, x)])]),
+    };
+  }
+
+  const rotation = {
+    title: "Rotation",
+    intro: "Pair i of a token at position m is rotated by the angle m·θᵢ. Play moves along the positions.",
+    draw(state) {
+      const v = view(state.a, state);
+      const angle = (i, m = state.position) => m * v.theta[i];
+      const step = Math.max(1, Math.ceil(v.theta.length / 24));
+      const chosen = Array.from(v.theta.keys()).filter((i) => i % step === 0);
+      if (chosen.at(-1) !== v.theta.length - 1) chosen[chosen.length - 1] = v.theta.length - 1;
+      const features = (i) => {
+        const start = state.a.rotary_slice === "trailing" ? state.a.head_dim - state.a.rotary_dim : 0;
+        return state.a.pairing === "half" ? [start + i, start + i + v.theta.length] : [start + 2 * i, start + 2 * i + 1];
+      };
+      const done = Array.from(v.theta).filter((x) => Math.abs(x) * state.position >= 2 * Math.PI).length;
+      return {
+        summary: `At position ${text(state.position)}, ${done} of ${v.theta.length} pairs have completed a rotation. ` +
+          `Pair 0 rotates ${text(Math.abs(v.theta[0]))} rad per position, pair ${v.theta.length - 1} ${text(Math.abs(v.theta.at(-1)))} rad.`,
+        circles: chosen.map((i) => ({ pair: i, angle: angle(i), theta: v.theta[i], features: features(i) })),
+        length: v.amplitude,
+        table: {
+          caption: `The angle of each pair at position ${text(state.position)}`,
+          head: ["pair", "features", "θ (rad per position)", "angle m·θ (rad)", "rotations", "cos", "sin"],
+          rows: () => Array.from(v.theta, (theta, i) => [
+            i, features(i).join(", "), theta, angle(i), angle(i) / (2 * Math.PI), v.amplitude * Math.cos(angle(i)), v.amplitude * Math.sin(angle(i)),
+          ]),
+        },
+      };
+    },
+  };
+
+  const wavelength = {
+    title: "Wavelengths",
+    intro: "The wavelength 2π/θᵢ is the number of positions after which a pair points the same way again. A pair whose wavelength exceeds the trained length has not completed a rotation in training.",
+    draw(state) {
+      const trained = trainedLength(state);
+      const lines = views(state).map((v) => ({ ...v, xs: indices(v.theta), ys: wavelengths(v.theta), dots: true }));
+      const plain = plainOf(state.a);
+      if (state.a.frequencies.rule !== "Plain") {
+        lines.unshift({ name: "without the rule", colour: "c", dashed: true, xs: indices(plain), ys: wavelengths(plain) });
+      }
+      const waves = wavelengths(view(state.a, state).theta);
+      const before = wavelengths(plain);
+      const within = (list, length) => list.filter((x) => x <= length).length;
+      const [old, now] = [within(before, trained), within(waves, state.context)];
+      const same = state.a.frequencies.rule === "Plain" || !("base" in state.a.frequencies);
+      return {
+        summary: `Trained length ${text(trained)}: ${same ? within(waves, trained) : old} of ${waves.length} pairs complete a rotation within it` +
+          `${same ? "" : " without the rule"}. Context ${text(state.context)}: ${now} of ${waves.length} do${same ? "" : ", with the rule"}. ` +
+          `The longest wavelength is ${text(Math.max(...waves))} positions.`,
+        charts: [{
+          label: "Wavelength of each pair, with lines at the trained length and at the context",
+          x: { label: "pair" }, y: { label: "wavelength, in positions", log: true, include: [trained, state.context] }, lines,
+          marks: [{ y: trained, label: `trained length ${text(trained)}`, at: "start" }, ...(state.context === trained ? [] : [{ y: state.context, label: `context ${text(state.context)}`, at: "start" }])],
+        }],
+        table: {
+          caption: "Each pair: frequency, wavelength, and rotations within the trained length and the context",
+          head: ["pair", "θ (rad per position)", "wavelength", "rotations in trained length", "rotations in context", ...(state.b ? ["wavelength of B"] : [])],
+          rows: () => {
+            const other = state.b ? wavelengths(view(state.b, state).theta) : [];
+            return Array.from(view(state.a, state).theta, (x, i) => [
+              i, x, waves[i], trained / waves[i], state.context / waves[i], ...(state.b ? [other[i] ?? NaN] : []),
+            ]);
+          },
+        },
+      };
+    },
+  };
+
+  const rule = {
+    title: "What the rule changes",
+    intro: "The frequency of each pair with the rule, divided by its frequency without it. 1 is unchanged; 1/factor is as if positions were divided by the factor.",
+    draw(state) {
+      const v = view(state.a, state);
+      const plain = plainOf(state.a);
+      const kinds = Curves.classify(v.theta, plain);
+      const runs = Curves.runs(kinds);
+      const ratio = Float64Array.from(v.theta, (x, i) => Math.abs(x / plain[i]));
+      const smallest = Math.min(...ratio);
+      const still = kinds.includes("still");
+      const lines = Object.keys(KINDS).filter((kind) => kinds.includes(kind)).map((kind) => {
+        const xs = Array.from(kinds.keys()).filter((i) => kinds[i] === kind);
+        return { name: KINDS[kind], colour: `k-${kind}`, xs, ys: xs.map((i) => ratio[i]), dots: true };
+      });
+      const parts = runs.map((run) => `${rangeText(run)} ${run.kind === "interpolated" ? `divided by ${text(1 / smallest)}` : KINDS[run.kind]}`);
+      const ramp = state.a.frequencies.rule === "Yarn" && state.a.frequencies.ramp === "index"
+        ? ` YaRN's ramp runs from index ${Rules.correctionRange(state.a.frequencies, state.a.rotary_dim).map((x) => text(x)).join(" to ")}.` : "";
+      return {
+        summary: `${labelOf(state.a)} at ${text(state.context)} positions: ${parts.length > 8 ? `${parts.slice(0, 7).join("; ")}; …` : parts.join("; ")}. ` +
+          `Amplitude of cos and sin: ${text(v.amplitude, 6)}.${v.softmaxScale === 1 ? "" : ` Scores are multiplied by ${text(v.softmaxScale, 6)}.`}${ramp}`,
+        charts: [{
+          label: `Ratio of the frequencies with and without the rule. ${capital(parts.slice(0, 8).join("; "))}`,
+          x: { label: "pair", domain: [-0.5, v.theta.length - 0.5] }, y: { label: "θ with the rule / θ without", log: !still && smallest < 0.5, include: [1] }, lines,
+          areas: runs.map((run) => ({ from: run.first - 0.5, to: run.last + 0.5, kind: `k-${run.kind}` })),
+        }],
+        table: {
+          caption: "Each pair with and without the rule",
+          head: ["pair", "θ without the rule", "θ with the rule", "ratio", "change"],
+          rows: () => Array.from(v.theta, (x, i) => [i, plain[i], x, ratio[i], KINDS[kinds[i]]]),
+        },
+      };
+    },
+  };
+
+  const decay = {
+    title: "Decay bound",
+    intro: "The mean of |S₁| … |S| with Sⱼ = Σ exp(i·D·θ): RoFormer's bound on the score at distance D. It oscillates, so means over octaves of distances tell where it falls.",
+    draw(state) {
+      const out = overDistance(state, (v, xs) => Curves.decayCurve(v.theta, xs), { label: "mean of |Sⱼ|", include: [0] }, "Decay bound over distance, with means over octaves");
+      const bands = views(state).map((v) => Curves.bandMeans(v.theta, state.context, Curves.decayCurve));
+      out.charts[0].lines = out.lines.map((line) => ({ ...line, thin: true, name: line.name }));
+      bands.forEach((list, i) => out.charts[0].lines.push({
+        name: `mean per octave${state.b ? ` of ${"AB"[i]}` : ""}`, colour: "ab"[i] + " mean",
+        xs: list.flatMap((b) => [b.low, b.high]), ys: list.flatMap((b) => [b.mean, b.mean]),
+      }));
+      const falls = bands[0].findIndex((b, i) => i > 0 && b.mean > bands[0][i - 1].mean);
+      const lowest = bands[0].reduce((best, b) => (b.mean < best.mean ? b : best));
+      const span = (b) => `${text(b.low)}–${text(b.high - 1)}`;
+      return {
+        ...out,
+        summary: `${falls === -1 ? `The octave means fall up to the context of ${text(state.context)}.` : `The octave means stop falling at distance ${text(bands[0][falls].low)}; the lowest is ${text(lowest.mean)}, at distances ${span(lowest)}.`} ` +
+          `At distance ${text(state.distance)}: ${out.values}.`,
+        table: {
+          caption: "Mean of the bound per octave of distances (64 distances of each)",
+          head: ["distances", ...views(state).map((v) => v.name)],
+          rows: () => bands[0].map((b, i) => [span(b), ...bands.map((list) => list[i].mean)]),
+        },
+      };
+    },
+  };
+
+  const score = {
+    title: "Constant query",
+    intro: "The score of a query and a key whose features are all 1, relative to plain RoPE at distance 0. What is left of it is what distance alone does to similar tokens.",
+    draw(state) {
+      const out = overDistance(state, (v, xs) => Curves.constantScore(v.theta, xs, v), { label: "relative score", include: [0] }, "Score of a constant query over distance");
+      const first = out.xs.find((_, i) => out.lines[0].ys[i] < 0);
+      return {
+        ...out,
+        summary: `At distance ${text(state.distance)}: ${out.values}. ` +
+          (first === undefined ? `No drawn distance up to ${text(state.context)} has a negative score.` : `The first drawn distance with a negative score is ${text(first)}.`),
+        table: curveTable("The score at some of the drawn distances", "distance", out.xs, out.lines),
+      };
+    },
+  };
+
+  const bias = {
+    title: "ALiBi and T5",
+    intro: "What two other encodings add to a score at each distance. ALiBi: −slope × distance, one slope per head. T5: one learned number per bucket of distances.",
+    draw(state) {
+      const learned = data.biases;
+      const { xs, axis } = distanceAxis(state);
+      const slopes = Curves.alibiSlopes(state.heads);
+      const shown = [...new Set([0, Math.floor((slopes.length - 1) / 2), slopes.length - 1])];
+      const lines = shown.map((h, i) => ({ name: `ALiBi head ${h + 1}`, colour: "acd"[i], xs, ys: xs.map((x) => -slopes[h] * x) }));
+      const starts = Curves.t5Starts(32, 128);
+      const buckets = xs.map((x) => Curves.t5Bucket(starts, x));
+      const charts = [{
+        label: "ALiBi's bias over distance, in score units", x: axis, lines, marks: atDistance(state),
+        y: { label: "added to the score", domain: [-16, 1] },
+      }];
+      const t5 = [];
+      for (const entry of learned) {
+        const edges = Curves.t5Starts(entry.num_buckets, entry.max_distance);
+        entry.heads.slice(0, 3).forEach((numbers, h) => t5.push({
+          name: `${entry.name}, head ${h + 1}`, colour: "bdc"[h], xs, ys: xs.map((x) => numbers[Curves.t5Bucket(edges, x)]),
+        }));
+      }
+      charts.push(t5.length
+        ? { label: "T5's learned bias over distance, in score units", x: axis, y: { label: "added to the score", include: [0] }, lines: t5, marks: atDistance(state) }
+        : { label: "T5's bucket over distance", x: axis, y: { label: "T5's bucket", domain: [0, 32] }, lines: [{ name: "T5's bucket of 32", colour: "b", xs, ys: buckets }], marks: atDistance(state) });
+      const here = shown.map((h) => `head ${h + 1} ${text(-slopes[h] * state.distance)}`).join(", ");
+      const factor = text(Math.exp(-slopes.at(-1) * state.distance));
+      return {
+        charts,
+        summary: `At distance ${text(state.distance)}, ALiBi with ${state.heads} heads adds: ${here}; the weight of head ${slopes.length} is multiplied by ${factor}. ` +
+          `T5 uses bucket ${Curves.t5Bucket(starts, state.distance)} of 32; ${t5.length ? "its numbers are those of the weights." : "its numbers are learned: pass a T5 model folder to draw them."}`,
+        table: {
+          caption: "Bias per distance: ALiBi in score units, and T5's bucket of 32 with a largest distance of 128",
+          head: ["distance", ...lines.map((line) => line.name), "T5's bucket", ...t5.map((line) => line.name)],
+          rows: () => Array.from(xs).filter((_, i) => i % 32 === 0).map((x) => {
+            const i = Chart.nearest(xs, x);
+            return [x, ...lines.map((line) => line.ys[i]), buckets[i], ...t5.map((line) => line.ys[i])];
+          }),
+        },
+      };
+    },
+  };
+
+  const compare = {
+    title: "Two specs",
+    intro: "A and B side by side: the ratio of their frequencies per pair, and their scores with the difference. Choose B under “Compare with”.",
+    draw(state) {
+      const b = state.b ?? specs.unscaled(state.a);
+      const both = views({ ...state, b, bName: state.b ? state.bName : "A without its rule" });
+      const [one, two] = both;
+      const pairs = Math.min(one.theta.length, two.theta.length);
+      const ratio = Float64Array.from({ length: pairs }, (_, i) => Math.abs(one.theta[i] / two.theta[i]));
+      const { xs, axis } = distanceAxis(state);
+      const scores = both.map((v) => ({ ...v, xs, ys: Curves.constantScore(v.theta, xs, v) }));
+      const difference = { name: "A − B", colour: "c", thin: true, xs, ys: scores[0].ys.map((y, i) => y - scores[1].ys[i]) };
+      const equal = Array.from(ratio).filter((x) => Math.abs(x - 1) <= 1e-9).length;
+      const widest = difference.ys.reduce((most, y, i) => (Math.abs(y) > Math.abs(difference.ys[most]) ? i : most), 0);
+      const unlike = one.theta.length === two.theta.length ? "" : ` A has ${one.theta.length} pairs and B ${two.theta.length}: the first ${pairs} are compared.`;
+      return {
+        summary: `${equal} of ${pairs} pairs have the same frequency.${unlike} The scores differ most at distance ${text(xs[widest])}: by ${text(difference.ys[widest])}. ` +
+          `Amplitude ${text(one.amplitude, 6)} and ${text(two.amplitude, 6)}.`,
+        charts: [
+          { label: "Frequency of A divided by that of B, per pair", x: { label: "pair" }, y: { label: "θ of A / θ of B", log: true, include: [1] }, lines: [{ name: "A / B", colour: "a", xs: indices(ratio), ys: ratio, dots: true }] },
+          { label: "Scores of a constant query of A and B and their difference", x: axis, y: { label: "relative score", include: [0] }, lines: [...scores, difference], marks: atDistance(state) },
+        ],
+        table: {
+          caption: "Each pair of A and B",
+          head: ["pair", "θ of A", "θ of B", "A / B", "A − B"],
+          rows: () => Array.from(ratio, (x, i) => [i, one.theta[i], two.theta[i], x, one.theta[i] - two.theta[i]]),
+        },
+      };
+    },
+  };
+
+  const precision = {
+    title: "Precision",
+    intro: "The error of the angle m·θ if the position, the frequency and their product are rounded: the largest of all pairs. An error of 1 rad is a wrong rotation. ropewalk computes exact angles in float64.",
+    draw(state) {
+      const v = view(state.a, state);
+      const xs = Curves.distances(state.context, 512).slice(1);
+      const kinds = [["float32", Curves.float32, "a"], ["bfloat16", Curves.bfloat16, "b"]];
+      const lines = kinds.map(([name, round, colour]) => ({ name, colour, xs, ys: Curves.angleError(v.theta, xs, round) }));
+      const here = kinds.map(([name, round]) => `${name} ${text(Curves.angleError(v.theta, Float64Array.of(state.position), round)[0])} rad`);
+      const wrong = xs.find((_, i) => lines[1].ys[i] >= 1);
+      return {
+        summary: `At position ${text(state.position)}: ${here.join(", ")}. ` +
+          (wrong === undefined ? "bfloat16 stays below 1 rad at all drawn positions." : `With bfloat16, the error reaches 1 rad at position ${text(wrong)}.`),
+        charts: [{
+          label: "Largest error of an angle by position, for float32 and bfloat16",
+          x: { label: "position", log: true }, y: { label: "error of the angle, in rad", log: true, include: [1] }, lines,
+          marks: [{ y: 1, label: "1 rad", at: "start" }, { x: state.position, label: `position ${text(state.position)}` }],
+        }],
+        table: curveTable("The largest error at some of the drawn positions, in rad", "position", xs, lines),
+      };
+    },
+  };
+
+  const lab = {
+    title: "Lab",
+    intro: "Curves of the small models that ropewalk lab trained: means over seeds.",
+    draw(state) {
+      const record = data.lab[Math.min(state.record, data.lab.length - 1)];
+      const names = ["a", "b", "c", "d", "e", "f"];
+      const lines = record.lines.map((line, i) => ({ ...line, colour: names[i % names.length], dashed: i >= names.length }));
+      return {
+        summary: `${record.question} ${record.note}`,
+        charts: [{ label: `${record.title}: ${record.y} by ${record.x}`, x: { label: record.x, log: record.log }, y: { label: record.y }, lines }],
+        table: {
+          caption: record.title,
+          head: [record.x, ...lines.map((line) => line.name)],
+          rows: () => [...new Set(lines.flatMap((line) => line.xs))].sort((a, b) => a - b)
+            .map((x) => [x, ...lines.map((line) => line.ys[line.xs.indexOf(x)] ?? NaN)]),
+        },
+      };
+    },
+  };
+
+  return { rotation, wavelength, rule, decay, score, bias, compare, precision, ...(data.lab.length ? { lab } : {}) };
+};
