@@ -30,6 +30,7 @@ help:
 .venv/installed-dev: .venv/installed
 	@echo "installing the tools for tests and checks"
 	@$(PIP) -e '.[dev]'
+	@$(PIP) --upgrade --no-deps --target .venv/alone timm torchtitan spmd_types # requirements: torchvision for CUDA, datasets
 	@touch $@
 
 .venv/installed-docs: .venv/installed

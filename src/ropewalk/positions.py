@@ -7,6 +7,7 @@
 
 from ropewalk.nn.positions import centred_positions as centred_positions
 from ropewalk.nn.positions import grid_positions as grid_positions
+from ropewalk.nn.positions import jittered_positions as jittered_positions
 from ropewalk.nn.positions import mrope_positions as mrope_positions
 from ropewalk.nn.positions import packed_positions as packed_positions
 from ropewalk.nn.positions import positions_of_lengths as positions_of_lengths
@@ -16,6 +17,7 @@ from ropewalk.nn.positions import text_positions as text_positions
 __all__ = [
     "centred_positions",
     "grid_positions",
+    "jittered_positions",
     "mrope_positions",
     "packed_positions",
     "positions_of_lengths",

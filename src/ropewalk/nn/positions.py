@@ -15,6 +15,7 @@ from ropewalk.kernels.constructors import arange, empty, new_zeros, zeros_like
 __all__ = [
     "centred_positions",
     "grid_positions",
+    "jittered_positions",
     "mrope_positions",
     "packed_positions",
     "positions_of_lengths",
@@ -176,6 +177,61 @@ def centred_positions(height: int, width: int, *, device: torch.device | str | N
     """
     rows, columns = grid_positions(height, width, device=device).to(torch.float64)
     return 2 * math.pi * torch.stack((2 * (rows + 0.5) / height - 1, 2 * (columns + 0.5) / width - 1))
+
+
+def jittered_positions(
+    positions: Tensor,
+    *,
+    shift: float | None = None,
+    jitter: float | None = None,
+    rescale: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Move and scale the positions of an image at random, as DINOv3 does in training ("RoPE-box jitter").
+
+    p_a -> (p_a + s_a) j_a r, with s_a uniform in 2π (-shift, shift) and j_a log-uniform in (1/jitter, jitter) for each
+    axis, and r log-uniform in (1/rescale, rescale) for all axes (DINOv3, 2508.10104, section 3.2). Draws are made in
+    this order, in float32 on the CPU, so that timm's code makes the same ones with the same seed.
+
+    Args:
+        positions: [A, tokens] or [A, batch, tokens], as `centred_positions` returns them.
+        shift: Largest shift, in coordinates from -1 to 1. None for no shift.
+        jitter: Largest factor on an axis. At least 1. None for none.
+        rescale: Largest factor on all axes. At least 1. DINOv3 was trained with 2. None for none.
+        generator: Random numbers of the CPU. Default: torch's own.
+
+    Returns:
+        float64, shaped as `positions`.
+
+    Raises:
+        RopewalkError: If a range is not a finite number, below 0 for shift or below 1 for a factor.
+
+    >>> positions = centred_positions(2, 2)
+    >>> jittered = jittered_positions(positions, rescale=2, generator=torch.Generator().manual_seed(0))
+    >>> ratio = jittered / positions
+    >>> bool((ratio - ratio[0, 0]).abs().max() < 1e-12), 0.5 <= ratio[0, 0].item() <= 2
+    (True, True)
+    """
+    for name, value, least in (("shift", shift, 0), ("jitter", jitter, 1), ("rescale", rescale, 1)):
+        number = None if value is None else as_float(value)
+        if value is not None and (number is None or not least <= number < math.inf):
+            raise RopewalkError(
+                asked=f"jittered_positions({name}=...)",
+                expected=f"a number of at least {least}, or None",
+                got=shown(value),
+                do="pass the largest shift" if name == "shift" else "pass the largest factor",
+            )
+    moved = positions.to(torch.float64)
+
+    def draw(count: int, largest: float) -> Tensor:
+        numbers = empty(count, dtype=torch.float32, device="cpu").uniform_(-largest, largest, generator=generator)
+        return numbers.view(-1, *[1] * (positions.dim() - 1)).to(positions.device)
+
+    if shift is not None:
+        moved = moved + 2 * math.pi * draw(positions.shape[0], shift).double()
+    if jitter is not None:
+        moved = moved * draw(positions.shape[0], math.log(jitter)).exp().double()
+    return moved if rescale is None else moved * draw(1, math.log(rescale)).exp().double()
 
 
 def mrope_positions(
