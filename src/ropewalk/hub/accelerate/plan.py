@@ -16,38 +16,16 @@ from torch import nn
 
 from ropewalk.hub.accelerate.fused_rotation import fused_norm_rotation, fused_rotation
 from ropewalk.hub.accelerate.norm_fusion import FUSED, FusedMethod, NormKind, fused_method, norm_kind
+from ropewalk.hub.accelerate.part import Part
 from ropewalk.hub.accelerate.rotation_probe import Rotation, Table, is_candidate, rotation_of
-from ropewalk.hub.accelerate.source import Sources
+from ropewalk.hub.accelerate.source import Sources, function_behind
 from ropewalk.hub.accelerate.table_probe import table_widths, why_not_doubled
 from ropewalk.kernels.torch_internals import own_tensors
 
-__all__ = ["PLAIN", "Part", "bound_methods", "plain_state", "planned"]
+__all__ = ["PLAIN", "bound_methods", "plain_state", "planned"]
 
 # The attribute of the subclasses that refers to the original class.
 PLAIN = "_ropewalk_plain"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A module of a model, and what `accelerate` did with it.
-
-    Attributes:
-        name: Its name in the model.
-        kind: Its class name.
-        rotation: Its rotation, or the reason why it was not changed.
-        norm: What was done with its QK-norm. None if it has none.
-
-    >>> print(Part("model.layers.0.self_attn", "Qwen3Attention", "half pairs", "fused"))
-    Qwen3Attention: half pairs; QK-norm: fused
-    """
-
-    name: str
-    kind: str
-    rotation: str
-    norm: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.rotation}" + ("" if self.norm is None else f"; QK-norm: {self.norm}")
 
 
 @dataclass(frozen=True)
@@ -149,7 +127,8 @@ class _Analysis:
             function: Any = inspect.unwrap(value)
             if not isinstance(function, types.FunctionType):
                 continue
-            used = {key: function.__globals__[key] for key in _names(function.__code__) if key in function.__globals__}
+            names = [key for key in _names(function.__code__) if key in function.__globals__]
+            used: dict[str, Any] = {key: function_behind(function.__globals__[key]) for key in names}
             called = {key: item for key, item in used.items() if is_candidate(item)}
             # Most classes have none, and then the source is not parsed.
             of_self = self._of_self(function) if static_methods else set[str]()

@@ -6,7 +6,32 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Sources"]
+from torch import nn
+
+from ropewalk.kernels.torch_internals import has_hooks
+
+__all__ = ["Sources", "function_behind"]
+
+
+def function_behind(value: object) -> object:
+    """Return the function behind a module that the kernels package made of it, and any other value unchanged.
+
+    If that package is installed, the rotation functions of transformers are modules whose forward calls the function,
+    so that `use_kernels` can replace it. A module whose forward was replaced is returned as it is: it computes what a
+    kernel of the Hub does.
+
+    >>> function_behind(len) is len
+    True
+    """
+    kind: Any = type(value)
+    if not isinstance(value, nn.Module) or not hasattr(kind, "kernel_layer_name") or has_hooks(value):
+        return value
+    forward = vars(value).get("forward", kind.forward)
+    forward = getattr(forward, "__func__", forward)
+    cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+    if forward is not kind.forward or forward.__code__.co_names or list(cells) != ["func"]:
+        return value
+    return cells["func"].cell_contents
 
 
 class Sources:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ropewalk.hub.accelerate.source import Sources
+from ropewalk.hub.accelerate.source import Sources, function_behind
 from ropewalk.kernels.torch_internals import own_tensors
 
 __all__ = ["why_norm_not_straight", "why_not_straight"]
@@ -183,6 +183,7 @@ class _Reader:
 
     def call(self, function: object, args: list[_Value], kwargs: dict[str, _Value]) -> _Value:
         """Return the result of a function."""
+        function = function_behind(function)
         if not isinstance(function, types.FunctionType):
             raise _NotStraightError("its code is not available")
         definition = self.sources.definition(function)
