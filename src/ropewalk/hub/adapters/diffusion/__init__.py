@@ -1,0 +1,1 @@
+"""The fused norm and rotation in the transformers of diffusers. `rw.accelerate` uses it."""
