@@ -1,13 +1,14 @@
 """Under torch.distributed: DDP, FSDP2 and DTensor leave the rotation as it is. Two gloo ranks on the CPU."""
 
-from pathlib import Path
+import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from parallel.ranks import failures_on_ranks
 from ropewalk import RotaryEmbedding
 from strategies import vector
 
@@ -31,7 +32,7 @@ def _expected(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y.detach(), layer.linear.weight.grad
 
 
-def _ddp(rank: int, x: torch.Tensor) -> None:
+def _ddp(x, mesh):
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Layer())
     y = model(x)
@@ -41,14 +42,10 @@ def _ddp(rank: int, x: torch.Tensor) -> None:
     assert torch.equal(model.module.linear.weight.grad, gradient)
 
 
-def _fsdp(rank: int, x: torch.Tensor) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor
-
+def _fsdp(x, mesh):
     torch.manual_seed(0)
     model = Layer()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=mesh)
     y = model(x)
     y.square().sum().backward()
     value, gradient = _expected(x)
@@ -58,11 +55,7 @@ def _fsdp(rank: int, x: torch.Tensor) -> None:
     assert torch.allclose(grad.full_tensor(), gradient, rtol=1e-5)
 
 
-def _dtensor(rank: int, x: torch.Tensor) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
+def _dtensor(x, mesh):
     rope = RotaryEmbedding(8)
     expected = rope(x)
     for placement in (Shard(0), Shard(1), Shard(2), Replicate()):
@@ -75,18 +68,14 @@ def _dtensor(rank: int, x: torch.Tensor) -> None:
         assert torch.allclose(q.grad.full_tensor(), 2 * x, atol=1e-5), placement
 
 
-WORK = {"ddp": _ddp, "fsdp": _fsdp, "dtensor": _dtensor}
-
-
-def _run(rank: int, name: str, meeting: Path) -> None:
-    # By a file: a port that was free a moment ago may be taken by now.
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    torch.set_num_threads(1)
-    WORK[name](rank, vector(0, 2, 4, 6, 8).float())
-    dist.destroy_process_group()
+def cases(world):
+    x = vector(0, 2, 4, 6, 8).float()
+    return {work.__name__: functools.partial(work, x) for work in (_ddp, _fsdp, _dtensor)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WORK)
-def test_two_ranks(name, tmp_path):
-    spawn(_run, args=(name, tmp_path / "meeting"), nprocs=2)
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks(tmp_path):
+    failures = failures_on_ranks(2, "nn.test_rotary_distributed", "cases", tmp_path)
+    assert failures.keys() == cases(2).keys()
+    assert [name for name, failed in failures.items() if failed] == [], next(filter(None, failures.values()))[0]

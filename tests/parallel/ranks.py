@@ -2,6 +2,8 @@
 
 import faulthandler
 import importlib
+import multiprocessing
+import os
 import pickle
 import traceback
 from collections.abc import Callable
@@ -13,11 +15,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 __all__ = ["Case", "failures_on_ranks", "on_ranks"]
 
 Case = Callable[[DeviceMesh], None]
+
+# Imported once per worker of pytest, in a process from which ranks are forked: to import them takes seconds.
+PRELOADED = [
+    "ropewalk.nn.attention.layer",
+    "ropewalk.nn.linear.layer",
+    "ropewalk.parallel",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.debug",
+    "torch._dynamo.testing",
+    "hypothesis",
+    "pytest",
+    "jaxtyping",
+    "beartype",
+]
 
 # A rank that waits for one that has ended gets an error after this time at the latest.
 TIMEOUT = timedelta(seconds=60)
@@ -42,11 +58,15 @@ def failures_on_ranks(world: int, module: str, function: str, folder: Path) -> d
 
 def on_ranks(world: int, module: str, function: str, folder: Path) -> list[Any]:
     """Run cases on ranks that are processes, and return what each rank has stored."""
-    spawn(_rank, (world, module, function, str(folder)), world)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    # Ranks have the environment of the first start, unless they receive that of this one.
+    arguments = (world, module, function, str(folder), dict(os.environ))
+    start_processes(_rank, arguments, world, start_method="forkserver")
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, module: str, function: str, folder: str) -> None:
+def _rank(rank: int, world: int, module: str, function: str, folder: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     faulthandler.enable()
     place = Path(folder, "store").as_uri()
