@@ -13,7 +13,7 @@ import ropewalk as rw
 from lab.small_runs import CPU, TINY
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.checkpoints import last_checkpoint
-from ropewalk.lab.training import Interrupted, train
+from ropewalk.lab.training import Interrupted, side_by_side, train, training
 
 
 def weights(model):
@@ -67,6 +67,22 @@ def test_random_numbers_of_an_encoding_are_functions_of_seed_and_step(tmp_path):
     assert torch.equal(weights(whole), weights(train(run, CPU, tmp_path)[0]))
     plain, _ = train(dataclasses.replace(run, encoding="none"), CPU)
     assert not torch.equal(weights(whole), weights(plain))
+
+
+def test_runs_side_by_side_are_the_same_runs(tmp_path):
+    runs = [dataclasses.replace(TINY, encoding=x, seed=i, steps=5 - i) for i, x in enumerate(("rope", "t5", "learned"))]
+    alone = [train(run, CPU) for run in runs]
+    for count in (2, 3):
+        together = side_by_side([training(run, CPU) for run in runs], CPU.device, count=count)
+        for (model, result), (other, expected) in zip(together, alone, strict=True):
+            assert torch.equal(weights(model), weights(other))
+            assert result.curves == expected.curves
+    # All that were started write a checkpoint.
+    stop = StopAfter(2)
+    steps = [training(run, CPU, tmp_path / str(run.seed), stop=stop) for run in runs]
+    with pytest.raises(Interrupted):
+        side_by_side(steps, CPU.device, count=2)
+    assert [last_checkpoint(tmp_path / str(run.seed)) for run in runs] == [2, 2, 0]
 
 
 def test_training_learns_and_seeds_differ():

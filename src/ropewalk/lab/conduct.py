@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from ropewalk.errors import RopewalkError
-from ropewalk.lab.experiment import Arm, Experiment, Outcome, judge
+from ropewalk.lab.experiment import Arm, Experiment, Outcome, about, judge
 from ropewalk.lab.export import export, load_weights, whole_state
 from ropewalk.lab.ranks import on_rank_0, rank_and_ranks
 from ropewalk.lab.run import Run, make_task
-from ropewalk.lab.training import Interrupted, RunResult, Settings, Wish, config_of, train
+from ropewalk.lab.training import Interrupted, RunResult, Settings, Training, Wish, config_of, side_by_side, training
 
-__all__ = ["Findings", "Progress", "conduct", "default_jobs", "perform", "result_of", "runs_of", "with_seed"]
+__all__ = ["Findings", "Progress", "conduct", "default_jobs", "performing", "result_of", "runs_of", "with_seed"]
 
 # Called with a run, its step and its loss.
 Progress = Callable[[Run, int, float], None]
@@ -34,7 +34,7 @@ class Findings:
     """What an experiment has found.
 
     Attributes:
-        experiment: The experiment.
+        experiment: The experiment, with the statements that are judged.
         size: Size of its models.
         arms: Its arms, with those of the user.
         seeds: The seeds.
@@ -85,6 +85,7 @@ def conduct(
     out: Path,
     *,
     jobs: int = 1,
+    abreast: int = 1,
     progress: Progress | None = None,
 ) -> Findings:
     """Train what is not trained yet, and judge.
@@ -97,6 +98,7 @@ def conduct(
         settings: How runs are computed.
         out: Folder of all runs; a run that is complete there is not repeated, and an incomplete one is resumed.
         jobs: Number of processes that train at the same time, for one rank.
+        abreast: Number of runs that one process trains at the same time, one step of each after the other.
         progress: Called after every validation.
 
     Returns:
@@ -109,30 +111,32 @@ def conduct(
     runs = runs_of(arms, seeds)
     waiting = [runs[i] for i in on_rank_0(lambda: _incomplete(runs, settings, out))]
     if rank_and_ranks()[1] > 1 or jobs == 1 or len(waiting) < 2:
-        _perform_here(waiting, settings, out, progress)
+        _perform_here(waiting, settings, out, progress, count=abreast)
     else:
-        generations = sorted({len(list(_family(run))) for run in waiting})
-        for generation in generations:
-            members = [run for run in waiting if len(list(_family(run))) == generation]
-            _perform_in_processes(members, settings, out, jobs, progress)
+        for generation in _generations(waiting):
+            _perform_in_processes(generation, settings, out, jobs, progress)
     results = tuple({arm.label: _read_result(with_seed(arm.run, seed), out) for arm in arms} for seed in seeds)
-    outcomes = tuple(judge(statement, results) for statement in experiment.statements)
+    # Statements about arms that were left out are left out too.
+    statements = tuple(x for x in experiment.statements if all(about(x, of_seed) for of_seed in results))
+    experiment = dataclasses.replace(experiment, statements=statements)
+    outcomes = tuple(judge(statement, results) for statement in statements)
     return Findings(experiment, size, tuple(arms), tuple(seeds), results, outcomes)
 
 
-def perform(
+def performing(
     run: Run,
     settings: Settings,
     out: Path,
     *,
     stop: Wish | None = None,
     report: Callable[[int, float], None] | None = None,
-) -> None:
-    """Train one run, and write its model and its result to the folder `out`/KEY."""
+) -> Training[None]:
+    """Train one run, and write its model and its result to the folder `out`/KEY. It yields after every step."""
     folder, task = out / run.key, make_task(run)
     try:
         parent = None if run.parent is None else load_weights(run.parent, out / run.parent.key / "model")
-        model, result = train(run, settings, folder, parent=parent, task=task, stop=stop, report=report)
+        steps = training(run, settings, folder, parent=parent, task=task, stop=stop, report=report)
+        model, result = yield from steps
         state = whole_state(model)
 
         def write() -> None:
@@ -187,11 +191,23 @@ def _stops_on_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _perform_here(runs: Sequence[Run], settings: Settings, out: Path, progress: Progress | None) -> None:
+def _perform_here(runs: Sequence[Run], settings: Settings, out: Path, progress: Progress | None, *, count: int) -> None:
     with _stops_on_signals() as stop:
-        for run in runs:
-            report = None if progress is None else _bound(progress, run)
-            perform(run, settings, out, stop=stop, report=report)
+        reports = [None if progress is None else _bound(progress, run) for run in runs]
+        # Children need the weights of their parents, which are complete before.
+        for generation in _generations(runs):
+            steps = (
+                performing(run, settings, out, stop=stop, report=report)
+                for run, report in zip(runs, reports, strict=True)
+                if run in generation
+            )
+            side_by_side(steps, settings.device, count=count)
+
+
+def _generations(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs without a parent, their children, and so on."""
+    depths = [len(list(_family(run))) for run in runs]
+    return [[run for run, n in zip(runs, depths, strict=True) if n == depth] for depth in sorted(set(depths))]
 
 
 def _bound(progress: Progress, run: Run) -> Callable[[int, float], None]:
@@ -262,7 +278,10 @@ def _end_with_parent() -> None:
 
 
 def _perform_alone(run: Run, settings: Settings, out: Path, messages: Any) -> None:
-    perform(run, settings, out, stop=_wishes[0], report=lambda step, loss: messages.put((run.key, step, loss)))
+    def report(step: int, loss: float) -> None:
+        messages.put((run.key, step, loss))
+
+    side_by_side([performing(run, settings, out, stop=_wishes[0], report=report)], settings.device)
 
 
 def _result_file(run: Run, out: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ropewalk.lab.run import Run
 from ropewalk.lab.training import RunResult
 
-__all__ = ["Arm", "Experiment", "Outcome", "Statement", "Value", "Verdict", "final_loss", "judge"]
+__all__ = ["Arm", "Experiment", "Outcome", "Statement", "Value", "Verdict", "about", "final_loss", "judge"]
 
 # The results of one seed, by the label of their arm -> a number; None if it is not defined.
 Value = Callable[[Mapping[str, RunResult]], float | None]
@@ -147,6 +147,23 @@ def judge(statement: Statement, results: Sequence[Mapping[str, RunResult]]) -> O
     if abs(difference) <= spread:
         return outcome(Verdict.UNDECIDED, figures)
     return outcome(Verdict.HOLDS if difference > 0 else Verdict.FAILS, figures)
+
+
+def about(statement: Statement, results: Mapping[str, RunResult]) -> bool:
+    """Whether there are results of all arms that a statement is about.
+
+    >>> from types import SimpleNamespace
+    >>> about(Statement("", "", final_loss("a"), final_loss("b")), {"a": SimpleNamespace(final_loss=1.0)})
+    False
+    """
+    values = (statement.lower, statement.higher, *(value for _, value, _ in statement.needs))
+    try:
+        for value in values:
+            if callable(value):
+                value(results)
+    except KeyError:
+        return False
+    return True
 
 
 def final_loss(label: str) -> Value:

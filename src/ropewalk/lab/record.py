@@ -73,6 +73,9 @@ def from_json(record: Mapping[str, Any]) -> Findings:
         Outcome(Verdict(x["verdict"]), x["reason"], tuple(x["lower"]), tuple(x["higher"])) for x in record["statements"]
     )
     experiment = EXPERIMENTS[record["experiment"]]
+    judged = [x["text"] for x in record["statements"]]
+    statements = tuple(x for x in experiment.statements if x.text in judged)
+    experiment = dataclasses.replace(experiment, statements=statements)
     return Findings(experiment, record["size"], tuple(arms), tuple(record["seeds"]), tuple(results), outcomes)
 
 

@@ -3,11 +3,11 @@
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,24 @@ from ropewalk.lab.run import Run, make_task
 from ropewalk.lab.tasks import IGNORED, Batch, Task
 from ropewalk.parallel.shards import Shards
 
-__all__ = ["Interrupted", "ParallelName", "RunResult", "Settings", "Wish", "config_of", "make_model", "train"]
+__all__ = [
+    "Interrupted",
+    "ParallelName",
+    "RunResult",
+    "Settings",
+    "Training",
+    "Wish",
+    "config_of",
+    "make_model",
+    "side_by_side",
+    "train",
+    "training",
+]
 
 ParallelName = Literal["ddp", "fsdp", "context"]
+ResultT = TypeVar("ResultT")
+# Yields after every step, and returns a result.
+Training = Generator[None, None, ResultT]
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0
 # The rate rises over a tenth of the steps, and falls to a tenth by a cosine.
@@ -163,22 +178,75 @@ def train(
         RopewalkError: If the folder has a checkpoint of another run, or if it cannot be written.
         Interrupted: If `stop` was set.
     """
+    steps = training(run, settings, folder, parent=parent, task=task, stop=stop, report=report)
+    (result,) = side_by_side([steps], settings.device)
+    return result
+
+
+def side_by_side(trainings: Iterable[Training[ResultT]], device: torch.device, *, count: int = 1) -> list[ResultT]:
+    """Advance several trainings in one process, one step of each after the other.
+
+    On a CUDA device each has a stream, so that small models share it.
+
+    Args:
+        trainings: What `training` returns, or generators that contain it. They are started when they are needed.
+        device: Device of all.
+        count: How many are advanced at a time.
+
+    Returns:
+        What they return, in their order.
+
+    Raises:
+        Interrupted: When all that were started have written a checkpoint.
+    """
+    waiting = enumerate(trainings)
+    results: dict[int, ResultT] = {}
+    active: dict[int, tuple[Training[ResultT], Any]] = {}
+    interrupted: Interrupted | None = None
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        while True:
+            while len(active) < count and interrupted is None:
+                index, steps = next(waiting, (None, None))
+                if index is None or steps is None:
+                    break
+                own_stream = on_gpu and count > 1
+                active[index] = steps, torch.cuda.stream(torch.cuda.Stream(device)) if own_stream else nullcontext()
+            if not active:
+                break
+            for index, (steps, stream) in list(active.items()):
+                try:
+                    with stream:
+                        next(steps)
+                except StopIteration as end:
+                    results[index] = end.value
+                    del active[index]
+                except Interrupted as reason:
+                    interrupted = reason
+                    del active[index]
+    if interrupted is not None:
+        raise interrupted
+    return [results[index] for index in sorted(results)]
+
+
+def training(
+    run: Run,
+    settings: Settings,
+    folder: Path | None = None,
+    *,
+    parent: Decoder | None = None,
+    task: Task | None = None,
+    stop: Wish | None = None,
+    report: Callable[[int, float], None] | None = None,
+) -> Training[tuple[Decoder, RunResult]]:
+    """`train` as a generator that yields after every step, for `side_by_side`. It has the same arguments."""
     task, device = task or make_task(run), settings.device
     decoder = make_model(run, task)
     if parent is not None:
         _copy_weights(decoder, parent)
     decoder.to(device)
     _require_offset(run, settings, decoder)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        result = _trained(_Trainer(run, settings, task, decoder), folder, stop, report)
-    return decoder.eval(), result
-
-
-def _trained(
-    trainer: "_Trainer", folder: Path | None, stop: Wish | None, report: Callable[[int, float], None] | None
-) -> RunResult:
-    """Resume, train, validate, write checkpoints, and evaluate."""
-    run, settings, task, device = trainer.run, trainer.settings, trainer.task, trainer.device
+    trainer = _Trainer(run, settings, task, decoder)
     config = config_of(run, settings, task.digest)
     first = 0 if folder is None else on_rank_0(lambda: last_checkpoint(folder))
     if first and folder is not None:
@@ -213,10 +281,11 @@ def _trained(
             write_checkpoint(folder, step, trainer.model, trainer.optimizer, config)
         if wishes and not last:
             raise Interrupted(f"interrupted after step {step}")
+        yield
     with trainer.evaluating(step):
         curves: Curves = {"loss by step": loss_by_step, **evaluate(trainer.whole, task, run, device)}
     tokens = (step - first) * run.batch * task.tokens(run.length)
-    return RunResult(curves, trainer.seconds, tokens, task.digest)
+    return decoder.eval(), RunResult(curves, trainer.seconds, tokens, task.digest)
 
 
 def _require_offset(run: Run, settings: Settings, decoder: Decoder) -> None:

@@ -35,9 +35,7 @@ Others = Annotated[
     list[str] | None,
     typer.Option("--with", metavar="ENCODING", help="Another encoding, or module:Class of your own. May be repeated."),
 ]
-Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm, without verdicts. May be repeated.")
-]
+Only = Annotated[list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm. May be repeated.")]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="cpu|cuda", help="The device. Default: CUDA if available.")
 ]
@@ -52,6 +50,9 @@ SavedEvery = Annotated[
 Jobs = Annotated[
     int | None,
     typer.Option("--jobs", metavar="N", min=1, help="Runs at a time. Default: the cores of a CPU; 1 on CUDA."),
+]
+Abreast = Annotated[
+    int, typer.Option("--abreast", metavar="N", min=1, help="Runs that each process trains at the same time, on a GPU.")
 ]
 TextFolder = Annotated[
     str | None,
@@ -118,6 +119,7 @@ def run(
     every: Every = 25,
     saved_every: SavedEvery = None,
     jobs: Jobs = None,
+    abreast: Abreast = 1,
     text: TextFolder = None,
     dtype: Dtype = None,
     compiled: Compiled = False,
@@ -152,6 +154,7 @@ def run(
         every=every,
         saved_every=saved_every,
         jobs=jobs,
+        abreast=abreast,
         text=text,
         dtype=dtype,
         compiled=compiled,

@@ -50,6 +50,7 @@ class Options:
     every: int
     saved_every: int | None
     jobs: int | None
+    abreast: int
     text: str | None
     dtype: str | None
     compiled: bool
@@ -128,11 +129,19 @@ def run(options: Options) -> int:
         jobs = options.jobs or (default_jobs(settings.device) if ranks == 1 else 1)
         if rank != 0:
             console.quiet = True
-        judged = experiment if not options.only and options.steps is None else _without_statements(experiment)
+        judged = experiment if options.steps is None else _without_statements(experiment)
         try:
             with _progress(console, arms, options.seeds, options.out, shown=rank == 0) as report:
                 findings = conduct(
-                    judged, arms, options.size, options.seeds, settings, options.out, jobs=jobs, progress=report
+                    judged,
+                    arms,
+                    options.size,
+                    options.seeds,
+                    settings,
+                    options.out,
+                    jobs=jobs,
+                    abreast=options.abreast,
+                    progress=report,
                 )
         except Interrupted as reason:
             console.print(f"{reason}; to continue: {options.command} --out {options.out} --resume", soft_wrap=True)
@@ -260,7 +269,7 @@ def _changed(run: "Run", options: Options) -> "Run":
 
 
 def _without_statements(experiment: "Experiment") -> "Experiment":
-    """Statements are about all arms, trained for the registered number of steps."""
+    """Statements are about arms that are trained for the registered number of steps."""
     return dataclasses.replace(experiment, statements=())
 
 
