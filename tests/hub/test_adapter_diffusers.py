@@ -14,7 +14,7 @@ import ropewalk as rw
 from hub.diffusion_models import MODELS, build, cast, run
 from ropewalk.hub.adapters.diffusion.plan import KNOWN, digest
 from ropewalk.hub.adapters.diffusion.processors import Fused
-from slow import slow
+from slow import slow_except
 
 pytest.importorskip("diffusers")
 # diffusers and what it imports warn of their own parts.
@@ -29,7 +29,7 @@ def fused_modules(name):
     return {"flux": 2, "flux2": 2, "qwenimage": 2, "z_image": 3, "wan": 2, "ltx": 2}[name]
 
 
-@pytest.mark.parametrize("name", ["wan", *[slow(name) for name in MODELS if name != "wan"]])
+@pytest.mark.parametrize("name", slow_except(["wan"], MODELS))
 def test_values_and_gradients_by_the_two_times_rule_and_undo(name, monkeypatch):
     made = build(name)
     truth = run(made, torch.float64, copy.deepcopy(made.model).double())
