@@ -85,23 +85,29 @@ def read_config(config: str, pairing: str | None) -> tuple[list[Preset], dict[st
     asked = f"ropewalk explore {config}"
     try:
         model = read_named_config(config, pairing, asked)
-    except RopewalkError:
+    except RopewalkError as error:
+        # Models with a bias have no rotation. Any other config keeps its error.
         try:
             bias = bias_of(config, asked)
         except RopewalkError:
-            bias = None
-        if bias is None:
-            raise
-        return [], describe_bias(Path(config).name, bias)
+            raise error from None
+        learned = describe_bias(Path(config).name, bias)
+        if learned is None:
+            raise _nothing_to_show(asked, "a bias without learned numbers") from None
+        return [], learned
     presets = presets_of(model)
     if not presets:
-        raise RopewalkError(
-            asked=asked,
-            expected="a model that rotates queries and keys, or a folder with T5's learned bias",
-            got=f"{model.name}, which does not rotate",
-            do="use `ropewalk plot bias` for ALiBi and T5's buckets",
-        )
+        raise _nothing_to_show(asked, f"{model.name}, which does not rotate")
     return presets, None
+
+
+def _nothing_to_show(asked: str, got: str) -> RopewalkError:
+    return RopewalkError(
+        asked=asked,
+        expected="a model that rotates queries and keys, or a folder with the weights of a T5 model",
+        got=got,
+        do="leave it out: the page shows ALiBi and T5's buckets without a config",
+    )
 
 
 def presets_of(model: Model) -> list[Preset]:

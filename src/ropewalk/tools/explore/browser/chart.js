@@ -71,7 +71,8 @@ const Chart = (() => {
     if (low > high) return axis.log ? [0.1, 1] : [0, 1];
     if (axis.log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
     const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
-    return [low - room, high + room];
+    // An axis from 0 begins there.
+    return [low === 0 && axis.include?.includes(0) ? 0 : low - room, high + room];
   }
 
   function path(line, x, y, log) {
@@ -117,6 +118,23 @@ const Chart = (() => {
     root.append(svg("text", { x: (left + right) / 2, y: height - 8, "text-anchor": "middle", class: "axis" }, chart.x.label));
     const middle = (top + bottom) / 2;
     root.append(svg("text", { x: 14, y: middle, transform: `rotate(-90 14 ${middle})`, "text-anchor": "middle", class: "axis" }, chart.y.label));
+    const log = { x: chart.x.log, y: chart.y.log };
+    // An inner svg cuts off what leaves the axes, with room for dots at their ends.
+    const [w, h] = [right - left + 8, bottom - top + 8];
+    const plot = svg("svg", { x: left - 4, y: top - 4, width: w, height: h, viewBox: `${left - 4} ${top - 4} ${w} ${h}` });
+    root.append(plot);
+    for (const line of chart.lines) {
+      if (line.dots) {
+        const dots = svg("g", { class: `dots ${line.colour}` });
+        const radius = line.xs.length > 80 ? 2.5 : 3.5;
+        for (let i = 0; i < line.xs.length; i++) {
+          if (Number.isFinite(line.ys[i]) && (!log.y || line.ys[i] > 0)) dots.append(svg("circle", { cx: x(line.xs[i]), cy: y(line.ys[i]), r: radius }));
+        }
+        plot.append(dots);
+      } else {
+        plot.append(svg("path", { d: path(line, x, y, log), class: `line ${line.colour} ${line.dashed ? "dashed" : ""} ${line.thin ? "thin" : ""}` }));
+      }
+    }
     const inside = (value, [low, high]) => value >= low && value <= high;
     const taken = [];
     for (const mark of chart.marks ?? []) {
@@ -131,19 +149,6 @@ const Chart = (() => {
         root.append(svg("line", { x1: x(mark.x), x2: x(mark.x), y1: top, y2: bottom, class: "mark" }));
         const end = x(mark.x) > (left + right) / 2;
         root.append(svg("text", { x: x(mark.x) + (end ? -6 : 6), y: top + 14, "text-anchor": end ? "end" : "start", class: "halo" }, mark.label));
-      }
-    }
-    const log = { x: chart.x.log, y: chart.y.log };
-    for (const line of chart.lines) {
-      if (line.dots) {
-        const dots = svg("g", { class: `dots ${line.colour}` });
-        const radius = line.xs.length > 80 ? 2.5 : 3.5;
-        for (let i = 0; i < line.xs.length; i++) {
-          if (Number.isFinite(line.ys[i]) && (!log.y || line.ys[i] > 0)) dots.append(svg("circle", { cx: x(line.xs[i]), cy: y(line.ys[i]), r: radius }));
-        }
-        root.append(dots);
-      } else {
-        root.append(svg("path", { d: path(line, x, y, log), class: `line ${line.colour} ${line.dashed ? "dashed" : ""} ${line.thin ? "thin" : ""}` }));
       }
     }
     const pointer = svg("line", { y1: top, y2: bottom, class: "pointer", visibility: "hidden" });

@@ -45,19 +45,38 @@ const Curves = (() => {
     return [...edges, length];
   }
 
-  // Up to `count` integers of [low, high), evenly spread.
-  function sampled(low, high, count) {
-    const size = Math.min(high - low, count);
-    return Float64Array.from({ length: size }, (_, i) => low + Math.floor(((i + 0.5) * (high - low)) / size));
-  }
+  const BLOCK = 2048;
 
-  // The mean of `curve(theta, distances)` over `count` distances of each octave.
-  function bandMeans(theta, length, curve, count = 64) {
+  // The mean of the decay curve over all integer distances of each octave: [{low, high, mean}]. A generator, because a long
+  // context takes a second: it yields after every block of distances. Phases are rotated from distance to distance, and
+  // computed anew for every block, so that rounding does not grow.
+  function* octaveMeans(theta, length) {
     const edges = octaves(length);
-    return edges.slice(1).map((high, i) => {
-      const values = curve(theta, sampled(edges[i], high, count));
-      return { low: edges[i], high, mean: values.reduce((sum, x) => sum + x, 0) / values.length };
-    });
+    const means = [];
+    const [cos, sin] = [theta.map(Math.cos), theta.map(Math.sin)];
+    for (let k = 0; k + 1 < edges.length; k++) {
+      const [low, high] = [edges[k], edges[k + 1]];
+      let sum = 0;
+      for (let start = low; start < high; start += BLOCK) {
+        const [x, y] = [theta.map((t) => Math.cos(start * t)), theta.map((t) => Math.sin(start * t))];
+        const end = Math.min(start + BLOCK, high);
+        for (let gap = start; gap < end; gap++) {
+          let [re, im, total] = [0, 0, 0];
+          for (let i = 0; i < theta.length; i++) {
+            const [u, v] = [x[i], y[i]];
+            re += u;
+            im += v;
+            total += Math.sqrt(re * re + im * im);
+            x[i] = u * cos[i] - v * sin[i];
+            y[i] = u * sin[i] + v * cos[i];
+          }
+          sum += total / theta.length;
+        }
+        yield;
+      }
+      means.push({ low, high, mean: sum / (high - low) });
+    }
+    return means;
   }
 
   // How a rule changes each pair, as theory.classify does.
@@ -140,7 +159,7 @@ const Curves = (() => {
   }
 
   return {
-    distances, scoreSum, decayCurve, constantScore, octaves, bandMeans, classify, runs, alibiSlopes, t5Starts, t5Bucket,
+    distances, scoreSum, decayCurve, constantScore, octaves, octaveMeans, classify, runs, alibiSlopes, t5Starts, t5Bucket,
     bfloat16, float32: Math.fround, angleError,
   };
 })();

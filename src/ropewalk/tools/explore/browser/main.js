@@ -79,10 +79,6 @@ const explorer = (() => {
     return state.a[name] ?? state[name];
   }
 
-  function trained() {
-    return state.a.frequencies.trained_length ?? state.trained;
-  }
-
   // --- Controls ----------------------------------------------------------------------------------------------------
 
   function add(into, options) {
@@ -232,6 +228,7 @@ const explorer = (() => {
   // --- Drawing -----------------------------------------------------------------------------------------------------
 
   function schedule() {
+    delete document.documentElement.dataset.ready;
     if (scheduled) return;
     scheduled = true;
     requestAnimationFrame(() => {
@@ -242,7 +239,8 @@ const explorer = (() => {
 
   function render() {
     const panel = panels[state.panel];
-    const drawn = panel.draw(state);
+    wanted = [];
+    const drawn = panel.draw(state, meansOf);
     setText(byId("panel-title"), panel.title);
     setText(byId("intro"), panel.intro);
     setText(byId("summary"), drawn.summary);
@@ -252,6 +250,37 @@ const explorer = (() => {
     clearTimeout(later);
     // What nobody sees while a slider moves is written when it stops.
     later = setTimeout(() => afterwards(drawn), 120);
+  }
+
+  // Means over octaves, by frequencies and length. What is missing is computed when no slider moves.
+  const means = new Map();
+  let wanted = [];
+
+  function meansOf(theta, length) {
+    const key = `${length} ${theta.join()}`;
+    if (means.has(key)) return means.get(key);
+    wanted.push([key, theta, length]);
+    return null;
+  }
+
+  // Computes in slices, so that the page answers in between. A change of the state ends it.
+  function computeMeans(drawn) {
+    const steps = wanted.map(([key, theta, length]) => [key, Curves.octaveMeans(theta, length)]);
+    const slice = () => {
+      if (JSON.stringify(state) !== drawn) return;
+      const end = performance.now() + 12;
+      while (steps.length && performance.now() < end) {
+        const [key, generator] = steps[0];
+        const { done, value } = generator.next();
+        if (!done) continue;
+        if (means.size > 20) means.clear();
+        means.set(key, value);
+        steps.shift();
+      }
+      if (steps.length) setTimeout(slice);
+      else schedule();
+    };
+    slice();
   }
 
   function setText(into, words) {
@@ -267,7 +296,8 @@ const explorer = (() => {
     } catch {
       // Browsers limit how often an address may change. The next change writes it.
     }
-    document.documentElement.dataset.ready = "true";
+    if (wanted.length) computeMeans(JSON.stringify(state));
+    else document.documentElement.dataset.ready = "true";
   }
 
   function fillTable(into, { caption, head, rows }) {
@@ -317,7 +347,7 @@ const explorer = (() => {
     }));
   }
 
-  const RADIUS = 30;
+  const RADIUS = 38;
 
   function circles(picture, { circles: list, length, summary }) {
     byId("readout").hidden = true;
@@ -326,9 +356,9 @@ const explorer = (() => {
       picture.dataset.kind = kind;
       picture.className = "circles";
       picture.replaceChildren(...list.map((x) => {
-        const box = Chart.svg("svg", { width: 76, height: 76, viewBox: "-38 -38 76 76", role: "img" },
+        const box = Chart.svg("svg", { width: 90, height: 90, viewBox: "-45 -45 90 90", role: "img" },
           Chart.svg("circle", { r: RADIUS, class: "rim" }), Chart.svg("path", { class: "trail" }), Chart.svg("line", { class: "vector" }), Chart.svg("circle", { r: 4, class: "tip" }));
-        return element("figure", {}, box, element("figcaption", { textContent: `pair ${x.pair} (${x.features.join(", ")})` }));
+        return element("figure", {}, box, element("figcaption", {}, element("span", { textContent: `pair ${x.pair}` }), element("span", { textContent: `(${x.features.join(", ")})` })));
       }));
     }
     const most = Math.max(length, 1);
@@ -389,6 +419,7 @@ const explorer = (() => {
       tab.setAttribute("aria-selected", String(selected));
       tab.tabIndex = selected ? 0 : -1;
       if (selected && focus) tab.focus();
+      if (selected) tab.scrollIntoView({ block: "nearest", inline: "nearest" });
       if (selected) byId("panel").setAttribute("aria-labelledby", tab.id);
     }
     panelControls();
@@ -481,5 +512,5 @@ const explorer = (() => {
   window.addEventListener("hashchange", () => location.hash.slice(1) !== written && load());
   new ResizeObserver(schedule).observe(byId("picture"));
   load();
-  return { data, specs, panels, state: () => structuredClone(state), text: textOf, trained };
+  return { data, specs, panels, state: () => structuredClone(state), meansOf };
 })();

@@ -2,6 +2,8 @@
 // The panels: what each shows for a state. A panel returns sentences, charts and a table, and touches no page.
 const makePanels = (specs, data) => {
   const POINTS = 2048;
+  // The largest number of cosines for means over all distances: a second.
+  const MOST_TERMS = 2 ** 26;
   const { text } = Chart;
   const KINDS = {
     faster: "rotate faster",
@@ -78,13 +80,12 @@ const makePanels = (specs, data) => {
 
   const rotation = {
     title: "Rotation",
-    intro: "Pair i of a token at position m is rotated by the angle m·θᵢ. Play moves along the positions.",
+    intro: "Pair i of a token at position m is rotated by the angle m·θᵢ. In parentheses: the features that form the pair.",
     draw(state) {
       const v = view(state.a, state);
       const angle = (i, m = state.position) => m * v.theta[i];
-      const step = Math.max(1, Math.ceil(v.theta.length / 24));
-      const chosen = Array.from(v.theta.keys()).filter((i) => i % step === 0);
-      if (chosen.at(-1) !== v.theta.length - 1) chosen[chosen.length - 1] = v.theta.length - 1;
+      const count = Math.min(v.theta.length, 24);
+      const chosen = Array.from({ length: count }, (_, i) => Math.round((i * (v.theta.length - 1)) / Math.max(count - 1, 1)));
       const features = (i) => {
         const start = state.a.rotary_slice === "trailing" ? state.a.head_dim - state.a.rotary_dim : 0;
         return state.a.pairing === "half" ? [start + i, start + i + v.theta.length] : [start + 2 * i, start + 2 * i + 1];
@@ -92,7 +93,7 @@ const makePanels = (specs, data) => {
       const done = Array.from(v.theta).filter((x) => Math.abs(x) * state.position >= 2 * Math.PI).length;
       return {
         summary: `At position ${text(state.position)}, ${done} of ${v.theta.length} pairs have completed a rotation. ` +
-          `Pair 0 rotates ${text(Math.abs(v.theta[0]))} rad per position, pair ${v.theta.length - 1} ${text(Math.abs(v.theta.at(-1)))} rad.`,
+          `Per position, pair 0 rotates by ${text(Math.abs(v.theta[0]))} rad and pair ${v.theta.length - 1} by ${text(Math.abs(v.theta.at(-1)))} rad.`,
         circles: chosen.map((i) => ({ pair: i, angle: angle(i), theta: v.theta[i], features: features(i) })),
         length: v.amplitude,
         table: {
@@ -181,30 +182,39 @@ const makePanels = (specs, data) => {
 
   const decay = {
     title: "Decay bound",
-    intro: "The mean of |S₁| … |S| with Sⱼ = Σ exp(i·D·θ): RoFormer's bound on the score at distance D. It oscillates, so means over octaves of distances tell where it falls.",
-    draw(state) {
+    intro: "The mean of |S₁|, |S₂|, …, where Sⱼ is the sum of exp(i·D·θ) over the first j pairs: RoFormer's bound on the score at distance D. It oscillates; its means over octaves of distances tell where it falls.",
+    draw(state, meansOf) {
       const out = overDistance(state, (v, xs) => Curves.decayCurve(v.theta, xs), { label: "mean of |Sⱼ|", include: [0] }, "Decay bound over distance, with means over octaves");
-      const bands = views(state).map((v) => Curves.bandMeans(v.theta, state.context, Curves.decayCurve));
-      out.charts[0].lines = out.lines.map((line) => ({ ...line, thin: true, name: line.name }));
-      bands.forEach((list, i) => out.charts[0].lines.push({
-        name: `mean per octave${state.b ? ` of ${"AB"[i]}` : ""}`, colour: "ab"[i] + " mean",
+      const farthest = Math.min(state.context, Math.max(2, Math.floor(MOST_TERMS / out.lines[0].theta.length)));
+      const bands = views(state).map((v) => meansOf(v.theta, farthest));
+      out.charts[0].lines = out.lines.map((line) => ({ ...line, thin: true }));
+      bands.forEach((list, i) => list && out.charts[0].lines.push({
+        name: `mean per octave${state.b ? ` of ${"AB"[i]}` : ""}`, colour: `${"ab"[i]} mean`,
         xs: list.flatMap((b) => [b.low, b.high]), ys: list.flatMap((b) => [b.mean, b.mean]),
       }));
-      const falls = bands[0].findIndex((b, i) => i > 0 && b.mean > bands[0][i - 1].mean);
-      const lowest = bands[0].reduce((best, b) => (b.mean < best.mean ? b : best));
-      const span = (b) => `${text(b.low)}–${text(b.high - 1)}`;
       return {
         ...out,
-        summary: `${falls === -1 ? `The octave means fall up to the context of ${text(state.context)}.` : `The octave means stop falling at distance ${text(bands[0][falls].low)}; the lowest is ${text(lowest.mean)}, at distances ${span(lowest)}.`} ` +
-          `At distance ${text(state.distance)}: ${out.values}.`,
+        summary: `${bands[0] ? falling(bands[0], farthest) : "The means over octaves are being computed."} At distance ${text(state.distance)}: ${out.values}.`,
         table: {
-          caption: "Mean of the bound per octave of distances (64 distances of each)",
+          caption: "Mean of the bound over all distances of an octave",
           head: ["distances", ...views(state).map((v) => v.name)],
-          rows: () => bands[0].map((b, i) => [span(b), ...bands.map((list) => list[i].mean)]),
+          rows: () => (bands[0] ?? []).map((b, i) => [span(b), ...bands.map((list) => list?.[i].mean ?? NaN)]),
         },
       };
     },
   };
+
+  function span(band) {
+    return `${text(band.low)}–${text(band.high - 1)}`;
+  }
+
+  // Where the means over octaves stop falling.
+  function falling(bands, farthest) {
+    const rises = bands.findIndex((band, i) => i > 0 && band.mean > bands[i - 1].mean);
+    if (rises === -1) return `The means over octaves fall up to distance ${text(farthest)}.`;
+    const lowest = bands.reduce((best, band) => (band.mean < best.mean ? band : best));
+    return `The means over octaves fall up to distances ${span(bands[rises - 1])} and rise after that; the lowest is ${text(lowest.mean)}, at ${span(lowest)}.`;
+  }
 
   const score = {
     title: "Constant query",
@@ -274,7 +284,7 @@ const makePanels = (specs, data) => {
       const pairs = Math.min(one.theta.length, two.theta.length);
       const ratio = Float64Array.from({ length: pairs }, (_, i) => Math.abs(one.theta[i] / two.theta[i]));
       const { xs, axis } = distanceAxis(state);
-      const scores = both.map((v) => ({ ...v, xs, ys: Curves.constantScore(v.theta, xs, v) }));
+      const scores = both.map((v) => ({ ...v, thin: true, xs, ys: Curves.constantScore(v.theta, xs, v) }));
       const difference = { name: "A − B", colour: "c", thin: true, xs, ys: scores[0].ys.map((y, i) => y - scores[1].ys[i]) };
       const equal = Array.from(ratio).filter((x) => Math.abs(x - 1) <= 1e-9).length;
       const widest = difference.ys.reduce((most, y, i) => (Math.abs(y) > Math.abs(difference.ys[most]) ? i : most), 0);

@@ -37,10 +37,42 @@ const Rules = (() => {
     });
   }
 
+  // ln 2 in two parts: products of the first with an exponent are exact.
+  const [LN2, LN2_REST] = [0.6931471803691238, 1.9082149292705877e-10];
+
+  // The exact product of two numbers as a sum of two.
+  function product(a, b) {
+    const [p, q] = [134217729 * a, 134217729 * b];
+    const [u, v] = [p - (p - a), q - (q - b)];
+    const high = a * b;
+    return [high, (u * v - high + u * (b - v) + (a - u) * v) + (a - u) * (b - v)];
+  }
+
+  // The logarithm as C's libraries round it. Math.log differs from them in the last bit of 2 % of the numbers, and where a
+  // ramp begins, that bit is multiplied by the factor: frequencies differed by 1.3e-14. This function differs in 0.04 %.
+  // With x = m 2^e and s = (m-1)/(m+1): ln x = e ln 2 + 2 (s + s^3/3 + s^5/5 + ...).
+  function log(x) {
+    let e = Math.floor(Math.log2(x));
+    let m = x / 2 ** e;
+    if (m > Math.SQRT2) [m, e] = [m / 2, e + 1];
+    const top = m - 1;
+    const bottom = m + 1;
+    const rest = m - (bottom - 1);
+    const s = top / bottom;
+    const [high, low] = product(s, bottom);
+    const sRest = (top - high - low - s * rest) / bottom;
+    let series = 0;
+    for (let n = 25; n >= 3; n -= 2) series = s * s * (series + 1 / n);
+    const whole = e * LN2;
+    const sum = whole + 2 * s;
+    const lost = Math.abs(whole) > Math.abs(2 * s) ? whole - sum + 2 * s : 2 * s - sum + whole;
+    return sum + (lost + (2 * s * series + (2 * sRest + e * LN2_REST)));
+  }
+
   // The pair indices at which YaRN's ramp over indices starts and ends.
   function correctionRange(rule, dim) {
     let [low, high] = [rule.beta_fast, rule.beta_slow].map(
-      (rotations) => (dim * Math.log(rule.trained_length / (rotations * 2 * Math.PI))) / (2 * Math.log(rule.base)),
+      (rotations) => (dim * log(rule.trained_length / (rotations * 2 * Math.PI))) / (2 * log(rule.base)),
     );
     if (rule.truncate) [low, high] = [Math.floor(low), Math.ceil(high)];
     [low, high] = [Math.max(low, 0), Math.min(high, dim - 1)];
@@ -162,5 +194,5 @@ const Rules = (() => {
     return ruleOf(spec).softmaxScale?.(spec.frequencies) ?? 1;
   }
 
-  return { known, plain, invFreq, amplitude, softmaxScale, correctionRange };
+  return { known, log, plain, invFreq, amplitude, softmaxScale, correctionRange };
 })();
