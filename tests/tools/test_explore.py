@@ -30,7 +30,7 @@ class Elements(html.parser.HTMLParser):
     def __init__(self, page):
         super().__init__()
         self.names: list[str] = []
-        self.links: list[str] = []
+        self.links: list[str | None] = []
         self.scripts: list[str] = []
         self.feed(page)
 
@@ -155,7 +155,9 @@ def test_a_rule_that_the_page_does_not_know_is_embedded_as_numbers(monkeypatch):
         label = "halved"
         varies = True
 
-        def evaluate(self, rotary_dim, length=None, arithmetic=None):
+        def evaluate(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, rotary_dim, length=None, arithmetic=None
+        ):
             return Plain().evaluate(rotary_dim) / (2 if length is None else 4)
 
         def amplitude(self, length=None, arithmetic=None):
