@@ -29,10 +29,6 @@ if not torch.cuda.is_available():
     # On a GPU several processes compile the kernels of one graph; for a CPU their start takes longer than their work.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
-# If the kernels package is installed, transformers makes its rotation functions modules. Most users do not have it. The
-# tests that need it (tests/hub/hub_kernels.py) start a process of their own.
-os.environ["USE_HUB_KERNELS"] = "NO"
-
 # torch.empty gives NaN from here on, so that an output element nobody wrote fails every comparison.
 torch.use_deterministic_algorithms(True)
 deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ropewalk.hub.adapters.arrays import to_jax as to_jax
     from ropewalk.hub.adapters.arrays import to_mlx as to_mlx
+    from ropewalk.hub.adapters.kernel_layer.folder import kernel_layer_for as kernel_layer_for
+    from ropewalk.hub.adapters.kernel_layer.folder import write_kernel_layer as write_kernel_layer
     from ropewalk.hub.adapters.onnx import onnx_rotary_nodes as onnx_rotary_nodes
     from ropewalk.hub.adapters.rope_types import register_rope_types as register_rope_types
     from ropewalk.hub.configs.model import Lengths as Lengths
@@ -42,6 +44,7 @@ _HOME = {
     "convert_checkpoint": "ropewalk.hub.convert.conversion",
     "extend_model": "ropewalk.hub.extend.extension",
     "inspect_model": "ropewalk.hub.inspection",
+    "kernel_layer_for": "ropewalk.hub.adapters.kernel_layer.folder",
     "load_spec": "ropewalk.hub.configs.parse",
     "onnx_rotary_nodes": "ropewalk.hub.adapters.onnx",
     "read_model": "ropewalk.hub.configs.model",
@@ -49,6 +52,7 @@ _HOME = {
     "to_jax": "ropewalk.hub.adapters.arrays",
     "to_mlx": "ropewalk.hub.adapters.arrays",
     "verify_conversion": "ropewalk.hub.convert.conversion",
+    "write_kernel_layer": "ropewalk.hub.adapters.kernel_layer.folder",
 }
 
 __all__ = [
@@ -63,6 +67,7 @@ __all__ = [
     "convert_checkpoint",
     "extend_model",
     "inspect_model",
+    "kernel_layer_for",
     "load_spec",
     "onnx_rotary_nodes",
     "read_model",
@@ -70,6 +75,7 @@ __all__ = [
     "to_jax",
     "to_mlx",
     "verify_conversion",
+    "write_kernel_layer",
 ]
 
 

@@ -108,11 +108,13 @@ def _rotate_lanes(
     INTERLEAVED: tl.constexpr,
     CONJUGATE: tl.constexpr,
     FROM_POSITIONS: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Rotate the lanes of one program. `index` is its number among the programs of this tensor.
 
-    With FROM_POSITIONS, `cos` contains positions and `sin` frequencies. Each lane computes its cos and sin.
+    With FROM_POSITIONS, `cos` contains positions and `sin` frequencies. Each lane computes its cos and sin. TABLE_WIDTH
+    is the number of columns of cos and sin, of which the first PAIRS are read.
     """
     PAIRS: tl.constexpr = FEATURES[0]
     REST: tl.constexpr = FEATURES[1]
@@ -138,10 +140,12 @@ def _rotate_lanes(
         scale = tl.load(amplitude)
         c, d = (c * scale).to(tl.float32), (d * scale).to(tl.float32)
     else:
-        at_table = (row * PAIRS + part * V)[:, None, None] + pair[None, None, :]
+        at_table = (row * TABLE_WIDTH + part * V)[:, None, None] + pair[None, None, :]
         # If heads are not adjacent, each reads cos and sin again: they should stay in the cache.
         c = tl.load(cos + at_table, mask=known, other=1.0, eviction_policy="evict_last")
         d = tl.load(sin + at_table, mask=known, other=0.0, eviction_policy="evict_last")
+        if c.dtype == tl.bfloat16 or c.dtype == tl.float16:
+            c, d = c.to(tl.float32), d.to(tl.float32)
 
     source = x + ((b * x_strides[0] + s * x_strides[1])[:, None] + head * x_strides[2]) * ALIGN
     target = y + ((b * y_strides[0] + s * y_strides[1])[:, None] + head * y_strides[2]) * ALIGN
@@ -235,6 +239,7 @@ def _rotate(
     INTERLEAVED: tl.constexpr,
     CONJUGATE: tl.constexpr,
     FROM_POSITIONS: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Rotate q and k. Of each Q_SHARE + K_SHARE consecutive programs, the first ones process q and the others k."""
@@ -248,13 +253,13 @@ def _rotate(
         x_strides, y_strides, index = (q_b, q_s, q_h), (yq_b, yq_s, yq_h), unit * Q_SHARE + slot
         _rotate_lanes(
             q, yq, cos, sin, amplitude, rows, x_strides, y_strides, counts, index, Q_HEADS, STEPS, FEATURES,
-            TILE, SHARE, INTERLEAVED, CONJUGATE, FROM_POSITIONS, WIDE,
+            TILE, SHARE, INTERLEAVED, CONJUGATE, FROM_POSITIONS, TABLE_WIDTH, WIDE,
         )  # fmt: skip
     elif K_SHARE:
         x_strides, y_strides, index = (k_b, k_s, k_h), (yk_b, yk_s, yk_h), unit * K_SHARE + slot - Q_SHARE
         _rotate_lanes(
             k, yk, cos, sin, amplitude, rows, x_strides, y_strides, counts, index, K_HEADS, STEPS, FEATURES,
-            TILE, SHARE, INTERLEAVED, CONJUGATE, FROM_POSITIONS, WIDE,
+            TILE, SHARE, INTERLEAVED, CONJUGATE, FROM_POSITIONS, TABLE_WIDTH, WIDE,
         )  # fmt: skip
 
 
@@ -374,6 +379,7 @@ class TableShape(NamedTuple):
         head_rows: Rows from one head to the next, 0 for shared ones.
         rows: All rows.
         from_positions: Whether the kernel computes cos and sin from positions.
+        width: Columns of cos and sin, of which the first `pairs` are read; 0 if there are no others.
 
     >>> TableShape(2, 64, 0, 0, 512).from_positions
     False
@@ -385,6 +391,7 @@ class TableShape(NamedTuple):
     head_rows: int
     rows: int
     from_positions: bool = False
+    width: int = 0
 
 
 def table_shape(cos: Tensor) -> TableShape:
@@ -392,7 +399,7 @@ def table_shape(cos: Tensor) -> TableShape:
 
     >>> import torch
     >>> table_shape(torch.ones(2, 5, 4))
-    TableShape(dims=3, pairs=4, batch_rows=5, head_rows=0, rows=10, from_positions=False)
+    TableShape(dims=3, pairs=4, batch_rows=5, head_rows=0, rows=10, from_positions=False, width=0)
     """
     return TableShape(cos.dim(), cos.shape[-1], *table_strides(cos), cos.shape[:-1].numel())
 
@@ -472,7 +479,8 @@ def plan(
         "INTERLEAVED": layout.interleaved,
         "CONJUGATE": conjugate,
         "FROM_POSITIONS": tables.from_positions,
-        "WIDE": is_wide(*(r.reach() for r in (x, y, *others)), tables.rows * pairs),
+        "TABLE_WIDTH": tables.width or pairs,
+        "WIDE": is_wide(*(r.reach() for r in (x, y, *others)), tables.rows * (tables.width or pairs)),
     }
     numbers = (tables.batch_rows, tables.head_rows, x.seq, blocks_per_batch, blocks, *strides)
     return Launch(_rotate, units * sum(shares), numbers, constants, tile.warps)
