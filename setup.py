@@ -1,6 +1,10 @@
-"""Builds the C kernel, which is optional: without a compiler the torch path serves, and says why at run time."""
+"""Builds the C kernel, which is optional: without a compiler torch operations compute the same.
+
+With ROPEWALK_PURE=1 no compiler is asked, and the wheel fits every machine: see docs/releasing.md.
+"""
 
 import hashlib
+import os
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,17 +17,15 @@ def source_hash() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
 
 
-setup(
-    ext_modules=[
-        Extension(
-            "ropewalk.kernels._native",
-            ["src/ropewalk/kernels/native/module.c"],
-            depends=[str(source) for source in SOURCES],
-            define_macros=[("SOURCE_HASH", f'"{source_hash()}"')],
-            # No fused multiply-add, which a compiler puts into one loop and not into another: see vectors.h.
-            extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off"],
-            libraries=["m"],
-            optional=True,
-        )
-    ]
+NATIVE = Extension(
+    "ropewalk.kernels._native",
+    ["src/ropewalk/kernels/native/module.c"],
+    depends=[str(source) for source in SOURCES],
+    define_macros=[("SOURCE_HASH", f'"{source_hash()}"')],
+    # No fused multiply-add, which a compiler puts into one loop and not into another: see vectors.h.
+    extra_compile_args=["-std=c11", "-O3", "-ffp-contract=off"],
+    libraries=["m"],
+    optional=True,
 )
+
+setup(ext_modules=[] if os.environ.get("ROPEWALK_PURE") == "1" else [NATIVE])
