@@ -1,11 +1,15 @@
 """Experiments: verdicts, and that each is registered completely."""
 
+import json
+from importlib.resources import files
+
 import pytest
 
 from ropewalk.lab.decoder import SIZES
 from ropewalk.lab.experiment import Statement, Verdict, judge
 from ropewalk.lab.experiments import EXPERIMENTS
 from ropewalk.lab.rates import RATES, rate_of, sweeps
+from ropewalk.lab.record import from_json
 
 
 def verdict(lower, higher, **options):
@@ -51,6 +55,25 @@ def test_every_experiment_is_registered(experiment):
         assert len({arm.run.key for arm in arms}) == len(arms)
         assert all(arm.run.size == size and arm.run.seed == 0 for arm in arms)
         assert experiment.arm_for("xpos", size).run.encoding == "xpos"
+
+
+RECORDS = sorted(path.name for path in files("ropewalk").joinpath("data/lab").iterdir() if path.name != "rates.json")
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_shipped_records_have_the_verdicts_of_their_figures(name):
+    record = json.loads(files("ropewalk").joinpath(f"data/lab/{name}").read_text(encoding="utf-8"))
+    findings = from_json(record)
+    assert record["date"]
+    assert record["hardware"]
+    assert len({arm["results"][0]["digest"] for arm in record["arms"]}) == 1
+    statements = findings.experiment.statements
+    assert [x.text for x in statements] == [x["text"] for x in record["statements"]]
+    assert tuple(judge(x, findings.results) for x in statements) == findings.outcomes
+    # What is registered now is what was trained.
+    registered = {arm.label: arm.run for arm in EXPERIMENTS[record["experiment"]].arms(record["size"])}
+    for arm in findings.arms:
+        assert arm.run == registered[arm.label]
 
 
 def test_rates_are_the_best_of_the_sweep():

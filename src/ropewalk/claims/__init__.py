@@ -7,7 +7,7 @@ from ropewalk.claims.claim import Finding as Finding
 from ropewalk.claims.claim import NotAvailable as NotAvailable
 from ropewalk.claims.claim import Verdict as Verdict
 from ropewalk.claims.claim import run as run
-from ropewalk.claims.papers import context, extension, precision
+from ropewalk.claims.papers import context, extension, precision, training
 from ropewalk.claims.records import Record as Record
 from ropewalk.claims.seeds import (
     absolute,
@@ -44,6 +44,6 @@ CHAPTERS: tuple[Chapter, ...] = tuple(
     module.chapter
     for module in (
         *(order, absolute, derivation, rotation, decay, linear, linear_state, linear_position, attention, heads, code),
-        *(extension, context, precision),
+        *(extension, context, precision, training),
     )
 )

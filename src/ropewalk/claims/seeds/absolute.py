@@ -12,6 +12,7 @@ from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import HEADS, WIDTH, layer, order_effect
 from ropewalk.claims.samples import EXACT, drift, largest, normal, rotate_to, theta
 from ropewalk.claims.sources import NOTE_000, NOTE_001, NOTE_002, NOTE_003, NOTE_004, PRACTICE, SINUSOIDS
+from ropewalk.claims.trained import trained
 from ropewalk.errors import RopewalkError
 from ropewalk.nn.attention.function import attention
 from ropewalk.nn.attention.layer import Attention
@@ -430,17 +431,19 @@ def _() -> Finding:
     "absolute.sinusoid-reach",
     "The sinusoidal encoding can be extended beyond the trained length.",
     NOTE_004.at(21, "优缺点：有外推性。"),
-    method="d = 768, trained to 512: whether it is defined at 8191, and the number of pairs with unseen angles",
-    expected="defined everywhere; the 200 of 384 pairs with a period above 512 have unseen angles",
-    needs="trained models; measured here: it is defined everywhere, and slow pairs get angles unseen in training",
+    method="d = 768, trained to 512: whether it is defined at 8191, and the number of pairs with unseen angles; a "
+    "recorded run of `ropewalk lab run extrapolation`: the rise of the loss of the same bytes at 4 times the length",
+    expected="defined everywhere; the 200 of 384 pairs with a period above 512 have unseen angles; more than 0.05 nats",
+    fails="it is defined, but the loss rises",
 )
 def _() -> Finding:
     defined = bool(absolute.sinusoidal_table(torch.tensor([8191]), 768).isfinite().all())
     unseen = int((periods(theta(768).numpy()) > 512).sum())
+    rise = trained("extrapolation_micro", "the loss of sinusoidal rises by less")
     return Finding(
-        f"{'defined' if defined else 'not defined'}; {unseen} of 384 pairs with unseen angles",
-        stated=None,
-        amended=defined and unseen == 200,
+        f"{'defined' if defined else 'not defined'}; {unseen} of 384 pairs with unseen angles; rise {rise.measured}",
+        stated=rise.stated,
+        amended=defined and unseen == 200 and rise.amended,
     )
 
 
@@ -450,15 +453,17 @@ def _() -> Finding:
     NOTE_003.at(
         13, "RoPE는 주기적인 사인/코사인 함수를 사용해 위치를 인코딩하므로, 각 시퀀스에서도 일반화가 잘 됩니다."
     ),
-    method="d = 128, base 10000, trained to 4096: the number of pairs with a period above 4096",
-    expected="defined everywhere; 18 of 64 pairs (36 features) have unseen angles",
-    needs="trained models; measured here: the reason given, which 18 of 64 pairs do not satisfy: no whole period",
+    method="d = 128, base 10000, trained to 4096: the number of pairs with a period above 4096; a recorded run of "
+    "`ropewalk lab run extrapolation`: the rise of the loss of the same bytes at 4 times the trained length",
+    expected="defined everywhere; 18 of 64 pairs (36 features) have unseen angles; more than 0.05 nats",
+    fails="at 4 times the length the loss rises",
 )
 def _() -> Finding:
     unseen = int((periods(theta(128).numpy()) > 4096).sum())
     defined = bool(rotate_to(normal(128), 1 << 20).isfinite().all())
+    rise = trained("extrapolation_micro", "the loss of rope rises by less")
     return Finding(
-        f"{'defined' if defined else 'not defined'}; {unseen} of 64 pairs with unseen angles",
-        stated=None,
-        amended=defined and unseen == 18,
+        f"{'defined' if defined else 'not defined'}; {unseen} of 64 pairs with unseen angles; rise {rise.measured}",
+        stated=rise.stated,
+        amended=defined and unseen == 18 and rise.amended,
     )

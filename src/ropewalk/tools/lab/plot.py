@@ -1,12 +1,13 @@
 """Pictures of experiments: curves of the mean over seeds, with the range of the seeds."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from ropewalk.lab.conduct import Findings
 from ropewalk.lab.training import RunResult
-from ropewalk.tools.pictures import COLOURS, DASHES, cite, figure, legend_below, save
+from ropewalk.tools.pictures import COLOURS, DASHES, figure, legend_below, save
 
 __all__ = ["plot_findings", "plot_runs"]
 
@@ -19,6 +20,8 @@ _AXES = {
 }
 # Losses of the first steps would hide all differences.
 _SHOWN_FROM = 0.1
+# Of a title.
+_LETTERS_PER_INCH = 13
 
 
 def plot_findings(findings: Findings, target: str) -> None:
@@ -29,19 +32,18 @@ def plot_findings(findings: Findings, target: str) -> None:
         target: The file.
     """
     results = {arm.label: [x[arm.label] for x in findings.results] for arm in findings.arms}
-    sources = ", ".join(findings.experiment.sources)
-    note = f"{findings.size}, {len(findings.seeds)} seeds: mean and range. Statements of {sources}."
-    _plot(results, findings.experiment.curves, f"{findings.experiment.question}", note, target)
+    many = len(findings.seeds) > 1
+    seeds = f"{len(findings.seeds)} seeds: mean and range" if many else f"seed {min(findings.seeds)}"
+    title = f"{findings.experiment.question} ({findings.size}, {seeds})"
+    _plot(results, findings.experiment.curves, title, target)
 
 
 def plot_runs(results: Mapping[str, Sequence[RunResult]], target: str) -> None:
     """Write the picture of single runs."""
-    _plot(results, ("loss by step", "loss by length"), "Runs", "", target)
+    _plot(results, ("loss by step", "loss by length"), "Runs", target)
 
 
-def _plot(
-    results: Mapping[str, Sequence[RunResult]], curves: Sequence[str], title: str, note: str, target: str
-) -> None:
+def _plot(results: Mapping[str, Sequence[RunResult]], curves: Sequence[str], title: str, target: str) -> None:
     curves = [name for name in curves if any(name in runs[0].curves for runs in results.values())]
     with figure(7.1 if len(curves) > 1 else 5.2, 3.9) as canvas:
         panels = canvas.subplots(1, len(curves), squeeze=False)[0]
@@ -66,8 +68,7 @@ def _plot(
                 axes.set_xscale("log", base=2)
                 axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
                 axes.minorticks_off()
-        canvas.suptitle(title, x=0.01, ha="left")
+        letters = int(canvas.get_figwidth() * _LETTERS_PER_INCH)
+        canvas.suptitle(textwrap.fill(title, letters), x=0.01, ha="left")
         legend_below(canvas, list(handles.values()), list(handles))
-        if note:
-            cite(canvas, note)
         save(canvas, target)

@@ -1,0 +1,63 @@
+"""Papers on trained models: faster convergence, longer texts, extension. Records of `ropewalk lab` are cited."""
+
+from ropewalk.claims.claim import Chapter, Finding
+from ropewalk.claims.sources import PI, PRESS, ROFORMER, YARN
+from ropewalk.claims.trained import trained
+
+__all__ = ["chapter"]
+
+chapter: Chapter = Chapter("Papers: trained models")
+
+MODELS = "0.13 million parameters, sources of Python's library, 600 steps; a recorded run of `ropewalk lab run {}`"
+
+
+@chapter.claim(
+    "training.convergence",
+    "A model with RoPE learns in fewer steps than one with sinusoidal positions (fig. 3).",
+    ROFORMER,
+    method=f"{MODELS.format('convergence')}: validation loss, and the share of the steps to sinusoidal's last loss",
+    expected="a lower loss, and a share below 0.85, by more than the range over the seeds (the figure: 0.45)",
+)
+def _() -> Finding:
+    return trained(
+        "convergence_micro", "rope ends with a lower loss than sinusoidal", "rope has sinusoidal's last loss after"
+    )
+
+
+@chapter.claim(
+    "training.alibi-reach",
+    "ALiBi keeps its loss past the trained length, where RoPE loses it (tab. 2).",
+    PRESS,
+    method=f"{MODELS.format('extrapolation')}: the same held-out bytes after 64 and 256 bytes, trained at 64",
+    expected="ALiBi rises by less than 0.05 nats, and is lower than RoPE at 256",
+)
+def _() -> Finding:
+    return trained("extrapolation_micro", "the loss of alibi rises by less", "alibi is lower than rope at 4 times")
+
+
+@chapter.claim(
+    "training.pi-tuned",
+    "After little tuning at the longer length, Position Interpolation is better than no rule.",
+    PI,
+    method=f"{MODELS.format('extension')}: a factor of 4, 30 more steps at 256 bytes; loss after 256 bytes",
+    expected="lower, by more than the range over the seeds",
+)
+def _() -> Finding:
+    return trained("extension_micro", "tuned, pi is lower than plain")
+
+
+@chapter.claim(
+    "training.yarn",
+    "YaRN is better than NTK and Position Interpolation without tuning, and than the latter with it.",
+    YARN,
+    method=f"{MODELS.format('extension')}: a factor of 4, without tuning and after 30 steps; loss after 256 bytes",
+    expected="yarn below ntk below plain, by-parts below pi; tuned, yarn below pi",
+)
+def _() -> Finding:
+    return trained(
+        "extension_micro",
+        "without tuning, yarn is lower than ntk",
+        "without tuning, ntk is lower than plain",
+        "without tuning, by-parts is lower than pi",
+        "tuned, yarn is lower than pi",
+    )
