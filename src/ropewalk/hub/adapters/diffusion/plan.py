@@ -27,13 +27,13 @@ class Known(NamedTuple):
 
     Attributes:
         fused: The processor that replaces it.
-        tables: The class that computes the tables of its model.
+        tables: The classes that compute the tables of its models.
         functions: Functions of its module that it calls.
         digests: What `digest` returns for the versions that were compared.
         across_heads: Whether its norm is over all heads.
 
     >>> KNOWN["flux.FluxAttnProcessor"].tables
-    'FluxPosEmbed'
+    ('FluxPosEmbed',)
     """
 
     fused: type[processors.Fused]
