@@ -509,6 +509,25 @@ def context_parallel(page: str) -> str:
     )
 
 
+@block("explore")
+def explore(page: str) -> str:
+    measured = record("explore")
+    values = {case["what"]: case["value"] for case in measured["cases"]}
+    start, size = values.pop("command to page"), values.pop("file")
+    hardware = measured["hardware"]
+    return own_lines(
+        paragraph(
+            f"{hardware['threads']} threads of {hardware['processor'].replace('(R)', '')}, with a load of"
+            f" {hardware['load']} by other work at a lower priority, {measured['date']}, Chromium"
+            f" {measured['versions']['chromium'].split('.')[0]}, `{measured['command']}`"
+            f" ([record](../benchmarks/explore.json)): {start} s from the command to a page with its first picture, and"
+            f" {min(values.values())} to {max(values.values())} ms from a step of a slider to the end of the next frame"
+            " with the visible panel drawn, for 128 pairs and 2048 distances (medians of 5 and 50)."
+            f" The file has {size} MB."
+        )
+    )
+
+
 @block("accelerate")
 def accelerate(page: str) -> str:
     cpu = record("accelerate_cpu")

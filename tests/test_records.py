@@ -46,8 +46,8 @@ def floors(name: str, content: dict[str, Any]) -> list[str]:
         return attention_floors(content["device"], content["cases"], content["growth"])
     if name.startswith("host"):
         return host_floors(content["device"], content["cases"])
-    if name == "context_parallel":
-        return runpy.run_path(str(ROOT / "benchmarks" / "context_parallel.py"))["missed"](content["cases"])
+    if name in ("context_parallel", "explore"):
+        return runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))["missed"](content["cases"])
     return {"accelerate_gpu": accelerate_floors, "cpu": cpu_floors, "gpu": gpu_floors}[name](content["cases"])
 
 

@@ -16,6 +16,8 @@ _AXES = {
     "exact by length": ("length", "share of exact answers", True),
     "accuracy by distance": ("distance", "share of right values", True),
 }
+# Losses of the first steps would hide all differences.
+_SHOWN_FROM = 0.1
 
 
 def installed_curves(folder: Path = _FOLDER) -> list[dict[str, Any]]:
@@ -27,21 +29,25 @@ def installed_curves(folder: Path = _FOLDER) -> list[dict[str, Any]]:
 def curves_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The curves of one record: a line per arm, with the mean over its seeds.
 
-    >>> run = {"curves": {"loss by step": [[1, 3.0], [2, None]]}}
+    >>> run = {"curves": {"loss by length": [[64, 3.0], [128, None]]}}
     >>> arms = [{"label": "rope", "results": [run, run]}]
     >>> (curve,) = curves_of({"experiment": "e", "size": "tiny", "seeds": [0, 1], "hardware": "CPU", "arms": arms})
     >>> curve["title"], curve["lines"]
-    ('e: loss by step', [{'name': 'rope', 'xs': [1], 'ys': [3.0]}])
+    ('e: loss by length', [{'name': 'rope', 'xs': [64], 'ys': [3.0]}])
     """
     curves: list[dict[str, Any]] = []
     for name, (x, y, log) in _AXES.items():
         lines = [line for arm in record["arms"] if (line := _line(arm, name))["xs"]]
-        if not lines:
+        # Runs that are evaluated at a step or two have no curve.
+        if not lines or (name == "loss by step" and max(len(line["xs"]) for line in lines) < 3):
             continue
-        note = f"{record['size']}, {len(record['seeds'])} seeds, {record['hardware']}, {record.get('date', 'no date')}."
+        measured = [record["size"], f"{len(record['seeds'])} seeds", record["hardware"], record.get("date", "no date")]
+        note = f"Measured: {', '.join(measured)}."
         title = f"{record['experiment']}: {name}"
-        question = str(record.get("question", title))
-        curves.append({"title": title, "question": question, "note": note, "x": x, "y": y, "log": log, "lines": lines})
+        verdicts = [f"“{x['text']}”: {x['verdict']}." for x in record.get("statements", [])]
+        curves.append(
+            {"title": title, "question": " ".join(verdicts), "note": note, "x": x, "y": y, "log": log, "lines": lines}
+        )
     return curves
 
 
@@ -49,4 +55,6 @@ def _line(arm: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The mean over seeds. A value that is missing in one of them is left out."""
     by_seed = [dict(map(tuple, result["curves"].get(name, []))) for result in arm["results"]]
     shared = [x for x in by_seed[0] if all(seed.get(x) is not None for seed in by_seed)] if by_seed else []
+    if name == "loss by step" and shared:
+        shared = [x for x in shared if x >= _SHOWN_FROM * shared[-1]]
     return {"name": arm["label"], "xs": shared, "ys": [sum(s[x] for s in by_seed) / len(by_seed) for x in shared]}

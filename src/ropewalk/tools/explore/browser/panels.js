@@ -334,7 +334,7 @@ const makePanels = (specs, data) => {
     draw(state) {
       const record = data.lab[Math.min(state.record, data.lab.length - 1)];
       const names = ["a", "b", "c", "d", "e", "f"];
-      const lines = record.lines.map((line, i) => ({ ...line, colour: names[i % names.length], dashed: i >= names.length }));
+      const lines = record.lines.map((line, i) => ({ ...line, colour: names[i % names.length], dashed: i >= names.length, dots: line.xs.length === 1 }));
       return {
         summary: `${record.question} ${record.note}`,
         charts: [{ label: `${record.title}: ${record.y} by ${record.x}`, x: { label: record.x, log: record.log }, y: { label: record.y }, lines }],
