@@ -1,0 +1,145 @@
+"""Writes docs/support.md from the marks of the tests and the records of benchmarks/: `python tests/support.py`."""
+
+import ast
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "support.md"
+
+# Operations, and the test files that call them (patterns relative to tests/).
+OPERATIONS = {
+    "rotation: `RotaryEmbedding`, `apply_rope`": "nn/test_rotary_*.py kernels/test_triton_gpu.py",
+    "RMSNorm and rotation: `qk_norm_rope`": "nn/test_qk_norm.py kernels/test_triton_gpu.py",
+    "encodings: `encoding`": "nn/test_encoding*.py",
+    "softmax attention: `Attention`, `KVCache`": "nn/test_attention*.py nn/test_*cache.py",
+    "linear attention: `LinearAttention`": "nn/test_linear_*.py kernels/test_triton_linear*.py",
+    "across ranks: `rw.parallel`": "parallel/test_*.py",
+    "loaded models: `accelerate`": "hub/test_patch*.py",
+    "configs and checkpoints: `load_spec`, `convert`": "hub/test_load_spec*.py hub/test_convert*.py",
+    "float64 reference": "reference/test_*.py",
+}
+# Operations that involve no tensor of a device.
+HOST_ONLY = {"configs and checkpoints: `load_spec`, `convert`"}
+# Operations, and their names in tests/nn/test_mps.py.
+FAKED = {
+    "rotation: `RotaryEmbedding`, `apply_rope`": "rotation",
+    "RMSNorm and rotation: `qk_norm_rope`": "norm",
+}
+
+
+def faked_calls() -> list[str]:
+    """What tests/nn/test_mps.py calls."""
+    source = (ROOT / "tests" / "nn" / "test_mps.py").read_text(encoding="utf-8")
+    listed = re.search(r'parametrize\("call", \[(.*?)\]\)', source)
+    assert listed
+    return listed[1].split(", ")
+
+
+def marks_of(path: Path) -> list[set[str]]:
+    """The names of the marks of every test of a file, those of its module, classes and parameters included."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    module = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
+    everywhere = {name for node in module for name in _marks(ast.unparse(node))}
+    tests: list[set[str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            tests.append(everywhere | {name for line in node.decorator_list for name in _marks(ast.unparse(line))})
+    return tests
+
+
+def _marks(source: str) -> set[str]:
+    return set(re.findall(r"pytest\.mark\.(\w+)", source))
+
+
+def marks(patterns: str) -> list[set[str]]:
+    """The marks of the tests in the files that match."""
+    files = {path for pattern in patterns.split() for path in (ROOT / "tests").glob(pattern)}
+    assert files, patterns
+    return [marks for path in sorted(files) for marks in marks_of(path)]
+
+
+def operations() -> list[str]:
+    """The rows of the first table."""
+    rows: list[str] = []
+    for name, patterns in OPERATIONS.items():
+        tests = marks(patterns)
+        cpu = "tested" if any("gpu" not in test for test in tests) else "not run"
+        if name in HOST_ONLY:
+            rows.append(f"| {name} | {cpu} | no device | no device | no device |")
+            continue
+        cuda = "tested" if any("gpu" in test for test in tests) else "expected"
+        mps = "fake tensors" if FAKED.get(name, "") in faked_calls() else "not run"
+        rows.append(f"| {name} | {cpu} | {cuda} | not run | {mps} |")
+    return rows
+
+
+def machines() -> list[str]:
+    """The rows of the second table: what the records of benchmarks/ were measured on."""
+    seen: dict[tuple[str, ...], list[str]] = {}
+    for path in sorted((ROOT / "benchmarks").glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        versions, hardware = record.get("versions", {}), record.get("hardware", {})
+        if "torch" in versions and "machine" in hardware:
+            key = (
+                hardware["machine"],
+                hardware.get("gpu") or "CPU",
+                versions["torch"].partition("+")[0],
+                versions["python"],
+            )
+            seen.setdefault(key, []).append(f"[{path.stem}](../benchmarks/{path.name})")
+    return [f"| Linux | {' | '.join(key)} | {', '.join(records)} |" for key, records in sorted(seen.items())]
+
+
+def page() -> str:
+    """The text of docs/support.md."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    torch = next(line for line in project["dependencies"] if line.startswith("torch")).removeprefix("torch>=")
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned
+    return "\n".join(
+        [
+            "# What is supported, and what was run",
+            "",
+            "Written by `python tests/support.py` from the marks of the tests and the records in benchmarks/.",
+            "*tested*: tests call the operation there. *fake tensors*: they do, without values. *expected*: torch",
+            "operations compute it there, and no test runs it. *not run*: nobody has tried.",
+            "",
+            "## Operations",
+            "",
+            "| operation | CPU | NVIDIA GPU | AMD GPU | Apple GPU (MPS) |",
+            "|---|---|---|---|---|",
+            *operations(),
+            "",
+            "Tests for an NVIDIA GPU are marked `gpu`, and `make test-gpu` runs them. MPS has no float64: angles",
+            "are computed on the CPU there, and `tests/nn/test_mps.py` checks devices and dtypes, not values.",
+            "",
+            "## Machines",
+            "",
+            "| system | processor | device | torch | Python | record |",
+            "|---|---|---|---|---|---|",
+            *machines(),
+            "",
+            "## Versions",
+            "",
+            "| | oldest required | pinned for the tests |",
+            "|---|---|---|",
+            f"| torch | {torch} | {pinned[1]} |",
+            f"| Python | {project['requires-python'].removeprefix('>=')} | any of these |",
+            "",
+            "| system | processor | C kernel | status |",
+            "|---|---|---|---|",
+            "| Linux, glibc | x86-64 (AVX2), ARM (NEON) | compiled at installation, by gcc or clang | tested |",
+            "| macOS | ARM | the same; wheels are configured | not run |",
+            "| Windows, Linux with musl | any | none: torch operations | not run |",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    sys.stdout.write(f"wrote {PAGE.relative_to(ROOT)}\n")
