@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ropewalk.hub.adapters.kernel_layer.folder import write_kernel_layer as write_kernel_layer
     from ropewalk.hub.adapters.onnx import onnx_rotary_nodes as onnx_rotary_nodes
     from ropewalk.hub.adapters.rope_types import register_rope_types as register_rope_types
+    from ropewalk.hub.configs.learned import HeadTemperature as HeadTemperature
+    from ropewalk.hub.configs.learned import LearnedRope as LearnedRope
+    from ropewalk.hub.configs.learned import load_learned as load_learned
     from ropewalk.hub.configs.model import Lengths as Lengths
     from ropewalk.hub.configs.model import Model as Model
     from ropewalk.hub.configs.model import read_model as read_model
@@ -34,7 +37,9 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Conversion": "ropewalk.hub.convert.conversion",
+    "HeadTemperature": "ropewalk.hub.configs.learned",
     "Inspection": "ropewalk.hub.inspection",
+    "LearnedRope": "ropewalk.hub.configs.learned",
     "Lengths": "ropewalk.hub.configs.model",
     "Model": "ropewalk.hub.configs.model",
     "ModelExtension": "ropewalk.hub.extend.extension",
@@ -45,6 +50,7 @@ _HOME = {
     "extend_model": "ropewalk.hub.extend.extension",
     "inspect_model": "ropewalk.hub.inspection",
     "kernel_layer_for": "ropewalk.hub.adapters.kernel_layer.folder",
+    "load_learned": "ropewalk.hub.configs.learned",
     "load_spec": "ropewalk.hub.configs.parse",
     "onnx_rotary_nodes": "ropewalk.hub.adapters.onnx",
     "read_model": "ropewalk.hub.configs.model",
@@ -57,7 +63,9 @@ _HOME = {
 
 __all__ = [
     "Conversion",
+    "HeadTemperature",
     "Inspection",
+    "LearnedRope",
     "Lengths",
     "Model",
     "ModelExtension",
@@ -68,6 +76,7 @@ __all__ = [
     "extend_model",
     "inspect_model",
     "kernel_layer_for",
+    "load_learned",
     "load_spec",
     "onnx_rotary_nodes",
     "read_model",
