@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ropewalk as rw
 
@@ -15,7 +16,7 @@ class NoFloat64(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
+        for x in tree_leaves(result):
             assert not (isinstance(x, torch.Tensor) and x.device.type == "mps" and x.dtype == torch.float64), func
         return result
 
