@@ -1,6 +1,6 @@
 """Released models: functions that read, inspect and extend their configs and convert their checkpoints.
 
-Names are imported on first use. None of them needs torch; `rw.accelerate` does.
+Names are imported on first use. Those that read, inspect and extend configs and convert checkpoints need no torch.
 
 >>> from ropewalk import hub
 >>> hub.read_model({"model_type": "llama", "head_dim": 64}).layers[0][1].pairing
