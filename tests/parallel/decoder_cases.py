@@ -149,7 +149,7 @@ def compiled(world) -> dict[str, Any]:
     def one_graph(kind, linear, mesh):
         torch._dynamo.reset()
         counter, encoding = CompileCounterWithBackend("aot_eager"), encoding_of(kind)
-        name = "encoding" if not linear else "bias" if kind in ("alibi", "t5") else "rope"
+        name = "rope" if linear else "encoding"
         function = functools.partial(rw.linear_attention if linear else rw.attention, **{name: encoding})
 
         def call(q, k, v):
@@ -170,7 +170,7 @@ def compiled(world) -> dict[str, Any]:
             counts.append(counter.frame_count)
         assert counts[0] == counts[1], counts
 
-    kinds = ("rope", False), ("t5", False), ("learned", True), ("alibi", True)
+    kinds = ("rope", False), ("t5", False), ("learned", True)
     return {
         f"{'linear' if linear else 'softmax'}, {kind}": functools.partial(one_graph, kind, linear)
         for kind, linear in kinds
