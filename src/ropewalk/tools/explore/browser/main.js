@@ -449,13 +449,13 @@ const explorer = (() => {
   function showCode() {
     setText(byId("code"), textOf("code"));
     const button = document.querySelector('[data-copy="config"]');
+    const why = byId("why");
     try {
       textOf("config");
-      button.disabled = false;
-      button.title = "";
+      [button.disabled, why.hidden] = [false, true];
     } catch (reason) {
-      button.disabled = true;
-      button.title = reason.message;
+      [button.disabled, why.hidden] = [true, false];
+      setText(why, `Not for transformers: ${reason.message}`);
     }
   }
 
