@@ -10,7 +10,6 @@ same decoder on one batch, nothing else) / (step of the lab), both as CUDA graph
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from ropewalk.lab.experiments.text import text_run
 from ropewalk.lab.run import make_task
 from ropewalk.lab.text import Text
 from ropewalk.lab.training import Settings, make_model, training
+from ropewalk.tools.bench.records import write_record
 from ropewalk.tools.output import processor
 
 
@@ -172,7 +172,7 @@ def main() -> None:
         "seconds per step": times,
         "share outside the model": round(1 - medians["forward and backward"] / medians["lab"], 3),
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(record, str(args.out), [])
     for name, value in record["tokens per second"].items():
         print(f"{name:22} {value:>12,} tokens per second")
     print(f"share of a step of the lab outside the model: {record['share outside the model']:.1%}")

@@ -48,6 +48,8 @@ def floors(name: str, content: dict[str, Any]) -> list[str]:
         return host_floors(content["device"], content["cases"])
     if name in ("context_parallel", "explore"):
         return runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))["missed"](content["cases"])
+    if name == "lab_kills":
+        return runpy.run_path(str(ROOT / "benchmarks" / "record_kills.py"))["missed"](content)
     return {"accelerate_gpu": accelerate_floors, "cpu": cpu_floors, "gpu": gpu_floors}[name](content["cases"])
 
 
