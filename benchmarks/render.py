@@ -517,8 +517,8 @@ def explore(page: str) -> str:
     hardware = measured["hardware"]
     return own_lines(
         paragraph(
-            f"{hardware['threads']} threads of {hardware['processor'].replace('(R)', '')}, with a load of"
-            f" {hardware['load']} by other work at a lower priority, {measured['date']}, Chromium"
+            f"{hardware['threads']} threads of {hardware['processor'].replace('(R)', '')},"
+            f" {measured['date']}, Chromium"
             f" {measured['versions']['chromium'].split('.')[0]}, `{measured['command']}`"
             f" ([record](../benchmarks/explore.json)): {start} s from the command to a page with its first picture, and"
             f" {min(values.values())} to {max(values.values())} ms from a step of a slider to the end of the next frame"
