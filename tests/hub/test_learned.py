@@ -1,5 +1,7 @@
 """Learned frequencies and temperatures of checkpoints, compared with the model code of transformers."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.mistral_large4.configuration_mistral_large4 import MistralLarge4TextConfig
@@ -15,10 +17,11 @@ from ropewalk.hub.configs.learned import load_learned
 def test_mistral_large_4_with_learned_numbers():
     torch.manual_seed(0)
     config = MistralLarge4TextConfig()
-    parts = torch.nn.ModuleDict({"rotary_emb": MistralLarge4TextRotaryEmbedding(config)})
-    parts["layers"] = torch.nn.ModuleList([torch.nn.Module()])
-    parts["layers"][0].self_attn = torch.nn.Module()
-    parts["layers"][0].self_attn.softmax_scaling = MistralLarge4TextSoftmaxScaling(3)
+    parts, layer = torch.nn.ModuleDict({"rotary_emb": MistralLarge4TextRotaryEmbedding(config)}), torch.nn.Module()
+    attention: Any = torch.nn.Module()
+    attention.softmax_scaling = MistralLarge4TextSoftmaxScaling(3)
+    layer.add_module("self_attn", attention)
+    parts["layers"] = torch.nn.ModuleList([layer])
     tensors = parts.state_dict()
     for tensor in tensors.values():
         tensor.copy_(torch.randn(tensor.shape))
@@ -30,7 +33,7 @@ def test_mistral_large_4_with_learned_numbers():
         torch.testing.assert_close(torch.cat((table, table), dim=-1), wanted, rtol=0, atol=20 * 102 * 2**-22)
     q = torch.randn(1, 3, 5, 2)
     factors = torch.from_numpy(learned.temperatures[0].evaluate(positions[0].numpy()))[None, :, :, None]
-    scaled = parts["layers"][0].self_attn.softmax_scaling(q, positions, head_dim_first=True)
+    scaled = attention.softmax_scaling(q, positions, head_dim_first=True)
     torch.testing.assert_close(scaled, (q * factors).float(), rtol=1e-5, atol=1e-5)
     with pytest.raises(RopewalkError, match=r"rotary_emb\.alpha"):
         load_learned(config, {})
