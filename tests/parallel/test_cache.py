@@ -415,7 +415,7 @@ def other_cases(world):
 
 def compiled_cases(world):
     return {f"{kind}, {name}": functools.partial(compiled_case, kind, name)
-            for kind, name in (("t5", "inductor"),)}  # fmt: skip
+            for kind, name in (("t5", "aot_eager"),)}  # fmt: skip
 
 
 def saving_cases(world):
