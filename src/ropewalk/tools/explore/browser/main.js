@@ -147,7 +147,7 @@ const explorer = (() => {
       id: "rule", label: "Rule", options: Object.entries(data.rules).map(([name, { label }]) => [name, `${label}`]), value: rule.rule,
       update: (name) => {
         notes = [];
-        state.a = specs.check(specs.withRule({ ...state.a, frequencies: { trained_length: state.trained, ...state.a.frequencies } }, name, state.context), notes);
+        state.a = specs.withRule({ ...state.a, frequencies: { trained_length: state.trained, ...state.a.frequencies } }, name, state.context, notes);
         state.preset = "";
         within(state);
         restart("rule");

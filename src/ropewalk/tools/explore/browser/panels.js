@@ -4,6 +4,10 @@ const makePanels = (specs, data) => {
   const POINTS = 2048;
   // The largest number of cosines for means over all distances: a second.
   const MOST_TERMS = 2 ** 26;
+  // The largest number of cosines for the search for one distance: a step of a slider waits for it.
+  const MOST_SEARCHED = 2 ** 23;
+  // The same for roundings to bfloat16, which take longer.
+  const MOST_ROUNDED = 2 ** 20;
   const { text } = Chart;
   const KINDS = {
     faster: "rotate faster",
@@ -37,8 +41,14 @@ const makePanels = (specs, data) => {
     return data.rules[spec.frequencies.rule].label;
   }
 
+  // Frequencies without the rule: theory.plain_inv_freq. Null for a rule without a base, or with frequencies per head.
   function plainOf(spec) {
-    return Rules.plain(spec.frequencies.base ?? 10000, spec.rotary_dim);
+    const plain = specs.unscaled(spec);
+    return plain && Rules.plain(plain.frequencies.base, spec.rotary_dim);
+  }
+
+  function noPlain(spec) {
+    return `${labelOf(spec)} has no frequencies without the rule.`;
   }
 
   function rangeText({ first, last }) {
@@ -57,6 +67,15 @@ const makePanels = (specs, data) => {
   function distanceAxis(state) {
     const xs = Curves.distances(state.context, POINTS);
     return { xs, axis: { label: "distance between query and key, in positions", log: true, domain: [1, Math.max(state.context, 3)] } };
+  }
+
+  // What a search found last, per panel. A slider that moves along distances does not change it.
+  const searches = new Map();
+
+  function searched(panel, most, { theta, amplitude, headDim }, search) {
+    const key = `${most} ${amplitude} ${headDim} ${theta.join()}`;
+    if (searches.get(panel)?.key !== key) searches.set(panel, { key, result: search() });
+    return searches.get(panel).result;
   }
 
   // One curve per view over distances, with its value at the chosen distance first in the summary.
@@ -114,18 +133,17 @@ const makePanels = (specs, data) => {
       const trained = trainedLength(state);
       const lines = views(state).map((v) => ({ ...v, xs: indices(v.theta), ys: wavelengths(v.theta), dots: true }));
       const plain = plainOf(state.a);
-      if (state.a.frequencies.rule !== "Plain") {
+      const same = state.a.frequencies.rule === "Plain" || plain === null;
+      if (!same) {
         lines.unshift({ name: "without the rule", colour: "c", dashed: true, xs: indices(plain), ys: wavelengths(plain) });
       }
       const waves = wavelengths(view(state.a, state).theta);
-      const before = wavelengths(plain);
       const within = (list, length) => list.filter((x) => x <= length).length;
-      const [old, now] = [within(before, trained), within(waves, state.context)];
-      const same = state.a.frequencies.rule === "Plain" || !("base" in state.a.frequencies);
+      const [old, now] = [within(same ? waves : wavelengths(plain), trained), within(waves, state.context)];
       return {
-        summary: `Trained length ${text(trained)}: ${same ? within(waves, trained) : old} of ${waves.length} pairs complete a rotation within it` +
+        summary: `Trained length ${text(trained)}: ${old} of ${waves.length} pairs complete a rotation within it` +
           `${same ? "" : " without the rule"}. Context ${text(state.context)}: ${now} of ${waves.length} do${same ? "" : ", with the rule"}. ` +
-          `The longest wavelength is ${text(Math.max(...waves))} positions.`,
+          `The longest wavelength is ${text(Math.max(...waves))} positions.${plain === null ? ` ${noPlain(state.a)}` : ""}`,
         charts: [{
           label: "Wavelength of each pair, with lines at the trained length and at the context",
           x: { label: "pair" }, y: { label: "wavelength, in positions", log: true, include: [trained, state.context] }, lines,
@@ -151,10 +169,11 @@ const makePanels = (specs, data) => {
     draw(state) {
       const v = view(state.a, state);
       const plain = plainOf(state.a);
+      if (plain === null) return withoutPlain(state, v);
       const kinds = Curves.classify(v.theta, plain);
       const runs = Curves.runs(kinds);
       const ratio = Float64Array.from(v.theta, (x, i) => Math.abs(x / plain[i]));
-      const smallest = Math.min(...ratio);
+      const smallest = Math.min(...ratio.filter((x) => x > 0));
       const still = kinds.includes("still");
       const lines = Object.keys(KINDS).filter((kind) => kinds.includes(kind)).map((kind) => {
         const xs = Array.from(kinds.keys()).filter((i) => kinds[i] === kind);
@@ -179,6 +198,19 @@ const makePanels = (specs, data) => {
       };
     },
   };
+
+  // What the panel of the rule shows if there is nothing to divide by.
+  function withoutPlain(state, { theta, amplitude }) {
+    const positive = theta.every((x) => x > 0);
+    return {
+      summary: `${noPlain(state.a)} The picture shows its own frequencies. Amplitude of cos and sin: ${text(amplitude, 6)}.`,
+      charts: [{
+        label: "Frequency of each pair", x: { label: "pair", domain: [-0.5, theta.length - 0.5] }, y: { label: "θ, in rad per position", log: positive, include: positive ? [] : [0] },
+        lines: [{ name: labelOf(state.a), colour: "a", xs: indices(theta), ys: theta, dots: true }],
+      }],
+      table: { caption: "Each pair", head: ["pair", "θ (rad per position)"], rows: () => Array.from(theta, (x, i) => [i, x]) },
+    };
+  }
 
   const decay = {
     title: "Decay bound",
@@ -208,12 +240,17 @@ const makePanels = (specs, data) => {
     return `${text(band.low)}–${text(band.high - 1)}`;
   }
 
-  // Where the means over octaves stop falling.
+  // Where the means over octaves first rise. Differences of rounding are none.
   function falling(bands, farthest) {
-    const rises = bands.findIndex((band, i) => i > 0 && band.mean > bands[i - 1].mean);
-    if (rises === -1) return `The means over octaves fall up to distance ${text(farthest)}.`;
+    if (bands.length < 2) return `The context is too short for means over octaves of distances.`;
+    const rises = (x, y) => x > y * (1 + 1e-9);
+    const first = bands.findIndex((band, i) => i > 0 && rises(band.mean, bands[i - 1].mean));
+    if (first === -1) {
+      const falls = rises(bands[0].mean, bands.at(-1).mean);
+      return `The means over octaves ${falls ? "fall" : "are equal"} up to distance ${text(farthest - 1)}.`;
+    }
     const lowest = bands.reduce((best, band) => (band.mean < best.mean ? band : best));
-    return `The means over octaves fall up to distances ${span(bands[rises - 1])} and rise after that; the lowest is ${text(lowest.mean)}, at ${span(lowest)}.`;
+    return `The means over octaves first rise after distances ${span(bands[first - 1])}; the lowest is ${text(lowest.mean)}, at ${span(lowest)}.`;
   }
 
   const score = {
@@ -221,26 +258,36 @@ const makePanels = (specs, data) => {
     intro: "The score of a query and a key whose features are all 1, relative to plain RoPE at distance 0. What is left of it is what distance alone does to similar tokens.",
     draw(state) {
       const out = overDistance(state, (v, xs) => Curves.constantScore(v.theta, xs, v), { label: "relative score", include: [0] }, "Score of a constant query over distance");
-      const first = out.xs.find((_, i) => out.lines[0].ys[i] < 0);
+      const v = view(state.a, state);
+      const farthest = Math.min(state.context, Math.floor(MOST_SEARCHED / v.theta.length));
+      const first = searched("score", farthest, v, () => Curves.firstNegative(v.theta, farthest, v));
       return {
         ...out,
         summary: `At distance ${text(state.distance)}: ${out.values}. ` +
-          (first === undefined ? `No drawn distance up to ${text(state.context)} has a negative score.` : `The first drawn distance with a negative score is ${text(first)}.`),
+          (first === null ? `No distance up to ${text(farthest)} has a negative score.` : `The first distance with a negative score is ${text(first)}.`),
         table: curveTable("The score at some of the drawn distances", "distance", out.xs, out.lines),
       };
     },
   };
 
+  const DRAWN_HEADS = 3;
+
+  function drawnHeads(learned) {
+    const cut = learned.filter((entry) => entry.heads.length > DRAWN_HEADS);
+    return cut.map((entry) => ` The first ${DRAWN_HEADS} of ${entry.heads.length} heads of ${entry.name} are drawn.`).join("");
+  }
+
   const bias = {
     title: "ALiBi and T5",
     intro: "What two other encodings add to a score at each distance. ALiBi: −slope × distance, one slope per head. T5: one learned number per bucket of distances.",
     draw(state) {
-      const learned = data.biases;
+      const learned = data.biases.filter((entry) => entry.heads);
       const { xs, axis } = distanceAxis(state);
       const slopes = Curves.alibiSlopes(state.heads);
       const shown = [...new Set([0, Math.floor((slopes.length - 1) / 2), slopes.length - 1])];
       const lines = shown.map((h, i) => ({ name: `ALiBi head ${h + 1}`, colour: "acd"[i], xs, ys: xs.map((x) => -slopes[h] * x) }));
-      const starts = Curves.t5Starts(32, 128);
+      const { num_buckets: count, max_distance: end } = learned[0] ?? { num_buckets: 32, max_distance: 128 };
+      const starts = Curves.t5Starts(count, end);
       const buckets = xs.map((x) => Curves.t5Bucket(starts, x));
       const charts = [{
         label: "ALiBi's bias over distance, in score units", x: axis, lines, marks: atDistance(state),
@@ -249,21 +296,22 @@ const makePanels = (specs, data) => {
       const t5 = [];
       for (const entry of learned) {
         const edges = Curves.t5Starts(entry.num_buckets, entry.max_distance);
-        entry.heads.slice(0, 3).forEach((numbers, h) => t5.push({
+        entry.heads.slice(0, DRAWN_HEADS).forEach((numbers, h) => t5.push({
           name: `${entry.name}, head ${h + 1}`, colour: "bdc"[h], xs, ys: xs.map((x) => numbers[Curves.t5Bucket(edges, x)]),
         }));
       }
       charts.push(t5.length
         ? { label: "T5's learned bias over distance, in score units", x: axis, y: { label: "added to the score", include: [0] }, lines: t5, marks: atDistance(state) }
-        : { label: "T5's bucket over distance", x: axis, y: { label: "T5's bucket", domain: [0, 32] }, lines: [{ name: "T5's bucket of 32", colour: "b", xs, ys: buckets }], marks: atDistance(state) });
+        : { label: "T5's bucket over distance", x: axis, y: { label: "T5's bucket", domain: [0, count] }, lines: [{ name: `T5's bucket of ${count}`, colour: "b", xs, ys: buckets }], marks: atDistance(state) });
       const here = shown.map((h) => `head ${h + 1} ${text(-slopes[h] * state.distance)}`).join(", ");
       const factor = text(Math.exp(-slopes.at(-1) * state.distance));
       return {
         charts,
         summary: `At distance ${text(state.distance)}, ALiBi with ${state.heads} heads adds: ${here}; the weight of head ${slopes.length} is multiplied by ${factor}. ` +
-          `T5 uses bucket ${Curves.t5Bucket(starts, state.distance)} of 32; ${t5.length ? "its numbers are those of the weights." : "its numbers are learned: pass a T5 model folder to draw them."}`,
+          `${learned.length ? learned[0].name : "T5"} uses bucket ${Curves.t5Bucket(starts, state.distance)} of ${count}; ` +
+          (learned.length ? `its numbers are those of the weights.${drawnHeads(learned)}` : "its numbers are learned: pass a T5 model folder to draw them."),
         table: {
-          caption: "Bias per distance: ALiBi in score units, and T5's bucket of 32 with a largest distance of 128",
+          caption: `Bias per distance: ALiBi in score units, and T5's bucket of ${count} with a largest distance of ${text(end)}`,
           head: ["distance", ...lines.map((line) => line.name), "T5's bucket", ...t5.map((line) => line.name)],
           rows: () => Array.from(xs).filter((_, i) => i % 32 === 0).map((x) => {
             const i = Chart.nearest(xs, x);
@@ -274,11 +322,24 @@ const makePanels = (specs, data) => {
     },
   };
 
+  // What two views do not share apart from frequencies, as a sentence.
+  function unequal(one, two) {
+    const fields = ["head_dim", "rotary_dim", "pairing", "rotary_slice", "sign", "angles"].map((name) => [name, one.spec[name], two.spec[name]]);
+    fields.push(["amplitude", one.amplitude, two.amplitude], ["softmax scale", one.softmaxScale, two.softmaxScale]);
+    const shown = (x) => (typeof x === "number" ? text(x, 6) : x);
+    const differ = fields.filter(([, x, y]) => x !== y).map(([name, x, y]) => `${name} ${shown(x)} and ${shown(y)}`);
+    return differ.length ? `Different: ${differ.join("; ")}.` : "All other fields are equal.";
+  }
+
   const compare = {
     title: "Two specs",
     intro: "A and B side by side: the ratio of their frequencies per pair, and their scores with the difference. Choose B under “Compare with”.",
     draw(state) {
       const b = state.b ?? specs.unscaled(state.a);
+      if (b === null) {
+        const alone = score.draw(state);
+        return { ...alone, summary: `${noPlain(state.a)} Choose B under “Compare with”. The picture shows the score of A.` };
+      }
       const both = views({ ...state, b, bName: state.b ? state.bName : "A without its rule" });
       const [one, two] = both;
       const pairs = Math.min(one.theta.length, two.theta.length);
@@ -286,12 +347,14 @@ const makePanels = (specs, data) => {
       const { xs, axis } = distanceAxis(state);
       const scores = both.map((v) => ({ ...v, thin: true, xs, ys: Curves.constantScore(v.theta, xs, v) }));
       const difference = { name: "A − B", colour: "c", thin: true, xs, ys: scores[0].ys.map((y, i) => y - scores[1].ys[i]) };
-      const equal = Array.from(ratio).filter((x) => Math.abs(x - 1) <= 1e-9).length;
+      // Pairs that do not rotate in both have 0/0.
+      const equal = Array.from(ratio).filter((x, i) => one.theta[i] === two.theta[i] || Math.abs(x - 1) <= 1e-9).length;
       const widest = difference.ys.reduce((most, y, i) => (Math.abs(y) > Math.abs(difference.ys[most]) ? i : most), 0);
       const unlike = one.theta.length === two.theta.length ? "" : ` A has ${one.theta.length} pairs and B ${two.theta.length}: the first ${pairs} are compared.`;
       return {
-        summary: `${equal} of ${pairs} pairs have the same frequency.${unlike} The scores differ most at distance ${text(xs[widest])}: by ${text(difference.ys[widest])}. ` +
-          `Amplitude ${text(one.amplitude, 6)} and ${text(two.amplitude, 6)}.`,
+        summary: `${equal} of ${pairs} pairs have the same frequency.${unlike} ` +
+          (Math.abs(difference.ys[widest]) <= 1e-12 ? "The scores are equal at all drawn distances. " : `Over the drawn distances, the scores differ most at ${text(xs[widest])}: by ${text(difference.ys[widest])}. `) +
+          unequal(one, two),
         charts: [
           { label: "Frequency of A divided by that of B, per pair", x: { label: "pair" }, y: { label: "θ of A / θ of B", log: true, include: [1] }, lines: [{ name: "A / B", colour: "a", xs: indices(ratio), ys: ratio, dots: true }] },
           { label: "Scores of a constant query of A and B and their difference", x: axis, y: { label: "relative score", include: [0] }, lines: [...scores, difference], marks: atDistance(state) },
@@ -307,17 +370,20 @@ const makePanels = (specs, data) => {
 
   const precision = {
     title: "Precision",
-    intro: "The error of the angle m·θ if the position, the frequency and their product are rounded: the largest of all pairs. An error of 1 rad is a wrong rotation. ropewalk computes exact angles in float64.",
+    intro: "The error of the angle m·θ if the position, the frequency and their product are rounded: the largest of all pairs. An error of 1 rad is a wrong rotation.",
     draw(state) {
       const v = view(state.a, state);
       const xs = Curves.distances(state.context, 512).slice(1);
       const kinds = [["float32", Curves.float32, "a"], ["bfloat16", Curves.bfloat16, "b"]];
       const lines = kinds.map(([name, round, colour]) => ({ name, colour, xs, ys: Curves.angleError(v.theta, xs, round) }));
       const here = kinds.map(([name, round]) => `${name} ${text(Curves.angleError(v.theta, Float64Array.of(state.position), round)[0])} rad`);
-      const wrong = xs.find((_, i) => lines[1].ys[i] >= 1);
+      const farthest = Math.min(state.context, Math.floor(MOST_ROUNDED / v.theta.length));
+      const wrong = searched("precision", farthest, v, () => Curves.firstWrong(v.theta, farthest, Curves.bfloat16));
+      const kept = state.a.angles === "float32" ? "rounds them to float32, as the reference code of the model does" : "computes them in float64";
       return {
         summary: `At position ${text(state.position)}: ${here.join(", ")}. ` +
-          (wrong === undefined ? "bfloat16 stays below 1 rad at all drawn positions." : `With bfloat16, the error reaches 1 rad at position ${text(wrong)}.`),
+          (wrong === null ? `With bfloat16, the error stays below 1 rad up to position ${text(farthest)}.` : `With bfloat16, the error reaches 1 rad at position ${text(wrong)}.`) +
+          ` For angles of this spec, ropewalk ${kept}.`,
         charts: [{
           label: "Largest error of an angle by position, for float32 and bfloat16",
           x: { label: "position", log: true }, y: { label: "error of the angle, in rad", log: true, include: [1] }, lines,

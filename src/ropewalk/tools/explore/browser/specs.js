@@ -19,7 +19,7 @@ const makeSpecs = (schema) => {
     record: { low: 0, high: 999, step: 1 },
     position: { low: 0, high: MOST_LENGTH - 1, step: 1 },
     distance: { low: 0, high: MOST_LENGTH - 1, step: 1 },
-    heads: { low: 1, high: 64, step: 1 },
+    heads: { low: 1, high: 1024, step: 1 },
     head: { low: 0, high: 255, step: 1 },
     num_heads: { low: 1, high: 64, step: 1 },
     fraction: { low: 0, high: 1 },
@@ -115,7 +115,11 @@ const makeSpecs = (schema) => {
       if (rotary !== null && rotary !== 2 * pairs) notes.push(`rotary_dim: the rule has numbers for ${2 * pairs} features`);
       rotary = 2 * pairs;
     }
-    if (Math.max(rotary ?? head, least) > head && (pairs || least > head)) head = Math.max(rotary ?? least, least);
+    if (Math.max(rotary ?? head, least) > head && (pairs || least > head)) {
+      const changed = Math.max(rotary ?? least, least);
+      notes.push(`head_dim: ${head} was changed to ${changed}, the least for this rule`);
+      head = changed;
+    }
     rotary ??= head;
     if (rotary > head || rotary < least) {
       const changed = Math.min(Math.max(rotary, least), head);
@@ -128,7 +132,7 @@ const makeSpecs = (schema) => {
       rotary_dim: rotary,
       pairing: choice("pairing", raw.pairing, PAIRINGS, "interleaved", notes),
       rotary_slice: choice("rotary_slice", raw.rotary_slice, ["leading", "trailing"], "leading", notes),
-      sign: raw.sign === -1 ? -1 : 1,
+      sign: choice("sign", raw.sign, [1, -1], 1, notes),
       angles: choice("angles", raw.angles, ["exact", "float32"], "exact", notes),
     };
   }
@@ -142,7 +146,7 @@ const makeSpecs = (schema) => {
   }
 
   // The same spec with another rule. Fields that both rules have keep their values.
-  function withRule(spec, name, context) {
+  function withRule(spec, name, context, notes = []) {
     const old = spec.frequencies;
     const fields = { ...old, rule: name };
     const pairs = spec.rotary_dim / 2;
@@ -155,16 +159,24 @@ const makeSpecs = (schema) => {
       fields.long_factor = Array(pairs).fill(fields.factor);
     }
     const known = schema[name].fields.map((x) => x.name);
+    if (known.includes("base") && !("base" in old)) notes.push(`base: ${schema[old.rule].label} does not have one; ${fields.base} is used`);
     for (const key of Object.keys(fields)) if (key !== "rule" && !known.includes(key)) delete fields[key];
-    return { ...spec, frequencies: fields };
+    const next = check({ ...spec, frequencies: fields }, notes);
+    for (const [words, of] of [["amplitude", (x) => Rules.amplitude(x, context)], ["softmax scale", Rules.softmaxScale]]) {
+      const [before, now] = [of(spec), of(next)];
+      if (before !== 1 && now !== before) notes.push(`${words}: ${before} of ${schema[old.rule].label} is not kept; it is ${now}`);
+    }
+    return next;
   }
 
   function toLists(theta) {
     return Array.isArray(theta) ? theta.map((x) => Array.from(x)) : Array.from(theta);
   }
 
+  // The spec without its rule, or null: a rule without a base, or with frequencies per head, has no such frequencies.
   function unscaled(spec) {
-    return { ...spec, frequencies: { rule: "Plain", base: spec.frequencies.base ?? 10000 } };
+    const { base, num_heads: perHead } = spec.frequencies;
+    return base == null || perHead != null ? null : { ...spec, frequencies: { rule: "Plain", base } };
   }
 
   // --- Links -------------------------------------------------------------------------------------------------------
@@ -199,7 +211,7 @@ const makeSpecs = (schema) => {
     }
     const raw = { frequencies };
     for (const name of PLAIN_KEYS) if (given.has(prefix + name)) raw[name] = given.get(prefix + name);
-    raw.sign = raw.sign === "-1" ? -1 : 1;
+    if (["1", "-1"].includes(raw.sign)) raw.sign = Number(raw.sign);
     return check(raw, notes);
   }
 

@@ -1,0 +1,102 @@
+"""The sentences of the explorer's panels, under Node.js, against Python."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ropewalk.spec import AcrossHeads, Explicit, Plain, Proportional, RopeSpec, Yarn
+from ropewalk.theory import first_negative_distance
+from tools.explore_node import ask
+
+LLAMA = RopeSpec(128, pairing="half")
+YARN = RopeSpec(64, Yarn(10_000, 8, 4096))
+MEANS = (
+    "(theta, n) => { const s = Curves.octaveMeans(theta, n); let x; do x = s.next(); while (!x.done); return x.value; }"
+)
+
+
+def drawn(panel, spec, context, b=None, **places):
+    """What a panel draws for a state."""
+    return drawn_all(panel, [(spec, context, b)], **places)[0]
+
+
+def drawn_all(panel, cases, **places):
+    usual = {"bName": "", "trained": 4096, "position": 100, "distance": 100, "heads": 8, "head": 0, "record": 0}
+    states = [
+        {**usual, "a": spec.to_json(), "b": b and b.to_json(), "context": context, **places}
+        for spec, context, b in cases
+    ]
+    code = f"""question[1].map((x) => {{
+      const state = {{ ...x, a: specs.check(JSON.parse(x.a)), b: x.b && specs.check(JSON.parse(x.b)) }};
+      const {{ summary, charts, table }} = panels[question[0]].draw(state, {MEANS});
+      return {{ summary, charts, rows: table.rows() }};
+    }})"""
+    return ask(code, [panel, states])
+
+
+def test_the_first_negative_score_is_that_of_theory():
+    specs = [LLAMA, RopeSpec(128, Plain(500_000)), YARN, RopeSpec(96, Plain(10_000), rotary_dim=96)]
+    for spec, panel in zip(specs, drawn_all("score", [(spec, 131_072, None) for spec in specs]), strict=True):
+        first = first_negative_distance(spec.inv_freq(), limit=131_073)
+        assert first is not None
+        assert f"The first distance with a negative score is {first:,}." in panel["summary"]
+    assert "No distance up to 1,000 has" in drawn("score", LLAMA, 1000)["summary"]
+
+
+def test_the_first_wrong_position_is_the_first():
+    for angles, words in (("exact", "computes them in float64"), ("float32", "rounds them to float32")):
+        said = drawn("precision", RopeSpec(128, angles=angles), 4096)["summary"]
+        assert "the error reaches 1 rad at position 257." in said
+        assert words in said
+    assert "stays below 1 rad up to position 256." in drawn("precision", LLAMA, 256)["summary"]
+
+
+def test_pairs_that_do_not_rotate_are_not_divided_by_infinity():
+    said = drawn("rule", RopeSpec(128, Proportional(factor=8, fraction=0.25)), 4096)["summary"]
+    assert "divided by 8; pairs 16–63 do not rotate" in said
+
+
+@pytest.mark.parametrize("rule", [Explicit(np.array([1.0, 0.5])), AcrossHeads(num_heads=2)])
+def test_no_frequencies_are_invented_for_a_rule_that_has_none_without_it(rule):
+    spec = RopeSpec(4, rule)
+    for panel in ("wavelength", "rule", "compare"):
+        result = drawn(panel, spec, 4096)
+        assert "has no frequencies without the rule" in result["summary"]
+        assert result["rows"]
+        assert "without the rule" not in [line["name"] for chart in result["charts"] for line in chart["lines"]]
+
+
+def test_another_rule_states_what_it_does_not_keep():
+    code = "((notes) => [specs.withRule(specs.check(question[0]), question[1], 4096, notes), notes])([])"
+    explicit = json.loads(RopeSpec(4, Explicit(np.array([1.0, 0.5]))).to_json())
+    spec, notes = ask(code, [explicit, "NTK"])
+    assert spec["frequencies"]["base"] == 10_000
+    assert notes == ["base: explicit frequencies does not have one; 10000 is used"]
+    _, notes = ask(code, [json.loads(YARN.to_json()), "Llama3"])
+    assert len(notes) == 1
+    assert notes[0].startswith("amplitude: 1.2")
+    assert ask(code, [json.loads(YARN.to_json()), "Yarn"])[1] == []
+
+
+def test_a_verdict_on_decay_needs_means_over_whole_octaves():
+    for context in (4096, 4097, 6000):
+        assert "means over octaves fall up to" in drawn("decay", LLAMA, context)["summary"]
+    said = drawn("decay", LLAMA, 65_536)["summary"]
+    assert "first rise after distances 8,192–16,383; the lowest is 4.659, at 8,192–16,383." in said
+    assert "too short" in drawn("decay", LLAMA, 40)["summary"]
+    still = RopeSpec(4, Explicit(np.zeros(2)))
+    assert "are equal up to distance 4,095" in drawn("decay", still, 4096)["summary"]
+
+
+def test_two_specs_name_what_differs():
+    still = RopeSpec(128, Proportional(fraction=0.25))
+    said = drawn("compare", still, 4096, still)["summary"]
+    assert said == (
+        "64 of 64 pairs have the same frequency. The scores are equal at all drawn distances. All other fields are equal."
+    )
+    other = RopeSpec(128, still.frequencies, pairing="half", sign=-1)
+    assert "Different: pairing interleaved and half; sign 1 and −1." in drawn("compare", still, 4096, other)["summary"]
+    deepseek = RopeSpec(64, Yarn(10_000, 8, 4096, policy="deepseek", mscale_all_dim=1.0))
+    assert "amplitude 1.20794 and" in drawn("compare", YARN, 4096, deepseek)["summary"]
+    assert "softmax scale 1 and 1.459" in drawn("compare", YARN, 4096, deepseek)["summary"]
