@@ -20,7 +20,7 @@ _DATA = "{ rules: schema, presets: [], biases: [], lab: [] }"
 
 
 def ask(expression: str, question: object = None) -> Any:
-    """The value of a JavaScript expression over `question`, `Rules`, `Curves`, `Chart`, `specs` and `panels`, by way of JSON."""
+    """The value of a JavaScript expression over `question`, `Rules`, `Curves`, `Chart`, `specs` and `panels`."""
     scripts = "\n".join((_BROWSER / name).read_text(encoding="utf-8") for name in _PURE)
     code = (
         f"{scripts}\n"

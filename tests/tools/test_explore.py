@@ -18,6 +18,7 @@ from ropewalk.tools.explore import presets
 from ropewalk.tools.explore.lab_curves import installed_curves
 from ropewalk.tools.explore.page import SCRIPTS, page_data, page_html
 from ropewalk.tools.explore.presets import Preset, in_page, presets_of
+from ropewalk.tools.plot.bias import Bias
 from tools.command import ropewalk
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
@@ -98,7 +99,9 @@ def test_the_configs_that_are_passed_come_first(tmp_path):
         (("--out", "config.json"), "ends in .html"),
         (("--json", "missing/data.json"), "existing folder"),
         (("no-such-config",), "no-such-config"),
-        (("bloom.json",), "without learned numbers"),
+        (("t5.json",), "without learned numbers"),
+        (("--out", "link.html"), "existing folder"),
+        (("--out", "page.html", "--json", "./page.html"), "two different files"),
         (("new.json",), "--pairing"),
         (("broken.json",), "broken.json"),
         (("nan.json",), "nan.json"),
@@ -111,13 +114,14 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10**18}
     for name, text in {
         "config.json": "{}",
-        "bloom.json": '{"model_type": "bloom", "n_head": 4}',
+        "t5.json": '{"model_type": "t5", "relative_attention_num_buckets": 32, "num_heads": 2}',
         "new.json": '{"model_type": "brand-new", "head_dim": 8}',
         "broken.json": "{",
         "nan.json": json.dumps(llama | {"rope_theta": float("nan")}),
         "long.json": json.dumps(llama | {"rope_scaling": yarn}),
     }.items():
         Path(name).write_text(text)
+    Path("link.html").symlink_to("missing/page.html")
     before = sorted(tmp_path.iterdir())
     result = ropewalk("explore", "--no-open", *arguments)
     assert result.returncode == 2
@@ -197,6 +201,10 @@ def test_lengths_of_a_preset():
     assert any("max_position_embeddings" in note for note in qwen.notes)
     (bare,) = presets_of(read_model({"model_type": "llama", "head_dim": 8}))
     assert (bare.trained, bare.context) == (4096, 4096)
+    assert bare.notes == ("the trained length is not in the config; 4,096 is used",)
+    sliding, _ = presets_of(read_model(CONFIGS / "gemma-3-4b.json"))
+    assert "the trained length is not in the config; 131,072 is used" in sliding.notes
+    assert "the attention of some layers has a window of 1,024 tokens" in sliding.notes
     assert isinstance(qwen.spec.frequencies, Yarn)
 
 
@@ -219,6 +227,17 @@ def test_the_learned_bias_of_t5(tmp_path):
     assert bias is not None
     assert bias["heads"] == learned.T.tolist()
     assert (bias["num_buckets"], bias["max_distance"]) == (32, 128)
+
+
+def test_alibi_does_not_stop_the_command(tmp_path):
+    config = tmp_path / "bloom.json"
+    config.write_text('{"model_type": "bloom", "n_head": 112}')
+    assert presets.read_config(str(config), None) == ([], {"name": "bloom.json", "num_heads": 112})
+
+
+def test_an_encoder_alone_has_numbers_of_another_kind(tmp_path):
+    bias = Bias(num_buckets=32, max_distance=128, learned={"encoder": np.zeros((32, 2))})
+    assert presets.describe_bias("t5", bias) is None
 
 
 def test_the_lab_appears_where_records_are(tmp_path):

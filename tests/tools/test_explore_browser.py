@@ -24,7 +24,7 @@ HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&lt
 PANELS = ("rotation", "wavelength", "rule", "decay", "score", "bias", "compare", "precision", "lab")
 CURVE = {
     "title": "length: loss by length",
-    "question": "Which one?",
+    "verdicts": "Which one?",
     "note": HOSTILE,
     "x": "length",
     "y": "loss [nats]",

@@ -93,7 +93,8 @@ def test_two_specs_name_what_differs():
     still = RopeSpec(128, Proportional(fraction=0.25))
     said = drawn("compare", still, 4096, still)["summary"]
     assert said == (
-        "64 of 64 pairs have the same frequency. The scores are equal at all drawn distances. All other fields are equal."
+        "64 of 64 pairs have the same frequency. The scores are equal at all drawn distances. "
+        "All other fields are equal."
     )
     other = RopeSpec(128, still.frequencies, pairing="half", sign=-1)
     assert "Different: pairing interleaved and half; sign 1 and −1." in drawn("compare", still, 4096, other)["summary"]

@@ -66,7 +66,8 @@ def require_writable_file(target: str, *, asked: str) -> None:
     if target == "-":
         return
     path = Path(target)
-    if target == "" or path.is_dir() or not path.parent.is_dir():
+    # A link may lead to a folder that does not exist.
+    if target == "" or path.is_dir() or not path.resolve().parent.is_dir():
         raise RopewalkError(
             asked=asked,
             expected="a file name in an existing folder",

@@ -51,6 +51,13 @@ def explore(
     require_writable_file(out, asked=f"{command} --out {out}")
     if json_file is not None:
         require_writable_file(json_file, asked=f"{command} --json {json_file}")
+        if json_file != "-" and Path(json_file).resolve() == Path(out).resolve():
+            raise RopewalkError(
+                asked=f"{command} --out {out} --json {json_file}",
+                expected="two different files",
+                got=f"{out!r} twice",
+                do="choose another name for the JSON: it would replace the page",
+            )
     presets: list[Preset] = []
     biases: list[dict[str, Any]] = []
     for config in dict.fromkeys(configs):

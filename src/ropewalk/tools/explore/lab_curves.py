@@ -33,7 +33,7 @@ def curves_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     >>> arms = [{"label": "rope", "results": [run, run]}]
     >>> (curve,) = curves_of({"experiment": "e", "size": "tiny", "seeds": [0, 1], "hardware": "CPU", "arms": arms})
     >>> curve["title"], curve["lines"]
-    ('e: loss by length', [{'name': 'rope', 'xs': [64], 'ys': [3.0]}])
+    ('e (tiny, seeds 0, 1): loss by length', [{'name': 'rope', 'xs': [64], 'ys': [3.0]}])
     """
     curves: list[dict[str, Any]] = []
     for name, (x, y, log) in _AXES.items():
@@ -41,13 +41,14 @@ def curves_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         # Runs that are evaluated at a step or two have no curve.
         if not lines or (name == "loss by step" and max(len(line["xs"]) for line in lines) < 3):
             continue
-        measured = [record["size"], f"{len(record['seeds'])} seeds", record["hardware"], record.get("date", "no date")]
+        seeds = f"seed{'s'[: len(record['seeds']) > 1]} {', '.join(map(str, record['seeds']))}"
+        measured = [record["size"], seeds, record["hardware"], record.get("date", "no date")]
         note = f"Measured: {', '.join(measured)}."
-        title = f"{record['experiment']}: {name}"
+        # An experiment may have several records.
+        title = f"{record['experiment']} ({record['size']}, {seeds}): {name}"
         verdicts = [f"“{x['text']}”: {x['verdict']}." for x in record.get("statements", [])]
-        curves.append(
-            {"title": title, "question": " ".join(verdicts), "note": note, "x": x, "y": y, "log": log, "lines": lines}
-        )
+        shown = {"title": title, "verdicts": " ".join(verdicts), "note": note}
+        curves.append({**shown, "x": x, "y": y, "log": log, "lines": lines})
     return curves
 
 

@@ -29,7 +29,7 @@ def page_data(presets: list[Preset] | None = None, biases: list[dict[str, Any]] 
 
     Args:
         presets: Presets of the configs that were passed. The first one is shown first.
-        biases: Learned biases of T5.
+        biases: What `describe_bias` returned for models with ALiBi or T5's bias.
     """
     passed = presets or []
     offered = with_distinct_names([*passed, *bundled_presets()])

@@ -17,7 +17,16 @@ from ropewalk.spec.fields import REQUIRED
 from ropewalk.tools.command_config import read_named_config
 from ropewalk.tools.plot.bias import Bias, bias_of
 
-__all__ = ["PAGE_RULES", "Preset", "describe_bias", "describe_rules", "presets_of", "read_config"]
+__all__ = [
+    "PAGE_RULES",
+    "Preset",
+    "describe_bias",
+    "describe_rules",
+    "in_page",
+    "presets_of",
+    "read_config",
+    "with_distinct_names",
+]
 
 # The rules that browser/rules.js computes. Any other rule is embedded as numbers.
 PAGE_RULES = (
@@ -55,7 +64,8 @@ class Preset:
         spec: The spec, with a rule that the page computes.
         trained: The trained length.
         context: The context to show.
-        notes: What the page does not show of the model, and the pitfalls of its config.
+        notes: The pitfalls of its config.
+        left_out: What the page neither shows nor copies of the model.
     """
 
     name: str
@@ -63,10 +73,12 @@ class Preset:
     trained: int
     context: int
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The preset as the page reads it."""
-        return {**dataclasses.asdict(self), "spec": json.loads(self.spec.to_json()), "notes": list(self.notes)}
+        texts = {"notes": list(self.notes), "left_out": list(self.left_out)}
+        return {**dataclasses.asdict(self), "spec": json.loads(self.spec.to_json()), **texts}
 
 
 def read_config(config: str, pairing: str | None) -> tuple[list[Preset], dict[str, Any] | None]:
@@ -77,7 +89,7 @@ def read_config(config: str, pairing: str | None) -> tuple[list[Preset], dict[st
         pairing: The pairing, if the model family is unknown.
 
     Returns:
-        The presets, and the learned bias of T5 as the page reads it, if the folder contains it.
+        The presets, and the bias as the page reads it: ALiBi's number of heads, or what T5 learned.
 
     Raises:
         RopewalkError: If the config cannot be read, or if it has neither a rotation nor such a bias.
@@ -91,10 +103,12 @@ def read_config(config: str, pairing: str | None) -> tuple[list[Preset], dict[st
             bias = bias_of(config, asked)
         except RopewalkError:
             raise error from None
-        learned = describe_bias(Path(config).name, bias)
-        if learned is None:
-            raise _nothing_to_show(asked, "a bias without learned numbers") from None
-        return [], learned
+        described = describe_bias(Path(config).name, bias)
+        if described is None:
+            learned = " and ".join(bias.learned)
+            got = f"the numbers of its {learned} only" if learned else "a bias without learned numbers"
+            raise _nothing_to_show(asked, got) from None
+        return [], described
     presets = presets_of(model)
     if not presets:
         raise _nothing_to_show(asked, f"{model.name}, which does not rotate")
@@ -104,9 +118,9 @@ def read_config(config: str, pairing: str | None) -> tuple[list[Preset], dict[st
 def _nothing_to_show(asked: str, got: str) -> RopewalkError:
     return RopewalkError(
         asked=asked,
-        expected="a model that rotates queries and keys, or a folder with the weights of a T5 model",
+        expected="a model that rotates queries and keys, one with ALiBi, or a folder with the weights of a T5 decoder",
         got=got,
-        do="leave it out: the page shows ALiBi and T5's buckets without a config",
+        do="leave it out: the page shows T5's buckets without a config",
     )
 
 
@@ -132,8 +146,12 @@ def presets_of(model: Model) -> list[Preset]:
         factor = getattr(spec.frequencies, "factor", None) or 1.0
         reach = int(factor * trained) if trained is not None else None
         context = max(configured or 0, reach or 0) or _CONTEXT
-        known, notes = in_page(spec, context)
-        presets.append(Preset(_short(name), known, trained or configured or _CONTEXT, context, (*notes, *pitfalls)))
+        known, left_out = in_page(spec, context)
+        shown = trained or configured or _CONTEXT
+        notes = [] if trained else [f"the trained length is not in the config; {shown:,} is used"]
+        if model.window is not None:
+            notes.append(f"the attention of some layers has a window of {model.window:,} tokens")
+        presets.append(Preset(_short(name), known, shown, context, (*notes, *pitfalls), left_out))
     return presets
 
 
@@ -196,7 +214,15 @@ def _field(field: "dataclasses.Field[Any]") -> dict[str, Any]:
 
 
 def describe_bias(name: str, bias: Bias) -> dict[str, Any] | None:
-    """The learned bias of T5 as the page reads it: numbers per head and bucket. None without learned numbers."""
+    """A bias as the page reads it: ALiBi's number of heads, or T5's numbers per head and bucket of the decoder.
+
+    >>> describe_bias("bloom", Bias(num_heads=4))
+    {'name': 'bloom', 'num_heads': 4}
+
+    Returns None for T5's bias without the numbers of a decoder.
+    """
+    if bias.num_heads is not None:
+        return {"name": _short(name), "num_heads": bias.num_heads}
     for stack, numbers in bias.learned.items():
         if bias.num_buckets is not None and stack == "decoder" and len(numbers) <= _MOST_BUCKETS:
             heads = np.asarray(numbers, dtype=np.float64).T

@@ -402,7 +402,7 @@ const makePanels = (specs, data) => {
       const names = ["a", "b", "c", "d", "e", "f"];
       const lines = record.lines.map((line, i) => ({ ...line, colour: names[i % names.length], dashed: i >= names.length, dots: line.xs.length === 1 }));
       return {
-        summary: `${record.question} ${record.note}`,
+        summary: `${record.verdicts} ${record.note}`.trim(),
         charts: [{ label: `${record.title}: ${record.y} by ${record.x}`, x: { label: record.x, log: record.log }, y: { label: record.y }, lines }],
         table: {
           caption: record.title,
