@@ -20,6 +20,8 @@ from tools.explore_specs import random_specs
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("explorer")]
 
+# Typed arrays are no JSON.
+LISTS = "(key, value) => (ArrayBuffer.isView(value) ? Array.from(value) : value)"
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&lt; \u202e $&"
 PANELS = ("rotation", "wavelength", "rule", "decay", "score", "bias", "compare", "precision", "lab")
 CURVE = {
@@ -42,11 +44,11 @@ def chromium():
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
-    preset = Preset(HOSTILE, RopeSpec(64, Llama3(), pairing="half"), 8192, 10**18, (HOSTILE,))
+    preset = Preset(HOSTILE, RopeSpec(64, Llama3(), pairing="half"), 8192, 10**18, (HOSTILE,), ("no xPos",))
     data = page_data([preset], [BIAS])
     data["first"] = next(i for i, preset in enumerate(data["presets"]) if preset["name"] == "llama-3.1-8b")
     file = tmp_path_factory.mktemp("explorer") / "page.html"
-    file.write_text(page_html({**data, "lab": [CURVE]}), encoding="utf-8")
+    file.write_text(page_html({**data, "lab": [CURVE, {**CURVE, "title": "second"}]}), encoding="utf-8")
     return file
 
 
@@ -117,9 +119,7 @@ def test_the_page_computes_what_python_does(visit):
     draw = random.Random(7)
     cases = [(spec, draw.choice(LENGTHS)) for spec in random_specs(260, 7)]
     sent = [[json.loads(spec.to_json()), length] for spec, length in cases]
-    # By way of JSON text, because typed arrays are no JSON.
-    code = f"""(cases) => JSON.stringify(cases.map((x) => {NUMBERS}(...x)),
-        (key, value) => (ArrayBuffer.isView(value) ? Array.from(value) : value))"""
+    code = f"(cases) => JSON.stringify(cases.map((x) => {NUMBERS}(...x)), {LISTS})"
     answers = json.loads(page.evaluate(code, sent))
     assert max(difference(*case, answer) for case, answer in zip(cases, answers, strict=True)) <= 1e-14
 
@@ -198,22 +198,116 @@ def test_every_control_changes_what_it_should(visit):
         page.select_option("#rule", rule)
         wait_until_drawn(page)
         assert state(page)["a"]["frequencies"]["rule"] == rule
+        page.locator("form details").evaluate_all("all => all.forEach((x) => x.open = true)")
         for field in description["fields"]:
-            shown = page.locator(f"[id='{field['name']}']")
-            assert shown.count() == (field["kind"] != "list")
-            if field["kind"] == "flag":
-                page.locator(f"details:has(#{field['name']})").evaluate("x => x.open = true")
-                shown.uncheck()
-                assert state(page)["a"]["frequencies"][field["name"]] is False
-            elif field["kind"] == "choice":
-                shown.select_option(field["choices"][-1])
-                assert state(page)["a"]["frequencies"][field["name"]] == field["choices"][-1]
+            change_field(page, field)
+        if rule == "AcrossHeads":
+            fill(page, "head", 1)
+            assert state(page)["head"] == 1
+        spec = RopeSpec.from_json(json.dumps(state(page)["a"]))
+        code = f"() => JSON.parse(JSON.stringify({NUMBERS}(explorer.state().a, 100000), {LISTS}))"
+        assert difference(spec, 100_000, page.evaluate(code)) <= 1e-14
+        copied = {}
+        for kind, words in (("code", "as Python"), ("json", "as JSON")):
+            page.click(f"[data-copy={kind}]")
+            page.locator("#notes", has_text=f"Spec {words} copied").wait_for()
+            copied[kind] = page.evaluate("navigator.clipboard.readText()")
+        names: dict[str, object] = {}
+        exec(copied["code"], names)
+        assert names["spec"] == spec == RopeSpec.from_json(copied["json"])
+    page.click("#pin")
+    assert state(page)["b"] == state(page)["a"]
+    page.click("#tab-lab")
+    page.select_option("#record", label="second")
+    wait_until_drawn(page)
+    assert state(page)["record"] == 1
     page.click("#reset")
     wait_until_drawn(page)
     assert state(page)["preset"] == "llama-3.1-8b"
 
 
-def test_fields_clamp_and_say_so(visit):
+def change_field(page, field):
+    """Give a field of a rule a value that is not its default."""
+    name, kind = field["name"], field["kind"]
+    shown = page.locator(f"[id='{name}']")
+    assert shown.count() == (kind != "list")
+    if kind == "list":
+        return
+    if kind == "flag":
+        value = False
+        shown.uncheck()
+    elif kind == "choice":
+        value = field["choices"][-1]
+        shown.select_option(value)
+    else:
+        value = {"num_heads": 3, "fraction": 0.75}.get(name, 1.5 * (field["default"] or 1))
+        fill(page, name, value)
+    held = state(page)["a"]["frequencies"][name]
+    # LongRope has two amplitudes or none.
+    assert held == value or "both or none" in page.locator(f"#{name}-error").inner_text(), name
+
+
+def test_what_is_known_of_a_model_stays_with_it(visit):
+    page = visit.open()
+    page.select_option("#preset", HOSTILE)
+    page.select_option("#compare", label="qwen2.5-7b-instruct-yarn")
+    wait_until_drawn(page)
+    notes = page.locator("#notes")
+    assert "qwen2.5-7b-instruct-yarn: factor is 4, but" in notes.inner_text()
+    fill(page, "base", 12345)
+    page.click("[data-copy=json]")
+    page.locator("#notes", has_text="Spec as JSON copied").wait_for()
+    for opened in (page, visit.open(page.evaluate("location.hash.slice(1)"))):
+        assert f"{HOSTILE}: no xPos" in opened.locator("#notes").text_content()
+        assert "qwen2.5-7b-instruct-yarn: factor is 4, but" in notes.inner_text()
+        assert "no xPos" in opened.locator("#lacks").inner_text()
+    for fragment in ("preset=llama-2-7b&rule=Yarn&head_dim=128", "rule=Plain&b.name=llama-2-7b&b.rule=Yarn"):
+        page = visit.open(fragment)
+        assert [state(page)[name] for name in ("preset", "from", "bName")] == ["", "", ""]
+        assert page.locator("#lacks").is_hidden()
+
+
+def test_a_without_its_rule_follows_a_until_it_is_kept(visit):
+    page = visit.open("rule=Yarn&panel=compare")
+    page.select_option("#compare", "unscaled")
+    fill(page, "base", 500)
+    assert state(page)["b"]["frequencies"] == {"rule": "Plain", "base": 500}
+    page.click("#pin")
+    fill(page, "base", 600)
+    assert state(page)["b"]["frequencies"]["base"] == 500
+    page.select_option("#compare", "unscaled")
+    page.select_option("#rule", "Explicit")
+    wait_until_drawn(page)
+    assert state(page)["b"] is None
+    assert "B was removed" in page.locator("#notes").inner_text()
+    assert page.locator("#compare option[value=unscaled]").count() == 0
+
+
+def test_text_that_cannot_be_copied_is_shown_and_stays_current(visit):
+    page = visit.open("rule=Yarn")
+    page.evaluate("() => { navigator.clipboard.writeText = () => Promise.reject(); }")
+    page.click("[data-copy=json]")
+    page.locator("#notes", has_text="does not allow copying").wait_for()
+    fill(page, "base", 12345)
+    assert json.loads(page.locator("#code").inner_text())["frequencies"]["base"] == 12345
+    assert page.locator("#code").get_attribute("aria-label") == "JSON of the spec"
+
+
+def test_a_screen_reader_gets_the_sentence_and_the_changes(visit):
+    page = visit.open("panel=rotation&rule=Plain&context=64&position=60")
+    assert page.locator("#picture").get_attribute("role") == "group"
+    assert page.locator("#spoken").text_content() == page.locator("#summary").inner_text()
+    fill(page, "base", -1)
+    assert page.locator("#base").get_attribute("aria-invalid") == "true"
+    fill(page, "context", 32)
+    assert "position: 60 was changed to 31" in page.locator("#context-error").inner_text()
+    page.locator("#numbers").evaluate("x => x.open = true")
+    summary(page, "score")
+    assert page.locator("#picture").get_attribute("aria-label") is None
+    assert page.locator("#table th[scope=row]").count() > 10
+
+
+def test_fields_clamp_and_state_it(visit):
     page = visit.open()
     for name, value, kept in (
         ("base", "-5", 1.01),
@@ -250,7 +344,6 @@ def test_a_link_shows_the_same_view(visit):
     other = visit.open(link.split("#")[1])
     assert state(other) == expected
     assert other.locator("#picture").inner_html() == picture
-    assert other.locator("#notes").inner_text() == ""
     # A link that is followed inside the page.
     other.evaluate("location.hash = 'panel=rule&rule=NTK&factor=7'")
     other.locator("#panel-title", has_text="What the rule changes").wait_for()
@@ -325,6 +418,10 @@ def test_play_moves_along_positions_and_stops_for_reduced_motion(visit):
     page.click("#play")
     stopped = state(page)["position"]
     assert stopped < 8
+    # Someone who types a position does not want the next one.
+    page.click("#play")
+    page.focus("#position")
+    assert page.locator("#play").inner_text() == "Play"
     page.emulate_media(reduced_motion="reduce")
     page.click("#reset")
     wait_until_drawn(page)
@@ -349,7 +446,9 @@ def test_names_from_outside_are_text(visit):
         f"rule=%3Cimg%20src=x%20onerror=alert(1)%3E&preset={'%3Cb%3E' * 9}&b.rule=Plain&b.name=%3Cimg src=x%3E"
     )
     assert "is not one of" in hostile.locator("#notes").inner_text()
-    assert "B: <img src=x>" in hostile.locator("#compare").inner_text()
+    # Neither name is that of the numbers.
+    assert [state(hostile)[name] for name in ("preset", "from", "bName")] == ["", "", ""]
+    assert "B: plain RoPE" in hostile.locator("#compare").inner_text()
     assert hostile.locator("main img").count() == 0
 
 
@@ -376,7 +475,7 @@ def test_questions_of_a_new_user(visit):
     assert re.search(r"pairs 0–23 unchanged; .* pairs 40–63 divided by 4", summary(page, "rule"))
     page.select_option("#preset", "llama-2-7b")
     fill(page, "context", 65536)
-    assert "fall up to distances 8,192–16,383 and rise after that; the lowest is 4.659" in summary(page, "decay")
+    assert "first rise after distances 8,192–16,383; the lowest is 4.659" in summary(page, "decay")
     page.select_option("#preset", "gpt-neox-20b")
     assert "12 pairs" in summary(page, "rotation")
     page.select_option("#preset", "llama-3.1-8b")

@@ -79,6 +79,30 @@ def test_another_rule_states_what_it_does_not_keep():
     assert ask(code, [json.loads(YARN.to_json()), "Yarn"])[1] == []
 
 
+def test_a_place_in_a_picture_names_the_lines_with_a_point_there():
+    lines = [
+        {"name": "faster", "xs": [0, 1], "ys": [2, 2]},
+        {"name": "unchanged", "xs": [2, 3], "ys": [1, 1]},
+        {"name": "mean", "xs": [0, 2, 2, 9], "ys": [5, 5, 6, 6], "steps": True},
+    ]
+    answers = ask("question[1].map((x) => Chart.readings(question[0], x))", [lines, [2.9, 0.2, 100]])
+    assert answers[0] == {"value": 3, "readings": [["unchanged", 1], ["mean", 6]]}
+    assert answers[1] == {"value": 0, "readings": [["faster", 2], ["mean", 5]]}
+    assert answers[2]["value"] == 3
+
+
+def test_nothing_is_changed_without_a_note():
+    code = """question.map(([raw]) => {
+      const notes = [];
+      specs.check(raw, notes);
+      return notes;
+    })"""
+    plain, ntk = {"rule": "Plain"}, {"rule": "NTK"}
+    wrong_sign, small = ask(code, [[{"sign": 0, "frequencies": plain}], [{"head_dim": 2, "frequencies": ntk}]])
+    assert wrong_sign == ["sign: 0 is not one of 1, -1; 1 is used"]
+    assert small == ["head_dim: 2 was changed to 4, the least for this rule"]
+
+
 def test_a_verdict_on_decay_needs_means_over_whole_octaves():
     for context in (4096, 4097, 6000):
         assert "means over octaves fall up to" in drawn("decay", LLAMA, context)["summary"]

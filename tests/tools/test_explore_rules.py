@@ -156,7 +156,7 @@ def test_a_link_has_every_spec_in_full():
     code = """question.map((raw) => {
       const a = specs.check(raw);
       const state = {
-        panel: 'decay', preset: 'x & y', a, b: a, bName: '<b>',
+        panel: 'decay', preset: 'x & y', from: 'x & y', a, b: a, bName: '<b>',
         trained: 9, context: 99, position: 1, distance: 2, heads: 3, head: 0, record: 0,
       };
       const [read, notes] = specs.read(specs.write(state), ['rotation', 'decay']);

@@ -179,5 +179,23 @@ const Chart = (() => {
     return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
   }
 
-  return { draw, svg, text, nearest };
+  // The x with a point that is nearest to a place, and what every line has there: [name, y]. Lines need not share points.
+  // A line of steps has a value between the ends of each step.
+  function readings(lines, place) {
+    const points = lines.filter((line) => !line.steps && line.xs.length);
+    const candidates = points.map((line) => line.xs[nearest(line.xs, place)]);
+    const value = candidates.reduce((best, x) => (Math.abs(x - place) < Math.abs(best - place) ? x : best));
+    const indexOf = ({ xs, steps }) => {
+      if (!steps) return xs[nearest(xs, value)] === value ? nearest(xs, value) : -1;
+      return Array.from(xs).findIndex((x, i) => i % 2 === 0 && x <= value && value <= xs[i + 1]);
+    };
+    const listed = lines.map((line) => [line.name, line.ys[indexOf(line)]]).filter(([, y]) => y !== undefined);
+    return { value, readings: listed };
+  }
+
+  function capital(words) {
+    return words[0].toUpperCase() + words.slice(1);
+  }
+
+  return { draw, svg, text, nearest, readings, capital };
 })();

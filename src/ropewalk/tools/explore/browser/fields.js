@@ -27,7 +27,7 @@ const makeFields = (specs) => {
     if (name === "head_dim" || name === "rotary_dim") return even(2, 512, 2);
     if (name === "base") return decades(100, 1e8);
     if (name === "factor") return FACTORS;
-    if (name === "trained_length" || name === "context") return octaves(256, 2 ** 21);
+    if (["trained_length", "trained", "context"].includes(name)) return octaves(256, 2 ** 21);
     if (name === "fraction") return even(0, 1, 0.05);
     if (name === "bend") return even(0.1, 2, 0.025);
     if (name === "heads" || name === "num_heads") return even(1, 64, 1);
@@ -39,12 +39,12 @@ const makeFields = (specs) => {
     const limits = specs.limitsOf(name);
     const error = element("p", { id: `${id}-error`, className: "error", hidden: true, role: "alert" });
     const field = element("input", { type: "number", id, name: id, step: "any", disabled, "aria-describedby": `${id}-error` });
-    // Hints for the browser. Values are clamped below, which says so.
+    // Hints for the browser. Values are clamped below, which states it.
     field.min = limits.low;
     field.max = limits.high;
     const slider = optional ? null : element("input", { type: "range", id: `${id}-slider`, min: 0, step: 1, disabled, "aria-label": `${label}, slider` });
     let last = value;
-    const say = (message) => {
+    const state = (message) => {
       error.hidden = !message;
       error.textContent = message;
     };
@@ -58,11 +58,11 @@ const makeFields = (specs) => {
       slider.setAttribute("aria-valuetext", Chart.text(x));
     };
     slider?.addEventListener("input", () => {
-      say("");
+      field.removeAttribute("aria-invalid");
       last = steps()[Number(slider.value)];
       field.value = String(last);
       slider.setAttribute("aria-valuetext", Chart.text(last));
-      say(update(last) ?? "");
+      state(update(last) ?? "");
     });
     field.addEventListener("change", () => {
       const notes = [];
@@ -70,9 +70,10 @@ const makeFields = (specs) => {
       const bad = field.validity.badInput || (blank && !optional);
       const x = bad ? last : blank ? null : specs.number(label, field.value, last, notes, limits);
       if (bad) notes.push(`${label}: a number is needed; ${last === null ? "none" : last} is used`);
+      field.setAttribute("aria-invalid", String(notes.length > 0));
       show(x);
       const more = update(x);
-      say([...notes, more].filter(Boolean).join(". "));
+      state([...notes, more].filter(Boolean).join(". "));
     });
     show(value);
     const row = element("div", { className: "field" }, element("label", { for: id, textContent: label }));

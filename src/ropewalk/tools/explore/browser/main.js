@@ -9,12 +9,15 @@ const explorer = (() => {
   const still = matchMedia("(prefers-reduced-motion: reduce)");
   const NONE = "none";
   const UNSCALED = "unscaled";
+  // The name of a B that follows A.
+  const FOLLOWS = "A without its rule";
   const PINNED = "pinned";
   const SHORT = ["base", "factor", "alpha", "beta", "low_freq_factor", "high_freq_factor", "fraction", "num_heads", "bend", "beta_fast", "beta_slow"];
 
   let state = null;
   let shown = {};
-  let notes = [];
+  let messages = [];
+  let textKind = "code";
   let scheduled = false;
   let playing = 0;
   let written = "";
@@ -24,41 +27,75 @@ const explorer = (() => {
 
   function fromPreset(index, panel = "rotation") {
     const preset = data.presets[index];
-    notes = [...preset.notes];
-    const a = specs.check(preset.spec, notes);
-    const context = specs.number("context", preset.context, 4096, notes);
-    const trained = specs.number("trained", preset.trained, 4096, notes);
-    const state = { panel, preset: preset.name, a, b: null, bName: "", trained, context, position: 100, distance: 100, heads: 8, head: 0, record: 0 };
-    return within(state);
+    messages = [];
+    const a = specs.check(preset.spec, messages);
+    const context = specs.number("context", preset.context, 4096, messages);
+    const trained = specs.number("trained", preset.trained, 4096, messages);
+    const place = Math.min(100, context - 1);
+    const alibi = data.biases.find((bias) => bias.num_heads);
+    const heads = specs.number("heads", alibi?.num_heads, 8, messages);
+    const { name } = preset;
+    return { panel, preset: name, from: name, a, b: null, bName: "", trained, context, position: place, distance: place, heads, head: 0, record: 0 };
   }
 
-  // Position and distance are below the context; a head is one that the rule has.
+  // Position and distance are below the context; a head is one that the rule has. Returns what was changed.
   function within(next) {
-    for (const name of ["position", "distance"]) next[name] = Math.min(next[name], next.context - 1);
     const theta = Rules.invFreq(next.a, next.context);
-    next.head = Array.isArray(theta) ? Math.min(next.head, theta.length - 1) : 0;
-    return next;
+    const ends = {
+      position: [next.context - 1, "the last one of the context"],
+      distance: [next.context - 1, "the last one of the context"],
+      head: [Array.isArray(theta) ? theta.length - 1 : 0, "the last head"],
+    };
+    const changes = [];
+    for (const [name, [end, words]] of Object.entries(ends)) {
+      if (next[name] <= end) continue;
+      changes.push(`${name}: ${next[name]} was changed to ${end}, ${words}`);
+      next[name] = end;
+    }
+    return changes;
   }
 
+  function presetOf(name) {
+    return data.presets.find((preset) => preset.name === name);
+  }
+
+  function same(a, b) {
+    return JSON.stringify(a) === JSON.stringify(b);
+  }
+
+  // A link may contain any name. It stays if the spec is the one that has this name.
   function fromLink(text) {
-    const [read, said] = specs.read(text, Object.keys(panels));
-    if (!read) return [null, said];
-    return [within(read), said];
+    const [read, changes] = specs.read(text, Object.keys(panels));
+    if (!read) return [null, changes];
+    const named = (name, spec) => presetOf(name) && same(specs.check(presetOf(name).spec), spec);
+    if (!named(read.preset, read.a)) read.preset = "";
+    read.from = read.preset || presetOf(read.from)?.name || "";
+    const follows = read.bName === FOLLOWS && same(specs.unscaled(read.a), read.b);
+    if (!follows && !named(read.bName, read.b)) read.bName = "";
+    return [read, [...changes, ...within(read)]];
+  }
+
+  // "A without its rule" changes with A, until another B is chosen.
+  function follow() {
+    if (state.bName !== FOLLOWS) return;
+    state.b = specs.unscaled(state.a);
+    if (state.b) return;
+    state.bName = "";
+    messages.push(`B was removed: ${data.rules[state.a.frequencies.rule].label} has no frequencies without the rule`);
   }
 
   // Change fields of A's rule or of A. Returns what was changed further.
   function changeA(fields, rule = {}) {
-    const said = [];
+    const changes = [];
     const full = state.a.rotary_dim === state.a.head_dim;
     const raw = { ...state.a, ...fields, frequencies: { ...state.a.frequencies, ...rule } };
-    if ("head_dim" in fields && !("inv_freq" in raw.frequencies || "long_factor" in raw.frequencies)) {
-      raw.rotary_dim = full ? fields.head_dim : Math.min(state.a.rotary_dim, fields.head_dim);
-    }
-    state.a = specs.check(raw, said);
+    if ("head_dim" in fields && full && !("inv_freq" in raw.frequencies || "long_factor" in raw.frequencies)) raw.rotary_dim = fields.head_dim;
+    state.a = specs.check(raw, changes);
     state.preset = "";
-    within(state);
+    follow();
+    changes.push(...within(state));
     changed();
-    return said.join(". ");
+    return changes.join(". ");
   }
 
   function changed() {
@@ -70,7 +107,7 @@ const explorer = (() => {
       }
     }
     const chooser = byId("preset");
-    if (chooser) chooser.value = state.preset && data.presets.some((x) => x.name === state.preset) ? state.preset : "";
+    if (chooser) chooser.value = state.preset;
     schedule();
   }
 
@@ -91,13 +128,11 @@ const explorer = (() => {
 
   function place(name, value) {
     state[name] = value;
-    const wanted = value;
-    within(state);
+    const changes = within(state);
     // A field that was limited shows its value.
-    const limited = state[name] !== wanted;
-    if (limited) shown[name].value = null;
+    if (state[name] !== value) shown[name].value = null;
     changed();
-    return limited ? `${name}: ${wanted} was changed to ${state[name]}, the last one of the context` : "";
+    return changes.join(". ");
   }
 
   function build() {
@@ -109,12 +144,13 @@ const explorer = (() => {
     rotation.replaceChildren();
     const names = [["", "(changed)"], ...data.presets.map((x) => [x.name, x.name])];
     rotation.append(select({
-      id: "preset", label: "Preset", options: names, value: data.presets.some((x) => x.name === state.preset) ? state.preset : "",
+      id: "preset", label: "Preset", options: names, value: state.preset,
       update: (name) => {
         const index = data.presets.findIndex((x) => x.name === name);
         if (index === -1) return changed();
         const kept = { b: state.b, bName: state.bName, heads: state.heads };
-        state = within({ ...fromPreset(index, state.panel), ...kept });
+        state = { ...fromPreset(index, state.panel), ...kept };
+        follow();
         restart("preset");
       },
     }));
@@ -122,9 +158,9 @@ const explorer = (() => {
     add(rotation, {
       label: "Rotary dim", name: "rotary_dim", value: a.rotary_dim, disabled: lists.length > 0,
       steps: () => Array.from({ length: Math.max(state.a.head_dim / 2, 1) }, (_, i) => 2 * (i + 1)), update: (x) => {
-        const said = changeA({ rotary_dim: x });
+        const changes = changeA({ rotary_dim: x });
         if (state.a.rotary_dim !== x) shown.rotary_dim.show(state.a.rotary_dim);
-        return said;
+        return changes;
       },
     });
     rotation.append(select({ id: "pairing", label: "Pairing", options: [["interleaved", "interleaved: (0, 1), (2, 3), …"], ["half", "half: (i, i + rotary_dim/2)"]], value: a.pairing, update: (x) => changeA({ pairing: x }) }));
@@ -135,6 +171,8 @@ const explorer = (() => {
     add(into, { label: "Context", name: "context", value: state.context, update: (x) => place("context", x) });
     add(into, { label: "Position", name: "position", value: state.position, steps: positions, update: (x) => place("position", x) });
     add(into, { label: "Distance", name: "distance", value: state.distance, steps: positions, update: (x) => place("distance", x) });
+    // Someone who types a position does not want the next one.
+    for (const id of ["position", "position-slider"]) for (const event of ["focus", "input"]) byId(id).addEventListener(event, stop);
     add(into, { label: "ALiBi heads", name: "heads", value: state.heads, update: (x) => place("heads", x) });
     buildCompare();
   }
@@ -146,24 +184,27 @@ const explorer = (() => {
     into.append(select({
       id: "rule", label: "Rule", options: Object.entries(data.rules).map(([name, { label }]) => [name, `${label}`]), value: rule.rule,
       update: (name) => {
-        notes = [];
-        state.a = specs.withRule({ ...state.a, frequencies: { trained_length: state.trained, ...state.a.frequencies } }, name, state.context, notes);
+        messages = [];
+        // What the old rule does not have comes from the page.
+        const length = state.a.frequencies.trained_length ?? state.trained;
+        state.a = specs.withRule(state.a, name, state.context, messages, length);
         state.preset = "";
-        within(state);
+        follow();
+        messages.push(...within(state));
         restart("rule");
       },
     }));
     const more = element("details", {}, element("summary", { textContent: "More fields of the rule" }));
     const changeField = (field) => (x) => {
       if (field.name === "trained_length") state.trained = x;
-      const said = changeA({}, { [field.name]: x });
+      const changes = changeA({}, { [field.name]: x });
       if (field.name === "num_heads") shown.head?.show(state.head);
       if (state.a.frequencies[field.name] !== x) shown[field.name]?.show(state.a.frequencies[field.name]);
-      return said;
+      return changes;
     };
     for (const field of description.fields.filter((x) => x.kind !== "list")) {
       const target = SHORT.includes(field.name) || field.name === "trained_length" ? into : more;
-      const label = field.name === "trained_length" ? "Trained length" : capital(field.name.replaceAll("_", " "));
+      const label = field.name === "trained_length" ? "Trained length" : Chart.capital(field.name.replaceAll("_", " "));
       const value = rule[field.name];
       const update = changeField(field);
       if (field.kind === "flag") target.append(flag({ id: field.name, label, value, update }));
@@ -171,15 +212,12 @@ const explorer = (() => {
       else add(target, { label, name: field.name, value, optional: field.kind === "optional", update });
     }
     if (!description.fields.some((x) => x.name === "trained_length")) {
-      add(into, { id: "trained_length", label: "Trained length", name: "trained", value: state.trained, steps: () => stepsOfLength(), update: (x) => place("trained", x) });
+      add(into, { id: "trained_length", label: "Trained length", name: "trained", value: state.trained, update: (x) => place("trained", x) });
     }
     const theta = Rules.invFreq(state.a, state.context);
     if (Array.isArray(theta)) {
       const heads = () => Array.from({ length: Rules.invFreq(state.a, state.context).length }, (_, i) => i);
-      add(into, { label: "Head", name: "head", value: state.head, steps: heads, update: (x) => {
-        const said = place("head", x);
-        return said && `Head: ${x} was changed to ${state.head}, the last head`;
-      } });
+      add(into, { label: "Head", name: "head", value: state.head, steps: heads, update: (x) => place("head", x) });
     }
     for (const field of lists) {
       into.append(element("p", { className: "hint", textContent: `${field.name}: ${rule[field.name].flat().length} numbers, from the preset or the rule before. They fix the number of pairs.` }));
@@ -187,24 +225,17 @@ const explorer = (() => {
     if (more.children.length > 1) into.append(more);
   }
 
-  function stepsOfLength() {
-    return Array.from({ length: 14 }, (_, e) => [1, 1.25, 1.5, 1.75].map((m) => m * 2 ** (e + 8))).flat().filter((x) => x <= 2 ** 21);
-  }
-
   function buildCompare() {
     const into = byId("compare-fields");
-    const options = [[NONE, "nothing"], [UNSCALED, "A without its rule"], ...(state.b ? [[PINNED, `B: ${state.bName || "from a link"}`]] : []), ...data.presets.map((x, i) => [String(i), x.name])];
+    const options = [[NONE, "nothing"], ...(specs.unscaled(state.a) ? [[UNSCALED, FOLLOWS]] : []), ...(state.b ? [[PINNED, `B: ${state.bName || data.rules[state.b.frequencies.rule].label}`]] : []), ...data.presets.map((x, i) => [String(i), x.name])];
     const chooser = select({
       id: "compare", label: "Spec B", options, value: state.b ? PINNED : NONE,
       update: (key) => {
         if (key === PINNED) return;
+        messages = [];
         if (key === NONE) [state.b, state.bName] = [null, ""];
-        else if (key === UNSCALED) [state.b, state.bName] = [specs.unscaled(state.a), "A without its rule"];
-        else {
-          const said = [];
-          [state.b, state.bName] = [specs.check(data.presets[key].spec, said), data.presets[key].name];
-          notes = said;
-        }
+        else if (key === UNSCALED) [state.b, state.bName] = [specs.unscaled(state.a), FOLLOWS];
+        else [state.b, state.bName] = [specs.check(data.presets[key].spec, messages), data.presets[key].name];
         buildCompare();
         byId("compare").focus();
         showNotes();
@@ -213,16 +244,13 @@ const explorer = (() => {
     });
     const pin = element("button", { type: "button", id: "pin", className: "wide", textContent: "Keep A as B, then change A" });
     pin.addEventListener("click", () => {
-      [state.b, state.bName] = [structuredClone(state.a), state.preset || data.rules[state.a.frequencies.rule].label];
+      [state.b, state.bName] = [structuredClone(state.a), state.preset];
       buildCompare();
       byId("pin").focus();
+      showNotes();
       schedule();
     });
     into.replaceChildren(chooser, element("div", { className: "field" }, pin));
-  }
-
-  function capital(words) {
-    return words[0].toUpperCase() + words.slice(1);
   }
 
   // --- Drawing -----------------------------------------------------------------------------------------------------
@@ -244,6 +272,7 @@ const explorer = (() => {
     setText(byId("panel-title"), panel.title);
     setText(byId("intro"), panel.intro);
     setText(byId("summary"), drawn.summary);
+    showExport();
     const picture = byId("picture");
     if (drawn.circles) circles(picture, drawn);
     else charts(picture, drawn.charts);
@@ -289,7 +318,9 @@ const explorer = (() => {
 
   function afterwards(drawn) {
     if (byId("numbers").open) fillTable(byId("table"), drawn.table);
-    showCode();
+    showText();
+    // For screen readers, which would read every step of a slider.
+    if (!playing) setText(byId("spoken"), drawn.summary);
     written = specs.write(state);
     try {
       history.replaceState(null, "", `#${written}`);
@@ -301,7 +332,7 @@ const explorer = (() => {
   }
 
   function fillTable(into, { caption, head, rows }) {
-    const cell = (x) => element("td", { textContent: typeof x === "number" ? Chart.text(x, 6) : String(x) });
+    const cell = (x, i) => element(i ? "td" : "th", { ...(i ? {} : { scope: "row" }), textContent: typeof x === "number" ? Chart.text(x, 6) : String(x) });
     into.replaceChildren(element("table", {},
       element("caption", { textContent: caption }),
       element("thead", {}, element("tr", {}, ...head.map((x) => element("th", { scope: "col", textContent: x })))),
@@ -315,6 +346,7 @@ const explorer = (() => {
       picture.className = `frames ${list.length > 1 ? "two" : ""}`;
       picture.replaceChildren(...list.map(() => element("div", {}, element("ul", { className: "legend" }), element("div", { className: "frame" }))));
     }
+    for (const name of ["role", "aria-label"]) picture.removeAttribute(name);
     byId("readout").hidden = false;
     byId("readout").textContent = "";
     list.forEach((chart, i) => {
@@ -323,10 +355,9 @@ const explorer = (() => {
       const handle = Chart.draw(frame, chart);
       frame.onpointermove = (event) => {
         const x = handle.at(event.clientX - frame.getBoundingClientRect().left);
-        const near = chart.lines.map((line) => [line.name, Chart.nearest(line.xs, x), line]);
-        const value = near[0][2].xs[near[0][1]];
+        const { value, readings } = Chart.readings(chart.lines, x);
         handle.point(value);
-        byId("readout").textContent = `${chart.x.label.split(",")[0]} ${Chart.text(value)}: ` + near.map(([name, index, line]) => `${name} ${Chart.text(line.ys[index])}`).join("; ");
+        byId("readout").textContent = `${chart.x.label.split(",")[0]} ${Chart.text(value)}: ` + readings.map(([name, y]) => `${name} ${Chart.text(y)}`).join("; ");
       };
       frame.onpointerleave = () => {
         handle.point(null);
@@ -376,6 +407,7 @@ const explorer = (() => {
       const degrees = ((((angle * 180) / Math.PI) % 360) + 360) % 360;
       box.setAttribute("aria-label", `Pair ${pair} at ${Chart.text(degrees, 3)} degrees`);
     });
+    picture.setAttribute("role", "group");
     picture.setAttribute("aria-label", summary);
   }
 
@@ -442,37 +474,56 @@ const explorer = (() => {
     });
   }
 
-  function textOf(kind) {
-    return { code: specs.asCode, json: specs.asJson, config: specs.asConfig }[kind](state.a);
-  }
+  const TEXTS = {
+    code: ["Python code of the spec", () => specs.asCode(state.a)],
+    json: ["JSON of the spec", () => specs.asJson(state.a)],
+    config: ["rope_parameters for transformers", () => specs.asConfig(state.a)],
+    link: ["Link to this view", () => `${location.href.split("#")[0]}#${specs.write(state)}`],
+  };
 
-  function showCode() {
-    setText(byId("code"), textOf("code"));
+  // What can be copied, and what a copy lacks.
+  function showExport() {
     const button = document.querySelector('[data-copy="config"]');
     const why = byId("why");
     try {
-      textOf("config");
+      TEXTS.config[1]();
       [button.disabled, why.hidden] = [false, true];
     } catch (reason) {
       [button.disabled, why.hidden] = [true, false];
       setText(why, `Not for transformers: ${reason.message}`);
+      if (textKind === "config") textKind = "code";
     }
+    const leftOut = presetOf(state.from)?.left_out ?? [];
+    byId("lacks").hidden = leftOut.length === 0;
+    setText(byId("lacks"), `What is copied lacks a part of ${state.from}: ${leftOut.join("; ")}.`);
   }
 
-  async function copy(text, what) {
+  function showText() {
+    const [label, write] = TEXTS[textKind];
+    setText(byId("text-label"), label);
+    byId("code").setAttribute("aria-label", label);
+    setText(byId("code"), write());
+  }
+
+  async function copy(kind, what) {
     try {
-      await navigator.clipboard.writeText(text);
-      notes = [`${what} copied.`];
+      await navigator.clipboard.writeText(TEXTS[kind][1]());
+      messages = [`${what} copied.`];
     } catch {
-      byId("code").textContent = text;
+      textKind = kind;
+      showExport();
+      showText();
       byId("text").open = true;
-      notes = ["The browser does not allow copying: the text is shown; select it there."];
+      messages = ["The browser does not allow copying: the text is shown; select it there."];
     }
     showNotes();
   }
 
+  // The notes on the models of A and B, and messages about the last change.
   function showNotes() {
-    byId("notes").replaceChildren(...notes.map((text) => element("p", { className: "note", textContent: text })));
+    const models = [...new Set([state.from, state.bName])].map(presetOf).filter(Boolean);
+    const notes = models.flatMap(({ name, notes, left_out: leftOut }) => [...notes, ...leftOut].map((note) => `${name}: ${note}`));
+    byId("notes").replaceChildren(...[...notes, ...messages].map((text) => element("p", { className: "note", textContent: text })));
   }
 
   function restart(focus = null) {
@@ -490,9 +541,10 @@ const explorer = (() => {
   }
 
   function load() {
-    const [linked, said] = fromLink(location.hash.slice(1));
+    const [linked, changes] = fromLink(location.hash.slice(1));
+    messages = [];
     state = linked ?? fromPreset(data.first);
-    notes = [...(linked ? [] : notes), ...said];
+    messages.push(...changes);
     restart();
   }
 
@@ -503,9 +555,9 @@ const explorer = (() => {
     state = fromPreset(data.first);
     restart();
   });
-  byId("copy-link").addEventListener("click", () => copy(`${location.href.split("#")[0]}#${specs.write(state)}`, "Link"));
+  byId("copy-link").addEventListener("click", () => copy("link", "Link"));
   for (const button of document.querySelectorAll("[data-copy]")) {
-    button.addEventListener("click", () => copy(textOf(button.dataset.copy), button.textContent.replace("Copy ", "Spec ")));
+    button.addEventListener("click", () => copy(button.dataset.copy, button.textContent.replace("Copy ", "Spec ")));
   }
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   byId("numbers").addEventListener("toggle", schedule);

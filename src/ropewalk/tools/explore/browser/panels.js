@@ -8,7 +8,7 @@ const makePanels = (specs, data) => {
   const MOST_SEARCHED = 2 ** 23;
   // The same for roundings to bfloat16, which take longer.
   const MOST_ROUNDED = 2 ** 20;
-  const { text } = Chart;
+  const { text, capital } = Chart;
   const KINDS = {
     faster: "rotate faster",
     unchanged: "unchanged",
@@ -53,10 +53,6 @@ const makePanels = (specs, data) => {
 
   function rangeText({ first, last }) {
     return first === last ? `pair ${first}` : `pairs ${first}–${last}`;
-  }
-
-  function capital(words) {
-    return words[0].toUpperCase() + words.slice(1);
   }
 
   const indices = (theta) => Float64Array.from(theta, (_, i) => i);
@@ -112,7 +108,8 @@ const makePanels = (specs, data) => {
       const done = Array.from(v.theta).filter((x) => Math.abs(x) * state.position >= 2 * Math.PI).length;
       return {
         summary: `At position ${text(state.position)}, ${done} of ${v.theta.length} pairs have completed a rotation. ` +
-          `Per position, pair 0 rotates by ${text(Math.abs(v.theta[0]))} rad and pair ${v.theta.length - 1} by ${text(Math.abs(v.theta.at(-1)))} rad.`,
+          `Per position, pair 0 rotates by ${text(Math.abs(v.theta[0]))} rad${v.theta.length > 1 ? ` and pair ${v.theta.length - 1} by ${text(Math.abs(v.theta.at(-1)))} rad` : ""}.` +
+          (v.amplitude === 1 ? "" : ` The vectors have the length ${text(v.amplitude, 6)}, the amplitude; a circle has at least that radius.`),
         circles: chosen.map((i) => ({ pair: i, angle: angle(i), theta: v.theta[i], features: features(i) })),
         length: v.amplitude,
         table: {
@@ -221,7 +218,7 @@ const makePanels = (specs, data) => {
       const bands = views(state).map((v) => meansOf(v.theta, farthest));
       out.charts[0].lines = out.lines.map((line) => ({ ...line, thin: true }));
       bands.forEach((list, i) => list && out.charts[0].lines.push({
-        name: `mean per octave${state.b ? ` of ${"AB"[i]}` : ""}`, colour: `${"ab"[i]} mean`,
+        name: `mean per octave${state.b ? ` of ${"AB"[i]}` : ""}`, colour: `${"ab"[i]} mean`, steps: true,
         xs: list.flatMap((b) => [b.low, b.high]), ys: list.flatMap((b) => [b.mean, b.mean]),
       }));
       return {

@@ -146,12 +146,12 @@ const makeSpecs = (schema) => {
   }
 
   // The same spec with another rule. Fields that both rules have keep their values.
-  function withRule(spec, name, context, notes = []) {
+  function withRule(spec, name, context, notes = [], trained = 4096) {
     const old = spec.frequencies;
     const fields = { ...old, rule: name };
     const pairs = spec.rotary_dim / 2;
     fields.base ??= 10000;
-    fields.trained_length ??= 4096;
+    fields.trained_length ??= trained;
     fields.factor ??= 4;
     if (name === "Explicit") fields.inv_freq = toLists(Rules.invFreq({ ...spec, sign: 1 }, context));
     if (name === "LongRope") {
@@ -220,6 +220,7 @@ const makeSpecs = (schema) => {
     const into = new URLSearchParams();
     into.set("panel", state.panel);
     if (state.preset) into.set("preset", state.preset);
+    if (state.from) into.set("from", state.from);
     writeSpec(into, "", state.a);
     for (const [name] of PLACES) into.set(name, String(state[name]));
     if (state.b) {
@@ -237,6 +238,8 @@ const makeSpecs = (schema) => {
     const notes = [];
     const state = { panel: choice("panel", given.get("panel") ?? undefined, panels, panels[0], notes) };
     state.preset = (given.get("preset") ?? "").slice(0, 200);
+    // The model from which a changed spec came.
+    state.from = (given.get("from") ?? "").slice(0, 200);
     state.a = readSpec(given, "", notes);
     for (const [name, usual] of PLACES) state[name] = number(name, given.get(name) ?? undefined, usual, notes);
     state.b = given.has("b.rule") ? readSpec(given, "b.", notes) : null;
@@ -314,5 +317,5 @@ const makeSpecs = (schema) => {
     return share[0];
   }
 
-  return { check, number, limitsOf, withRule, unscaled, write, read, asCode, asJson, asConfig, MOST_LENGTH };
+  return { check, number, limitsOf, withRule, unscaled, write, read, asCode, asJson, asConfig };
 };
