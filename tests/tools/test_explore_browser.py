@@ -261,6 +261,9 @@ def test_what_is_known_of_a_model_stays_with_it(visit):
         assert f"{HOSTILE}: no xPos" in opened.locator("#notes").text_content()
         assert "qwen2.5-7b-instruct-yarn: factor is 4, but" in notes.inner_text()
         assert "no xPos" in opened.locator("#lacks").inner_text()
+    page = visit.open("preset=llama-2-7b&panel=decay")
+    assert state(page)["preset"] == "llama-2-7b"
+    assert state(page)["panel"] == "decay"
     for fragment in ("preset=llama-2-7b&rule=Yarn&head_dim=128", "rule=Plain&b.name=llama-2-7b&b.rule=Yarn"):
         page = visit.open(fragment)
         assert [state(page)[name] for name in ("preset", "from", "bName")] == ["", "", ""]
@@ -481,4 +484,4 @@ def test_questions_of_a_new_user(visit):
     page.select_option("#preset", "llama-3.1-8b")
     assert "With bfloat16, the error reaches 1 rad" in summary(page, "precision")
     page.select_option("#compare", label="llama-2-7b")
-    assert "have the same frequency" in summary(page, "compare")
+    assert "1 of 64 pairs has the same frequency" in summary(page, "compare")

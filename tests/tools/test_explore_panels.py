@@ -105,12 +105,12 @@ def test_nothing_is_changed_without_a_note():
 
 def test_a_verdict_on_decay_needs_means_over_whole_octaves():
     for context in (4096, 4097, 6000):
-        assert "means over octaves fall up to" in drawn("decay", LLAMA, context)["summary"]
+        assert "means over octaves fall through all" in drawn("decay", LLAMA, context)["summary"]
     said = drawn("decay", LLAMA, 65_536)["summary"]
     assert "first rise after distances 8,192–16,383; the lowest is 4.659, at 8,192–16,383." in said
     assert "too short" in drawn("decay", LLAMA, 40)["summary"]
     still = RopeSpec(4, Explicit(np.zeros(2)))
-    assert "are equal up to distance 4,095" in drawn("decay", still, 4096)["summary"]
+    assert "are equal through all distances below 4,096." in drawn("decay", still, 4096)["summary"]
 
 
 def test_two_specs_name_what_differs():
@@ -120,6 +120,13 @@ def test_two_specs_name_what_differs():
         "64 of 64 pairs have the same frequency. The scores are equal at all drawn distances. "
         "All other fields are equal."
     )
+    said = drawn("compare", LLAMA, 4096, RopeSpec(128, Plain(500_000), pairing="half"))["summary"]
+    assert said.startswith("1 of 64 pairs has the same frequency.")
+    assert said.endswith("Different: base 10,000 and 500,000.")
+    assert "B is A without its rule, until you choose" in drawn("compare", YARN, 4096)["summary"]
+    with_b = drawn("score", LLAMA, 4096, YARN)
+    assert with_b["summary"].startswith("A (plain RoPE): At distance")
+    assert with_b["charts"][0]["lines"][0]["name"] == "A: plain RoPE"
     other = RopeSpec(128, still.frequencies, pairing="half", sign=-1)
     assert "Different: pairing interleaved and half; sign 1 and −1." in drawn("compare", still, 4096, other)["summary"]
     deepseek = RopeSpec(64, Yarn(10_000, 8, 4096, policy="deepseek", mscale_all_dim=1.0))

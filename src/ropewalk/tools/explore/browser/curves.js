@@ -133,13 +133,13 @@ const Curves = (() => {
 
   // Runs of equal entries: [{kind, first, last}].
   function runs(kinds) {
-    const found = [];
+    const list = [];
     kinds.forEach((kind, i) => {
-      const run = found.at(-1);
+      const run = list.at(-1);
       if (run && run.kind === kind) run.last = i;
-      else found.push({ kind, first: i, last: i });
+      else list.push({ kind, first: i, last: i });
     });
-    return found;
+    return list;
   }
 
   function alibiSlopes(heads) {

@@ -42,8 +42,8 @@ const explorer = (() => {
   function within(next) {
     const theta = Rules.invFreq(next.a, next.context);
     const ends = {
-      position: [next.context - 1, "the last one of the context"],
-      distance: [next.context - 1, "the last one of the context"],
+      position: [next.context - 1, "the last one of the context; raise Context for more"],
+      distance: [next.context - 1, "the last one of the context; raise Context for more"],
       head: [Array.isArray(theta) ? theta.length - 1 : 0, "the last head"],
     };
     const changes = [];
@@ -63,9 +63,19 @@ const explorer = (() => {
     return JSON.stringify(a) === JSON.stringify(b);
   }
 
+  // A link with a preset and no rule means the preset, and what the link states beside it.
+  function completed(text) {
+    const stated = new URLSearchParams(text);
+    const index = stated.has("rule") ? -1 : data.presets.findIndex((preset) => preset.name === stated.get("preset"));
+    if (index === -1) return text;
+    const whole = new URLSearchParams(specs.write(fromPreset(index)));
+    for (const [name, value] of stated) whole.set(name, value);
+    return whole.toString();
+  }
+
   // A link may contain any name. It stays if the spec is the one that has this name.
   function fromLink(text) {
-    const [read, changes] = specs.read(text, Object.keys(panels));
+    const [read, changes] = specs.read(completed(text), Object.keys(panels));
     if (!read) return [null, changes];
     const named = (name, spec) => presetOf(name) && same(specs.check(presetOf(name).spec), spec);
     if (!named(read.preset, read.a)) read.preset = "";

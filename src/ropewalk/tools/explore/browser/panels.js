@@ -32,9 +32,13 @@ const makePanels = (specs, data) => {
 
   // The views to draw: A, and B if there is one.
   function views(state) {
-    const shown = [{ ...view(state.a, state), name: state.b ? "A" : labelOf(state.a), colour: "a" }];
+    const shown = [{ ...view(state.a, state), name: state.b ? `A: ${nameOfA(state)}` : labelOf(state.a), colour: "a" }];
     if (state.b) shown.push({ ...view(state.b, state), name: `B: ${state.bName || labelOf(state.b)}`, colour: "b", dashed: true });
     return shown;
+  }
+
+  function nameOfA(state) {
+    return state.preset || labelOf(state.a);
   }
 
   function labelOf(spec) {
@@ -78,8 +82,8 @@ const makePanels = (specs, data) => {
   function overDistance(state, compute, y, label) {
     const { xs, axis } = distanceAxis(state);
     const lines = views(state).map((v) => ({ ...v, xs, ys: compute(v, xs) }));
-    const here = Float64Array.of(state.distance);
-    const values = views(state).map((v) => `${v.name}: ${text(compute(v, here)[0])}`).join("; ");
+    const atPlace = Float64Array.of(state.distance);
+    const values = views(state).map((v) => `${v.name}: ${text(compute(v, atPlace)[0])}`).join("; ");
     return { charts: [{ label, x: axis, y, lines, marks: atDistance(state) }], values, lines, xs };
   }
 
@@ -105,9 +109,9 @@ const makePanels = (specs, data) => {
         const start = state.a.rotary_slice === "trailing" ? state.a.head_dim - state.a.rotary_dim : 0;
         return state.a.pairing === "half" ? [start + i, start + i + v.theta.length] : [start + 2 * i, start + 2 * i + 1];
       };
-      const done = Array.from(v.theta).filter((x) => Math.abs(x) * state.position >= 2 * Math.PI).length;
+      const completed = Array.from(v.theta).filter((x) => Math.abs(x) * state.position >= 2 * Math.PI).length;
       return {
-        summary: `At position ${text(state.position)}, ${done} of ${v.theta.length} pairs have completed a rotation. ` +
+        summary: `At position ${text(state.position)}, ${completed} of ${v.theta.length} pairs have completed a rotation. ` +
           `Per position, pair 0 rotates by ${text(Math.abs(v.theta[0]))} rad${v.theta.length > 1 ? ` and pair ${v.theta.length - 1} by ${text(Math.abs(v.theta.at(-1)))} rad` : ""}.` +
           (v.amplitude === 1 ? "" : ` The vectors have the length ${text(v.amplitude, 6)}, the amplitude; a circle has at least that radius.`),
         circles: chosen.map((i) => ({ pair: i, angle: angle(i), theta: v.theta[i], features: features(i) })),
@@ -171,12 +175,18 @@ const makePanels = (specs, data) => {
       const runs = Curves.runs(kinds);
       const ratio = Float64Array.from(v.theta, (x, i) => Math.abs(x / plain[i]));
       const smallest = Math.min(...ratio.filter((x) => x > 0));
+      const changeOf = ({ kind, first, last }) => {
+        if (kind === "interpolated") return `divided by ${text(1 / smallest)}`;
+        if (kind !== "between") return KINDS[kind];
+        const ends = [first, last].map((i) => text(1 / ratio[i]));
+        return `divided by ${ends[0] === ends[1] ? ends[0] : ends.join(" to ")}`;
+      };
       const still = kinds.includes("still");
       const lines = Object.keys(KINDS).filter((kind) => kinds.includes(kind)).map((kind) => {
         const xs = Array.from(kinds.keys()).filter((i) => kinds[i] === kind);
         return { name: KINDS[kind], colour: `k-${kind}`, xs, ys: xs.map((i) => ratio[i]), dots: true };
       });
-      const parts = runs.map((run) => `${rangeText(run)} ${run.kind === "interpolated" ? `divided by ${text(1 / smallest)}` : KINDS[run.kind]}`);
+      const parts = runs.map((run) => `${rangeText(run)} ${changeOf(run)}`);
       const ramp = state.a.frequencies.rule === "Yarn" && state.a.frequencies.ramp === "index"
         ? ` YaRN's ramp runs from index ${Rules.correctionRange(state.a.frequencies, state.a.rotary_dim).map((x) => text(x)).join(" to ")}.` : "";
       return {
@@ -244,7 +254,8 @@ const makePanels = (specs, data) => {
     const first = bands.findIndex((band, i) => i > 0 && rises(band.mean, bands[i - 1].mean));
     if (first === -1) {
       const falls = rises(bands[0].mean, bands.at(-1).mean);
-      return `The means over octaves ${falls ? "fall" : "are equal"} up to distance ${text(farthest - 1)}.`;
+      const more = falls ? "; raise Context to see where they stop" : "";
+      return `The means over octaves ${falls ? "fall" : "are equal"} through all distances below ${text(farthest)}${more}.`;
     }
     const lowest = bands.reduce((best, band) => (band.mean < best.mean ? band : best));
     return `The means over octaves first rise after distances ${span(bands[first - 1])}; the lowest is ${text(lowest.mean)}, at ${span(lowest)}.`;
@@ -276,7 +287,7 @@ const makePanels = (specs, data) => {
 
   const bias = {
     title: "ALiBi and T5",
-    intro: "What two other encodings add to a score at each distance. ALiBi: −slope × distance, one slope per head. T5: one learned number per bucket of distances.",
+    intro: "What two other encodings add to a score at each distance. ALiBi: −slope × distance, one slope per head. T5: one learned number per bucket of distances, here the buckets of a decoder, which is causal.",
     draw(state) {
       const learned = data.biases.filter((entry) => entry.heads);
       const { xs, axis } = distanceAxis(state);
@@ -300,11 +311,11 @@ const makePanels = (specs, data) => {
       charts.push(t5.length
         ? { label: "T5's learned bias over distance, in score units", x: axis, y: { label: "added to the score", include: [0] }, lines: t5, marks: atDistance(state) }
         : { label: "T5's bucket over distance", x: axis, y: { label: "T5's bucket", domain: [0, count] }, lines: [{ name: `T5's bucket of ${count}`, colour: "b", xs, ys: buckets }], marks: atDistance(state) });
-      const here = shown.map((h) => `head ${h + 1} ${text(-slopes[h] * state.distance)}`).join(", ");
+      const atPlace = shown.map((h) => `head ${h + 1} ${text(-slopes[h] * state.distance)}`).join(", ");
       const factor = text(Math.exp(-slopes.at(-1) * state.distance));
       return {
         charts,
-        summary: `At distance ${text(state.distance)}, ALiBi with ${state.heads} heads adds: ${here}; the weight of head ${slopes.length} is multiplied by ${factor}. ` +
+        summary: `At distance ${text(state.distance)}, ALiBi with ${state.heads} heads adds: ${atPlace}; the weight of head ${slopes.length} is multiplied by ${factor}. ` +
           `${learned.length ? learned[0].name : "T5"} uses bucket ${Curves.t5Bucket(starts, state.distance)} of ${count}; ` +
           (learned.length ? `its numbers are those of the weights.${drawnHeads(learned)}` : "its numbers are learned: pass a T5 model folder to draw them."),
         table: {
@@ -323,6 +334,11 @@ const makePanels = (specs, data) => {
   function unequal(one, two) {
     const fields = ["head_dim", "rotary_dim", "pairing", "rotary_slice", "sign", "angles"].map((name) => [name, one.spec[name], two.spec[name]]);
     fields.push(["amplitude", one.amplitude, two.amplitude], ["softmax scale", one.softmaxScale, two.softmaxScale]);
+    fields.unshift(["rule", labelOf(one.spec), labelOf(two.spec)]);
+    for (const name of ["base", "factor", "trained_length"]) {
+      const values = [one, two].map((v) => v.spec.frequencies[name]);
+      if (values.every((x) => x != null)) fields.push([name, ...values]);
+    }
     const shown = (x) => (typeof x === "number" ? text(x, 6) : x);
     const differ = fields.filter(([, x, y]) => x !== y).map(([name, x, y]) => `${name} ${shown(x)} and ${shown(y)}`);
     return differ.length ? `Different: ${differ.join("; ")}.` : "All other fields are equal.";
@@ -338,6 +354,7 @@ const makePanels = (specs, data) => {
         return { ...alone, summary: `${noPlain(state.a)} Choose B under “Compare with”. The picture shows the score of A.` };
       }
       const both = views({ ...state, b, bName: state.b ? state.bName : "A without its rule" });
+      const invitation = state.b ? "" : "B is A without its rule, until you choose one under “Compare with”. ";
       const [one, two] = both;
       const pairs = Math.min(one.theta.length, two.theta.length);
       const ratio = Float64Array.from({ length: pairs }, (_, i) => Math.abs(one.theta[i] / two.theta[i]));
@@ -349,7 +366,7 @@ const makePanels = (specs, data) => {
       const widest = difference.ys.reduce((most, y, i) => (Math.abs(y) > Math.abs(difference.ys[most]) ? i : most), 0);
       const unlike = one.theta.length === two.theta.length ? "" : ` A has ${one.theta.length} pairs and B ${two.theta.length}: the first ${pairs} are compared.`;
       return {
-        summary: `${equal} of ${pairs} pairs have the same frequency.${unlike} ` +
+        summary: `${invitation}${equal} of ${pairs} pairs ${equal === 1 ? "has" : "have"} the same frequency.${unlike} ` +
           (Math.abs(difference.ys[widest]) <= 1e-12 ? "The scores are equal at all drawn distances. " : `Over the drawn distances, the scores differ most at ${text(xs[widest])}: by ${text(difference.ys[widest])}. `) +
           unequal(one, two),
         charts: [
@@ -373,12 +390,12 @@ const makePanels = (specs, data) => {
       const xs = Curves.distances(state.context, 512).slice(1);
       const kinds = [["float32", Curves.float32, "a"], ["bfloat16", Curves.bfloat16, "b"]];
       const lines = kinds.map(([name, round, colour]) => ({ name, colour, xs, ys: Curves.angleError(v.theta, xs, round) }));
-      const here = kinds.map(([name, round]) => `${name} ${text(Curves.angleError(v.theta, Float64Array.of(state.position), round)[0])} rad`);
+      const atPlace = kinds.map(([name, round]) => `${name} ${text(Curves.angleError(v.theta, Float64Array.of(state.position), round)[0])} rad`);
       const farthest = Math.min(state.context, Math.floor(MOST_ROUNDED / v.theta.length));
       const wrong = searched("precision", farthest, v, () => Curves.firstWrong(v.theta, farthest, Curves.bfloat16));
       const kept = state.a.angles === "float32" ? "rounds them to float32, as the reference code of the model does" : "computes them in float64";
       return {
-        summary: `At position ${text(state.position)}: ${here.join(", ")}. ` +
+        summary: `At position ${text(state.position)}: ${atPlace.join(", ")}. ` +
           (wrong === null ? `With bfloat16, the error stays below 1 rad up to position ${text(farthest)}.` : `With bfloat16, the error reaches 1 rad at position ${text(wrong)}.`) +
           ` For angles of this spec, ropewalk ${kept}.`,
         charts: [{
@@ -410,6 +427,15 @@ const makePanels = (specs, data) => {
       };
     },
   };
+
+  // With B, a sentence about A names A.
+  for (const panel of [rotation, wavelength, rule, decay, score, precision]) {
+    const { draw } = panel;
+    panel.draw = (state, ...rest) => {
+      const drawn = draw(state, ...rest);
+      return state.b ? { ...drawn, summary: `A (${nameOfA(state)}): ${drawn.summary}` } : drawn;
+    };
+  }
 
   return { rotation, wavelength, rule, decay, score, bias, compare, precision, ...(data.lab.length ? { lab } : {}) };
 };

@@ -24,8 +24,8 @@ const makeSpecs = (schema) => {
     num_heads: { low: 1, high: 64, step: 1 },
     fraction: { low: 0, high: 1 },
     bend: { low: 0.01, high: 4 },
-    mscale: { low: 0, high: 100 },
-    mscale_all_dim: { low: 0, high: 100 },
+    mscale: { low: 1e-6, high: 100 },
+    mscale_all_dim: { low: 1e-6, high: 100 },
   };
   const ROTATIONS = { low: 1e-6, high: 1e6 };
   const OTHERS = { low: 1e-6, high: 1e6 };
@@ -41,16 +41,16 @@ const makeSpecs = (schema) => {
     return typeof x === "number" ? String(x) : JSON.stringify(String(x).slice(0, 40));
   }
 
-  // A number within the limits of its field. Says so in `notes` if it had to be changed.
+  // A number within the limits of its field. States in `notes` if it had to be changed.
   function number(name, value, fallback, notes, { low, high, step } = limitsOf(name)) {
-    const given = typeof value === "string" && value.trim() === "" ? NaN : Number(value);
-    if (Number.isNaN(given)) {
+    const stated = typeof value === "string" && value.trim() === "" ? NaN : Number(value);
+    if (Number.isNaN(stated)) {
       if (value !== undefined) notes.push(`${name}: ${shown(value)} is not a number; ${fallback} is used`);
       return fallback;
     }
-    let x = Math.min(Math.max(given, low), high);
+    let x = Math.min(Math.max(stated, low), high);
     if (step) x = Math.min(Math.max(Math.round(x / step) * step, low), high);
-    if (x !== given) notes.push(`${name}: ${shown(given)} was changed to ${shown(x)}`);
+    if (x !== stated) notes.push(`${name}: ${shown(stated)} was changed to ${shown(x)}`);
     return x;
   }
 
@@ -87,17 +87,17 @@ const makeSpecs = (schema) => {
 
   // A spec with valid fields from any object, and what was changed. Lists of a rule decide the number of pairs.
   function check(raw, notes = []) {
-    const given = raw.frequencies ?? {};
-    let name = choice("rule", given.rule, Object.keys(schema), "Plain", notes);
+    const stated = raw.frequencies ?? {};
+    let name = choice("rule", stated.rule, Object.keys(schema), "Plain", notes);
     let frequencies = { rule: name };
     for (const description of schema[name].fields) {
-      frequencies[description.name] = field(description, given[description.name], notes);
+      frequencies[description.name] = field(description, stated[description.name], notes);
     }
     const lists = schema[name].fields.filter(({ kind }) => kind === "list").map((x) => frequencies[x.name]);
     const pairs = lists.length ? (Array.isArray(lists[0]?.[0]) ? lists[0][0] : lists[0])?.length : null;
     if (lists.some((x) => x == null || (x[0].length ?? x.length) !== pairs)) {
       notes.push(`rule: ${name} needs valid lists of numbers; plain RoPE is used`);
-      frequencies = { rule: "Plain", base: number("base", given.base, 10000, []) };
+      frequencies = { rule: "Plain", base: number("base", stated.base, 10000, []) };
       name = "Plain";
     }
     for (const [low, high] of ORDERED) {
@@ -203,14 +203,14 @@ const makeSpecs = (schema) => {
     return rows.length > 1 ? rows : rows[0];
   }
 
-  function readSpec(given, prefix, notes) {
-    const rule = given.get(`${prefix}rule`);
+  function readSpec(stated, prefix, notes) {
+    const rule = stated.get(`${prefix}rule`);
     const frequencies = { rule: rule ?? undefined };
     for (const { name, kind } of Object.hasOwn(schema, rule) ? schema[rule].fields : schema.Plain.fields) {
-      if (given.has(prefix + name)) frequencies[name] = fromText(given.get(prefix + name), kind);
+      if (stated.has(prefix + name)) frequencies[name] = fromText(stated.get(prefix + name), kind);
     }
     const raw = { frequencies };
-    for (const name of PLAIN_KEYS) if (given.has(prefix + name)) raw[name] = given.get(prefix + name);
+    for (const name of PLAIN_KEYS) if (stated.has(prefix + name)) raw[name] = stated.get(prefix + name);
     if (["1", "-1"].includes(raw.sign)) raw.sign = Number(raw.sign);
     return check(raw, notes);
   }
@@ -233,17 +233,17 @@ const makeSpecs = (schema) => {
   // The state in a link, with every value checked: [state or null, notes].
   function read(text, panels) {
     if (!text || text.length > MOST_LINK) return [null, text ? ["the link is too long and was ignored"] : []];
-    const given = new URLSearchParams(text);
-    if (!given.has("rule") && !given.has("panel")) return [null, ["the link has no rule and no panel and was ignored"]];
+    const stated = new URLSearchParams(text);
+    if (!stated.has("rule") && !stated.has("panel")) return [null, ["the link has no rule and no panel and was ignored"]];
     const notes = [];
-    const state = { panel: choice("panel", given.get("panel") ?? undefined, panels, panels[0], notes) };
-    state.preset = (given.get("preset") ?? "").slice(0, 200);
+    const state = { panel: choice("panel", stated.get("panel") ?? undefined, panels, panels[0], notes) };
+    state.preset = (stated.get("preset") ?? "").slice(0, 200);
     // The model from which a changed spec came.
-    state.from = (given.get("from") ?? "").slice(0, 200);
-    state.a = readSpec(given, "", notes);
-    for (const [name, usual] of PLACES) state[name] = number(name, given.get(name) ?? undefined, usual, notes);
-    state.b = given.has("b.rule") ? readSpec(given, "b.", notes) : null;
-    state.bName = state.b ? (given.get("b.name") ?? "").slice(0, 200) : "";
+    state.from = (stated.get("from") ?? "").slice(0, 200);
+    state.a = readSpec(stated, "", notes);
+    for (const [name, usual] of PLACES) state[name] = number(name, stated.get(name) ?? undefined, usual, notes);
+    state.b = stated.has("b.rule") ? readSpec(stated, "b.", notes) : null;
+    state.bName = state.b ? (stated.get("b.name") ?? "").slice(0, 200) : "";
     return [state, notes];
   }
 
