@@ -52,7 +52,7 @@ const makePanels = (specs, data) => {
   }
 
   function noPlain(spec) {
-    return `${labelOf(spec)} has no frequencies without the rule.`;
+    return `${capital(labelOf(spec))} has no frequencies without the rule.`;
   }
 
   function rangeText({ first, last }) {
@@ -83,7 +83,7 @@ const makePanels = (specs, data) => {
     const { xs, axis } = distanceAxis(state);
     const lines = views(state).map((v) => ({ ...v, xs, ys: compute(v, xs) }));
     const atPlace = Float64Array.of(state.distance);
-    const values = views(state).map((v) => `${v.name}: ${text(compute(v, atPlace)[0])}`).join("; ");
+    const values = views(state).map((v, i) => `${state.b ? "AB"[i] : v.name}: ${text(compute(v, atPlace)[0])}`).join("; ");
     return { charts: [{ label, x: axis, y, lines, marks: atDistance(state) }], values, lines, xs };
   }
 
@@ -334,11 +334,8 @@ const makePanels = (specs, data) => {
   function unequal(one, two) {
     const fields = ["head_dim", "rotary_dim", "pairing", "rotary_slice", "sign", "angles"].map((name) => [name, one.spec[name], two.spec[name]]);
     fields.push(["amplitude", one.amplitude, two.amplitude], ["softmax scale", one.softmaxScale, two.softmaxScale]);
-    fields.unshift(["rule", labelOf(one.spec), labelOf(two.spec)]);
-    for (const name of ["base", "factor", "trained_length"]) {
-      const values = [one, two].map((v) => v.spec.frequencies[name]);
-      if (values.every((x) => x != null)) fields.push([name, ...values]);
-    }
+    const ofRule = ["base", "factor", "trained_length"].map((name) => [name, ...[one, two].map((v) => v.spec.frequencies[name])]);
+    fields.unshift(["rule", labelOf(one.spec), labelOf(two.spec)], ...ofRule.filter(([, x, y]) => x != null && y != null));
     const shown = (x) => (typeof x === "number" ? text(x, 6) : x);
     const differ = fields.filter(([, x, y]) => x !== y).map(([name, x, y]) => `${name} ${shown(x)} and ${shown(y)}`);
     return differ.length ? `Different: ${differ.join("; ")}.` : "All other fields are equal.";
