@@ -2,17 +2,15 @@
 
 import dataclasses
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.signatures import checks_names
 from ropewalk.spec.frequencies import Plain
 from ropewalk.spec.rope import RopeSpec
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
 
 __all__ = ["MlxRope", "to_jax", "to_mlx"]
 
@@ -119,7 +117,7 @@ def to_mlx(spec: RopeSpec, *, length: int | None = None) -> MlxRope:
 
 
 @checks_names
-def to_jax(spec: RopeSpec, positions: "npt.ArrayLike", *, length: int | None = None) -> tuple[Any, Any]:
+def to_jax(spec: RopeSpec, positions: npt.ArrayLike, *, length: int | None = None) -> tuple[Any, Any]:
     """Return cos and sin of a spec at `positions` as JAX arrays, times the amplitude.
 
     Angles are computed in float64 on the host, whatever jax_enable_x64 is, and cos and sin are rounded once to float32.
@@ -179,7 +177,7 @@ def _check(spec: RopeSpec, asked: str) -> None:
         )
 
 
-def _host_array(positions: "npt.ArrayLike") -> "npt.NDArray[np.float64] | None":
+def _host_array(positions: npt.ArrayLike) -> npt.NDArray[np.float64] | None:
     """Return positions in float64, or None if they are no finite numbers, or are traced by a compiler."""
     try:
         array = np.asarray(positions)

@@ -19,6 +19,9 @@ def onnx_rotary_nodes() -> Generator[None]:
     Every rotation by ropewalk that is exported in the process during the block is concerned, in all threads. Eager and
     compiled calls are not.
 
+    Returns:
+        A context manager.
+
     >>> import torch
     >>> from ropewalk import RotaryEmbedding
     >>> with onnx_rotary_nodes():

@@ -3,17 +3,17 @@
 import contextlib
 import importlib
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ropewalk.errors import RopewalkError
 from ropewalk.hub.configs.caller import Caller
 from ropewalk.hub.configs.keys import Keys
 from ropewalk.hub.configs.rope_types import whole_rule
-from ropewalk.kernels.constructors import tensor
 from ropewalk.spec.frequencies import STATED, STATED_DYNAMIC, Frequencies
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 __all__ = ["register_rope_types"]
 
@@ -64,11 +64,11 @@ def register_rope_types() -> tuple[str, ...]:
 
 def rope_parameters_of(
     config: Any,
-    device: torch.device | str | None = None,
-    seq_len: int | Tensor | None = None,
+    device: "torch.device | str | None" = None,
+    seq_len: "int | Tensor | None" = None,
     layer_type: str | None = None,
     **_: object,
-) -> tuple[Tensor, float]:
+) -> "tuple[Tensor, float]":
     """Return the frequencies and the amplitude of a config, as transformers' `ROPE_INIT_FUNCTIONS` do.
 
     Args:
@@ -94,6 +94,11 @@ def rope_parameters_of(
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
     length = None if seq_len is None or not rule.varies else float(seq_len)
+    # Imported here: the other functions of the hub need no torch.
+    import torch
+
+    from ropewalk.kernels.constructors import tensor
+
     frequencies = tensor(rule.evaluate(rotary_dim, length).tolist(), dtype=torch.float64, device="cpu")
     return frequencies.to(device=device, dtype=torch.float32), float(rule.amplitude(length))
 

@@ -58,7 +58,7 @@ class LearnedRope:
     temperatures: dict[int, HeadTemperature]
 
 
-def load_learned(config: ConfigSource, tensors: Mapping[str, ArrayLike]) -> LearnedRope:
+def load_learned(config: ConfigSource, tensors: Mapping[str, object]) -> LearnedRope:
     """Return the rotation of a model from its config and the tensors of its checkpoint.
 
     LeRoPE multiplies the frequencies by learned factors: theta_i exp(alpha_i). transformers stores alpha as
@@ -100,7 +100,7 @@ def load_learned(config: ConfigSource, tensors: Mapping[str, ArrayLike]) -> Lear
     return LearnedRope(dataclasses.replace(specs[0], frequencies=Explicit(theta)), temperatures)
 
 
-def _row(tensor: ArrayLike) -> tuple[float, ...]:
+def _row(tensor: object) -> tuple[float, ...]:
     # tolist of a tensor works for bfloat16 too, which NumPy does not have.
     values = tensor.tolist() if hasattr(tensor, "tolist") else tensor  # pyright: ignore[reportAttributeAccessIssue]
     return tuple(np.asarray(values, np.float64).reshape(-1).tolist())

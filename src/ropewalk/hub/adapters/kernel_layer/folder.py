@@ -5,7 +5,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from ropewalk.errors import RopewalkError
+from ropewalk.errors import RopewalkError, shown
 from ropewalk.hub.adapters.kernel_layer.definitions import Definitions
 
 __all__ = ["LAYERS", "kernel_layer_for", "write_kernel_layer"]
@@ -46,9 +46,22 @@ def kernel_layer_for(model_type: str) -> str | None:
     Args:
         model_type: model_type of the config.
 
+    Returns:
+        The name of the layer, or None.
+
+    Raises:
+        RopewalkError: If model_type is not a str.
+
     >>> kernel_layer_for("llama"), kernel_layer_for("nanochat"), kernel_layer_for("hunyuan_vl")
     ('Rotary', 'RotaryReversed', None)
     """
+    if not isinstance(model_type, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RopewalkError(
+            asked="kernel_layer_for(model_type)",
+            expected="the model_type of a config",
+            got=shown(model_type),
+            do="pass config.model_type",
+        )
     return _OTHERS.get(model_type, "Rotary")
 
 
