@@ -77,6 +77,7 @@ def test_the_wheel_needs_torch_and_numpy_alone(torch_alone, tmp_path):
     assert Path(report["place"]).is_relative_to(tmp_path / "environment")
     assert not EXTRAS & set(report["loaded"])
     assert "the C kernel was not built" in report["no C kernel"]
+    assert "with gcc or clang available" in report["no C kernel"]
     command = run(str(programs / "ropewalk"), "demo")
     assert command.returncode == 2
     assert "got:      no typer and no rich" in command.stderr
