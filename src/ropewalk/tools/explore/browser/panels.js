@@ -113,7 +113,7 @@ const makePanels = (specs, data) => {
       return {
         summary: `At position ${text(state.position)}, ${completed} of ${v.theta.length} pairs have completed a rotation. ` +
           `Per position, pair 0 rotates by ${text(Math.abs(v.theta[0]))} rad${v.theta.length > 1 ? ` and pair ${v.theta.length - 1} by ${text(Math.abs(v.theta.at(-1)))} rad` : ""}.` +
-          (v.amplitude === 1 ? "" : ` The vectors have the length ${text(v.amplitude, 6)}, the amplitude; a circle has at least that radius.`),
+          (v.amplitude === 1 ? "" : ` The vectors have the length ${text(v.amplitude, 6)}, the amplitude.`),
         circles: chosen.map((i) => ({ pair: i, angle: angle(i), theta: v.theta[i], features: features(i) })),
         length: v.amplitude,
         table: {
