@@ -5,11 +5,16 @@ import sys
 from ropewalk.lab.ranks import end_rank
 from ropewalk.tools.cli import main
 
-if __name__ == "__main__":
+
+def run() -> int:
+    """Run the command line, and return its exit status."""
     sys.argv[1:1] = ["lab"]
-    status = 0
     try:
         main()
     except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    end_rank(status)
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    end_rank(run())

@@ -60,12 +60,13 @@ class Block(nn.Module):
     def __init__(self, size: Size, encoding: Encoding, kind: AttentionName, *, qk_norm: bool) -> None:
         super().__init__()
         layer = Attention if kind == "softmax" else LinearAttention
-        self.attention = layer(size.dim, size.heads, encoding=encoding)
+        self.attention: Attention | LinearAttention = layer(size.dim, size.heads, encoding=encoding)
         head_dim = size.dim // size.heads
-        self.qk_norms = nn.ModuleList(nn.RMSNorm(head_dim) for _ in range(2 * qk_norm))
-        self.gate, self.up = (nn.Linear(size.dim, size.hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(size.hidden, size.dim, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(size.dim) for _ in range(2))
+        self.qk_norms: nn.ModuleList = nn.ModuleList(nn.RMSNorm(head_dim) for _ in range(2 * qk_norm))
+        self.gate: nn.Linear = nn.Linear(size.dim, size.hidden, bias=False)
+        self.up: nn.Linear = nn.Linear(size.dim, size.hidden, bias=False)
+        self.down: nn.Linear = nn.Linear(size.hidden, size.dim, bias=False)
+        self.norms: nn.ModuleList = nn.ModuleList(nn.RMSNorm(size.dim) for _ in range(2))
 
     def attend(self, x: Tensor, positions: Tensor | None, shards: Shards | None) -> Tensor:
         layer = self.attention
@@ -137,14 +138,16 @@ class Decoder(nn.Module):
             require_choice(size, tuple(SIZES), asked="Decoder(size)")
             size = SIZES[size]
         self.size: Size = size
-        self.embedding = nn.Embedding(vocabulary, size.dim)
+        self.embedding: nn.Embedding = nn.Embedding(vocabulary, size.dim)
         with torch.random.fork_rng(devices=[]):
             # Encodings draw their parameters themselves.
             torch.default_generator.manual_seed(_seed_of(seed, "encoding"))
             self.encoding: Encoding = make_encoding(encoding, dim=size.dim, num_heads=size.heads, length=length)
-        self.blocks = nn.ModuleList(Block(size, self.encoding, attention, qk_norm=qk_norm) for _ in range(size.layers))
-        self.norm = nn.RMSNorm(size.dim)
-        self.head = nn.Linear(size.dim, vocabulary, bias=False)
+        self.blocks: nn.ModuleList = nn.ModuleList(
+            Block(size, self.encoding, attention, qk_norm=qk_norm) for _ in range(size.layers)
+        )
+        self.norm: nn.RMSNorm = nn.RMSNorm(size.dim)
+        self.head: nn.Linear = nn.Linear(size.dim, vocabulary, bias=False)
         self._initialize(seed)
 
     def _initialize(self, seed: int) -> None:

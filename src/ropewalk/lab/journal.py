@@ -20,7 +20,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path | None, *, after: int) -> None:
-        self.path = None if folder is None else folder / "losses.jsonl"
+        self.path: Path | None = None if folder is None else folder / "losses.jsonl"
         self._lines: list[tuple[int, float | None]] = on_rank_0(lambda: self._kept(after))
         self._board = None
         if self.path is not None and rank_and_ranks()[0] == 0 and importlib.util.find_spec("tensorboard"):

@@ -94,10 +94,12 @@ class Puzzle(Task):
     symbols: ClassVar[int] = 26
 
     def __init__(self) -> None:
-        self.vocabulary = self.FIRST + self.symbols
+        self.vocabulary: int = self.FIRST + self.symbols
 
     @abstractmethod
-    def sample(self, numbers: Draws, lengths: NDArray[np.int64], length: int) -> tuple[NDArray, NDArray]:
+    def sample(
+        self, numbers: Draws, lengths: NDArray[np.int64], length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens [n, tokens + 1] and which of them are scored.
 
         Args:
@@ -143,7 +145,9 @@ class Copy(Puzzle):
     def tokens(self, length: int) -> int:
         return 2 * length + 2
 
-    def sample(self, numbers: Draws, lengths: NDArray[np.int64], length: int) -> tuple[NDArray, NDArray]:
+    def sample(
+        self, numbers: Draws, lengths: NDArray[np.int64], length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         rows, column = np.arange(len(lengths))[:, None], np.arange(length)[None]
         symbols = (self.FIRST + numbers % np.uint64(self.symbols)).astype(np.int64)
         tokens = np.full((len(lengths), self.tokens(length) + 1), self.PAD, dtype=np.int64)
@@ -183,7 +187,9 @@ class Addition(Puzzle):
     def tokens(self, length: int) -> int:
         return length + 2
 
-    def sample(self, numbers: Draws, lengths: NDArray[np.int64], length: int) -> tuple[NDArray, NDArray]:
+    def sample(
+        self, numbers: Draws, lengths: NDArray[np.int64], length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         rows, column = np.arange(len(lengths))[:, None], np.arange(length)[None]
         digits = (numbers % np.uint64(10)).astype(np.int64)
         inside = column < lengths[:, None]
@@ -208,7 +214,9 @@ class Induction(Puzzle):
     def trained_lengths(self, numbers: Draws, length: int) -> NDArray[np.int64]:
         return np.full(numbers.shape, length)
 
-    def sample(self, numbers: Draws, lengths: NDArray[np.int64], length: int) -> tuple[NDArray, NDArray]:
+    def sample(
+        self, numbers: Draws, lengths: NDArray[np.int64], length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         symbols = (self.FIRST + numbers % np.uint64(self.symbols)).astype(np.int64)
         begin = np.full((len(lengths), 1), self.BEGIN)
         tokens = np.concatenate((begin, symbols, symbols), axis=1)
@@ -239,7 +247,9 @@ class Recall(Puzzle):
     def trained_lengths(self, numbers: Draws, length: int) -> NDArray[np.int64]:
         return np.full(numbers.shape, length)
 
-    def sample(self, numbers: Draws, lengths: NDArray[np.int64], length: int) -> tuple[NDArray, NDArray]:
+    def sample(
+        self, numbers: Draws, lengths: NDArray[np.int64], length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         half = self.symbols // 2
         keys = order(numbers[:, :half])[:, :length]
         values = (half + numbers[:, half : half + length] % np.uint64(half)).astype(np.int64)
@@ -274,7 +284,9 @@ class Needle(Puzzle):
     def trained_lengths(self, numbers: Draws, length: int) -> NDArray[np.int64]:
         return np.full(numbers.shape, length)
 
-    def sample(self, numbers: Draws, lengths: NDArray[np.int64], length: int) -> tuple[NDArray, NDArray]:
+    def sample(
+        self, numbers: Draws, lengths: NDArray[np.int64], length: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         rows = np.arange(len(lengths))
         symbols = (self.FIRST + numbers[:, :length] % np.uint64(self.symbols)).astype(np.int64)
         place = (numbers[:, length] % np.uint64(length)).astype(np.int64)

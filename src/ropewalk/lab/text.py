@@ -42,8 +42,9 @@ class Text(Task):
             files = [whole[i * len(whole) // _HELD_OUT : (i + 1) * len(whole) // _HELD_OUT] for i in range(_HELD_OUT)]
         held_out = [content for i, content in enumerate(files) if i % _HELD_OUT == _HELD_OUT - 1]
         trained = [content for i, content in enumerate(files) if i % _HELD_OUT != _HELD_OUT - 1]
-        self.trained, self.held_out = (_bytes(b"\n".join(part)) for part in (trained, held_out))
-        self.digest = hashlib.sha256(b"\n".join(files)).hexdigest()[:16]
+        self.trained: Tensor = _bytes(b"\n".join(trained))
+        self.held_out: Tensor = _bytes(b"\n".join(held_out))
+        self.digest: str | None = hashlib.sha256(b"\n".join(files)).hexdigest()[:16]
 
     def batches(self, seed: int, steps: Sequence[int], samples: Sequence[int], length: int) -> Batch:
         self._require(self.trained, len(samples), length, "train on")
