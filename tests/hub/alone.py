@@ -9,15 +9,13 @@ import types
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ALONE = Path(sys.prefix) / "alone"
 
 
 def torchtitan_rope() -> Any:
     """The module of torchtitan with its RoPE."""
     if not (ALONE / "torchtitan").is_dir():
-        pytest.skip(f"torchtitan is not in {ALONE}")
+        raise RuntimeError(f"torchtitan is not in {ALONE}: run make .venv/installed-dev")
     if str(ALONE) not in sys.path:
         sys.path.append(str(ALONE))
     return importlib.import_module("torchtitan.models.common.rope")
@@ -26,7 +24,7 @@ def torchtitan_rope() -> Any:
 def timm_rope() -> Any:
     """The module of timm with its rotary embeddings, without the rest of timm, which needs torchvision."""
     if not (ALONE / "timm").is_dir():
-        pytest.skip(f"timm is not in {ALONE}")
+        raise RuntimeError(f"timm is not in {ALONE}: run make .venv/installed-dev")
     name = "timm.layers.pos_embed_sincos"
     if name in sys.modules:
         return sys.modules[name]
