@@ -28,7 +28,7 @@ MISTAKES = {
     "leaves the last token": ("(s < counts[0])", "(s < counts[0] - 1)"),
     "leaves the last block": ("(block + later < counts[2])", "(block + later < counts[2] - 1)"),
     "counts tokens of the next block wrong": ("(inner % counts[1]) * TOKENS + token", "(inner % counts[1]) * TOKENS"),
-    "mixes up parts": ("(row * PAIRS + part * V)", "(row * PAIRS)"),
+    "mixes up parts": ("(row * TABLE_WIDTH + part * V)", "(row * TABLE_WIDTH)"),
     "pairs neighbours of another width": ("and_at = at + PAIRS", "and_at = at + PAIRS - 1"),
     "starts at the first feature": ("at = (START + part * WIDTH)", "at = (part * WIDTH)"),
     "copies from the wrong end": ("        number += 2 * PAIRS\n", "        pass\n"),
