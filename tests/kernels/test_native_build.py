@@ -136,11 +136,6 @@ def test_the_sanitizer_would_see_a_step_too_far(tmp_path):
     assert "heap-buffer-overflow" in result.stderr
 
 
-def install(source: Path, target: Path, **environment: str) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*command, "--target", str(target), str(source)], env=os.environ | environment, check=True)
-
-
 def project(target: Path) -> Path:
     """A copy of what a release is built from."""
     for name in ("src", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
@@ -168,32 +163,30 @@ def said(path: Path) -> str:
     ).stdout
 
 
-@pytest.mark.slow
-def test_an_edited_c_file_is_noticed(tmp_path):
-    source = project(tmp_path / "source")
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    subprocess.run(command, cwd=source, check=True)
-    assert said(source / "src") == "None\n"
-    header = source / "src" / "ropewalk" / "kernels" / "native" / "rows.h"
-    header.write_text(header.read_text(encoding="utf-8") + "/* edited */\n", encoding="utf-8")
-    told = said(source / "src")
-    assert "built from other sources" in told
-    assert "install ropewalk again" in told
-    # setuptools sees it too, and builds anew.
-    subprocess.run(command, cwd=source, check=True)
-    assert said(source / "src") == "None\n"
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """An sdist, the folder it was unpacked into, and the wheel that was built there, as `python -m build` does."""
+    folder = tmp_path_factory.mktemp("packed")
 
-
-@pytest.mark.slow
-def test_sdist_and_wheel(tmp_path):
-    source = project(tmp_path / "source")
-    for kind in ("sdist", "wheel"):
+    def build(kind: str, source: Path) -> None:
         script = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
-        subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=source, capture_output=True, check=True)
-    (sdist,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
+        subprocess.run([sys.executable, "-c", script, str(folder)], cwd=source, capture_output=True, check=True)
+
+    build("sdist", project(folder / "source"))
+    (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[-1] for name in archive.getnames()}
-        archive.extractall(tmp_path / "from_sdist", filter="data")
+        archive.extractall(folder / "from_sdist", filter="data")
+    (unpacked,) = (folder / "from_sdist").iterdir()
+    build("wheel", unpacked)
+    (wheel,) = folder.glob("*.whl")
+    return names, unpacked, wheel
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("packed")
+def test_sdist_and_wheel(packed, tmp_path):
+    names, _, wheel = packed
     assert {f"src/ropewalk/kernels/native/{path.name}" for path in NATIVE.glob("*.[ch]")} <= names
     bundled = {f"ropewalk/data/configs/{path.name}" for path in (ROOT / "src/ropewalk/data/configs").iterdir()}
     assert bundled
@@ -203,7 +196,21 @@ def test_sdist_and_wheel(tmp_path):
         assert bundled <= set(archive.namelist())
         archive.extractall(tmp_path / "wheel")
     assert said(tmp_path / "wheel") == "None\n"
-    # What was packed builds where it is unpacked.
-    (unpacked,) = (tmp_path / "from_sdist").iterdir()
-    install(unpacked, tmp_path / "target")
-    assert said(tmp_path / "target") == "None\n"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("packed")
+def test_an_edited_c_file_is_noticed(packed):
+    _, source, wheel = packed
+    # The build of the wheel, where an installation that can be edited has its own.
+    with zipfile.ZipFile(wheel) as archive:
+        (built,) = (name for name in archive.namelist() if "kernels/_native." in name)
+        archive.extract(built, source / "src")
+    header = source / "src" / "ropewalk" / "kernels" / "native" / "rows.h"
+    header.write_text(header.read_text(encoding="utf-8") + "/* edited */\n", encoding="utf-8")
+    told = said(source / "src")
+    assert "built from other sources" in told
+    assert "install ropewalk again" in told
+    # setuptools sees it too, and builds anew.
+    subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=source, check=True)
+    assert said(source / "src") == "None\n"

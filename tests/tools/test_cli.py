@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ropewalk.claims import Finding
+from ropewalk.errors import require_even
 from ropewalk.tools.cli import app
 from ropewalk.tools.verify import verify
 from slow import slow
@@ -116,43 +117,60 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path):
     assert "pip install 'ropewalk[plots]'" in result.stderr
 
 
-def with_verify(body: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs `ropewalk [options] verify` with its implementation replaced by `body`."""
-    code = (
-        f"import os, signal, sys, warnings\nfrom ropewalk.tools import verify\ndef run(**options):\n    {body}\n"
-        "verify.verify = run\nfrom ropewalk.tools.cli import main\nmain()"
-    )
-    command = [sys.executable, "-c", code, *options, "verify"]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def no_space(**options: object) -> int:
+    raise OSError(28, "No space left on device", "a.json")
+
+
+def bug(**options: object) -> int:
+    return [].pop()
 
 
 @pytest.mark.parametrize(
     ("body", "code", "message"),
     [
-        ("return 0", 0, ""),
-        ("return 1", 1, ""),
-        ("from ropewalk.errors import require_even; require_even(3, asked='a', do='b')", 2, "an even integer"),
-        ("open('/no/such/file')", 2, "ropewalk: [Errno 2] No such file or directory: '/no/such/file'"),
-        ("raise OSError(28, 'No space left on device', 'a.json')", 2, "No space left on device: 'a.json'"),
-        ("[].pop()", 70, "ropewalk: IndexError: pop from empty list\nThis is a bug in ropewalk. Put --debug before"),
-        # A process that a shell starts in the background ignores SIGINT, so the default handler is set first.
+        (lambda **options: 0, 0, ""),
+        (lambda **options: 1, 1, ""),
+        (lambda **options: require_even(3, asked="a", do="b"), 2, "an even integer"),
         (
-            "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
-            130,
-            "",
+            lambda **options: Path("/no/such/file").read_text(),
+            2,
+            "ropewalk: [Errno 2] No such file or directory: '/no/such/file'",
         ),
+        (no_space, 2, "No space left on device: 'a.json'"),
+        (bug, 70, "ropewalk: IndexError: pop from empty list\nThis is a bug in ropewalk. Put --debug before"),
     ],
+    ids=["success", "a check failed", "bad input", "no file", "no space", "a bug"],
 )
-def test_exit_codes_and_messages_without_a_traceback(body, code, message):
-    result = with_verify(body)
+def test_exit_codes_and_messages_without_a_traceback(body, code, message, monkeypatch):
+    monkeypatch.setattr("ropewalk.tools.verify.verify", body)
+    result = ropewalk("verify")
     assert (result.returncode, result.stdout) == (code, "")
     assert message in result.stderr
     assert bool(message) == bool(result.stderr)
     assert "Traceback" not in result.stderr
-    debugged = with_verify(body, "--debug")
+    debugged = ropewalk("--debug", "verify")
     assert debugged.returncode == code
     assert ("Traceback" in debugged.stderr) == (code in (2, 70))
     assert message in debugged.stderr
+
+
+def with_verify(body: str) -> subprocess.CompletedProcess[str]:
+    """Runs `ropewalk verify` in a process of its own, with its implementation replaced by `body`."""
+    code = (
+        f"import os, signal, sys, warnings\nfrom ropewalk.tools import verify\ndef run(**options):\n    {body}\n"
+        "verify.verify = run\nfrom ropewalk.tools.cli import main\nmain()"
+    )
+    command = [sys.executable, "-c", code, "verify"]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_exit_codes_of_a_process():
+    # A process that a shell starts in the background ignores SIGINT, so the default handler is set first.
+    interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)"
+    stopped, failed = with_verify(interrupt), with_verify("[].pop()")
+    assert (stopped.returncode, stopped.stdout, stopped.stderr) == (130, "", "")
+    assert (failed.returncode, failed.stdout) == (70, "")
+    assert failed.stderr.startswith("ropewalk: IndexError: pop from empty list\n")
 
 
 def test_a_warning_is_one_line_on_standard_error():
