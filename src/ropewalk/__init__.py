@@ -170,11 +170,13 @@ if not TYPE_CHECKING:
         if name in _PACKAGES:
             return importlib.import_module(f"ropewalk.{name}")
         if name not in _HOME:
-            error = importlib.import_module("ropewalk.signatures").no_attribute(name)
-            if type(error) is not AttributeError and sys._getframe(1).f_code.co_name == "_handle_fromlist":
-                # `from ropewalk import Linear`: Python replaces an AttributeError by an error without the new name.
-                raise ImportError(str(error), name="ropewalk")
-            raise error
+            try:
+                return importlib.import_module("ropewalk.deprecation").renamed_name("ropewalk", name)
+            except AttributeError as error:
+                if type(error) is not AttributeError and sys._getframe(1).f_code.co_name == "_handle_fromlist":
+                    # `from ropewalk import Linear`: Python replaces an AttributeError by an error without the new name.
+                    raise ImportError(str(error), name="ropewalk") from None
+                raise
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value

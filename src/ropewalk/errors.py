@@ -85,10 +85,10 @@ def warn(*, asked: str, expected: str, got: str, do: str) -> None:
     got:      another
     do this:  look twice
     """
-    warnings.warn(RopewalkWarning(_four_parts(asked, expected, got, do)), stacklevel=_depth_of_caller())
+    warnings.warn(RopewalkWarning(_four_parts(asked, expected, got, do)), stacklevel=depth_of_caller())
 
 
-def _depth_of_caller() -> int:
+def depth_of_caller() -> int:
     """Return the stacklevel of the first frame outside of ropewalk and torch."""
     depth, frame = 1, sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ropewalk", "torch"):

@@ -14,7 +14,15 @@ from typing import NoReturn, TypeVar, cast
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.names import ARGUMENTS, MOVED, OF_SHARDS
 
-__all__ = ["ArgumentError", "MovedError", "advice_on_argument", "checks_names", "no_attribute", "refuse_arguments"]
+__all__ = [
+    "ArgumentError",
+    "MovedError",
+    "advice_on_argument",
+    "checks_names",
+    "no_attribute",
+    "refuse_arguments",
+    "with_globals_of",
+]
 
 Checked = TypeVar("Checked", bound=Callable[..., object])
 
@@ -94,11 +102,21 @@ def checks_names(function: Checked) -> Checked:
                     refuse(call, function, (), {name: options[name]})
         return function(*arguments, **options)
 
-    # With the globals of the original: doctest recognizes by them to which module a function belongs.
-    wrapper = types.FunctionType(
-        checked.__code__, original.__globals__, original.__name__, checked.__defaults__, checked.__closure__
+    return cast("Checked", functools.update_wrapper(with_globals_of(original, checked), function))
+
+
+def with_globals_of(original: types.FunctionType, wrapper: Callable[..., object]) -> types.FunctionType:
+    """Return a wrapper, which uses no globals of its own, with the globals and the name of the function that it wraps.
+
+    doctest recognizes by the globals to which module a function belongs.
+
+    >>> with_globals_of(no_attribute, lambda: 7)()
+    7
+    """
+    function = cast("types.FunctionType", wrapper)
+    return types.FunctionType(
+        function.__code__, original.__globals__, original.__name__, function.__defaults__, function.__closure__
     )
-    return cast("Checked", functools.update_wrapper(wrapper, function))
 
 
 def refuse_arguments(
@@ -184,15 +202,15 @@ def _brief(value: object) -> str:
     return " ".join(shown(value).split()) if shape is None or dtype is None else f"{dtype} {list(shape)}"
 
 
-def no_attribute(name: str) -> AttributeError:
-    """Return the error for a name that `ropewalk` does not have. It contains the new name of a name that moved.
+def no_attribute(name: str, module: str = "ropewalk") -> AttributeError:
+    """Return the error for a name that a module does not have. For `ropewalk`, it contains the new name of a moved one.
 
     >>> print(no_attribute("Linear").do)
     use ropewalk.PositionInterpolation
     """
-    if name not in MOVED:
+    if module != "ropewalk" or name not in MOVED:
         # With the name and the module, Python suggests similar names.
-        return AttributeError(f"module 'ropewalk' has no attribute {name!r}", name=name, obj=sys.modules["ropewalk"])
+        return AttributeError(f"module {module!r} has no attribute {name!r}", name=name, obj=sys.modules[module])
     return MovedError(
         asked=f"ropewalk.{name}",
         expected="a name that ropewalk has",

@@ -15,6 +15,7 @@ ORDER = [
     "names",
     "errors",
     "signatures",
+    "deprecation",
     "shapes",
     "spec",
     "theory",

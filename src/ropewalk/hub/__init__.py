@@ -90,7 +90,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name not in _HOME:
-        raise AttributeError(f"module 'ropewalk.hub' has no attribute {name!r}")
+        return importlib.import_module("ropewalk.deprecation").renamed_name("ropewalk.hub", name)
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
