@@ -22,6 +22,18 @@ OPERATIONS = {
     "configs and checkpoints: `load_spec`, `convert`": "hub/test_load_spec*.py hub/test_convert*.py",
     "float64 reference": "reference/test_*.py",
 }
+# Adapters for other stacks: the package in constraints.txt, the test files, what the names of their tests contain, and
+# whether torch computes them.
+ADAPTERS = {
+    "`accelerate` for diffusers": ("diffusers", "hub/test_adapter_diffusers.py", "", True),
+    "kernel layer for transformers": ("transformers", "hub/test_kernel_layer.py", "", True),
+    "rope types for transformers": ("transformers", "hub/test_rope_types.py", "", True),
+    "`apply_rot_embed_cat` for timm": ("timm", "hub/test_adapter_timm.py", "", True),
+    "overrides for torchtitan": ("torchtitan", "hub/test_adapter_torchtitan.py", "", True),
+    "`onnx_rotary_nodes` for ONNX": ("onnxruntime", "hub/test_adapter_onnx.py", "", False),
+    "`to_jax`": ("jax", "hub/test_adapter_arrays.py", "jax", False),
+    "`to_mlx`": ("mlx", "hub/test_adapter_arrays.py", "mlx", False),
+}
 # Operations that involve no tensor of a device.
 HOST_ONLY = {"configs and checkpoints: `load_spec`, `convert`"}
 # Operations, and their names in tests/nn/test_mps.py.
@@ -39,14 +51,14 @@ def faked_calls() -> list[str]:
     return listed[1].split(", ")
 
 
-def marks_of(path: Path) -> list[set[str]]:
-    """The names of the marks of every test of a file, those of its module, classes and parameters included."""
+def marks_of(path: Path, about: str = "") -> list[set[str]]:
+    """The names of the marks of every test of a file whose name contains `about`, those of its module included."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     module = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
     everywhere = {name for node in module for name in _marks(ast.unparse(node))}
     tests: list[set[str]] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and about in node.name:
             tests.append(everywhere | {name for line in node.decorator_list for name in _marks(ast.unparse(line))})
     return tests
 
@@ -55,11 +67,19 @@ def _marks(source: str) -> set[str]:
     return set(re.findall(r"pytest\.mark\.(\w+)", source))
 
 
-def marks(patterns: str) -> list[set[str]]:
+def marks(patterns: str, about: str = "") -> list[set[str]]:
     """The marks of the tests in the files that match."""
     files = {path for pattern in patterns.split() for path in (ROOT / "tests").glob(pattern)}
-    assert files, patterns
-    return [marks for path in sorted(files) for marks in marks_of(path)]
+    tests = [marks for path in sorted(files) for marks in marks_of(path, about)]
+    assert tests, patterns
+    return tests
+
+
+def pinned(package: str) -> str:
+    """The version of a package that the tests use."""
+    line = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert line, package
+    return line[1]
 
 
 def operations() -> list[str]:
@@ -74,6 +94,19 @@ def operations() -> list[str]:
         cuda = "tested" if any("gpu" in test for test in tests) else "expected"
         mps = "fake tensors" if FAKED.get(name, "") in faked_calls() else "not run"
         rows.append(f"| {name} | {cpu} | {cuda} | not run | {mps} |")
+    return rows
+
+
+def adapters() -> list[str]:
+    """The rows of the table of other stacks."""
+    rows: list[str] = []
+    for name, (package, files, about, in_torch) in ADAPTERS.items():
+        tests = marks(files, about)
+        cpu = "tested" if any("gpu" not in test for test in tests) else "not run"
+        without = "expected" if in_torch else "not run"
+        # No record says that they ran.
+        cuda = "has tests, not run" if any("gpu" in test for test in tests) else without
+        rows.append(f"| {name} | {package} {pinned(package)} | {cpu} | {cuda} | not run |")
     return rows
 
 
@@ -98,8 +131,6 @@ def page() -> str:
     """The text of docs/support.md."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     torch = next(line for line in project["dependencies"] if line.startswith("torch")).removeprefix("torch>=")
-    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    assert pinned
     return "\n".join(
         [
             "# What is supported, and what was run",
@@ -118,6 +149,18 @@ def page() -> str:
             "there that the tests exist; the records below show what was measured on one. MPS has no float64: angles",
             "are computed on the CPU there, and `tests/nn/test_mps.py` checks devices and dtypes, not values.",
             "",
+            "## Other stacks",
+            "",
+            "Each adapter is compared with the package itself, at the version that constraints.txt pins.",
+            "",
+            "| adapter | package | CPU | NVIDIA GPU | AMD or Apple GPU |",
+            "|---|---|---|---|---|",
+            *adapters(),
+            "",
+            "*has tests, not run*: tests are marked `gpu`, and no record says that they ran. [In other",
+            "stacks](adapters.md) says what is compared. `tests/hub/hub_kernels.py` loads the kernel layer through the",
+            "kernels package, in an environment of its own. MLX runs on the CPU, on Linux x86-64; Metal was not run.",
+            "",
             "## Machines",
             "",
             "| system | processor | device | torch | Python | record |",
@@ -128,7 +171,7 @@ def page() -> str:
             "",
             "| | oldest required | pinned for the tests |",
             "|---|---|---|",
-            f"| torch | {torch} | {pinned[1]} |",
+            f"| torch | {torch} | {pinned('torch')} |",
             f"| Python | {project['requires-python'].removeprefix('>=')} | any of these |",
             "",
             "| system | processor | C kernel | status |",
