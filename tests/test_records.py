@@ -46,6 +46,8 @@ def floors(name: str, content: dict[str, Any]) -> list[str]:
         return attention_floors(content["device"], content["cases"], content["growth"])
     if name.startswith("host"):
         return host_floors(content["device"], content["cases"])
+    if name == "lab_pairing":
+        return runpy.run_path(str(ROOT / "benchmarks" / "lab_pairing.py"))["missed"](content)
     if name in ("context_parallel", "explore"):
         return runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))["missed"](content["cases"])
     if name == "lab_kills":
