@@ -21,16 +21,7 @@ __all__ = ["norm_rotate", "rotate"]
 def rotate(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, layout: Layout, row: int = 0, conjugate: bool = False
 ) -> tuple[Tensor, ...]:
-    """Return rotated q, and k unless it is None, by one node each.
-
-    Args:
-        q: Queries, or any tensor.
-        k: Keys, or None.
-        cos: As `cos_sin` returns it.
-        sin: As `cos_sin` returns it.
-        layout: Pairing, first rotated feature, and dimension of the sequence.
-        row: Row of cos and sin that belongs to the first token.
-        conjugate: Whether to rotate by the opposite angles.
+    """Return rotated q, and k unless it is None, by one node each. Arguments are those of `rotate.torch.rotate`.
 
     >>> x = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     >>> rotate(x, None, torch.zeros(1, 2), torch.ones(1, 2), Layout(False, 0, -2))[0].tolist()  # by 90 degrees

@@ -1,9 +1,11 @@
 """Attention processors for diffusers, with norm and rotation of q and k in one pass.
 
-Each has the interface of the processor that it replaces, and calls it for what it does not support: attention without a
-rotation, fused projections, and models with image keys of their own.
+`Fused` has the steps, in the order of `_run`; a class per processor has what differs. Each has the interface of the
+processor that it replaces, and calls it for what it does not support: attention without a rotation, fused projections,
+and models with image keys of their own.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +55,51 @@ class Fused:
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain, (self.plain,)
 
+    def _run(self, attn: Any, x: Tensor, text: Tensor | None, mask: Tensor | None, table: Any) -> Any:
+        """Attend, as the plain processor does: the steps that a model has in common with others."""
+        if table is None or not self._supports(attn, text, mask):
+            return self.plain(attn, x, text, mask, table)
+        q, k, v = self._rotated(attn, x, text, table)
+        return self._projected(attn, self._attend(q, k, v, mask), text)
+
+    def _supports(self, attn: Any, text: Tensor | None, mask: Tensor | None) -> bool:
+        """Whether a call with a table is run here, and not by the plain processor."""
+        return True
+
+    def _rotated(self, attn: Any, x: Tensor, text: Tensor | None, table: Any) -> Sequence[Tensor]:
+        """Return queries, keys and values [batch, seq, heads, head_dim], of text and image if they are joint."""
+        q, k, v = (p(x).unflatten(-1, self._heads(attn)) for p in (attn.to_q, attn.to_k, attn.to_v))
+        return *norm_rotated(q, k, attn.norm_q, attn.norm_k, self.tables(table)), v
+
+    def _heads(self, attn: Any) -> tuple[int, int]:
+        """Return the number of heads and their width, one of which is -1: with tensor parallelism heads are fewer."""
+        return -1, attn.head_dim
+
+    def _joint(self, attn: Any, x: Tensor, text: Tensor, x_angles: Any, text_angles: Any) -> list[Tensor]:
+        """Return joint queries, keys and values of text and image, text first. Both are normalized and rotated apart.
+
+        Angles are pairs of `Angles` and the row of the first token.
+        """
+        heads, added = self._heads(attn), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+        q, k, v = (projection(x).unflatten(-1, heads) for projection in (attn.to_q, attn.to_k, attn.to_v))
+        text_q, text_k, text_v = (projection(text).unflatten(-1, heads) for projection in added)
+        q, k = norm_rotated(q, k, attn.norm_q, attn.norm_k, *x_angles)
+        text_q, text_k = norm_rotated(text_q, text_k, attn.norm_added_q, attn.norm_added_k, *text_angles)
+        return [torch.cat(both, dim=1) for both in ((text_q, q), (text_k, k), (text_v, v))]
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Return the result of attention [batch, seq, heads * head_dim] by the backend that diffusers chooses."""
         options = {"backend": self._attention_backend, "parallel_config": self._parallel_config}
         out = self.dispatch(q, k, v, attn_mask=mask, **options)
         return out.flatten(2, 3).to(q.dtype)
+
+    def _projected(self, attn: Any, out: Tensor, text: Tensor | None) -> Any:
+        """Return the output of the layer; for joint attention, those of image and text."""
+        if text is None:
+            return _through(attn.to_out, out)
+        rows = text.shape[1]
+        text_out, image_out = out[:, :rows].contiguous(), out[:, rows:].contiguous()
+        return _through(attn.to_out, image_out), attn.to_add_out(text_out)
 
 
 def _plain(plain: Any) -> Any:
@@ -68,21 +110,10 @@ def _fused_projections(attn: Any) -> bool:
     return bool(getattr(attn, "fused_projections", False))
 
 
-def _split(projections: tuple[Any, Any, Any], x: Tensor, head_dim: int) -> list[Tensor]:
-    """Return queries, keys and values [batch, seq, heads, head_dim]."""
-    return [projection(x).unflatten(-1, (-1, head_dim)) for projection in projections]
-
-
-def _joint(attn: Any, image: Tensor, text: Tensor, head_dim: int, image_angles: Any, text_angles: Any) -> list[Tensor]:
-    """Return joint queries, keys and values of text and image, text first. Both are normalized and rotated apart.
-
-    Angles are pairs of `Angles` and the row of the first token.
-    """
-    q, k, v = _split((attn.to_q, attn.to_k, attn.to_v), image, head_dim)
-    text_q, text_k, text_v = _split((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text, head_dim)
-    q, k = norm_rotated(q, k, attn.norm_q, attn.norm_k, *image_angles)
-    text_q, text_k = norm_rotated(text_q, text_k, attn.norm_added_q, attn.norm_added_k, *text_angles)
-    return [torch.cat(both, dim=1) for both in ((text_q, q), (text_k, k), (text_v, v))]
+def _through(layers: Iterable[Any], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 class Flux(Fused):
@@ -104,21 +135,19 @@ class Flux(Fused):
         image_rotary_emb: Any = None,
     ) -> Any:
         """Attend, as the plain processor does."""
-        text = encoder_hidden_states
-        joint = attn.added_kv_proj_dim is not None
-        if image_rotary_emb is None or _fused_projections(attn) or joint != (text is not None):
-            return self.plain(attn, hidden_states, text, attention_mask, image_rotary_emb)
-        angles = self.tables(image_rotary_emb)
+        return self._run(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+    def _supports(self, attn: Any, text: Tensor | None, mask: Tensor | None) -> bool:
+        return not _fused_projections(attn) and (attn.added_kv_proj_dim is not None) == (text is not None)
+
+    def _rotated(self, attn: Any, x: Tensor, text: Tensor | None, table: Any) -> Sequence[Tensor]:
         if text is None:
-            q, k, v = _split((attn.to_q, attn.to_k, attn.to_v), hidden_states, attn.head_dim)
-            q, k = norm_rotated(q, k, attn.norm_q, attn.norm_k, angles)
-            out = self._attend(q, k, v, attention_mask)
-            return attn.to_out[1](attn.to_out[0](out)) if self.projects else out
-        rows = text.shape[1]
-        q, k, v = _joint(attn, hidden_states, text, attn.head_dim, (angles, rows), (angles, 0))
-        out = self._attend(q, k, v, attention_mask)
-        text_out, image_out = out[:, :rows], out[:, rows:]
-        return attn.to_out[1](attn.to_out[0](image_out.contiguous())), attn.to_add_out(text_out.contiguous())
+            return super()._rotated(attn, x, text, table)
+        angles = self.tables(table)
+        return self._joint(attn, x, text, (angles, text.shape[1]), (angles, 0))
+
+    def _projected(self, attn: Any, out: Tensor, text: Tensor | None) -> Any:
+        return super()._projected(attn, out, text) if self.projects or text is not None else out
 
 
 class Flux2(Flux):
@@ -182,15 +211,14 @@ class QwenImage(Fused):
         if encoder_hidden_states_mask is not None:
             image = torch.ones(hidden_states.shape[:2], dtype=torch.bool, device=hidden_states.device)
             mask = torch.cat([encoder_hidden_states_mask, image], dim=1)[:, None, None, :]
-        image_angles, text_angles = (self.tables(table) for table in image_rotary_emb)
-        head_dim = attn.inner_dim // attn.heads
-        q, k, v = _joint(attn, hidden_states, text, head_dim, (image_angles, 0), (text_angles, 0))
-        out = self._attend(q, k, v, mask)
-        rows = text.shape[1]
-        image_out = attn.to_out[0](out[:, rows:].contiguous())
-        if len(attn.to_out) > 1:
-            image_out = attn.to_out[1](image_out)
-        return image_out, attn.to_add_out(out[:, :rows].contiguous())
+        return self._run(attn, hidden_states, text, mask, image_rotary_emb)
+
+    def _rotated(self, attn: Any, x: Tensor, text: Any, table: Any) -> Sequence[Tensor]:
+        image_angles, text_angles = (self.tables(part) for part in table)
+        return self._joint(attn, x, text, (image_angles, 0), (text_angles, 0))
+
+    def _heads(self, attn: Any) -> tuple[int, int]:
+        return -1, attn.inner_dim // attn.heads
 
 
 class ZImage(Fused):
@@ -208,15 +236,13 @@ class ZImage(Fused):
         attention_mask: Tensor | None = None,
         freqs_cis: Tensor | None = None,
     ) -> Any:
-        """Attend, as the plain processor does."""
-        if freqs_cis is None:
-            return self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, freqs_cis)
-        q, k, v = (p(hidden_states).unflatten(-1, (attn.heads, -1)) for p in (attn.to_q, attn.to_k, attn.to_v))
-        q, k = norm_rotated(q, k, attn.norm_q, attn.norm_k, self.tables(freqs_cis))
+        """Attend, as the plain processor does. It ignores `encoder_hidden_states`."""
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = attention_mask[:, None, None, :]
-        out = attn.to_out[0](self._attend(q, k, v, attention_mask))
-        return attn.to_out[1](out) if len(attn.to_out) > 1 else out
+        return self._run(attn, hidden_states, None, attention_mask, freqs_cis)
+
+    def _heads(self, attn: Any) -> tuple[int, int]:
+        return attn.heads, -1
 
 
 class AcrossHeads(Fused):
@@ -224,15 +250,14 @@ class AcrossHeads(Fused):
 
     The tables of Wan are the same for each head, and are repeated. Those of LTX have different angles per head.
 
-    >>> AcrossHeads.__call__.__name__
-    '__call__'
+    >>> AcrossHeads.repeats
+    True
     """
 
     # Whether the table has the angles of one head.
     repeats = True
 
-    def _rotated(self, attn: Any, x: Tensor, table: Any) -> list[Tensor]:
-        """Return queries, keys and values [batch, seq, heads, head_dim]."""
+    def _rotated(self, attn: Any, x: Tensor, text: Tensor | None, table: Any) -> Sequence[Tensor]:
         if _fused_projections(attn):
             q, k, v = attn.to_qkv(x).chunk(3, dim=-1)
         else:
@@ -258,11 +283,10 @@ class Wan(AcrossHeads):
         rotary_emb: Any = None,
     ) -> Any:
         """Attend, as the plain processor does."""
-        special = attn.add_k_proj is not None or attn.is_cross_attention or encoder_hidden_states is not None
-        if rotary_emb is None or special:
-            return self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        q, k, v = self._rotated(attn, hidden_states, rotary_emb)
-        return attn.to_out[1](attn.to_out[0](self._attend(q, k, v, attention_mask)))
+        return self._run(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def _supports(self, attn: Any, text: Tensor | None, mask: Tensor | None) -> bool:
+        return attn.add_k_proj is None and not attn.is_cross_attention and text is None
 
 
 class LTX(AcrossHeads):
@@ -283,8 +307,7 @@ class LTX(AcrossHeads):
         image_rotary_emb: Any = None,
     ) -> Any:
         """Attend, as the plain processor does."""
-        special = encoder_hidden_states is not None or attention_mask is not None
-        if image_rotary_emb is None or special:
-            return self.plain(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        q, k, v = self._rotated(attn, hidden_states, image_rotary_emb)
-        return attn.to_out[1](attn.to_out[0](self._attend(q, k, v, None)))
+        return self._run(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+
+    def _supports(self, attn: Any, text: Tensor | None, mask: Tensor | None) -> bool:
+        return text is None and mask is None
