@@ -93,6 +93,17 @@ def test_a_bundled_config_may_be_named(run, tmp_path, monkeypatch):
     assert run("inspect", "llama-2-7b")[0] == 2
 
 
+@pytest.mark.parametrize("command", COMMANDS[:3], ids=" ".join)  # bias reads weights
+def test_a_name_that_no_bundled_config_has(run, command):
+    code, out, err = run(*command, "lama-2-7b")
+    assert (code, out) == (2, "")
+    assert "expected: the path of a config.json or of a model folder, or the name of one of the bundled" in err
+    assert err.endswith("do this:  did you mean 'llama-2-7b'?\n")
+    assert "use one of " in run(*command, "nowhere")[2]
+    # A path is a path, even if a bundled config has its name.
+    assert "No such file" in run(*command, "llama-2-7b.json")[2]
+
+
 def test_lengths_may_be_typed_short(run):
     llama = str(CONFIGS / "llama-2-7b.json")
     assert "4,096 → 131,072 positions" in run("extend", llama, "--to", "128k", "--rule", "pi")[1]

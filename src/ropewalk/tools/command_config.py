@@ -1,14 +1,16 @@
 """Reads the configs that commands accept, which are paths, with errors in the words of a command line."""
 
+import difflib
 import os
 from dataclasses import dataclass
 
-from ropewalk.hub.bundled import bundled_config
+from ropewalk.errors import RopewalkError
+from ropewalk.hub.bundled import bundled_config, bundled_names
 from ropewalk.hub.configs import other_files
 from ropewalk.hub.configs.caller import Caller
 from ropewalk.hub.configs.model import Model, model_for
 
-__all__ = ["CommandLine", "read_named_config", "refuse_other_files"]
+__all__ = ["CommandLine", "locate_config", "read_named_config", "refuse_other_files"]
 
 # Options whose name on the command line differs from the name in Python.
 _OPTIONS = {"from_pairing": "--from"}
@@ -67,8 +69,38 @@ def read_named_config(config: str, pairing: str | None, asked: str) -> Model:
     Raises:
         RopewalkError: If the config cannot be read.
     """
-    path = config if os.path.lexists(config) else bundled_config(config) or config
-    return model_for(CommandLine(asked), path, pairing)
+    return model_for(CommandLine(asked), locate_config(config, asked), pairing)
+
+
+def locate_config(config: str, asked: str) -> str:
+    """Return the path of a config: `config` itself if it is a path, or that of the bundled config with this name.
+
+    Args:
+        config: The path of a config or of a model folder, or the name of a bundled config if there is no such path.
+        asked: The command, for error messages.
+
+    Returns:
+        The path. Only that of a bundled config is known to exist.
+
+    Raises:
+        RopewalkError: If `config` is a name, and no bundled config has it.
+
+    >>> locate_config("models/config.json", "ropewalk inspect models/config.json")
+    'models/config.json'
+    """
+    if os.path.lexists(config) or os.path.basename(config) != config or config.endswith(".json"):
+        return config
+    bundled = bundled_config(config)
+    if bundled is None:
+        names = bundled_names()
+        near = difflib.get_close_matches(config, names, n=1)
+        raise RopewalkError(
+            asked=asked,
+            expected="the path of a config.json or of a model folder, or the name of one of the bundled configs",
+            got="no file, folder or bundled config with this name",
+            do=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}, or the path of a config",
+        )
+    return str(bundled)
 
 
 def refuse_other_files(config: str, asked: str) -> None:

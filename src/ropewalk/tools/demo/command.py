@@ -1,7 +1,5 @@
 """`ropewalk demo`: what the RoPE of a config is, the module made from it, and the proof that it is correct and fast."""
 
-import difflib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +8,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ropewalk.errors import RopewalkError
-from ropewalk.hub.bundled import bundled_config, bundled_names
 from ropewalk.hub.configs.model import Model
 from ropewalk.hub.extend.extension import LONGEST, ModelExtension, extension_of
 from ropewalk.hub.extend.rules import start_of
 from ropewalk.hub.inspection import Inspection, inspection_of
-from ropewalk.tools.command_config import read_named_config
+from ropewalk.tools.command_config import locate_config, read_named_config
 from ropewalk.tools.demo import sheet
 from ropewalk.tools.demo.steps import Steps
 from ropewalk.tools.output import require_writable_file, require_writable_folder, write_json, write_whole
@@ -58,7 +55,7 @@ def demo(config: str, *, plots: Path, json_file: str | None = None, pairing: str
     # If JSON is written to standard output, everything else goes to standard error.
     output = Console(stderr=json_file == "-", highlight=False, markup=False)
     with Steps(Console(stderr=True, highlight=False, markup=False), total=3) as steps:
-        path = _located(config, asked)
+        path = locate_config(config, asked)
         # A copy of a bundled config is short to type, and may be edited: then it is the user's, and is not overwritten.
         copy, bundled = (None, None) if path == config else (plots / Path(path).name, Path(path))
         edited = copy is not None and bundled is not None and _differs(copy, bundled)
@@ -145,23 +142,6 @@ def _oracle(path: str, layer: str, pairing: str | None) -> "tuple[Oracle | None,
         return oracle_for(read_keys(path), layer, pairing), ""
     except NotCoveredError as reason:
         return None, str(reason)
-
-
-def _located(config: str, asked: str) -> str:
-    """The path of a config: a path that exists, or a bundled config."""
-    bundled = bundled_config(config)
-    if os.path.lexists(config) or os.path.basename(config) != config or config.endswith(".json"):
-        return config
-    if bundled is None:
-        names = bundled_names()
-        near = difflib.get_close_matches(config, names, n=1)
-        raise RopewalkError(
-            asked=asked,
-            expected="the path of a config.json or of a model folder, or the name of one of the bundled configs",
-            got="no file, folder or bundled config with this name",
-            do=f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}, or the path of a config",
-        )
-    return str(bundled)
 
 
 def _extended(model: Model) -> ModelExtension | RopewalkError:
