@@ -36,10 +36,11 @@ ADAPTERS = {
 }
 # Operations that involve no tensor of a device.
 HOST_ONLY = {"configs and checkpoints: `load_spec`, `convert`"}
-# Operations, and their names in tests/nn/test_mps.py.
+# Operations, their names in tests/nn/test_mps.py, and what the table says of them.
 FAKED = {
-    "rotation: `RotaryEmbedding`, `apply_rope`": "rotation",
-    "RMSNorm and rotation: `qk_norm_rope`": "norm",
+    "rotation: `RotaryEmbedding`, `apply_rope`": ("rotation", "fake tensors"),
+    "RMSNorm and rotation: `qk_norm_rope`": ("norm", "fake tensors"),
+    "encodings: `encoding`": ("sinusoidal", "fake tensors: sinusoidal"),
 }
 
 
@@ -92,7 +93,8 @@ def operations() -> list[str]:
             rows.append(f"| {name} | {cpu} | no device | no device | no device |")
             continue
         cuda = "tested" if any("gpu" in test for test in tests) else "expected"
-        mps = "fake tensors" if FAKED.get(name, "") in faked_calls() else "not run"
+        call, said = FAKED.get(name, ("", ""))
+        mps = said if call in faked_calls() else "not run"
         rows.append(f"| {name} | {cpu} | {cuda} | not run | {mps} |")
     return rows
 
@@ -147,7 +149,8 @@ def page() -> str:
             "",
             "Tests for an NVIDIA GPU are marked `gpu`, and `make test-gpu` runs them. CI has no GPU, so *tested* means",
             "there that the tests exist; the records below show what was measured on one. MPS has no float64: angles",
-            "are computed on the CPU there, and `tests/nn/test_mps.py` checks devices and dtypes, not values.",
+            "are computed on the CPU there, and `tests/nn/test_mps.py` checks devices and dtypes, not values. It has",
+            "no attention: torch without MPS rejects that even on fake tensors.",
             "",
             "## Other stacks",
             "",

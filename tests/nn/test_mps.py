@@ -1,4 +1,7 @@
-"""MPS, which has no float64: shapes, devices and dtypes on fake tensors. No test runs on such a device."""
+"""MPS, which has no float64: shapes, devices and dtypes on fake tensors. No test runs on such a device.
+
+Attention is not here: torch without MPS rejects its softmax, its indices and its gradients even on fake tensors.
+"""
 
 from typing import Any
 
@@ -31,7 +34,11 @@ def norm(x):
     return rw.qk_norm_rope(q, q, rw.RotaryEmbedding(8))[1].view(1, 3, 16)
 
 
-@pytest.mark.parametrize("call", [rotation, norm])
+def sinusoidal(x):
+    return rw.encoding("sinusoidal", dim=16, num_heads=2).embed(x)
+
+
+@pytest.mark.parametrize("call", [rotation, norm, sinusoidal])
 def test_fake_tensors_on_mps(call):
     with FakeTensorMode(), NoFloat64(), torch.device("mps"):
         y = call(torch.empty(1, 3, 16, device="mps"))
