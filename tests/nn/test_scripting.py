@@ -35,7 +35,7 @@ INNER = {
 
 @pytest.mark.parametrize("around", [lambda inner: inner, Model, lambda inner: nn.Sequential(Model(inner))])
 @pytest.mark.parametrize("name", INNER)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_a_model_cannot_be_scripted_and_hears_what_to_use(name, around):
     with pytest.raises(RopewalkError, match=rf"type {name}\n(.|\n)*torch.compile\(model\).*\n?.*torch.jit.trace"):
         torch.jit.script(around(INNER[name]()))
@@ -51,7 +51,7 @@ def test_a_model_cannot_be_scripted_and_hears_what_to_use(name, around):
     ],
     ids=["plain", "float32", "dynamic", "xpos"],
 )
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace.*")
 def test_a_traced_rope_is_right_at_other_lengths(spec):
     rope, x, longer = rw.RotaryEmbedding(spec), torch.randn(2, 3, 5, 16), torch.randn(2, 3, 9, 16)
     traced = torch.jit.trace(rope, (x, x))
