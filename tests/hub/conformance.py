@@ -15,15 +15,16 @@ from hub.applied import NOTES
 from hub.configs import load_spec
 from hub.observed import Seen, UnbuildableError, families, observe
 from ropewalk import RopeSpec, RopewalkError, RotaryEmbedding
-from ropewalk.hub import RopeConfigWarning
+from ropewalk.hub import HeadTemperature, RopeConfigWarning, load_learned
 
 PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 AGREES, REORDERS, DIFFERS, UNBUILDABLE = "agrees", "agrees, features reordered", "differs", "not built"
 # Families that a spec cannot say, and why; whatever else differs is a fault of ours.
 CANNOT = {
-    "gemma4_vision": "each axis has its own block of the head, in halves; use two RopeSpecs with rotary_slice",
-    "hunyuan_vl_text": "transformers gives the two features of a pair different axes; the model's own code does not",
-    "mistral_large4_text": "frequencies and a factor on queries are learned, and stored in the checkpoint",
+    "gemma4_vision": "each axis has its own block of the head, in halves. Two RopeSpecs, with rotary_dim and"
+    " rotary_slice, compute the rotation (tested)",
+    "hunyuan_vl_text": "transformers gives the two features of a pair different axes, which is no rotation; the model's"
+    " own code does not. Text, with one position on all axes, agrees (tested)",
 }
 
 
@@ -52,20 +53,24 @@ def _row(seen: Seen) -> Row:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RopeConfigWarning)
-            spec = _spec_of(seen)
+            spec, temperature = _spec_of(seen), None
+            if seen.learned:
+                learned = load_learned(seen.config, seen.learned)
+                spec, temperature = spec and learned.spec, learned.temperatures[seen.layer_idx]
     except RopewalkError as error:
         return Row(seen.model_type, layer, DIFFERS, CANNOT.get(seen.model_type, " ".join(str(error).split())))
     if not seen.rotates:
-        same = spec is None
+        same = spec is None and (temperature is None or _scaled_alike(seen, temperature))
         return Row(seen.model_type, layer, AGREES if same else DIFFERS, "no rotation" if same else f"{spec}", seen.how)
     if spec is None:
         return Row(seen.model_type, layer, DIFFERS, "load_spec finds no rotation")
-    fault = _fault(seen, spec)
+    fault = _fault(seen, spec, temperature)
+    extra = f"; {NOTES[seen.model_type]}" if seen.model_type in NOTES else ""
+    extra += "; frequencies, and a temperature per head, by `load_learned`" if temperature else ""
     if fault is None:
-        extra = f"; {NOTES[seen.model_type]}" if seen.model_type in NOTES else ""
         return Row(seen.model_type, layer, AGREES, _said(spec) + extra, seen.how)
-    if spec.pairing == "interleaved" and _fault(seen, spec, reorder=True) is None:
-        return Row(seen.model_type, layer, REORDERS, _said(spec) + "; reordered", seen.how)
+    if spec.pairing == "interleaved" and _fault(seen, spec, temperature, reorder=True) is None:
+        return Row(seen.model_type, layer, REORDERS, _said(spec) + "; reordered" + extra, seen.how)
     return Row(seen.model_type, layer, DIFFERS, CANNOT.get(seen.model_type, fault))
 
 
@@ -85,7 +90,18 @@ def _spec_of(seen: Seen) -> RopeSpec | None:
     return loaded["rope"] if bases is None else loaded[f"rope_theta={bases[seen.layer_idx]:g}"]
 
 
-def _fault(seen: Seen, spec: RopeSpec, *, reorder: bool = False) -> str | None:
+def _factors(seen: Seen, temperature: HeadTemperature) -> Tensor:
+    """What a temperature adds to the queries between position 0, where they were seen before, and their positions."""
+    first, then = temperature.evaluate([0]), temperature.evaluate(seen.positions)
+    return torch.from_numpy(then / first)[:, :, None].float()
+
+
+def _scaled_alike(seen: Seen, temperature: HeadTemperature) -> bool:
+    gap = (seen.q_before * _factors(seen, temperature) - seen.q_after).abs().max() / seen.q_after.abs().max()
+    return bool(gap <= 2e-5)
+
+
+def _fault(seen: Seen, spec: RopeSpec, temperature: HeadTemperature | None, *, reorder: bool = False) -> str | None:
     """What is different, in a line; None if nothing is."""
     rope = RotaryEmbedding(spec)
     amplitude = spec.amplitude()
@@ -107,6 +123,8 @@ def _fault(seen: Seen, spec: RopeSpec, *, reorder: bool = False) -> str | None:
         rotated = rope(before, positions=seen.positions.to(before.device), role=role, length=1)
         if reorder:
             rotated = _in_halves(rotated, spec)
+        if temperature is not None and role == "q":
+            rotated = rotated * _factors(seen, temperature)
         gap = ((rotated - after).abs().max() / after.abs().max()).item()
         # NaN is no agreement.
         if not gap <= 2e-5:
@@ -154,7 +172,9 @@ family is run on one input with and without its rotation. Queries and keys are c
 sign, axes, amplitude, temperature, and layers without rotation. Configs are the defaults of their classes, with other
 sizes and a few changed options. {len(by_hand)} families are not run as a whole: the test calls their rotary module
 and their apply function directly, and the table contains "function". {len(reordered)} families read interleaved pairs
-and write them in halves: scores are the same, but their key caches are not interchangeable. `python -m
+and write them in halves: scores are the same, but their key caches are not interchangeable. mistral_large4_text stores
+a part of its rotation in the checkpoint: `load_learned` reads it from the random weights of the small model, and the
+test multiplies queries by its `HeadTemperature`, which no module of ropewalk applies. `python -m
 hub.conformance` in tests/ writes this page, and `make test-all` checks it."""
     lines = [
         "# Conformance with transformers",

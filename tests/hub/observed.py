@@ -6,7 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from hub.applied import BY_HAND, REASONS, TABLES, angles, head_dim_of, home, pat
 from hub.tiny_models import (
     CHANGES,
     COMPOSITE,
+    LEARNED,
     ROTARY_CLASS,
     UnbuildableError,
     built,
@@ -61,6 +62,7 @@ class Seen:
     rotates: bool
     how: str
     layer_idx: int = 0
+    learned: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -241,6 +243,8 @@ def frequencies(model: nn.Module, layer_type: str | None) -> tuple[Tensor | None
         for prefix in (f"{layer_type}_", "main_" if layer_type == "sliding_attention" else "compress_", ""):
             found = getattr(module, f"{prefix}inv_freq", None)
             if isinstance(found, Tensor):
+                alpha = getattr(module, "alpha", None)
+                found = found * alpha.exp() if isinstance(alpha, Tensor) else found
                 return found.detach().clone(), float(getattr(module, f"{prefix}attention_scaling", 1.0))
     return None, 1.0
 
@@ -258,6 +262,7 @@ def watch(model_type: str, model: nn.Module, config: PreTrainedConfig, numbers: 
         raise UnbuildableError("no attention call was seen")
     kinds: dict[Any, Seen] = {}
     layer_types = getattr(config, "layer_types", None)
+    learned = {name: tensor.clone() for name, tensor in model.state_dict().items() if LEARNED.search(name)}
     seen_plain = not all(torch.equal(one.key, two.key) for one, two in zip(plain.calls, moved.calls, strict=True))
     for order, (before, after) in enumerate(zip((plain if seen_plain else still).calls, moved.calls, strict=True)):
         index = order if before.layer_idx is None else before.layer_idx
@@ -281,6 +286,7 @@ def watch(model_type: str, model: nn.Module, config: PreTrainedConfig, numbers: 
                 rotates,
                 "model",
                 index,
+                learned,
             ),
         )
     return list(kinds.values())

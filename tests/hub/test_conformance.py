@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from hub.applied import home
 from hub.configs import load_spec
 from hub.conformance import CANNOT, DIFFERS, PAGE, UNBUILDABLE, Row, page, rows_of
 from hub.observed import UnbuildableError, families, observe, quiet
 from hub.tiny_models import config_classes
-from ropewalk import RopeSpec, RopewalkError
+from ropewalk import Plain, RopeSpec, RopewalkError, RotaryEmbedding
 from ropewalk.hub import RopeConfigWarning
 from ropewalk.hub.families.table import FAMILIES
 
@@ -32,6 +34,26 @@ def test_at_least_95_percent_of_the_families_agree_and_the_page_says_which(rows)
     # Even if what could not be built is counted against us.
     assert len(built - differing) >= 0.95 * len(every)
     assert PAGE.read_text(encoding="utf-8") == page(rows), "run `python -m hub.conformance` in tests/"
+
+
+def test_the_families_that_differ_can_be_rotated_in_another_way():
+    """Gemma 4's towers by one spec per axis, and HunYuan-VL where all axes have one position: in text."""
+    seen = observe("gemma4_vision")[0]
+    with pytest.raises(RopewalkError, match="one RopeSpec per axis"):
+        load_spec(seen.config, pairing="half")
+    head_dim, base = seen.q_before.shape[-1], seen.config.rope_parameters["rope_theta"]
+    q = seen.q_before
+    for rotary_slice, positions in zip(("leading", "trailing"), seen.positions, strict=True):
+        sizes: Any = {"rotary_dim": head_dim // 2, "rotary_slice": rotary_slice, "pairing": "half"}
+        q = RotaryEmbedding(RopeSpec(head_dim, Plain(base), **sizes))(q, positions=positions)
+    torch.testing.assert_close(q, seen.q_after, rtol=0, atol=2e-5)
+
+    config = observe("hunyuan_vl_text")[0].config
+    spec, ids, x = load_spec(config), torch.tensor([0, 1, 5, 40, 101]), torch.randn(1, 2, 5, 128)
+    cos, sin = home(config, "HunYuanVLRotaryEmbedding")(config)(x, position_ids=ids.expand(4, 1, 5))
+    expected, _ = home(config, "apply_rotary_pos_emb")(x, x, cos, sin)
+    assert isinstance(spec, RopeSpec)
+    torch.testing.assert_close(RotaryEmbedding(spec)(x, positions=ids.expand(4, 5)), expected, rtol=0, atol=2e-5)
 
 
 def test_every_familys_config_goes_through_load_spec_and_to_config():

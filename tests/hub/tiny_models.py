@@ -107,6 +107,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 # These take embedded tokens only.
 FED_EMBEDDINGS = {"qwen3_omni_moe_talker_code_predictor", "qwen3_omni_moe_talker_text", "csm", "kyutai_speech_to_text"}
 MOST_WEIGHTS = 50_000_000
+# What a checkpoint adds to the rotation, by the end of its name in the state_dict.
+LEARNED = re.compile(r"(^|\.)(rotary_emb\.alpha|softmax_scaling\.(scale|bias))$")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "depth")
 
 
@@ -218,6 +220,9 @@ def built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTr
             parameter.data = torch.randn(parameter.shape) * 0.1
         elif parameter.ndim == 1 and not re.search("norm.*weight|bias", name) and not parameter.any():
             parameter.data = torch.ones(parameter.shape)
+    for name, tensor in model.state_dict().items():
+        if LEARNED.search(name):
+            tensor.copy_(torch.rand(tensor.shape) + 0.5)
     return model
 
 

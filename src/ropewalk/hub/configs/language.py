@@ -171,6 +171,14 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
             got=f"no model_type, and {' and '.join(key for key in _OF_TOWERS if key in part.data)}",
             do='add the model_type of the whole config: {"model_type": "qwen2_vl", ...}',
         )
+    if known is None and _has_axes(model_type, part.data):
+        raise RopewalkError(
+            asked=caller.asked(f"a config with model_type {model_type!r}"),
+            expected="axes whose pairs are known",
+            got="positions on several axes, in an order that no RopeSpec has or that ropewalk does not know",
+            do="look at the code of the model; if each axis has its own block of the head, use one RopeSpec per axis,"
+            " with rotary_dim and rotary_slice",
+        )
     if known is None and pairing is None:
         near = difflib.get_close_matches(model_type or "", FAMILIES, n=1)
         raise RopewalkError(
@@ -197,6 +205,14 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
             do=caller.leave_out("pairing") + caller.converted_weights,
         )
     return known, True
+
+
+def _has_axes(model_type: str | None, data: Mapping[str, Any]) -> bool:
+    """Whether an unknown family rotates by several positions, of which its config does not specify the order."""
+    parameters = data.get("rope_parameters")
+    axial = isinstance(parameters, dict) and parameters.get("rope_type") == "axial"
+    # Its two axes have a block of the head each, in halves: a RopeSpec has one block.
+    return axial or model_type == "gemma4_vision"
 
 
 def _require_one_width(keys: Keys, data: Mapping[str, Any]) -> None:
