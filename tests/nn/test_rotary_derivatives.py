@@ -156,6 +156,8 @@ def test_the_gradient_of_one_table_alone(which):
     assert torch.allclose(tables[which].grad, expected, atol=1e-13)
 
 
+# opcheck of torch 2.15 reads the gradients of views.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("batched", [False, True])
 def test_the_angles_op(per_head, batched):

@@ -341,6 +341,7 @@ def test_numbers_of_a_rule_are_found_by_what_they_are():
         Frequencies.known.pop("Choosing")
 
 
+@pytest.mark.usefixtures("as_a_user")  # torch 2.15 does not trace the checks of types
 def test_a_new_rule_needs_one_class_and_nothing_else():
     @dataclasses.dataclass(frozen=True)
     class Breathing(Frequencies):
