@@ -463,10 +463,67 @@ def test_nothing_is_wider_than_the_screen(visit, width):
         summary(page, panel)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         if width == 1400:
-            # The picture of every panel, without scrolling.
-            box = page.locator("#picture").bounding_box()
-            assert box is not None
-            assert box["y"] + box["height"] <= 900
+            # Every panel, without scrolling.
+            assert page.evaluate("document.documentElement.scrollHeight") <= 900
+
+
+# What of a text leaves its picture, and what label of a vertical line is over its curves, by at least a pixel.
+MISPLACED = """Array.from(document.querySelectorAll("#picture .frame > svg")).flatMap((svg) => {
+  const [outer, plot] = [svg, svg.querySelector("svg")].map((x) => x.getBoundingClientRect());
+  const labels = Array.from(svg.querySelectorAll("text"), (text) => [text, text.getBoundingClientRect()]);
+  const cut = labels.filter(([, box]) => box.left < outer.left - 1 || box.right > outer.right + 1);
+  const marks = labels.filter(([text]) => /^(position|distance) [0-9]/.test(text.textContent));
+  const over = marks.filter(([, box]) => box.bottom > plot.top + 5);
+  return [...cut, ...over].map(([text]) => text.textContent);
+})"""
+
+
+@pytest.mark.parametrize("width", [1400, 768, 400])
+def test_labels_are_whole_and_beside_the_curves(visit, width):
+    visit.page.set_viewport_size({"width": width, "height": 900})
+    for context in (4096, 100_000, 1_048_576, 100_000_000):
+        page = visit.open(f"preset=llama-2-7b&panel=precision&context={context}&position=99999&distance=99999")
+        for panel in ("precision", "decay", "score", "bias", "compare"):
+            summary(page, panel)
+            assert page.evaluate(MISPLACED) == [], (context, panel)
+
+
+@pytest.mark.parametrize(("width", "height"), [(701, 900), (768, 1024), (768, 600), (1000, 700)])
+def test_all_controls_are_in_reach_below_the_picture(visit, width, height):
+    """Sideways, nothing of them is hidden: people scroll down."""
+    visit.page.set_viewport_size({"width": width, "height": height})
+    page = visit.open("preset=qwen2.5-7b-instruct-yarn")
+    page.locator("#rule-fields details summary").click()
+    assert page.evaluate("(({ scrollWidth, clientWidth }) => scrollWidth - clientWidth)(document.forms[0])") == 0
+
+
+def test_a_link_without_a_rule_shows_a_model(visit):
+    page = visit.open("panel=decay")
+    assert (state(page)["preset"], state(page)["panel"]) == ("llama-3.1-8b", "decay")
+    assert page.locator("#notes").inner_text() == ""
+    page = visit.open("preset=nosuch&panel=decay")
+    assert (state(page)["preset"], state(page)["panel"]) == ("llama-3.1-8b", "decay")
+    assert "names a model that this page does not have; llama-3.1-8b is shown" in page.locator("#notes").inner_text()
+
+
+def test_a_button_tells_that_it_has_copied(visit):
+    page = visit.open()
+    for words in ("Copy link", "Copy as JSON"):
+        button = page.get_by_role("button", name=words)
+        handle = button.element_handle()
+        button.click()
+        page.get_by_role("button", name="Copied", exact=True).wait_for()
+        page.wait_for_selector(f"button:has-text('{words}')")
+        assert handle.inner_text() == words
+
+
+def test_a_note_on_a_value_goes_with_the_value(visit):
+    page = visit.open()
+    fill(page, "position", 1.5)
+    assert "1.5 was changed to 2" in page.locator("#position-error").inner_text()
+    fill(page, "context", 2)
+    assert state(page)["position"] == 1
+    assert not page.locator("#position-error").is_visible()
 
 
 def test_questions_of_a_new_user(visit):

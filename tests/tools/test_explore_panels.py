@@ -1,6 +1,7 @@
 """The sentences of the explorer's panels, under Node.js, against Python."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def test_the_first_negative_score_is_that_of_theory():
     for spec, panel in zip(specs, drawn_all("score", [(spec, 131_072, None) for spec in specs]), strict=True):
         first = first_negative_distance(spec.inv_freq(), limit=131_073)
         assert first is not None
-        assert f"The first distance with a negative score is {first:,}." in panel["summary"]
+        assert re.search(rf"The first distance with a negative score is {first:,}[.,]( |$)", panel["summary"])
     assert "No distance up to 1,000 has" in drawn("score", LLAMA, 1000)["summary"]
 
 
@@ -111,6 +112,15 @@ def test_a_verdict_on_decay_needs_means_over_whole_octaves():
     assert "too short" in drawn("decay", LLAMA, 40)["summary"]
     still = RopeSpec(4, Explicit(np.zeros(2)))
     assert "are equal through all distances below 4,096." in drawn("decay", still, 4096)["summary"]
+    # 1024 pairs: the page computes the means over 2¹⁶ distances, and a larger context does not change that.
+    wide = drawn("decay", RopeSpec(2048), 1_048_576)["summary"]
+    assert "fall through all distances below 65,536, the farthest that this page computes." in wide
+
+
+def test_a_distance_between_drawn_points_is_called_so():
+    assert "negative score is 1,707." in drawn("score", LLAMA, 2047)["summary"]
+    far = RopeSpec(128, Plain(500_000))
+    assert "negative score is 18,438, between two drawn points." in drawn("score", far, 131_072)["summary"]
 
 
 def test_two_specs_name_what_differs():

@@ -3,7 +3,7 @@
 const Chart = (() => {
   const SVG = "http://www.w3.org/2000/svg";
   const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
-  const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+  const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 20 });
 
   function svg(name, attributes = {}, ...children) {
     const element = document.createElementNS(SVG, name);
@@ -21,8 +21,8 @@ const Chart = (() => {
       const [mantissa, exponent] = x.toExponential(Math.min(digits, 3) - 1).split("e");
       return `${Number(mantissa) === 1 ? "" : `${mantissa.replace("-", "−")} × `}10${power(Number(exponent))}`;
     }
-    if (Number.isInteger(x) || size >= 10 ** digits) return grouped.format(Math.round(x)).replace("-", "−");
-    return String(Number(x.toPrecision(digits))).replace("-", "−");
+    const rounded = Number.isInteger(x) || size >= 10 ** digits ? Math.round(x) : Number(x.toPrecision(digits));
+    return (size >= 1000 ? grouped.format(rounded) : String(rounded)).replace("-", "−");
   }
 
   function power(exponent) {
@@ -90,6 +90,17 @@ const Chart = (() => {
     return parts.join("");
   }
 
+  // The widths of a letter and of a digit of 14px, at most: what is shown must not depend on measuring.
+  const [LETTER, DIGIT] = [7.6, 9];
+
+  // How far the axis must end before the edge, so that the label of its last tick is whole.
+  function overhang(axis, domain, tick, left, edge, width) {
+    if (tick === undefined) return 0;
+    const place = scale({ ...axis, domain }, left, edge)(tick);
+    const beyond = place + (text(tick).length * DIGIT) / 2 - width;
+    return beyond > 0 ? (beyond * (edge - left)) / (place - left) : 0;
+  }
+
   // Draws `chart` into `frame`: {label, x, y, lines, marks, areas}. Axes: {label, log, domain, include, ticks}.
   // Returns `at(pixel)`: the value of x at a place, and `point(x)`, which shows a vertical line at x, or none for null.
   function draw(frame, chart) {
@@ -99,7 +110,11 @@ const Chart = (() => {
     const yTicks = (chart.y.log ? logTicks : linearTicks)(...yDomain, Math.floor(height / 55));
     const labels = yTicks.map((tick) => text(tick));
     const left = 18 + Math.max(3, ...labels.map((label) => label.length)) * 8.2 + 14;
-    const [right, top, bottom] = [width - 14, 12, height - 50];
+    // Labels of vertical marks are above the plot, where they hide nothing.
+    const [top, bottom] = [(chart.marks ?? []).some((mark) => "x" in mark) ? 28 : 12, height - 50];
+    const edge = width - 14;
+    const xTicks = chart.x.ticks ?? (chart.x.log ? logTicks : linearTicks)(...xDomain, Math.floor((edge - left) / 85));
+    const right = edge - overhang(chart.x, xDomain, xTicks.at(-1), left, edge, width);
     const x = scale({ ...chart.x, domain: xDomain }, left, right);
     const y = scale({ ...chart.y, domain: yDomain }, bottom, top);
     const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": chart.label });
@@ -110,12 +125,12 @@ const Chart = (() => {
       root.append(svg("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }));
       root.append(svg("text", { x: left - 8, y: y(tick) + 5, "text-anchor": "end" }, labels[i]));
     });
-    const xTicks = chart.x.ticks ?? (chart.x.log ? logTicks : linearTicks)(...xDomain, Math.floor((right - left) / 85));
     xTicks.forEach((tick) => {
       root.append(svg("line", { x1: x(tick), x2: x(tick), y1: top, y2: bottom, class: "grid" }));
-      root.append(svg("text", { x: Math.min(Math.max(x(tick), left), right - 10), y: bottom + 20, "text-anchor": "middle" }, text(tick)));
+      root.append(svg("text", { x: Math.max(x(tick), left), y: bottom + 20, "text-anchor": "middle" }, text(tick)));
     });
-    root.append(svg("text", { x: (left + right) / 2, y: height - 8, "text-anchor": "middle", class: "axis" }, chart.x.label));
+    const half = (chart.x.label.length * LETTER) / 2;
+    root.append(svg("text", { x: Math.max(Math.min((left + right) / 2, width - half), half), y: height - 8, "text-anchor": "middle", class: "axis" }, chart.x.label));
     const middle = (top + bottom) / 2;
     root.append(svg("text", { x: 14, y: middle, transform: `rotate(-90 14 ${middle})`, "text-anchor": "middle", class: "axis" }, chart.y.label));
     const log = { x: chart.x.log, y: chart.y.log };
@@ -148,7 +163,7 @@ const Chart = (() => {
       } else if ("x" in mark && (!chart.x.log || mark.x > 0) && inside(mark.x, xDomain)) {
         root.append(svg("line", { x1: x(mark.x), x2: x(mark.x), y1: top, y2: bottom, class: "mark" }));
         const end = x(mark.x) > (left + right) / 2;
-        root.append(svg("text", { x: x(mark.x) + (end ? -6 : 6), y: top + 14, "text-anchor": end ? "end" : "start", class: "halo" }, mark.label));
+        root.append(svg("text", { x: x(mark.x) + (end ? 4 : -4), y: top - 8, "text-anchor": end ? "end" : "start", class: "halo" }, mark.label));
       }
     }
     const pointer = svg("line", { y1: top, y2: bottom, class: "pointer", visibility: "hidden" });

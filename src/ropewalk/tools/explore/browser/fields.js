@@ -48,7 +48,9 @@ const makeFields = (specs) => {
       error.hidden = !message;
       error.textContent = message;
     };
+    // A value from elsewhere makes what was said of the last one untrue.
     const show = (x) => {
+      state("");
       last = x;
       field.value = x === null ? "" : String(x);
       if (!slider || x === null) return;

@@ -63,26 +63,30 @@ const explorer = (() => {
     return JSON.stringify(a) === JSON.stringify(b);
   }
 
-  // A link with a preset and no rule means the preset, and what the link states beside it.
+  // A link without a rule means its preset, or the first one, and what the link states beside it.
   function completed(text) {
     const stated = new URLSearchParams(text);
-    const index = stated.has("rule") ? -1 : data.presets.findIndex((preset) => preset.name === stated.get("preset"));
-    if (index === -1) return text;
-    const whole = new URLSearchParams(specs.write(fromPreset(index)));
-    for (const [name, value] of stated) whole.set(name, value);
-    return whole.toString();
+    if (stated.has("rule") || !(stated.has("preset") || stated.has("panel"))) return [text, []];
+    const name = stated.get("preset");
+    const index = data.presets.findIndex((preset) => preset.name === name);
+    const unknown = name !== null && index === -1;
+    if (unknown) stated.delete("preset");
+    const whole = new URLSearchParams(specs.write(fromPreset(index === -1 ? data.first : index)));
+    for (const [key, value] of stated) whole.set(key, value);
+    return [whole.toString(), unknown ? [`the link names a model that this page does not have; ${data.presets[data.first].name} is shown`] : []];
   }
 
   // A link may contain any name. It stays if the spec is the one that has this name.
   function fromLink(text) {
-    const [read, changes] = specs.read(completed(text), Object.keys(panels));
+    const [whole, missing] = completed(text);
+    const [read, changes] = specs.read(whole, Object.keys(panels));
     if (!read) return [null, changes];
     const named = (name, spec) => presetOf(name) && same(specs.check(presetOf(name).spec), spec);
     if (!named(read.preset, read.a)) read.preset = "";
     read.from = read.preset || presetOf(read.from)?.name || "";
     const follows = read.bName === FOLLOWS && same(specs.unscaled(read.a), read.b);
     if (!follows && !named(read.bName, read.b)) read.bName = "";
-    return [read, [...changes, ...within(read)]];
+    return [read, [...missing, ...changes, ...within(read)]];
   }
 
   // "A without its rule" changes with A, until another B is chosen.
@@ -515,10 +519,14 @@ const explorer = (() => {
     setText(byId("code"), write());
   }
 
-  async function copy(kind, what) {
+  // The button itself tells that it has copied: notes may be out of sight.
+  async function copy(button, kind, what) {
     try {
       await navigator.clipboard.writeText(TEXTS[kind][1]());
       messages = [`${what} copied.`];
+      button.dataset.label ??= button.textContent;
+      button.textContent = "Copied";
+      setTimeout(() => (button.textContent = button.dataset.label), 2000);
     } catch {
       textKind = kind;
       showExport();
@@ -565,9 +573,10 @@ const explorer = (() => {
     state = fromPreset(data.first);
     restart();
   });
-  byId("copy-link").addEventListener("click", () => copy("link", "Link"));
+  byId("copy-link").addEventListener("click", (event) => copy(event.currentTarget, "link", "Link"));
   for (const button of document.querySelectorAll("[data-copy]")) {
-    button.addEventListener("click", () => copy(button.dataset.copy, button.textContent.replace("Copy ", "Spec ")));
+    const what = button.textContent.replace("Copy ", "Spec ");
+    button.addEventListener("click", () => copy(button, button.dataset.copy, what));
   }
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   byId("numbers").addEventListener("toggle", schedule);

@@ -136,7 +136,7 @@ const makePanels = (specs, data) => {
       const plain = plainOf(state.a);
       const same = state.a.frequencies.rule === "Plain" || plain === null;
       if (!same) {
-        lines.unshift({ name: "without the rule", colour: "c", dashed: true, xs: indices(plain), ys: wavelengths(plain) });
+        lines.unshift({ name: state.b ? "A without the rule" : "without the rule", colour: "c", dashed: true, xs: indices(plain), ys: wavelengths(plain) });
       }
       const waves = wavelengths(view(state.a, state).theta);
       const within = (list, length) => list.filter((x) => x <= length).length;
@@ -233,7 +233,7 @@ const makePanels = (specs, data) => {
       }));
       return {
         ...out,
-        summary: `${bands[0] ? falling(bands[0], farthest) : "The means over octaves are being computed."} At distance ${text(state.distance)}: ${out.values}.`,
+        summary: `${bands[0] ? falling(bands[0], farthest, state.context) : "The means over octaves are being computed."} At distance ${text(state.distance)}: ${out.values}.`,
         table: {
           caption: "Mean of the bound over all distances of an octave",
           head: ["distances", ...views(state).map((v) => v.name)],
@@ -248,17 +248,21 @@ const makePanels = (specs, data) => {
   }
 
   // Where the means over octaves first rise. Differences of rounding are none.
-  function falling(bands, farthest) {
+  function falling(bands, farthest, context) {
     if (bands.length < 2) return `The context is too short for means over octaves of distances.`;
     const rises = (x, y) => x > y * (1 + 1e-9);
     const first = bands.findIndex((band, i) => i > 0 && rises(band.mean, bands[i - 1].mean));
     if (first === -1) {
       const falls = rises(bands[0].mean, bands.at(-1).mean);
-      const more = falls ? "; raise Context to see where they stop" : "";
+      const more = farthest < context ? ", the farthest that this page computes" : falls ? "; raise Context to see where they stop" : "";
       return `The means over octaves ${falls ? "fall" : "are equal"} through all distances below ${text(farthest)}${more}.`;
     }
     const lowest = bands.reduce((best, band) => (band.mean < best.mean ? band : best));
     return `The means over octaves first rise after distances ${span(bands[first - 1])}; the lowest is ${text(lowest.mean)}, at ${span(lowest)}.`;
+  }
+
+  function isDrawn(xs, x) {
+    return xs[Chart.nearest(xs, x)] === x;
   }
 
   const score = {
@@ -272,7 +276,7 @@ const makePanels = (specs, data) => {
       return {
         ...out,
         summary: `At distance ${text(state.distance)}: ${out.values}. ` +
-          (first === null ? `No distance up to ${text(farthest)} has a negative score.` : `The first distance with a negative score is ${text(first)}.`),
+          (first === null ? `No distance up to ${text(farthest)} has a negative score.` : `The first distance with a negative score is ${text(first)}${isDrawn(out.xs, first) ? "" : ", between two drawn points"}.`),
         table: curveTable("The score at some of the drawn distances", "distance", out.xs, out.lines),
       };
     },
