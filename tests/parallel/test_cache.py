@@ -311,6 +311,8 @@ def disagreement_case(mesh):
     refused(lambda: attention(x, cache=cut, counts=torch.tensor([5, 5, 4 + rank])), "counts [5, 5, 4]")
     mask = torch.ones(BATCH, 5, dtype=torch.bool)
     refused(lambda: attention(x, cache=cut, key_mask=mask if rank else None), "key_mask None")
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(rank)):
+        refused(lambda: attention(x, cache=cut), "autocast torch.bfloat16", "autocast none")
     # Layers with other options, and a cache in which one rank has more tokens.
     refused(lambda: layer("rope", window=3 + rank)(x, cache=cut), "window=3", "window=4")
     refused(lambda: layer("xpos" if rank else "rope")(x, cache=cut), "xpos")

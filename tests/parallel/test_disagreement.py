@@ -1,8 +1,10 @@
 """Ranks that disagree, that have invalid arguments or that end: every other rank raises an error."""
 
+import functools
 import os
 import pickle
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +97,67 @@ def calls_differ(mesh):
     assert parallel.attention(q, k, v, shards=shards, encoding=ropes[1]).shape == q.shape[:3] + v.shape[3:]
 
 
+def shards_of_calls_differ(mesh):
+    """A rank that has created several Shards, all of which the other ranks have created too, passes another one."""
+    pairs = [
+        [parallel.Shards(mesh, LENGTH, layout) for layout in ("contiguous", "zigzag")],
+        [parallel.Shards(mesh, LENGTH), parallel.Shards(mesh, [60, 100])],
+        [parallel.Shards(mesh, LENGTH, cu_seqlens=[0, end, LENGTH]) for end in (40, 120)],
+    ]
+    words = [("layout contiguous", "layout zigzag"), ("(80, 80)", "(60, 100)"), ("[0, 40, 160]", "[0, 120, 160]")]
+    for pair, different in zip(pairs, words, strict=True):
+        shards = pair[mesh.get_local_rank()]
+        q, k, v = parts(shards, kv_heads=4)
+        for method in ("gather", "ulysses", "ring"):
+            refused(lambda s=shards, m=method: parallel.attention(q, k, v, shards=s, method=m), *different)
+        refused(lambda s=shards: parallel.linear_attention(q, k, v, shards=s), *different)
+        refused(lambda s=shards: s.join(q, 2), *different)
+
+
+def autocast_differs(mesh):
+    shards, rank = parallel.Shards(mesh, LENGTH), mesh.get_local_rank()
+    q, k, v = parts(shards, kv_heads=4, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(rank)):
+        for method in ("gather", "ulysses", "ring"):
+            refused(
+                lambda m=method: parallel.attention(q, k, v, shards=shards, method=m),
+                "autocast torch.bfloat16",
+                "autocast none",
+            )
+        refused(lambda: parallel.linear_attention(q, k, v, shards=shards), "autocast none")
+
+
+def positions_past_a_limit(mesh):
+    """Position 100 is on the last rank: the others raise too."""
+    shards, linear = parallel.Shards(mesh, LENGTH), parallel.linear_attention
+    q, k, v = parts(shards, kv_heads=4)
+    for rope in (rw.RotaryEmbedding(8, context_length=100), rw.RotaryEmbedding(rw.RopeSpec(8, xpos=rw.XPos(100)))):
+        for method in ("gather", "ulysses", "ring"):
+            call = functools.partial(parallel.attention, q, k, v, shards=shards, encoding=rope, method=method)
+            refused(call, "position 159", "below 100")
+        refused(lambda r=rope: linear(q, k, v, shards=shards, rope=r), "position 159")
+    # With a state, positions continue from it: 160, and 161 in the second sequence.
+    state = rw.linear_state(k, v)
+    for position in (1, torch.tensor([0, 1])):
+        after, short = replace(state, position=position), rw.RotaryEmbedding(8, context_length=LENGTH)
+        refused(lambda s=after, r=short: linear(q, k, v, shards=shards, rope=r, state=s), "position 160")
+    packed = parallel.Shards(mesh, LENGTH, cu_seqlens=[0, 90, LENGTH])
+    one, rope = [x[:1] for x in (q, k, v)], rw.RotaryEmbedding(8, context_length=90)
+    assert parallel.attention(*one, shards=packed, encoding=rope).shape == one[0].shape[:3] + v.shape[3:]
+    assert linear(*one, shards=packed, rope=rope).shape == one[0].shape[:3] + v.shape[3:]
+
+
+def joins_differ(mesh):
+    shards, rank = parallel.Shards(mesh, LENGTH), mesh.get_local_rank()
+    x = torch.arange(80 * 4.0).reshape(1, 80, 4)
+    refused(lambda: shards.join(x.double() if rank else x, 1), "torch.float32", "torch.float64")
+    refused(lambda: shards.join(x[..., rank:], 1), "other sizes [1, 4]", "other sizes [1, 3]")
+    refused(lambda: shards.join(x, 2 if rank else 1), "80 in dimension 2")
+    refused(lambda: shards.join(x.squeeze(0) if rank else x, -2), "dimension 0", "dimension 1")
+    refused(lambda: shards.join(x.detach().requires_grad_(bool(rank)), 1), "gradient True", "gradient False")
+    assert shards.join(x, -2 if rank else 1).shape == (1, LENGTH, 4)
+
+
 def invalid_calls(mesh):
     shards, packed = parallel.Shards(mesh, LENGTH), parallel.Shards(mesh, LENGTH, cu_seqlens=[0, 50, LENGTH])
     q, k, v = parts(shards, kv_heads=4)
@@ -125,6 +188,7 @@ def invalid_calls(mesh):
 
 def bad_cases(world):
     cases = (shards_differ, invalid_shards, mesh_of_two_dimensions, mesh_of_gpus, calls_differ, invalid_calls)
+    cases += (shards_of_calls_differ, autocast_differs, positions_past_a_limit, joins_differ)
     return {case.__name__: case for case in cases}
 
 

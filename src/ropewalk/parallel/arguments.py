@@ -1,15 +1,19 @@
 """Checks of the arguments of attention across ranks, and what must not differ between ranks."""
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_axes, rope_in
+from ropewalk.nn.rotary.call import Limits
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.parallel.shards import Shards
 
-__all__ = ["check_shards", "check_tokens", "describe_encoding", "describe_tensors"]
+__all__ = ["check_positions", "check_shards", "check_tokens", "describe_autocast", "describe_encoding", "describe_tensors"]
 
 
 def check_shards(shards: object, *, asked: str) -> None:
@@ -96,14 +100,60 @@ def check_tokens(
         )
 
 
+def check_positions(
+    shards: Shards, encoding: Encoding | RotaryEmbedding | None, starts: Sequence[int] = (), *, asked: str
+) -> None:
+    """Raise if a rotation does not support a position of a token of some rank. Another rank would wait for it.
+
+    Args:
+        shards: The shards.
+        encoding: An encoding, a rotation, or None.
+        starts: Positions of the first tokens of the sequences: one for all, one per packed sequence, or one per row of
+            a batch. By default 0.
+        asked: The function, for errors.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> rope = RotaryEmbedding(2, context_length=8)
+    >>> try:
+    ...     check_positions(Shards(init_device_mesh("cpu", (1,)), 5), rope, [2, 4], asked="a doctest")
+    ... except RopewalkError as error:
+    ...     error.got
+    'position 8'
+    >>> dist.destroy_process_group()
+    """
+    rotation = rope_in(encoding)
+    if rotation is None or (rotation.context_length is None and rotation.spec.xpos is None):
+        return
+    lengths = [end - begin for begin, end in itertools.pairwise(shards.ends)]
+    starts = starts or [0]
+    count, limits = max(len(lengths), len(starts)), Limits(rotation.context_length, rotation.spec.xpos, False)
+    pairs = zip(itertools.cycle(starts), itertools.cycle(lengths), strict=False)
+    for start, length in itertools.islice(pairs, count):
+        limits.check_range(start, length, asked)
+
+
 def describe_tensors(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    """Describe sizes, dtype, and which tensors need gradients: a backward pass has collectives too.
+    """Describe sizes, dtype, autocast, and which tensors need gradients: a backward pass has collectives too.
 
     >>> describe_tensors(*[torch.ones(1, 2, 3, 4)] * 3)[1]
     'torch.float32'
     """
     sizes = [(len(x), x.shape[1], x.shape[3]) for x in (q, k, v)]
-    return [f"[batch, heads, dim] {sizes}", f"{v.dtype}", f"gradients of q, k, v {_learns(q, k, v)}"]
+    needs = f"gradients of q, k, v {_learns(q, k, v)}"
+    return [f"[batch, heads, dim] {sizes}", f"{v.dtype}", describe_autocast(v), needs]
+
+
+def describe_autocast(x: Tensor) -> str:
+    """Describe autocast on the device of a tensor: ranks would send numbers of another dtype.
+
+    >>> describe_autocast(torch.ones(1))
+    'autocast none'
+    """
+    device = x.device.type
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return f"autocast {torch.get_autocast_dtype(device) if enabled else 'none'}"
 
 
 def describe_encoding(encoding: Encoding | RotaryEmbedding | None) -> str:

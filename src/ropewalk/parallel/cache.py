@@ -18,6 +18,7 @@ from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.saved_tensors import check_tensor, checked_tensors
 from ropewalk.parallel.agreement import agree, agree_on_call, cpu_group
+from ropewalk.parallel.arguments import describe_autocast
 from ropewalk.parallel.collectives import gather
 from ropewalk.parallel.mesh import checked_mesh, device_of
 from ropewalk.signatures import checks_names
@@ -163,6 +164,7 @@ class ShardedKVCache(KVCache, CacheOfRanks):
             counts = tensors.get("counts")
             if counts is not None and can_read_values(counts):
                 parts.append(f"counts {counts.tolist()}")
+            parts.append(describe_autocast(self.keys))
             tokens = f"{self.filled_at_most} tokens in the cache at most; lengths that are equal {self.even}"
             return "; ".join([*parts, tokens, self._describe(), f"layer {' '.join(repr(layer).split())}"])
 

@@ -24,7 +24,7 @@ from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
 from ropewalk.ops.dtensors import is_dtensor
-from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
+from ropewalk.parallel.arguments import check_positions, check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import no_outputs
 from ropewalk.parallel.exchange import Exchange
 from ropewalk.parallel.layout import Run
@@ -178,6 +178,11 @@ def linear_attention(
         check_tensors(q, k, v, causal)
         check_tokens(q, k, shards, rope, asked=_ASKED)
         _check_options(q, k, shards, causal, decay, bias, state, return_state, length)
+        start = 0 if state is None else state.start(len(state.above))
+        if not isinstance(start, Tensor):
+            check_positions(shards, rope, [start], asked=_ASKED)
+        elif can_read_values(start):
+            check_positions(shards, rope, [int(x) for x in start.tolist()], asked=_ASKED)
         distances = bias_for_linear(bias, f"{_ASKED}(bias=...)")
         resolve_maps(feature_map, _ASKED)
         resolve_scale(normalize, scale, _ASKED)

@@ -79,6 +79,8 @@ class Shards:
     positions: Tensor
     indices: Tensor
     check_calls: bool
+    # What the ranks compared at creation, and compare in each call.
+    _text: str
 
     def __init__(
         self,
@@ -101,7 +103,8 @@ class Shards:
             ends = _as_list(cu_seqlens)
             self.runs = runs_of_ranks(self.ranks, length, layout, ends, asked="Shards")
             self.lengths = tuple(sum(run.length for run in runs) for runs in self.runs)
-            return f"tokens of each rank {self.lengths}; layout {layout}; cu_seqlens {ends}; check_calls {check_calls}"
+            self._text = f"tokens of each rank {self.lengths}; layout {layout}; cu_seqlens {ends}"
+            return f"{self._text}; check_calls {check_calls}"
 
         agree(self._group, describe, asked="Shards", do="create it with the same arguments on every rank")
         self.layout, self.sequences = layout, None if ends is None else len(ends) - 1
@@ -142,7 +145,7 @@ class Shards:
         return x.index_select(dim, self.indices.to(x.device))
 
     def join(self, x: Tensor, dim: int) -> Tensor:
-        """Return the tokens of all ranks, in order, on every rank.
+        """Return the tokens of all ranks, in order, on every rank. As a call, it is compared between the ranks.
 
         The gradient of x is the sum of the gradients of the ranks. If every rank computes the same loss of the result,
         divide that loss by the number of ranks.
@@ -155,9 +158,18 @@ class Shards:
             A tensor with `length` tokens.
 
         Raises:
-            RopewalkError: If the number of tokens is another one.
+            RopewalkError: On every rank, if the number of tokens of some rank is another one, or if a dtype, another
+                size, `dim`, or the need for a gradient differs between ranks.
         """
-        self._check_tokens(x, dim, self.lengths[self.rank], "Shards.join(x, dim)", "the tokens of this rank")
+        asked = "Shards.join(x, dim)"
+
+        def describe() -> str:
+            sizes = [size for i, size in enumerate(x.shape) if i != dim % x.dim()]
+            needs = torch.is_grad_enabled() and x.requires_grad
+            return f"join; dimension {dim % x.dim()}, other sizes {sizes}; {x.dtype}; gradient {needs}"
+
+        count, what = self.lengths[self.rank], "the tokens of this rank"
+        self.agree(lambda: self._check_tokens(x, dim, count, asked, what), describe, asked=asked)
         dim %= x.dim()
         return self.ordered(gather(self.padded(x, dim), self.mesh).movedim(0, dim).flatten(dim, dim + 1), dim)
 
@@ -181,18 +193,19 @@ class Shards:
         return new_zeros(x, size).index_copy(dim, self._places.to(x.device), x)
 
     def agree(self, check: Callable[[], object], describe: Callable[[], str], *, asked: str) -> None:
-        """Check a call on all ranks.
+        """Check a call on all ranks. The shards are compared too: a rank can have created several.
 
         Args:
             check: Raises if the arguments of this rank are invalid.
-            describe: Describes what must not differ between ranks.
+            describe: Describes what else must not differ between ranks.
             asked: The call, for errors.
 
         Raises:
             RopewalkError: On every rank, if a rank disagrees or has raised.
         """
         do = "pass the same arguments on every rank, with the tokens that Shards assigns to it"
-        agree_on_call(self._group if self.check_calls else None, check, describe, asked=asked, do=do)
+        group = self._group if self.check_calls else None
+        agree_on_call(group, check, lambda: f"{self._text}; {describe()}", asked=asked, do=do)
 
     @property
     def _is_even(self) -> bool:

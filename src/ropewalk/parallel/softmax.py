@@ -16,7 +16,7 @@ from ropewalk.nn.encodings.some_heads import SomeHeads
 from ropewalk.nn.local_heads import call_locally, check_shards_of_heads
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops.dtensors import is_dtensor
-from ropewalk.parallel.arguments import check_shards, check_tokens, describe_encoding, describe_tensors
+from ropewalk.parallel.arguments import check_positions, check_shards, check_tokens, describe_encoding, describe_tensors
 from ropewalk.parallel.collectives import attach, gather, no_outputs, swap
 from ropewalk.parallel.ring import ring_attention
 from ropewalk.parallel.shards import Shards
@@ -106,6 +106,7 @@ def attention(
         require_flag(causal, asked=f"{_ASKED}(causal=...)")
         checked_window(window, asked=f"{_ASKED}(window=...)")
         check_tokens(q, k, shards, encoding, asked=_ASKED)
+        check_positions(shards, encoding, asked=_ASKED)
         added = checked_encoding(encoding, q, k, causal, asked=_ASKED)
         factor = checked_scale(scale, added, q.shape[-1], asked=_ASKED)
         if method == "ulysses" and (q.shape[1] % shards.ranks or k.shape[1] % shards.ranks):
