@@ -144,7 +144,8 @@ class _Rule(NamedTuple):
         if self.bias is not None:
             ids = [arange(run.start, run.stop, device=q.device) for run in (query, key)]
             score_bias = ScoreBias(self.bias, ids[0], ids[1])
-        return attend_with_lse(q, k, v, visibility, scale=self.scale, score_bias=score_bias)
+        options: dict[str, Any] = {"scale": self.scale, "score_bias": score_bias, "lse_dtype": torch.float64}
+        return attend_with_lse(q, k, v, visibility, **options)
 
 
 def _tokens(run: Run) -> slice:
@@ -177,17 +178,15 @@ class _Ring(torch.autograd.Function):
         shards, sizes = rule.shards, (k.shape[-1], v.shape[-1])
         working, device = working_dtype(q), q.device
         out = zeros(*q.shape[:3], v.shape[-1], dtype=working, device=device)
-        lse = full(q.shape[:3], float("-inf"), dtype=working, device=device)
+        # A weight of a part is exp of a difference of these, which float32 would round: they are small.
+        lse = full(q.shape[:3], float("-inf"), dtype=torch.float64, device=device)
         both = shards.padded(torch.cat([k, v], dim=-1), 2)
         for step in range(shards.ranks):
             travel = _Travel(shards, both) if step < shards.ranks - 1 else None
             for query, key in rule.pairs((shards.rank - step) % shards.ranks):
                 rows = _tokens(query)
                 y, new = rule.attend(query, key, *_exact(q[:, :, rows], *both[:, :, _tokens(key)].split(sizes, dim=-1)))
-                total = torch.logaddexp(lse[:, :, rows], new)
-                old = part_weight(lse[:, :, rows], total)
-                out[:, :, rows] = old * out[:, :, rows] + part_weight(new, total) * y
-                lse[:, :, rows] = total
+                out[:, :, rows], lse[:, :, rows] = _merged(out[:, :, rows], lse[:, :, rows], y, new)
             both = both if travel is None else travel.wait()
         # Not rounded: the gradient of a block depends on the difference between its output and the whole one.
         ctx.save_for_backward(q, k, v, out, lse, *learned)
@@ -220,8 +219,9 @@ class _Ring(torch.autograd.Function):
                     leaves = [x.detach().requires_grad_() for x in block]
                     y, new = rule.attend(query, key, *leaves)
                 # The output is the sum of exp(new - lse) y over all blocks.
-                weight, above = part_weight(new.detach(), lse[:, :, rows]), cotangent[:, :, rows]
-                of_new = (weight * above * (y.detach() - out[:, :, rows])).sum(-1)
+                weight = part_weight(new.detach(), lse[:, :, rows]).to(working)
+                above = cotangent[:, :, rows]
+                of_new = (weight * above * (y.detach() - out[:, :, rows])).sum(-1).to(new.dtype)
                 gradients = torch.autograd.grad(
                     (y, new), (*leaves, *learned), ((weight * above).to(y.dtype), of_new), allow_unused=True
                 )
@@ -234,6 +234,14 @@ class _Ring(torch.autograd.Function):
             both = both if travel is None else travel.wait()
         of_k, of_v = of_both[:, :, : k.shape[2]].split(sizes, dim=-1)
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, *totals
+
+
+def _merged(out: Tensor, lse: Tensor, y: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs and log-sum-exp over two parts of the keys."""
+    total = torch.logaddexp(lse, new)
+    old, fresh = part_weight(lse, total).to(out.dtype), part_weight(new, total).to(out.dtype)
+    # The output of the heavier part is not multiplied: only what is added to it is rounded.
+    return torch.where(old > fresh, out + fresh * (y - out), y + old * (out - y)), total
 
 
 def _exact(*tensors: Tensor) -> tuple[Tensor, ...]:

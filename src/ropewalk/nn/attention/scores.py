@@ -90,7 +90,7 @@ def attend(
     >>> attend(q, k, v, Visibility(causal=True, key_mask=hidden), scale=1.0).flatten().tolist()
     [0.0, 3.0]
     """
-    y, _ = _attend(q, k, v, visibility, score_bias, scale, dropout, flex, with_lse=False)
+    y, _ = _attend(q, k, v, visibility, score_bias, scale, dropout, flex, lse_dtype=None)
     return y
 
 
@@ -103,6 +103,7 @@ def attend_with_lse(
     scale: float,
     score_bias: ScoreBias | None = None,
     flex: bool | None = None,
+    lse_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `attend`, and the logarithm of the sum of exp(scores) over the visible keys of each query.
 
@@ -117,6 +118,8 @@ def attend_with_lse(
         scale: Factor on the scores.
         score_bias: The bias and its positions; None for no bias.
         flex: Force FlexAttention (True) or plain torch (False). None chooses.
+        lse_dtype: Dtype of the logarithms without FlexAttention; None for that of the scores. In float32 a logarithm of
+            10 is rounded by 5e-7, and so are the weights of the parts that are merged.
 
     Returns:
         Tensor [batch, heads, queries, v_dim], and float32 or float64 [batch, heads, queries]. A query without a visible
@@ -129,7 +132,7 @@ def attend_with_lse(
     >>> attend_with_lse(q, k, k, Visibility(causal=True), scale=1.0)[1].exp().flatten().tolist()
     [1.0, 2.0]
     """
-    y, lse = _attend(q, k, v, visibility, score_bias, scale, 0.0, flex, with_lse=True)
+    y, lse = _attend(q, k, v, visibility, score_bias, scale, 0.0, flex, lse_dtype or working_dtype(q))
     return y, cast(Tensor, lse)
 
 
@@ -187,24 +190,25 @@ def attend_packed(
     >>> attend_packed(q, q, v, Visibility(causal=True), torch.tensor([0, 2, 3]), scale=1.0)[0].flatten().tolist()
     [1.0, 2.0, 5.0]
     """
+    lse_dtype = working_dtype(q) if with_lse else None
     if not can_read_values(cu_seqlens):
         visibility = visibility._replace(documents=documents_of(cu_seqlens, q.shape[2]))
-        y, lse = _attend(q, k, v, visibility, score_bias, scale, dropout, None, with_lse)
+        y, lse = _attend(q, k, v, visibility, score_bias, scale, dropout, None, lse_dtype)
         return y, new_empty(y, 0) if lse is None else lse
     ends, outputs, sums = cu_seqlens.tolist(), [], []
     for start, end in itertools.pairwise(ends):
         part = slice(start, end)
         visible = visibility.of_keys(part)
         bias = None if score_bias is None else score_bias.part(part, part)
-        y, lse = _attend(q[:, :, part], k[:, :, part], v[:, :, part], visible, bias, scale, dropout, None, with_lse)
+        y, lse = _attend(q[:, :, part], k[:, :, part], v[:, :, part], visible, bias, scale, dropout, None, lse_dtype)
         outputs.append(y)
         sums.append(lse)
     padding = q[:, :, ends[-1] :]
     outputs.append(new_zeros(v, (*padding.shape[:3], v.shape[3])))
     y = torch.cat(outputs, dim=2)
-    if not with_lse:
+    if lse_dtype is None:
         return y, new_empty(y, 0)
-    none_visible = new_full(padding, padding.shape[:3], float("-inf"), dtype=working_dtype(q))
+    none_visible = new_full(padding, padding.shape[:3], float("-inf"), dtype=lse_dtype)
     return y, torch.cat([*sums, none_visible], dim=2)
 
 
@@ -217,9 +221,10 @@ def _attend(
     scale: float,
     dropout: float,
     flex: bool | None,
-    with_lse: bool,
+    lse_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the log-sum-exp if it is asked for."""
+    """Return the output, and the log-sum-exp if it has a dtype."""
+    with_lse = lse_dtype is not None
     unmasked = visibility.hides_nothing or (visibility.causal and visibility.only_causal and q.shape[2] == k.shape[2])
     if flex is None:
         flex = _supports_flex(q, k) and dropout == 0 and (with_lse or not (score_bias is None and unmasked))
@@ -230,11 +235,11 @@ def _attend(
             return result if with_lse else (result, None)
     window, start = visibility.window, visibility.starts or 0 if not isinstance(visibility.starts, Tensor) else None
     if window is not None and start is not None and _is_long(visibility, start, window, q.shape[2], k.shape[2]):
-        return _in_chunks(q, k, v, visibility, score_bias, scale, dropout, start, window, with_lse)
+        return _in_chunks(q, k, v, visibility, score_bias, scale, dropout, start, window, lse_dtype)
     bias = None if score_bias is None else score_bias.encoding.bias(score_bias.q_positions, score_bias.k_positions)
     bias = None if bias is None else _fitting(bias, q, k)
-    if with_lse:
-        return _with_lse(q, k, v, visibility, bias, scale)
+    if lse_dtype is not None:
+        return _with_lse(q, k, v, visibility, bias, scale, lse_dtype)
     if bias is None and unmasked:
         return _sdpa(q, k, v, None, visibility.causal, scale, dropout), None
     mask, no_keys = _mask(visibility, q, k)
@@ -247,7 +252,7 @@ def _attend(
 
 
 def _with_lse(
-    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, bias: Tensor | None, scale: float, lse_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """SDPA does not return the log-sum-exp: all scores are computed here, in float32 or float64."""
     working, device = working_dtype(q), q.device.type
@@ -265,12 +270,23 @@ def _with_lse(
         scores = scores if bias is None else scores + bias.to(working)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf"))
-        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
-        weights = (scores - lse).exp().reshape(batch, kv_heads, rows, k.shape[2])
+        # Not exp(scores - lse): the rounding of the logarithm would be that of all weights.
+        weights = torch.softmax(scores, dim=-1).reshape(batch, kv_heads, rows, k.shape[2])
+        lse = _log_sum_exp(scores, lse_dtype)
         y = (weights @ values).reshape(*q.shape[:3], v.shape[3]).to(result_dtype)
     if no_keys is not None:
         y, lse = y.masked_fill(no_keys, 0), lse.masked_fill(no_keys, float("-inf"))
     return y, lse.squeeze(-1)
+
+
+def _log_sum_exp(scores: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the logarithm [..., 1] of the sum of exp(scores) over the last dimension, rounded to a dtype at the end."""
+    if scores.dtype == dtype or not scores.shape[-1]:
+        return torch.logsumexp(scores, dim=-1, keepdim=True).to(dtype)
+    # The result does not depend on what is subtracted, so that it has no gradient.
+    most = scores.detach().amax(dim=-1, keepdim=True)
+    most = most.masked_fill(most.isinf(), 0.0)
+    return most.to(dtype) + (scores - most).exp().sum(dim=-1, keepdim=True).to(dtype).log()
 
 
 def _is_long(visibility: Visibility, start: int, window: int, queries: int, keys: int) -> bool:
@@ -290,7 +306,7 @@ def _in_chunks(
     dropout: float,
     start: int,
     window: int,
-    with_lse: bool,
+    lse_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a part of the queries at a time, with the keys in their windows: no mask [queries, keys] is created."""
     size, results = max(window, SMALLEST_CHUNK), []
@@ -302,9 +318,9 @@ def _in_chunks(
         visible = visibility.of_keys(columns)._replace(starts=start + begin - first)
         bias = None if score_bias is None else score_bias.part(rows, columns)
         heads = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-        results.append(_attend(*heads, visible, bias, scale, dropout, False, with_lse))
+        results.append(_attend(*heads, visible, bias, scale, dropout, False, lse_dtype))
     y = torch.cat([result[0] for result in results], dim=2)
-    return y, torch.cat([lse for _, lse in results if lse is not None], dim=2) if with_lse else None
+    return y, torch.cat([lse for _, lse in results if lse is not None], dim=2) if lse_dtype is not None else None
 
 
 def _mask(visibility: Visibility, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
