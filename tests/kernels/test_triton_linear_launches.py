@@ -106,7 +106,7 @@ def test_saved_tensors_with_other_strides():
 @pytest.mark.usefixtures("kernels_only")
 @pytest.mark.parametrize(("kind", "causal"), [("t5", True), slow("t5", False), slow("alibi", False)])
 def test_wide_heads(kind, causal):
-    check(kind, 2, 1, 100, batch=2, buckets=FAR, sizes=(72, 70), causal=causal)
+    check(kind, 2, 1, 100, batch=1, buckets=FAR, sizes=(72, 70), causal=causal)
 
 
 # What is changed in triton_apart.py, and the kind of attention that must then be wrong.

@@ -276,7 +276,7 @@ def op_arguments(name, seq):
     return plain, options, (decay, band, None, normalize, 1.0 if normalize else 0.5)
 
 
-@pytest.mark.parametrize(("name", "seq"), [("decay", 9), ("band", 9), *(slow(name, 70) for name in CHECKED)])
+@pytest.mark.parametrize(("name", "seq"), [("decay", 9), ("band", 9), *(slow(name, 40) for name in CHECKED)])
 def test_the_ops_keep_what_they_declare_to_a_compiler(name, seq):
     plain, options, weighting = op_arguments(name, seq)
     torch.library.opcheck(torch.ops.ropewalk.linear_attention, (*plain, *options, *weighting), test_utils=CHECKS)

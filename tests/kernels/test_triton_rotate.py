@@ -48,17 +48,27 @@ def close(rotated, x, cos, sin, layout, row=0, conjugate=False):
     torch.testing.assert_close(rotated.double(), expected, rtol=limit, atol=limit)
 
 
+def in_part(case):
+    """Without the longest cases, and without those that differ from another in their amplitude alone."""
+    return "1000 tokens" not in case.name and "amplitude 1.0," not in case.name
+
+
+# float16 and float64 differ in how they are loaded and rounded, not in where.
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_within_budget_in_every_case(dtype):
-    assert check_rotation(on_device(by_module), [dtype], seed=1) <= 1
+    where = (lambda case: True) if dtype in (torch.float32, torch.bfloat16) else in_part
+    assert check_rotation(on_device(by_module), [dtype], seed=1, where=where) <= 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_beside_each_other_within_budget(dtype):
     # Without heads there is nothing to put beside each other.
-    with_heads = check_rotation(on_device(with_heads_last), [dtype], seed=2, where=lambda case: case.x.dim() > 3)
+    def where(case):
+        return case.x.dim() > 3 and in_part(case)
+
+    with_heads = check_rotation(on_device(with_heads_last), [dtype], seed=2, where=where)
     assert with_heads <= 1
 
 

@@ -406,8 +406,14 @@ def test_made_states_have_the_dtypes_of_later_ones(name, dtype):
     torch.testing.assert_close(layer(x), y, rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("seq", [300, slow(10_000)])
-@pytest.mark.parametrize("kind", ["per key head", "per query head", "per token", "alibi", "t5"])
+KINDS_OF_STEPS = ("per key head", "per query head", "per token", "alibi", "t5")
+LONG = {"per token": 10_000, "t5": 10_000}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seq"),
+    [*((kind, 300) for kind in KINDS_OF_STEPS), *(slow(kind, LONG.get(kind, 2_000)) for kind in KINDS_OF_STEPS)],
+)
 def test_thousands_of_steps_are_the_prompt(kind, seq):
     q, k, v = drawn(1, 4, 2, seq, 8, 4)
     rule, rope = rule_of(kind, 1, 4, 2, seq, strength=0.02), rw.RotaryEmbedding(8)

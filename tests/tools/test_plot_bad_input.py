@@ -62,7 +62,7 @@ def test_invalid_targets_are_rejected_before_any_work(outputs, message, tmp_path
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda to: plot_decay(["nowhere"], to, Flags()), "No such file"),
+        (lambda to: plot_decay(["nowhere"], to, Flags()), "the name of one of the bundled configs"),
         (lambda to: plot_decay([LLAMA2], to, Flags(dim=64)), "a config defines these itself"),
         (lambda to: plot_decay([LLAMA2], to, Flags(), length=2), "at least 3"),
         (lambda to: plot_decay([LLAMA2], to, Flags(), length=1 << 40), "at most 1048576"),
