@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ropewalk as rw
 from nn.linear_cases import drawn
@@ -270,6 +271,66 @@ def nan_case(mesh):
     assert all(x[:, :, ~first].isfinite().all() for x in gradients)
 
 
+def penalty(compute, tensors, cotangent, chosen):
+    """The sum of squares of the gradients of some tensors: its gradients are second derivatives."""
+    gradients = torch.autograd.grad(compute(*tensors), [tensors[i] for i in chosen], cotangent, create_graph=True)
+    return torch.stack([x.square().sum() for x in gradients]).sum()
+
+
+def second_derivatives_case(sharding, kind, method, chosen, mesh):
+    """A loss of the gradients of tokens: those of q alone, of v alone, or of all."""
+    shards, batch = sharding.shards(mesh), sharding.batch
+    ends = None if sharding.ends is None else torch.tensor(sharding.ends)
+    tensors, options, parameters = [x.detach() for x in inputs(batch, kv_heads=2 if method is None else 4)], {}, []
+    if method is None:
+        options, parameters = case_of(kind, batch)
+        if kind == "per token":
+            tensors.append(options.pop("decay").detach())
+    elif kind != "none":
+        options["encoding"] = encoding_of(kind)
+        parameters = list(options["encoding"].parameters())
+    run = rw.linear_attention if method is None else rw.attention
+    of_ranks = parallel.linear_attention if method is None else parallel.attention
+    local = options if method is None else options | {"method": method}
+
+    def whole(q, k, v, *decay):
+        return run(q, k, v, cu_seqlens=ends, **options, **({"decay": decay[0]} if decay else {}))
+
+    def part(q, k, v, *decay):
+        return of_ranks(q, k, v, shards=shards, **local, **({"decay": decay[0]} if decay else {}))
+
+    cotangent = torch.randn(batch, HEADS, LENGTH, V_DIM, generator=torch.Generator().manual_seed(1)).double()
+    results = []
+    # The fused kernels of SDPA have first derivatives only.
+    with sdpa_kernel(SDPBackend.MATH):
+        for compute, leaves, of_output in (
+            (whole, tensors, cotangent),
+            (part, [shards.cut(x, 2) for x in tensors], shards.cut(cotangent, 2)),
+        ):
+            leaves = [x.clone().requires_grad_() for x in leaves]
+            wanted = [*leaves, *parameters]
+            loss = penalty(compute, leaves, of_output, chosen)
+            found = torch.autograd.grad(loss, wanted, allow_unused=True)
+            results.append([torch.zeros_like(x) if y is None else y for x, y in zip(wanted, found, strict=True)])
+    truth, ours = results
+    largest = max(1e-3, *(x.abs().max() for x in truth))
+    errors = [error_of(y, shards.cut(x, 2), largest) for y, x in zip(ours, truth[: len(tensors)], strict=False)]
+    for y, x in zip(ours[len(tensors) :], truth[len(tensors) :], strict=True):
+        share = y.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(share)
+        errors.append(error_of(share, x, largest))
+    assert max(errors) <= 1e-12, errors
+
+
+def second_derivatives_of_a_ring_case(mesh):
+    """An error on every rank."""
+    shards = parallel.Shards(mesh, LENGTH)
+    parts = [shards.cut(x.detach(), 2).requires_grad_() for x in inputs(1, kv_heads=4)]
+    out = parallel.attention(*parts, shards=shards, method="ring")
+    with pytest.raises(rw.RopewalkError, match="the gradient of a gradient"):
+        torch.autograd.grad(out.sum(), parts, create_graph=True)
+
+
 def linear_cases(world):
     cases: dict[str, Any] = {"NaN": nan_case} | {
         f"{name}, {kind}": functools.partial(linear_case, sharding, kind)
@@ -281,6 +342,14 @@ def linear_cases(world):
             cases[f"states, {name}, {kind}"] = functools.partial(state_case, sharding, kind)
         for kind in ("none", "rope", "xpos", "learned"):
             cases[f"both directions, {name}, {kind}"] = functools.partial(both_directions_case, sharding, kind)
+    for name, kinds in (("contiguous", ("none", "learned", "t5", "per token")), ("uneven", ("none", "per token"))):
+        for kind in kinds:
+            for chosen in ((0, 1, 2), (0,), (2,)):
+                case = functools.partial(second_derivatives_case, SHARDINGS[name], kind, None, chosen)
+                cases[f"second derivatives of {chosen}, {name}, {kind}"] = case
+    for name, kind in (("zigzag", "per token"), ("packed", "t5 learned")):
+        case = functools.partial(second_derivatives_case, SHARDINGS[name], kind, None, (0, 1, 2))
+        cases[f"second derivatives, {name}, {kind}"] = case
     return cases
 
 
@@ -288,7 +357,15 @@ def softmax_cases(world):
     more: dict[str, Any] = {f"grouped, {name}": functools.partial(grouped_case, name) for name in ("gather", "ring")}
     return (
         more
-        | {"replaced parameters": replaced_parameters_case}
+        | {"replaced parameters": replaced_parameters_case, "derivatives of a ring": second_derivatives_of_a_ring_case}
+        | {
+            f"second derivatives, {name}, {kind}, {method}": functools.partial(
+                second_derivatives_case, SHARDINGS[name], kind, method, (0, 1, 2)
+            )
+            for name in ("uneven", "zigzag")
+            for kind in ("none", "t5")
+            for method in ("gather", "ulysses")
+        }
         | {
             f"{name}, {encoding}, {method}": functools.partial(softmax_case, sharding, encoding, method)
             for name, sharding in SHARDINGS.items()

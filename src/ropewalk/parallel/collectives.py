@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ropewalk.kernels.constructors import empty_like, zeros
+from ropewalk.kernels.constructors import empty_like, zeros, zeros_like
 
 __all__ = ["attach", "gather", "no_outputs", "on_mesh", "swap"]
 
@@ -101,15 +101,16 @@ def attach(x: Tensor, gathered: Tensor) -> Tensor:
     """Return x, in whose backward pass this rank takes part in the reduce-scatter of a gathered tensor.
 
     A rank that does not read the gathered tensor would otherwise skip the reduce-scatter for which all others wait. The
-    backward pass reads it, so that a recomputation (activation checkpointing) gathers again on every rank. Compiled,
-    the result is x + 0.
+    backward pass reads it, so that a recomputation (activation checkpointing) gathers again on every rank. Gradients
+    depend on it too, so that second derivatives have the same exchanges on all ranks. Compiled, the result is x + 0.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> attach(torch.ones(3), x).sum().backward()
     >>> x.grad
     tensor([0., 0.])
     """
-    return _Attached.apply(x, gathered)
+    # Any operation waits. Memory of a collective that nobody waits for must not be freed.
+    return _Attached.apply(x, gathered.flatten()[:1].clone())
 
 
 def no_outputs(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
@@ -129,21 +130,19 @@ def no_outputs(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
 
 class _Attached(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gathered: Tensor) -> Tensor:
-        ctx.shape, ctx.options = gathered.shape, (gathered.dtype, gathered.device)
-        # Any operation waits. Memory of a collective that nobody waits for must not be freed.
-        first = gathered.flatten()[:1].clone()
+    def forward(ctx: Any, x: Tensor, first: Tensor) -> Tensor:
         ctx.save_for_backward(first)
         # A compiler would omit a collective whose result is not used, and the other ranks would wait for it.
         return x + _zero_of(first).to(x.dtype) if torch.compiler.is_compiling() else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor, Tensor]:
-        (first,), (dtype, device) = ctx.saved_tensors, ctx.options
+        (first,), (cotangent,) = ctx.saved_tensors, cotangents
         if torch.compiler.is_compiling():
             # A compiler would move a collective of constants to the forward pass.
-            return cotangents[0], (_zero_of(first) | _zero_of(cotangents[0])).to(dtype).expand(ctx.shape)
-        return cotangents[0], zeros(ctx.shape, dtype=dtype, device=device)
+            return cotangent, (_zero_of(first) | _zero_of(cotangent)).to(first.dtype)
+        # Attached in turn: the gradient of a rank that reads nothing would have no second derivative.
+        return _Attached.apply(cotangent, first), _Attached.apply(zeros_like(first), first)
 
 
 def _zero_of(x: Tensor) -> Tensor:

@@ -88,7 +88,6 @@ class Exchange:
             parts |= {"keys": state.near.keys, "values": state.near.values}
         self._shapes: dict[str, torch.Size] = {name: x.shape[1:] for name, x in parts.items()}
         self._gathered: Tensor | None = None
-        self._was_read = False
         if count:
             flat = torch.cat([x.flatten(1).to(state.above.dtype) for x in parts.values()], dim=1)
             runs, chosen = flat.unflatten(0, (-1, batch)), sent[shards.rank]
@@ -97,10 +96,11 @@ class Exchange:
             self._gathered = gather(runs[chosen + [0] * (count - len(chosen))], shards.mesh)
 
     def attach(self, out: Tensor) -> Tensor:
-        """Return `out`, in whose backward pass this rank takes part in the reduce-scatter even if it read nothing."""
-        # A compiler may omit it on a rank that read, too, if no gradient needs what was read.
-        needed = not self._was_read or torch.compiler.is_compiling()
-        return attach(out, self._gathered) if needed and self._gathered is not None else out
+        """Return `out`, in whose backward pass this rank takes part in the reduce-scatter even if it read nothing.
+
+        Also on a rank that read: which of its gradients, and of their gradients, need what it read depends on the call.
+        """
+        return out if self._gathered is None else attach(out, self._gathered)
 
     def before(
         self, runs: Sequence[Run], start: int | Tensor, rotation: RotaryEmbedding | None, length: int | Tensor | None
@@ -155,7 +155,6 @@ class Exchange:
         names = list(self._shapes)
         first = sum(self._shapes[other].numel() for other in names[: names.index(name)])
         gathered: Any = self._gathered
-        self._was_read = True
         shape = self._shapes[name]
         return gathered.flatten(0, 1)[..., first : first + shape.numel()].unflatten(-1, shape)
 
