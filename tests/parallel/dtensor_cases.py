@@ -315,6 +315,13 @@ def bad_input(mesh):
     refused(lambda: rw.attention(partial, as_(Replicate()), as_(Replicate())), "attention(q)", "Partial")
     refused(lambda: rope(as_(Shard(3))), "features of a head")
     refused(lambda: rope(as_(Shard(2)), x), "k as a plain tensor")
+    # Parts of other sizes than those of torch.chunk would be rotated at the positions of other tokens.
+    counts = [1] * (mesh.size() - 1) + [SEQ - mesh.size() + 1]
+    for dim in (1, 2):
+        whole = x if dim == 2 else drawn(BATCH, SEQ, 3, DIM)
+        part = whole.split(counts, dim)[mesh.get_local_rank()].contiguous()
+        uneven = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+        refused(lambda y=uneven: rope(y), "torch.chunk", "positions=")
     for function in (rw.attention, rw.linear_attention):
         refused(
             lambda f=function: f(*[as_(Shard(2))] * 3),
@@ -351,6 +358,35 @@ def heads_that_ranks_do_not_divide(mesh):
     layer = rw.Attention(3 * DIM, 3).double()
     parallelize_module(layer, mesh, parallel.plan(layer))
     refused(lambda: layer(drawn(1, 5, 3 * DIM)), "multiples of", "3 heads")
+
+
+def gradients_of_one_row(kind, mesh):
+    """A rank without rows takes part in the sums of the gradients of parameters."""
+    encoding = encoding_of(kind)
+    weights = [x.requires_grad_() for x in (*encoding.parameters(), -drawn(HEADS).abs())]
+    rows = [drawn(1, HEADS, SEQ, DIM, seed=i) for i in range(3)]
+    name = "bias" if kind == "t5" else "rope"
+    calls_of = {
+        "softmax": lambda q, k, v: rw.attention(q, k, v, encoding=encoding),
+        "lse": lambda q, k, v: rw.attention(q, k, v, encoding=encoding, return_lse=True)[1]
+        + rw.attention(q, k, v, encoding=encoding).sum(-1),
+        "linear": lambda q, k, v: rw.linear_attention(q, k, v, **{name: encoding}),
+        "decay": lambda q, k, v: rw.linear_attention(q, k, v, decay=weights[-1]),
+    }
+    if kind == "learned":
+        calls_of["rotation"] = lambda q, k, v: encoding(q)
+    for call, run in calls_of.items():
+        results: list[Any] = []
+        for tensors in (
+            [x.clone().requires_grad_() for x in rows],
+            [distribute_tensor(x, mesh, [Shard(0)]).requires_grad_() for x in rows],
+        ):
+            found = torch.autograd.grad(full(run(*tensors)).square().sum(), [*tensors, *weights], allow_unused=True)
+            results.append([None if x is None else full(x) for x in found])
+        for a, b in zip(*results, strict=True):
+            assert (a is None) == (b is None), call
+            if a is not None:
+                torch.testing.assert_close(b, a, atol=MOST, rtol=MOST)
 
 
 def one_row(mesh):
@@ -449,6 +485,7 @@ def one_rank_is_wrong(mesh):
 def bad_cases(world) -> dict[str, Any]:
     """What must raise, and set-ups that are easily wrong."""
     found: dict[str, Any] = {"bad input": bad_input, "kernels": kernels_and_tables, "one row": one_row}
+    found |= {f"gradients of one row, {kind}": functools.partial(gradients_of_one_row, kind) for kind in ("t5", "learned")}
     found |= {"weights of FSDP": weights_of_fsdp, "other modules": other_modules, "threads": threads}
     found["one rank is wrong"] = one_rank_is_wrong
     found["heads that ranks do not divide"] = heads_that_ranks_do_not_divide

@@ -6,8 +6,9 @@ torch.distributed.tensor is imported when the first DTensor is seen.
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+import torch
 from torch import Size, Tensor, nn
 
 from ropewalk.errors import RopewalkError
@@ -173,7 +174,8 @@ def cut_of(tensors: Mapping[str, tuple[Any, Sequence[str]]], *, asked: str, sequ
 
     Raises:
         RopewalkError: If some are plain, or on different meshes, or cut along different dimensions; if a placement is
-            Partial or cuts the features; or if it cuts a sequence and `sequences` is False.
+            Partial or cuts the features; if it cuts a sequence and `sequences` is False; or if this rank has another
+            number of tokens, heads or sequences than torch.chunk would assign to it.
 
     >>> import torch
     >>> cut_of({"q": (torch.ones(1, 2, 3, 4), HEADS)}, asked="a doctest") is None
@@ -219,7 +221,27 @@ def cut_of(tensors: Mapping[str, tuple[Any, Sequence[str]]], *, asked: str, sequ
             do=f"ropewalk.parallel computes attention over such sequences: pass local tensors, q.to_local(), and "
             f"shards=Shards(mesh, length), to ropewalk.parallel.{'linear_' if 'linear' in asked else ''}attention",
         )
+    for name, (x, dims) in given.items():
+        _check_sizes(x, dims, name, asked)
     return Cut(meshes[0], tuple(cuts))
+
+
+def _check_sizes(x: Any, dims: Sequence[str], name: str, asked: str) -> None:
+    """Raise unless this rank has as much of x as its placements mean. A compiled call is not checked."""
+    if torch.compiler.is_compiling():
+        return
+    cut = Cut(x.device_mesh, tuple(dims[p.dim] if p.is_shard() else None for p in x.placements))
+    with torch.no_grad():
+        local = list(x.to_local().shape)
+    expected = [cut.part(each, size)[1] for each, size in zip(dims, x.shape, strict=True)]
+    if local != expected:
+        raise RopewalkError(
+            asked=f"{asked}({name})",
+            expected=f"{expected} on this rank, as torch.chunk and distribute_tensor cut {list(x.shape)}: the first "
+            "ranks have the rounded-up size",
+            got=f"{local}",
+            do="pass DTensors that distribute_tensor cuts, or local tensors with positions=, which state where they are",
+        )
 
 
 def _name_of(x: Any, mesh_dim: int, dims: Sequence[str], name: str, asked: str) -> str | None:
@@ -424,7 +446,32 @@ def with_local_parameters(
         for module, name, x in _tensors(modules)
         if is_dtensor(x) or x.requires_grad
     ]
-    return call_with_tensors(replaced, run, *arguments, **options)
+    results = call_with_tensors(replaced, run, *arguments, **options)
+    needed = [x for x in (*arguments, *options.values(), *(x for _, _, x in replaced)) if _learns(x)]
+    if not needed:
+        return results
+    if isinstance(results, tuple):
+        connected: Any = tuple(_connected(y, needed) for y in results)
+        return connected
+    return cast(Result, _connected(results, needed))
+
+
+def _learns(x: object) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+def _connected(y: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return y, which depends on tensors if it is empty.
+
+    A kernel may omit them then. Their gradients are sums over ranks, for which the other ranks would wait.
+    """
+    if not isinstance(y, Tensor) or y.numel() or not y.is_floating_point():
+        return y
+    total = y
+    for x in tensors:
+        total = total + x.sum().to(y.dtype)
+    # exp saves its result: activation checkpointing recomputes a call only if its backward pass reads something.
+    return total.exp()
 
 
 def with_own_parameters(
