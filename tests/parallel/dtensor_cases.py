@@ -168,7 +168,7 @@ def kernels_and_tables(mesh):
 
 
 def calls(world) -> dict[str, Any]:
-    """Every call with every placement."""
+    """Every call with every placement, on two ranks."""
     found: dict[str, Any] = {"uneven": uneven, "placements that differ": placements_that_differ}
     found |= {"positions": dtensor_positions, "length": rules_that_vary, "unrotate": unrotated}
     ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
@@ -182,8 +182,6 @@ def calls(world) -> dict[str, Any]:
         for name, options in placings.items():
             for kind in ("rope", "learned"):
                 for norm in (False, True):
-                    if world == 4 and part == "heads":
-                        continue
                     case = functools.partial(rotation, kind, options, norm, placement)
                     found[f"{'qk_norm_rope' if norm else 'rope'}, {kind}, {part}, {name}"] = case
         if part == "sequence":
@@ -192,8 +190,6 @@ def calls(world) -> dict[str, Any]:
             kinds = ["none", "rope", "xpos", "learned", "alibi", "t5", "mask", "positions"]
             for kind in [*kinds, "decay", "decay per token"] if linear else kinds:
                 for kv_heads in (4, 2, 1):
-                    if world == 4 and kv_heads == 2 and part == "heads":
-                        continue
                     case = functools.partial(attention, kind, linear, kv_heads, placement)
                     found[f"{'linear' if linear else 'softmax'}, {kind}, {part}, {kv_heads} kv_heads"] = case
     return found
@@ -245,7 +241,7 @@ def parallel_layer(kind, linear, kv_heads, how, mesh):
 
 
 def layers(world) -> dict[str, Any]:
-    """Layers with every encoding."""
+    """Layers with every encoding, on two ranks."""
     return {
         f"{'linear' if linear else 'softmax'}, {kind}, {kv_heads} kv_heads, {how}": functools.partial(
             parallel_layer, kind, linear, kv_heads, how
@@ -254,7 +250,6 @@ def layers(world) -> dict[str, Any]:
         for kind in ("none", "rope", "learned", "alibi", "t5")
         for kv_heads in (4, 2, 1)
         for how in ("plan", "DTensors between", "batch", "replicated")
-        if not (world == 4 and kv_heads == 2)
     }
 
 
@@ -489,4 +484,11 @@ def bad_cases(world) -> dict[str, Any]:
     found |= {"weights of FSDP": weights_of_fsdp, "other modules": other_modules, "threads": threads}
     found["one rank is wrong"] = one_rank_is_wrong
     found["heads that ranks do not divide"] = heads_that_ranks_do_not_divide
-    return found | ({"meshes that differ": meshes_that_differ} if world == 4 else {})
+    if world == 2:
+        return found
+    found |= {"meshes that differ": meshes_that_differ, "uneven": uneven, "positions": dtensor_positions}
+    for linear, kind in ((False, "t5"), (True, "t5"), (True, "decay per token")):
+        for kv_heads in (4, 1):
+            case = functools.partial(attention, kind, linear, kv_heads, Shard(1))
+            found[f"{'linear' if linear else 'softmax'}, {kind}, {kv_heads} kv_heads"] = case
+    return found
