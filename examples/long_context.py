@@ -166,6 +166,9 @@ def choose_folder(args: argparse.Namespace) -> tuple[Path, int]:
     runs = sorted(Path("runs").glob("long-context-*"))
     newest = runs[-1] if args.resume and runs else Path("runs", time.strftime("long-context-%Y%m%d-%H%M%S"))
     out = args.out or newest
+    if not args.resume:
+        # From the start, so that --resume after an early kill does not continue an older run.
+        out.mkdir(parents=True, exist_ok=True)
     return out, last_checkpoint(out)
 
 

@@ -124,6 +124,15 @@ def test_every_public_callable_answers_to_every_foreign_name(name):
         (lambda: rw.qk_norm_rope(X, X, torch.ones(8), torch.ones(8), ROPE), "pass them by name: q_weight=, k_weight="),
         (lambda: rw.qk_norm_rope(X, X, ROPE, rms_norm_eps=1e-6), "pass eps=1e-06"),
         (lambda: rw.load_spec({}, model_type="llama"), "omit it, or check its name"),
+        (
+            lambda: rw.Attention(8, 2)(X[0], shards=None),
+            "layer.heads_of(x), call rw.parallel.attention(q, k, v, shards",
+        ),
+        (lambda: rw.linear_attention(X, X, X, shards=None), "rw.parallel.linear_attention"),
+        (
+            lambda: rw.parallel.linear_attention(X, X, X, shards=None, window=3),
+            "it belongs to rw.parallel.attention",
+        ),
     ],
 )
 def test_the_error_names_ours(call, do):

@@ -135,19 +135,27 @@ ARGUMENTS: dict[str, Argument] = {
     **dict.fromkeys(("pos_encoding", "positional_encoding", "rotary_emb", "rotary_pos_emb", "rope"), _ENCODING),
     "encoding": Argument(("rope",), _ENCODING.otherwise, note="rope= for a rotation, bias= for ALiBi and T5"),
     **dict.fromkeys(("norm_eps", "rms_norm_eps", "variance_epsilon", "layer_norm_eps"), _EPS),
+    "shards": Argument(
+        (),
+        "attention over ranks is rw.parallel: split the heads with layer.heads_of(x), call rw.parallel.attention(q, k, v,"
+        " shards=...) or rw.parallel.linear_attention, and join them with layer.joined(y)",
+    ),
     "learned_freq": Argument(("learned",), "it belongs to the module: RotaryEmbedding(head_dim, learned=True)"),
 }
 
 # Arguments that functions over ranks do not have, because the shards determine them.
 OF_SHARDS: dict[str, str] = {
     **dict.fromkeys(
-        ("positions", "k_positions", "position_ids", "offset"), "omit it: shards has the positions of the tokens"
+        ("positions", "q_positions", "k_positions", "position_ids", "offset"),
+        "omit it: shards has the positions of the tokens",
     ),
     "cu_seqlens": "omit it: create the shards with it, Shards(mesh, length, cu_seqlens=...)",
     **dict.fromkeys(
         ("key_mask", "attention_mask", "attn_mask", "key_padding_mask"),
         "pack the sequences instead of padding them: Shards(mesh, length, cu_seqlens=...)",
     ),
+    **dict.fromkeys(("method", "window"), "omit it: it belongs to rw.parallel.attention"),
+    **dict.fromkeys(("dropout", "dropout_p"), "omit it: attention over ranks has no dropout"),
 }
 
 _HALF = 'use "half": the first half of the features is paired with the second'

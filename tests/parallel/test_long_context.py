@@ -1,5 +1,6 @@
 """examples/long_context.py: trains, survives being killed, and refuses checkpoints of other runs."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -89,12 +90,24 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path):
     assert re.search(r"tokens per second\npeak memory of the whole process, per rank: \d+, \d+ MiB\n", whole.stdout)
 
 
-def test_batches_are_functions_of_seed_and_step():
+@pytest.fixture(scope="module")
+def example():
     spec = importlib.util.spec_from_file_location("long_context", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_run_without_a_checkpoint_is_not_mistaken_for_an_older_one(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/long-context-20200101-000000/step-5").mkdir(parents=True)
+    started, _ = example.choose_folder(argparse.Namespace(resume=False, out=None))
+    assert example.choose_folder(argparse.Namespace(resume=True, out=None)) == (started, 0)
+
+
+def test_batches_are_functions_of_seed_and_step(example):
     text = torch.arange(251, dtype=torch.uint8)
     batches = [example.read_batch(text, seed, step, 4, 16) for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2))]
     (inputs, targets), again, *others = batches
