@@ -126,7 +126,7 @@ def test_every_public_callable_answers_to_every_foreign_name(name):
         (lambda: rw.load_spec({}, model_type="llama"), "omit it, or check its name"),
         (
             lambda: rw.Attention(8, 2)(X[0], shards=None),
-            "layer.heads_of(x), call rw.parallel.attention(q, k, v, shards",
+            "layer.heads_of(x), call rw.parallel.attention(",
         ),
         (lambda: rw.linear_attention(X, X, X, shards=None), "rw.parallel.linear_attention"),
         (

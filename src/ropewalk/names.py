@@ -137,8 +137,8 @@ ARGUMENTS: dict[str, Argument] = {
     **dict.fromkeys(("norm_eps", "rms_norm_eps", "variance_epsilon", "layer_norm_eps"), _EPS),
     "shards": Argument(
         (),
-        "attention over ranks is rw.parallel: split the heads with layer.heads_of(x), call rw.parallel.attention(q, k, v,"
-        " shards=...) or rw.parallel.linear_attention, and join them with layer.joined(y)",
+        "attention over ranks is rw.parallel: split the heads with layer.heads_of(x), call rw.parallel.attention(q, k,"
+        " v, shards=...) or rw.parallel.linear_attention, and join them with layer.joined(y)",
     ),
     "learned_freq": Argument(("learned",), "it belongs to the module: RotaryEmbedding(head_dim, learned=True)"),
 }
