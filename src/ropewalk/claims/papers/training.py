@@ -1,7 +1,7 @@
 """Papers on trained models: faster convergence, longer texts, extension. Records of `ropewalk lab` are cited."""
 
 from ropewalk.claims.claim import Chapter, Finding
-from ropewalk.claims.sources import PI, PRESS, ROFORMER, YARN
+from ropewalk.claims.sources import LIU, PI, PRESS, ROFORMER, YARN
 from ropewalk.claims.trained import trained
 
 __all__ = ["chapter"]
@@ -22,6 +22,17 @@ def _() -> Finding:
     return trained(
         "convergence_micro", "rope ends with a lower loss than sinusoidal", "rope has sinusoidal's last loss after"
     )
+
+
+@chapter.claim(
+    "training.convergence-linear",
+    "With linear attention too, a model with RoPE learns faster than one without positions (fig. 3, Performer).",
+    ROFORMER,
+    method=f"{MODELS.format('convergence-linear')}: validation loss with features elu + 1",
+    expected="lower, by more than the range over the seeds",
+)
+def _() -> Finding:
+    return trained("convergence-linear_micro", "rope ends with a lower loss than none")
 
 
 @chapter.claim(
@@ -60,4 +71,21 @@ def _() -> Finding:
         "without tuning, ntk is lower than plain",
         "without tuning, by-parts is lower than pi",
         "tuned, yarn is lower than pi",
+    )
+
+
+@chapter.claim(
+    "training.either-base",
+    "After tuning at the trained length, a smaller base and a larger one both extrapolate better than 10000.",
+    LIU,
+    method=f"{MODELS.format('base-tuning')}: 60 more steps at 64 bytes with bases 50, 500 and 1000000; the rise of the"
+    " loss of the same held-out bytes from 64 to 256, next to 10000",
+    expected="lower for all three, by more than the range over the seeds",
+)
+def _() -> Finding:
+    return trained(
+        "base-tuning_micro",
+        "base 50 rises less than 10000",
+        "base 500 rises less than 10000",
+        "base 1000000 rises less than 10000",
     )
