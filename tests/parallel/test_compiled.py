@@ -4,6 +4,7 @@ A compiler omits or moves what no result depends on. A collective that one rank 
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ def results(call, parts, parameters):
     return [out, *torch.autograd.grad(out, [*parts, *parameters], torch.ones_like(out))]
 
 
-def compare(shards, call, backend, batch, kv_heads, parameters=(), wrap=lambda call: call):
+def compare(shards, call, backend, batch, kv_heads, parameters=(), wrap=lambda call: call, dynamic=None):
     parts = [shards.cut(x.detach(), 2).requires_grad_() for x in inputs(batch, kv_heads=kv_heads)]
     torch._dynamo.reset()
-    compiled = torch.compile(wrap(call), backend=backend, fullgraph=True)
+    compiled = torch.compile(wrap(call), backend=backend, fullgraph=True, dynamic=dynamic)
     # Twice, so that the second call is one of a compiled function only.
     truth = results(call, parts, parameters)
     for _ in range(2):
@@ -39,13 +40,13 @@ def checkpointed(call):
     return lambda *x: checkpoint(call, *x, use_reentrant=False)
 
 
-def linear_case(sharding, kind, backend, mesh, wrap=lambda call: call):
+def linear_case(sharding, kind, backend, mesh, wrap=lambda call: call, dynamic=None):
     batch, shards = SHARDINGS[sharding].batch, SHARDINGS[sharding].shards(mesh)
     options, parameters = case_of(kind, batch)
     if kind == "per token":
         options["decay"] = shards.cut(options["decay"].detach(), 2)
     call = functools.partial(parallel.linear_attention, shards=shards, **options)
-    return compare(shards, call, backend, batch, 2, parameters, wrap)
+    return compare(shards, call, backend, batch, 2, parameters, wrap, dynamic)
 
 
 def without_gradients(mesh):
@@ -96,10 +97,12 @@ def few(world):
 
 def more(world):
     kinds = {"contiguous": "t5 learned", "zigzag": "per token"}
-    cases = {
+    cases: dict[str, Any] = {
         f"linear, {sharding}, {kind}": functools.partial(linear_case, sharding, kind, "aot_eager")
         for sharding, kind in kinds.items()
     }
+    # Numbers of the shards are symbols of the graph then.
+    cases["linear, dynamic"] = functools.partial(linear_case, "contiguous", "none", "eager", dynamic=True)
     cases["gather, recomputed"] = functools.partial(softmax_case, "zigzag", "t5", "gather", wrap=checkpointed)
     cases["ulysses"] = functools.partial(softmax_case, "packed", "t5", "ulysses")
     return cases | {"inductor": functools.partial(linear_case, "contiguous", "rope", "inductor")}

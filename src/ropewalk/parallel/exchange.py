@@ -76,9 +76,11 @@ class Exchange:
         sent = [[i for i, run in enumerate(runs) if every or is_read(run)] for runs in shards.runs]
         count = max(map(len, sent))
         self._slots: dict[int, list[Slot]] = {}
-        for rank, chosen in enumerate(sent):
-            for place, i in enumerate(chosen):
-                slot = Slot(shards.runs[rank][i], rank * count + place)
+        places = [{i: place for place, i in enumerate(chosen)} for chosen in sent]
+        # In the order of the tokens.
+        for rank, i in shards.order:
+            if i in places[rank]:
+                slot = Slot(shards.runs[rank][i], rank * count + places[rank][i])
                 self._slots.setdefault(slot.run.sequence, []).append(slot)
         parts = {"above": state.above, "below": state.below}
         if state.log_decay is not None:
@@ -145,10 +147,8 @@ class Exchange:
         """Return the gathered runs that a run reads, in their order."""
         slots = self._slots.get(run.sequence, [])
         if self._causal:
-            slots = [slot for slot in slots if slot.run.stop <= run.start]
-        else:
-            slots = [slot for slot in slots if slot.run.start != run.start]
-        return sorted(slots, key=lambda slot: slot.run.start)
+            return [slot for slot in slots if slot.run.stop <= run.start]
+        return [slot for slot in slots if slot.run.start != run.start]
 
     def _numbers(self, name: str) -> Tensor:
         """Return one of the gathered tensors [slots, batch, ...]."""

@@ -50,6 +50,7 @@ class Shards:
         sequences: Number of packed sequences, or None.
         ends: Cumulated lengths of the sequences, from 0 to `length`.
         runs: The consecutive tokens of each rank.
+        order: The rank of each run, and its index in `runs[rank]`, in the order of all tokens.
         positions: Position of each token of this rank in its sequence, int64 [tokens], on the device of the mesh.
         indices: Index of each token of this rank among all tokens, int64 [tokens].
         check_calls: As the argument.
@@ -76,6 +77,7 @@ class Shards:
     sequences: int | None
     ends: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
+    order: tuple[tuple[int, int], ...]
     positions: Tensor
     indices: Tensor
     check_calls: bool
@@ -110,6 +112,9 @@ class Shards:
         self.layout, self.sequences = layout, None if ends is None else len(ends) - 1
         self.length = sum(self.lengths)
         self.ends = (0, self.length) if ends is None else tuple(ends)
+        # Here, because torch.compile does not sort numbers that it does not know.
+        places = [(run.sequence, run.start, rank, i) for rank, runs in enumerate(self.runs) for i, run in enumerate(runs)]
+        self.order = tuple((rank, i) for _, _, rank, i in sorted(places))
         device = device_of(mesh)
         indices = [_joined([(self.ends[run.sequence] + run.start, run.length) for run in runs]) for runs in self.runs]
         self.indices = indices[self.rank].to(device)
