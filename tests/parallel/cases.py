@@ -1,6 +1,7 @@
 """Shardings, encodings and decays, and their results on one rank."""
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -202,6 +203,64 @@ def state_case(sharding, kind, mesh):
             state = after
 
 
+def gradients_of_states_case(sharding, kind, mesh):
+    """Gradients of the state before, and from the state after, of which every rank computes the same loss."""
+    batch, shards = sharding.batch, sharding.shards(mesh)
+    ends = None if sharding.ends is None else torch.tensor(sharding.ends)
+    options, parameters = case_of(kind, batch)
+    tensors = [x.detach() for x in inputs(batch)]
+    with torch.no_grad():
+        _, first = rw.linear_attention(*tensors, cu_seqlens=ends, return_state=True, **options)
+    per_token = options.get("decay") is not None and options["decay"].dim() == 3
+    local = options | ({"decay": shards.cut(options["decay"], 2)} if per_token else {})
+    cotangents = [drawn_like(x, seed) for seed, x in enumerate((first.above, first.below))]
+    whole_out = torch.randn(batch, HEADS, LENGTH, V_DIM, generator=torch.Generator().manual_seed(1)).double()
+    results = []
+    for run, leaves, of_output, share in (
+        (functools.partial(rw.linear_attention, cu_seqlens=ends, **options), tensors, whole_out, 1.0),
+        (
+            functools.partial(parallel.linear_attention, shards=shards, **local),
+            [shards.cut(x, 2) for x in tensors],
+            shards.cut(whole_out, 2),
+            1 / shards.ranks,
+        ),
+    ):
+        leaves = [x.clone().requires_grad_() for x in leaves]
+        sums = [x.detach().clone().requires_grad_() for x in (first.above, first.below)]
+        state = replace(first, above=sums[0], below=sums[1])
+        out, after = run(*leaves, state=state, return_state=True)
+        outputs, weights = [out, after.above, after.below], [of_output, *(share * x for x in cotangents)]
+        wanted = [*leaves, *sums, *parameters]
+        found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+        results.append([torch.zeros_like(x) if y is None else y for x, y in zip(wanted, found, strict=True)])
+    truth, ours = results
+    largest, errors = max(x.abs().max() for x in truth), []
+    for i, (y, x) in enumerate(zip(ours, truth, strict=True)):
+        if i < len(tensors):
+            errors.append(error_of(y, shards.cut(x, 2), largest))
+        else:
+            share = y.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(share)
+            errors.append(error_of(share, x, largest))
+    assert max(errors) <= 1e-13, errors
+
+
+def drawn_like(x, seed):
+    return torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def join_case(sharding, mesh):
+    """All tokens in order, and the sum of the gradients of the ranks."""
+    shards, x = sharding.shards(mesh), inputs(2)[0].detach()
+    part = shards.cut(x, 2).clone().requires_grad_()
+    cotangents = [drawn_like(x, rank) for rank in range(shards.ranks)]
+    for dim in (2, -2):
+        joined = shards.join(part, dim)
+        (gradient,) = torch.autograd.grad(joined, part, cotangents[shards.rank])
+        assert torch.equal(joined, x)
+        torch.testing.assert_close(gradient, shards.cut(torch.stack(cotangents).sum(0), 2), rtol=0, atol=1e-13)
+
+
 def both_directions_case(sharding, kind, mesh):
     """Without causality every query reads all keys of its sequence."""
     shards, (q, k, v), (options, parameters) = sharding.shards(mesh), inputs(sharding.batch), case_of(kind, 1)
@@ -338,6 +397,9 @@ def linear_cases(world):
         for kind in KINDS
     }
     for name, sharding in SHARDINGS.items():
+        cases[f"join, {name}"] = functools.partial(join_case, sharding)
+        for kind in ("none", "xpos", "t5 learned", "per token") if "packed" not in name else ("t5", "per query head"):
+            cases[f"gradients of states, {name}, {kind}"] = functools.partial(gradients_of_states_case, sharding, kind)
         for kind in KINDS:
             cases[f"states, {name}, {kind}"] = functools.partial(state_case, sharding, kind)
         for kind in ("none", "rope", "xpos", "learned"):

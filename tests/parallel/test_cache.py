@@ -319,6 +319,9 @@ def disagreement_case(mesh):
     if rank:
         cut.append(*[torch.zeros(BATCH, KV_HEADS, 1, WIDTH, dtype=torch.float64)] * 2)
     refused(lambda: attention(x, cache=cut), "0 tokens in the cache", "1 tokens in the cache")
+    index, wrong = torch.tensor([0, 2, 1 + rank]), torch.tensor([0, 2, 9 * rank])
+    refused(lambda: cut.reorder(index), both, "index [0, 2, 1]", "index [0, 2, 2]")
+    refused(lambda: cut.reorder(wrong), "reorder")
     cut.reset()
     with torch.set_grad_enabled(bool(rank)):
         refused(lambda: attention(x, cache=cut), "inference_mode")

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ropewalk as rw
 from parallel.cases import LENGTH, encoding_of, inputs
-from parallel.ranks import failures_on_ranks, on_ranks
+from parallel.ranks import TIMEOUT, failures_on_ranks, on_ranks
 from ropewalk import parallel
+from ropewalk.parallel.agreement import _timeout, cpu_group
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -63,6 +64,10 @@ def mesh_of_gpus(mesh):
     # A mesh for tensors on GPUs, and a process group that cannot read them.
     gpus = init_device_mesh("cuda", (mesh.size(),))
     refused(lambda: parallel.Shards(gpus, 8), "connects devices of type cuda", "cuda:gloo", "a mesh of CPUs")
+    # The group for exchanges on the CPU waits as long as that of the mesh, not 30 minutes.
+    group = cpu_group(gpus)
+    assert group is not gpus.get_group()
+    assert _timeout(group, "cpu") == TIMEOUT
 
 
 def calls_differ(mesh):

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Callable
-from typing import cast
+from datetime import timedelta
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,8 @@ __all__ = ["agree", "agree_on_call", "cpu_group"]
 def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return a process group of a mesh with one dimension that communicates tensors on the CPU.
 
-    On other devices it is created, which all ranks of the mesh must do at the same time.
+    On other devices it is created, which all ranks of the mesh must do at the same time. It has the timeout of the
+    group of the mesh.
 
     >>> from torch.distributed.device_mesh import init_device_mesh
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -32,9 +34,17 @@ def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return group
     if group not in _GROUPS:
         ranks = dist.get_process_group_ranks(group)
-        new = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        timeout = _timeout(group, mesh.device_type)
+        new = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         _GROUPS[group] = cast(dist.ProcessGroup, new)
     return _GROUPS[group]
+
+
+def _timeout(group: dist.ProcessGroup, device: str) -> timedelta | None:
+    """Return the timeout of a group for tensors on a device, or None if its backend has none."""
+    # torch has no public way to read it.
+    options: Any = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", None)
 
 
 # Created once per group of a mesh: every group has threads and connections of its own.

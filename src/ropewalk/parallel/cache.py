@@ -15,7 +15,7 @@ from ropewalk.nn.attention.cache_interface import CachedTokens, CacheOfRanks
 from ropewalk.nn.attention.moved_keys import KeyRotation
 from ropewalk.nn.attention.scores import part_weight
 from ropewalk.nn.attention.visibility import Visibility
-from ropewalk.nn.position_checks import can_read_values, described
+from ropewalk.nn.position_checks import can_read_values, check_index, described
 from ropewalk.nn.saved_tensors import check_tensor, checked_tensors
 from ropewalk.parallel.agreement import agree, agree_on_call, cpu_group
 from ropewalk.parallel.arguments import describe_autocast
@@ -171,6 +171,27 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         do = "pass the same tokens and options on every rank, to caches that were used in the same calls"
         group = self._group if self.check_calls else None
         agree_on_call(group, check_all, describe, asked="attention(x, cache=...) with a ShardedKVCache", do=do)
+
+    def reorder(self, index: Tensor) -> None:
+        """As `KVCache.reorder`, on all ranks, which compare the index as they compare calls.
+
+        Args:
+            index: As in `KVCache.reorder`, the same on all ranks.
+
+        Raises:
+            RopewalkError: On every rank, if the index is invalid on a rank, or differs between ranks.
+        """
+
+        def check() -> None:
+            check_index(index, self.batch, self.lengths.device, asked="ShardedKVCache.reorder(index)")
+
+        def describe() -> str:
+            return f"index {index.tolist() if can_read_values(index) else list(index.shape)}; {self._describe()}"
+
+        do = "pass the same index on every rank"
+        group = self._group if self.check_calls else None
+        agree_on_call(group, check, describe, asked="ShardedKVCache.reorder(index)", do=do)
+        super().reorder(index)
 
     def truncate(self, length: int) -> None:
         """As `KVCache.truncate`, on all ranks.
