@@ -1,4 +1,7 @@
-"""Random specs for the explorer: every rule that the page computes, with numbers up to the limits of its fields."""
+"""Random specs for the explorer: every rule that the page computes, with numbers up to the limits of its fields.
+
+Rules with a ramp have factors up to 64.
+"""
 
 import random
 from typing import Any

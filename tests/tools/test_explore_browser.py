@@ -10,7 +10,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from ropewalk.hub.bundled import bundled_names
-from ropewalk.spec import Llama3, RopeSpec
+from ropewalk.spec import Llama3, Plain, RopeSpec
 from ropewalk.theory import decay_curve, score_sum
 from ropewalk.tools.explore.page import page_data, page_html
 from ropewalk.tools.explore.presets import Preset
@@ -241,10 +241,16 @@ def change_field(page, field):
         shown.select_option(value)
     else:
         value = {"num_heads": 3, "fraction": 0.75}.get(name, 1.5 * (field["default"] or 1))
+        if name.endswith("_amplitude"):
+            # LongRope has two amplitudes, or none, or a factor.
+            for other in ("attention_factor", "short_amplitude"):
+                fill(page, other, "")
         fill(page, name, value)
-    held = state(page)["a"]["frequencies"][name]
-    # LongRope has two amplitudes or none.
-    assert held == value or "both or none" in page.locator(f"#{name}-error").inner_text(), name
+        if name.endswith("_amplitude"):
+            held = state(page)["a"]["frequencies"]
+            assert held["short_amplitude"] == held["long_amplitude"] == value
+            assert "both or none" in page.locator(f"#{name}-error").inner_text()
+    assert state(page)["a"]["frequencies"][name] == value, name
 
 
 def test_what_is_known_of_a_model_stays_with_it(visit):
@@ -432,6 +438,13 @@ def test_play_moves_along_positions_and_stops_for_reduced_motion(visit):
     assert page.locator("#play").inner_text() == "Next position"
     page.click("#play")
     assert state(page)["position"] == before + 1
+    page.locator("#position").focus()
+    assert page.locator("#play").inner_text() == "Next position"
+    # Motion that is under way ends.
+    page.emulate_media(reduced_motion="no-preference")
+    page.click("#play")
+    page.emulate_media(reduced_motion="reduce")
+    page.get_by_role("button", name="Next position").wait_for()
 
 
 def test_names_from_outside_are_text(visit):
@@ -504,6 +517,37 @@ def test_a_link_without_a_rule_shows_a_model(visit):
     page = visit.open("preset=nosuch&panel=decay")
     assert (state(page)["preset"], state(page)["panel"]) == ("llama-3.1-8b", "decay")
     assert "names a model that this page does not have; llama-3.1-8b is shown" in page.locator("#notes").inner_text()
+
+
+def test_sliders_follow_the_fields_that_limit_them(visit):
+    page = visit.open("rule=Plain&context=64&position=40&distance=20&head_dim=128&rotary_dim=64")
+    fill(page, "context", 131_072)
+    page.locator("#distance-slider").press("End")
+    fill(page, "head_dim", 256)
+    page.locator("#rotary_dim-slider").press("End")
+    wait_until_drawn(page)
+    assert state(page)["distance"] == 131_071
+    assert state(page)["a"]["rotary_dim"] == 256
+
+
+def test_numbers_that_the_page_changed_are_called_so(chromium, tmp_path):
+    preset = Preset("odd", RopeSpec(64, Plain(1e15)), 4096, 4096, (), ())
+    (tmp_path / "page.html").write_text(page_html(page_data([preset], [])), encoding="utf-8")
+    context = chromium.new_context(viewport={"width": 1400, "height": 900})
+    page = Visit(context, tmp_path / "page.html").open("preset=odd")
+    page.get_by_role("tab", name="Decay bound").click()
+    for place in ("#notes", "#lacks"):
+        assert "1000000000000000 was changed to 1000000000000" in page.locator(place).inner_text()
+    context.close()
+
+
+def test_a_link_that_could_not_be_read_is_not_copied(visit):
+    page = visit.open("rule=AcrossHeads&num_heads=64&head_dim=512&rotary_dim=512&preset=")
+    page.select_option("#rule", "Explicit")
+    wait_until_drawn(page)
+    page.click("#pin")
+    page.click("#copy-link")
+    page.locator("#notes", has_text="The link would be too long").wait_for()
 
 
 def test_a_button_tells_that_it_has_copied(visit):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from ropewalk.spec import AcrossHeads, Explicit, Plain, Proportional, RopeSpec, Yarn
+from ropewalk.spec import AcrossHeads, Explicit, LongRope, Plain, Proportional, RopeSpec, Yarn
 from ropewalk.theory import first_negative_distance
 from tools.explore_node import ask
 
@@ -115,6 +115,30 @@ def test_a_verdict_on_decay_needs_means_over_whole_octaves():
     # 1024 pairs: the page computes the means over 2¹⁶ distances, and a larger context does not change that.
     wide = drawn("decay", RopeSpec(2048), 1_048_576)["summary"]
     assert "fall through all distances below 65,536, the farthest that this page computes." in wide
+    assert "below 65,536, the farthest" in drawn("decay", RopeSpec(1024), 1_048_576, RopeSpec(2048))["summary"]
+
+
+def test_two_specs_are_equal_in_everything_or_name_what_differs():
+    def compared(one, two):
+        return drawn("compare", one, 4096, two)["summary"]
+
+    assert "All other fields are equal" in compared(YARN, YARN)
+    quick = RopeSpec(64, Yarn(10_000, 8, 4096, beta_fast=16))
+    assert "beta_fast 32 and 16" in compared(YARN, quick)
+    one, other = (RopeSpec(4, Explicit(np.array([x, 0.1])), rotary_dim=4) for x in (1.0, -1.0))
+    assert "1 of 2 pairs has the same frequency" in compared(one, other)
+    assert "inv_freq" in compared(one, other)
+    short, long = (RopeSpec(4, LongRope(10_000, [1, 1], [1, x], 64)) for x in (2, 64))
+    assert "Different: long_factor." in compared(short, long)
+    heads = [RopeSpec(64, AcrossHeads(10_000, num_heads=n)) for n in (4, 8)]
+    assert "in head 0" in compared(*heads)
+    assert "num_heads 4 and 8" in compared(*heads)
+
+
+def test_a_range_is_that_of_all_its_pairs():
+    divisors = [31.07, 53.45, 40.23, 33.14, 36.21]
+    spec = RopeSpec(14, LongRope(10_000, [1.0] * 7, [1.0, *divisors, 60.0], 64))
+    assert "pairs 1–5 divided by 31.07 to 53.45" in drawn("rule", spec, 4096)["summary"]
 
 
 def test_a_distance_between_drawn_points_is_called_so():

@@ -28,7 +28,7 @@ const explorer = (() => {
   function fromPreset(index, panel = "rotation") {
     const preset = data.presets[index];
     messages = [];
-    const a = specs.check(preset.spec, messages);
+    const a = specs.check(preset.spec);
     const context = specs.number("context", preset.context, 4096, messages);
     const trained = specs.number("trained", preset.trained, 4096, messages);
     const place = Math.min(100, context - 1);
@@ -112,10 +112,13 @@ const explorer = (() => {
     return changes.join(". ");
   }
 
+  // Sliders whose steps follow from other fields.
+  const FOLLOWING = ["position", "distance", "rotary_dim", "head"];
+
   function changed() {
     for (const [name, field] of Object.entries(shown)) {
       const value = valueOf(name);
-      if (value !== undefined && value !== field.value) {
+      if (value !== undefined && (value !== field.value || FOLLOWING.includes(name))) {
         field.value = value;
         field.show(value);
       }
@@ -191,6 +194,20 @@ const explorer = (() => {
     buildCompare();
   }
 
+  // LongRope has both amplitudes or none: the other one follows if it is missing, or if one is removed.
+  const PARTNERS = { short_amplitude: "long_amplitude", long_amplitude: "short_amplitude" };
+
+  function partner(name, value) {
+    const other = PARTNERS[name];
+    const follows = other && (value === null || state.a.frequencies[other] === null);
+    return follows ? { [other]: value } : {};
+  }
+
+  function together(name, value) {
+    const other = PARTNERS[name];
+    return other && value !== null && state.a.frequencies[other] === value ? `${other} is the same: the rule has both or none` : "";
+  }
+
   function buildRule(description, lists) {
     const into = byId("rule-fields");
     into.replaceChildren();
@@ -201,6 +218,7 @@ const explorer = (() => {
         messages = [];
         // What the old rule does not have comes from the page.
         const length = state.a.frequencies.trained_length ?? state.trained;
+        state.trained = length;
         state.a = specs.withRule(state.a, name, state.context, messages, length);
         state.preset = "";
         follow();
@@ -211,7 +229,7 @@ const explorer = (() => {
     const more = element("details", {}, element("summary", { textContent: "More fields of the rule" }));
     const changeField = (field) => (x) => {
       if (field.name === "trained_length") state.trained = x;
-      const changes = changeA({}, { [field.name]: x });
+      const changes = [changeA({}, { [field.name]: x, ...partner(field.name, x) }), together(field.name, x)].filter(Boolean).join(". ");
       if (field.name === "num_heads") shown.head?.show(state.head);
       if (state.a.frequencies[field.name] !== x) shown[field.name]?.show(state.a.frequencies[field.name]);
       return changes;
@@ -429,8 +447,8 @@ const explorer = (() => {
     const into = byId("panel-controls");
     into.replaceChildren();
     if (state.panel === "rotation") {
-      const play = element("button", { type: "button", id: "play", textContent: still.matches ? "Next position" : "Play" });
-      play.addEventListener("click", () => (still.matches ? advance() : playing ? stop() : start()));
+      const play = element("button", { type: "button", id: "play", textContent: atRest() });
+      play.addEventListener("click", () => (playing ? stop() : still.matches ? advance() : start()));
       into.append(play);
     }
     if (state.panel === "lab") {
@@ -452,7 +470,11 @@ const explorer = (() => {
   function stop() {
     clearInterval(playing);
     playing = 0;
-    if (byId("play")) byId("play").textContent = "Play";
+    if (byId("play")) byId("play").textContent = atRest();
+  }
+
+  function atRest() {
+    return still.matches ? "Next position" : "Play";
   }
 
   // --- Tabs, buttons, links ----------------------------------------------------------------------------------------
@@ -521,6 +543,11 @@ const explorer = (() => {
 
   // The button itself tells that it has copied: notes may be out of sight.
   async function copy(button, kind, what) {
+    if (kind === "link" && specs.write(state).length > specs.MOST_LINK) {
+      messages = ["The link would be too long for this page to read it: copy the JSON of the spec instead."];
+      showNotes();
+      return;
+    }
     try {
       await navigator.clipboard.writeText(TEXTS[kind][1]());
       messages = [`${what} copied.`];
@@ -566,6 +593,12 @@ const explorer = (() => {
     restart();
   }
 
+  // A spec beyond the limits of the page is shown with other numbers, which its name must not hide.
+  for (const preset of data.presets) {
+    const changes = [];
+    specs.check(preset.spec, changes);
+    preset.left_out.push(...changes);
+  }
   buildTabs();
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
@@ -578,6 +611,7 @@ const explorer = (() => {
     const what = button.textContent.replace("Copy ", "Spec ");
     button.addEventListener("click", () => copy(button, button.dataset.copy, what));
   }
+  still.addEventListener("change", stop);
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   byId("numbers").addEventListener("toggle", schedule);
   window.addEventListener("hashchange", () => location.hash.slice(1) !== written && load());

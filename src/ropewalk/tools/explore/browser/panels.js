@@ -27,6 +27,7 @@ const makePanels = (specs, data) => {
       headDim: spec.head_dim,
       amplitude: Rules.amplitude(spec, state.context),
       softmaxScale: Rules.softmaxScale(spec),
+      perHead: Array.isArray(all),
     };
   }
 
@@ -178,7 +179,8 @@ const makePanels = (specs, data) => {
       const changeOf = ({ kind, first, last }) => {
         if (kind === "interpolated") return `divided by ${text(1 / smallest)}`;
         if (kind !== "between") return KINDS[kind];
-        const ends = [first, last].map((i) => text(1 / ratio[i]));
+        const inside = ratio.subarray(first, last + 1);
+        const ends = [Math.max(...inside), Math.min(...inside)].map((x) => text(1 / x));
         return `divided by ${ends[0] === ends[1] ? ends[0] : ends.join(" to ")}`;
       };
       const still = kinds.includes("still");
@@ -224,7 +226,8 @@ const makePanels = (specs, data) => {
     intro: "The mean of |S₁|, |S₂|, …, where Sⱼ is the sum of exp(i·D·θ) over the first j pairs: RoFormer's bound on the score at distance D. It oscillates; its means over octaves of distances tell where it falls.",
     draw(state, meansOf) {
       const out = overDistance(state, (v, xs) => Curves.decayCurve(v.theta, xs), { label: "mean of |Sⱼ|", include: [0] }, "Decay bound over distance, with means over octaves");
-      const farthest = Math.min(state.context, Math.max(2, Math.floor(MOST_TERMS / out.lines[0].theta.length)));
+      const most = Math.max(2, Math.floor(MOST_TERMS / Math.max(...out.lines.map((line) => line.theta.length))));
+      const farthest = Math.min(state.context, most);
       const bands = views(state).map((v) => meansOf(v.theta, farthest));
       out.charts[0].lines = out.lines.map((line) => ({ ...line, thin: true }));
       bands.forEach((list, i) => list && out.charts[0].lines.push({
@@ -233,7 +236,7 @@ const makePanels = (specs, data) => {
       }));
       return {
         ...out,
-        summary: `${bands[0] ? falling(bands[0], farthest, state.context) : "The means over octaves are being computed."} At distance ${text(state.distance)}: ${out.values}.`,
+        summary: `${bands[0] ? falling(bands[0], farthest, farthest === most) : "The means over octaves are being computed."} At distance ${text(state.distance)}: ${out.values}.`,
         table: {
           caption: "Mean of the bound over all distances of an octave",
           head: ["distances", ...views(state).map((v) => v.name)],
@@ -248,13 +251,13 @@ const makePanels = (specs, data) => {
   }
 
   // Where the means over octaves first rise. Differences of rounding are none.
-  function falling(bands, farthest, context) {
+  function falling(bands, farthest, isMost) {
     if (bands.length < 2) return `The context is too short for means over octaves of distances.`;
     const rises = (x, y) => x > y * (1 + 1e-9);
     const first = bands.findIndex((band, i) => i > 0 && rises(band.mean, bands[i - 1].mean));
     if (first === -1) {
       const falls = rises(bands[0].mean, bands.at(-1).mean);
-      const more = farthest < context ? ", the farthest that this page computes" : falls ? "; raise Context to see where they stop" : "";
+      const more = isMost ? ", the farthest that this page computes" : falls ? "; raise Context to see where they stop" : "";
       return `The means over octaves ${falls ? "fall" : "are equal"} through all distances below ${text(farthest)}${more}.`;
     }
     const lowest = bands.reduce((best, band) => (band.mean < best.mean ? band : best));
@@ -338,10 +341,13 @@ const makePanels = (specs, data) => {
   function unequal(one, two) {
     const fields = ["head_dim", "rotary_dim", "pairing", "rotary_slice", "sign", "angles"].map((name) => [name, one.spec[name], two.spec[name]]);
     fields.push(["amplitude", one.amplitude, two.amplitude], ["softmax scale", one.softmaxScale, two.softmaxScale]);
-    const ofRule = ["base", "factor", "trained_length"].map((name) => [name, ...[one, two].map((v) => v.spec.frequencies[name])]);
-    fields.unshift(["rule", labelOf(one.spec), labelOf(two.spec)], ...ofRule.filter(([, x, y]) => x != null && y != null));
-    const shown = (x) => (typeof x === "number" ? text(x, 6) : x);
-    const differ = fields.filter(([, x, y]) => x !== y).map(([name, x, y]) => `${name} ${shown(x)} and ${shown(y)}`);
+    // Fields that both rules have.
+    const [rules, others] = [one, two].map((v) => v.spec.frequencies);
+    const ofRule = Object.keys(rules).filter((name) => name !== "rule" && name in others).map((name) => [name, rules[name], others[name]]);
+    fields.unshift(["rule", labelOf(one.spec), labelOf(two.spec)], ...ofRule);
+    const shown = (x) => (typeof x === "number" ? text(x, 6) : x ?? "none");
+    const phrase = (name, x, y) => ([x, y].some(Array.isArray) ? name : `${name} ${shown(x)} and ${shown(y)}`);
+    const differ = fields.filter(([, x, y]) => JSON.stringify(x) !== JSON.stringify(y)).map((field) => phrase(...field));
     return differ.length ? `Different: ${differ.join("; ")}.` : "All other fields are equal.";
   }
 
@@ -363,11 +369,12 @@ const makePanels = (specs, data) => {
       const scores = both.map((v) => ({ ...v, thin: true, xs, ys: Curves.constantScore(v.theta, xs, v) }));
       const difference = { name: "A − B", colour: "c", thin: true, xs, ys: scores[0].ys.map((y, i) => y - scores[1].ys[i]) };
       // Pairs that do not rotate in both have 0/0.
-      const equal = Array.from(ratio).filter((x, i) => one.theta[i] === two.theta[i] || Math.abs(x - 1) <= 1e-9).length;
+      const equal = Array.from(ratio).filter((_, i) => one.theta[i] === two.theta[i] || Math.abs(one.theta[i] / two.theta[i] - 1) <= 1e-9).length;
+      const head = both.some((v) => v.perHead) ? ` in head ${state.head}` : "";
       const widest = difference.ys.reduce((most, y, i) => (Math.abs(y) > Math.abs(difference.ys[most]) ? i : most), 0);
       const unlike = one.theta.length === two.theta.length ? "" : ` A has ${one.theta.length} pairs and B ${two.theta.length}: the first ${pairs} are compared.`;
       return {
-        summary: `${invitation}${equal} of ${pairs} pairs ${equal === 1 ? "has" : "have"} the same frequency.${unlike} ` +
+        summary: `${invitation}${equal} of ${pairs} pairs ${equal === 1 ? "has" : "have"} the same frequency${head}.${unlike} ` +
           (Math.abs(difference.ys[widest]) <= 1e-12 ? "The scores are equal at all drawn distances. " : `Over the drawn distances, the scores differ most at ${text(xs[widest])}: by ${text(difference.ys[widest])}. `) +
           unequal(one, two),
         charts: [

@@ -186,7 +186,8 @@ const makeSpecs = (schema) => {
 
   function asText(value) {
     if (!Array.isArray(value)) return String(value);
-    return Array.isArray(value[0]) ? value.map((x) => x.join(",")).join(";") : value.join(",");
+    // Every row of a list per head ends with a semicolon, so that one row is not a list per pair.
+    return Array.isArray(value[0]) ? value.map((x) => `${x.join(",")};`).join("") : value.join(",");
   }
 
   function writeSpec(into, prefix, spec) {
@@ -199,8 +200,8 @@ const makeSpecs = (schema) => {
   function fromText(text, kind) {
     if (kind === "flag") return text === "true" ? true : text === "false" ? false : text;
     if (kind !== "list") return text;
-    const rows = text.split(";").map((x) => x.split(",").map((y) => (y.trim() === "" ? NaN : Number(y))));
-    return rows.length > 1 ? rows : rows[0];
+    const rows = text.replace(/;$/, "").split(";").map((x) => x.split(",").map((y) => (y.trim() === "" ? NaN : Number(y))));
+    return text.includes(";") ? rows : rows[0];
   }
 
   function readSpec(stated, prefix, notes) {
@@ -317,5 +318,5 @@ const makeSpecs = (schema) => {
     return share[0];
   }
 
-  return { check, number, limitsOf, withRule, unscaled, write, read, asCode, asJson, asConfig };
+  return { check, number, limitsOf, withRule, unscaled, write, read, asCode, asJson, asConfig, MOST_LINK };
 };
