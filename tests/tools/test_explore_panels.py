@@ -115,7 +115,9 @@ def test_a_verdict_on_decay_needs_means_over_whole_octaves():
     # 1024 pairs: the page computes the means over 2¹⁶ distances, and a larger context does not change that.
     wide = drawn("decay", RopeSpec(2048), 1_048_576)["summary"]
     assert "fall through all distances below 65,536, the farthest that this page computes." in wide
-    assert "below 65,536, the farthest" in drawn("decay", RopeSpec(1024), 1_048_576, RopeSpec(2048))["summary"]
+    # Of two specs, the wider one limits both.
+    both = drawn("decay", RopeSpec(64), 1_048_576, RopeSpec(2048))
+    assert both["rows"][-1][0] == "32,768–65,535"
 
 
 def test_two_specs_are_equal_in_everything_or_name_what_differs():
