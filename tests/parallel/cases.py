@@ -216,7 +216,8 @@ def gradients_of_states_case(sharding, kind, mesh):
     cotangents = [drawn_like(x, seed) for seed, x in enumerate((first.above, first.below))]
     whole_out = torch.randn(batch, HEADS, LENGTH, V_DIM, generator=torch.Generator().manual_seed(1)).double()
     results = []
-    for run, leaves, of_output, share in (
+    call: Any
+    for call, leaves, of_output, share in (
         (functools.partial(rw.linear_attention, cu_seqlens=ends, **options), tensors, whole_out, 1.0),
         (
             functools.partial(parallel.linear_attention, shards=shards, **local),
@@ -228,7 +229,7 @@ def gradients_of_states_case(sharding, kind, mesh):
         leaves = [x.clone().requires_grad_() for x in leaves]
         sums = [x.detach().clone().requires_grad_() for x in (first.above, first.below)]
         state = replace(first, above=sums[0], below=sums[1])
-        out, after = run(*leaves, state=state, return_state=True)
+        out, after = call(*leaves, state=state, return_state=True)
         outputs, weights = [out, after.above, after.below], [of_output, *(share * x for x in cotangents)]
         wanted = [*leaves, *sums, *parameters]
         found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)

@@ -363,8 +363,10 @@ def gradients_of_one_row(kind, mesh):
     name = "bias" if kind == "t5" else "rope"
     calls_of = {
         "softmax": lambda q, k, v: rw.attention(q, k, v, encoding=encoding),
-        "lse": lambda q, k, v: rw.attention(q, k, v, encoding=encoding, return_lse=True)[1]
-        + rw.attention(q, k, v, encoding=encoding).sum(-1),
+        "lse": lambda q, k, v: (
+            rw.attention(q, k, v, encoding=encoding, return_lse=True)[1]
+            + rw.attention(q, k, v, encoding=encoding).sum(-1)
+        ),
         "linear": lambda q, k, v: rw.linear_attention(q, k, v, **{name: encoding}),
         "decay": lambda q, k, v: rw.linear_attention(q, k, v, decay=weights[-1]),
     }
@@ -480,7 +482,9 @@ def one_rank_is_wrong(mesh):
 def bad_cases(world) -> dict[str, Any]:
     """What must raise, and set-ups that are easily wrong."""
     found: dict[str, Any] = {"bad input": bad_input, "kernels": kernels_and_tables, "one row": one_row}
-    found |= {f"gradients of one row, {kind}": functools.partial(gradients_of_one_row, kind) for kind in ("t5", "learned")}
+    found |= {
+        f"gradients of one row, {kind}": functools.partial(gradients_of_one_row, kind) for kind in ("t5", "learned")
+    }
     found |= {"weights of FSDP": weights_of_fsdp, "other modules": other_modules, "threads": threads}
     found["one rank is wrong"] = one_rank_is_wrong
     found["heads that ranks do not divide"] = heads_that_ranks_do_not_divide

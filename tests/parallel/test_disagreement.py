@@ -95,6 +95,9 @@ def calls_differ(mesh):
     refused(lambda: parallel.linear_attention(q, k, v, shards=shards, state=state), "relu")
     dtypes = [x.float() if rank else x for x in (q, k, v)]
     refused(lambda: parallel.linear_attention(*dtypes, shards=shards), "torch.float32", "torch.float64")
+    misspelt = {"methd": "ring"} if rank else {}
+    refused(lambda: parallel.attention(q, k, v, shards=shards, **misspelt), "methd")
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, **misspelt), "methd")
     # Only one rank has a wrong number of tokens: the others raise as well.
     wrong = [x[:, :, : x.shape[2] - rank] for x in (q, k, v)]
     refused(lambda: parallel.attention(*wrong, shards=shards), "the 80 tokens of rank 1")
@@ -112,11 +115,11 @@ def shards_of_calls_differ(mesh):
     words = [("layout contiguous", "layout zigzag"), ("(80, 80)", "(60, 100)"), ("[0, 40, 160]", "[0, 120, 160]")]
     for pair, different in zip(pairs, words, strict=True):
         shards = pair[mesh.get_local_rank()]
-        q, k, v = parts(shards, kv_heads=4)
+        tensors = parts(shards, kv_heads=4)
         for method in ("gather", "ulysses", "ring"):
-            refused(lambda s=shards, m=method: parallel.attention(q, k, v, shards=s, method=m), *different)
-        refused(lambda s=shards: parallel.linear_attention(q, k, v, shards=s), *different)
-        refused(lambda s=shards: s.join(q, 2), *different)
+            refused(functools.partial(parallel.attention, *tensors, shards=shards, method=method), *different)
+        refused(functools.partial(parallel.linear_attention, *tensors, shards=shards), *different)
+        refused(functools.partial(shards.join, tensors[0], 2), *different)
 
 
 def autocast_differs(mesh):

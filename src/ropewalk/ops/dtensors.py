@@ -230,7 +230,9 @@ def _check_sizes(x: Any, dims: Sequence[str], name: str, asked: str) -> None:
     """Raise unless this rank has as much of x as its placements mean. A compiled call is not checked."""
     if torch.compiler.is_compiling():
         return
-    cut = Cut(x.device_mesh, tuple(dims[p.dim] if p.is_shard() else None for p in x.placements))
+    placements: Sequence[Any] = x.placements
+    names: tuple[str | None, ...] = tuple(dims[int(p.dim)] if p.is_shard() else None for p in placements)
+    cut = Cut(x.device_mesh, names)
     with torch.no_grad():
         local = list(x.to_local().shape)
     expected = [cut.part(each, size)[1] for each, size in zip(dims, x.shape, strict=True)]
@@ -240,7 +242,7 @@ def _check_sizes(x: Any, dims: Sequence[str], name: str, asked: str) -> None:
             expected=f"{expected} on this rank, as torch.chunk and distribute_tensor cut {list(x.shape)}: the first "
             "ranks have the rounded-up size",
             got=f"{local}",
-            do="pass DTensors that distribute_tensor cuts, or local tensors with positions=, which state where they are",
+            do="pass DTensors that distribute_tensor cuts, or local tensors with their positions=",
         )
 
 

@@ -13,7 +13,14 @@ from ropewalk.nn.rotary.call import Limits
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.parallel.shards import Shards
 
-__all__ = ["check_positions", "check_shards", "check_tokens", "describe_autocast", "describe_encoding", "describe_tensors"]
+__all__ = [
+    "check_positions",
+    "check_shards",
+    "check_tokens",
+    "describe_autocast",
+    "describe_encoding",
+    "describe_tensors",
+]
 
 
 def check_shards(shards: object, *, asked: str) -> None:

@@ -141,9 +141,10 @@ def linear_attention(
     [1.0, 2.0, 3.0]
     >>> dist.destroy_process_group()
     """
-    if unnamed or unknown:
-        refuse_arguments(_ASKED, linear_attention, unnamed, unknown)
     check_shards(shards, asked=_ASKED)
+    if unnamed or unknown:
+        # On all ranks, as errors of other arguments.
+        shards.agree(lambda: refuse_arguments(_ASKED, linear_attention, unnamed, unknown), lambda: "", asked=_ASKED)
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
 
         def check_dtensors() -> None:

@@ -113,7 +113,9 @@ class Shards:
         self.length = sum(self.lengths)
         self.ends = (0, self.length) if ends is None else tuple(ends)
         # Here, because torch.compile does not sort numbers that it does not know.
-        places = [(run.sequence, run.start, rank, i) for rank, runs in enumerate(self.runs) for i, run in enumerate(runs)]
+        places = [
+            (run.sequence, run.start, rank, i) for rank, runs in enumerate(self.runs) for i, run in enumerate(runs)
+        ]
         self.order = tuple((rank, i) for _, _, rank, i in sorted(places))
         device = device_of(mesh)
         indices = [_joined([(self.ends[run.sequence] + run.start, run.length) for run in runs]) for runs in self.runs]

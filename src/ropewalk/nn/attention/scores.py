@@ -280,7 +280,7 @@ def _with_lse(
 
 
 def _log_sum_exp(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the logarithm [..., 1] of the sum of exp(scores) over the last dimension, rounded to a dtype at the end."""
+    """Return the logarithm [..., 1] of the sum of exp(scores) over the last dimension, rounded to a dtype once."""
     if scores.dtype == dtype or not scores.shape[-1]:
         return torch.logsumexp(scores, dim=-1, keepdim=True).to(dtype)
     # The result does not depend on what is subtracted, so that it has no gradient.
