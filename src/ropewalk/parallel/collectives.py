@@ -141,7 +141,7 @@ class _Attached(torch.autograd.Function):
         if torch.compiler.is_compiling():
             # A compiler would move a collective of constants to the forward pass.
             return cotangent, (_zero_of(first) | _zero_of(cotangent)).to(first.dtype)
-        # Attached in turn: the gradient of a rank that reads nothing would have no second derivative.
+        # Attached too: the gradient of a rank that reads nothing would have no second derivative.
         return _Attached.apply(cotangent, first), _Attached.apply(zeros_like(first), first)
 
 
