@@ -41,7 +41,7 @@ def gradients(compute, tensors, cotangent, weight):
 
 
 def compare(shards, tensors, formula, compute, weight=None, seed=0):
-    """Raise unless the errors of this rank are within the rule. A parameter is the last argument of the formula."""
+    """Return the errors of this rank over those of the formula. A parameter is the last argument of the formula."""
     cotangent = torch.randn(*tensors[0].shape[:3], V_DIM, generator=torch.Generator().manual_seed(1 + seed))
     results = []
     for dtype in (torch.float64, tensors[0].dtype):
@@ -53,11 +53,13 @@ def compare(shards, tensors, formula, compute, weight=None, seed=0):
         # A rank has its share of the gradient of a parameter. Before anything is raised: all ranks take part.
         ours[-1] = ours[-1].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(ours[-1])
+    ratios: list[float] = []
     for i, (a, c, b) in enumerate(zip(ours, *results, strict=True)):
         local = i < 4
         assert a.dtype == (tensors[0].dtype if local else torch.float32)
         error, allowed = (a.double() - (shards.cut(c, 2) if local else c)).abs().max(), (b.double() - c).abs().max()
-        assert error <= 2 * allowed, (i, (error / allowed).item())
+        ratios.append((error / allowed).item())
+    return ratios
 
 
 def linear_case(sharding, kind, dtype, mesh):
@@ -72,13 +74,14 @@ def linear_case(sharding, kind, dtype, mesh):
         numbers = None if rule.tensor is None else rule.tensor.to(q.dtype)
         return expected(q, k, v, rule._replace(tensor=numbers), rope)
 
-    compare(shards, tensors, formula, lambda *x: parallel.linear_attention(*x, shards=shards, **options))
+    ratios = compare(shards, tensors, formula, lambda *x: parallel.linear_attention(*x, shards=shards, **options))
+    assert all(ratio <= 2 for ratio in ratios), ratios
 
 
 def softmax_case(sharding, name, method, dtype, seeds, mesh):
     shards, encoding = SHARDINGS[sharding].shards(mesh), encoding_of(name)
     weight = encoding.float().weight if name == "t5" else None
-    for seed in seeds:
+    ratios = [
         compare(
             shards,
             drawn(2, HEADS, HEADS, LENGTH, DIM, V_DIM, dtype, seed=seed),
@@ -87,6 +90,10 @@ def softmax_case(sharding, name, method, dtype, seeds, mesh):
             weight,
             seed,
         )
+        for seed in seeds
+    ]
+    # After the last exchange: a rank that failed before would leave the others waiting.
+    assert all(ratio <= 2 for each in ratios for ratio in each), ratios
 
 
 def precision_cases(world):
