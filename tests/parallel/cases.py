@@ -77,7 +77,9 @@ def case_of(kind, batch, dtype=torch.float64):
         options["bias"] = encoding_of(kind.split()[0])
     elif kind == "functions":
         options |= {"feature_map": (torch.exp, "relu"), "rope": encoding_of("rope"), "bias": encoding_of("t5")}
-    elif kind != "none":
+    elif kind == "none":
+        options["rope"] = rw.encoding("none", dim=HEADS * DIM, num_heads=HEADS)
+    else:
         tensor = rule_of(kind, batch, HEADS, 2, LENGTH, dtype).tensor
         assert tensor is not None
         options |= {"decay": tensor.requires_grad_(), "rope": encoding_of("half")}

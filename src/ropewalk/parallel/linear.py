@@ -145,6 +145,9 @@ def linear_attention(
     if unnamed or unknown:
         # On all ranks, as errors of other arguments.
         shards.agree(lambda: refuse_arguments(_ASKED, linear_attention, unnamed, unknown), lambda: "", asked=_ASKED)
+    if isinstance(rope, Encoding) and rope.name == "none":
+        # It needs no positions, as None.
+        rope = None
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
 
         def check_dtensors() -> None:
