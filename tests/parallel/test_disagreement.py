@@ -14,7 +14,8 @@ import ropewalk as rw
 from parallel.cases import LENGTH, encoding_of, inputs
 from parallel.ranks import TIMEOUT, failures_on_ranks, on_ranks
 from ropewalk import parallel
-from ropewalk.parallel.agreement import _timeout, cpu_group
+from ropewalk.kernels.torch_internals import timeout_of
+from ropewalk.parallel.agreement import cpu_group
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -67,7 +68,7 @@ def mesh_of_gpus(mesh):
     # The group for exchanges on the CPU waits as long as that of the mesh, not 30 minutes.
     group = cpu_group(gpus)
     assert group is not gpus.get_group()
-    assert _timeout(group, "cpu") == TIMEOUT
+    assert timeout_of(group, "cpu") == TIMEOUT
 
 
 def calls_differ(mesh):

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ __all__ = [
     "own_tensors",
     "plain_apply",
     "skip_frames",
+    "timeout_of",
     "version_of",
     "view_base",
     "was_distributed",
@@ -497,3 +499,17 @@ def own_parameters(module: torch.nn.Module) -> dict[str, Any]:
     ['weight', 'bias']
     """
     return module._parameters
+
+
+def timeout_of(group: Any, device: str) -> timedelta | None:
+    """Return the timeout of a process group for tensors on a device, or None if its backend has none.
+
+    >>> import torch.distributed as dist
+    >>> wait = timedelta(seconds=20)
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+    >>> timeout_of(dist.group.WORLD, "cpu") == wait
+    True
+    >>> dist.destroy_process_group()
+    """
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", None)

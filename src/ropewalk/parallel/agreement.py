@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.constructors import tensor, zeros
+from ropewalk.kernels.torch_internals import timeout_of
 
 __all__ = ["agree", "agree_on_call", "cpu_group"]
 
@@ -34,17 +34,10 @@ def cpu_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return group
     if group not in _GROUPS:
         ranks = dist.get_process_group_ranks(group)
-        timeout = _timeout(group, mesh.device_type)
+        timeout = timeout_of(group, mesh.device_type)
         new = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         _GROUPS[group] = cast(dist.ProcessGroup, new)
     return _GROUPS[group]
-
-
-def _timeout(group: dist.ProcessGroup, device: str) -> timedelta | None:
-    """Return the timeout of a group for tensors on a device, or None if its backend has none."""
-    # torch has no public way to read it.
-    options: Any = getattr(group._get_backend(torch.device(device)), "options", None)
-    return getattr(options, "_timeout", None)
 
 
 # Created once per group of a mesh: every group has threads and connections of its own.
