@@ -129,10 +129,6 @@ def test_every_public_callable_answers_to_every_foreign_name(name):
             "layer.heads_of(x), call rw.parallel.attention(",
         ),
         (lambda: rw.linear_attention(X, X, X, shards=None), "rw.parallel.linear_attention"),
-        (
-            lambda: rw.parallel.linear_attention(X, X, X, shards=None, window=3),
-            "it belongs to rw.parallel.attention",
-        ),
     ],
 )
 def test_the_error_names_ours(call, do):
@@ -179,6 +175,12 @@ def test_a_name_that_moved_has_its_new_name_in_the_error(name):
     assert not hasattr(rw, name)
     with pytest.raises(ImportError, match=f"do this:  use {new}"):
         exec(f"from ropewalk import {name}")  # how a user writes it
+
+
+def test_an_argument_of_another_function_over_ranks_is_told_where_it_belongs():
+    ours = inspect.signature(rw.parallel.linear_attention).parameters
+    assert advice_on_argument("window", 3, ours) == "omit it: it belongs to rw.parallel.attention"
+    assert advice_on_argument("dropout", 0.1, ours) == "omit it: attention over ranks has no dropout"
 
 
 def test_a_name_that_never_was_is_an_ordinary_error():
