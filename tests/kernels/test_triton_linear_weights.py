@@ -253,7 +253,7 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 def op_arguments(name, seq):
     kind, causal, packed, normalize = CHECKED[name]
-    heads = 1 if seq < 64 else 2
+    heads = 1 if seq < 32 else 2
     (q, k, v, *tensor), _ = inputs_of(kind, heads, 1, seq)
     q, k, v = (x.to(DEVICE).requires_grad_() for x in (q, k, v))
     decay = band = None
