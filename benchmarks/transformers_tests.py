@@ -6,7 +6,7 @@ CHECKOUT is a folder with the `tests` and `src` of transformers; nothing of it i
 twice in a row, with the same seed: as it is, and with every model that it constructs or loads accelerated. Models on
 the meta device, and models in which nothing can be replaced, are left alone and counted. Tests that need files of the
 Hub, and tests that start other processes, are deselected. A record of the same versions and day is continued. Exits
-with 1 if a test passes without and not with.
+with 1 if a test passes without and not with; render.py does not show such a record.
 
 The tests import pytest, parameterized, httpx, datasets and psutil.
 """
@@ -114,6 +114,7 @@ class Twice:
         self.accelerated = Accelerated()
         self.lines: dict[str, dict[str, Any]] = {}
         self.seconds: list[tuple[float, str]] = []
+        self.failed_subtests: list[Any] = []
 
     def pytest_configure(self) -> None:
         """Before a modeling file is imported."""
@@ -130,9 +131,10 @@ class Twice:
         # Between the two runs, only the test itself is torn down.
         for on, following in ((False, item.parent), (True, nextitem)):
             self.accelerated.on = on
+            self.failed_subtests = []
             seeded()
             item._initrequest()
-            reports = runtestprotocol(item, log=False, nextitem=following)
+            reports = runtestprotocol(item, log=False, nextitem=following) + self.failed_subtests
             outcomes.append(outcome(reports))
             if outcomes[-1] == "failed" and outcomes[0] != "failed":
                 sys.stdout.write("\n".join(str(report.longrepr) for report in reports if report.failed)[-6000:] + "\n")
@@ -147,6 +149,11 @@ class Twice:
         if outcomes[0] == "failed":
             line["failed without"].append(name)
         return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Keep a failed subtest: `log=False` leaves only the reports of subtests, and those of tests lack them."""
+        if report.failed:
+            self.failed_subtests.append(report)
 
     def line_of(self, family: str) -> dict[str, Any]:
         """The line of the record for a family. A new one ends the one before."""
@@ -179,7 +186,9 @@ class Twice:
             sys.stdout.write("slowest: " + ", ".join(f"{name} {seconds:.0f} s" for seconds, name in slowest) + "\n")
             sys.stdout.flush()
         if self.out:
-            self.out.write_text(json.dumps(self.record, indent=2) + "\n", encoding="utf-8")
+            from ropewalk.tools.bench.records import write_record
+
+            write_record(self.record, str(self.out), regressions(self.record))
 
     def pytest_sessionfinish(self) -> None:
         """The last family ends."""
@@ -194,6 +203,16 @@ def seeded() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002, the generator that the tests use
     torch.manual_seed(0)
+
+
+def regressions(record: dict[str, Any]) -> list[str]:
+    """A sentence per test that passes without acceleration and not with it."""
+    return [
+        f"{line['family']}: {name} {second} with acceleration, and {first} without"
+        for line in record["families"]
+        for name, (first, second) in line["differ"].items()
+        if first == "passed"
+    ]
 
 
 def outcome(reports: list[Any]) -> str:
@@ -215,10 +234,16 @@ def main() -> int:
     import torch
     import transformers
 
+    from ropewalk.tools.output import processor
+
     record: dict[str, Any] = {
         "command": "python benchmarks/transformers_tests.py CHECKOUT",
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "hardware": {
+            "machine": platform.machine(),
+            "processor": processor(),
+            "threads": torch.get_num_threads(),
+        },
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -229,8 +254,9 @@ def main() -> int:
     }
     if given.out and given.out.exists():
         earlier = json.loads(given.out.read_text(encoding="utf-8"))
-        if {**earlier, "families": []} == record:
-            record = earlier
+        written = ("missed", "digest")
+        if {name: content for name, content in earlier.items() if name not in written} | {"families": []} == record:
+            record |= {"families": earlier["families"]}
     deselected = f"-k {given.only!r}, and the tests that transformers marks as slow"
     plugin = Twice(record, given.out and given.out.resolve(), deselected)
     os.chdir(given.checkout)
@@ -241,7 +267,7 @@ def main() -> int:
     if len(plugin.lines) < len(given.families):
         sys.stderr.write(f"pytest ended with {code!r} before every family ran\n")
         return 2
-    return int(any(first == "passed" for line in record["families"] for first, _ in line["differ"].values()))
+    return int(bool(regressions(record)))
 
 
 if __name__ == "__main__":
