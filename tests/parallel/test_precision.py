@@ -1,118 +1,130 @@
-"""Results in float32 and bfloat16: errors are at most twice those of the plain formula in the same dtype."""
+"""Errors over ranks in float32 and bfloat16: at most twice those of the plain formula in the same dtype.
+
+The largest of some thousand rounding errors varies: random inputs exceed twice another largest one now and then, also
+on one rank. So each case compares the norm of the error, and the largest one is that of all cases of a method. In
+bfloat16 the formula rounds every step, and its errors hide a sum over ranks that is rounded too. One rank rounds less,
+so errors of a kind of cases are at most twice those of one rank as well.
+"""
 
 import functools
+from collections import defaultdict
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import ropewalk as rw
-from formulas import rotate_by_spec
-from nn.linear_cases import drawn
-from nn.weighted_cases import alibi_bias, expected, rule_of, t5_bias
-from parallel.cases import BUCKETS, DIM, HEADS, LENGTH, SHARDINGS, V_DIM, encoding_of
+from parallel.precision_cases import DTYPES, Errors, Kind, measure
 from parallel.ranks import failures_on_ranks
-from ropewalk import parallel
+from ropewalk.parallel import exchange, ring
+from slow import slow
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-
-def softmax_formula(q, k, v, name, weight):
-    """Causal softmax attention, everything in the dtype of q."""
-    ids = torch.arange(LENGTH)
-    scale = 1.0 if name == "t5" else DIM**-0.5
-    if name == "rope":
-        q, k = (rotate_by_spec(x, rw.RopeSpec(DIM), ids[None], role=role) for x, role in ((q, "q"), (k, "k")))
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if name == "alibi":
-        scores = scores + alibi_bias(HEADS, ids[None], ids[None], q.dtype)
-    elif name == "t5":
-        scores = scores + t5_bias(weight.to(q.dtype), ids[None], ids[None], BUCKETS, causal=True)
-    hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ v
+LAYOUTS = ("contiguous", "uneven", "zigzag", "packed")
+METHODS = ("gather", "ulysses", "ring", "linear")
+ENCODINGS = ("none", "rope", "xpos", "learned", "alibi", "t5")
+DECAYS = ("per head", "per token")
+WINDOWS = (None, 17)
+# Gradients of four parameters are few numbers: more inputs.
+SEEDS = {"learned": 4, "per head": 4, "t5": 2}
+FEW = 100
 
 
-def gradients(compute, tensors, cotangent, weight):
-    """Outputs, and the gradients of tensors and of a parameter, unless it is None."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = compute(*leaves)
-    leaves += [] if weight is None else [weight]
-    return [out, *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
+def at_most_twice(errors, other):
+    # Not `errors > 2 * other`, which is False for NaN.
+    return bool(errors <= 2 * other)
 
 
-def compare(shards, tensors, formula, compute, weight=None, seed=0):
-    """Return the errors of this rank over those of the formula. A parameter is the last argument of the formula."""
-    cotangent = torch.randn(*tensors[0].shape[:3], V_DIM, generator=torch.Generator().manual_seed(1 + seed))
-    results = []
-    for dtype in (torch.float64, tensors[0].dtype):
-        numbers = None if weight is None else weight.detach().to(dtype).requires_grad_()
-        whole = formula if weight is None else functools.partial(formula, weight=numbers)
-        results.append(gradients(whole, [x.to(dtype) for x in tensors], cotangent, numbers))
-    ours = gradients(compute, [shards.cut(x, 2) for x in tensors], shards.cut(cotangent, 2), weight)
-    if weight is not None:
-        # A rank has its share of the gradient of a parameter. Before anything is raised: all ranks take part.
-        ours[-1] = ours[-1].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(ours[-1])
-    ratios: list[float] = []
-    for i, (a, c, b) in enumerate(zip(ours, *results, strict=True)):
-        local = i < 4
-        assert a.dtype == (tensors[0].dtype if local else torch.float32)
-        error, allowed = (a.double() - (shards.cut(c, 2) if local else c)).abs().max(), (b.double() - c).abs().max()
-        ratios.append((error / allowed).item())
-    return ratios
+def run_cases(kinds, layouts, mesh, pool=None):
+    """Compare all cases of some kinds, and raise what exceeds the rules.
+
+    Args:
+        kinds: Kinds that have the same formula.
+        layouts: How tokens are cut.
+        mesh: The mesh.
+        pool: Where the largest errors are kept, by method, dtype and tensor.
+    """
+    exceeded: list[str] = []
+    squares: dict = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+    windows = (None,) if kinds[0].method == "linear" else WINDOWS
+    for window, seed in [(window, seed) for window in windows for seed in range(SEEDS.get(kinds[0].name, 1))]:
+        for layout, kind in [(layout, kind) for layout in layouts for kind in kinds]:
+            for errors in measure(kind, layout, window, seed, mesh):
+                case = f"{errors.tensor}, {kind.method}, {layout}, window {window}, seed {seed}"
+                squares[kind.method, errors.tensor] += errors.norm.square()
+                if errors.numbers < FEW:
+                    continue
+                if not at_most_twice(errors.norm[0], errors.norm[1]):
+                    exceeded.append(f"{case}: {errors.norm[0] / errors.norm[1]:.2f} times the formula")
+                if pool is not None:
+                    keep_largest(pool, kind, errors)
+    for (method, tensor), total in squares.items():
+        for i, what in ((1, "formula"), (2, "one rank")):
+            if not at_most_twice(total[0].sqrt(), total[i].sqrt()):
+                exceeded.append(f"{tensor}, {method}, all cases: {(total[0] / total[i]).sqrt():.2f} times {what}")
+    assert not exceeded, exceeded
 
 
-def linear_case(sharding, kind, dtype, mesh):
-    shards = SHARDINGS[sharding].shards(mesh)
-    tensors, rope = drawn(2, HEADS, 2, LENGTH, DIM, V_DIM, dtype), rw.RotaryEmbedding(DIM)
-    rule = rule_of(kind, 2, HEADS, 2, LENGTH, torch.float32, buckets=BUCKETS)
-    options = rule.options(HEADS) | {"rope": rope}
-    if kind == "per token":
-        options["decay"] = shards.cut(options["decay"], 2)
-
-    def formula(q, k, v):
-        numbers = None if rule.tensor is None else rule.tensor.to(q.dtype)
-        return expected(q, k, v, rule._replace(tensor=numbers), rope)
-
-    ratios = compare(shards, tensors, formula, lambda *x: parallel.linear_attention(*x, shards=shards, **options))
-    assert all(ratio <= 2 for ratio in ratios), ratios
+def keep_largest(pool, kind: Kind, errors: Errors):
+    # In units of the formula's norm, so that the largest is not always that of one encoding.
+    place = kind.method, kind.dtype, errors.tensor
+    pool[place] = torch.maximum(pool.get(place, torch.zeros(3)), errors.largest / errors.norm[1])
 
 
-def softmax_case(sharding, name, method, dtype, seeds, mesh):
-    shards, encoding = SHARDINGS[sharding].shards(mesh), encoding_of(name)
-    weight = encoding.float().weight if name == "t5" else None
-    ratios = [
-        compare(
-            shards,
-            drawn(2, HEADS, HEADS, LENGTH, DIM, V_DIM, dtype, seed=seed),
-            lambda *x, weight=None: softmax_formula(*x, name, weight),
-            lambda *x: parallel.attention(*x, shards=shards, encoding=encoding, method=method),
-            weight,
-            seed,
-        )
-        for seed in seeds
-    ]
-    # After the last exchange: a rank that failed before would leave the others waiting.
-    assert all(ratio <= 2 for each in ratios for ratio in each), ratios
+def largest_case(pool, method, dtype, mesh):
+    found = {place[2]: largest for place, largest in pool.items() if place[:2] == (method, dtype)}
+    assert {"output", "gradient of q", "gradient of k", "gradient of v"} <= found.keys()
+    assert all(at_most_twice(x[0], x[1]) for x in found.values()), found
+
+
+def rounded_merge(out, lse, y, new, real=ring._merged):
+    merged, total = real(out, lse, y, new)
+    return merged.bfloat16().to(merged.dtype), total
+
+
+def rounded_gather(x, mesh, real=exchange.gather):
+    return real(x.bfloat16(), mesh).to(x.dtype)
+
+
+# What is replaced, by what, and a kind that must fail.
+MUTANTS = {
+    "a ring sums in bfloat16": (ring, "working_dtype", lambda x: x.dtype, Kind("ring", "none", torch.bfloat16)),
+    "a ring rounds its blocks": (ring, "_exact", lambda *x: x, Kind("ring", "t5", torch.bfloat16)),
+    "a ring merges in bfloat16": (ring, "_merged", rounded_merge, Kind("ring", "rope", torch.float32)),
+    "states are sent in bfloat16": (exchange, "gather", rounded_gather, Kind("linear", "learned", torch.bfloat16)),
+    "states of float32 are sent in bfloat16": (
+        exchange, "gather", rounded_gather, Kind("linear", "per token", torch.float32)
+    ),
+}  # fmt: skip
+
+
+def mutant_case(name, mesh):
+    owner, attribute, wrong, kind = MUTANTS[name]
+    run_cases([kind], ("contiguous", "zigzag"), mesh)
+    # All ranks have the same numbers, and raise together.
+    with mock.patch.object(owner, attribute, wrong), pytest.raises(AssertionError, match="times"):
+        run_cases([kind], ("contiguous", "zigzag"), mesh)
 
 
 def precision_cases(world):
-    cases = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        for sharding in ("contiguous", "zigzag"):
-            for kind in ("plain", "alibi", "t5", "per query head", "per token"):
-                cases[f"linear, {sharding}, {kind}, {dtype}"] = functools.partial(linear_case, sharding, kind, dtype)
-            for name in ("none", "rope", "alibi", "t5"):
-                for method in ("gather", "ulysses", "ring"):
-                    # The others compute everything by SDPA of torch.
-                    seeds = range(8) if method == "ring" else range(1)
-                    case = functools.partial(softmax_case, sharding, name, method, dtype, seeds)
-                    cases[f"{method}, {sharding}, {name}, {dtype}"] = case
-    return cases
+    cases, pool = {}, {}
+    for dtype in DTYPES:
+        for name in ENCODINGS:
+            kinds = [Kind(method, name, dtype) for method in METHODS if method != "linear"]
+            cases[f"softmax, {name}, {dtype}"] = functools.partial(run_cases, kinds, LAYOUTS, pool=pool)
+        for name in ENCODINGS + DECAYS:
+            kinds = [Kind("linear", name, dtype)]
+            cases[f"linear, {name}, {dtype}"] = functools.partial(run_cases, kinds, LAYOUTS, pool=pool)
+    # After those that find them.
+    for method in METHODS:
+        for dtype in DTYPES:
+            cases[f"largest errors, {method}, {dtype}"] = functools.partial(largest_case, pool, method, dtype)
+    # Sums over four ranks are rounded more often than those over two.
+    return cases | ({name: functools.partial(mutant_case, name) for name in MUTANTS} if world == 4 else {})
 
 
-@pytest.mark.slow
-def test_the_two_times_rule(tmp_path):
-    failures = failures_on_ranks(2, "parallel.test_precision", "precision_cases", tmp_path)
-    assert failures.keys() == precision_cases(2).keys()
+@pytest.mark.parametrize("world", [slow(2), slow(4)])
+def test_the_two_times_rule(world, tmp_path):
+    failures = failures_on_ranks(world, "parallel.test_precision", "precision_cases", tmp_path)
+    assert failures.keys() == precision_cases(world).keys()
     assert [name for name, failed in failures.items() if failed] == [], next(filter(None, failures.values()))[0]
