@@ -318,6 +318,20 @@ def replaced_parameters_case(mesh):
         out.sum().backward()
 
 
+def no_rows_case(method, mesh):
+    """A batch of 0 has outputs and gradients of 0 rows, as on one rank."""
+    for layout in ("contiguous", "zigzag"):
+        shards = parallel.Shards(mesh, LENGTH, layout)
+        parts = [shards.cut(x.detach()[:0], 2).requires_grad_() for x in inputs(2, kv_heads=4)]
+        if method == "linear":
+            out, state = parallel.linear_attention(*parts, shards=shards, bias=encoding_of("t5"), return_state=True)
+            assert len(state.above) == 0
+        else:
+            out = parallel.attention(*parts, shards=shards, encoding=encoding_of("t5"), method=method)
+        assert out.shape == (0, HEADS, LENGTH // mesh.size(), V_DIM)
+        assert [x.shape for x in torch.autograd.grad(out.sum(), parts)] == [x.shape for x in parts]
+
+
 def nan_case(mesh):
     """NaN in one packed sequence does not reach gradients of another."""
     shards = parallel.Shards(mesh, LENGTH, "zigzag", (0, 80, LENGTH))
@@ -394,7 +408,7 @@ def second_derivatives_of_a_ring_case(mesh):
 
 
 def linear_cases(world):
-    cases: dict[str, Any] = {"NaN": nan_case} | {
+    cases: dict[str, Any] = {"NaN": nan_case, "no rows": functools.partial(no_rows_case, "linear")} | {
         f"{name}, {kind}": functools.partial(linear_case, sharding, kind)
         for name, sharding in SHARDINGS.items()
         for kind in KINDS
@@ -420,6 +434,7 @@ def linear_cases(world):
 
 def softmax_cases(world):
     more: dict[str, Any] = {f"grouped, {name}": functools.partial(grouped_case, name) for name in ("gather", "ring")}
+    more |= {f"no rows, {name}": functools.partial(no_rows_case, name) for name in ("gather", "ulysses", "ring")}
     return (
         more
         | {"replaced parameters": replaced_parameters_case, "derivatives of a ring": second_derivatives_of_a_ring_case}

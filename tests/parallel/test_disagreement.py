@@ -94,6 +94,17 @@ def calls_differ(mesh):
     refused(lambda: parallel.attention(*needs, shards=shards), "gradients of q, k, v")
     state = rw.linear_state(k, v, feature_map="relu" if rank else "elu")
     refused(lambda: parallel.linear_attention(q, k, v, shards=shards, state=state), "relu")
+    # Any tensor of a state, and any parameter of a feature map: their backward pass has an exchange.
+    state = rw.linear_state(k, v, bias=encoding_of("t5"), positions=torch.arange(k.shape[2]))
+    assert state.near is not None
+    values = state.near.values.clone().requires_grad_(bool(rank))
+    changes = {"below": state.below.clone().requires_grad_(bool(rank))}, {"near": state.near._replace(values=values)}
+    for changed in changes:
+        given = {"state": replace(state, **changed), "bias": encoding_of("t5")}
+        refused(lambda given=given: parallel.linear_attention(q, k, v, shards=shards, **given), "gradients [False, ")
+    learned = torch.nn.Linear(8, 8, dtype=torch.float64).requires_grad_(bool(rank))
+    maps = torch.nn.Sequential(learned, torch.nn.Softplus())
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, feature_map=maps), "[True]", "[False]")
     dtypes = [x.float() if rank else x for x in (q, k, v)]
     refused(lambda: parallel.linear_attention(*dtypes, shards=shards), "torch.float32", "torch.float64")
     misspelt = {"methd": "ring"} if rank else {}

@@ -19,7 +19,9 @@ __all__ = [
     "check_tokens",
     "describe_autocast",
     "describe_encoding",
+    "describe_parameters",
     "describe_tensors",
+    "needs_gradients",
 ]
 
 
@@ -148,7 +150,7 @@ def describe_tensors(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
     'torch.float32'
     """
     sizes = [(len(x), x.shape[1], x.shape[3]) for x in (q, k, v)]
-    needs = f"gradients of q, k, v {_learns(q, k, v)}"
+    needs = f"gradients of q, k, v {needs_gradients(q, k, v)}"
     return [f"[batch, heads, dim] {sizes}", f"{v.dtype}", describe_autocast(v), needs]
 
 
@@ -171,11 +173,25 @@ def describe_encoding(encoding: Encoding | RotaryEmbedding | None) -> str:
     """
     if encoding is None:
         return "encoding none"
-    rotation, module = rope_in(encoding), encoding
-    parameters = [(name, tuple(x.shape), _learns(x)) for name, x in module.named_parameters()]
+    rotation = rope_in(encoding)
     options = f"{encoding.extra_repr()}, at_length {getattr(encoding, 'at_length', None)}"
+    parameters = describe_parameters(encoding)
     return f"encoding {type(encoding).__name__}({options}), rope {rotation and rotation.spec}, parameters {parameters}"
 
 
-def _learns(*tensors: Tensor | nn.Parameter) -> list[bool]:
-    return [torch.is_grad_enabled() and x.requires_grad for x in tensors]
+def describe_parameters(module: nn.Module) -> str:
+    """Describe the parameters of a module: names, sizes, and whether they need gradients.
+
+    >>> describe_parameters(nn.Linear(2, 3, bias=False))
+    "[('weight', (3, 2), [True])]"
+    """
+    return str([(name, tuple(x.shape), needs_gradients(x)) for name, x in module.named_parameters()])
+
+
+def needs_gradients(*tensors: Tensor | None) -> list[bool]:
+    """Return which tensors need gradients.
+
+    >>> needs_gradients(torch.ones(1), None, torch.ones(1, requires_grad=True))
+    [False, False, True]
+    """
+    return [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]

@@ -92,7 +92,7 @@ class Exchange:
         self._gathered: Tensor | None = None
         if count:
             flat = torch.cat([x.flatten(1).to(state.above.dtype) for x in parts.values()], dim=1)
-            runs, chosen = flat.unflatten(0, (-1, batch)), sent[shards.rank]
+            runs, chosen = flat.unflatten(0, (max(1, len(shards.local)), batch)), sent[shards.rank]
             # Ranks that send less repeat a run, which nobody reads. A compiled backward pass would omit the
             # reduce-scatter of a constant, for which the other ranks wait.
             self._gathered = gather(runs[chosen + [0] * (count - len(chosen))], shards.mesh)

@@ -24,7 +24,15 @@ from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
 from ropewalk.ops.dtensors import is_dtensor
-from ropewalk.parallel.arguments import check_positions, check_shards, check_tokens, describe_encoding, describe_tensors
+from ropewalk.parallel.arguments import (
+    check_positions,
+    check_shards,
+    check_tokens,
+    describe_encoding,
+    describe_parameters,
+    describe_tensors,
+    needs_gradients,
+)
 from ropewalk.parallel.collectives import no_outputs
 from ropewalk.parallel.exchange import Exchange
 from ropewalk.parallel.layout import Run
@@ -193,12 +201,14 @@ def linear_attention(
         require_backend(backend)
 
     def describe() -> str:
-        maps = [repr(x) if isinstance(x, nn.Module) else map_name(x) for x in resolve_maps(feature_map, _ASKED)]
-        needs = torch.is_grad_enabled() and decay is not None and decay.requires_grad
+        maps = [
+            f"{x!r}, parameters {describe_parameters(x)}" if isinstance(x, nn.Module) else map_name(x)
+            for x in resolve_maps(feature_map, _ASKED)
+        ]
         options = {
             "feature maps": maps,
             "causal": causal,
-            "decay": None if decay is None else (decay.dim(), decay.shape[-2:][0], decay.dtype, needs),
+            "decay": None if decay is None else (decay.dim(), decay.shape[-2:][0], decay.dtype, needs_gradients(decay)),
             "bias": describe_encoding(bias),
             "normalize, scale": (normalize, scale),
             "state": _described_state(state),
@@ -411,5 +421,5 @@ def _described_state(state: LinearState | None) -> str:
         position = position.tolist() if can_read_values(position) else list(position.shape)
     near = None if state.near is None else [list(x.shape) for x in state.near]
     fields = state.spec, state.feature_map, state.learned, state.encoding, state.weighting, near
-    needs = torch.is_grad_enabled() and state.above.requires_grad
+    needs = needs_gradients(state.above, state.below, state.log_decay, *(state.near or ()))
     return f"{list(state.above.shape)} {state.above.dtype} at {position}, {fields}, gradients {needs}"
