@@ -68,7 +68,7 @@ def test_shipped_records_have_the_verdicts_of_their_figures(name):
     assert record["hardware"]
     # One text for all arms; puzzles have none.
     digests = [(arm["run"]["task"], arm["results"][0]["digest"]) for arm in record["arms"]]
-    assert len({digest for task, digest in digests if task.endswith("text")}) == 1
+    assert len({digest for task, digest in digests if task.endswith("text")}) <= 1
     assert {digest for task, digest in digests if not task.endswith("text")} <= {None}
     statements = findings.experiment.statements
     assert [x.text for x in statements] == [x["text"] for x in record["statements"]]

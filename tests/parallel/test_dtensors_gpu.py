@@ -20,6 +20,8 @@ BATCH, HEADS, LENGTH, DIM = 2, 4, 512, 64
 
 @pytest.fixture
 def mesh(tmp_path):
+    # Otherwise init_device_mesh guesses the device, and warns.
+    torch.cuda.set_device(0)
     dist.init_process_group("nccl", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
     yield init_device_mesh("cuda", (1,))
     dist.destroy_process_group()

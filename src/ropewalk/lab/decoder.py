@@ -92,9 +92,15 @@ class Block(nn.Module):
         return layer.joined(y)
 
     def forward(self, x: Tensor, positions: Tensor | None, shards: Shards | None) -> Tensor:
-        x = x + self.attend(self.norms[0](x), positions, shards)
-        y = self.norms[1](x)
+        x = x + self.attend(_for_products(self.norms[0](x)), positions, shards)
+        y = _for_products(self.norms[1](x))
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+def _for_products(x: Tensor) -> Tensor:
+    """Cast once what several matrix products read: autocast would cast it for each of them."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class Decoder(nn.Module):

@@ -353,7 +353,7 @@ class _Trainer:
             [group for group in groups if group["params"]], lr=rate, betas=BETAS, fused=on_gpu, capturable=on_gpu
         )
         self.captured: _CapturedStep | None = None
-        self.captures = on_gpu and self.ranks == 1 and not settings.compiled
+        self.captures = on_gpu and self.ranks == 1
         self.eager_steps = 0
 
     def _share(self) -> None:

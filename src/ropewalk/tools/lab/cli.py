@@ -65,7 +65,7 @@ TextFolder = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", metavar="float32|bfloat16", help="Default: bfloat16 on CUDA, by autocast.")
 ]
-Compiled = Annotated[bool, typer.Option("--compile", help="Compile models. On CUDA, steps are CUDA graphs otherwise.")]
+Compiled = Annotated[bool, typer.Option("--compile", help="Compile models. On CUDA, steps are CUDA graphs anyway.")]
 Parallel = Annotated[
     str,
     typer.Option("--parallel", metavar="ddp|fsdp|context", help="How the ranks of torchrun share a run."),
