@@ -33,7 +33,8 @@ def head_decay(decay):
 @triton.jit
 def distance_weights(g, x_index, y_index):
     """Return the factors between rows x and y [x, y] by the decay of their head, whichever of them is later."""
-    return exponential(g * tl.abs(y_index[None, :] - x_index[:, None]))
+    # One product per pair: the factor of `exponential` is part of the logarithm.
+    return tl.exp2((g * 1.4426950408889634) * tl.abs(y_index[None, :] - x_index[:, None]))
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def pair_weights(x_index, y_index, local, decay, SIDE: tl.constexpr, DECAY: tl.c
     ahead = y_index[None, :] - x_index[:, None]
     seen = ahead <= 0 if SIDE < 0 else ahead >= 0
     if DECAY == 1:
-        weights = tl.where(seen, distance_weights(head_decay(decay[0]), x_index, y_index), 0.0)
+        weights = exponential(tl.where(seen, head_decay(decay[0]) * tl.abs(ahead), -float("inf")))
     elif DECAY == 2:
         logs = local[:, None] - local[None, :] if SIDE < 0 else local[None, :] - local[:, None]
         weights = exponential(tl.where(seen, logs.to(tl.float32), -float("inf")))

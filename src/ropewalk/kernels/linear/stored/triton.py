@@ -69,7 +69,7 @@ class _Call:
         self.decay, self.normalize, self.scale = weighting.decay, weighting.normalize, weighting.scale
         self.batch, self.heads, self.length, self.width = q.x.shape
         self.kv_heads, self.keys, self.v_dim = k.x.shape[1], k.x.shape[2], v.shape[-1]
-        self.tile = tile_of(self.width, self.v_dim, v.dtype)
+        self.tile = tile_of(self.width, self.v_dim, v.dtype, decays=weighting.decay is not None)
         segment = linear_segments.stored_length(self.width, self.v_dim)
         self.key_plan = Plan.of(k.x, cu_seqlens, segment)
         # If queries and keys are the same tokens, they share one plan.

@@ -82,8 +82,8 @@ def read_features(
     g = 0.0
     if DECAY:
         g = head_decay(decay + batch * decay_b + (head // X_GROUP) * decay_h)
-        near, far = decays(g, index, (end - begin).to(tl.int32), ROWS, REVERSE)
-        top, below = top * (near * far)[:, None], below * far
+        inside, outside = decays(g, index, (end - begin).to(tl.int32), ROWS, REVERSE)
+        top, below = top * (inside * outside)[:, None], below * outside
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
@@ -108,7 +108,7 @@ def read_features(
         )  # fmt: skip
     under = tl.zeros((ROWS, 2 * LANES), tl.float32) + below[None, :]
     if DECAY:
-        under = under * near[:, None]
+        under = under * inside[:, None]
     if CAUSAL and NORMALIZED:
         ones = visible(tl.full((ROWS, ROWS), 1.0, tl.float32), g, row_index, row_index, DECAY, REVERSE).to(KIND)
         for other in range(0, Y_GROUP):

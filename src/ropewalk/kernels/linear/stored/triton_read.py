@@ -70,10 +70,11 @@ def chunks_of(begin, end, index, ROWS: tl.constexpr, CHUNK: tl.constexpr, REVERS
 @triton.jit
 def visible(scores, g, x_index, y_index, DECAY: tl.constexpr, REVERSE: tl.constexpr):
     """Return scores of rows x and y times the decay between them, 0 if y is not visible: after x, or before it."""
-    seen = x_index[:, None] <= y_index[None, :] if REVERSE else x_index[:, None] >= y_index[None, :]
     if DECAY:
         # Distances of integers would be converted to float32, which is slow.
-        scores = scores * distance_weights(g, x_index.to(tl.float32), y_index.to(tl.float32))
+        x_index, y_index = x_index.to(tl.float32), y_index.to(tl.float32)
+        scores = scores * distance_weights(g, x_index, y_index)
+    seen = x_index[:, None] <= y_index[None, :] if REVERSE else x_index[:, None] >= y_index[None, :]
     return tl.where(seen, scores, 0.0)
 
 
@@ -106,8 +107,8 @@ def read_below(
     g = 0.0
     if DECAY:
         g = head_decay(decay + batch * decay_b + shared * decay_h)
-        near, far = decays(g, index, (end - begin).to(tl.int32), LOW, False)
-        low_a, low_b = low_a * far, low_b * far
+        inside, outside = decays(g, index, (end - begin).to(tl.int32), LOW, False)
+        low_a, low_b = low_a * outside, low_b * outside
     if CAUSAL:
         known, owner, others = lane < HALF, batch * SHARED + shared, owners // X_GROUP
         place_a, place_b = places(lane, FEATURES)
@@ -120,7 +121,7 @@ def read_below(
         )
     sum_a, sum_b = low_a[None, :], low_b[None, :]
     if DECAY:
-        sum_a, sum_b = sum_a * near[:, None], sum_b * near[:, None]
+        sum_a, sum_b = sum_a * inside[:, None], sum_b * inside[:, None]
     if CAUSAL:
         at_y = offsets(token, (y_b, y_h, y_n), batch, shared, SHARED, length)
         e, f = features(y, y_shift, at_y, valid, LANES, FEATURES, Y_MAP)
@@ -169,8 +170,8 @@ def read_values(
     g = 0.0
     if DECAY:
         g = head_decay(decay + batch * decay_b + (head // X_GROUP) * decay_h)
-        near, far = decays(g, index, (end - begin).to(tl.int32), ROWS, REVERSE)
-        total = total * (near * far)[:, None]
+        inside, outside = decays(g, index, (end - begin).to(tl.int32), ROWS, REVERSE)
+        total = total * (inside * outside)[:, None]
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):

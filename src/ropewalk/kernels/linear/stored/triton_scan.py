@@ -100,7 +100,7 @@ def scan_segments(
             t = load_rotated(rotated, base, index, valid, place, known, HALF)
             y = load_values(v, batch * v_b + member * v_h + token * v_n, valid, column, V_DIM, KIND)
             if DECAY:
-                t = decayed_rows(t, g, index, size, REVERSE)
+                y = decayed_rows(y, g, index, size, REVERSE)
             part = tl.dot(tl.trans(t), y, part, input_precision=PRECISION)
         if DECAY:
             total = total * kept

@@ -237,10 +237,10 @@ def low_sums(
 
 
 @triton.jit
-def decayed_rows(t, g, index, size, REVERSE: tl.constexpr):
-    """Return operand rows of a segment, decayed to its last token, or to the token before its first if REVERSE."""
+def decayed_rows(y, g, index, size, REVERSE: tl.constexpr):
+    """Return rows of values of a segment, decayed to its last token, or to the token before its first if REVERSE."""
     apart = index + 1 if REVERSE else tl.maximum(size - 1 - index, 0)
-    return (t.to(tl.float32) * exponential(g * apart)[:, None]).to(t.dtype)
+    return (y.to(tl.float32) * exponential(g * apart)[:, None]).to(y.dtype)
 
 
 @triton.jit(do_not_specialize=["length", "owners", "count", "decay_b", "decay_h"])
@@ -276,7 +276,7 @@ def sum_segments(
         t = load_rotated(rotated, base, index, valid, place, known, HALF)
         y = load_values(v, batch * v_b + member * v_h + token * v_n, valid, column, V_DIM, KIND)
         if DECAY:
-            t = decayed_rows(t, g, index, size, REVERSE)
+            y = decayed_rows(y, g, index, size, REVERSE)
         total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
     owner = batch * KV_HEADS + head
     target = sums + (owner * count + number) * (FEATURES[0] * (V_DIM + 1))
@@ -293,16 +293,11 @@ def sum_segments(
 
 
 @triton.jit
-def carried(
-    total, segment_sum, fade, running, plain, place, at, valid, ABOVE: tl.constexpr, SIZE: tl.constexpr,
-    DECAY: tl.constexpr,
-):  # fmt: skip
+def carried(total, kept, segment_sum, running, plain, place, at, valid, ABOVE: tl.constexpr, SIZE: tl.constexpr):
     """Store the total before a segment if it is valid, and return the total after it."""
     tl.store(running + place * ABOVE + at, total.to(running.dtype.element_ty), mask=valid & (at < ABOVE))
     tl.store(plain + place * (SIZE - ABOVE) + at - ABOVE, total, mask=valid & (at >= ABOVE) & (at < SIZE))
-    if DECAY:
-        total = total * exponential(tl.load(fade + place + at * 0, mask=valid, other=0.0))
-    return total + segment_sum
+    return total * kept + segment_sum
 
 
 @triton.jit(do_not_specialize=["heads", "count"])
@@ -341,9 +336,16 @@ def run_totals(
         second = tl.load(source + step * SIZE, mask=left > 1, other=0.0)
         third = tl.load(source + 2 * step * SIZE, mask=left > 2, other=0.0)
         fourth = tl.load(source + 3 * step * SIZE, mask=left > 3, other=0.0)
-        total = carried(total, first, fade, running, plain, place, at, left > 0, ABOVE, SIZE, DECAY)
-        total = carried(total, second, fade, running, plain, place + step, at, left > 1, ABOVE, SIZE, DECAY)
-        total = carried(total, third, fade, running, plain, place + 2 * step, at, left > 2, ABOVE, SIZE, DECAY)
-        total = carried(total, fourth, fade, running, plain, place + 3 * step, at, left > 3, ABOVE, SIZE, DECAY)
+        kept_0, kept_1, kept_2, kept_3 = 1.0, 1.0, 1.0, 1.0
+        if DECAY:
+            logs = fade + place + at * 0
+            kept_0 = exponential(tl.load(logs, mask=left > 0, other=0.0))
+            kept_1 = exponential(tl.load(logs + step, mask=left > 1, other=0.0))
+            kept_2 = exponential(tl.load(logs + 2 * step, mask=left > 2, other=0.0))
+            kept_3 = exponential(tl.load(logs + 3 * step, mask=left > 3, other=0.0))
+        total = carried(total, kept_0, first, running, plain, place, at, left > 0, ABOVE, SIZE)
+        total = carried(total, kept_1, second, running, plain, place + step, at, left > 1, ABOVE, SIZE)
+        total = carried(total, kept_2, third, running, plain, place + 2 * step, at, left > 2, ABOVE, SIZE)
+        total = carried(total, kept_3, fourth, running, plain, place + 3 * step, at, left > 3, ABOVE, SIZE)
         place += 4 * step
     tl.store(after + owner * SIZE + at, total, mask=inside)
