@@ -37,8 +37,15 @@ CASES = [
 
 @pytest.fixture
 def all_stored(monkeypatch):
-    """Makes float32 use these kernels too, whose results have digits to compare, in short segments on a CPU."""
-    monkeypatch.setattr(linear_triton, "stores", lambda *call: True)
+    """Makes heads of all widths in float32, whose results have digits to compare, use these kernels too."""
+    real = linear_triton.stores
+
+    def wide(q, v, weighting, causal):
+        bf16 = torch.bfloat16
+        return real(q.new_empty(1, 1, 1, 72, dtype=bf16), v.new_empty(1, 1, 1, 72, dtype=bf16), weighting, causal)
+
+    monkeypatch.setattr(linear_triton, "stores", wide)
+    # Few tokens then make several segments, and the last one is not full.
     if DEVICE.type == "cpu":
         monkeypatch.setattr(linear_segments, "stored_length", lambda *sizes: 64)
 
@@ -113,11 +120,19 @@ def test_every_feature_map(name, normalize):
 
 
 @pytest.mark.usefixtures("all_stored", "kernels_only")
-def test_hidden_keys_decay():
-    mask = torch.ones(1, 70, dtype=torch.bool)
-    mask[:, 3:9] = False
-    mask[:, 60:66] = False
-    check("per key head", 2, 1, 70, key_mask=mask)
+@pytest.mark.parametrize("normalize", [True, slow(False)])
+def test_tokens_without_features_decay(normalize):
+    (q, k, v, g), rule = inputs_of("per key head", 2, 1, 70)
+    k[:, :, 3:9], k[:, :, 40:] = -torch.inf, -torch.inf
+    cotangent = torch.randn(1, 2, 70, 5, generator=torch.Generator().manual_seed(3))
+
+    def run(backend, tensor):
+        return lambda *x: ours(*x, rule, tensor=tensor, backend=backend, feature_map="relu", normalize=normalize)
+
+    results = with_gradients(run("triton", g.to(DEVICE)), [x.to(DEVICE) for x in (q, k, v)], cotangent)
+    truth = with_gradients(run("torch", g.double()), [x.double() for x in (q, k, v)], cotangent)
+    for a, b in zip(results, truth, strict=True):
+        assert error(a, b) < 2e-5
 
 
 @pytest.mark.usefixtures("all_stored", "kernels_only")
@@ -246,6 +261,8 @@ def test_the_ops_keep_what_they_declare_to_a_compiler(kind, normalize):
         ("per key head", {}, 16, False),
         slow("per token", {}, 72, False),
         slow("alibi", {"causal": False}, 72, False),
+        # Hidden keys after the last visible one do not decay.
+        slow("per key head", {"key_mask": torch.arange(20)[None] < 15}, 72, False),
     ],
 )
 def test_which_calls_in_bfloat16_use_these_kernels(kind, options, width, expected, monkeypatch):
@@ -257,7 +274,9 @@ def test_which_calls_in_bfloat16_use_these_kernels(kind, options, width, expecte
 
     def run(backend, tensor):
         causal = options.get("causal", True)
-        others = {"normalize": options.get("normalize", True)}
+        others = {name: x for name, x in options.items() if name != "causal"}
+        if backend == "triton" and "key_mask" in others:
+            others["key_mask"] = others["key_mask"].to(DEVICE)
         return lambda *x: ours(*x, rule, tensor=tensor, causal=causal, backend=backend, **others)
 
     on_device = None if rule.tensor is None else rule.tensor.to(DEVICE)
