@@ -98,11 +98,10 @@ class _Call:
         rotate_rows[(batch * heads // heads_per_program * blocks,)](
             x=side.x, shift=_or_unused(side.shift, block_sums), scale=scale, weight=weight, **_tables(side),
             **self.decaying(), begins=_or_unused(plan.begins, block_sums), rotated=out, low=block_sums,
-            **_strides("x", side.x),
-            length=length, owners=batch * heads, factor=self.scale, HEADS=heads, GROUP=heads // self.kv_heads,
-            HEADS_PER_PROGRAM=heads_per_program, FEATURES=self.features, MAP=FeatureMap[side.map].value, SCALED=scaled,
-            NORMALIZED=self.normalize, PACKED=self.packed, SEGMENT=plan.segment,
-            LOW=low, LANES=self.tile.lanes, num_warps=self.tile.rotation_warps,
+            **_strides("x", side.x), length=length, owners=batch * heads, factor=self.scale, HEADS=heads,
+            GROUP=heads // self.kv_heads, HEADS_PER_PROGRAM=heads_per_program, FEATURES=self.features,
+            MAP=FeatureMap[side.map].value, SCALED=scaled, NORMALIZED=self.normalize, PACKED=self.packed,
+            SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes, num_warps=self.tile.rotation_warps,
         )  # fmt: skip
         return _Rotated(out, block_sums)
 
@@ -111,12 +110,8 @@ class _Call:
         decay = self.decay
         if decay is None:
             return {"decay": self.v, "decay_b": 0, "decay_h": 0, "DECAY": 0}
-        return {
-            "decay": decay,
-            "decay_b": decay.stride(0) if len(decay) > 1 else 0,
-            "decay_h": decay.stride(1),
-            "DECAY": 1,
-        }
+        batch_stride = decay.stride(0) if len(decay) > 1 else 0
+        return {"decay": decay, "decay_b": batch_stride, "decay_h": decay.stride(1), "DECAY": 1}
 
     def low(self, plan: Plan) -> int:
         """Return the number of rows per block of sums."""
@@ -382,7 +377,8 @@ def linear_attention_backward(
     del queries
     dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, keys, both, reverse=False)
     if call.share > 1:
-        dk, dv = (x.unflatten(1, (-1, call.share)).sum(2).to(v.dtype) for x in (dk, dv))
+        grouped = (x.unflatten(1, (-1, call.share)).sum(2) for x in (dk, dv))
+        dk, dv = (x.to(like.dtype) for x, like in zip(grouped, (k.x, v), strict=True))
     return dq, dk, dv, behind.total
 
 
