@@ -119,7 +119,7 @@ def test_every_feature_map(name, normalize):
     check("per query head", 2, 1, 70, feature_map=name, normalize=normalize)
 
 
-@pytest.mark.usefixtures("all_stored", "kernels_only")
+@pytest.mark.usefixtures("all_stored")
 @pytest.mark.parametrize("normalize", [True, slow(False)])
 def test_tokens_without_features_decay(normalize):
     (q, k, v, g), rule = inputs_of("per key head", 2, 1, 70)
