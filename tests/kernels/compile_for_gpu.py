@@ -108,7 +108,17 @@ def run_linear_attention() -> None:
     out = rw.linear_attention(*inputs, rope=rope, backend="triton", decay=-torch.ones(2))
     torch.autograd.grad(out, inputs, torch.ones_like(out))
     # With so many heads, one kernel computes the sums of all segments of a head.
-    rw.linear_attention(*leaves(256, 256, 128, 128, bf16), backend="triton")
+    for options in ({}, {"decay": -torch.ones(256)}):
+        inputs = leaves(256, 256, 128, 128, bf16)
+        out = rw.linear_attention(*inputs, backend="triton", **options)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    # Heads of more than 64 features store rotated features, also with one decay per query head.
+    for options in ({}, {"cu_seqlens": torch.tensor([0, 40, 100])}, {"normalize": False}):
+        inputs = leaves(2, 1, 96, 80, bf16)
+        out = rw.linear_attention(
+            *inputs, rope=rw.RotaryEmbedding(96), backend="triton", decay=-torch.ones(2), **options
+        )
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
 def run_wholly() -> None:

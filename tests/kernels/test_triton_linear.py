@@ -386,7 +386,7 @@ MUTANTS = {
     "a head that is read twice": ("triton_sums", "group * HEADS_PER_PROGRAM + member", "group * HEADS_PER_PROGRAM"),
     "no mask": ("triton_read", "tl.where(seen, scores, 0.0)", "tl.where(seen, scores, scores)"),
     "a chunk too few": ("triton_read", "first = index * 0\n", "first = index * 0 + 1\n"),
-    "sums that stand still": ("triton_sums", "    return total + segment_sum\n", "    return segment_sum\n"),
+    "sums that stand still": ("triton_sums", "    return total * kept + segment_sum\n", "    return segment_sum\n"),
     "a segment that is read twice": ("triton_sums", "source + 2 * step * SIZE", "source + step * SIZE"),
     "blocks that count themselves": ("triton_sums", "(block < last)", "(block <= last)"),
     "a scan that forgets": ("triton_scan", "total += part", "total = part"),

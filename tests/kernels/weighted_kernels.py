@@ -8,7 +8,7 @@ import torch
 import ropewalk as rw
 from kernels.triton_device import DEVICE
 from nn.linear_cases import drawn, error, with_gradients
-from nn.weighted_cases import expected, rule_of
+from nn.weighted_cases import DECAYS, expected, rule_of
 from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear import triton_prepare
 from ropewalk.kernels.triton_launch import LAUNCHES
@@ -20,6 +20,7 @@ __all__ = [
     "NEAR",
     "assert_close",
     "check",
+    "check_states",
     "inputs_of",
     "kernels_only",
     "ours",
@@ -95,3 +96,41 @@ def check(kind, heads, kv_heads, seq, *, batch=1, buckets=NEAR, sizes=(8, 5), ro
     results = with_gradients(by_kernels, [x.to(DEVICE) for x in inputs], cotangent)
     assert_close(results, with_gradients(by_sums, [x.double() for x in inputs], cotangent))
     return results
+
+
+def in_two_parts(q, k, v, rule, tensor, rope, backend, first, normalize, sums):
+    """Outputs of two calls, the second of which continues the first, and the state at the end."""
+    state, results = sums, []
+    for part in (slice(0, first), slice(first, None)):
+        g = tensor[..., part] if tensor is not None and tensor.dim() == 3 else tensor
+        one = [x[:, :, part] for x in (q, k, v)]
+        options = {"state": state, "return_state": True, "normalize": normalize, "backend": backend}
+        out, state = ours(*one, rule, rope, tensor=g, **options)
+        results.append(out)
+    assert state is not None
+    return torch.cat([x.flatten() for x in (*results, state.above, state.below)])
+
+
+def check_states(kind, normalize):
+    """Compare two calls, of which one continues the other, and all gradients with the formula in float64."""
+    batch = 1 if kind == "per key head" else 2
+    inputs, rule = inputs_of(kind, 2, 1, 100, batch=batch)
+    heads = 2 if "query" in kind or kind == "alibi" else 1
+    inputs = [*inputs, torch.rand(batch, heads, 8, 5), torch.rand(batch, heads, 8)]
+    cotangent = torch.randn(batch * (2 * 100 * 5 + heads * 8 * 6), generator=torch.Generator().manual_seed(3))
+
+    def run(backend):
+        def f(q, k, v, *rest):
+            *tensor, above, below = rest
+            rope = rw.RotaryEmbedding(8)
+            weighting = "decay" if kind in DECAYS else "AlibiBias"
+            state = rw.LinearState(above, below, 7, rope.spec, "elu", weighting=weighting)
+            arguments = rule, tensor[0] if tensor else None, rope, backend, 66, normalize, state
+            return in_two_parts(q, k, v, *arguments)
+
+        return f
+
+    results = with_gradients(run("triton"), [x.to(DEVICE) for x in inputs], cotangent)
+    truth = with_gradients(run("torch"), [x.double() for x in inputs], cotangent)
+    for a, b in zip(results, truth, strict=True):
+        assert error(a, b) < LIMIT

@@ -39,8 +39,8 @@ def linear_attention(
     >>> linear_attention(side, side, v, None, layout, causal=True)[0].flatten().tolist()
     [1.0, 2.0]
     """
-    if stores(q.x, v, weighting):
-        return stored.linear_attention(q, k, v, before, layout, causal, cu_seqlens)
+    if stores(q.x, v, weighting, causal):
+        return stored.linear_attention(q, k, v, before, layout, causal, cu_seqlens, weighting)
     if v.device.type == "cuda" and current_device() != v.device.index:
         with torch.cuda.device(v.device):
             return linear_attention(q, k, v, before, layout, causal, cu_seqlens, weighting)
@@ -57,8 +57,8 @@ def empty_saved(
     >>> [list(tensor.shape) for tensor in empty_saved(x, x, x, None, True, NO_WEIGHTING)]
     [[1024]]
     """
-    if stores(q, v, weighting):
-        return stored.empty_saved(q, k, v, cu_seqlens)
+    if stores(q, v, weighting, causal):
+        return stored.empty_saved(q, k, v, cu_seqlens, weighting)
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
     length = Sizes(q, k, v, causal, weighting, sequences).saved().length
     return (new_empty(v, (length,), dtype=torch.float32),)
@@ -120,8 +120,8 @@ def linear_attention_backward(
     >>> dv.flatten().tolist()  # the first value has weight 1 in the first output and 1/2 in the second
     [1.5, 0.5]
     """
-    if stores(q.x, v, weighting):
-        arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens
+    if stores(q.x, v, weighting, causal):
+        arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens, weighting
         return Gradients(*stored.linear_attention_backward(*arguments))
     if v.device.type == "cuda" and current_device() != v.device.index:
         with torch.cuda.device(v.device):

@@ -33,7 +33,7 @@ def again(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, cau
     >>> call.forward(x, x, v, signature(x, x, v)[1])[0].tolist()  # two features of 1: twice the sum of visible values
     [[[[2.0, 0.0], [8.0, 8.0]]]]
     """
-    if stores(q.x, v, weighting) or weighting.decay is not None or weighting.band is not None:
+    if stores(q.x, v, weighting, causal) or weighting.decay is not None or weighting.band is not None:
         return None
     # As in a forward of autograd, so that both share what is decided.
     with torch.no_grad():

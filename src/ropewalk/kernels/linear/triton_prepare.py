@@ -18,15 +18,22 @@ __all__ = ["aligned", "is_aligned", "is_readable", "prepare", "readable", "store
 _WIDEST_STRIDE = 1 << 19
 
 
-def stores(q: Tensor, v: Tensor, weighting: Weighting) -> bool:
+def stores(q: Tensor, v: Tensor, weighting: Weighting, causal: bool) -> bool:
     """Whether the kernels are used that store rotated features: tiles of wide heads, and of 32 bits, are too large.
 
-    >>> x = torch.ones(1, 1, 2, 128, dtype=torch.bfloat16)
-    >>> stores(x, x, Weighting()), stores(x[..., :64], x[..., :64], Weighting())
+    They support a causal decay per head, but no other factor on the terms.
+
+    >>> x, decay = torch.ones(1, 1, 2, 128, dtype=torch.bfloat16), torch.zeros(1, 1, 1)
+    >>> stores(x, x, Weighting(), causal=True), stores(x[..., :64], x[..., :64], Weighting(), causal=True)
+    (True, False)
+    >>> stores(x, x, Weighting(decay), causal=True), stores(x, x, Weighting(decay), causal=False)
     (True, False)
     """
-    wide = max(q.shape[-1], v.shape[-1]) > 64 or v.dtype != torch.bfloat16
-    return wide and weighting.plain
+    if v.dtype != torch.bfloat16:
+        return weighting.plain
+    decay, band = weighting.decay, weighting.band
+    wide = max(q.shape[-1], v.shape[-1]) > 64
+    return wide and band is None and (decay is None or (causal and decay.shape[2] == 1))
 
 
 def prepare(

@@ -25,6 +25,19 @@ def bounded(g):
 
 
 @triton.jit
+def head_decay(decay):
+    """Return the logarithm of a decay per head, from its address."""
+    return bounded(tl.load(decay).to(tl.float32))
+
+
+@triton.jit
+def distance_weights(g, x_index, y_index):
+    """Return the factors between rows x and y [x, y] by the decay of their head, whichever of them is later."""
+    # One product per pair: the factor of `exponential` is part of the logarithm.
+    return tl.exp2((g * 1.4426950408889634) * tl.abs(y_index[None, :] - x_index[:, None]))
+
+
+@triton.jit
 def chunk_decay(decay, begin, start, tokens, DECAY: tl.constexpr, CHUNK: tl.constexpr):
     """Return the logarithm of the decay from the start of a chunk to each of its tokens, and to its last one.
 
@@ -36,7 +49,7 @@ def chunk_decay(decay, begin, start, tokens, DECAY: tl.constexpr, CHUNK: tl.cons
     """
     row = tl.arange(0, CHUNK)
     if DECAY == 1:
-        g = bounded(tl.load(decay[0]).to(tl.float32))
+        g = head_decay(decay[0])
         local, last = g * tl.minimum(row + 1, tokens), g * tokens
     elif DECAY == 2:
         # In float64, because differences of large sums are needed.
@@ -64,8 +77,7 @@ def pair_weights(x_index, y_index, local, decay, SIDE: tl.constexpr, DECAY: tl.c
     ahead = y_index[None, :] - x_index[:, None]
     seen = ahead <= 0 if SIDE < 0 else ahead >= 0
     if DECAY == 1:
-        g = bounded(tl.load(decay[0]).to(tl.float32))
-        weights = exponential(tl.where(seen, g * tl.abs(ahead), -float("inf")))
+        weights = exponential(tl.where(seen, head_decay(decay[0]) * tl.abs(ahead), -float("inf")))
     elif DECAY == 2:
         logs = local[:, None] - local[None, :] if SIDE < 0 else local[None, :] - local[:, None]
         weights = exponential(tl.where(seen, logs.to(tl.float32), -float("inf")))

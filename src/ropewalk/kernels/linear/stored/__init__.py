@@ -1,5 +1,6 @@
 """Linear attention on a GPU with stored rotated features, which matrix products then read from memory.
 
 For heads of more than 64 features or values this is faster than computing the features again: their tiles do not fit
-into registers. It has no decay and no bias, and always a denominator.
+into registers. A causal decay per head is supported, and results without a denominator. A decay per token and a bias
+within a band are not.
 """

@@ -17,6 +17,7 @@ class Block(NamedTuple):
         chunk: Tokens per step.
         warps: Warps per program.
         stages: Pipeline stages of the loads.
+        registers: Limit of registers per thread, or None. With fewer, more programs share a multiprocessor.
 
     >>> Block(32, 64, 0, 64, 4).options()
     {'LANES': 32, 'COLUMNS': 64, 'CHUNK': 64, 'num_warps': 4, 'num_stages': 2}
@@ -28,12 +29,14 @@ class Block(NamedTuple):
     chunk: int
     warps: int
     stages: int = 2
+    registers: int | None = None
 
     def options(self) -> dict[str, int]:
         """Return the block as keyword arguments of a launch."""
         sizes = {"LANES": self.lanes, "COLUMNS": self.columns, "CHUNK": self.chunk}
         rows = {"ROWS": self.rows} if self.rows else {}
-        return sizes | rows | {"num_warps": self.warps, "num_stages": self.stages}
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return sizes | rows | limit | {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class Tile(NamedTuple):
@@ -61,8 +64,8 @@ class Tile(NamedTuple):
     features: Block
 
 
-def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
-    """Return the tile that was fastest on an H200.
+def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, decays: bool = False) -> Tile:
+    """Return the tile that was fastest on an H200. `decays` is whether there is a decay.
 
     Two warps use other matrix instructions than four or more, which process 64 rows at once if there are as many. Sums
     have 2 * lanes rows. Triton 3.6 computes wrong numbers if eight warps have 64 rows; no block uses that.
@@ -82,13 +85,15 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype) -> Tile:
             Block(lanes, min(columns, 64 if lanes <= 32 else 32), 32, 32, 2, 1),
             Block(min(lanes, few), columns, 32, 32, 2, 1),
         )
+    # With 128 registers, two programs of eight warps share a multiprocessor. Without a decay, they need no more.
+    limit = 128 if decays and lanes > 32 else None
     return Tile(
         lanes,
         32,
         4 if lanes > 32 else 2,
-        Block(min(lanes, 64), min(columns, 128), 0, 64, 8 if lanes > 32 else 4, 3),
+        Block(min(lanes, 64), min(columns, 128), 0, 64, 8 if lanes > 32 else 4, 3, limit),
         Block(32, 64, 0, 64, 4, 4),
-        Block(lanes, min(columns, 128), 128, 32, 8, 3)
+        Block(lanes, min(columns, 128), 128, 32, 8, 3, limit)
         if lanes == 64
         else Block(lanes, min(columns, 128), 64, 32, 4, 2 + (lanes < 64)),
         Block(min(lanes, 64), columns, 64, 32, 4, 3 if columns <= 128 else 2),

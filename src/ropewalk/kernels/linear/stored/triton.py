@@ -21,7 +21,7 @@ from ropewalk.kernels.linear.stored.triton_scan import scan_segments
 from ropewalk.kernels.linear.stored.triton_sums import rotate_rows, run_totals, sum_segments
 from ropewalk.kernels.linear.triton_features import KINDS
 from ropewalk.kernels.triton_launch import table_strides
-from ropewalk.kernels.types import FeatureMap, Layout, Side, Tables
+from ropewalk.kernels.types import NO_WEIGHTING, FeatureMap, Layout, Side, Tables, Weighting
 
 __all__ = ["Totals", "empty_saved", "linear_attention", "linear_attention_backward"]
 
@@ -56,11 +56,20 @@ class _Rotated(NamedTuple):
 class _Call:
     """State that all passes of one call share: shapes, segments, tiles, and arguments of the kernels."""
 
-    def __init__(self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None) -> None:
-        self.q, self.k, self.v, self.causal = q, k, v, causal
+    def __init__(
+        self, q: Side, k: Side, v: Tensor, layout: Layout, causal: bool, cu_seqlens: Tensor | None,
+        weighting: Weighting,
+    ) -> None:  # fmt: skip
+        # With one decay per query head, each head of the sums has keys and values of its own.
+        share = weighting.state_heads(k.x.shape[1]) // k.x.shape[1]
+        k, v = _repeated(k, share), v if share == 1 else v.repeat_interleave(share, 1)
+        self.q, self.k, self.v, self.causal, self.share = q, k, v, causal, share
+        # Gradients of the same key are summed before they are rounded.
+        self.gradient_dtype = None if share == 1 else torch.float32
+        self.decay, self.normalize, self.scale = weighting.decay, weighting.normalize, weighting.scale
         self.batch, self.heads, self.length, self.width = q.x.shape
         self.kv_heads, self.keys, self.v_dim = k.x.shape[1], k.x.shape[2], v.shape[-1]
-        self.tile = tile_of(self.width, self.v_dim, v.dtype)
+        self.tile = tile_of(self.width, self.v_dim, v.dtype, decays=weighting.decay is not None)
         segment = linear_segments.stored_length(self.width, self.v_dim)
         self.key_plan = Plan.of(k.x, cu_seqlens, segment)
         # If queries and keys are the same tokens, they share one plan.
@@ -84,16 +93,25 @@ class _Call:
         blocks = plan.number * (plan.segment // low)
         block_sums = empty((blocks, batch * heads, places), dtype=torch.float32, device=device)
         scale, weight = (block_sums, block_sums) if scale_and_weight is None else scale_and_weight
-        heads_per_program = 1 if scale_and_weight is not None else _heads_per_program(side, blocks)
+        scaled = scale_and_weight is not None
+        heads_per_program = 1 if scaled else _heads_per_program(side, blocks)
         rotate_rows[(batch * heads // heads_per_program * blocks,)](
             x=side.x, shift=_or_unused(side.shift, block_sums), scale=scale, weight=weight, **_tables(side),
-            begins=_or_unused(plan.begins, block_sums), rotated=out, low=block_sums, **_strides("x", side.x),
-            length=length, owners=batch * heads, HEADS=heads, HEADS_PER_PROGRAM=heads_per_program,
-            FEATURES=self.features, MAP=FeatureMap[side.map].value, SCALED=scale_and_weight is not None,
-            PACKED=self.packed, SEGMENT=plan.segment,
-            LOW=low, LANES=self.tile.lanes, num_warps=self.tile.rotation_warps,
+            **self.decaying(), begins=_or_unused(plan.begins, block_sums), rotated=out, low=block_sums,
+            **_strides("x", side.x), length=length, owners=batch * heads, factor=self.scale, HEADS=heads,
+            GROUP=heads // self.kv_heads, HEADS_PER_PROGRAM=heads_per_program, FEATURES=self.features,
+            MAP=FeatureMap[side.map].value, SCALED=scaled, NORMALIZED=self.normalize, PACKED=self.packed,
+            SEGMENT=plan.segment, LOW=low, LANES=self.tile.lanes, num_warps=self.tile.rotation_warps,
         )  # fmt: skip
         return _Rotated(out, block_sums)
+
+    def decaying(self) -> dict[str, Any]:
+        """Return the decay and its strides, as arguments of all kernels."""
+        decay = self.decay
+        if decay is None:
+            return {"decay": self.v, "decay_b": 0, "decay_h": 0, "DECAY": 0}
+        batch_stride = decay.stride(0) if len(decay) > 1 else 0
+        return {"decay": decay, "decay_b": batch_stride, "decay_h": decay.stride(1), "DECAY": 1}
 
     def low(self, plan: Plan) -> int:
         """Return the number of rows per block of sums."""
@@ -111,21 +129,22 @@ class _Call:
             self.scan(scan_block, rotated, plan, v, before, into, reverse=reverse)
             return into
         sums = empty((owners, plan.number, self.size), **options)
+        fade = sums if self.decay is None else empty((owners * plan.number,), **options)
         lane_blocks, column_blocks = self.blocks_of(block)
         sum_segments[(owners * plan.number, lane_blocks * column_blocks)](
-            rotated=rotated.features, v=v, low=rotated.low, begins=_or_unused(plan.begins, v), sums=sums,
-            **_strides("v", v), length=v.shape[2], owners=owners, count=plan.number, KV_HEADS=self.kv_heads,
-            GROUP=v.shape[1] // self.kv_heads, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan),
-            LANE_BLOCKS=lane_blocks, FEATURES=self.features, V_DIM=self.v_dim, PACKED=self.packed, KIND=self.kind,
-            PRECISION=self.precision, **block.options(),
+            rotated=rotated.features, v=v, low=rotated.low, **self.decaying(), begins=_or_unused(plan.begins, v),
+            sums=sums, fade=fade, **_strides("v", v), length=v.shape[2], owners=owners, count=plan.number,
+            KV_HEADS=self.kv_heads, GROUP=v.shape[1] // self.kv_heads, SEGMENT=plan.segment,
+            BLOCKS=plan.segment // self.low(plan), LANE_BLOCKS=lane_blocks, FEATURES=self.features, V_DIM=self.v_dim,
+            REVERSE=reverse, PACKED=self.packed, KIND=self.kind, PRECISION=self.precision, **block.options(),
         )  # fmt: skip
         # Small programs if there are few sums, so that there are more programs.
         wide = 1024 if self.size > 8192 else 256
         run_totals[(plan.sequences * self.kv_heads, -(-self.size // wide))](
-            sums=sums, before=_or_unused(before, sums), after=after, running=running, plain=plain,
+            sums=sums, fade=fade, before=_or_unused(before, sums), after=after, running=running, plain=plain,
             starts=_or_unused(plan.starts, sums), heads=self.kv_heads, count=plan.number, ABOVE=self.width * self.v_dim,
-            SIZE=self.size, HAS_BEFORE=before is not None, PACKED=plan.starts is not None, REVERSE=reverse,
-            WIDTH=wide, num_warps=4 if wide > 256 else 2,
+            SIZE=self.size, HAS_BEFORE=before is not None, DECAY=self.decay is not None, PACKED=plan.starts is not None,
+            REVERSE=reverse, WIDTH=wide, num_warps=4 if wide > 256 else 2,
         )  # fmt: skip
         return into
 
@@ -145,11 +164,12 @@ class _Call:
         lane_blocks, column_blocks = self.blocks_of(block)
         tiles = lane_blocks * column_blocks
         scan_segments[(owners, tiles + 1)](
-            rotated=rotated.features, v=v, low=rotated.low, before=_or_unused(before, into.total), after=into.total,
-            running=into.running, plain=into.plain, **_strides("v", v), length=v.shape[2], owners=owners,
-            count=plan.number, KV_HEADS=self.kv_heads, GROUP=v.shape[1] // self.kv_heads, FEATURES=self.features,
-            V_DIM=self.v_dim, SEGMENT=plan.segment, BLOCKS=plan.segment // self.low(plan), LANE_BLOCKS=lane_blocks,
-            TILES=tiles, HAS_BEFORE=before is not None, REVERSE=reverse, KIND=self.kind, PRECISION=self.precision,
+            rotated=rotated.features, v=v, low=rotated.low, **self.decaying(),
+            before=_or_unused(before, into.total), after=into.total, running=into.running, plain=into.plain,
+            **_strides("v", v), length=v.shape[2], owners=owners, count=plan.number, KV_HEADS=self.kv_heads,
+            GROUP=v.shape[1] // self.kv_heads, FEATURES=self.features, V_DIM=self.v_dim, SEGMENT=plan.segment,
+            BLOCKS=plan.segment // self.low(plan), LANE_BLOCKS=lane_blocks, TILES=tiles,
+            HAS_BEFORE=before is not None, REVERSE=reverse, KIND=self.kind, PRECISION=self.precision,
             **block.options(),
         )  # fmt: skip
 
@@ -160,16 +180,19 @@ class _Call:
     def reading(self, own_side: Tensor, plan: Plan) -> dict[str, Any]:
         """Return the arguments of all kernels that read sums."""
         batch, heads, length, _ = own_side.shape
-        return {
+        return self.decaying() | {
             "begins": _or_unused(plan.begins, self.v), "owners": batch * heads, "length": length, "count": plan.number,
             "X_HEADS": heads, "X_GROUP": heads // self.kv_heads, "CAUSAL": self.causal, "SEGMENT": plan.segment,
             "FEATURES": self.features, "V_DIM": self.v_dim, "PACKED": self.packed,
         }  # fmt: skip
 
     def above(self, sums: Totals) -> dict[str, Any]:
-        """Return the arguments for the sum of (R k) v^T and for matrix products."""
+        """Return the arguments for the sum of (R k) v^T, for matrix products, and for a result without denominator."""
         read = sums.running if self.causal else sums.total
-        return {"sums": read, "KIND": self.kind, "PRECISION": self.precision}
+        return {
+            "sums": read, "KIND": self.kind, "PRECISION": self.precision, "factor": self.scale,
+            "NORMALIZED": self.normalize,
+        }  # fmt: skip
 
     def below(self, sums: Totals) -> dict[str, Any]:
         """Return the argument for the sum of k."""
@@ -199,16 +222,18 @@ class _Call:
         return rotated, below
 
     def read_values(
-        self, own_side: Tensor, plan: Plan, v: Tensor, sums: Totals, rotated: Tensor, below: Tensor | None
-    ) -> Tensor:
-        """Return the output of each row. Without a denominator, rows read the tokens after them."""
+        self, own_side: Tensor, plan: Plan, v: Tensor, sums: Totals, rotated: Tensor, below: Tensor | None, *,
+        reverse: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return the output of each row, or, if `reverse`, the gradient of the values of each row."""
         batch, heads, length, _ = own_side.shape
         block = self.tile.values._replace(rows=min(self.tile.values.rows, plan.segment))
-        out = self.make((batch, heads, length, self.v_dim), dtype=v.dtype, device=v.device)
+        dtype = self.gradient_dtype if reverse else None
+        out = self.make((batch, heads, length, self.v_dim), dtype=dtype or v.dtype, device=v.device)
         blocks = plan.number * (plan.segment // block.rows)
         read_values[(batch * heads * blocks, -(-self.v_dim // block.columns))](
             **self.reading(own_side, plan), **self.above(sums), rows=own_side, rotated=rotated, v=v, out=out,
-            below=_or_unused(below, out), REVERSE=below is None, Y_GROUP=v.shape[1] // self.kv_heads,
+            below=_or_unused(below, out), REVERSE=reverse, Y_GROUP=v.shape[1] // self.kv_heads,
             **_strides("v", v), **_strides("o", out), **block.options(),
         )  # fmt: skip
         return out
@@ -219,7 +244,7 @@ class _Call:
     ) -> Tensor:  # fmt: skip
         """Return the gradient of `own_side`, with the strides of its tensor."""
         block = self.tile.features._replace(rows=min(self.tile.features.rows, plan.segment))
-        out = empty_like(own_side.x)
+        out = empty_like(own_side.x, dtype=self.gradient_dtype if reverse else None)
         # The strides of overlapping rows are not kept.
         out = out if out.stride(3) == 1 else out.contiguous()
         if plan.begins is not None:
@@ -244,12 +269,14 @@ def linear_attention(
     layout: Layout,
     causal: bool,
     cu_seqlens: Tensor | None = None,
+    weighting: Weighting = NO_WEIGHTING,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the outputs, the sums after the last key, and tensors for the backward.
 
-    Sums are float32 [sequences * kv_heads, width * (v_dim + 1)], as in `Sums.flat`. The tensors for the backward are
-    the denominators [batch, heads, seq] and the running sums. Arguments are those of `linear.torch.linear_attention`,
-    except that `before`, the sums over earlier keys, is flat.
+    Sums are float32 [sequences * state_heads, width * (v_dim + 1)], as in `Sums.flat`. The tensors for the backward are
+    the denominators [batch, heads, seq], of which there may be none, and the running sums. Arguments are those of
+    `linear.torch.linear_attention`, except that `before`, the sums over earlier keys, is flat. A decay must be one per
+    head, and causal.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
@@ -258,27 +285,31 @@ def linear_attention(
     >>> linear_attention(side, side, v, None, layout, causal=True)[0].flatten().tolist()
     [1.0, 2.0]
     """
-    q, k, v = _prepared(q, "q"), _prepared(k, "k"), _with_adjacent_features(v)
-    call = _Call(q, k, v, layout, causal, cu_seqlens)
-    keys = call.rotated(k, call.key_plan, None)
-    sums = call.sums(keys, call.key_plan, v, before, reverse=False)
-    queries, below = call.read_below(sums, keys)
-    out = call.read_values(queries, call.query_plan, v, sums, keys.features, below)
+    q, k = _prepared(q, "q" if weighting.normalize else "k"), _prepared(k, "k")
+    call = _Call(q, k, _with_adjacent_features(v), layout, causal, cu_seqlens, weighting)
+    keys = call.rotated(call.k, call.key_plan, None)
+    sums = call.sums(keys, call.key_plan, call.v, before, reverse=False)
+    if weighting.normalize:
+        queries, below = call.read_below(sums, keys)
+    else:
+        queries, below = call.rotated(q, call.query_plan, None).features, None
+    out = call.read_values(queries, call.query_plan, call.v, sums, keys.features, below, reverse=False)
+    below = empty((0,), dtype=torch.float32, device=v.device) if below is None else below
     return out, sums.total, below, sums.running, sums.plain
 
 
-def empty_saved(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+def empty_saved(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, weighting: Weighting) -> tuple[Tensor, ...]:
     """Return tensors shaped as those that `linear_attention` returns for its backward, for fake tensors.
 
     >>> x = torch.ones(1, 2, 300, 4, device="meta")
-    >>> [list(tensor.shape) for tensor in empty_saved(x, x, x, None)]
+    >>> [list(tensor.shape) for tensor in empty_saved(x, x, x, None, NO_WEIGHTING)]
     [[1, 2, 300], [2, 2, 16], [2, 2, 4]]
     """
     sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
-    width, v_dim, owners = q.shape[-1], v.shape[-1], len(v) * k.shape[1]
+    width, v_dim, owners = q.shape[-1], v.shape[-1], len(v) * weighting.state_heads(k.shape[1])
     count = count_segments(k.shape[2], sequences, linear_segments.stored_length(width, v_dim))
     return (
-        new_empty(v, q.shape[:3], dtype=torch.float32),
+        new_empty(v, q.shape[:3] if weighting.normalize else (0,), dtype=torch.float32),
         new_empty(v, (owners, count, width * v_dim), dtype=OPERANDS[v.dtype]),
         new_empty(v, (owners, count, width), dtype=torch.float32),
     )
@@ -294,6 +325,7 @@ def linear_attention_backward(
     layout: Layout,
     causal: bool,
     cu_seqlens: Tensor | None = None,
+    weighting: Weighting = NO_WEIGHTING,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and of the initial sums.
 
@@ -310,6 +342,7 @@ def linear_attention_backward(
         layout: Layout of the rotation.
         causal: Whether attention was causal.
         cu_seqlens: Ends of packed sequences.
+        weighting: Factors on the terms, as in `linear_attention`.
 
     >>> from ropewalk.kernels.triton_launch import INTERPRETED
     >>> device = "cpu" if INTERPRETED else "cuda"
@@ -320,28 +353,44 @@ def linear_attention_backward(
     >>> dv.flatten().tolist()  # the first value has weight 1 in the first output and 1/2 in the second
     [1.5, 0.5]
     """
-    q, k = _prepared(q, "q"), _prepared(k, "k")
+    q, k = _prepared(q, "q" if weighting.normalize else "k"), _prepared(k, "k")
     v, cotangent = _with_adjacent_features(v), _with_adjacent_features(cotangent)
     out, total, below, running, plain = results
     sums = Totals(running, plain, total)
-    call = _Call(q, k, v, layout, causal, cu_seqlens)
+    call = _Call(q, k, v, layout, causal, cu_seqlens, weighting)
+    k, v = call.k, call.v
     scale, weight = empty_like(below), empty_like(below)
     rows = below.numel()
-    divide_rows[(-(-rows // 16),)](
-        out=out, cotangent=cotangent, below=below, scale=scale, weight=weight, **_strides("o", out),
-        **_strides("g", cotangent), length=call.length, rows=rows, HEADS=call.heads, V_DIM=call.v_dim, ROWS=16,
-        COLUMNS=call.tile.features.columns,
-    )  # fmt: skip
+    if weighting.normalize:
+        divide_rows[(-(-rows // 16),)](
+            out=out, cotangent=cotangent, below=below, scale=scale, weight=weight, **_strides("o", out),
+            **_strides("g", cotangent), length=call.length, rows=rows, HEADS=call.heads, V_DIM=call.v_dim, ROWS=16,
+            COLUMNS=call.tile.features.columns,
+        )  # fmt: skip
     both = scale, weight
     queries = call.rotated(q, call.query_plan, both)
     last = None if total_cotangent is None else total_cotangent.contiguous()
     behind = call.sums(queries, call.query_plan, cotangent, last, reverse=True)
     dk = call.read_features(k, q, call.key_plan, v, cotangent, behind, queries, both, reverse=True)
     keys = call.rotated(k, call.key_plan, None)
-    dv = call.read_values(keys.features, call.key_plan, cotangent, behind, queries.features, None)
+    dv = call.read_values(keys.features, call.key_plan, cotangent, behind, queries.features, None, reverse=True)
     del queries
     dq = call.read_features(q, k, call.query_plan, cotangent, v, sums, keys, both, reverse=False)
+    if call.share > 1:
+        grouped = (x.unflatten(1, (-1, call.share)).sum(2) for x in (dk, dv))
+        dk, dv = (x.to(like.dtype) for x, like in zip(grouped, (k.x, v), strict=True))
     return dq, dk, dv, behind.total
+
+
+def _repeated(side: Side, share: int) -> Side:
+    """Return a side with each head `share` times."""
+    if share == 1:
+        return side
+    tables, shift = side.tables, side.shift
+    if tables is not None and table_strides(tables.cos)[1]:
+        tables = Tables(*(table.repeat_interleave(share, 1) for table in tables[:2]), tables.row)
+    shift = None if shift is None else shift.repeat_interleave(share, 1)
+    return Side(side.x.repeat_interleave(share, 1), side.map, shift, tables)
 
 
 def _prepared(side: Side, role: str) -> Side:

@@ -7,8 +7,9 @@
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.linear.stored.triton_read import chunks_of, load_sums, sums_of
+from ropewalk.kernels.linear.stored.triton_read import chunks_of, load_sums, sums_of, visible
 from ropewalk.kernels.linear.stored.triton_sums import (
+    decays,
     halves,
     load_rotated,
     load_values,
@@ -21,6 +22,7 @@ from ropewalk.kernels.linear.stored.triton_sums import (
 )
 from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped, slope
 from ropewalk.kernels.linear.triton_rows import load_pairs, store_pairs
+from ropewalk.kernels.linear.triton_weights import head_decay
 
 
 @triton.jit(do_not_specialize=["length", "rows"])
@@ -42,21 +44,23 @@ def divide_rows(
     tl.store(weight + flat, -tl.sum(o.to(tl.float32) * g.to(tl.float32), axis=1) / under, mask=valid)
 
 
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count", "decay_b", "decay_h"])
 def read_features(
-    x, y, rotated, p, v, x_shift, y_shift, scale, weight, cos, sin, begins, sums, plain, low, out,
-    x_b, x_h, x_n, y_b, y_h, y_n, p_b, p_h, p_n, v_b, v_h, v_n, d_b, d_h, d_n,
-    length, row, table_b, table_h, owners, count,
+    x, y, rotated, p, v, x_shift, y_shift, scale, weight, cos, sin, decay, begins, sums, plain, low, out,
+    x_b, x_h, x_n, y_b, y_h, y_n, p_b, p_h, p_n, v_b, v_h, v_n, d_b, d_h, d_n, decay_b, decay_h,
+    length, row, table_b, table_h, owners, count, factor,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
-    V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr,
-    PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    V_DIM: tl.constexpr, X_MAP: tl.constexpr, Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, CAUSAL: tl.constexpr,
+    REVERSE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of x.
 
     Forward order: x are queries, y the keys before them, v the values of y, and p the cotangents of x. REVERSE: x are
     keys, y the queries after them, v the cotangents of y, and p the values of x. `rotated` contains rotated features of
-    y, which are divided by `scale` if y are queries. `weight` is the cotangent of the denominator.
+    y, which are divided by `scale` if y are queries. `weight` is the cotangent of the denominator. If not NORMALIZED,
+    there is none, and `factor` is a factor on the outputs. A DECAY is as in `read_values`.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SHARED: tl.constexpr = X_HEADS // X_GROUP
@@ -75,6 +79,11 @@ def read_features(
     top = tl.dot(cotangents, tl.trans(load_sums(above, feature, has, column, V_DIM, KIND)), input_precision=PRECISION)
     source = plain + sums_index * (FEATURES[0] if CAUSAL else FEATURES[0] * (V_DIM + 1))
     below = tl.load(source + feature, mask=has, other=0.0)
+    g = 0.0
+    if DECAY:
+        g = head_decay(decay + batch * decay_b + (head // X_GROUP) * decay_h)
+        inside, outside = decays(g, index, (end - begin).to(tl.int32), ROWS, REVERSE)
+        top, below = top * (inside * outside)[:, None], below * outside
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
@@ -86,19 +95,22 @@ def read_features(
             t = load_rotated(rotated, base, other_index, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
             pull = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
-            seen = row_index[:, None] <= other_index[None, :] if REVERSE else row_index[:, None] >= other_index[None, :]
-            top = tl.dot(tl.where(seen, pull, 0.0).to(KIND), t, top, input_precision=PRECISION)
+            pull = visible(pull, g, row_index, other_index, DECAY, REVERSE)
+            top = tl.dot(pull.to(KIND), t, top, input_precision=PRECISION)
+    if CAUSAL and NORMALIZED:
         if REVERSE:
             first, last = (index + 1) * (ROWS // LOW), index * 0 + SEGMENT // LOW
         else:
             first, last = index * 0, index * (ROWS // LOW)
         below += low_sums(
-            low, place, known, first, last, number, owners // X_GROUP * Y_GROUP, owner, HALF, SEGMENT // LOW, Y_GROUP
-        )
+            low, place, known, first, last, g, index * ROWS, number, owners // X_GROUP * Y_GROUP, owner, HALF,
+            SEGMENT // LOW, LOW, Y_GROUP, DECAY, REVERSE,
+        )  # fmt: skip
     under = tl.zeros((ROWS, 2 * LANES), tl.float32) + below[None, :]
-    if CAUSAL:
-        seen = row_index[:, None] <= row_index[None, :] if REVERSE else row_index[:, None] >= row_index[None, :]
-        ones = tl.where(seen, 1.0, 0.0).to(KIND)
+    if DECAY:
+        under = under * inside[:, None]
+    if CAUSAL and NORMALIZED:
+        ones = visible(tl.full((ROWS, ROWS), 1.0, tl.float32), g, row_index, row_index, DECAY, REVERSE).to(KIND)
         for other in range(0, Y_GROUP):
             member = (head // X_GROUP) * Y_GROUP + other
             at_y = offsets(token, (y_b, y_h, y_n), batch, member, SHARED * Y_GROUP, length)
@@ -113,7 +125,9 @@ def read_features(
                 near = near * tl.load(weight + at_y[1], mask=valid, other=0.0)[:, None]
             under = tl.dot(ones, near.to(KIND), under, input_precision=PRECISION)
     at = offsets(token, (x_b, x_h, x_n), batch, head, X_HEADS, length)
-    if not REVERSE:
+    if not REVERSE and not NORMALIZED:
+        top, under = top * factor, tl.zeros((ROWS, 2 * LANES), tl.float32)
+    elif not REVERSE:
         top = top / tl.load(scale + at[1], mask=valid, other=1.0)[:, None]
         under = under * tl.load(weight + at[1], mask=valid, other=0.0)[:, None]
     top_a, top_b = halves(top, FEATURES)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ropewalk.kernels.linear.stored.triton_sums import (
+    decays,
     features,
     load_rotated,
     load_values,
@@ -21,6 +22,11 @@ from ropewalk.kernels.linear.stored.triton_sums import (
     store_rotated,
 )
 from ropewalk.kernels.linear.triton_rows import members
+from ropewalk.kernels.linear.triton_step import SMALLEST
+from ropewalk.kernels.linear.triton_weights import distance_weights, head_decay
+
+# A decayed denominator that is not larger is an underflow.
+LEAST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -61,13 +67,24 @@ def chunks_of(begin, end, index, ROWS: tl.constexpr, CHUNK: tl.constexpr, REVERS
     return first, last
 
 
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count"])
+@triton.jit
+def visible(scores, g, x_index, y_index, DECAY: tl.constexpr, REVERSE: tl.constexpr):
+    """Return scores of rows x and y times the decay between them, 0 if y is not visible: after x, or before it."""
+    if DECAY:
+        # Distances of integers would be converted to float32, which is slow.
+        x_index, y_index = x_index.to(tl.float32), y_index.to(tl.float32)
+        scores = scores * distance_weights(g, x_index, y_index)
+    seen = x_index[:, None] <= y_index[None, :] if REVERSE else x_index[:, None] >= y_index[None, :]
+    return tl.where(seen, scores, 0.0)
+
+
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "count", "decay_b", "decay_h"])
 def read_below(
-    x, y, x_shift, y_shift, cos, sin, begins, plain, low, rotated, below,
-    x_b, x_h, x_n, y_b, y_h, y_n, length, row, table_b, table_h, owners, count,
+    x, y, x_shift, y_shift, cos, sin, decay, begins, plain, low, rotated, below,
+    x_b, x_h, x_n, y_b, y_h, y_n, decay_b, decay_h, length, row, table_b, table_h, owners, count,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
-    Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr,
-    LANES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    Y_MAP: tl.constexpr, CAUSAL: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+    LOW: tl.constexpr, LANES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store rotated features of queries x, and their denominators: unrotated queries times sums of keys y."""
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
@@ -87,35 +104,52 @@ def read_below(
     first, second, has_first, has_second = members(lane, FEATURES)
     low_a = tl.load(source + first, mask=has_first, other=0.0)
     low_b = tl.load(source + second, mask=has_second, other=0.0)
+    g = 0.0
+    if DECAY:
+        g = head_decay(decay + batch * decay_b + shared * decay_h)
+        inside, outside = decays(g, index, (end - begin).to(tl.int32), LOW, False)
+        low_a, low_b = low_a * outside, low_b * outside
     if CAUSAL:
         known, owner, others = lane < HALF, batch * SHARED + shared, owners // X_GROUP
         place_a, place_b = places(lane, FEATURES)
-        low_a += low_sums(low, place_a, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
-        low_b += low_sums(low, place_b, known, 0, index, number, others, owner, HALF, BLOCKS, 1)
+        size = index * LOW
+        low_a += low_sums(
+            low, place_a, known, 0, index, g, size, number, others, owner, HALF, BLOCKS, LOW, 1, DECAY, False
+        )
+        low_b += low_sums(
+            low, place_b, known, 0, index, g, size, number, others, owner, HALF, BLOCKS, LOW, 1, DECAY, False
+        )
     sum_a, sum_b = low_a[None, :], low_b[None, :]
+    if DECAY:
+        sum_a, sum_b = sum_a * inside[:, None], sum_b * inside[:, None]
     if CAUSAL:
         at_y = offsets(token, (y_b, y_h, y_n), batch, shared, SHARED, length)
         e, f = features(y, y_shift, at_y, valid, LANES, FEATURES, Y_MAP)
-        seen = tl.where(token[:, None] >= token[None, :], 1.0, 0.0).to(KIND)
+        row_index = tl.arange(0, LOW)
+        seen = visible(tl.full((LOW, LOW), 1.0, tl.float32), g, row_index, row_index, DECAY, False).to(KIND)
         sum_a += tl.dot(seen, e.to(KIND), input_precision=PRECISION)
         sum_b += tl.dot(seen, f.to(KIND), input_precision=PRECISION)
-    tl.store(below + at[1], tl.sum(a * sum_a + b * sum_b, axis=1), mask=valid)
+    under = tl.sum(a * sum_a + b * sum_b, axis=1)
+    if DECAY:
+        under = tl.where(tl.abs(under) <= LEAST, 0.0, under)
+    tl.store(below + at[1], under, mask=valid)
 
 
-@triton.jit(do_not_specialize=["length", "owners", "count"])
+@triton.jit(do_not_specialize=["length", "owners", "count", "decay_b", "decay_h"])
 def read_values(
-    rows, rotated, v, begins, sums, out, below,
-    v_b, v_h, v_n, o_b, o_h, o_n, length, owners, count,
+    rows, rotated, v, decay, begins, sums, out, below,
+    v_b, v_h, v_n, o_b, o_h, o_n, decay_b, decay_h, length, owners, count, factor,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, FEATURES: tl.constexpr,
-    V_DIM: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    V_DIM: tl.constexpr, NORMALIZED: tl.constexpr, CAUSAL: tl.constexpr, REVERSE: tl.constexpr, DECAY: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENT: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of linear attention: rotated queries times sums of keys and values, over the denominator.
 
     A row reads the sums before its segment, and the tokens of its segment up to itself. REVERSE is for the gradient of
     values: keys read the queries after them, and there is no denominator. X_GROUP heads of `rows` share one sum, to
-    which Y_GROUP heads of `rotated` contribute.
+    which Y_GROUP heads of `rotated` contribute. If not NORMALIZED, outputs are multiplied by `factor`. With a DECAY,
+    sums are decayed to the edge of the segment.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SHARED: tl.constexpr = X_HEADS // X_GROUP
@@ -133,6 +167,11 @@ def read_values(
     flat = (batch * X_HEADS + head) * length + begin
     row = load_rotated(rows, flat, row_index, valid, place, known, HALF)
     total = tl.dot(row, load_sums(source, feature, has, column, V_DIM, KIND), input_precision=PRECISION)
+    g = 0.0
+    if DECAY:
+        g = head_decay(decay + batch * decay_b + (head // X_GROUP) * decay_h)
+        inside, outside = decays(g, index, (end - begin).to(tl.int32), ROWS, REVERSE)
+        total = total * (inside * outside)[:, None]
     if CAUSAL:
         start, stop = chunks_of(begin, end, index, ROWS, CHUNK, REVERSE)
         for step in range(start * Y_GROUP, stop * Y_GROUP):
@@ -144,9 +183,11 @@ def read_values(
             t = load_rotated(rotated, base, other_index, has_key, place, known, HALF)
             z = load_values(v, batch * v_b + member * v_h + key * v_n, has_key, column, V_DIM, KIND)
             scores = tl.dot(row, tl.trans(t), input_precision=PRECISION)
-            seen = row_index[:, None] <= other_index[None, :] if REVERSE else row_index[:, None] >= other_index[None, :]
-            total = tl.dot(tl.where(seen, scores, 0.0).to(KIND), z, total, input_precision=PRECISION)
-    if not REVERSE:
+            scores = visible(scores, g, row_index, other_index, DECAY, REVERSE)
+            total = tl.dot(scores.to(KIND), z, total, input_precision=PRECISION)
+    if not REVERSE and not NORMALIZED:
+        total = total * factor
+    elif not REVERSE:
         # Division by 0 gives 0, as in `linear.torch.divide`: all features of the visible keys are 0.
         under = tl.load(below + flat + row_index, mask=valid, other=1.0)
         total = total / tl.where(under == 0, float("inf"), under)[:, None]

@@ -12,8 +12,9 @@ second ones, or both alternately if pairs are interleaved. Memory is therefore a
 import triton
 import triton.language as tl
 
-from ropewalk.kernels.linear.triton_features import EXP, NOTHING, mapped
+from ropewalk.kernels.linear.triton_features import EXP, NOTHING, exponential, mapped
 from ropewalk.kernels.linear.triton_rows import load_pairs, members, store_pairs
+from ropewalk.kernels.linear.triton_weights import head_decay
 
 
 @triton.jit
@@ -126,18 +127,40 @@ def store_rotated(rotated, flat, valid, a, b, LANES: tl.constexpr, FEATURES: tl.
     store_pairs(rotated + flat * WIDTH, valid, 0, a, b, LANES, ROW)
 
 
-@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners"])
+@triton.jit
+def decays(g, index, size, ROWS: tl.constexpr, REVERSE: tl.constexpr):
+    """Return the decay between each row of a block and the edge of the block, and from there to that of its segment.
+
+    The edges are the tokens before the block and before the segment, or, if REVERSE, the last tokens of both.
+
+    Args:
+        g: Logarithm of the decay.
+        index: Number of the block in its segment.
+        size: Tokens of the segment.
+    """
+    row = tl.arange(0, ROWS)
+    if REVERSE:
+        inside, outside = tl.minimum(size - index * ROWS, ROWS) - 1 - row, size - (index + 1) * ROWS
+    else:
+        inside, outside = row + 1, index * ROWS
+    # Rows after the last token have any number that is finite.
+    return exponential(g * tl.maximum(inside, 0)), exponential(g * tl.maximum(outside, 0))
+
+
+@triton.jit(do_not_specialize=["length", "row", "table_b", "table_h", "owners", "decay_b", "decay_h"])
 def rotate_rows(
-    x, shift, scale, weight, cos, sin, begins, rotated, low,
-    x_b, x_h, x_n, length, row, table_b, table_h, owners,
-    HEADS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, FEATURES: tl.constexpr, MAP: tl.constexpr,
-    SCALED: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
+    x, shift, scale, weight, cos, sin, decay, begins, rotated, low,
+    x_b, x_h, x_n, decay_b, decay_h, length, row, table_b, table_h, owners, factor,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, FEATURES: tl.constexpr,
+    MAP: tl.constexpr, SCALED: tl.constexpr, NORMALIZED: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENT: tl.constexpr, LOW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Store rotated features of rows, and the sums of unrotated features over each block of LOW rows.
 
     A program processes HEADS_PER_PROGRAM heads that share their tables, and prefetches the next head. SCALED is for
     queries in the backward: rotated features are divided by the row's `scale`, unrotated ones multiplied by its
-    `weight`.
+    `weight`. If not NORMALIZED, the numbers are `factor` and 0 instead. With a DECAY, which GROUP heads share, sums of
+    keys are decayed to the last token of the block, those of queries to the token before the block.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     BLOCKS: tl.constexpr = SEGMENT // LOW
@@ -158,10 +181,17 @@ def rotate_rows(
         if FEATURES[1]:
             u, w = a * c - b * s, a * s + b * c
         if SCALED:
-            over = tl.load(scale + at[1], mask=valid, other=1.0)[:, None]
-            factor = tl.load(weight + at[1], mask=valid, other=0.0)[:, None]
-            a, b, u, w = a * factor, b * factor, u / over, w / over
+            if NORMALIZED:
+                over = tl.load(scale + at[1], mask=valid, other=1.0)[:, None]
+                pull = tl.load(weight + at[1], mask=valid, other=0.0)[:, None]
+                a, b, u, w = a * pull, b * pull, u / over, w / over
+            else:
+                a, b, u, w = a * 0.0, b * 0.0, u * factor, w * factor
         store_rotated(rotated, at[1], valid, u, w, LANES, FEATURES)
+        if DECAY:
+            g = head_decay(decay + batch * decay_b + (head // GROUP) * decay_h)
+            far, _outside = decays(g, index, (end - begin).to(tl.int32), LOW, not SCALED)
+            a, b = a * far[:, None], b * far[:, None]
         target = low + ((number * BLOCKS + index).to(tl.int64) * owners + batch * HEADS + head) * (2 * HALF)
         tl.store(target + place_a, tl.sum(a, axis=0), mask=lane < HALF)
         tl.store(target + place_b, tl.sum(b, axis=0), mask=lane < HALF)
@@ -184,27 +214,47 @@ def load_values(v, at, valid, column, V_DIM: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def low_sums(
-    low, place, known, first, last, number, owners, owner, HALF: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr
-):
-    """Return the sum of blocks `first` .. `last - 1` of a segment, over the heads of a group."""
+    low, place, known, first, last, g, size, number, owners, owner, HALF: tl.constexpr, BLOCKS: tl.constexpr,
+    LOW: tl.constexpr, GROUP: tl.constexpr, DECAY: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Return the sum of blocks `first` .. `last - 1` of a segment, over the heads of a group.
+
+    With a DECAY of logarithm `g`, sums of keys are decayed to the last of the `size` tokens up to the last block. If
+    REVERSE, sums of queries are decayed to the token before the first block.
+    """
     block = tl.arange(0, BLOCKS)
     mask = ((block >= first) & (block < last))[:, None] & known[None, :]
     rows = (number * BLOCKS + block).to(tl.int64) * owners + owner * GROUP
     total = tl.zeros(place.shape, tl.float32)
     for other in range(0, GROUP):
         at = (rows + other)[:, None] * (2 * HALF) + place[None, :]
-        total += tl.sum(tl.load(low + at, mask=mask, other=0.0), axis=0)
+        sums = tl.load(low + at, mask=mask, other=0.0)
+        if DECAY:
+            apart = (block - first) * LOW if REVERSE else size - (block + 1) * LOW
+            sums = sums * exponential(g * tl.maximum(apart, 0))[:, None]
+        total += tl.sum(sums, axis=0)
     return total
 
 
-@triton.jit(do_not_specialize=["length", "owners", "count"])
+@triton.jit
+def decayed_rows(y, g, index, size, REVERSE: tl.constexpr):
+    """Return rows of values of a segment, decayed to its last token, or to the token before its first if REVERSE."""
+    apart = index + 1 if REVERSE else tl.maximum(size - 1 - index, 0)
+    return (y.to(tl.float32) * exponential(g * apart)[:, None]).to(y.dtype)
+
+
+@triton.jit(do_not_specialize=["length", "owners", "count", "decay_b", "decay_h"])
 def sum_segments(
-    rotated, v, low, begins, sums, v_b, v_h, v_n, length, owners, count,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
-    LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    rotated, v, low, decay, begins, sums, fade, v_b, v_h, v_n, decay_b, decay_h, length, owners, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, DECAY: tl.constexpr,
+    REVERSE: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum (R x) v^T and x over each segment, and over the GROUP heads that share a sum."""
+    """Sum (R x) v^T and x over each segment, and over the GROUP heads that share a sum.
+
+    With a DECAY, sums of keys are decayed to the last token of the segment, those of queries, if REVERSE, to the token
+    before its first. The logarithm of the decay over the segment is stored in `fade`.
+    """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     batch, head, number, _block = place_of(owners, KV_HEADS, 1)
     block = tl.program_id(1)
@@ -212,6 +262,10 @@ def sum_segments(
     feature, has, place, known = slots(slot, (block % LANE_BLOCKS) * LANES, LANES, FEATURES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
     begin, end = segment_of(begins, number, length, SEGMENT, PACKED)
+    size = (end - begin).to(tl.int32)
+    g = 0.0
+    if DECAY:
+        g = head_decay(decay + batch * decay_b + head * decay_h)
     total = tl.zeros((2 * LANES, COLUMNS), tl.float32)
     for step in range(0, GROUP * (SEGMENT // CHUNK)):
         member = head * GROUP + step % GROUP
@@ -221,34 +275,41 @@ def sum_segments(
         base = (batch * (KV_HEADS * GROUP) + member) * length + begin
         t = load_rotated(rotated, base, index, valid, place, known, HALF)
         y = load_values(v, batch * v_b + member * v_h + token * v_n, valid, column, V_DIM, KIND)
+        if DECAY:
+            y = decayed_rows(y, g, index, size, REVERSE)
         total = tl.dot(tl.trans(t), y, total, input_precision=PRECISION)
     owner = batch * KV_HEADS + head
     target = sums + (owner * count + number) * (FEATURES[0] * (V_DIM + 1))
     inside = has[:, None] & (column < V_DIM)[None, :]
     tl.store(target + feature[:, None] * V_DIM + column[None, :], total, mask=inside)
     if block // LANE_BLOCKS == 0:
-        plain = low_sums(low, place, known, 0, BLOCKS, number, owners * GROUP, owner, HALF, BLOCKS, GROUP)
+        plain = low_sums(
+            low, place, known, 0, BLOCKS, g, size, number, owners * GROUP, owner, HALF, BLOCKS, SEGMENT // BLOCKS,
+            GROUP, DECAY, REVERSE,
+        )  # fmt: skip
         tl.store(target + FEATURES[0] * V_DIM + feature, plain, mask=has)
+    if DECAY and block == 0:
+        tl.store(fade + owner * count + number, g * size)
 
 
 @triton.jit
-def carried(total, segment_sum, running, plain, place, at, valid, ABOVE: tl.constexpr, SIZE: tl.constexpr):
+def carried(total, kept, segment_sum, running, plain, place, at, valid, ABOVE: tl.constexpr, SIZE: tl.constexpr):
     """Store the total before a segment if it is valid, and return the total after it."""
     tl.store(running + place * ABOVE + at, total.to(running.dtype.element_ty), mask=valid & (at < ABOVE))
     tl.store(plain + place * (SIZE - ABOVE) + at - ABOVE, total, mask=valid & (at >= ABOVE) & (at < SIZE))
-    return total + segment_sum
+    return total * kept + segment_sum
 
 
 @triton.jit(do_not_specialize=["heads", "count"])
 def run_totals(
-    sums, before, after, running, plain, starts, heads, count,
-    ABOVE: tl.constexpr, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    WIDTH: tl.constexpr,
+    sums, fade, before, after, running, plain, starts, heads, count,
+    ABOVE: tl.constexpr, SIZE: tl.constexpr, HAS_BEFORE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Store the total of the segments before each segment, or after it if REVERSE, and the total of all in `after`.
 
     Of the SIZE sums, the first ABOVE are stored in `running`, in the dtype of operands, the others in `plain`. `starts`
-    contains the first segment of each packed sequence.
+    contains the first segment of each packed sequence. With a DECAY, a total decays over each segment by `fade`.
     """
     owner = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -275,9 +336,16 @@ def run_totals(
         second = tl.load(source + step * SIZE, mask=left > 1, other=0.0)
         third = tl.load(source + 2 * step * SIZE, mask=left > 2, other=0.0)
         fourth = tl.load(source + 3 * step * SIZE, mask=left > 3, other=0.0)
-        total = carried(total, first, running, plain, place, at, left > 0, ABOVE, SIZE)
-        total = carried(total, second, running, plain, place + step, at, left > 1, ABOVE, SIZE)
-        total = carried(total, third, running, plain, place + 2 * step, at, left > 2, ABOVE, SIZE)
-        total = carried(total, fourth, running, plain, place + 3 * step, at, left > 3, ABOVE, SIZE)
+        kept_0, kept_1, kept_2, kept_3 = 1.0, 1.0, 1.0, 1.0
+        if DECAY:
+            logs = fade + place + at * 0
+            kept_0 = exponential(tl.load(logs, mask=left > 0, other=0.0))
+            kept_1 = exponential(tl.load(logs + step, mask=left > 1, other=0.0))
+            kept_2 = exponential(tl.load(logs + 2 * step, mask=left > 2, other=0.0))
+            kept_3 = exponential(tl.load(logs + 3 * step, mask=left > 3, other=0.0))
+        total = carried(total, kept_0, first, running, plain, place, at, left > 0, ABOVE, SIZE)
+        total = carried(total, kept_1, second, running, plain, place + step, at, left > 1, ABOVE, SIZE)
+        total = carried(total, kept_2, third, running, plain, place + 2 * step, at, left > 2, ABOVE, SIZE)
+        total = carried(total, kept_3, fourth, running, plain, place + 3 * step, at, left > 3, ABOVE, SIZE)
         place += 4 * step
     tl.store(after + owner * SIZE + at, total, mask=inside)
