@@ -166,7 +166,7 @@ class KVCache:
         >>> cache = KVCache(1, 1, 8, 1)
         >>> for _ in range(3):
         ...     seen = cache.update(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1, 1), window=2)
-        >>> seen.keys.shape, seen.visibility.hides_nothing
+        >>> seen.keys.shape, seen.visibility.hides_nothing()
         (torch.Size([1, 1, 2, 1]), True)
         """
         seq, empty, even = k.shape[2], self.filled_at_most == 0, self.even

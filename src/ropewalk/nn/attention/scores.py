@@ -225,7 +225,9 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output, and the log-sum-exp if it has a dtype."""
     with_lse = lse_dtype is not None
-    unmasked = visibility.hides_nothing or (visibility.causal and visibility.only_causal and q.shape[2] == k.shape[2])
+    unmasked = visibility.hides_nothing() or (
+        visibility.causal and visibility.only_causal() and q.shape[2] == k.shape[2]
+    )
     if flex is None:
         flex = _supports_flex(q, k) and dropout == 0 and (with_lse or not (score_bias is None and unmasked))
     if flex:
@@ -328,10 +330,10 @@ def _mask(visibility: Visibility, q: Tensor, k: Tensor) -> tuple[Tensor | None, 
 
     Softmax over no keys is NaN, and so are its gradients: such queries see all keys here, and their result is dropped.
     """
-    if visibility.hides_nothing:
+    if visibility.hides_nothing():
         return None, None
     mask = visibility.mask(q.shape[0], q.shape[2], k.shape[2], q.device).unsqueeze(1)
-    if not visibility.can_hide_all:
+    if not visibility.can_hide_all():
         return mask, None
     no_keys = ~mask.any(-1, keepdim=True)
     return mask | no_keys, no_keys
@@ -401,7 +403,7 @@ def _by_flex(
     if isinstance(visibility.starts, int) and not torch.compiler.is_compiling():
         # A tensor: the functions are compiled again for every other int.
         visibility = visibility._replace(starts=full((), visibility.starts, dtype=torch.int64, device=q.device))
-    if not visibility.hides_nothing:
+    if not visibility.hides_nothing():
         rows = visibility.rows(q.shape[0])
 
         def is_visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

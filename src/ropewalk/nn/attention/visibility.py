@@ -43,15 +43,12 @@ class Visibility(NamedTuple):
     window: int | None = None
     key_indices: Tensor | None = None
 
-    @property
     def only_causal(self) -> bool:
         return all(field is None for field in self[1:])
 
-    @property
     def hides_nothing(self) -> bool:
-        return self.only_causal and not self.causal
+        return self.only_causal() and not self.causal
 
-    @property
     def can_hide_all(self) -> bool:
         """Whether a query can have no visible key."""
         return self.key_mask is not None or self.documents is not None or self.key_indices is not None

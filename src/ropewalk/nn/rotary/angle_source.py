@@ -424,7 +424,7 @@ class AngleSource:
                 self._prepare_shortcut(x.device)
             return Tables(*angles)
         seq = x.shape[self.seq_dim]
-        fresh, call = seq if placement.is_fresh else None, placement.call
+        fresh, call = seq if placement.is_fresh() else None, placement.call
         length = checked_length(placement.length, self.spec, self.rows(x), fresh, call=call)
         ids = self.positions_or_start(x, placement)
         if isinstance(ids, Tensor):

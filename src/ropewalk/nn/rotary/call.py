@@ -155,7 +155,7 @@ class Placement(NamedTuple):
         name: The argument that `positions` came from, for errors.
         call: The function that received the arguments, for errors.
 
-    >>> Placement(offset=7).is_fresh, Placement(length=9).is_fresh
+    >>> Placement(offset=7).is_fresh(), Placement(length=9).is_fresh()
     (False, True)
     """
 
@@ -169,7 +169,6 @@ class Placement(NamedTuple):
     name: str = "positions"
     call: str = "rope"
 
-    @property
     def is_fresh(self) -> bool:
         """Whether positions are 0 .. seq-1 because no argument specifies them."""
         return self.positions is None and self.offset is None and self.cu_seqlens is None and self.angles is None

@@ -516,7 +516,7 @@ class RotaryEmbedding(DropsOldBuffers):
         placement = Placement(positions, None, offset, cu_seqlens, length=length, call="rope.retune")
         placement.check(None)
         ids, seq = self._source.positions_or_start(x, placement), x.shape[self.seq_dim]
-        fresh = seq if placement.is_fresh else None
+        fresh = seq if placement.is_fresh() else None
         old_length = checked_length(length, self.spec, self._source.rows(x), fresh, call="rope.retune")
         new_length = checked_length(to_length, to.spec, self._source.rows(x), fresh, "to_length", "rope.retune")
         ids = angle_device(ids if isinstance(ids, Tensor) else range_positions(seq, ids, x.device))

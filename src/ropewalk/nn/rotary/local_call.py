@@ -139,7 +139,7 @@ def local_call(source: AngleSource, q: Tensor, k: Tensor | None, placement: Plac
         options["angles"] = tuple(cut.local(x, dims[x.dim()], sizes=sizes) for x in tables)
         return LocalCall(cut, tensors, options)
     seq = q.shape[source.seq_dim]
-    fresh = seq if placement.is_fresh else None
+    fresh = seq if placement.is_fresh() else None
     length = checked_length(placement.length, source.spec, source.rows(q), fresh, call=call)
     if length is not None:
         is_tensor = isinstance(length, Tensor)
