@@ -1,0 +1,28 @@
+"""What Dynamo of the oldest torch must be able to trace."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from architecture.sources import PACKAGE, SOURCES, parsed, shown
+
+
+def properties(tree: ast.Module) -> Iterator[str]:
+    """Every property of a NamedTuple."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "NamedTuple" for base in node.bases):
+            for member in ast.walk(node):
+                if isinstance(member, ast.FunctionDef) and "property" in map(ast.unparse, member.decorator_list):
+                    yield f"{node.name}.{member.name}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.is_relative_to(PACKAGE / "nn")], ids=shown)
+def test_a_named_tuple_has_methods_instead_of_properties(path):
+    # Dynamo of torch 2.10 traces methods of a NamedTuple. A branch on a property it takes for one on a tensor's values.
+    assert list(properties(parsed(path))) == []
+
+
+def test_a_property_is_found():
+    source = "class A(NamedTuple):\n    a: int\n\n    @property\n    def b(self): ...\n\n    def c(self): ...\n"
+    assert list(properties(ast.parse(source))) == ["A.b"]
