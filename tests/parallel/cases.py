@@ -332,6 +332,22 @@ def no_rows_case(method, mesh):
         assert [x.shape for x in torch.autograd.grad(out.sum(), parts)] == [x.shape for x in parts]
 
 
+def alone_case(which, mesh):
+    """Ranks without tokens have a gradient of 0 of what only others read, if nothing else needs one."""
+    shards = parallel.Shards(mesh, [LENGTH, *[0] * (mesh.size() - 1)])
+    q, k, v = (shards.cut(x.detach(), 2) for x in inputs(2))
+    linear, bias = torch.nn.Linear(DIM, DIM, dtype=torch.float64), encoding_of("t5").requires_grad_(False)
+    leaf: torch.Tensor = linear.weight
+    options: dict[str, Any] = {"feature_map": (torch.nn.Sequential(linear, torch.nn.Softplus()), "elu")}
+    if which == "a state":
+        tokens = [x.detach() for x in inputs(2)[1:]]
+        state = rw.linear_state(*tokens, bias=bias, positions=torch.arange(LENGTH))
+        assert state.near is not None
+        leaf, options = state.near.values.requires_grad_(), {"bias": bias, "state": state}
+    (gradient,) = torch.autograd.grad(parallel.linear_attention(q, k, v, shards=shards, **options).sum(), leaf)
+    assert bool(gradient.any()) == bool(shards.local)
+
+
 def nan_case(mesh):
     """NaN in one packed sequence does not reach gradients of another."""
     shards = parallel.Shards(mesh, LENGTH, "zigzag", (0, 80, LENGTH))
@@ -408,7 +424,9 @@ def second_derivatives_of_a_ring_case(mesh):
 
 
 def linear_cases(world):
-    cases: dict[str, Any] = {"NaN": nan_case, "no rows": functools.partial(no_rows_case, "linear")} | {
+    cases: dict[str, Any] = {"NaN": nan_case, "no rows": functools.partial(no_rows_case, "linear")}
+    cases |= {f"alone, {which}": functools.partial(alone_case, which) for which in ("a state", "a query map")}
+    cases |= {
         f"{name}, {kind}": functools.partial(linear_case, sharding, kind)
         for name, sharding in SHARDINGS.items()
         for kind in KINDS

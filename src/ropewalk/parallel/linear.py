@@ -250,10 +250,10 @@ def linear_attention(
         reading: LinearOptions = {**options, "causal": causal, "normalize": normalize, "scale": scale}
         out = rows.join(rows.attend(q_rows, k_rows, v_rows, before, reading))
     else:
-        modules = [x for x in (rope, bias) if isinstance(x, nn.Module)]
+        modules = [x for x in (rope, bias, *resolve_maps(feature_map, _ASKED)) if isinstance(x, nn.Module)]
         others = [x for module in modules for x in module.parameters()]
         others += [] if decay is None else [decay]
-        others += [] if state is None else [state.above, state.below]
+        others += [] if state is None else _sums_of(state)
         out = no_outputs(q, k, v, *others)
     out = exchange.attach(out)
     if not return_state:
@@ -412,6 +412,12 @@ def _check_options(
     checked_start(state, rows, asked=f"{_ASKED}(state=...)")
 
 
+def _sums_of(state: LinearState) -> list[Tensor]:
+    """Return what can need a gradient: the tensors of a state that were computed from keys and values."""
+    near = () if state.near is None else (state.near.keys, state.near.values)
+    return [x for x in (state.above, state.below, state.log_decay, *near) if x is not None]
+
+
 def _described_state(state: LinearState | None) -> str:
     """Describe what must be the same on all ranks."""
     if state is None:
@@ -421,5 +427,5 @@ def _described_state(state: LinearState | None) -> str:
         position = position.tolist() if can_read_values(position) else list(position.shape)
     near = None if state.near is None else [list(x.shape) for x in state.near]
     fields = state.spec, state.feature_map, state.learned, state.encoding, state.weighting, near
-    needs = needs_gradients(state.above, state.below, state.log_decay, *(state.near or ()))
+    needs = needs_gradients(*_sums_of(state))
     return f"{list(state.above.shape)} {state.above.dtype} at {position}, {fields}, gradients {needs}"
