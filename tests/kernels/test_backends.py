@@ -311,7 +311,7 @@ def test_a_backend_without_weights_does_not_get_them(name, registered_tiny):
         rw.linear_attention(x, x, x)
         assert calls["linear_attention"] == 1
         assert asked
-        assert all(weighting.plain and causal for *_, weighting, causal in asked)
+        assert all(weighting.is_plain() and causal for *_, weighting, causal in asked)
     finally:
         undo()
     assert torch.equal(out, rw.linear_attention(x, x, x, backend="torch", **WEIGHTS[name]))
@@ -345,7 +345,7 @@ def test_a_backend_with_weights_gets_them(name, compiled):
     finally:
         undo()
     assert len(seen) == 1
-    assert not seen[0].plain
+    assert not seen[0].is_plain()
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
 

@@ -288,7 +288,7 @@ def _without_weights(operation: Operation) -> Operation:
     supported = operation.supports
 
     def supports(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Weighting, causal: bool) -> str | None:
-        if not weighting.plain:
+        if not weighting.is_plain():
             return "a decay, a bias, or normalize=False"
         return None if supported is None else supported(q, k, v, layout, weighting, causal)
 

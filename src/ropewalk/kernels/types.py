@@ -246,7 +246,7 @@ class Weighting(NamedTuple):
         normalize: Whether the result is divided by the denominator.
         scale: Factor on a result that is not divided.
 
-    >>> Weighting().plain, Weighting(decay=torch.zeros(1, 2, 1)).plain
+    >>> Weighting().is_plain(), Weighting(decay=torch.zeros(1, 2, 1)).is_plain()
     (True, False)
     """
 
@@ -256,8 +256,7 @@ class Weighting(NamedTuple):
     normalize: bool = True
     scale: float = 1.0
 
-    @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether there are no factors and the result is divided."""
         return self.decay is None and self.band is None and self.normalize
 

@@ -90,7 +90,7 @@ def _supports_linear(q: Side, k: Side, v: Tensor, layout: Layout, weighting: Wei
         return _ODD_START
     if q.x.numel() == 0 or k.x.numel() == 0 or v.numel() == 0:
         return "a tensor without elements"
-    return None if weighting.plain else _supports_weighting(q, k, weighting, causal)
+    return None if weighting.is_plain() else _supports_weighting(q, k, weighting, causal)
 
 
 def _supports_weighting(q: Side, k: Side, weighting: Weighting, causal: bool) -> str | None:

@@ -30,7 +30,7 @@ def stores(q: Tensor, v: Tensor, weighting: Weighting, causal: bool) -> bool:
     (True, False)
     """
     if v.dtype != torch.bfloat16:
-        return weighting.plain
+        return weighting.is_plain()
     decay, band = weighting.decay, weighting.band
     wide = max(q.shape[-1], v.shape[-1]) > 64
     return wide and band is None and (decay is None or (causal and decay.shape[2] == 1))
