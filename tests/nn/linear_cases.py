@@ -12,9 +12,9 @@ from ropewalk.kernels.types import FeatureMapName
 
 NAMES = get_args(FeatureMapName)
 
-# elu(x) + 1 is exp(x) below 0 (2006.16236, eq. 7). The clamp keeps the gradient of the unused branch finite.
+# elu(x) + 1 is exp(x) below 0 (2006.16236, eq. 7). The inner choice keeps the gradient of the unused branch finite.
 FORMULAS = {
-    "elu": lambda x: torch.where(x > 0, x + 1, torch.exp(x.clamp_max(0))),
+    "elu": lambda x: torch.where(x > 0, x + 1, torch.exp(torch.where(x > 0, 0, x))),
     "relu": torch.relu,
     "squared_relu": lambda x: torch.relu(x) ** 2,
     "identity": lambda x: x,

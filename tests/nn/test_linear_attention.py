@@ -11,9 +11,10 @@ from meant import meant
 from nn.linear_cases import NAMES, drawn, error, exact, formula, next_positions, recurrence, with_gradients
 from ropewalk.kernels.linear import torch as linear_torch
 from ropewalk.kernels.linear.chunks import attend_parts
+from ropewalk.kernels.linear.feature_maps import map_features
 from ropewalk.kernels.linear.torch import linear_attention
 from ropewalk.kernels.types import Features, Layout, Side, Sums, Tables, Weighting
-from ropewalk.reference import linear_attention_by_sum
+from ropewalk.reference import elu_plus_one, linear_attention_by_sum
 from slow import slow
 from strategies import theta
 
@@ -315,6 +316,19 @@ def test_gradients_are_those_of_the_function(name, causal):
     assert torch.autograd.gradcheck(f, inputs, check_batched_grad=True)
     if causal and name in ("elu", "exp"):
         assert torch.autograd.gradgradcheck(f, inputs)
+
+
+def test_the_gradient_of_elu_at_zero_is_one():
+    # clamp_max(0), a usual way to write these features, has no gradient at 0 from torch 2.15 on.
+    x = torch.tensor([-1.0, -0.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    for features in (map_features(x, "elu"), elu_plus_one(x)):
+        gradient = torch.autograd.grad(features.sum(), x)[0]
+        torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.0, 0.0, 0.0], dtype=torch.float64).exp())
+    q, k, v = drawn(2, 2, 1, 9, 4, 3)
+    q[:, :, ::2], k[:, :, ::3] = 0.0, -0.0
+    ours, right = (with_gradients(f, (q, k, v), torch.ones_like(q[..., :3])) for f in (rw.linear_attention, exact))
+    for mine, expected in zip(ours, right, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -43,8 +43,8 @@ def elu_plus_one(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     >>> bool(elu_plus_one(torch.tensor(-80.0)) > 0)
     True
     """
-    # The clamp keeps the gradient of the unused branch finite.
-    return torch.where(x > 0, x + 1, torch.exp(x.clamp_max(0)))
+    # The inner choice keeps the gradient of the unused branch finite. A clamp has no gradient at 0 from torch 2.15 on.
+    return torch.where(x > 0, x + 1, torch.exp(torch.where(x > 0, 0, x)))
 
 
 def linear_attention_by_sum(

@@ -25,8 +25,10 @@ def map_features(x: Tensor, name: FeatureMapName, shift: Tensor | None = None) -
     """
     match name:
         case "elu":
-            # Above 0 the exponential is exp(0) = 1: it does not overflow and has no gradient.
-            return torch.relu(x) + torch.exp(x.clamp_max(0))
+            # Above 0 the exponential is exp(0) = 1: it does not overflow and has no gradient. At 0 its gradient is that
+            # of the features: clamp_max(0) has none there from torch 2.15 on, and relu has none in any version.
+            above = torch.relu(x)
+            return above + torch.exp(x - above)
         case "relu":
             return torch.relu(x)
         case "squared_relu":
