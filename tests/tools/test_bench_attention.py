@@ -287,7 +287,7 @@ def test_the_command_writes_table_record_and_picture(tmp_path, capsys):
     assert record["command"] == "ropewalk bench attention --device cpu --quick"
     assert set(record) == RECORD_KEYS
     assert record["hardware"]["threads"] == torch.get_num_threads()
-    assert record["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(record["versions"]["torch"])  # without +cu128 in wheels of PyPI
     assert [case["shape"] for case in record["cases"]] == [[1, 2, 1024, 8], [1, 2, 2048, 8]]
     for case in record["cases"]:
         assert set(case) == {"shape", "dtype", "work", "sweep", "group", "rounds", "lines"}
