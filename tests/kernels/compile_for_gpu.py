@@ -6,7 +6,11 @@ computes nothing. Some kernels are compiled to machine code. Prints the names of
 
 import json
 import os
+import pathlib
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +39,8 @@ KINDS |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "i1"}
 compiled: set[str] = set()
 # Not empty while kernels are compiled to machine code.
 WHOLLY: list[bool] = []
+# Some others do not, as those of linear attention.
+IN_REGISTERS = ("norm_rotate_kernel", "norm_rotate_backward_kernel")
 
 
 def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -66,8 +72,22 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) 
     source.make_ir(TARGET, options, functions, modules, context)
     if WHOLLY:
         # With its assembly and its shared memory. It takes seconds.
-        triton.compile(source, target=TARGET, options={name: kwargs[name] for name in names if name in kwargs})
+        machine = triton.compile(source, target=TARGET, options={x: kwargs[x] for x in names if x in kwargs})
+        if self.__name__ in IN_REGISTERS:
+            require_registers(machine, self.__name__)
     compiled.add(f"{self.__module__}.{self.__name__}")
+
+
+def require_registers(kernel: Any, name: str) -> None:
+    """Raise an AssertionError if threads keep values in memory because they have too few registers."""
+    tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    if int(stack):
+        raise AssertionError(f"{name} keeps {stack} bytes per thread in memory: {usage.splitlines()[-1]}")
 
 
 @triton.jit
@@ -128,6 +148,13 @@ def run_wholly() -> None:
         rope, inputs = rw.RotaryEmbedding(sizes[2]), leaves(*sizes)
         out = rw.linear_attention(*inputs, rope=rope, backend="triton")
         torch.autograd.grad(out, inputs, torch.ones_like(out))
+    # Heads of a language model, and norms over all heads of Wan: one row of 5120 features.
+    for heads, width in ((4, 128), (1, 5120)):
+        q, k = (torch.randn(1, heads, 40, width, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        weight = torch.ones(width, dtype=torch.bfloat16).requires_grad_()
+        rope = rw.RotaryEmbedding(width, backend="triton")
+        results = rw.qk_norm_rope(q, k, rope, q_weight=weight, k_weight=weight, eps=1e-6)
+        torch.autograd.grad([*results], [q, k, weight], [torch.ones_like(x) for x in results])
     WHOLLY.clear()
 
 

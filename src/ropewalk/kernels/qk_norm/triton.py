@@ -30,8 +30,10 @@ from ropewalk.kernels.types import Layout, Norm
 
 __all__ = ["norm_rotate", "norm_rotate_backward", "plan_norm"]
 
-# Programs of the backward per multiprocessor. More programs balance the load, but leave more sums to add.
-PROGRAMS = 8
+# Warps of the backward per multiprocessor. More programs balance the load, but leave more sums to add.
+WARPS = 16
+# Pairs per thread of the backward, which keeps several tensors and sums of each: more would not fit into registers.
+PAIRS_PER_THREAD = 8
 
 
 def norm_rotate(
@@ -185,10 +187,10 @@ def _as_pair(items: Sequence[Any]) -> Sequence[Any]:
     return items if len(items) == 2 else [items[0], items[0]]
 
 
-def _programs(device: torch.device, heads: Sequence[int]) -> list[int]:
+def _programs(device: torch.device, heads: Sequence[int], warps: int) -> list[int]:
     """Return the number of programs per tensor in the persistent grid of the backward, proportional to its heads."""
     # A few programs suffice on the CPU, in Triton's interpreter.
-    most = 8 if device.type == "cpu" else _multiprocessors(device) * PROGRAMS
+    most = 8 if device.type == "cpu" else _multiprocessors(device) * max(1, WARPS // warps)
     return [max(1, most * n // sum(heads)) for n in heads]
 
 
@@ -241,7 +243,7 @@ def plan_norm(
     strides = [stride // aligned for pair in rows for r in pair for stride in r.strides[:3]]
     shares = [n // math.gcd(*heads) for n in heads]
     steps = [pair[0].strides[3] for pair in rows]
-    programs = _programs(cos.device, heads) if backward else shares
+    programs = _programs(cos.device, heads, warps) if backward else shares
     first, second = ("Q_PROGRAMS", "K_PROGRAMS") if backward else ("Q_SHARE", "K_SHARE")
     constants = {
         "Q_HEADS": x.heads,
@@ -283,10 +285,12 @@ def _tile(
     """Return tokens of a head before the next head, rows per program, and warps. Fastest on an H200."""
     adjacent = heads_are_adjacent(rows)
     if backward:
-        features, warps = 512, 2
+        # Wide rows, of norms over all heads, have more pairs than a program of two warps can keep.
+        pairs = max(512, padded_pairs)
+        warps = min(32, 1 << (pairs // (32 * PAIRS_PER_THREAD) - 1).bit_length())
     else:
-        features, warps = (2048, 4) if interleaved and adjacent else (1024, 2)
-    tile_rows = 1 << max(0, (features // padded_pairs).bit_length() - 1)
+        pairs, warps = (2048, 4) if interleaved and adjacent else (1024, 2)
+    tile_rows = 1 << max(0, (pairs // padded_pairs).bit_length() - 1)
     # Shorter in the backward, in which three tensors and the tables share the cache.
     tokens = 1 if adjacent or table_per_head else min(256 if backward else rows.seq, tokens_before_next_head(rows.seq))
     return tokens, tile_rows, warps
