@@ -36,7 +36,7 @@ def both_passes(run, tensors):
 
 ROPE = rw.RotaryEmbedding(DIM)
 CALLS = {
-    "rope": (lambda q, k, v: ROPE(q, k)[0] * ROPE(k), Shard(2), ("rotate",)),
+    "rope": (lambda q, k, v: ROPE(q, k)[0] * ROPE(k) * v, Shard(2), ("rotate",)),
     "qk_norm_rope": (lambda q, k, v: rw.qk_norm_rope(q, k, ROPE)[0] * k * v, Shard(2), ("norm_rotate",)),
     "linear": (
         lambda q, k, v: rw.linear_attention(q, k, v, rope=ROPE),
