@@ -1,4 +1,4 @@
-"""What Dynamo of the oldest torch must be able to trace."""
+"""What Dynamo of older versions of torch can trace."""
 
 import ast
 from collections.abc import Iterator

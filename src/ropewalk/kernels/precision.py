@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["FLOATS", "working_dtype"]
+__all__ = ["FLOATS", "has_autocast", "working_dtype"]
 
 # Dtypes of q, k and v that every operation supports.
 FLOATS: frozenset[torch.dtype] = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
@@ -16,3 +16,13 @@ def working_dtype(x: Tensor) -> torch.dtype:
     torch.float32
     """
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@torch.compiler.assume_constant_result
+def has_autocast(device: str) -> bool:
+    """Return whether a type of devices has autocast. Dynamo of torch 2.11 cannot trace torch's own function.
+
+    >>> has_autocast("cpu"), has_autocast("meta")
+    (True, False)
+    """
+    return torch.amp.is_autocast_available(device)

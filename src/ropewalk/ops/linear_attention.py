@@ -76,7 +76,7 @@ def linear_attention(
     if k_cos is not q_cos or k_sin is not q_sin:
         tensors += [k_cos, k_sin]
     if before is not None:
-        tensors += before
+        tensors += [*before]  # a list: Dynamo of torch 2.11 does not add a NamedTuple to one
     grad = torch.is_grad_enabled()
     learned = grad and (
         (q_cos is not None and (q_cos.requires_grad or cast(Tensor, q_sin).requires_grad))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
+from ropewalk.kernels.precision import has_autocast
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_axes, rope_in
 from ropewalk.nn.rotary.call import Limits
@@ -161,7 +162,7 @@ def describe_autocast(x: Tensor) -> str:
     'autocast none'
     """
     device = x.device.type
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    enabled = has_autocast(device) and torch.is_autocast_enabled(device)
     return f"autocast {torch.get_autocast_dtype(device) if enabled else 'none'}"
 
 

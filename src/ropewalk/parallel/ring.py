@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.constructors import arange, empty_like, full, zeros, zeros_like
-from ropewalk.kernels.precision import working_dtype
+from ropewalk.kernels.precision import has_autocast, working_dtype
 from ropewalk.kernels.torch_internals import own_parameters
 from ropewalk.nn.attention.scores import ScoreBias, attend_with_lse, part_weight
 from ropewalk.nn.attention.visibility import Visibility
@@ -63,7 +63,7 @@ def ring_attention(
     >>> dist.destroy_process_group()
     """
     device = q.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
+    if has_autocast(device) and torch.is_autocast_enabled(device) and v.dtype != torch.float64:
         # As in SDPA. Both passes then compute in this dtype.
         q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
     learned = [] if bias is None else _learned(bias)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ropewalk.errors import RopewalkError, as_float, require_count, shown
 from ropewalk.kernels.constructors import arange
+from ropewalk.kernels.precision import has_autocast
 from ropewalk.nn.attention.cache import KVCache
 from ropewalk.nn.attention.cache_interface import Cache, CacheOfRanks, Merge, check_cached_tokens
 from ropewalk.nn.attention.function import checked_window
@@ -263,7 +264,7 @@ class Attention(ProjectedHeads):
         weight, kv_heads = self.k_proj.weight, self.heads_here[2]
         device = weight.device if device is None else torch.device(device)
         if dtype is None:
-            autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+            autocast = has_autocast(device.type) and torch.is_autocast_enabled(device.type)
             autocast = autocast and weight.dtype != torch.float64
             dtype = torch.get_autocast_dtype(device.type) if autocast else weight.dtype
         if self.window is None or (max_length is not None and max_length < self.window):

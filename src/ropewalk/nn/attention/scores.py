@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ropewalk.errors import RopewalkError
 from ropewalk.kernels.constructors import full, new_empty, new_full, new_zeros
-from ropewalk.kernels.precision import working_dtype
+from ropewalk.kernels.precision import has_autocast, working_dtype
 from ropewalk.kernels.torch_internals import is_transformed
 from ropewalk.nn.attention.visibility import FLEX_BLOCK, Visibility, documents_of, window_blocks
 from ropewalk.nn.encodings.base import Encoding, ScoreMod
@@ -258,7 +258,7 @@ def _with_lse(
 ) -> tuple[Tensor, Tensor]:
     """SDPA does not return the log-sum-exp: all scores are computed here, in float32 or float64."""
     working, device = working_dtype(q), q.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = has_autocast(device) and torch.is_autocast_enabled(device)
     result_dtype = torch.get_autocast_dtype(device) if autocast and v.dtype != torch.float64 else v.dtype
     mask, no_keys = _mask(visibility, q, k)
     q = q if no_keys is None else q.masked_fill(no_keys, 0)
