@@ -13,12 +13,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import unified_diff
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from ropewalk.claims import CHAPTERS, Verdict
 from ropewalk.claims.sources import NOTES, PRACTICE, Place
+from ropewalk.claims.trained import SEED_SETS, lab_record
 from ropewalk.errors import RopewalkError
+from ropewalk.lab.experiments import EXPERIMENTS
 from ropewalk.tools.bench.attention_record import faster_from
 from ropewalk.tools.bench.records import read_sealed
 
@@ -547,6 +550,58 @@ def accelerate(page: str) -> str:
             " ([record](../benchmarks/accelerate_cpu.json)):"
         ),
         table(["model", "rotation before, ms", "after, ms", "share of the pass before", "after"], *rows),
+    )
+
+
+@block("transformers-tests")
+def transformers_tests(page: str) -> str:
+    measured = record("transformers_tests")
+    families, versions = measured["families"], measured["versions"]
+
+    def count(side: str, outcome: str) -> int:
+        return sum(line[side].get(outcome, 0) for line in families)
+
+    alike = not any(line["differ"] for line in families)
+    failed = sorted({name.partition("::")[2] for line in families for name in line["failed without"]})
+    models = sum(line["models"].get("accelerated", 0) for line in families)
+    return own_lines(
+        paragraph(
+            f"transformers' own tests of {', '.join(line['family'] for line in families)}, each run without and with"
+            f" `accelerate` on a CPU, {measured['date']}, torch {_short(versions['torch'])}, transformers"
+            f" {versions['transformers']}, `{measured['command']}` ([record](../benchmarks/transformers_tests.json)):"
+            f" {count('without', 'passed')} pass without and {count('with', 'passed')} with, which accelerated"
+            f" {models} models. {count('without', 'failed')} fail without and {count('with', 'failed')} with"
+            + (f" ({', '.join(f'`{name}`' for name in failed)})" if failed else "")
+            + f", and {count('with', 'skipped')} are skipped."
+            + (" No test has another result with it." if alike else "")
+        )
+    )
+
+
+@block("lab-verdicts")
+def lab_verdicts(page: str) -> str:
+    header = ["experiment", "statement", "seeds 0 to 2", "seeds 3 to 5"]
+    names = {path.name for path in files("ropewalk").joinpath("data/lab").iterdir()}
+    rows: list[list[str]] = []
+    pairs: Counter[str] = Counter()
+    for experiment in EXPERIMENTS:
+        records = [f"{experiment}_{kind}" for kind in SEED_SETS]
+        judged = [lab_record(x)["statements"] if f"{x}.json" in names else [] for x in records]
+        by_text = [{x["text"]: x["verdict"] for x in statements} for statements in judged]
+        for text in dict.fromkeys(text for verdicts in by_text for text in verdicts):
+            first, second = (verdicts.get(text, "-") for verdicts in by_text)
+            rows.append([f"`{experiment}`", text, first, second])
+            if "-" not in (first, second):
+                pairs[
+                    "the same" if first == second else "undecided" if "undecided" in (first, second) else "contrary"
+                ] += 1
+    same, undecided, contrary = (pairs[x] for x in ("the same", "undecided", "contrary"))
+    return own_lines(
+        table(header, *rows),
+        paragraph(
+            f"With other seeds, {same} of {pairs.total()} verdicts are the same, {undecided} are undecided"
+            f" with one of both, and {contrary} are contrary."
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 from ropewalk.errors import RopewalkError
@@ -54,6 +55,9 @@ WARM_UP, LAST_RATE = 0.1, 0.1
 _CHUNK = 32
 # Steps before a CUDA graph is captured: kernels are compiled, and optimizer states exist.
 _EAGER_STEPS = 3
+# Kernels of scaled_dot_product_attention. Not cuDNN's, which torch prefers on Hopper GPUs: gradients can be NaN, for
+# lengths that are no multiple of its tiles (pytorch#196678, cudnn-frontend#160).
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Seeds of runs are below: first positions are drawn with the seed plus this number.
 _OF_POSITIONS = 2**62
 
@@ -415,7 +419,8 @@ class _Trainer:
         """The model in evaluation mode, with the random numbers of a step."""
         torch.manual_seed(_seed_of_step(self.run, step))
         self.decoder.eval()
-        yield
+        with sdpa_kernel(_KERNELS):
+            yield
         self.decoder.train()
 
     def _of_rank(self, batch: Batch) -> Batch:
@@ -437,7 +442,7 @@ class _Trainer:
     def _compute(self, inputs: Tensor, targets: Tensor, count: Tensor, positions: Tensor | None = None) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         bfloat16 = self.settings.dtype == "bfloat16"
-        with torch.autocast(self.device.type, torch.bfloat16) if bfloat16 else nullcontext():
+        with sdpa_kernel(_KERNELS), torch.autocast(self.device.type, torch.bfloat16) if bfloat16 else nullcontext():
             logits = self.compiled(inputs, positions, self.shards)
         logits = logits.float() if bfloat16 else logits
         total = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
@@ -458,7 +463,9 @@ class _CapturedStep:
     def __init__(self, compute: Callable[..., None], tensors: list[Tensor]) -> None:
         self.inputs = [x.clone() for x in tensors]
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        # Graphs that were captured on one stream share the workspace of its matrix products: side by side they would
+        # overwrite each other's sums.
+        with torch.cuda.graph(self.graph, stream=torch.cuda.Stream()):
             compute(*self.inputs)
 
     def replay(self, tensors: list[Tensor]) -> None:

@@ -8,10 +8,7 @@ __all__ = ["chapter"]
 
 chapter: Chapter = Chapter("Papers: trained models")
 
-MODELS = (
-    "0.13 million parameters, sources of Python's library, 600 steps, and 1.1 million, 2000 steps; recorded runs of "
-    "`ropewalk lab run {}`"
-)
+MODELS = "0.13 million parameters, sources of Python's library, 600 steps; recorded runs of `ropewalk lab run {}`"
 
 
 @chapter.claim(
