@@ -130,8 +130,6 @@ class Cut(NamedTuple):
             for name in self.names
         )
         if not isinstance(x, DTensor):
-            # Without a graph autograd detaches the result in place, which DTensors of torch 2.11 do not support.
-            x = x if torch.is_grad_enabled() else x.detach()
             x = DTensor.from_local(x, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         if tuple(x.placements) != wanted:
             x = x.redistribute(self.mesh, wanted)
