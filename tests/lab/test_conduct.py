@@ -12,6 +12,8 @@ from ropewalk.lab.conduct import conduct, runs_of
 from ropewalk.lab.experiment import Arm, Verdict
 from ropewalk.lab.experiments import EXPERIMENTS
 from ropewalk.lab.record import as_json, from_json
+from ropewalk.lab.run import Run
+from ropewalk.lab.training import train
 from ropewalk.tools.lab.plot import plot_findings
 from slow import slow_except
 
@@ -120,5 +122,12 @@ def test_a_loss_that_is_not_finite_is_none_and_decides_nothing(tmp_path):
     assert [x[arm.label].final_loss for x in findings.results] == [None, None]
     assert {curve for x in findings.results for _, curve in x[arm.label].curves["loss by length"]} == {None}
     assert findings.outcomes[0].verdict is Verdict.UNDECIDED
-    assert "not finite" in findings.outcomes[0].reason
+    assert findings.outcomes[0].reason.endswith(f"the loss of {arm.label} is not finite at step 0")
     json.dumps(as_json(findings, CPU, hardware="", command=""), allow_nan=False)
+
+
+def test_answers_of_a_model_whose_loss_is_not_finite_are_not_wrong():
+    run = Run(f"{__name__}:Diverging", task="recall", length=4, batch=2, steps=1, lengths=(4,), evaluated=2)
+    _, result = train(run, CPU)
+    assert set(result.curves) > {"accuracy by length", "exact by length", "accuracy by distance"}
+    assert {y for points in result.curves.values() for _, y in points} == {None}

@@ -6,10 +6,12 @@ from importlib.resources import files
 import pytest
 
 from ropewalk.lab.decoder import SIZES
-from ropewalk.lab.experiment import Statement, Verdict, judge
+from ropewalk.lab.experiment import Statement, Verdict, final_loss, judge
 from ropewalk.lab.experiments import EXPERIMENTS
+from ropewalk.lab.experiments.text import by_length, share_of_steps
 from ropewalk.lab.rates import RATES, rate_of, sweeps
 from ropewalk.lab.record import from_json
+from ropewalk.lab.training import RunResult
 
 
 def verdict(lower, higher, **options):
@@ -20,27 +22,64 @@ def verdict(lower, higher, **options):
 @pytest.mark.parametrize(
     ("lower", "higher", "expected"),
     [
-        ([1.0, 1.1], [2.0, 2.1], Verdict.HOLDS),
-        ([2.0, 2.1], [1.0, 1.1], Verdict.FAILS),
-        ([1.0, 1.5], [1.4, 1.9], Verdict.UNDECIDED),  # the difference 0.4 is smaller than the range 0.5
-        ([1.0], [2.0], Verdict.UNDECIDED),  # one seed
-        ([1.0, 1.0], [1.0, 1.0], Verdict.UNDECIDED),
-        ([1.0, None], [2.0, 2.1], Verdict.UNDECIDED),
+        ([1.0, 1.1, 1.0], [2.0, 2.1, 2.0], Verdict.HOLDS),
+        ([2.0, 2.1, 2.0], [1.0, 1.1, 1.0], Verdict.FAILS),
+        ([1.0, 1.5, 1.0], [1.4, 1.9, 1.4], Verdict.UNDECIDED),  # the difference 0.4 is smaller than the range 0.5
+        ([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], Verdict.UNDECIDED),
     ],
 )
 def test_verdicts(lower, higher, expected):
     assert verdict(lower, higher).verdict is expected
 
 
-def test_a_constant_and_what_a_statement_needs():
-    constant = Statement("a < 0.5", "", lambda x: x, 0.5)
-    assert judge(constant, [0.1, 0.2]).verdict is Verdict.HOLDS
-    assert judge(constant, [0.1, 0.8]).verdict is Verdict.UNDECIDED
-    needs = (("accuracy", lambda x: x["a"], 0.99),)
-    outcome = verdict([0.5, 0.995], [2.0, 2.1], needs=needs)
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_fewer_than_three_seeds_decide_nothing(seeds):
+    outcome = verdict([1.0, 1.1][:seeds], [2.0, 2.1][:seeds])
     assert outcome.verdict is Verdict.UNDECIDED
-    assert outcome.reason == "accuracy: 0.5, 0.995; at least 0.99 is needed"
-    assert verdict([0.99, 0.995], [2.0, 2.1], needs=needs).verdict is Verdict.HOLDS
+    assert outcome.reason.endswith("fewer than three seeds")
+
+
+def result(losses, **curves):
+    """A result with losses per step, and points of other curves."""
+    by_step = [(25.0 * i, loss) for i, loss in enumerate(losses)]
+    return RunResult({"loss by step": by_step, **{name.replace("_", " "): x for name, x in curves.items()}}, 0, 0, None)
+
+
+def test_a_loss_that_is_not_finite_decides_nothing_and_is_named():
+    good, diverged = result([3.0, 2.0]), result([3.0, None])
+    ends = Statement("a < b", "", final_loss("a"), final_loss("b"))
+    outcome = judge(ends, [{"a": good, "b": good}, {"a": diverged, "b": good}, {"a": good, "b": good}])
+    assert outcome.verdict is Verdict.UNDECIDED
+    assert outcome.reason == "a number is missing: the loss of a is not finite at step 25"
+    # Not 1, as if it had learned slowly, for either arm and wherever it is.
+    share = Statement("share", "", share_of_steps("a", "b"), 0.85)
+    for other in (diverged, result([None, 2.0])):
+        for results in ({"a": other, "b": good}, {"a": good, "b": other}):
+            assert share.lower(results) is None
+            outcome = judge(share, [results] * 3)
+            assert outcome.verdict is Verdict.UNDECIDED
+            assert "is not finite at step" in outcome.reason
+    assert share.lower({"a": result([3.0, 2.0, 1.0]), "b": result([3.0, 3.0, 2.0])}) == 0.5
+    # Nor is what a statement needs reported as a model that has not learned.
+    needs = (("accuracy of a", lambda x: x["a"].curves["accuracy by length"][0][1], 0.99),)
+    solving = result([3.0, None], accuracy_by_length=[(8, None)])
+    outcome = judge(Statement("b", "", final_loss("b"), 9.0, needs), [{"a": solving, "b": good}] * 3)
+    assert outcome.reason == "a number is missing: the loss of a is not finite at step 25"
+    # An encoding that is not defined at a length has no loss there.
+    table = result([3.0, 2.0], loss_by_length=[(8, 2.0), (32, None)])
+    far = Statement("far", "", by_length("a", 4), 9.0)
+    assert "a is not defined at length 32" in judge(far, [{"a": table}] * 3).reason
+
+
+def test_a_constant_and_what_a_statement_needs():
+    constant = Statement("a < 0.5", "", lambda x: x["a"], 0.5)
+    assert judge(constant, [{"a": x} for x in (0.1, 0.2, 0.1)]).verdict is Verdict.HOLDS
+    assert judge(constant, [{"a": x} for x in (0.1, 0.8, 0.1)]).verdict is Verdict.UNDECIDED
+    needs = (("accuracy", lambda x: x["a"], 0.99),)
+    outcome = verdict([0.5, 0.995, 0.99], [2.0, 2.1, 2.0], needs=needs)
+    assert outcome.verdict is Verdict.UNDECIDED
+    assert outcome.reason == "accuracy: 0.5, 0.995, 0.99; at least 0.99 is needed"
+    assert verdict([0.99, 0.995, 0.99], [2.0, 2.1, 2.0], needs=needs).verdict is Verdict.HOLDS
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS.values(), ids=lambda x: x.name)

@@ -55,21 +55,25 @@ def evaluate(model: nn.Module, task: Task, run: Run, device: torch.device) -> Cu
         batch = task.evaluation(run.evaluated, length, scored=max(1, min(lengths) // 2))
         losses, scored, right = _scores(model, batch, run.offset, device)
         loss = losses.sum().item() / scored.sum().item()
-        curves["loss by length"].append((length, loss if math.isfinite(loss) else None))
+        # The largest of logits that are not finite is no answer, so it is not a wrong one either.
+        finite = math.isfinite(loss)
+        curves["loss by length"].append((length, loss if finite else None))
         if task.solved:
             wrong = (scored & ~right).any(1)
-            curves["accuracy by length"].append((length, (right & scored).sum().item() / scored.sum().item()))
-            curves["exact by length"].append((length, 1 - wrong.double().mean().item()))
+            accuracy = (right & scored).sum().item() / scored.sum().item()
+            curves["accuracy by length"].append((length, accuracy if finite else None))
+            curves["exact by length"].append((length, 1 - wrong.double().mean().item() if finite else None))
         if isinstance(task, Recall) and length == run.length:
-            curves["accuracy by distance"] = _by_distance(task, right[scored].view(len(right), -1), length)
+            points = _by_distance(task, right[scored].view(len(right), -1), length)
+            curves["accuracy by distance"] = [(far, share if finite else None) for far, share in points]
     return curves
 
 
-def _by_distance(task: Recall, right: Tensor, length: int) -> list[tuple[float, float | None]]:
+def _by_distance(task: Recall, right: Tensor, length: int) -> list[tuple[float, float]]:
     """Accuracy in eight classes of the distance between a value and its first occurrence."""
     distances = torch.from_numpy(task.distances(len(right), length))
     longest, classes = 4 * length, 8
-    points: list[tuple[float, float | None]] = []
+    points: list[tuple[float, float]] = []
     for index in range(classes):
         low, high = longest * index / classes, longest * (index + 1) / classes
         inside = (distances > low) & (distances <= high)

@@ -11,6 +11,9 @@ from ropewalk.lab.training import RunResult
 
 __all__ = ["Arm", "Experiment", "Outcome", "Statement", "Value", "Verdict", "about", "final_loss", "judge"]
 
+# The range of fewer numbers is too small: with two seeds, equal models differ by more than it in one case of five.
+LEAST_SEEDS = 3
+
 # The results of one seed, by the label of their arm -> a number; None if it is not defined.
 Value = Callable[[Mapping[str, RunResult]], float | None]
 
@@ -104,7 +107,10 @@ class Experiment:
     @property
     def undecided(self) -> str:
         """When a statement is undecided."""
-        rule = "fewer than two seeds, or a difference of means at most as large as the range of a number over the seeds"
+        rule = (
+            "fewer than three seeds, a loss that is not finite, or a difference of means at most as large as the range"
+        )
+        rule += " of a number over the seeds"
         needs = {f"{what} below {least:g}" for x in self.statements for what, _, least in x.needs}
         return "; ".join((rule, *sorted(needs)))
 
@@ -117,10 +123,9 @@ def judge(statement: Statement, results: Sequence[Mapping[str, RunResult]]) -> O
         results: Results by label, one mapping per seed.
 
     Returns:
-        HOLDS or FAILS if the difference of means is larger than the range of either number over the seeds.
+        HOLDS or FAILS if the difference of means is larger than the range of either number over three seeds or more.
 
-    >>> from types import SimpleNamespace
-    >>> results = [{"a": x, "b": x + 1} for x in (0.0, 0.1)]
+    >>> results = [{"a": x, "b": x + 1} for x in (0.0, 0.1, 0.2)]
     >>> judge(Statement("a < b", "", lambda r: r["a"], lambda r: r["b"]), results).verdict.value
     'holds'
     """
@@ -130,23 +135,66 @@ def judge(statement: Statement, results: Sequence[Mapping[str, RunResult]]) -> O
     def outcome(verdict: Verdict, reason: str) -> Outcome:
         return Outcome(verdict, reason, lower, higher)
 
+    # Before what is needed: a model whose loss is not finite has not failed to learn, it has diverged.
+    missing = _missing(statement, results)
+    if missing:
+        return outcome(Verdict.UNDECIDED, f"a number is missing: {missing}")
     for what, value, least in statement.needs:
-        reached = [value(x) for x in results]
-        if any(x is None or x < least for x in reached):
-            shown = ", ".join("none" if x is None else f"{x:.3g}" for x in reached)
+        reached = [x for x in map(value, results) if x is not None]
+        if min(reached) < least:
+            shown = ", ".join(f"{x:.3g}" for x in reached)
             return outcome(Verdict.UNDECIDED, f"{what}: {shown}; at least {least:g} is needed")
     a, b = [x for x in lower if x is not None], [x for x in higher if x is not None]
-    if len(a) < len(results) or len(b) < len(results):
-        return outcome(Verdict.UNDECIDED, "a number is missing: an encoding is not defined there, or a loss not finite")
     difference = mean(b) - mean(a)
     figures = f"{mean(a):.4g} and {mean(b):.4g}"
-    if len(results) < 2:
-        return outcome(Verdict.UNDECIDED, f"{figures}; one seed has no spread")
+    if len(results) < LEAST_SEEDS:
+        return outcome(Verdict.UNDECIDED, f"{figures}; fewer than three seeds")
     spread = max(max(x) - min(x) for x in (a, b))
     figures += f"; difference {abs(difference):.2g}, spread {spread:.2g}"
     if abs(difference) <= spread:
         return outcome(Verdict.UNDECIDED, figures)
     return outcome(Verdict.HOLDS if difference > 0 else Verdict.FAILS, figures)
+
+
+class _Noting(dict[str, RunResult]):
+    """Results that note which labels were asked for."""
+
+    def __init__(self, results: Mapping[str, RunResult]) -> None:
+        super().__init__(results)
+        self.labels: list[str] = []
+
+    def __getitem__(self, label: str) -> RunResult:
+        self.labels.append(label)
+        return super().__getitem__(label)
+
+
+def _missing(statement: Statement, results: Sequence[Mapping[str, RunResult]]) -> str:
+    """Losses that are missing in the arms of numbers that are None, in words; "" if no number is."""
+    found: dict[str, None] = {}
+    for of_seed in results:
+        for value in _values(statement):
+            noting = _Noting(of_seed)
+            if value(noting) is None:
+                found |= dict.fromkeys(_missing_loss(label, of_seed[label]) for label in noting.labels)
+    return "; ".join(x for x in found if x) or ("it is not defined" if found else "")
+
+
+def _missing_loss(label: str, result: RunResult) -> str:
+    """The first loss of a result that is None, in words; "" if none is."""
+    for curve, words in (
+        ("loss by step", "the loss of {} is not finite at step {:g}"),
+        ("loss by length", "{} is not defined at length {:g}, or its loss there is not finite"),
+    ):
+        for x, y in result.curves.get(curve, ()):
+            if y is None:
+                return words.format(label, x)
+    return ""
+
+
+def _values(statement: Statement) -> list[Value]:
+    """All numbers of a statement that are not constants."""
+    values = (statement.lower, statement.higher, *(value for _, value, _ in statement.needs))
+    return [value for value in values if callable(value)]
 
 
 def about(statement: Statement, results: Mapping[str, RunResult]) -> bool:
@@ -156,11 +204,9 @@ def about(statement: Statement, results: Mapping[str, RunResult]) -> bool:
     >>> about(Statement("", "", final_loss("a"), final_loss("b")), {"a": SimpleNamespace(final_loss=1.0)})
     False
     """
-    values = (statement.lower, statement.higher, *(value for _, value, _ in statement.needs))
     try:
-        for value in values:
-            if callable(value):
-                value(results)
+        for value in _values(statement):
+            value(results)
     except KeyError:
         return False
     return True

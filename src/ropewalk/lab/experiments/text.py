@@ -1,7 +1,7 @@
 """Experiments on text: convergence, extrapolation, and small changes of RoPE."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ropewalk.lab.decoder import AttentionName
 from ropewalk.lab.experiment import Arm, Experiment, Statement, Value, final_loss
@@ -52,17 +52,25 @@ def text_run(
 
 
 def share_of_steps(label: str, baseline: str) -> Value:
-    """The share of the steps after which an arm has the last validation loss of another; 1 if it never has it."""
+    """The share of the steps after which an arm has the last validation loss of another; 1 if it never has it.
+
+    It is a multiple of the steps between validations. It is None if a loss of either arm is not finite.
+    """
 
     def value(results: Mapping[str, RunResult]) -> float | None:
-        target = results[baseline].final_loss
-        if target is None:
+        points, others = (_finite(results[x].curves["loss by step"]) for x in (label, baseline))
+        if points is None or others is None:
             return None
-        points = results[label].curves["loss by step"]
-        reached = (step for step, loss in points if loss is not None and loss <= target)
-        return next(reached, points[-1][0]) / points[-1][0]
+        target, steps = others[-1][1], points[-1][0]
+        return next((step for step, loss in points if loss <= target), steps) / steps
 
     return value
+
+
+def _finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]] | None:
+    """The points of a curve, or None if a value is missing."""
+    present = [(x, y) for x, y in points if y is not None]
+    return present if len(present) == len(points) else None
 
 
 def by_length(label: str, multiple: int) -> Value:
