@@ -39,11 +39,12 @@ def linear_attention(
     >>> linear_attention(side, side, v, None, layout, causal=True)[0].flatten().tolist()
     [1.0, 2.0]
     """
-    if stores(q.x, v, weighting, causal):
-        return stored.linear_attention(q, k, v, before, layout, causal, cu_seqlens, weighting)
+    # Triton launches on the current device.
     if v.device.type == "cuda" and current_device() != v.device.index:
         with torch.cuda.device(v.device):
             return linear_attention(q, k, v, before, layout, causal, cu_seqlens, weighting)
+    if stores(q.x, v, weighting, causal):
+        return stored.linear_attention(q, k, v, before, layout, causal, cu_seqlens, weighting)
     x, call, addresses = prepare(q, k, v, before, layout, causal, cu_seqlens, weighting, None)
     return cast(tuple[Tensor, ...], call.forward(x, addresses, cu_seqlens))
 
@@ -120,13 +121,13 @@ def linear_attention_backward(
     >>> dv.flatten().tolist()  # the first value has weight 1 in the first output and 1/2 in the second
     [1.5, 0.5]
     """
-    if stores(q.x, v, weighting, causal):
-        arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens, weighting
-        return Gradients(*stored.linear_attention_backward(*arguments))
     if v.device.type == "cuda" and current_device() != v.device.index:
         with torch.cuda.device(v.device):
             arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens, weighting, learned
             return linear_attention_backward(*arguments)
+    if stores(q.x, v, weighting, causal):
+        arguments = cotangent, total_cotangent, q, k, v, results, layout, causal, cu_seqlens, weighting
+        return Gradients(*stored.linear_attention_backward(*arguments))
     # These are not part of the signature. Hooks of saved tensors may return them with other strides.
     out, saved = aligned(results[0]), aligned(results[2])
     last = None if total_cotangent is None else aligned(total_cotangent)

@@ -355,7 +355,9 @@ def linear_attention_backward(
     """
     q, k = _prepared(q, "q" if weighting.normalize else "k"), _prepared(k, "k")
     v, cotangent = _with_adjacent_features(v), _with_adjacent_features(cotangent)
-    out, total, below, running, plain = results
+    # Hooks of saved tensors may return them with other strides.
+    out = _with_adjacent_features(results[0])
+    total, below, running, plain = (x.contiguous() for x in results[1:])
     sums = Totals(running, plain, total)
     call = _Call(q, k, v, layout, causal, cu_seqlens, weighting)
     k, v = call.k, call.v
