@@ -1,10 +1,14 @@
 """Experiments from beginning to end, with runs of a few steps."""
 
 import dataclasses
+import importlib
 import json
 import math
+import re
+import sys
 
 import pytest
+import torch
 
 import ropewalk as rw
 from lab.small_runs import CPU, shortened, shortened_arms
@@ -105,6 +109,39 @@ def test_a_result_of_other_options_is_refused(tmp_path):
     for changed, message in (({"dtype": "bfloat16"}, "dtype float32\n.*dtype bfloat16"), ({"every": 1}, "every 4\n")):
         with pytest.raises(rw.RopewalkError, match=f"expected: {message}"):
             conduct(quiet, arms, "micro", (0,), dataclasses.replace(CPU, **changed), tmp_path)
+
+
+def test_results_of_another_source_or_torch_are_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "edited_for_lab.py"
+    file.write_text("import ropewalk as rw\n\n\nclass Mine(rw.Encoding):\n    pass\n")
+    experiment = dataclasses.replace(EXPERIMENTS["whole-model"], statements=())
+    (arm, _) = shortened_arms(experiment.arms("micro"))
+    own = Arm("own", dataclasses.replace(arm.run, encoding="edited_for_lab:Mine"))
+
+    def run(*arms):
+        return conduct(experiment, arms, "micro", (0,), CPU, tmp_path / "out")
+
+    first = run(arm, own)
+    # What this process has imported is what it trains.
+    file.write_text(file.read_text() + "    scale = 2\n")
+    assert run(arm, own) == first
+    # Another process imports the edited file.
+    sys.modules.pop("edited_for_lab")
+    importlib.invalidate_caches()
+    with pytest.raises(
+        rw.RopewalkError, match=r"(?s)result in .*source of encoding \w+\ngot: +source of encoding \w+\n"
+    ):
+        run(arm, own)
+    (tmp_path / "out" / own.run.key / "result.json").unlink()
+    with pytest.raises(rw.RopewalkError, match=r"(?s)resume from .*source of encoding"):
+        run(arm, own)
+    assert run(arm).results[0]["rope"] == first.results[0]["rope"]
+    torch_now = str(torch.__version__)
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    with pytest.raises(rw.RopewalkError, match=f"expected: torch {re.escape(torch_now)}\ngot: +torch 2.99"):
+        run(arm)
 
 
 class Diverging(rw.Encoding):

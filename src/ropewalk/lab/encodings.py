@@ -1,8 +1,12 @@
 """Encodings as texts: a name or module:Class, and options."""
 
 import ast
+import hashlib
 import importlib
 import inspect
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ropewalk.errors import RopewalkError
@@ -16,7 +20,7 @@ from ropewalk.spec.rope import RopeSpec
 from ropewalk.spec.stretched import NTK, PositionInterpolation
 from ropewalk.spec.xpos import XPos
 
-__all__ = ["make_encoding", "parse_encoding"]
+__all__ = ["make_encoding", "parse_encoding", "source_of"]
 
 _EXAMPLE = "rope, 'rope base=500', 'rope rule=yarn factor=4', or package.module:Class"
 
@@ -102,10 +106,42 @@ def make_encoding(text: str, *, dim: int, num_heads: int, length: int) -> Encodi
     return encoding(name, **sizes, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def _own_encoding(name: str, options: dict[str, Any], sizes: dict[str, int]) -> Encoding:
+def source_of(text: str) -> str | None:
+    """A hash of the source of an encoding of your own; None for one of the library.
+
+    Args:
+        text: The description, as `parse_encoding` splits it.
+
+    Returns:
+        The first 16 digits of a hash of the file of its class, and of the module that the description names if that is
+        another file, as they were when this process first asked.
+
+    Raises:
+        RopewalkError: If it cannot be imported.
+
+    >>> source_of("rope base=500") is None
+    True
+    """
+    name, _ = parse_encoding(text)
+    if ":" not in name or name.startswith("ropewalk."):
+        return None
+    made, module = _imported(name)
+    return _hash_of((module, inspect.getmodule(made) or module))
+
+
+# Files may change while models train that have imported them before.
+@cache
+def _hash_of(modules: tuple[ModuleType, ...]) -> str | None:
+    files = sorted({Path(file) for module in modules if (file := getattr(module, "__file__", None))})
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else None
+
+
+def _imported(name: str) -> tuple[Any, ModuleType]:
+    """What module:Class names, and the module."""
     module, _, attribute = name.partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)
+        imported = importlib.import_module(module)
+        return getattr(imported, attribute), imported
     except (ImportError, AttributeError, ValueError) as error:
         raise RopewalkError(
             asked=f"encoding {name}",
@@ -113,6 +149,10 @@ def _own_encoding(name: str, options: dict[str, Any], sizes: dict[str, int]) -> 
             got=str(error),
             do="run in the folder of the module, or install its package; set PYTHONPATH for another folder",
         ) from None
+
+
+def _own_encoding(name: str, options: dict[str, Any], sizes: dict[str, int]) -> Encoding:
+    made, _ = _imported(name)
     accepted = inspect.signature(made).parameters if callable(made) else {}
     try:
         result = made(**{key: value for key, value in sizes.items() if key in accepted} | options)

@@ -22,6 +22,7 @@ from ropewalk.errors import RopewalkError
 from ropewalk.lab.checkpoints import last_checkpoint, read_checkpoint, write_checkpoint
 from ropewalk.lab.decoder import Decoder
 from ropewalk.lab.draws import draws
+from ropewalk.lab.encodings import source_of
 from ropewalk.lab.evaluation import Curves, evaluate, validation_loss
 from ropewalk.lab.journal import Journal
 from ropewalk.lab.ranks import largest, on_rank_0, rank_and_ranks
@@ -144,6 +145,8 @@ def config_of(run: Run, settings: Settings, digest: str | None) -> dict[str, Any
     return {
         **run.as_json(),
         "digest": digest,
+        "source of encoding": source_of(run.encoding),
+        "torch": str(torch.__version__),
         "device": settings.device.type,
         "dtype": settings.dtype,
         "ranks": ranks,
