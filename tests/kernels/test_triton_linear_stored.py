@@ -154,8 +154,8 @@ def test_each_sequence_has_its_own_decay():
     def run(backend, device, dtype):
         x, sums = ([y.to(device, dtype) for y in z] for z in ((q, k, v), state))
         before = rw.LinearState(*sums, 7, None, "elu", weighting="decay")
-        options = {"decay": decay.to(device, dtype), "state": before, "return_state": True, "backend": backend}
-        out, after = rw.linear_attention(*x, **options)
+        options = {"decay": decay.to(device, dtype), "state": before, "backend": backend}
+        out, after = rw.linear_attention(*x, return_state=True, **options)
         return out, after.above, after.below
 
     with torch.no_grad():
