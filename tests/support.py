@@ -4,8 +4,12 @@ import ast
 import json
 import re
 import sys
+import textwrap
 import tomllib
+from collections import Counter
 from pathlib import Path
+
+from ropewalk.tools.bench.records import read_sealed
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "support.md"
@@ -129,6 +133,42 @@ def machines() -> list[str]:
     return [f"| Linux | {' | '.join(key)} | {', '.join(records)} |" for key, records in sorted(seen.items())]
 
 
+def paragraph(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def other_versions() -> list[str]:
+    """Lines on the versions of torch on which the tests ran: counts, and what failed."""
+    cases = read_sealed(ROOT / "benchmarks" / "torch_versions.json")["cases"]
+    rows: list[str] = []
+    remarks: list[str] = []
+    for case in cases:
+        versions, outcomes = case["versions"], case["outcomes"]
+        name = versions["torch"].partition("+")[0]
+        counts = [str(outcomes.get(outcome, 0)) for outcome in ("passed", "failed", "skipped")]
+        counts.append(str(case["not run"]))
+        rows.append(f"| {name} | {versions['triton']} | {versions['numpy']} | {case['date']} | {' | '.join(counts)} |")
+        remarks += [f"- {name}: {note}" for note in case["notes"]]
+        # Tests with parameters that fail in the same way are one line.
+        failures = Counter((test.partition("[")[0], error) for test, error in case["failures"].items())
+        for (test, error), count in failures.items():
+            cases_of = f", {count} cases" if count > 1 else ""
+            remarks.append(f"- {name}: `{test}`{cases_of}: `{error.replace('`', chr(39))}`")
+    return [
+        paragraph(
+            "`make test`'s tests ran on other versions of torch too, on the CPU, by `python"
+            " benchmarks/torch_versions.py` ([record](../benchmarks/torch_versions.json)). Nothing on a GPU was run"
+            " for this table:"
+        ),
+        "",
+        "| torch | Triton | NumPy | date | passed | failed | skipped | not run |",
+        "|---|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        *(textwrap.fill(line, 118, subsequent_indent="  ", break_on_hyphens=False) for line in remarks),
+    ]
+
+
 def page() -> str:
     """The text of docs/support.md."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -176,6 +216,8 @@ def page() -> str:
             "|---|---|---|",
             f"| torch | {torch} | {pinned('torch')} |",
             f"| Python | {project['requires-python'].removeprefix('>=')} | any of these |",
+            "",
+            *other_versions(),
             "",
             "| system | processor | C kernel | status |",
             "|---|---|---|---|",

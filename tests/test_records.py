@@ -50,6 +50,10 @@ def floors(name: str, content: dict[str, Any]) -> list[str]:
         return runpy.run_path(str(ROOT / "benchmarks" / "lab_pairing.py"))["missed"](content)
     if name in ("context_parallel", "explore"):
         return runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))["missed"](content["cases"])
+    if name == "transformers_tests":
+        return runpy.run_path(str(ROOT / "benchmarks" / "transformers_tests.py"))["regressions"](content)
+    if name in ("lab_speed", "torch_versions"):
+        return []  # without floors: the page shows what failed
     if name == "lab_kills":
         return runpy.run_path(str(ROOT / "benchmarks" / "record_kills.py"))["missed"](content)
     return {"accelerate_gpu": accelerate_floors, "cpu": cpu_floors, "gpu": gpu_floors}[name](content["cases"])
