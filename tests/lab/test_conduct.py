@@ -4,8 +4,12 @@ import dataclasses
 import importlib
 import json
 import math
+import multiprocessing
+import os
 import re
+import signal
 import sys
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +21,7 @@ from ropewalk.lab.experiment import Arm, Verdict
 from ropewalk.lab.experiments import EXPERIMENTS
 from ropewalk.lab.record import as_json, from_json
 from ropewalk.lab.run import Run
-from ropewalk.lab.training import train
+from ropewalk.lab.training import Interrupted, train
 from ropewalk.tools.lab.plot import plot_findings
 from slow import slow_except
 
@@ -168,3 +172,26 @@ def test_answers_of_a_model_whose_loss_is_not_finite_are_not_wrong():
     _, result = train(run, CPU)
     assert set(result.curves) > {"accuracy by length", "exact by length", "accuracy by distance"}
     assert {y for points in result.curves.values() for _, y in points} == {None}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="Ctrl-C is not blocked there")
+def test_ctrl_c_while_processes_load_interrupts(tmp_path, monkeypatch):
+    sent: list[None] = []
+
+    class Pool(ProcessPoolExecutor):
+        """Sends to all processes what a terminal sends for Ctrl-C, when the first ones have just started."""
+
+        def submit(self, *args, **kwargs):
+            future = super().submit(*args, **kwargs)
+            processes = (*multiprocessing.active_children(), multiprocessing.current_process())
+            # A second signal would end this process.
+            while not sent:
+                sent.extend(os.kill(process.pid or 0, signal.SIGINT) for process in processes)
+            return future
+
+    monkeypatch.setattr("ropewalk.lab.conduct.ProcessPoolExecutor", Pool)
+    experiment = dataclasses.replace(EXPERIMENTS["whole-model"], statements=())
+    with pytest.raises(Interrupted):
+        conduct(experiment, shortened_arms(experiment.arms("micro")), "micro", (0, 1), CPU, tmp_path, jobs=2)
+    assert len(list(tmp_path.glob("*/result.json"))) < 4

@@ -1,16 +1,20 @@
 """Tasks: samples are functions of seed, step and index; answers are right; text is held out."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.small_runs import CPU
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.draws import draws, order
 from ropewalk.lab.run import Run, make_task
 from ropewalk.lab.tasks import IGNORED, PUZZLES, Puzzle, Recall
 from ropewalk.lab.text import ShuffledText, Text, read_folder, read_iterator, read_standard_library
+from ropewalk.lab.training import train
 
 FILES = [bytes([65 + i]) * (100 + i) for i in range(20)]
 
@@ -152,13 +156,13 @@ def test_the_standard_library_has_no_tests_and_millions_of_bytes():
 
 
 def test_text_that_is_too_small_and_folders_that_are_empty(tmp_path):
-    text = Text([b"x" * 1000])  # 900 bytes to train on, 100 held out
-    assert text.batches(0, [0], range(13), 64).inputs.shape == (1, 13, 64)
-    with pytest.raises(RopewalkError, match=r"14 samples of 64 bytes\n.*more than 910 bytes to train on"):
-        text.batches(0, [0], range(14), 64)
-    assert text.evaluation(3, 48).inputs.shape == (3, 48)
-    with pytest.raises(RopewalkError, match=r"more than 50 bytes to evaluate(.*\n)*.*smaller batch or length"):
-        text.evaluation(3, 49)
+    text = Text([b"x" * 1000])  # 900 bytes and 8 line feeds to train on, 100 held out
+    assert text.batches(0, [0], range(18), 49).inputs.shape == (1, 18, 49)
+    with pytest.raises(RopewalkError, match=r"a batch of 19 .* 49 bytes\n.*least 951 .* and 100 held out\n.* 908 to"):
+        text.batches(0, [0], range(19), 49)
+    assert text.evaluation(3, 49).inputs.shape == (3, 49)
+    with pytest.raises(RopewalkError, match=r"and 102 held out\n.* and 100 held out\n.*more text: 1,011 bytes"):
+        text.evaluation(3, 50)
     with pytest.raises(RopewalkError, match="no file in it"):
         read_folder(tmp_path)
     with pytest.raises(RopewalkError, match="no such folder"):
@@ -166,6 +170,20 @@ def test_text_that_is_too_small_and_folders_that_are_empty(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
     assert read_folder(tmp_path / ".") == (b"first", b"second")
+
+
+@pytest.mark.parametrize(("batch", "length", "lengths"), [(2, 8, (8, 64)), (32, 8, (8,)), (3, 50, ()), (1, 1, (1,))])
+def test_the_least_text_is_named_before_training_and_works(batch, length, lengths):
+    run = Run("none", length=length, batch=batch, steps=1, lengths=lengths, evaluated=2)
+    with pytest.raises(RopewalkError, match=r"pass more text: [0-9,]+ bytes") as error:
+        train(run, CPU, task=Text([b"x"]))
+    least = int(re.findall("text: ([0-9,]+)", str(error.value))[0].replace(",", ""))
+    reported = []
+    with pytest.raises(RopewalkError, match=f"text: {least:,} bytes"):
+        train(run, CPU, task=Text([b"x" * (least - 1)]), report=lambda *x: reported.append(x))
+    # Not after the training, where longer contexts are evaluated.
+    assert reported == []
+    train(run, CPU, task=Text([b"x" * least]))
 
 
 def poems():

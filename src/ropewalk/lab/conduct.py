@@ -9,7 +9,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,31 +221,47 @@ def _perform_in_processes(
     # Not fork: threads of torch do not survive it.
     context = multiprocessing.get_context("spawn")
     wish = context.Event()
-    with (
-        context.Manager() as manager,
-        ProcessPoolExecutor(min(jobs, len(runs)), context, _prepare_process, (wish,)) as pool,
-    ):
-        messages = manager.Queue()
-        with _stops_on_signals() as stop:
+    with ExitStack() as stack:
+        stop = stack.enter_context(_stops_on_signals())
+        with _blocking_interrupts():
+            manager = stack.enter_context(context.Manager())
+            prepared = ProcessPoolExecutor(min(jobs, len(runs)), context, _prepare_process, (wish,))
+            pool, messages = stack.enter_context(prepared), manager.Queue()
             waiting: list[Future[None]] = [pool.submit(_perform_alone, run, settings, out, messages) for run in runs]
-            by_key = {run.key: run for run in runs}
-            while True:
-                done = all(future.done() for future in waiting)
-                _deliver(messages, by_key, progress, seconds=0.0 if done else 0.2)
-                failed = any(future.done() and not future.cancelled() and future.exception() for future in waiting)
-                if stop.is_set() or failed:
-                    # Others end after their step, with a checkpoint.
-                    wish.set()
-                    for future in waiting:
-                        future.cancel()
-                if done:
-                    break
+        by_key = {run.key: run for run in runs}
+        while True:
+            done = all(future.done() for future in waiting)
+            _deliver(messages, by_key, progress, seconds=0.0 if done else 0.2)
+            failed = any(future.done() and not future.cancelled() and future.exception() for future in waiting)
+            if stop.is_set() or failed:
+                # Others end after their step, with a checkpoint.
+                wish.set()
+                for future in waiting:
+                    future.cancel()
+            if done:
+                break
     errors = [error for future in waiting if not future.cancelled() and (error := future.exception())]
+    if stop.is_set():
+        # The signal that stops this process may have ended others.
+        errors = [error for error in errors if not isinstance(error, BrokenProcessPool)]
     # What stopped the others comes first.
     for error in sorted(errors, key=lambda x: isinstance(x, Interrupted)):
         raise error
     if stop.is_set():
         raise Interrupted("interrupted; complete runs are kept")
+
+
+@contextmanager
+def _blocking_interrupts() -> Iterator[None]:
+    """Processes that start in between do not get Ctrl-C, while they load either; this one gets it afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _deliver(messages: Any, runs: dict[str, Run], progress: Progress | None, *, seconds: float) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from ropewalk.errors import RopewalkError
 from ropewalk.lab.conduct import Findings, result_of, with_seed
 from ropewalk.lab.experiment import Arm, Outcome, Verdict
 from ropewalk.lab.experiments import EXPERIMENTS
 from ropewalk.lab.run import Run
 from ropewalk.lab.training import RunResult, Settings
 
-__all__ = ["as_json", "from_json"]
+__all__ = ["as_json", "from_json", "read_findings"]
 
 
 def as_json(findings: Findings, settings: Settings, *, hardware: str, command: str) -> dict[str, Any]:
@@ -79,9 +80,24 @@ def from_json(record: Mapping[str, Any]) -> Findings:
     return Findings(experiment, record["size"], tuple(arms), tuple(record["seeds"]), tuple(results), outcomes)
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """A record from a file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+def read_findings(path: Path, *, asked: str) -> Findings:
+    """The findings of a record in a file.
+
+    Args:
+        path: The file.
+        asked: The request, for the error message.
+
+    Raises:
+        RopewalkError: If there is no such file, or if it is no record.
+    """
+    got = "no such file"
+    if path.is_file():
+        try:
+            return from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            got = f"another file: {type(error).__name__}: {error}".splitlines()[0]
+    do = "pass the file that `ropewalk lab run --json FILE` wrote"
+    raise RopewalkError(asked=asked, expected="a file from --json", got=got, do=do)
 
 
 def _run(fields: Mapping[str, Any]) -> Run:

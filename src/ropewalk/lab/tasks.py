@@ -80,6 +80,18 @@ class Task(ABC):
         """Number of tokens of a sample of this length."""
         return length
 
+    def require(self, samples: int, length: int, lengths: Sequence[int] = ()) -> None:  # noqa: B027 - puzzles are drawn
+        """Raise if there are not enough data.
+
+        Args:
+            samples: Samples per step.
+            length: Trained length.
+            lengths: Lengths to evaluate.
+
+        Raises:
+            RopewalkError: If a text is too small.
+        """
+
 
 class Puzzle(Task):
     """A task whose samples are drawn: a question, and an answer that follows from it.

@@ -47,7 +47,7 @@ class Text(Task):
         self.digest: str | None = hashlib.sha256(b"\n".join(files)).hexdigest()[:16]
 
     def batches(self, seed: int, steps: Sequence[int], samples: Sequence[int], length: int) -> Batch:
-        self._require(self.trained, len(samples), length, "train on")
+        self.require(len(samples), length)
         room = len(self.trained) - length
         starts = (draws(seed, steps, samples, 1) % np.uint64(room)).astype(np.int64)
         tokens = self.trained[torch.from_numpy(starts) + torch.arange(length + 1)].long()
@@ -55,7 +55,7 @@ class Text(Task):
 
     def evaluation(self, count: int, length: int, scored: int | None = None) -> Batch:
         # The first half is context alone. Samples may overlap.
-        self._require(self.held_out[: len(self.held_out) // 2], 1, length, "evaluate, in the first half")
+        self.require(1, length)
         # Samples of every length end at the same tokens, so that only the context before them differs.
         ends = torch.linspace(len(self.held_out) // 2, len(self.held_out), count).long()
         tokens = self.held_out[ends[:, None] - length - 1 + torch.arange(length + 1)].long()
@@ -64,13 +64,18 @@ class Text(Task):
             targets[:, : length - scored] = IGNORED
         return Batch(tokens[:, :-1], targets)
 
-    def _require(self, part: Tensor, samples: int, length: int, what: str) -> None:
-        if len(part) < samples * (length + 1) + 1:
+    def require(self, samples: int, length: int, lengths: Sequence[int] = ()) -> None:
+        # A byte of its own per token of a batch, and the one that follows.
+        trained = samples * (length + 1) + 1
+        held_out = 2 * (max(length, *lengths, 0) + 1)
+        if len(self.trained) < trained or len(self.held_out) < held_out:
+            # Of one text nine tenths, rounded down, and a line feed after each of them but the last.
+            least = max(-(-10 * (trained - _HELD_OUT + 2) // 9), 10 * (held_out - 1) + 1)
             raise RopewalkError(
-                asked=f"text for {samples} samples of {length:,} bytes",
-                expected=f"more than {samples * (length + 1):,} bytes to {what}",
-                got=f"{len(part):,}, of {len(self.trained):,} to train on and {len(self.held_out):,} held out",
-                do="pass more text, or a run with a smaller batch or length",
+                asked=f"text for a batch of {samples} and contexts of up to {max(length, *lengths, 0):,} bytes",
+                expected=f"at least {trained:,} bytes to train on and {held_out:,} held out",
+                got=f"{len(self.trained):,} to train on and {len(self.held_out):,} held out",
+                do=f"pass more text: {least:,} bytes are enough in one file, of which the last tenth is held out",
             )
 
 

@@ -248,6 +248,7 @@ def training(
 ) -> Training[tuple[Decoder, RunResult]]:
     """`train` as a generator that yields after every step, for `side_by_side`. It has the same arguments."""
     task, device = task or make_task(run), settings.device
+    task.require(run.batch, run.length, run.lengths)
     decoder = make_model(run, task)
     if parent is not None:
         _copy_weights(decoder, parent)
@@ -373,7 +374,7 @@ class _Trainer:
                 asked=f"a batch of {self.run.batch} on {self.ranks} ranks",
                 expected="a batch that the ranks divide",
                 got=f"{self.run.batch} samples",
-                do="use another --batch or another number of ranks",
+                do="use a number of ranks that divides it",
             )
         if self.settings.parallel == "fsdp":
             # Parameters of the encoding, which all layers share, belong to the whole model.

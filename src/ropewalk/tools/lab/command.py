@@ -1,9 +1,11 @@
 """The commands `ropewalk lab list`, `show`, `run` and `compare`: what is trained, shown and written."""
 
 import dataclasses
+import difflib
 import importlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -60,15 +62,31 @@ class Options:
     @property
     def command(self) -> str:
         """The command with the options that change figures."""
-        parts = [f"ropewalk lab run {self.name} --size {self.size} --seeds {len(self.seeds)}"]
-        if self.seeds[0]:
-            parts.append(f"--first-seed {self.seeds[0]}")
-        parts += [f"--with '{x}'" for x in self.others]
-        parts += [f"--only '{x}'" for x in self.only]
+        return shlex.join(self._words)
+
+    @property
+    def continuing(self) -> str:
+        """The command that continues this one."""
+        words = [*self._words, *_options(plot=self.plot, json=self.json_file, save_every=self.saved_every)]
+        abreast = None if self.abreast == 1 else self.abreast
+        parallel = None if self.parallel == "ddp" else self.parallel
+        words += _options(jobs=self.jobs, abreast=abreast, parallel=parallel, out=self.out)
+        return shlex.join([*words, *(["--compile"] if self.compiled else []), "--resume"])
+
+    @property
+    def _words(self) -> list[str]:
+        words = ["ropewalk", "lab", "run", self.name, *_options(size=self.size, seeds=len(self.seeds))]
+        words += _options(first_seed=self.seeds[0] or None)
+        for name, values in (("with", self.others), ("only", self.only)):
+            words += [word for value in values for word in _options(**{name: value})]
         every = None if self.every == EVERY else self.every
-        chosen = {"steps": self.steps, "every": every, "text": self.text, "device": self.device, "dtype": self.dtype}
-        parts += [f"--{name} {value}" for name, value in chosen.items() if value is not None]
-        return " ".join(parts)
+        return words + _options(steps=self.steps, every=every, text=self.text, device=self.device, dtype=self.dtype)
+
+
+def _options(**values: object) -> list[str]:
+    """Options as words of a command, without those that are None."""
+    chosen = {name.replace("_", "-"): str(value) for name, value in values.items() if value is not None}
+    return [word for name, value in chosen.items() for word in (f"--{name}", value)]
 
 
 def list_experiments(json_file: str | None = None) -> int:
@@ -124,12 +142,14 @@ def run(options: Options) -> int:
         from ropewalk.lab.training import Interrupted
 
         rank, ranks = rank_and_ranks()
-        arms = _arms(experiment, options)
+        arms = _arms(experiment, options, settings)
         on_rank_0(lambda: _require_folder(options, arms))
         jobs = options.jobs or (default_jobs(settings.device) if ranks == 1 else 1)
         if rank != 0:
             console.quiet = True
-        judged = experiment if options.steps is None else _without_statements(experiment)
+        registered = {_first_steps(arm.run) for arm in experiment.arms(options.size)}
+        other_steps = options.steps is not None and registered != {options.steps}
+        judged = _without_statements(experiment) if other_steps else experiment
         try:
             with _progress(console, arms, options.seeds, options.out, shown=rank == 0) as report:
                 findings = conduct(
@@ -144,7 +164,7 @@ def run(options: Options) -> int:
                     progress=report,
                 )
         except Interrupted as reason:
-            console.print(f"{reason}; to continue: {options.command} --out {options.out} --resume", soft_wrap=True)
+            console.print(f"{reason}; to continue: {options.continuing}", soft_wrap=True)
             return 130
         if rank != 0:
             return 0
@@ -152,6 +172,9 @@ def run(options: Options) -> int:
 
         record = as_json(findings, settings, hardware=_hardware(settings.device), command=options.command)
         _show(findings, options, console)
+        if other_steps:
+            numbers = " or ".join(map(str, sorted(registered)))
+            console.print(f"\nno verdicts: --steps {options.steps} is not the registered number, {numbers}")
         if options.json_file is not None:
             write_json(record, options.json_file)
         console.print(f"\nmodels and losses: {options.out}", soft_wrap=True)
@@ -164,7 +187,7 @@ def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | N
     from ropewalk.lab.conduct import result_of
 
     stored: list[dict[str, Any]] = []
-    for folder in folders:
+    for folder in dict.fromkeys(folders):
         path = folder / "result.json"
         if not path.is_file():
             raise RopewalkError(
@@ -174,14 +197,15 @@ def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | N
                 do="complete it with `ropewalk lab run NAME --resume`, or choose folders of --out",
             )
         stored.append({"folder": str(folder), **_result_file(path)})
-    results = dict(zip(_labels(stored), [[result_of(x)] for x in stored], strict=True))
+    stored.sort(key=lambda x: (x["run"]["encoding"], x["run"]["seed"]))
+    results = dict(zip(_labels(stored), map(result_of, stored), strict=True))
     from ropewalk.tools.lab.sheet import print_comparison
 
     print_comparison(console, results)
     if plot is not None:
         from ropewalk.tools.lab.plot import plot_runs
 
-        plot_runs(results, plot)
+        plot_runs(results, [x["run"]["encoding"] for x in stored], plot)
     if json_file is not None:
         write_json(stored, json_file)
     return 0
@@ -203,7 +227,7 @@ def _result_file(path: Path) -> dict[str, Any]:
 
 def _labels(stored: Sequence[dict[str, Any]]) -> list[str]:
     """One label per run: encoding, seed and whatever else differs, and the folder where nothing does."""
-    always, hidden = ("encoding", "seed"), {"parent", "lengths", "digest"}
+    always, hidden = ("encoding", "seed"), {"parent", "lengths", "digest", "source of encoding"}
     runs = [{**x["config"], "continues": (x["run"]["parent"] or {}).get("encoding")} for x in stored]
     names = [x for x in runs[0] if x not in (*always, *hidden) and len({str(run.get(x)) for run in runs}) > 1]
     labels = [
@@ -211,8 +235,7 @@ def _labels(stored: Sequence[dict[str, Any]]) -> list[str]:
         for run in runs
     ]
     return [
-        f"{label}, {Path(x['folder']).name}" if labels.count(label) > 1 else label
-        for label, x in zip(labels, stored, strict=True)
+        f"{label}, {x['folder']}" if labels.count(label) > 1 else label for label, x in zip(labels, stored, strict=True)
     ]
 
 
@@ -228,7 +251,15 @@ def _experiment(name: str, size: str, *, asked: str) -> "Experiment":
     from ropewalk.lab.experiments import EXPERIMENTS
 
     require_choice(size, tuple(SIZES), asked=f"{asked} --size")
-    return EXPERIMENTS[require_choice(name, tuple(EXPERIMENTS), asked=f"{asked} NAME")]
+    if name not in EXPERIMENTS:
+        near = difflib.get_close_matches(name, EXPERIMENTS, n=1)
+        raise RopewalkError(
+            asked=f"{asked} {name}",
+            expected=f"one of {len(EXPERIMENTS)} experiments",
+            got=repr(name),
+            do=f"did you mean {near[0]!r}?" if near else "use a name that `ropewalk lab list` prints",
+        )
+    return EXPERIMENTS[name]
 
 
 def _described(experiment: "Experiment") -> dict[str, Any]:
@@ -237,35 +268,47 @@ def _described(experiment: "Experiment") -> dict[str, Any]:
     return {name: getattr(experiment, name) for name in names} | {"statements": statements}
 
 
-def _arms(experiment: "Experiment", options: Options) -> "list[Arm]":
+def _arms(experiment: "Experiment", options: Options, settings: "Settings") -> "list[Arm]":
     arms = experiment.arms(options.size)
     if options.only:
         known = [arm.label for arm in arms]
         chosen = {require_choice(label, known, asked="ropewalk lab run --only") for label in options.only}
         arms = [arm for arm in arms if arm.label in chosen]
     arms += [experiment.arm_for(encoding, options.size) for encoding in options.others]
+    arms = [arm._replace(run=_changed(arm.run, options)) for arm in arms]
     for arm in arms:
-        _check_encoding(arm.run)
-    return [arm._replace(run=_changed(arm.run, options)) for arm in arms]
+        _check_encoding(arm.run, settings)
+    return arms
 
 
-def _check_encoding(run: "Run") -> None:
+def _check_encoding(run: "Run", settings: "Settings") -> None:
     """Fail now, not when other runs are complete."""
     from ropewalk.lab.decoder import SIZES
     from ropewalk.lab.encodings import make_encoding
+    from ropewalk.lab.trial import require_forward
 
     # A module of the user is usually in the working folder, which `python -m` has in its path and a script does not.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     size = SIZES[run.size]
-    make_encoding(run.encoding, dim=size.dim, num_heads=size.heads, length=run.length)
+    if ":" in run.encoding:
+        require_forward(run, settings)
+    else:
+        make_encoding(run.encoding, dim=size.dim, num_heads=size.heads, length=run.length)
 
 
 def _changed(run: "Run", options: Options) -> "Run":
-    """The run with the options of the command line."""
+    """The run with the options of the command line. Steps of a run that continues another are in proportion."""
     parent = None if run.parent is None else _changed(run.parent, options)
-    steps = run.steps if options.steps is None or run.steps == 0 else options.steps
+    steps = run.steps
+    if options.steps is not None and steps > 0:
+        steps = max(1, round(steps * options.steps / _first_steps(run)))
     return dataclasses.replace(run, steps=steps, text=options.text, parent=parent)
+
+
+def _first_steps(run: "Run") -> int:
+    """The number of steps of the run that was trained first: of the run, or of what it continues."""
+    return run.steps if run.parent is None else _first_steps(run.parent)
 
 
 def _without_statements(experiment: "Experiment") -> "Experiment":
@@ -376,16 +419,18 @@ def _show(findings: Any, options: Options, console: Console) -> None:
 
 
 def _show_record(path: Path, options: Options, console: Console) -> int:
-    from ropewalk.lab.record import from_json, read_record
+    from ropewalk.lab.record import read_findings
 
-    if not path.is_file():
+    asked = f"ropewalk lab run {options.name} --from {path}"
+    findings = read_findings(path, asked=asked)
+    if findings.experiment.name != options.name:
         raise RopewalkError(
-            asked=f"ropewalk lab run --from {path}",
-            expected="a file from --json",
-            got="no such file",
-            do="pass the file that `ropewalk lab run --json FILE` wrote",
+            asked=asked,
+            expected=f"a record of {options.name}",
+            got=f"one of {findings.experiment.name}",
+            do=f"use ropewalk lab run {findings.experiment.name} --from {path}",
         )
-    _show(from_json(read_record(path)), options, console)
+    _show(findings, options, console)
     return 0
 
 

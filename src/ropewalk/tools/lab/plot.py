@@ -38,12 +38,29 @@ def plot_findings(findings: Findings, target: str) -> None:
     _plot(results, findings.experiment.curves, title, target)
 
 
-def plot_runs(results: Mapping[str, Sequence[RunResult]], target: str) -> None:
-    """Write the picture of single runs."""
-    _plot(results, ("loss by step", "loss by length"), "Runs", target)
+def plot_runs(results: Mapping[str, RunResult], encodings: Sequence[str], target: str) -> None:
+    """Write the picture of single runs: one colour per encoding, and other dashes for each of its runs.
+
+    Args:
+        results: Results by label.
+        encodings: The encoding of each.
+        target: The file.
+    """
+    colours = list(dict.fromkeys(encodings))
+    styles = [(colours.index(x), encodings[:i].count(x)) for i, x in enumerate(encodings)]
+    runs = {label: [result] for label, result in results.items()}
+    _plot(runs, ("loss by step", "loss by length"), "Runs", target, styles)
 
 
-def _plot(results: Mapping[str, Sequence[RunResult]], curves: Sequence[str], title: str, target: str) -> None:
+def _plot(
+    results: Mapping[str, Sequence[RunResult]],
+    curves: Sequence[str],
+    title: str,
+    target: str,
+    styles: Sequence[tuple[int, int]] | None = None,
+) -> None:
+    # Indices of a colour and of dashes per label.
+    styles = styles or [(i, i // len(COLOURS)) for i in range(len(results))]
     curves = [name for name in curves if any(name in runs[0].curves for runs in results.values())]
     with figure(7.1 if len(curves) > 1 else 5.2, 3.9) as canvas:
         panels = canvas.subplots(1, len(curves), squeeze=False)[0]
@@ -52,13 +69,13 @@ def _plot(results: Mapping[str, Sequence[RunResult]], curves: Sequence[str], tit
             across, up = _AXES[name]
             axes.set(xlabel=across, ylabel=up)
             ticks: set[float] = set()
-            for index, (label, runs) in enumerate(results.items()):
+            for (label, runs), (of_colour, of_dashes) in zip(results.items(), styles, strict=True):
                 if name not in runs[0].curves:
                     continue
                 xs = np.array([x for x, _ in runs[0].curves[name]], dtype=float)
                 ys = np.array([[np.nan if y is None else y for _, y in run.curves[name]] for run in runs], dtype=float)
                 shown = xs >= _SHOWN_FROM * xs.max() if name == "loss by step" else np.full(xs.shape, True)
-                colour, dashes = COLOURS[index % len(COLOURS)], DASHES[index // len(COLOURS) % len(DASHES)]
+                colour, dashes = COLOURS[of_colour % len(COLOURS)], DASHES[of_dashes % len(DASHES)]
                 marker = {} if name == "loss by step" else {"marker": "o"}
                 (line,) = axes.plot(xs[shown], ys.mean(0)[shown], color=colour, linestyle=dashes, **marker)
                 axes.fill_between(xs[shown], ys.min(0)[shown], ys.max(0)[shown], color=colour, alpha=0.15, lw=0)

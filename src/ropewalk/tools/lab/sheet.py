@@ -1,6 +1,6 @@
 """Tables of experiments: what they ask, what was measured, and the verdicts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 
 from rich.console import Console
@@ -78,10 +78,10 @@ def print_findings(console: Console, findings: Findings) -> None:
             console.print(grid)
 
 
-def print_comparison(console: Console, results: dict[str, list[RunResult]]) -> None:
+def print_comparison(console: Console, results: Mapping[str, RunResult]) -> None:
     """Runs side by side."""
     with trimmed(console):
-        _print_results(console, results, "loss by length")
+        _print_results(console, {label: [result] for label, result in results.items()}, "loss by length")
 
 
 def _shown_curve(experiment: Experiment) -> str | None:
@@ -95,18 +95,23 @@ def _print_results(console: Console, results: dict[str, list[RunResult]], curve:
     for column in table.columns[1:]:
         column.justify = "right"
     for label, runs in results.items():
-        cells = [_mean_and_spread([run.final_loss for run in runs if run.final_loss is not None])]
+        cells = [_mean_and_spread([run.final_loss for run in runs])]
         for x in points:
             values = [dict(run.curves.get(curve or "", [])).get(x) for run in runs]
-            cells.append(_mean_and_spread([y for y in values if y is not None], short=True))
+            cells.append(_mean_and_spread(values, short=True))
         table.add_row(label, *cells)
     console.print(table)
-    note = "loss: validation at the trained length, mean and half the range over seeds"
-    console.print(f"{note}; then {curve}; - is not defined, or not finite" if points else note)
+    note = ["loss: validation at the trained length"]
+    if any(len(runs) > 1 for runs in results.values()):
+        note[0] += ", mean and half the range over seeds"
+    note += [f"then {curve}"] if points else []
+    console.print("; ".join([*note, "- is not defined, or not finite"]))
 
 
-def _mean_and_spread(values: Sequence[float], *, short: bool = False) -> str:
-    if not values:
+def _mean_and_spread(present: Sequence[float | None], *, short: bool = False) -> str:
+    # A mean without the seeds that diverged would be that of the better ones.
+    values = [x for x in present if x is not None]
+    if not values or len(values) < len(present):
         return "-"
     middle = mean(values)
     spread = (max(values) - min(values)) / 2
