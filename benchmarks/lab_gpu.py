@@ -7,7 +7,7 @@ Call it until it prints "complete": each call trains as many whole runs as fit i
 seeds of a run, or the rates of a sweep, side by side; --jobs processes do so at a time, because the host decides how
 long small models take to start. A later call, on another machine too, reads results from --out and trains the rest, or
 another seed. What a run does not need any more, its checkpoints and the weights that no other run continues, is
-deleted, so that --out is small enough to carry.
+deleted, so that --out is small enough to carry. A result of other options is refused before anything is trained.
 
 First come the sweeps of learning rates, which are written to `rates.json` in --out and used from there; then the
 experiments. As soon as the runs of an experiment are complete, its record is written: `extrapolation_tiny.json`.
@@ -19,7 +19,9 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +31,7 @@ from unittest import mock
 import torch
 
 from ropewalk.lab import rates
-from ropewalk.lab.conduct import conduct, performing, runs_of
+from ropewalk.lab.conduct import conduct, incomplete, performing, runs_of
 from ropewalk.lab.decoder import AttentionName
 from ropewalk.lab.experiment import Arm
 from ropewalk.lab.experiments import EXPERIMENTS
@@ -69,6 +71,8 @@ def main() -> None:
     if args.plan:
         session.print_plan()
         return
+    for size in args.sizes:
+        session.require_same_options(size)
     # Not fork: CUDA and threads of torch do not survive it.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.jobs, context) as pool:
@@ -106,7 +110,7 @@ class Session:
         """Measure rates until the best one of each encoding has two neighbours. Return whether they all have."""
         while cases := list(self.missing(size)):
             runs = {self.sweep_run(size, *case): case for case in cases}
-            complete = self.train(pool, list(runs), keep=set())
+            complete = self.train(pool, size, list(runs), keep=set())
             record = self.rates()
             for run, (attention, encoding, rate) in runs.items():
                 path = self.out / run.key / "result.json"
@@ -137,9 +141,9 @@ class Session:
         steps = max(1, round(run.steps * SWEEP_STEPS.get(size, 1.0)))
         return dataclasses.replace(run, rate=rate, seed=SWEEP_SEED, lengths=(), steps=steps)
 
-    def planned(self, size: str) -> Iterator[tuple[str, list[Arm]]]:
+    def planned(self, size: str, names: Sequence[str]) -> Iterator[tuple[str, list[Arm]]]:
         """Names of experiments, and their arms."""
-        for name in self.args.only:
+        for name in names:
             arms = EXPERIMENTS[name].arms(size)
             if size == "small":
                 if name not in ("convergence", "extrapolation"):
@@ -152,7 +156,7 @@ class Session:
         for size in self.args.sizes:
             different: dict[str, Run] = {}
             print(f"{size}: at least {len(list(self.missing(size)))} runs of a sweep")
-            for name, arms in self.planned(size):
+            for name, arms in self.planned(size, self.args.only):
                 runs = runs_of(arms, seeds)
                 different |= {run.key: run for run in runs}
                 print(f"{name} {size}: {len(runs)} runs")
@@ -162,14 +166,14 @@ class Session:
     def experiments(self, pool: concurrent.futures.Executor, size: str) -> bool:
         """Train the runs of all experiments of a size and write their records. Return whether all are complete."""
         seeds = tuple(range(self.args.seeds))
-        planned = list(self.planned(size))
+        planned = list(self.planned(size, self.args.only))
         everything = {run.key: run for _, arms in planned for run in runs_of(arms, seeds)}
-        keep = {run.parent.key for run in everything.values() if run.parent is not None}
+        keep = self.continued(size)
         # Runs that others continue come first: with the others they fill the processes.
         first = [run for run in everything.values() if run.parent is None]
         first.sort(key=lambda run: run.key not in keep)
-        self.train(pool, first, keep)
-        self.train(pool, [run for run in everything.values() if run.parent is not None], keep)
+        self.train(pool, size, first, keep)
+        self.train(pool, size, [run for run in everything.values() if run.parent is not None], keep)
         complete = True
         for name, arms in planned:
             if not all((self.out / run.key / "result.json").exists() for run in runs_of(arms, seeds)):
@@ -179,11 +183,24 @@ class Session:
             settings = self.settings(size)
             findings = conduct(EXPERIMENTS[name], arms, size, seeds, settings, self.out)
             hardware = torch.cuda.get_device_name() if self.args.device == "cuda" else "CPU"
-            record = as_json(findings, settings, hardware=hardware, command="python benchmarks/lab_gpu.py")
+            command = shlex.join(["python", "benchmarks/lab_gpu.py", *sys.argv[1:]])
+            record = as_json(findings, settings, hardware=hardware, command=command)
             (self.out / f"{name}_{size}.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
             judged = zip(findings.experiment.statements, findings.outcomes, strict=True)
             print(f"{name} {size}:", *(f"{outcome.verdict.value}: {x.text};" for x, outcome in judged))
         return complete
+
+    def continued(self, size: str) -> set[str]:
+        """Keys of runs that others continue, in any experiment: a later call may train what this one does not."""
+        seeds = tuple(range(self.args.seeds))
+        runs = [run for _, arms in self.planned(size, tuple(EXPERIMENTS)) for run in runs_of(arms, seeds)]
+        return {run.parent.key for run in runs if run.parent is not None}
+
+    def require_same_options(self, size: str) -> None:
+        """Refuse results of a size that were computed with other options."""
+        with mock.patch.object(rates, "sweeps", self.rates):
+            for _, arms in self.planned(size, self.args.only):
+                incomplete(runs_of(arms, tuple(range(self.args.seeds))), self.settings(size), self.out)
 
     def shortened(self, run: Run) -> Run:
         if self.args.steps is None:
@@ -191,9 +208,9 @@ class Session:
         parent = None if run.parent is None else self.shortened(run.parent)
         return dataclasses.replace(run, steps=min(run.steps, self.args.steps), parent=parent)
 
-    def train(self, pool: concurrent.futures.Executor, runs: list[Run], keep: set[str]) -> bool:
+    def train(self, pool: concurrent.futures.Executor, size: str, runs: list[Run], keep: set[str]) -> bool:
         """Train runs that have no result, while there is time. Return whether all have results."""
-        waiting = [run for run in runs if not (self.out / run.key / "result.json").exists()]
+        waiting = [runs[i] for i in incomplete(runs, self.settings(size), self.out)]
         groups = [list(group) for _, group in itertools.groupby(sorted(waiting, key=kind), key=kind)]
         order = {run.key: index for index, run in enumerate(waiting)}
         groups.sort(key=lambda group: min(order[run.key] for run in group))

@@ -24,7 +24,17 @@ from ropewalk.lab.ranks import on_rank_0, rank_and_ranks
 from ropewalk.lab.run import Run, make_task
 from ropewalk.lab.training import Interrupted, RunResult, Settings, Training, Wish, config_of, side_by_side, training
 
-__all__ = ["Findings", "Progress", "conduct", "default_jobs", "performing", "result_of", "runs_of", "with_seed"]
+__all__ = [
+    "Findings",
+    "Progress",
+    "conduct",
+    "default_jobs",
+    "incomplete",
+    "performing",
+    "result_of",
+    "runs_of",
+    "with_seed",
+]
 
 # Called with a run, its step and its loss.
 Progress = Callable[[Run, int, float], None]
@@ -110,7 +120,7 @@ def conduct(
         Interrupted: After Ctrl-C, when every process has written a checkpoint.
     """
     runs = runs_of(arms, seeds)
-    waiting = [runs[i] for i in on_rank_0(lambda: _incomplete(runs, settings, out))]
+    waiting = [runs[i] for i in on_rank_0(lambda: incomplete(runs, settings, out))]
     if rank_and_ranks()[1] > 1 or jobs == 1 or len(waiting) < 2:
         _perform_here(waiting, settings, out, progress, count=abreast)
     else:
@@ -157,8 +167,20 @@ def performing(
         ) from error
 
 
-def _incomplete(runs: Sequence[Run], settings: Settings, out: Path) -> list[int]:
-    """Indices of runs that have no result yet. A result of other options is an error."""
+def incomplete(runs: Sequence[Run], settings: Settings, out: Path) -> list[int]:
+    """Find the runs that have no result yet.
+
+    Args:
+        runs: Runs.
+        settings: How they are computed.
+        out: Folder of all runs.
+
+    Returns:
+        Their indices.
+
+    Raises:
+        RopewalkError: If a result was computed with other options.
+    """
     waiting: list[int] = []
     for index, run in enumerate(runs):
         path = _result_file(run, out)
