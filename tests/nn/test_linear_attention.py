@@ -324,6 +324,10 @@ def test_the_gradient_of_elu_at_zero_is_one():
     for features in (map_features(x, "elu"), elu_plus_one(x)):
         gradient = torch.autograd.grad(features.sum(), x)[0]
         torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.0, 0.0, 0.0], dtype=torch.float64).exp())
+    unusual = torch.tensor([torch.inf, -torch.inf, -0.0, torch.nan])
+    expected = torch.tensor([torch.inf, 0.0, 1.0, torch.nan])
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        torch.testing.assert_close(map_features(unusual.to(dtype), "elu"), expected.to(dtype), equal_nan=True)
     q, k, v = drawn(2, 2, 1, 9, 4, 3)
     q[:, :, ::2], k[:, :, ::3] = 0.0, -0.0
     ours, right = (with_gradients(f, (q, k, v), torch.ones_like(q[..., :3])) for f in (rw.linear_attention, exact))

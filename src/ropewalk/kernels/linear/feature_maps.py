@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold
 
 from ropewalk.kernels.types import FeatureMapName
 
@@ -26,9 +27,10 @@ def map_features(x: Tensor, name: FeatureMapName, shift: Tensor | None = None) -
     match name:
         case "elu":
             # Above 0 the exponential is exp(0) = 1: it does not overflow and has no gradient. At 0 its gradient is that
-            # of the features: clamp_max(0) has none there from torch 2.15 on, and relu has none in any version.
-            above = torch.relu(x)
-            return above + torch.exp(x - above)
+            # of the features, because relu has none there. clamp_max(0) has none there either from torch 2.15 on, so x
+            # passes up to the least number above 0. x - relu(x) would be NaN at infinity.
+            numbers = torch.finfo(x.dtype)
+            return torch.relu(x) + torch.exp(-threshold(-x, -numbers.tiny * numbers.eps, 0.0))
         case "relu":
             return torch.relu(x)
         case "squared_relu":
