@@ -170,9 +170,9 @@ def test_errors_of_a_users_encoding_are_reported_before_training(name, got, tmp_
 def test_steps_of_tuned_runs_are_in_proportion():
     options = Options(**PLAIN | {"name": "extension", "steps": 40})
     arms = _arms(EXPERIMENTS["extension"], options, Settings(torch.device("cpu")))
-    assert {(arm.run.parent.steps, arm.run.steps) for arm in arms} == {(40, 0), (40, 2)}
+    assert {(arm.run.parent and arm.run.parent.steps, arm.run.steps) for arm in arms} == {(40, 0), (40, 2)}
     few = _arms(EXPERIMENTS["extension"], dataclasses.replace(options, steps=1), Settings(torch.device("cpu")))
-    assert {(arm.run.parent.steps, arm.run.steps) for arm in few} == {(1, 0), (1, 1)}
+    assert {(arm.run.parent and arm.run.parent.steps, arm.run.steps) for arm in few} == {(1, 0), (1, 1)}
 
 
 def test_the_command_that_continues_has_every_option():
