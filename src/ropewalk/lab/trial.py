@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-import ropewalk
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.run import Run, make_task
 from ropewalk.lab.training import Settings, make_model
@@ -50,7 +49,7 @@ def _place(error: Exception) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}, line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    libraries = [f"{Path(module.__file__ or '').parent}{os.sep}" for module in (ropewalk, torch)]
+    libraries = [f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)]
     own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))]
     last = (own or frames)[-1]
     return f"{last.filename}, line {last.lineno}"
