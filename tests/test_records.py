@@ -54,6 +54,8 @@ def floors(name: str, content: dict[str, Any]) -> list[str]:
         return runpy.run_path(str(ROOT / "benchmarks" / "transformers_tests.py"))["regressions"](content)
     if name in ("lab_speed", "torch_versions"):
         return []  # without floors: the page shows what failed
+    if name == "gpu_tests":
+        return [f"{file}: {test} failed" for file, x in content["files"].items() for test in x["failed"]]
     if name == "lab_kills":
         return runpy.run_path(str(ROOT / "benchmarks" / "record_kills.py"))["missed"](content)
     return {"accelerate_gpu": accelerate_floors, "cpu": cpu_floors, "gpu": gpu_floors}[name](content["cases"])
