@@ -161,7 +161,8 @@ def test_sums_are_the_same_by_segments_and_by_a_scan(pairing, given, reverse, mo
     totals = []
     for enough in (1, 10**6):
         monkeypatch.setattr(linear_launch, "_ENOUGH_SCANS", enough)
-        call = linear_launch._Call(side, Side(v, "elu"), v, Layout(pairing == "interleaved", 0, -2), True, None)
+        layout = Layout(pairing == "interleaved", 0, -2)
+        call = linear_launch._Call(side, Side(v, "elu"), v, layout, True, None, NO_WEIGHTING)
         assert (call.scan_block(call.key_plan) is None) == (enough > 1)
         rotated = call.rotated(side, call.key_plan, None)
         totals.append(call.sums(rotated, call.key_plan, wide, before, reverse=reverse))

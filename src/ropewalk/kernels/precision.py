@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ropewalk.kernels.torch_internals import constant_to_compiler
+
 __all__ = ["FLOATS", "has_autocast", "working_dtype"]
 
 # Dtypes of q, k and v that every operation supports.
@@ -18,7 +20,7 @@ def working_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-@torch.compiler.assume_constant_result
+@constant_to_compiler
 def has_autocast(device: str) -> bool:
     """Return whether a type of devices has autocast. Dynamo of torch 2.11 cannot trace torch's own function.
 
