@@ -20,8 +20,6 @@ import torch
 from ropewalk.tools.bench.records import write_record
 from ropewalk.tools.output import package_version
 
-TESTS = Path(__file__).parent.parent / "tests"
-
 
 class Recorder:
     """A pytest plugin that counts outcomes per file."""
@@ -63,9 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the record")
     options, arguments = parser.parse_known_args()
-    paths = [x for x in arguments if not x.startswith("-")] or [str(TESTS)]
-    others = [x for x in arguments if x.startswith("-")]
-    sys.exit(pytest.main(["-m", "gpu", *others, *paths], plugins=[Recorder(options.json)]))
+    sys.exit(pytest.main(["-m", "gpu", *arguments], plugins=[Recorder(options.json)]))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def require_forward(run: Run, settings: Settings) -> None:
     except RopewalkError:
         raise
     except Exception as error:
+        # The class is the user's: what it raises can be anything, and nothing of it is hidden.
         raise RopewalkError(
             asked=f"encoding {run.encoding}",
             expected=f"a class that encodes {_TOKENS} tokens with {run.attention} attention",
