@@ -99,8 +99,7 @@ def state_weights(
 
 @triton.jit
 def visit_weights(
-    decay, factors, head, ahead, DECAY: tl.constexpr, BAND: tl.constexpr, SIDE: tl.constexpr, KEYS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    decay, factors, head, ahead, DECAY: tl.constexpr, BAND: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """Return the factors [x, y] between the rows of a chunk and those of a chunk that is `ahead` chunks after it."""
     if DECAY:
@@ -108,7 +107,7 @@ def visit_weights(
         g = bounded(tl.load(decay[0]).to(tl.float32))
         weights = exponential(g * tl.abs(ahead * CHUNK + row[None, :] - row[:, None]))
     else:
-        weights = load_factors(factors, head, ahead, BAND, SIDE, KEYS, CHUNK)
+        weights = load_factors(factors, head, ahead, BAND, KEYS, CHUNK)
     return weights
 
 
@@ -164,7 +163,7 @@ def value_chunk(
             0, column, length, factor, below, below, below, LANES, FEATURES, V_DIM, Y_MAP, KEYS, NORMALIZED, BELOW,
             False, True, False, KIND,
         )  # fmt: skip
-        weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, SIDE, KEYS, CHUNK)
+        weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, KEYS, CHUNK)
         total, below = add_visible(
             total, below, rotated, unrotated, operand, y_unrotated, z, weight, BELOW, True, KIND, PRECISION
         )
@@ -240,7 +239,7 @@ def feature_chunk(
             offset, column, length, factor, over, over, over, LANES, FEATURES, V_DIM, Y_MAP, KEYS, NORMALIZED,
             NORMALIZED, False, True, False, KIND,
         )  # fmt: skip
-        weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, SIDE, KEYS, CHUNK)
+        weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, KEYS, CHUNK)
         moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
         top = tl.dot((moved * weight).to(KIND), operand, top, input_precision=PRECISION)
         if NORMALIZED:
@@ -307,7 +306,7 @@ def key_chunk(
             length, factor, near, near, near, LANES, FEATURES, V_DIM, Y_MAP, True, NORMALIZED, NORMALIZED, False, True,
             False, KIND,
         )  # fmt: skip
-        weight = visit_weights(logs, factors, virtual, ahead, DECAY, BAND, SIDE, True, CHUNK)
+        weight = visit_weights(logs, factors, virtual, ahead, DECAY, BAND, True, CHUNK)
         scores = tl.dot(rotated, tl.trans(operand), input_precision=PRECISION)
         total = tl.dot((scores * weight).to(KIND), z, total, input_precision=PRECISION)
         moved = tl.dot(x_values, tl.trans(z), input_precision=PRECISION)
@@ -328,9 +327,8 @@ def key_chunk(
 def factor_gradient(
     x_side, y_side, x_table, y_table, p, values, rows, factors, begins, out, length, owners, count, factor,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
-    Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, SIDE: tl.constexpr, BAND: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, BAND: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the logarithms of one tile of factors [query, key], summed over some chunks.
 
@@ -365,7 +363,7 @@ def factor_gradient(
         if NORMALIZED:
             scores = tl.dot(joined(a, b, FEATURES, KIND), tl.trans(y_unrotated), input_precision=PRECISION)
             gradient += scores * pull[:, None]
-    weight = load_factors(factors, owner % X_HEADS, ahead, BAND, SIDE, False, CHUNK)
+    weight = load_factors(factors, owner % X_HEADS, ahead, BAND, False, CHUNK)
     row = tl.arange(0, CHUNK)
     target = ((tl.program_id(2) * owners + owner) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
     tl.store(out + target * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :], gradient * weight)

@@ -21,6 +21,7 @@ from ropewalk.kernels.linear.triton_features import KINDS
 from ropewalk.kernels.linear.triton_kernels import read_factors, read_keys, read_queries, read_values
 from ropewalk.kernels.linear.triton_step import SMALLEST
 from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments
+from ropewalk.kernels.linear.triton_weights import COPIES
 from ropewalk.kernels.torch_internals import current_stream
 from ropewalk.kernels.triton_launch import INTERPRETED, Launch, table_strides
 from ropewalk.kernels.types import FeatureMap, Layout, Weighting
@@ -129,6 +130,7 @@ class Sizes:
     chunks: int
     near: int
     tiles: int
+    line: tuple[int, int]
     half: int
     sequences: int
     query_count: int
@@ -161,6 +163,8 @@ class Sizes:
         # Visited chunks before a chunk, and all of them.
         self.near = (self.band + self.chunk - 2) // self.chunk if self.band else 0
         self.tiles = 1 + self.near * self.directions
+        # Copies of the line of factors of a head in both directions, and its length, as `store_factors` stores them.
+        self.line = 2 * COPIES.value, 2 * (1 + self.near) * self.chunk
         self.half = (self.width + 1) // 2
         self.sequences = self.batch if sequences is None else sequences
         self.query_count = count_segments(self.queries, sequences, self.segment)
@@ -189,7 +193,7 @@ class Sizes:
         return [
             ("sums", (self.directions * owners * count, size), torch.float32),
             ("fade", (owners * count if self.decay else 0,), torch.float32),
-            ("factors", (self.heads * self.tiles if self.band else 0, self.chunk**2), torch.float32),
+            ("factors", (self.heads if self.band else 0, *self.line), torch.float32),
             ("after", self.total_shape, torch.float32),
         ]
 
@@ -515,8 +519,8 @@ class Call(Sizes):
         constants = {
             "X_HEADS": self.heads, "X_GROUP": self.group * self.share, "FEATURES": self.features, "V_DIM": self.v_dim,
             "X_MAP": self.maps[0], "Y_MAP": self.maps[1], "NORMALIZED": self.normalize,
-            "SIDE": -1 if self.causal else 0, "BAND": self.band, "PACKED": self.packed, "SEGMENT": self.segment,
-            "CHUNK": self.chunk, "LANES": block.lanes, "COLUMNS": self.tile.features.columns, "KIND": self.kind,
+            "BAND": self.band, "PACKED": self.packed, "SEGMENT": self.segment, "CHUNK": self.chunk,
+            "LANES": block.lanes, "COLUMNS": self.tile.features.columns, "KIND": self.kind,
             "PRECISION": self.precision,
         }  # fmt: skip
         grid = owners, self.tiles, self._factors_shape[0]

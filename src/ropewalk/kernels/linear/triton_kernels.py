@@ -161,14 +161,13 @@ def read_factors(
     x_b, x_h, x_n, y_b, y_h, y_n, v_b, v_h, v_n, p_b, p_h, p_n, x_table_b, x_table_h, y_table_b, y_table_h, length,
     owners, count, x_heads, y_heads, factor,
     X_HEADS: tl.constexpr, X_GROUP: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, X_MAP: tl.constexpr,
-    Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, SIDE: tl.constexpr, BAND: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENT: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    Y_MAP: tl.constexpr, NORMALIZED: tl.constexpr, BAND: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the factors of a band, as `factor_gradient` does."""
     factor_gradient(
         (x, x_shift, x_b, x_h, x_n, x_heads), (y, y_shift, y_b, y_h, y_n, y_heads),
         (x_cos, x_sin, x_row, x_table_b, x_table_h), (y_cos, y_sin, y_row, y_table_b, y_table_h), (p, p_b, p_h, p_n),
         (v, v_b, v_h, v_n), (inverse, weight), factors, begins, out, length, owners, count, factor, X_HEADS, X_GROUP,
-        FEATURES, V_DIM, X_MAP, Y_MAP, NORMALIZED, SIDE, BAND, PACKED, SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
+        FEATURES, V_DIM, X_MAP, Y_MAP, NORMALIZED, BAND, PACKED, SEGMENT, CHUNK, LANES, COLUMNS, KIND, PRECISION,
     )  # fmt: skip

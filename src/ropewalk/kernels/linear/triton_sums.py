@@ -59,7 +59,7 @@ def sum_segments(
     decayed to its end, are stored in `low`. APART: the sums of the segment before each chunk are stored instead, also
     those of z (R y)^T, in `inner`. QUERIES: y are queries and z the cotangents of their outputs. Rotated rows are
     multiplied by `inverse`, the others by the cotangent of the denominator, which is stored in `weight`. With a BAND,
-    the factors between chunks of keys and of the READERS query heads per sum are stored in `factors`.
+    the factors of the READERS query heads per sum are stored in `factors`.
     """
     HALF: tl.constexpr = (FEATURES[0] + 1) // 2
     SIZE: tl.constexpr = 2 * HALF * (V_DIM + 1)
@@ -155,12 +155,11 @@ def sum_segments(
     if DECAY and block == 0 and tl.program_id(2) == 0:
         tl.store(fade + (batch * HEADS + head) * count + number, gone)
     if BAND > 0:
-        NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
-        TILES: tl.constexpr = 1 + NEAR if DIRECTIONS == 1 else 1 + 2 * NEAR
+        BLOCKS: tl.constexpr = 2 * (1 + (BAND + CHUNK - 2) // CHUNK)
         SIDE: tl.constexpr = -1 if DIRECTIONS == 1 else 0
         if (tl.program_id(0) < HEADS) & (block == 0) & (tl.program_id(2) == 0):
-            for step in range(0, READERS * TILES):
-                store_factors(factors, band, head * READERS + step // TILES, step % TILES, BAND, SIDE, CHUNK)
+            for step in range(0, READERS * BLOCKS):
+                store_factors(factors, band, head * READERS + step // BLOCKS, step % BLOCKS, BAND, SIDE, CHUNK)
 
 
 @triton.jit

@@ -98,35 +98,38 @@ def far_weight(band, head, BAND: tl.constexpr, AFTER: tl.constexpr):
     return tl.exp(tl.load(band + head * (2 * BAND + 1) + (2 * BAND if AFTER else 0))).to(tl.float32)
 
 
-@triton.jit
-def store_factors(factors, band, head, tile, BAND: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr):
-    """Store the factors [query, key] between a chunk of queries and one of the chunks of keys that it visits.
+# The factors of a band are stored as a line per query head, by the difference key - query. All rows of a tile of
+# factors are parts of that line, which the cache of a multiprocessor keeps; tiles would be as large as the rows that
+# are read. COPIES of the line are shifted by one element each, so that every row begins at an aligned vector of one of
+# them. As many copies by the difference query - key follow, for tiles of keys and queries.
+COPIES = tl.constexpr(4)
 
-    SIDE is which keys are read. The last visited chunk is that of the queries if SIDE is -1. If SIDE is 0, the middle
-    one is.
+
+@triton.jit
+def store_factors(factors, band, head, block, BAND: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr):
+    """Store a block of CHUNK elements of the lines of a query head. There are 2 * (1 + NEAR) blocks.
+
+    SIDE is which keys are read: -1 for those up to the query, 0 for all.
     """
     NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
-    TILES: tl.constexpr = 1 + NEAR if SIDE < 0 else 1 + 2 * NEAR
-    row = tl.arange(0, CHUNK)
-    ahead = (tile - NEAR) * CHUNK + row[None, :] - row[:, None]
+    LINE: tl.constexpr = 2 * (1 + NEAR) * CHUNK
+    line = tl.arange(0, 2 * COPIES)
+    place = block * CHUNK + tl.arange(0, CHUNK)
+    ahead = (place[None, :] - (1 + NEAR) * CHUNK - (line % COPIES)[:, None]) * (1 - 2 * (line // COPIES))[:, None]
     known = tl.minimum(tl.maximum(ahead, -BAND), BAND)
     weights = tl.exp(tl.load(band + head * (2 * BAND + 1) + BAND + known)).to(tl.float32)
     if SIDE < 0:
         weights = tl.where(ahead <= 0, weights, 0.0)
-    target = factors + (head * TILES + tile) * (CHUNK * CHUNK)
-    tl.store(target + row[:, None] * CHUNK + row[None, :], weights)
+    tl.store(factors + (head * 2 * COPIES + line[:, None]) * LINE + place[None, :], weights)
 
 
 @triton.jit
-def load_factors(
-    factors, head, ahead, BAND: tl.constexpr, SIDE: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
+def load_factors(factors, head, ahead, BAND: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr):
     """Load the factors [x, y] of a chunk that is `ahead` chunks after x. KEYS: x are keys, and y their queries."""
     NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
-    TILES: tl.constexpr = 1 + 2 * NEAR if SIDE == 0 else 1 + NEAR
+    LINE: tl.constexpr = 2 * (1 + NEAR) * CHUNK
     row = tl.arange(0, CHUNK)
-    if KEYS:
-        source = factors + (head * TILES + NEAR - ahead) * (CHUNK * CHUNK) + row[:, None] + row[None, :] * CHUNK
-    else:
-        source = factors + (head * TILES + NEAR + ahead) * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
-    return tl.load(source)
+    line = (head * 2 + (1 if KEYS else 0)) * COPIES + row % COPIES
+    # A multiple of COPIES, as the compiler can prove.
+    start = line * LINE + (1 + NEAR + ahead) * CHUNK - row // COPIES * COPIES
+    return tl.load(factors + start[:, None] + row[None, :])
