@@ -118,7 +118,7 @@ class Cut(NamedTuple):
             for name, size in zip(dims, x.shape, strict=True)
             if size == 1 and name in broadcast and name not in alone
         }
-        if not is_dtensor(x) and not x.requires_grad:
+        if not is_dtensor(x) and not (x.requires_grad and torch.is_grad_enabled()):
             for dim, name in enumerate(dims):
                 if name in self.names and name not in shared:
                     x = x.narrow(dim, *self.part(name, x.shape[dim]))
@@ -417,7 +417,9 @@ def with_full_parameters(modules: Sequence[nn.Module], run: Callable[..., Result
     >>> with_full_parameters([nn.Linear(2, 2)], max, 1, 2)
     2
     """
-    replaced = [(module, name, x.full_tensor()) for module, name, x in _tensors(modules) if is_dtensor(x)]
+    # Not in inference mode, in which DTensors of torch 2.11 cannot be gathered.
+    with torch.inference_mode(False), torch.no_grad():
+        replaced = [(module, name, x.full_tensor()) for module, name, x in _tensors(modules) if is_dtensor(x)]
     return call_with_tensors(replaced, run, *arguments)
 
 
