@@ -257,11 +257,21 @@ def test_a_function_with_options_of_its_own_refuses_foreign_names_of_its_paramet
         made(d_model=3)
 
 
-def test_errors_with_checked_names_survive_a_pickle():
-    with pytest.raises(ArgumentError) as error:
-        rw.RotaryEmbedding(8, theta=1.0)
-    twin = pickle.loads(pickle.dumps(error.value))
-    assert (type(twin), str(twin)) == (ArgumentError, str(error.value))
+@pytest.mark.parametrize(
+    "twin_of",
+    [
+        lambda error: pickle.loads(pickle.dumps(error)),
+        copy.deepcopy,
+        lambda error: type(error)(*error.args),  # as torch.compile from 2.15 on
+    ],
+    ids=["pickled", "copied", "created anew"],
+)
+def test_errors_survive_what_creates_them_anew(twin_of):
+    for wrong, kind in (({"theta": 1.0}, ArgumentError), ({"base": -1.0}, rw.RopewalkError)):
+        with pytest.raises(kind) as error:
+            rw.RotaryEmbedding(8, **wrong)
+        twin = twin_of(error.value)
+        assert (type(twin), str(twin), twin.do) == (kind, str(error.value), error.value.do)
 
 
 FULL = [

@@ -46,18 +46,14 @@ class RopewalkError(ValueError):
     do: str
     args: tuple[str, ...]
 
-    def __init__(self, *, asked: str, expected: str, got: str, do: str) -> None:
+    def __init__(self, asked: str, expected: str, got: str, do: str) -> None:
         self.asked, self.expected, self.got, self.do = asked, expected, got, do
+        # Pickle, copy and torch.compile create an exception anew from its class and args.
         # Not super().__init__(): torch.compile cannot trace it, and would raise its own error instead of this one.
-        self.args = (_four_parts(asked, expected, got, do),)
+        self.args = (asked, expected, got, do)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # BaseException cannot pickle keyword-only arguments. Worker processes pickle errors.
-        return _rebuild, (type(self), self.asked, self.expected, self.got, self.do)
-
-
-def _rebuild(kind: type[RopewalkError], asked: str, expected: str, got: str, do: str) -> RopewalkError:
-    return kind(asked=asked, expected=expected, got=got, do=do)
+    def __str__(self) -> str:
+        return _four_parts(self.asked, self.expected, self.got, self.do)
 
 
 class RopewalkWarning(UserWarning):

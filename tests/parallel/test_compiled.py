@@ -3,11 +3,13 @@
 A compiler omits or moves what no result depends on. A collective that one rank omits makes the others wait for it.
 """
 
+import contextlib
 import functools
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._dynamo.exc import Unsupported
 from torch.utils.checkpoint import checkpoint
 
@@ -77,8 +79,12 @@ def a_rank_without_tokens(mesh):
     for function in (parallel.linear_attention, parallel.attention):
         call = functools.partial(function, shards=shards)
         torch._dynamo.reset()
-        with pytest.raises(rw.RopewalkError, match="tokens on every rank"):
-            torch.compile(call, backend="eager")(x, x, x)
+        refusal: Any = pytest.raises(rw.RopewalkError, match="tokens on every rank")
+        if Version(torch.__version__) < Version("2.12"):
+            # A function that raises while it is compiled is called without the compiler there, on all ranks.
+            refusal = contextlib.nullcontext()
+        with refusal:
+            torch.testing.assert_close(torch.compile(call, backend="eager")(x, x, x), call(x, x, x), rtol=0, atol=0)
         # The compiler raises its own error if it must not leave the graph.
         torch._dynamo.reset()
         with pytest.raises(Unsupported):
