@@ -21,11 +21,12 @@ RECORDS = sorted((ROOT / "benchmarks").glob("*.json"))
 
 
 @pytest.fixture
-def render(capsys) -> Any:
+def render(capsys, monkeypatch) -> Any:
     """A function that runs the script with arguments. It returns the exit code, standard output and standard error."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    main = runpy.run_path(str(ROOT / "benchmarks" / "render.py"))["main"]
 
-    def run(*arguments: str, script: Path = ROOT / "benchmarks" / "render.py") -> tuple[object, str, str]:
-        main = runpy.run_path(str(script))["main"]
+    def run(*arguments: str) -> tuple[object, str, str]:
         try:
             main(arguments)
             code = 0
@@ -100,15 +101,13 @@ def test_an_edited_figure_is_found_and_rendered_away(tmp_path, render):
 
 
 def test_an_edited_record_is_an_error(tmp_path, render):
-    benchmarks = tmp_path / "benchmarks"
-    shutil.copytree(ROOT / "benchmarks", benchmarks, ignore=shutil.ignore_patterns("*.png"))
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("*.png"))
-    shutil.copy(ROOT / "README.md", tmp_path)
+    for path in RECORDS:
+        shutil.copy(path, tmp_path)
     content = record("gpu")
     # A digit that no page shows.
     content["cases"][-1]["lines"][-1]["us"] += 1e-6
-    (benchmarks / "gpu.json").write_text(json.dumps(content), encoding="utf-8")
-    code, _, err = render("--check", script=benchmarks / "render.py")
+    (tmp_path / "gpu.json").write_text(json.dumps(content), encoding="utf-8")
+    code, _, err = render("--check", "--records", str(tmp_path))
     assert code == 2
     assert "the record gpu.json" in err
     assert "a digest that does not match the content" in err
@@ -116,10 +115,7 @@ def test_an_edited_record_is_an_error(tmp_path, render):
 
 @pytest.mark.parametrize("name", ["host_cpu", "host_gpu"])
 def test_records_of_host_times_are_rendered(tmp_path, render, name):
-    benchmarks = tmp_path / "benchmarks"
-    benchmarks.mkdir()
     (tmp_path / "docs").mkdir()
-    script = Path(shutil.copy(ROOT / "benchmarks" / "render.py", benchmarks))
     block = name.replace("_", "-")
     page = tmp_path / "README.md"
     page.write_text(f"<!-- figures: {block} --><!-- /figures -->", encoding="utf-8")
@@ -134,8 +130,8 @@ def test_records_of_host_times_are_rendered(tmp_path, render, name):
         "calls": 200,
         "cases": [{"dtype": "float32", "pairing": "half", "lines": [bare, call]}],
     }
-    write_record(content, str(benchmarks / f"{name}.json"), missed=[])
-    assert render("--root", str(tmp_path), script=script)[0] == 0
+    write_record(content, str(tmp_path / f"{name}.json"), missed=[])
+    assert render("--root", str(tmp_path), "--records", str(tmp_path))[0] == 0
     text = page.read_text(encoding="utf-8")
     assert ("One H200" if name == "host_gpu" else "Two Neoverse-N1 cores") in text
     assert "| `rope(q, k, offset=n)` | 11.5 | 10.0 (copy) | 1.15 × |" in text

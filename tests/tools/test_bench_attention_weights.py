@@ -5,7 +5,6 @@ The cases run on a CPU with small shapes. No test depends on a time.
 
 import json
 import runpy
-import shutil
 import sys
 import types
 from pathlib import Path
@@ -205,9 +204,10 @@ def test_the_crossing_point_by_the_clock_and_on_the_device():
     assert "  forward+backward                     never\n" in shown
 
 
-def test_the_tables_of_a_record(tmp_path):
-    root = Path(__file__).parent.parent.parent
-    script = shutil.copy(root / "benchmarks" / "render.py", tmp_path)
+def test_the_tables_of_a_record(tmp_path, monkeypatch):
+    benchmarks = Path(__file__).parent.parent.parent / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    render = runpy.run_path(str(benchmarks / "render.py"))
     weights = {PLAIN: 0.4} | {path: 0.4 * ratio for path, ratio in RATIOS.items()}
     peers = gpu_case("peers", dict.fromkeys(PEERS, 0.5))
     peers["lines"][1]["difference"] = 0.002
@@ -215,7 +215,8 @@ def test_the_tables_of_a_record(tmp_path):
     cases = [gpu_case("weights", weights), peers]
     cases += [gpu_case("lengths", lengths, work=work, sweep=True) for work in ("forward", "forward+backward")]
     write_record({"command": "bench", "cases": cases}, str(tmp_path / "attention_gpu.json"), missed=[])
-    blocks = runpy.run_path(script)["BLOCKS"]
+    render["read_from"](tmp_path)
+    blocks = render["BLOCKS"]
     shape = "| (1, 16, 65536, 64), forward |"
     assert f"{shape} 0.4 | 1.15 × | 1.15 × | 2.00 × | 2.00 × | 2.00 × |" in blocks["linear-weights"]("")
     text = blocks["linear-peers"]("")
