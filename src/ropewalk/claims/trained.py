@@ -34,8 +34,9 @@ def trained(experiment: str, *beginnings: str) -> Finding:
         beginnings: How the cited statements begin.
 
     Returns:
-        The figures per record, with the size, the seeds and the date. It is stated if no record contradicts
-        the statements and one decides for all of them, and amended if all fail in every record that decides.
+        The figures per record, with the size, the seeds and the date. A record counts if it decides all statements, or
+        if one of them fails. It is stated if all hold in every record that counts, amended if in every one none
+        holds, and neither if no record counts.
     """
     figures: list[str] = []
     decided: list[set[str]] = []

@@ -9,10 +9,26 @@ from typing import NamedTuple
 from ropewalk.lab.run import Run
 from ropewalk.lab.training import RunResult
 
-__all__ = ["Arm", "Experiment", "Outcome", "Statement", "Value", "Verdict", "about", "final_loss", "judge"]
+__all__ = [
+    "SWEPT_RATES",
+    "Arm",
+    "Experiment",
+    "Outcome",
+    "Statement",
+    "Value",
+    "Verdict",
+    "about",
+    "final_loss",
+    "judge",
+]
 
 # The range of fewer numbers is too small: with two seeds, equal models differ by more than it in one case of five.
 LEAST_SEEDS = 3
+
+SWEPT_RATES = (
+    "per encoding and size: the best of a recorded sweep on text, with a seed that no experiment uses"
+    " (`rates.json`); what is not in the sweep has the rate of rope, and a size without a sweep has one rate"
+)
 
 # The results of one seed, by the label of their arm -> a number; None if it is not defined.
 Value = Callable[[Mapping[str, RunResult]], float | None]
@@ -93,10 +109,7 @@ class Experiment:
     arms: Callable[[str], list[Arm]]
     arm_for: Callable[[str, str], Arm]
     curves: tuple[str, ...] = ("loss by step",)
-    rates: str = (
-        "per encoding and size: the best of a recorded sweep on text, with a seed that no experiment uses"
-        " (`rates.json`); what is not in the sweep has the rate of rope, and a size without a sweep has one rate"
-    )
+    rates: str = SWEPT_RATES
     seeds: int = 3
 
     @property

@@ -59,7 +59,7 @@ def _() -> Finding:
 
 @chapter.claim(
     "training.yarn",
-    "YaRN is better than NTK and Position Interpolation without tuning, and than the latter with it.",
+    "YaRN is better than NTK, and NTK-by-parts than Position Interpolation; tuned, YaRN is better than the latter.",
     YARN,
     method=f"{MODELS.format('extension')}: a factor of 4, without tuning and after a twentieth more steps; loss there",
     expected="yarn below ntk below plain, by-parts below pi; tuned, yarn below pi",

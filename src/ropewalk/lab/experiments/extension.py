@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ropewalk.lab.experiment import Arm, Experiment, Statement, Value
+from ropewalk.lab.experiment import SWEPT_RATES, Arm, Experiment, Statement, Value
 from ropewalk.lab.experiments.text import FAR, SCALES, by_length, rise, text_run
 from ropewalk.lab.run import Run
 
@@ -10,6 +10,7 @@ __all__ = ["EXPERIMENTS", "tuned"]
 
 # A tuned model is trained for a twentieth of the steps, at a tenth of the rate.
 TUNED_STEPS, TUNED_RATE = 0.05, 0.1
+_RATES = f"{SWEPT_RATES}; for tuning {TUNED_RATE:g} times the rate before it"
 RULES = {
     "plain": "rope",
     "pi": "rope rule=pi factor=4",
@@ -65,6 +66,7 @@ EXTENSION = Experiment(
     _extension_arms,
     _extension_arm,
     ("loss by length",),
+    _RATES,
 )
 
 BASES = {"base 50": 50, "base 500": 500, "base 10000": 10_000, "base 1000000": 1_000_000}
@@ -98,6 +100,7 @@ BASE_TUNING = Experiment(
     _base_arms,
     _base_arm,
     ("loss by length",),
+    _RATES,
 )
 
 EXPERIMENTS = (EXTENSION, BASE_TUNING)

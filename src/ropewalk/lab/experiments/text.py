@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from ropewalk.lab.decoder import AttentionName
-from ropewalk.lab.experiment import Arm, Experiment, Statement, Value, final_loss
+from ropewalk.lab.experiment import SWEPT_RATES, Arm, Experiment, Statement, Value, final_loss
 from ropewalk.lab.rates import rate_of
 from ropewalk.lab.run import Run
 from ropewalk.lab.training import RunResult
@@ -124,7 +124,10 @@ def _compare(
     def arm_for(encoding: str, size: str) -> Arm:
         return arm(encoding, encoding, size)
 
-    return Experiment(name, question, metric, direction, statements, arms, arm_for, curves)
+    rates = SWEPT_RATES
+    for label, like in (rate_like or {}).items():
+        rates += f"; here {'all encodings have' if label == '*' else f'{label!r} has'} that of {like}"
+    return Experiment(name, question, metric, direction, statements, arms, arm_for, curves, rates)
 
 
 def _same(*encodings: str) -> dict[str, str]:
