@@ -1,5 +1,7 @@
 """linear_attention against the reference: values, gradients, state, packed sequences, and the two-times rule."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -328,6 +330,16 @@ def test_the_gradient_of_elu_at_zero_is_one():
     expected = torch.tensor([torch.inf, 0.0, 1.0, torch.nan])
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         torch.testing.assert_close(map_features(unusual.to(dtype), "elu"), expected.to(dtype), equal_nan=True)
+    for dtype, flushes in itertools.product((torch.float64, torch.float32, torch.bfloat16, torch.float16), (0, 1)):
+        least = torch.finfo(dtype).tiny
+        numbers = [0.0, -0.0, least, least * (1 + torch.finfo(dtype).eps), least / 2, -least, 2.0]
+        x = torch.tensor(numbers, dtype=dtype, requires_grad=True)
+        torch.set_flush_denormal(bool(flushes))
+        try:
+            gradient = torch.autograd.grad(map_features(x, "elu").sum(), x)[0]
+        finally:
+            torch.set_flush_denormal(False)
+        torch.testing.assert_close(gradient, torch.ones_like(x), rtol=0, atol=0.001 if dtype == torch.float16 else 0)
     q, k, v = drawn(2, 2, 1, 9, 4, 3)
     q[:, :, ::2], k[:, :, ::3] = 0.0, -0.0
     ours, right = (with_gradients(f, (q, k, v), torch.ones_like(q[..., :3])) for f in (rw.linear_attention, exact))

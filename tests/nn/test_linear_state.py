@@ -161,6 +161,25 @@ def test_keys_that_leave_the_window_have_the_features_of_the_map(feature_map):
     assert_equal(merged, truth)
 
 
+def test_keys_that_are_zero_are_near_as_others():
+    """What tells a slot without a key from a key is not its value: the gradient of a key of zeros has its weight."""
+    _, k, v = drawn(1, 4, 2, 20, 8, 3)
+    q, k[:, :, 7::2] = drawn(1, 4, 2, 6, 8, 3, seed=1)[0], 0.0
+    rule = rule_of("t5", 1, 4, 2, 20, buckets=(4, 6))
+    options = {"feature_map": "identity", "normalize": False, **rule.options(4)}
+    results = []
+    for lengths in ([20], [14, 2, 4], [14, 6], [2, 12, 6]):
+        leaf = k.clone().requires_grad_()
+        parts = states_of(leaf, v, rule, 4, lengths, feature_map="identity")
+        state = functools.reduce(lambda a, b: a.merge(b), parts)
+        out = rw.linear_attention(q, *drawn(1, 4, 2, 6, 8, 3, seed=2)[1:], state=state, **options)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaf), state.near.positions))
+    for out, gradient, positions in results[1:]:
+        assert_same(out, results[0][0])
+        assert_same(gradient, results[0][1])
+        assert torch.equal(positions, results[0][2])
+
+
 @pytest.mark.parametrize("kind", ["per query head", "per token", "alibi", "t5"])
 def test_gradients_of_merged_states(kind):
     _, k, v = drawn(1, 2, 1, 9, 4, 2)

@@ -248,6 +248,33 @@ def gradients_of_states_case(sharding, kind, mesh):
     assert max(errors) <= 1e-13, errors
 
 
+def zero_keys_case(mesh):
+    """Keys of zeros are near as others are: their gradients have the weights of their distances."""
+    shards, bias = parallel.Shards(mesh, LENGTH, "zigzag"), encoding_of("t5")
+    q, k, v = (x.detach() for x in inputs(1))
+    k[:, :, ::3] = 0.0
+    options: dict[str, Any] = {"bias": bias, "feature_map": "identity", "normalize": False}
+    near = {"bias": bias, "feature_map": "identity", "positions": torch.arange(LENGTH)}
+    state, leaves, results = rw.linear_state(k, v, **near), [], []
+    for call, tensors, share in (
+        (rw.linear_attention, (q, k, v), 1.0),
+        (
+            functools.partial(parallel.linear_attention, shards=shards),
+            [shards.cut(x, 2) for x in (q, k, v)],
+            1 / shards.ranks,
+        ),
+    ):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        _, after = call(*leaves, state=state, return_state=True, **options)
+        out = rw.linear_attention(q, k, v, state=after, **options)
+        results.append([out, after.near, *torch.autograd.grad(share * out.sin().sum(), leaves[1:])])
+    (truth, last, *whole), (ours, near_last, *parts) = results
+    assert_near(ours, truth, truth.abs().max(), 1e-13)
+    assert torch.equal(last.positions, near_last.positions)
+    for x, y in zip(whole, parts, strict=True):
+        assert_near(y, shards.cut(x, 2), x.abs().max(), 1e-12)
+
+
 def drawn_like(x, seed):
     return torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(seed))
 
@@ -424,7 +451,8 @@ def second_derivatives_of_a_ring_case(mesh):
 
 
 def linear_cases(world):
-    cases: dict[str, Any] = {"NaN": nan_case, "no rows": functools.partial(no_rows_case, "linear")}
+    cases: dict[str, Any] = {"NaN": nan_case, "keys of zeros": zero_keys_case}
+    cases["no rows"] = functools.partial(no_rows_case, "linear")
     cases |= {f"alone, {which}": functools.partial(alone_case, which) for which in ("a state", "a query map")}
     cases |= {
         f"{name}, {kind}": functools.partial(linear_case, sharding, kind)

@@ -1,5 +1,6 @@
 """Ranks that disagree, that have invalid arguments or that end: every other rank raises an error."""
 
+import copy
 import functools
 import os
 import pickle
@@ -9,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ropewalk as rw
 from parallel.cases import LENGTH, encoding_of, inputs
@@ -206,15 +208,132 @@ def invalid_calls(mesh):
     refused(lambda: softmax(q, k, v, shards=shards, encoding=rw.encoding("learned", dim=32, num_heads=4, length=9)))
 
 
+def names_of_one_rank(mesh):
+    """Only the last rank passes a name that does not exist, or one argument too many."""
+    last = mesh.get_local_rank() == mesh.size() - 1
+    refused(lambda: parallel.Shards(mesh, 8, **({"layuot": "zigzag"} if last else {})), "layuot")
+    refused(lambda: parallel.Shards(mesh, 8, "zigzag", *([None, True] if last else [])))
+    refused(lambda: parallel.ShardedKVCache(mesh, 1, 1, 8, 4, **({"dtyp": 1} if last else {})), "dtyp")
+    assert parallel.Shards(mesh, 8, layout="zigzag").length == 8
+
+
+def rank_without_tokens(mesh):
+    """A rank without tokens reads no state and calls no feature map. It raises what the others raise."""
+    shards = parallel.Shards(mesh, [4] + [0] * (mesh.size() - 1))
+    q, k, v = (shards.cut(x[:, :, :4].detach(), 2) for x in inputs(2))
+    kv_heads, decay = k.shape[1], -torch.ones(4, dtype=torch.float64)
+
+    def check(*words, of=lambda k, v: (k, v), made=None, **options):
+        state = None if made is None else rw.linear_state(*of(*(x.detach()[:, :, :4] for x in inputs(2)[1:])), **made)
+        refused(lambda: parallel.linear_attention(q, k, v, shards=shards, state=state, **options), *words)
+
+    check("with decay", made={"decay": decay})
+    check("without decay", made={}, decay=decay)
+    check("sums", made={}, of=lambda k, v: (k, v[..., :-1]))
+    check("feature map", made={"feature_map": "relu"})
+    check("2 sequences", "3 and 3", made={}, of=lambda *x: (torch.cat([y, y[:1]]) for y in x))
+    check("float32", made={}, of=lambda *x: (y.float() for y in x))
+    t5 = encoding_of("t5")
+    check(made={"bias": t5, "positions": torch.arange(4)}, bias=encoding_of("alibi"))
+    check("heads", bias=rw.encoding("alibi", dim=16, num_heads=kv_heads))
+    check("number of features", feature_map=(torch.exp, lambda x: torch.exp(x[..., :4])))
+    check("last dimension", feature_map=(lambda x: x.mean(2, keepdim=True), torch.exp))
+    check("a rope", length=7)
+    rope = rw.RotaryEmbedding(rw.RopeSpec(8, rw.DynamicNTK(factor=2.0, trained_length=2)))
+    out, state = parallel.linear_attention(q, k, v, shards=shards, rope=rope, return_state=True)
+    assert (state.length, out.shape[2]) == (4, shards.lengths[shards.rank])
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, rope=rope, state=state), "length 8", "length 4")
+    fixed = {"rope": rope, "state": state, "length": 4}
+    assert parallel.linear_attention(q, k, v, shards=shards, **fixed).shape == out.shape
+    # The exchanges of all ranks still belong together.
+    assert shards.join(out, 2).shape[2] == 4
+
+
+def states_of_other_calls(mesh):
+    """States that one rank would refuse, on every rank or on the last one."""
+    shards, packed = parallel.Shards(mesh, LENGTH), parallel.Shards(mesh, LENGTH, cu_seqlens=[0, 50, LENGTH])
+    q, k, v = parts(shards)
+    state, last = rw.linear_state(k, v), mesh.get_local_rank() == mesh.size() - 1
+
+    def check(*words, over=shards, tensors=(q, k, v), **changes):
+        changed = replace(state, **changes)
+        refused(lambda: parallel.linear_attention(*tensors, shards=over, state=changed), *words)
+
+    more = {name: torch.cat([getattr(state, name)] * 2) for name in ("above", "below")}
+    check("a state of 2 sequences", "4 and 4", **more)
+    check("a state of 2 sequences", "4 and 4", over=packed, tensors=[x[:1] for x in (q, k, v)], **more)
+    check("torch.float32", below=state.below.float())
+    check(below=state.below[..., :4] if last else state.below)
+    check(length=7 if last else None)
+    check(first=3 if last else 0)
+    for rope in (3, "rope"):
+        wrong = rope if last else None
+        with pytest.raises((rw.RopewalkError, TypeError)):
+            parallel.linear_attention(q, k, v, shards=shards, rope=wrong)
+        with pytest.raises((rw.RopewalkError, TypeError)):
+            parallel.attention(q, k, v, shards=shards, encoding=wrong)
+
+
+def positions_past_a_table(mesh):
+    shards = parallel.Shards(mesh, LENGTH)
+    q, k, v = parts(shards, kv_heads=4)
+    for placement, methods in (("scores", ("gather", "ulysses", "ring")), ("projection", ("ring", "linear"))):
+        table = rw.encoding("learned", dim=32, num_heads=4, length=100, placement=placement).double()
+        for method in methods:
+            if method == "linear":
+                call = functools.partial(parallel.linear_attention, q, k, v, shards=shards, rope=table)
+            else:
+                call = functools.partial(parallel.attention, q, k, v, shards=shards, encoding=table, method=method)
+            refused(call, "position 159", "from 0 to 99")
+
+
+def arguments_of_dtensors(mesh):
+    """What a rank refuses after it was agreed that tensors are DTensors."""
+    both = init_device_mesh("cpu", (1, mesh.size()), mesh_dim_names=("tp", "cp"))
+    shards, last = parallel.Shards(both["cp"], LENGTH), mesh.get_local_rank() == mesh.size() - 1
+    q, k, v = (DTensor.from_local(x, both["tp"], [Shard(1)]) for x in parts(shards, kv_heads=4))
+    across = rw.encoding("rope-across-heads", dim=32, num_heads=4) if last else None
+    refused(lambda: parallel.attention(q, k, v, shards=shards, encoding=across), "4 heads")
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, rope=across), "4 heads")
+    decay = -torch.ones(1, 4) if last else -torch.ones(4)
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards, decay=decay), "decay")
+    assert parallel.linear_attention(q, k, v, shards=shards).shape[:3] == q.shape[:3]
+
+
+def devices_differ(mesh):
+    shards = parallel.Shards(mesh, LENGTH)
+    device = "meta" if mesh.get_local_rank() else "cpu"
+    q, k, v = (x.to(device) for x in parts(shards, kv_heads=4))
+    refused(lambda: parallel.attention(q, k, v, shards=shards))
+    refused(lambda: parallel.linear_attention(q, k, v, shards=shards))
+
+
+def shards_of_a_model(mesh):
+    """Shards that were created in inference mode are used for training, and a copy of a model shares them."""
+    with torch.inference_mode():
+        shards = parallel.Shards(mesh, LENGTH, "zigzag")
+    shared = copy.deepcopy({"shards": shards})["shards"]
+    assert shared is shards
+    q, k, v = (x.requires_grad_() for x in parts(shards, kv_heads=4))
+    for method in ("gather", "ulysses", "ring"):
+        parallel.attention(q, k, v, shards=shards, encoding=rw.RotaryEmbedding(8), method=method).sum().backward()
+    assert q.grad is not None
+    x = torch.ones(1, LENGTH, requires_grad=True)
+    shards.join(shards.cut(x, 1), 1).sum().backward()
+    assert x.grad is not None
+
+
 def bad_cases(world):
     cases = (shards_differ, invalid_shards, mesh_of_two_dimensions, mesh_of_gpus, calls_differ, invalid_calls)
-    cases += (shards_of_calls_differ, autocast_differs, positions_past_a_limit, joins_differ)
+    cases += (shards_of_calls_differ, autocast_differs, positions_past_a_limit, joins_differ, names_of_one_rank)
+    cases += (rank_without_tokens, states_of_other_calls, positions_past_a_table, arguments_of_dtensors)
+    cases += (devices_differ, shards_of_a_model)
     return {case.__name__: case for case in cases}
 
 
 def test_every_rank_raises(tmp_path):
     failures = failures_on_ranks(2, "parallel.test_disagreement", "bad_cases", tmp_path)
-    assert [name for name, failed in failures.items() if failed] == [], next(filter(None, failures.values()))[0]
+    assert {name: texts[0] for name, texts in failures.items() if texts} == {}
 
 
 def ending_cases(world):

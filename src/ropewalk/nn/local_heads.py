@@ -9,9 +9,10 @@ from ropewalk.errors import RopewalkError
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_in
 from ropewalk.nn.encodings.some_heads import SomeHeads
+from ropewalk.nn.position_checks import described
 from ropewalk.ops.dtensors import HEADS, Cut, check_divisible, cut_of, with_local_parameters
 
-__all__ = ["call_locally", "check_shards_of_heads", "dims_of_decay", "dims_of_ids"]
+__all__ = ["call_locally", "check_arguments_of_heads", "check_shards_of_heads", "dims_of_decay", "dims_of_ids"]
 
 
 def check_shards_of_heads(q: Tensor, k: Tensor, v: Tensor, *, asked: str) -> Cut | None:
@@ -25,6 +26,32 @@ def check_shards_of_heads(q: Tensor, k: Tensor, v: Tensor, *, asked: str) -> Cut
     if cut is not None:
         check_divisible(cut, q.shape[1], k.shape[1], asked=asked)
     return cut
+
+
+def check_arguments_of_heads(
+    cut: Cut | None, encodings: Mapping[str, Any], tensors: Mapping[str, tuple[Any, tuple[str, ...]]], *, asked: str
+) -> None:
+    """Raise unless a rank can compute its heads with these encodings and tensors. The arguments of `call_locally`.
+
+    >>> check_arguments_of_heads(None, {}, {}, asked="a doctest")
+    """
+    for name, encoding in encodings.items():
+        rope = rope_in(encoding) if isinstance(encoding, nn.Module) else None
+        if cut is not None and "heads" in cut.names and rope is not None and rope.heads is not None:
+            raise RopewalkError(
+                asked=f"{asked}({name}=...) with different frequencies for each of {rope.heads} heads",
+                expected="all heads on each rank",
+                got="heads that are cut over ranks",
+                do="redistribute q, k and v, or use frequencies that all heads share",
+            )
+    for name, (x, dims) in tensors.items():
+        if cut is not None and isinstance(x, Tensor) and x.dim() != len(dims):
+            raise RopewalkError(
+                asked=f"{asked}({name}=...) with DTensors",
+                expected=f"a tensor [{', '.join(dims)}]",
+                got=described(x),
+                do=f"pass {name} with these dimensions",
+            )
 
 
 def call_locally(
@@ -72,6 +99,7 @@ def call_locally(
     >>> dist.destroy_process_group()
     """
     cut = check_shards_of_heads(q, k, v, asked=asked)
+    check_arguments_of_heads(cut, encodings, tensors, asked=asked)
     arguments = dict(options)
     if cut is None:
         return run(q, k, v, **encodings, **{name: x for name, (x, _) in tensors.items()}, **arguments)
@@ -83,17 +111,7 @@ def call_locally(
         if not isinstance(encoding, nn.Module):
             continue
         modules.append(encoding)
-        if "heads" not in cut.names:
-            continue
-        rope = rope_in(encoding)
-        if rope is not None and rope.heads is not None:
-            raise RopewalkError(
-                asked=f"{asked}({name}=...) with different frequencies for each of {rope.heads} heads",
-                expected="all heads on each rank",
-                got="heads that are cut over ranks",
-                do="redistribute q, k and v, or use frequencies that all heads share",
-            )
-        if isinstance(encoding, Encoding) and type(encoding).bias is not Encoding.bias:
+        if "heads" in cut.names and isinstance(encoding, Encoding) and type(encoding).bias is not Encoding.bias:
             arguments[name] = SomeHeads(encoding, first, count)
     for name, (x, dims) in tensors.items():
         arguments[name] = cut.local(x, dims, sizes=sizes) if isinstance(x, Tensor) else x

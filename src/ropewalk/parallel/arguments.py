@@ -113,7 +113,7 @@ def check_tokens(
 def check_positions(
     shards: Shards, encoding: Encoding | RotaryEmbedding | None, starts: Sequence[int] = (), *, asked: str
 ) -> None:
-    """Raise if a rotation does not support a position of a token of some rank. Another rank would wait for it.
+    """Raise if an encoding does not support a position of a token of some rank. Another rank would wait for it.
 
     Args:
         shards: The shards.
@@ -133,26 +133,34 @@ def check_positions(
     'position 8'
     >>> dist.destroy_process_group()
     """
-    rotation = rope_in(encoding)
-    if rotation is None or (rotation.context_length is None and rotation.spec.xpos is None):
+    rotation, most = rope_in(encoding), encoding.length if isinstance(encoding, Encoding) else None
+    if most is None and (rotation is None or (rotation.context_length is None and rotation.spec.xpos is None)):
         return
     lengths = [end - begin for begin, end in itertools.pairwise(shards.ends)]
     starts = starts or [0]
-    count, limits = max(len(lengths), len(starts)), Limits(rotation.context_length, rotation.spec.xpos, False)
+    count = max(len(lengths), len(starts))
     pairs = zip(itertools.cycle(starts), itertools.cycle(lengths), strict=False)
     for start, length in itertools.islice(pairs, count):
-        limits.check_range(start, length, asked)
+        if rotation is not None:
+            Limits(rotation.context_length, rotation.spec.xpos, False).check_range(start, length, asked)
+        elif most is not None and start + length > most:
+            raise RopewalkError(
+                asked=f"{asked} with {getattr(encoding, 'name', 'an encoding')}",
+                expected=f"positions from 0 to {most - 1}, the length of the encoding",
+                got=f"position {start + length - 1}",
+                do="shorten the sequence, or create the encoding with a larger length",
+            )
 
 
 def describe_tensors(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
-    """Describe sizes, dtype, autocast, and which tensors need gradients: a backward pass has collectives too.
+    """Describe sizes, dtype, device, autocast, and which tensors need gradients: a backward pass has collectives too.
 
     >>> describe_tensors(*[torch.ones(1, 2, 3, 4)] * 3)[1]
     'torch.float32'
     """
     sizes = [(len(x), x.shape[1], x.shape[3]) for x in (q, k, v)]
     needs = f"gradients of q, k, v {needs_gradients(q, k, v)}"
-    return [f"[batch, heads, dim] {sizes}", f"{v.dtype}", describe_autocast(v), needs]
+    return [f"[batch, heads, dim] {sizes}", f"{v.dtype}", v.device.type, describe_autocast(v), needs]
 
 
 def describe_autocast(x: Tensor) -> str:
@@ -167,7 +175,7 @@ def describe_autocast(x: Tensor) -> str:
 
 
 def describe_encoding(encoding: Encoding | RotaryEmbedding | None) -> str:
-    """Describe an encoding: its class, rotation, sizes of its parameters, and whether they need gradients.
+    """Describe an encoding: its class, rotation, sizes and devices of its parameters, and which need gradients.
 
     >>> describe_encoding(None)
     'encoding none'
@@ -181,12 +189,13 @@ def describe_encoding(encoding: Encoding | RotaryEmbedding | None) -> str:
 
 
 def describe_parameters(module: nn.Module) -> str:
-    """Describe the parameters of a module: names, sizes, and whether they need gradients.
+    """Describe the parameters of a module: names, sizes, devices, and whether they need gradients.
 
     >>> describe_parameters(nn.Linear(2, 3, bias=False))
-    "[('weight', (3, 2), [True])]"
+    "[('weight', (3, 2), 'cpu', [True])]"
     """
-    return str([(name, tuple(x.shape), needs_gradients(x)) for name, x in module.named_parameters()])
+    parameters = module.named_parameters()
+    return str([(name, tuple(x.shape), x.device.type, needs_gradients(x)) for name, x in parameters])
 
 
 def needs_gradients(*tensors: Tensor | None) -> list[bool]:

@@ -1,6 +1,7 @@
 """ShardedKVCache: keys and values that are cut over ranks, for decoding contexts that are too long for one device."""
 
 from collections.abc import Callable, Mapping
+from typing import Never
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from ropewalk.parallel.agreement import agree, agree_on_call, cpu_group
 from ropewalk.parallel.arguments import describe_autocast
 from ropewalk.parallel.collectives import gather
 from ropewalk.parallel.mesh import checked_mesh, device_of
-from ropewalk.signatures import checks_names
+from ropewalk.signatures import checks_names, refuse_arguments
 
 __all__ = ["ShardedKVCache"]
 
@@ -82,11 +83,12 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         num_kv_heads: int,
         max_length: int,
         head_dim: int,
-        *,
+        *unnamed: Never,
         v_dim: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         check_calls: bool = True,
+        **unknown: Never,
     ) -> None:
         # Without a mesh there is nobody to agree with.
         self.mesh: DeviceMesh = checked_mesh(mesh, asked="ShardedKVCache(mesh, ...)")
@@ -97,6 +99,9 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         create, home = super().__init__, device_of(mesh) if device is None else device
 
         def describe() -> str:
+            if unnamed or unknown:
+                # Here, so that it is an error of all ranks.
+                refuse_arguments("ShardedKVCache", ShardedKVCache, unnamed, unknown)
             self.check_calls = require_flag(check_calls, asked="ShardedKVCache(check_calls=...)")
             create(batch, num_kv_heads, max_length, head_dim, v_dim=v_dim, dtype=dtype, device=home)
             return f"{self._describe()}; check_calls {check_calls}"

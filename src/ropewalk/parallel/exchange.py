@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ropewalk.kernels.constructors import new_zeros, tensor
 from ropewalk.kernels.types import FeatureMap, Sums
-from ropewalk.nn.linear.near_keys import NearKeys, map_of_near, sum_far
+from ropewalk.nn.linear.near_keys import EMPTY, NearKeys, map_of_near, sum_far
 from ropewalk.nn.linear.state import LinearState
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.parallel.collectives import attach, gather
@@ -228,7 +228,7 @@ class Exchange:
         hidden = (index < 0).repeat_interleave(batch, dim=0)
         ids = tensor(numbers, dtype=torch.int64, device=device).reshape(len(chosen), count)
         ids = ids.repeat_interleave(batch, dim=0) + (start.reshape(-1, 1) if isinstance(start, Tensor) else start)
-        ids = ids.masked_fill(hidden, 0)
+        ids = ids.masked_fill(hidden, EMPTY)
         fill = FeatureMap[map_of_near(state.feature_map)].zero
         results: list[Tensor] = []
         for name, like, nothing in (("keys", near.keys, fill), ("values", near.values, 0.0)):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, as_int, require_flag, shown
-from ropewalk.kernels.constructors import arange, tensor
+from ropewalk.kernels.constructors import arange, new_zeros, tensor
 from ropewalk.kernels.types import Sums
 from ropewalk.nn.encodings.base import DistanceBias, Encoding
-from ropewalk.nn.encodings.rotary import rope_in
+from ropewalk.nn.encodings.rotary import rope_for_linear, rope_in
 from ropewalk.nn.linear.arguments import check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
 from ropewalk.nn.linear.function import LinearOptions
@@ -19,7 +19,7 @@ from ropewalk.nn.linear.keys_alone import linear_state
 from ropewalk.nn.linear.near_keys import sum_far
 from ropewalk.nn.linear.state import LinearState, checked_start, counts_tokens, join_states
 from ropewalk.nn.linear.weighting import Tokens, bias_for_linear, checked_decay, resolve_scale
-from ropewalk.nn.local_heads import call_locally, check_shards_of_heads, dims_of_decay
+from ropewalk.nn.local_heads import call_locally, check_arguments_of_heads, check_shards_of_heads, dims_of_decay
 from ropewalk.nn.position_checks import can_read_values, described
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
@@ -157,10 +157,12 @@ def linear_attention(
         # It needs no positions, as None.
         rope = None
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        encodings, tensors = {"rope": rope, "bias": bias}, {"decay": (decay, dims_of_decay(decay))}
 
         def check_dtensors() -> None:
             check_tensors(q, k, v, causal)
-            check_shards_of_heads(q, k, v, asked=_ASKED)
+            cut = check_shards_of_heads(q, k, v, asked=_ASKED)
+            check_arguments_of_heads(cut, encodings, tensors, asked=_ASKED)
 
         # Before anything else, so that an error of one rank is one of all.
         shards.agree(check_dtensors, lambda: "DTensors", asked=_ASKED)
@@ -170,8 +172,8 @@ def linear_attention(
             k,
             v,
             asked=_ASKED,
-            encodings={"rope": rope, "bias": bias},
-            tensors={"decay": (decay, dims_of_decay(decay))},
+            encodings=encodings,
+            tensors=tensors,
             reads=feature_map if isinstance(feature_map, tuple) else (feature_map,),
             shards=shards,
             feature_map=feature_map,
@@ -188,6 +190,7 @@ def linear_attention(
     def check() -> None:
         nonlocal distances
         check_tensors(q, k, v, causal)
+        rope_for_linear(rope, f"{_ASKED}(rope=...)")
         check_tokens(q, k, shards, rope, asked=_ASKED)
         _check_options(q, k, shards, causal, decay, bias, state, return_state, length)
         start = 0 if state is None else state.start(len(state.above))
@@ -199,6 +202,20 @@ def linear_attention(
         resolve_maps(feature_map, _ASKED)
         resolve_scale(normalize, scale, _ASKED)
         require_backend(backend)
+        # Otherwise all ranks compute outputs, and raise the same errors. A compiled call has tokens on every rank.
+        incomplete = 0 in shards.lengths or (state is not None and len(state.above) > 0)
+        if shards.check_calls and incomplete and not torch.compiler.is_compiling():
+            given: LinearOptions = {
+                "rope": rope,
+                "feature_map": feature_map,
+                "causal": causal,
+                "decay": decay,
+                "bias": bias,
+                "normalize": normalize,
+                "scale": scale,
+                "length": _length(rope, shards, state, length),
+            }
+            _check_as_one_rank(q, k, v, state, given)
 
     def describe() -> str:
         maps = [
@@ -222,9 +239,7 @@ def linear_attention(
     shards.agree(check, describe, asked=_ASKED)
     rotation, rows = rope_in(rope), _Rows(shards, k, alone=distances is not None and distances.numbers is not None)
     starts = _starts(state, rows.sequences(shards.local))
-    length = getattr(rope, "at_length", None) if length is None else length
-    if rotation is not None and rotation.spec.varies and length is None:
-        length = shards.length + (state.position if state is not None and isinstance(state.position, int) else 0)
+    length = _length(rope, shards, state, length)
     decay = rows.split(decay, 2) if decay is not None and decay.dim() == 3 else decay
     q_rows, k_rows, v_rows = (rows.split(x, 2) for x in (q, k, v))
     ids = rows.positions(starts) if rope is not None or bias is not None else None
@@ -239,6 +254,9 @@ def linear_attention(
         "cu_seqlens": rows.cu_seqlens,
     }
     mine = rows.state(k_rows, v_rows, ids, options)
+    if rotation is not None and rotation.spec.varies:
+        # A rank without tokens has rotated no key, but the states that it returns have.
+        mine = replace(mine, length=length)
     whole = None
     if mine.near is not None:
         whole = sum_far(mine.near, Sums(mine.above, mine.below), mine.feature_map, rotation, length)
@@ -369,6 +387,32 @@ def _after_initial(
     return state.reorder(rows).merge(replace(before, first=None), rope=rope if before.spec is not None else None)
 
 
+def _length(
+    rope: RotaryEmbedding | Encoding | None, shards: Shards, state: LinearState | None, length: int | None
+) -> int | None:
+    """Return the length for rules that depend on it."""
+    length = getattr(rope, "at_length", None) if length is None else length
+    rotation = rope_in(rope)
+    if rotation is None or not rotation.spec.varies or length is not None:
+        return length
+    return shards.length + (state.position if state is not None and isinstance(state.position, int) else 0)
+
+
+def _check_as_one_rank(q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, options: LinearOptions) -> None:
+    """Raise what a call on one rank raises, on every rank: a rank without tokens reads no state and calls no map.
+
+    It is a call of two tokens of zeros, after the first row of the state.
+    """
+    heads, kv_heads, decay = q.shape[1], k.shape[1], options.get("decay")
+    if decay is not None and decay.dim() == 3:
+        decay = new_zeros(decay, 1, decay.shape[1], 2)
+    sizes = (heads, q), (kv_heads, k), (kv_heads, v)
+    tensors = [new_zeros(x, 1, count, 2, x.shape[-1]) for count, x in sizes]
+    first = None if state is None else state.reorder(arange(1, device=state.above.device))
+    with torch.no_grad():
+        attend_locally(*tensors, **{**options, "decay": decay, "state": first, "backend": "torch"})
+
+
 def _check_options(
     q: Tensor,
     k: Tensor,
@@ -410,6 +454,14 @@ def _check_options(
         )
     rows = len(q) if shards.sequences is None else shards.sequences
     checked_start(state, rows, asked=f"{_ASKED}(state=...)")
+    found = None if state is None else [len(x) for x in (state.above, state.below)]
+    if found is not None and found != [rows, rows]:
+        raise RopewalkError(
+            asked=f"{_ASKED}(state=...)",
+            expected=f"a state of {rows} sequences",
+            got=f"sums of {found[0]} and {found[1]} sequences",
+            do="pass the state that an earlier call with these sequences returned, or None",
+        )
 
 
 def _sums_of(state: LinearState) -> list[Tensor]:
@@ -425,7 +477,8 @@ def _described_state(state: LinearState | None) -> str:
     position = state.position
     if isinstance(position, Tensor):
         position = position.tolist() if can_read_values(position) else list(position.shape)
-    near = None if state.near is None else [list(x.shape) for x in state.near]
-    fields = state.spec, state.feature_map, state.learned, state.encoding, state.weighting, near
-    needs = needs_gradients(*_sums_of(state))
-    return f"{list(state.above.shape)} {state.above.dtype} at {position}, {fields}, gradients {needs}"
+    tensors = state.above, state.below, *(state.near or ()), state.log_decay, state.slopes, state.first
+    sizes = [(list(x.shape), x.dtype, x.device.type) if isinstance(x, Tensor) else x for x in tensors]
+    length = list(state.length.shape) if isinstance(state.length, Tensor) else state.length
+    fields = state.spec, state.feature_map, state.learned, state.encoding, state.weighting, length
+    return f"{sizes} at {position}, {fields}, gradients {needs_gradients(*_sums_of(state))}"

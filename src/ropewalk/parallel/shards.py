@@ -1,6 +1,7 @@
 """Shards: which tokens of a long sequence this rank has, and their positions."""
 
 from collections.abc import Callable, Sequence
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ropewalk.parallel.agreement import agree, agree_on_call, cpu_group
 from ropewalk.parallel.collectives import gather
 from ropewalk.parallel.layout import LayoutName, Run, runs_of_ranks
 from ropewalk.parallel.mesh import checked_mesh, device_of
-from ropewalk.signatures import checks_names
+from ropewalk.signatures import checks_names, refuse_arguments
 
 __all__ = ["Shards"]
 
@@ -90,8 +91,9 @@ class Shards:
         length: int | Sequence[int],
         layout: LayoutName = "contiguous",
         cu_seqlens: Tensor | Sequence[int] | None = None,
-        *,
+        *unnamed: Never,
         check_calls: bool = True,
+        **unknown: Never,
     ) -> None:
         # Without a mesh there is nobody to agree with.
         self.mesh = checked_mesh(mesh, asked="Shards(mesh, ...)")
@@ -101,6 +103,9 @@ class Shards:
 
         def describe() -> str:
             nonlocal ends
+            if unnamed or unknown:
+                # Here, so that it is an error of all ranks.
+                refuse_arguments("Shards", Shards, unnamed, unknown)
             self.check_calls = require_flag(check_calls, asked="Shards(check_calls=...)")
             ends = _as_list(cu_seqlens)
             self.runs = runs_of_ranks(self.ranks, length, layout, ends, asked="Shards")
@@ -118,18 +123,27 @@ class Shards:
         ]
         self.order = tuple((rank, i) for _, _, rank, i in sorted(places))
         device = device_of(mesh)
-        indices = [_joined([(self.ends[run.sequence] + run.start, run.length) for run in runs]) for runs in self.runs]
-        self.indices = indices[self.rank].to(device)
-        self.positions = _joined([(run.start, run.length) for run in self.local]).to(device)
-        # Where each token is among the tokens of all ranks, padded to the longest rank.
-        longest = max(self.lengths)
-        slots = _joined([(rank * longest, count) for rank, count in enumerate(self.lengths)])
-        self._places: Tensor = empty_like(slots).scatter_(0, torch.cat(indices), slots).to(device)
+        # An inference tensor could not be saved for a backward pass.
+        with torch.inference_mode(False):
+            self.indices = self._indices_of(self.rank).to(device)
+            self.positions = _joined([(run.start, run.length) for run in self.local]).to(device)
+            self._places: Tensor | None = None if self._is_even else self._all_places().to(device)
 
     @property
     def local(self) -> tuple[Run, ...]:
         """The runs of this rank."""
         return self.runs[self.rank]
+
+    def _indices_of(self, rank: int) -> Tensor:
+        """Return the index of each token of a rank among all tokens."""
+        return _joined([(self.ends[run.sequence] + run.start, run.length) for run in self.runs[rank]])
+
+    def _all_places(self) -> Tensor:
+        """Return where each token is among the tokens of all ranks, padded to the longest rank."""
+        longest = max(self.lengths)
+        slots = _joined([(rank * longest, count) for rank, count in enumerate(self.lengths)])
+        indices = torch.cat([self._indices_of(rank) for rank in range(self.ranks)])
+        return empty_like(slots).scatter_(0, indices, slots)
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         """Return the tokens of this rank.
@@ -189,11 +203,11 @@ class Shards:
 
     def ordered(self, x: Tensor, dim: int) -> Tensor:
         """Return all tokens in order, from the padded tokens of one rank after the other in dimension `dim`."""
-        return x if self._is_even else x.index_select(dim, self._places.to(x.device))
+        return x if self._places is None else x.index_select(dim, self._places.to(x.device))
 
     def spread(self, x: Tensor, dim: int) -> Tensor:
         """Return the padded tokens of one rank after the other, from all tokens in order: the inverse of `ordered`."""
-        if self._is_even:
+        if self._places is None:
             return x
         size = list(x.shape)
         size[dim] = self.ranks * max(self.lengths)
@@ -218,6 +232,10 @@ class Shards:
     def _is_even(self) -> bool:
         """Whether the tokens of one rank after the other are in order, without padding."""
         return self.layout == "contiguous" and len(set(self.lengths)) == 1
+
+    def __deepcopy__(self, memo: object) -> "Shards":
+        # It never changes, and its process groups cannot be copied: a copy of a model shares it.
+        return self
 
     def __repr__(self) -> str:
         packed = "" if self.sequences is None else f", {self.sequences} sequences"

@@ -13,7 +13,7 @@ from ropewalk.nn.attention.scores import ScoreBias, attend, attend_packed
 from ropewalk.nn.attention.visibility import Visibility
 from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.some_heads import SomeHeads
-from ropewalk.nn.local_heads import call_locally, check_shards_of_heads
+from ropewalk.nn.local_heads import call_locally, check_arguments_of_heads, check_shards_of_heads
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.parallel.arguments import check_positions, check_shards, check_tokens, describe_encoding, describe_tensors
@@ -87,17 +87,17 @@ def attention(
         # On all ranks, as errors of other arguments.
         shards.agree(lambda: refuse_arguments(_ASKED, attention, unnamed, unknown), lambda: "", asked=_ASKED)
     if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        encodings = {"encoding": encoding}
 
         def check_dtensors() -> None:
             check_heads(q, k, v, asked=_ASKED)
-            check_shards_of_heads(q, k, v, asked=_ASKED)
+            cut = check_shards_of_heads(q, k, v, asked=_ASKED)
+            check_arguments_of_heads(cut, encodings, {}, asked=_ASKED)
 
         # Before anything else, so that an error of one rank is one of all.
         shards.agree(check_dtensors, lambda: "DTensors", asked=_ASKED)
         options = {"method": method, "causal": causal, "window": window, "scale": scale}
-        return call_locally(
-            attention, q, k, v, asked=_ASKED, encodings={"encoding": encoding}, tensors={}, shards=shards, **options
-        )
+        return call_locally(attention, q, k, v, asked=_ASKED, encodings=encodings, tensors={}, shards=shards, **options)
     added, factor = None, 1.0
 
     def check() -> None:

@@ -26,11 +26,12 @@ def map_features(x: Tensor, name: FeatureMapName, shift: Tensor | None = None) -
     """
     match name:
         case "elu":
-            # Above 0 the exponential is exp(0) = 1: it does not overflow and has no gradient. At 0 its gradient is that
-            # of the features, because relu has none there. clamp_max(0) has none there either from torch 2.15 on, so x
-            # passes up to the least number above 0. x - relu(x) would be NaN at infinity.
+            # Up to `least` the features are exp(x), which rounds to 1 + x there, and above it x + exp(0): each number
+            # has the gradient of one of the two, 0 too. max(x, 0) and min(x, 0) have none at 0 in some versions of
+            # torch, x - max(x, 0) is NaN at infinity, and a device may flush a limit that is subnormal.
             numbers = torch.finfo(x.dtype)
-            return torch.relu(x) + torch.exp(-threshold(-x, -numbers.tiny * numbers.eps, 0.0))
+            least, following = numbers.tiny, numbers.tiny * (1 + numbers.eps)
+            return threshold(x, least, 0.0) + torch.exp(-threshold(-x, -following, 0.0))
         case "relu":
             return torch.relu(x)
         case "squared_relu":

@@ -5,6 +5,7 @@ from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ropewalk.errors import RopewalkError, require_flag, shown
 from ropewalk.kernels.constructors import arange, new_zeros
@@ -17,7 +18,7 @@ from ropewalk.nn.encodings.rotary import rope_axes, rope_for_linear, rope_in
 from ropewalk.nn.encodings.some_heads import kind_of_bias
 from ropewalk.nn.linear.arguments import check_packed_tensors, check_tensors
 from ropewalk.nn.linear.feature_maps import FeatureMap, map_name, resolve_maps
-from ropewalk.nn.linear.near_keys import split_near, with_near
+from ropewalk.nn.linear.near_keys import EMPTY, readable, split_near, with_near
 from ropewalk.nn.linear.repeated import call_again, call_first
 from ropewalk.nn.linear.state import LinearState, check_length, checked_start, checked_state, join_states
 from ropewalk.nn.linear.step import attach_step, find_step
@@ -343,9 +344,14 @@ def linear_attention(
         ids = all_positions(key_ids, start, k)
         if state is not None and state.near is not None:
             keys, v, ids = with_near(state.near, keys, v, ids)
-            weighting = weighting._replace(positions=ids)
+            all_ids = readable(ids)
+            weighting = weighting._replace(positions=all_ids)
             if rotates:
-                placement = Placement(ids[..., -q.shape[2] :] if q.shape[2] else ids[..., :0], ids, length=length)
+                q_ids = all_ids[..., -q.shape[2] :] if q.shape[2] else all_ids[..., :0]
+                placement = Placement(q_ids, all_ids, length=length)
+        if key_mask is not None:
+            earlier_slots = ids.shape[-1] - k.shape[2]
+            ids = ids.masked_fill(~functional.pad(key_mask, (earlier_slots, 0), value=True), EMPTY)
     sides, layout = _sides(rotation, queries, keys, (q_name, k_name), placement)
     if rotation is not None and rotation.spec.varies and length is None and k.shape[2]:
         length = k.shape[2]

@@ -5,13 +5,27 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ropewalk.kernels.constructors import arange, new_full, new_zeros, zeros
+from ropewalk.kernels.constructors import arange, full, new_full, new_zeros
 from ropewalk.kernels.types import FeatureMap, FeatureMapName, Layout, Side, Sums
 from ropewalk.nn.rotary.call import Placement
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops.linear_attention import linear_attention
 
-__all__ = ["NearKeys", "add_far", "empty_near", "map_of_near", "merge_near", "split_near", "sum_far", "with_near"]
+__all__ = [
+    "EMPTY",
+    "NearKeys",
+    "add_far",
+    "empty_near",
+    "map_of_near",
+    "merge_near",
+    "readable",
+    "split_near",
+    "sum_far",
+    "with_near",
+]
+
+# The position of a slot without a key. A key can have any value, also one that adds nothing.
+EMPTY = -(1 << 62)
 
 
 class NearKeys(NamedTuple):
@@ -20,7 +34,7 @@ class NearKeys(NamedTuple):
     Args:
         keys: Keys before the feature map, or features of a map that is a function [batch, kv_heads, near, width].
         values: Values [batch, kv_heads, near, v_dim].
-        positions: Positions of the keys, int64 [batch, near].
+        positions: Positions of the keys, int64 [batch, near]; `EMPTY` where there is none, or a hidden one.
 
     >>> NearKeys(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5), torch.arange(3)[None]).positions.shape
     torch.Size([1, 3])
@@ -32,7 +46,7 @@ class NearKeys(NamedTuple):
 
 
 def empty_near(k: Tensor, v: Tensor, near: int, fill: float, *, rows: int | None = None) -> NearKeys:
-    """Return near keys that add nothing: `fill` is what the feature map maps to 0.
+    """Return slots without keys, which add nothing: `fill` is what the feature map maps to 0.
 
     >>> empty_near(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5), 6, 0.0).values.shape
     torch.Size([1, 2, 6, 5])
@@ -40,15 +54,24 @@ def empty_near(k: Tensor, v: Tensor, near: int, fill: float, *, rows: int | None
     batch, kv_heads = len(k) if rows is None else rows, k.shape[1]
     keys = new_full(k, (batch, kv_heads, near, k.shape[-1]), fill)
     values = new_zeros(v, batch, kv_heads, near, v.shape[-1])
-    return NearKeys(keys, values, zeros(batch, near, dtype=torch.int64, device=k.device))
+    return NearKeys(keys, values, full((batch, near), EMPTY, dtype=torch.int64, device=k.device))
+
+
+def readable(positions: Tensor) -> Tensor:
+    """Return positions for a bias or a rotation, for which a slot without a key has one too.
+
+    >>> readable(torch.tensor([EMPTY, 3])).tolist()
+    [0, 3]
+    """
+    return positions.masked_fill(positions == EMPTY, 0)
 
 
 def with_near(near: NearKeys, k: Tensor, v: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values and positions [batch, keys], preceded by those of a state.
 
     >>> k, v, ids = torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 5), torch.arange(3)[None]
-    >>> with_near(empty_near(k, v, 6, 0.0), k, v, ids)[2].tolist()
-    [[0, 0, 0, 0, 0, 0, 0, 1, 2]]
+    >>> with_near(NearKeys(k, v, ids), k, v, ids + 3)[2].tolist()
+    [[0, 1, 2, 3, 4, 5]]
     """
     keys, values = torch.cat([near.keys.to(k.dtype), k], dim=2), torch.cat([near.values.to(v.dtype), v], dim=2)
     return keys, values, torch.cat([near.positions, ids.expand(len(k), -1)], dim=-1)
@@ -62,7 +85,7 @@ def split_near(
     Args:
         k: Keys [batch, kv_heads, keys, width].
         v: Values [batch, kv_heads, keys, v_dim].
-        ids: Positions [batch or 1, keys].
+        ids: Positions [batch or 1, keys], `EMPTY` for hidden keys.
         near: Number of keys that are near the next token.
         fill: What the feature map maps to 0.
         ends: Number of keys up to the last visible one [batch]; None if all are visible.
@@ -93,24 +116,23 @@ def split_near(
     return k.masked_fill(close, fill), v.masked_fill(close, 0.0), tokens
 
 
-def merge_near(earlier: NearKeys, later: NearKeys, fill: float) -> tuple[NearKeys, NearKeys]:
+def merge_near(earlier: NearKeys, later: NearKeys) -> tuple[NearKeys, NearKeys]:
     """Return the keys that are no longer near after the later keys, and those that are.
 
     Args:
         earlier: Near keys of a state.
         later: Near keys of the state that follows it, as many as `earlier`.
-        fill: What the feature map maps to 0. States of few keys are filled with it, and so are hidden keys.
 
     >>> a, b = (torch.tensor(keys).view(1, 1, 2, 1) for keys in ([1.0, 2.0], [0.0, 3.0]))
-    >>> ids = torch.tensor([[1, 2]])
-    >>> far, near = merge_near(NearKeys(a, a, ids), NearKeys(b, b, ids + 1), fill=0.0)  # the second has one key
+    >>> ids, only_one = torch.tensor([[1, 2]]), torch.tensor([[EMPTY, 3]])
+    >>> far, near = merge_near(NearKeys(a, a, ids), NearKeys(b, b, only_one))
     >>> far.keys.flatten().tolist(), near.keys.flatten().tolist()
     ([0.0, 1.0], [2.0, 3.0])
     """
     keys, values, ids = with_near(earlier, *later)
     count = ids.shape[1] // 2
-    # Keys that add nothing come first. The others keep their order.
-    order = torch.argsort((keys != fill).any(-1).any(1).to(torch.int8), dim=-1, stable=True)
+    # Empty slots come first. The keys stay in order.
+    order = torch.argsort((ids != EMPTY).to(torch.int8), dim=-1, stable=True)
     k_index, v_index = (order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]) for x in (keys, values))
     keys, values, ids = keys.gather(2, k_index), values.gather(2, v_index), ids.gather(1, order)
     return (
@@ -142,7 +164,7 @@ def add_far(
     >>> add_far(one, one, sums, "elu", None, None)[0].below.tolist()  # the features of one key
     [[[1.0, 1.0]]]
     """
-    far, near = merge_near(earlier, later, FeatureMap[map_of_near(maps)].zero)
+    far, near = merge_near(earlier, later)
     return sum_far(far, sums, maps, rotation, length), near
 
 
@@ -166,8 +188,8 @@ def sum_far(
     >>> sum_far(one, Sums(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2)), "elu", None, None).below.tolist()
     [[[1.0, 1.0]]]
     """
-    (keys, values, ids), name = far, map_of_near(maps)
-    none = keys[:, :, :0]
+    (keys, values, positions), name = far, map_of_near(maps)
+    none, ids = keys[:, :, :0], readable(positions)
     tables, layout = None, Layout(False, 0, -2)
     if rotation is not None:
         tables = rotation.parts(none, keys, Placement(ids[:, :0], ids, length=length))[-1].tables
