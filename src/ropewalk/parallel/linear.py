@@ -1,5 +1,6 @@
 """Linear attention over a sequence that is cut over ranks: the same function as on one rank."""
 
+import itertools
 from dataclasses import replace
 from typing import Literal, Never, TypedDict, Unpack, overload
 
@@ -215,7 +216,7 @@ def linear_attention(
                 "scale": scale,
                 "length": _length(rope, shards, state, length),
             }
-            _check_as_one_rank(q, k, v, state, given)
+            _check_as_one_rank(q, k, v, shards, state, given)
 
     def describe() -> str:
         maps = [
@@ -398,19 +399,21 @@ def _length(
     return shards.length + (state.position if state is not None and isinstance(state.position, int) else 0)
 
 
-def _check_as_one_rank(q: Tensor, k: Tensor, v: Tensor, state: LinearState | None, options: LinearOptions) -> None:
+def _check_as_one_rank(
+    q: Tensor, k: Tensor, v: Tensor, shards: Shards, state: LinearState | None, options: LinearOptions
+) -> None:
     """Raise what a call on one rank raises, on every rank: a rank without tokens reads no state and calls no map.
 
-    It is a call of two tokens of zeros, after the first row of the state.
+    It is a call of the first two tokens of the longest sequence, as zeros, or of its only one.
     """
-    heads, kv_heads, decay = q.shape[1], k.shape[1], options.get("decay")
+    lengths = [stop - start for start, stop in itertools.pairwise(shards.ends)]
+    tokens, row, decay = min(2, max(lengths)), lengths.index(max(lengths)), options.get("decay")
     if decay is not None and decay.dim() == 3:
-        decay = new_zeros(decay, 1, decay.shape[1], 2)
-    sizes = (heads, q), (kv_heads, k), (kv_heads, v)
-    tensors = [new_zeros(x, 1, count, 2, x.shape[-1]) for count, x in sizes]
-    first = None if state is None else state.reorder(arange(1, device=state.above.device))
+        decay = new_zeros(decay, 1, decay.shape[1], tokens)
+    tensors = [new_zeros(x, 1, x.shape[1], tokens, x.shape[-1]) for x in (q, k, v)]
+    before = None if state is None else state.reorder(arange(row, row + 1, device=state.above.device))
     with torch.no_grad():
-        attend_locally(*tensors, **{**options, "decay": decay, "state": first, "backend": "torch"})
+        attend_locally(*tensors, **{**options, "decay": decay, "state": before, "backend": "torch"})
 
 
 def _check_options(
