@@ -98,9 +98,9 @@ def _ltx() -> Model:
 MODELS = {"flux": _flux, "flux2": _flux2, "qwenimage": _qwen, "z_image": _z_image, "wan": _wan, "ltx": _ltx}
 
 
-def build(name: str) -> Model:
-    """A model with random weights, from the seed 0. Norm weights are not 1, so that they matter."""
-    torch.manual_seed(0)
+def build(name: str, seed: int = 0) -> Model:
+    """A model with random weights. Norm weights are not 1, so that they matter."""
+    torch.manual_seed(seed)
     made = MODELS[name]()
     with torch.no_grad():
         for key, parameter in made.model.named_parameters():

@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import pickle
 from typing import Any
 
@@ -21,8 +22,12 @@ pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("default")
 
 
-def errors(results, truth):
-    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(results, truth, strict=True)]
+# The gradient of the weight of a norm has 16 numbers, whose errors differ by chance: several models together.
+SEEDS = 4
+
+
+def squared_errors(results, truth):
+    return [((a.double() - b).norm() / b.norm()).item() ** 2 for a, b in zip(results, truth, strict=True)]
 
 
 def fused_modules(name):
@@ -31,15 +36,16 @@ def fused_modules(name):
 
 @pytest.mark.parametrize("name", slow_except(["wan"], MODELS))
 def test_values_and_gradients_by_the_two_times_rule_and_undo(name, monkeypatch):
-    made = build(name)
-    truth = run(made, torch.float64, copy.deepcopy(made.model).double())
     norms: list[Any] = []
     fused: Any = importlib.import_module("ropewalk.hub.adapters.diffusion.fused")
     original = fused.norm_rotate
     monkeypatch.setattr(
         fused, "norm_rotate", lambda *given, **options: norms.append(given) or original(*given, **options)
     )
-    for dtype in (torch.float32, torch.bfloat16):
+    errors: dict[Any, list[Any]] = {torch.float32: [], torch.bfloat16: []}
+    for dtype, seed in itertools.product(errors, range(SEEDS)):
+        made = build(name, seed)
+        truth = run(made, torch.float64, copy.deepcopy(made.model).double())
         model = copy.deepcopy(made.model).to(dtype)
         before, classes, state = run(made, dtype, model), [type(m) for m in model.modules()], model.state_dict()
         norms.clear()
@@ -52,9 +58,11 @@ def test_values_and_gradients_by_the_two_times_rule_and_undo(name, monkeypatch):
         joint = {"flux": 1, "flux2": 1, "qwenimage": 2}.get(name, 0)
         assert len(norms) == fused_modules(name) + joint
         assert len(results) == len(before) >= 5
-        for error, plain in zip(errors(results, truth), errors(before, truth), strict=True):
-            assert error <= 2 * plain
+        errors[dtype].append((squared_errors(results, truth), squared_errors(before, truth)))
         assert all(torch.equal(a, b) for a, b in zip(run(made, dtype, model), before, strict=True))
+    for pairs in errors.values():
+        ours, plain = ([sum(each) for each in zip(*squares, strict=True)] for squares in zip(*pairs, strict=True))
+        assert all(a <= 4 * b for a, b in zip(ours, plain, strict=True)), (ours, plain)
 
 
 @pytest.mark.parametrize("name", ["qwenimage", "z_image"])
@@ -198,5 +206,5 @@ def test_values_and_gradients_on_a_gpu(name):
     before = run(there, torch.bfloat16, model)
     with rw.accelerate(model):
         results = run(there, torch.bfloat16, model)
-    for error, plain in zip(errors(results, truth), errors(before, truth), strict=True):
-        assert error <= 2 * plain
+    for error, plain in zip(squared_errors(results, truth), squared_errors(before, truth), strict=True):
+        assert error <= 4 * plain  # squares
