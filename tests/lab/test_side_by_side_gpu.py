@@ -12,6 +12,9 @@ from ropewalk.lab.training import Settings, side_by_side, train, training
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Of torch 2.11 within its own compiler, while it traces FlexAttention. It hides them from everyone but pytest.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
 
