@@ -7,10 +7,12 @@ from typing import Any
 
 from ropewalk.claims.claim import Finding
 
-__all__ = ["SEED_SETS", "lab_record", "trained"]
+__all__ = ["MICRO", "TINY", "lab_record", "trained"]
 
-# What follows the name of an experiment: 0.13 million parameters with seeds 0 to 2, and with seeds 3 to 5.
-SEED_SETS = "micro", "micro_other_seeds"
+# What follows the name of an experiment in the names of its records: 0.13 million parameters with seeds 0 to 2, and
+# with seeds 3 to 5; and 1.1 million with seeds 0 to 2.
+MICRO = "micro", "micro_other_seeds"
+TINY = ("tiny",)
 
 
 @cache
@@ -26,12 +28,13 @@ def lab_record(name: str) -> dict[str, Any]:
     return json.loads(files("ropewalk").joinpath(f"data/lab/{name}.json").read_text(encoding="utf-8"))
 
 
-def trained(experiment: str, *beginnings: str) -> Finding:
+def trained(experiment: str, *beginnings: str, records: tuple[str, ...] = MICRO + TINY) -> Finding:
     """Cite verdicts on an experiment, of each of its records.
 
     Args:
         experiment: The name of an experiment.
         beginnings: How the cited statements begin.
+        records: Which records: what follows the name of the experiment in their names.
 
     Returns:
         The figures per record, with the size, the seeds and the date. A record counts if it decides all statements, or
@@ -40,7 +43,7 @@ def trained(experiment: str, *beginnings: str) -> Finding:
     """
     figures: list[str] = []
     decided: list[set[str]] = []
-    for name in SEED_SETS:
+    for name in records:
         record = lab_record(f"{experiment}_{name}")
         cited = [x for x in record["statements"] if x["text"].startswith(beginnings)]
         if len(cited) != len(beginnings):

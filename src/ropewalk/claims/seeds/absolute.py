@@ -12,7 +12,7 @@ from ropewalk.claims.claim import Chapter, Finding
 from ropewalk.claims.layers import HEADS, WIDTH, layer, order_effect
 from ropewalk.claims.samples import EXACT, drift, largest, normal, rotate_to, theta
 from ropewalk.claims.sources import NOTE_000, NOTE_001, NOTE_002, NOTE_003, NOTE_004, PRACTICE, SINUSOIDS
-from ropewalk.claims.trained import trained
+from ropewalk.claims.trained import MICRO, TINY, trained
 from ropewalk.errors import RopewalkError
 from ropewalk.nn.attention.function import attention
 from ropewalk.nn.attention.layer import Attention
@@ -347,17 +347,22 @@ def _() -> Finding:
     NOTE_004.at(27, "有一定的外推性"),
     method="4096 tokens in a network of 8 units: the first 512 states against a run of 512; spread of the others; a "
     "recorded run of `ropewalk lab run extrapolation`: the rise of the loss of the same bytes at 4 times the length",
-    expected="equal; the other states are defined and not constant; less than 0.05 nats",
+    expected="equal; the other states are defined and not constant; less than 0.05 nats with 0.13 million parameters, "
+    "more with 1.1 million",
+    only_if="the model is small: with 1.1 million parameters the loss rises by 0.09 nats, with sinusoids by 3.2",
 )
 def _() -> Finding:
     a, b = normal(2, DIM, DIM, seed=7) / DIM**0.5
     x, zero = normal(1, 4096, DIM), torch.zeros(DIM, dtype=torch.float64)
     long, short = (absolute.recurrent(x[:, :n], torch.arange(n), a, b, zero) for n in (4096, 512))
     same, spread = largest(long[:, :512] - short), float(long[:, 512:].std())
-    rise = trained("extrapolation", "the loss of recurrent rises by less")
+    beginning = "the loss of recurrent rises by less"
+    smaller, larger = (trained("extrapolation", beginning, records=records) for records in (MICRO, TINY))
+    defined = same == 0 and spread > 0.1
     return Finding(
-        f"difference {same:g}; spread {spread:.2f}; rise {rise.measured}",
-        stated=None if rise.stated is None else same == 0 and spread > 0.1 and rise.stated,
+        f"difference {same:g}; spread {spread:.2f}; rise {smaller.measured}; {larger.measured}",
+        stated=defined and bool(smaller.stated and larger.stated),
+        amended=defined and bool(smaller.stated) and larger.amended,
     )
 
 
