@@ -49,7 +49,7 @@ def floors(name: str, content: dict[str, Any]) -> list[str]:
         return host_floors(content["device"], content["cases"])
     if name == "lab_pairing":
         return runpy.run_path(str(ROOT / "benchmarks" / "lab_pairing.py"))["missed"](content)
-    if name in ("context_parallel", "explore"):
+    if name in ("adapters", "context_parallel", "explore"):
         return runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"))["missed"](content["cases"])
     if name == "transformers_tests":
         return runpy.run_path(str(ROOT / "benchmarks" / "transformers_tests.py"))["regressions"](content)

@@ -50,6 +50,32 @@ def accelerate_gpu(page: str) -> str:
     return own_lines(paragraph(text), table(["model, work, batch × tokens", *paths, "`accelerate`"], *rows))
 
 
+@block("adapter-of-diffusers")
+def adapter_of_diffusers(page: str) -> str:
+    return adapted(("Flux.1", "LTX", "Wan 2.1"), ("diffusers",))
+
+
+@block("kernel-layer")
+def kernel_layer(page: str) -> str:
+    return adapted(("Llama", "Qwen3"), ("transformers", "kernels"))
+
+
+def adapted(models: tuple[str, ...], packages: tuple[str, ...]) -> str:
+    """Times of models of other packages, plain and adapted."""
+    measured = record("adapters")
+    gpu, versions = measured["hardware"]["gpu"].removeprefix("NVIDIA "), measured["versions"]
+    text = (
+        f"By the clock on one {gpu}, bfloat16, torch {short_version(versions['torch'])},"
+        f" {', '.join(f'{name} {versions[name]}' for name in packages)}, medians of {measured['rounds']} interleaved"
+        f" rounds, {measured['date']}, `{measured['command']}` ([record](../benchmarks/adapters.json)), times as fast:"
+    )
+    rows: list[list[str]] = []
+    for model in models:
+        times = [(ms["plain"], ms["adapted"]) for ms in case_of("adapters", model=model)["ms"].values()]
+        rows.append([model, *(f"{x / y:.2f} × ({milliseconds(x)} to {milliseconds(y)} ms)" for x, y in times)])
+    return own_lines(paragraph(text), table(["", "forward", "forward and backward"], *rows))
+
+
 @block("accelerate")
 def accelerate(page: str) -> str:
     cpu = record("accelerate_cpu")
