@@ -99,6 +99,27 @@ def linear_weights(page: str) -> str:
     )
 
 
+@block("linear-kernels")
+def linear_kernels(page: str) -> str:
+    measured = record("kernel_times")
+    text = (
+        f"Where the time of forward and backward goes (torch's profiler, {measured['date']},"
+        f" `{measured['command']}`, [record](../benchmarks/kernel_times.json)), in microseconds per call; a kernel of"
+        " several launches is their sum:"
+    )
+    parts = []
+    for shape in ([1, 16, 65_536, 64], [4, 16, 8192, 128]):
+        cases = {x["path"].removeprefix("ropewalk "): x["kernels"] for x in measured["cases"] if x["shape"] == shape}
+        rows: list[list[str]] = []
+        for name in dict.fromkeys(name for kernels in cases.values() for name in kernels):
+            rows.append(
+                [f"`{name}`", *(f"{kernels[name][0]:.0f}" if name in kernels else "–" for kernels in cases.values())]
+            )
+        rows.append(["sum", *(f"{sum(us for us, _ in kernels.values()):.0f}" for kernels in cases.values())])
+        parts.append(table([f"{tuple(shape)}", *cases], *rows))
+    return own_lines(paragraph(text), *parts)
+
+
 @block("linear-peers")
 def linear_peers(page: str) -> str:
     pairs = {"retention": "retention", "lightning": "lightning", "token decay": "simple GLA"}
