@@ -20,7 +20,7 @@ TASKS = ("text", "shuffled-text", *PUZZLES)
 
 @dataclass(frozen=True)
 class Run:
-    """One model to train. Two runs with the same fields give the same weights on the same machine.
+    """One model to train. Two runs with the same fields give the same weights on the CPU of one machine.
 
     Attributes:
         encoding: Description of the encoding, as `make_encoding` accepts it.
