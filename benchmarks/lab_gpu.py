@@ -9,12 +9,14 @@ long small models take to start. A later call, on another machine too, reads res
 another seed. What a run does not need any more, its checkpoints and the weights that no other run continues, is
 deleted, so that --out is small enough to carry. A result of other options is refused before anything is trained.
 
-First come the sweeps of learning rates, which are written to `rates.json` in --out and used from there; then the
-experiments. As soon as the runs of an experiment are complete, its record is written: `extrapolation_tiny.json`.
+First come the sweeps of learning rates, which are written to `rates.json` in --out and used from there; what the
+package's own rates.json has is not measured again. Then come the experiments. As soon as the runs of an experiment are
+complete, its record is written: `extrapolation_tiny.json`.
 """
 
 import argparse
 import concurrent.futures
+import copy
 import dataclasses
 import itertools
 import json
@@ -51,6 +53,8 @@ EVERY = 50
 SHORT, CAUTION = 10.0, 1.3
 # Runs of fewer steps say nothing about the time of a step.
 LONG = 100
+# `rates.sweeps` is replaced while runs are planned.
+recorded_sweeps = rates.sweeps
 
 
 def main() -> None:
@@ -95,9 +99,9 @@ class Session:
         return Settings(torch.device(self.args.device), dtype, compiled=size in self.args.compile, every=EVERY)
 
     def rates(self) -> dict[str, Any]:
-        """The sweeps so far, as `ropewalk.lab.rates.sweeps` returns them."""
+        """The sweeps so far, as `ropewalk.lab.rates.sweeps` returns them: at first those of the package."""
         path = self.out / "rates.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else copy.deepcopy(recorded_sweeps())
 
     def size(self, pool: concurrent.futures.Executor, size: str) -> bool:
         """The sweep and the experiments of a size. Return whether they are complete."""

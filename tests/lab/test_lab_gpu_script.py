@@ -21,11 +21,8 @@ def script(monkeypatch):
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "lab_gpu", module)
     spec.loader.exec_module(module)
-    # Threads of this process, whose text is read; and no sweep, since micro has one.
+    # Threads of this process, whose text is read.
     monkeypatch.setattr(module.concurrent.futures, "ProcessPoolExecutor", lambda jobs, _: ThreadPoolExecutor(jobs))
-    monkeypatch.setattr(module.Session, "sweep", lambda *_: True)
-    recorded = module.rates.sweeps()
-    monkeypatch.setattr(module.Session, "rates", lambda _: recorded)
     return module
 
 
@@ -43,3 +40,13 @@ def test_records_have_the_command_and_other_options_are_refused(script, tmp_path
     monkeypatch.setattr(script, "EVERY", 5)
     with pytest.raises(rw.RopewalkError, match=r"every 50\n.*every 5\n"):
         script.main()
+
+
+@pytest.mark.parametrize("size", ["micro", "tiny", "small"])
+def test_sweeps_of_the_package_are_not_repeated(script, tmp_path, monkeypatch, capsys, size):
+    monkeypatch.setattr(sys, "argv", ["lab_gpu.py", "--out", str(tmp_path), "--sizes", size, "--plan"])
+    script.main()
+    assert capsys.readouterr().out.startswith(f"{size}: at least 0 runs of a sweep\n")
+    monkeypatch.setattr(script, "recorded_sweeps", dict)
+    script.main()
+    assert not capsys.readouterr().out.startswith(f"{size}: at least 0 runs of a sweep\n")
