@@ -217,7 +217,8 @@ def test_hooks_of_a_module_that_is_compiled(registered):
 
 def test_profilers_see_the_module():
     rope = warm(8)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], with_stack=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, with_stack=True, acc_events=True) as profile:
         rope(X)
     assert any("nn.Module: RotaryEmbedding" in event.name for event in profile.events() or ())
 
