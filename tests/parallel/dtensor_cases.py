@@ -307,7 +307,10 @@ def bad_input(mesh):
 
     partial = DTensor.from_local(x, mesh, [Partial()], run_check=False)
     refused(lambda: rope(partial), "Partial", "redistribute")
-    refused(lambda: rw.attention(partial, as_(Replicate()), as_(Replicate())), "attention(q)", "Partial")
+    refused(
+        lambda: rw.attention(partial, as_(Replicate()), as_(Replicate())), "attention(q)", "Partial", "batch or heads,"
+    )
+    refused(lambda: rope(partial), "batch, heads or sequence,")
     refused(lambda: rope(as_(Shard(3))), "features of a head")
     refused(lambda: rope(as_(Shard(2)), x), "k as a plain tensor")
     # Parts of other sizes than those of torch.chunk would be rotated at the positions of other tokens.
@@ -337,6 +340,13 @@ def bad_input(mesh):
     refused(lambda: plain(as_(Shard(0), drawn(BATCH, SEQ, HEADS * DIM))), "distribute_module")
     distribute_module(plain, mesh)
     refused(lambda: plain(as_(Shard(1), drawn(BATCH, SEQ, HEADS * DIM))), "ropewalk.parallel")
+    # Ranks that share the tokens would have different heads.
+    shards = parallel.Shards(mesh, SEQ * mesh.size())
+    for function in (parallel.attention, parallel.linear_attention):
+        for dim, name in ((0, "batch"), (1, "heads")):
+            cut = [as_(Shard(dim))] * 3
+            refused(lambda f=function, y=cut: f(*y, shards=shards), f"parts of the {name}", 'mesh["tp"] cuts')
+        assert function(*[as_(Replicate())] * 3, shards=shards).shape == x.shape
     refused(lambda: parallel.plan(torch.nn.Linear(2, 2)), "Attention or LinearAttention")
     refused(lambda: parallel.plan("model"), "a torch.nn.Module")
 
@@ -352,7 +362,12 @@ def meshes_that_differ(mesh):
 def heads_that_ranks_do_not_divide(mesh):
     layer = rw.Attention(3 * DIM, 3).double()
     parallelize_module(layer, mesh, parallel.plan(layer))
-    refused(lambda: layer(drawn(1, 5, 3 * DIM)), "multiples of", "3 heads")
+    refused(lambda: layer(drawn(1, 5, 3 * DIM)), "multiples of", "num_heads 3")
+    refused(lambda: layer.make_cache(1, 8), "multiples of", "num_heads 3")
+    # With four ranks the last one would have no key head.
+    layer = rw.Attention(3 * mesh.size() * DIM, 3 * mesh.size(), num_kv_heads=3).double()
+    parallelize_module(layer, mesh, parallel.plan(layer))
+    refused(lambda: layer.make_cache(1, 8), "multiples of", "num_kv_heads 3")
 
 
 def gradients_of_one_row(kind, mesh):

@@ -273,6 +273,26 @@ def bad_states_case(mesh):
     refused(cut.state_dict, "no encoding_state")
 
 
+@torch.no_grad()
+def saved_by_groups_case(mesh):
+    """Each group of ranks has a cache of other tokens: a checkpoint of all keeps those of each."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "others"))
+    other, attention = both["others"].get_local_rank(), layer("alibi")
+    (cut, whole), (loaded, _) = caches(both["tokens"]), caches(both["tokens"])
+    for each in (cut, whole):
+        attention(vector(other, BATCH, 5 + other, DIM), cache=each)
+    folder = Path(os.environ[FOLDER], "groups")
+    save({"cache": cut}, checkpoint_id=folder)
+    load({"cache": loaded}, checkpoint_id=folder)
+    assert loaded.lengths.tolist() == [5 + other] * BATCH
+    step = vector(7, BATCH, 1, DIM)
+    torch.testing.assert_close(attention(step, cache=loaded), attention(step, cache=whole), rtol=0, atol=1e-12)
+    # That of another group has other names.
+    texts = [{"keys of the group of rank 7": cut.keys}, {"keys": cut.keys}]
+    for state in texts:
+        refused(lambda state=state: loaded.load_state_dict(state), f"of the group of rank {other}", "that saved it")
+
+
 def save_for_others(mesh):
     """Two caches: one whose slots are a multiple of 2 and 4 ranks, and one whose slots are not."""
     for slots in (32, SLOTS):
@@ -423,6 +443,10 @@ def compiled_cases(world):
             for kind, name in (("t5", "aot_eager"),)}  # fmt: skip
 
 
+def cases_of_groups(world):
+    return {"saved by groups": saved_by_groups_case}
+
+
 def saving_cases(world):
     return {"save": save_for_others}
 
@@ -449,6 +473,11 @@ def test_ranks_decode_as_one_rank(world, cases, tmp_path):
 def test_states_errors_and_mutants(cases, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     check_on_ranks(2, cases, tmp_path / "ranks")
+
+
+def test_groups_of_ranks_save_their_own_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    check_on_ranks(4, cases_of_groups, tmp_path / "ranks")
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def cut_of(tensors: Mapping[str, tuple[Any, Sequence[str]]], *, asked: str, sequ
         )
     cuts: list[str | None] = []
     for i in range(meshes[0].ndim):
-        found = {name: _name_of(x, i, dims, name, asked) for name, (x, dims) in given.items()}
+        found = {name: _name_of(x, i, dims, name, asked, sequences) for name, (x, dims) in given.items()}
         different = {cut for cut in found.values() if cut is not None}
         if len(different) > 1:
             raise RopewalkError(
@@ -246,7 +246,7 @@ def _check_sizes(x: Any, dims: Sequence[str], name: str, asked: str) -> None:
         )
 
 
-def _name_of(x: Any, mesh_dim: int, dims: Sequence[str], name: str, asked: str) -> str | None:
+def _name_of(x: Any, mesh_dim: int, dims: Sequence[str], name: str, asked: str, sequences: bool) -> str | None:
     """Return the name of the dimension of x that a dimension of the mesh cuts, or None."""
     placement = x.placements[mesh_dim]
     if placement.is_replicate():
@@ -256,7 +256,7 @@ def _name_of(x: Any, mesh_dim: int, dims: Sequence[str], name: str, asked: str) 
     if cut is None or cut == "features" or type(placement).__name__ != "Shard":
         raise RopewalkError(
             asked=f"{asked}({name})",
-            expected="Shard of batch, heads or sequence, or Replicate()",
+            expected=f"Shard of {'batch, heads or sequence' if sequences else 'batch or heads'}, or Replicate()",
             got=f"{placement!r}" + (", which cuts the features of a head" if cut == "features" else ""),
             do="sum it first: x.redistribute(placements=[Replicate()])"
             if placement.is_partial()
@@ -353,16 +353,10 @@ def split_heads(
             "desired_input_layouts=Replicate(), use_local_output=True)",
         )
     results: list[Tensor] = []
-    for y, cut, count in zip(projected, cuts, heads, strict=True):
+    for y, cut, count, of_keys in zip(projected, cuts, heads, (False, True, True), strict=True):
         cut = Cut(found[0].mesh, (None,) * found[0].mesh.ndim) if cut is None else cut
         ranks = cut.ranks("heads")
-        if count % ranks:
-            raise RopewalkError(
-                asked=f"attention(x) with projections that are cut over {ranks} ranks",
-                expected=f"numbers of heads that are multiples of {ranks}: a rank computes whole heads",
-                got=f"{count} heads",
-                do="use fewer ranks for the heads" + (", or leave k_proj and v_proj uncut" if count == 1 else ""),
-            )
+        _check_whole_heads(count, ranks, of_keys)
         local: Any = y
         local = local.to_local() if is_dtensor(y) else y
         part = local.unflatten(-1, (count // ranks, head_dim)).transpose(1, 2)
@@ -370,6 +364,17 @@ def split_heads(
         seq = y.shape[1] if is_dtensor(y) else part.shape[2]
         results.append(cut.whole(part, HEADS, (batch, count, seq, part.shape[-1])))
     return results
+
+
+def _check_whole_heads(heads: int, ranks: int, of_keys: bool) -> None:
+    """Raise unless every rank computes as many whole heads."""
+    if heads % ranks:
+        raise RopewalkError(
+            asked=f"an attention layer with projections that are cut over {ranks} ranks",
+            expected=f"num_heads and num_kv_heads that are multiples of {ranks}: a rank computes whole heads",
+            got=f"{'num_kv_heads' if of_keys else 'num_heads'} {heads}",
+            do="use fewer ranks for the heads" + (", or leave k_proj and v_proj uncut" if heads == 1 else ""),
+        )
 
 
 def join_heads(y: Tensor) -> Tensor:
@@ -387,12 +392,16 @@ def join_heads(y: Tensor) -> Tensor:
     return cut.whole(local.to_local().transpose(1, 2).flatten(2), _TOKENS, (batch, seq, heads * width))
 
 
-def heads_of_projection(projection: nn.Module, heads: int) -> tuple[int, int]:
+def heads_of_projection(projection: nn.Module, heads: int, *, of_keys: bool = False) -> tuple[int, int]:
     """Return the first head that a projection computes on this rank, and the number of its heads.
 
     Args:
         projection: A linear layer. It is cut if `parallelize_module` or `distribute_module` distributed it.
         heads: Number of heads on all ranks.
+        of_keys: Whether they are key heads, for errors.
+
+    Raises:
+        RopewalkError: On every rank, if ranks would have parts of a head.
 
     >>> heads_of_projection(nn.Linear(4, 8), 2)
     (0, 2)
@@ -403,7 +412,9 @@ def heads_of_projection(projection: nn.Module, heads: int) -> tuple[int, int]:
         return 0, heads
     # FSDP cuts along the first dimensions of a mesh, and tensor parallelism along the last one.
     names = (*[None] * (weight.device_mesh.ndim - 1), "heads" if _cuts_rows(weight.placements[-1]) else None)
-    return Cut(weight.device_mesh, names).part("heads", heads)
+    cut = Cut(weight.device_mesh, names)
+    _check_whole_heads(heads, cut.ranks("heads"), of_keys)
+    return cut.part("heads", heads)
 
 
 def _cuts_rows(placement: Any) -> bool:

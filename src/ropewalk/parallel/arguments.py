@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ropewalk.errors import RopewalkError, shown
@@ -12,9 +13,11 @@ from ropewalk.nn.encodings.base import Encoding
 from ropewalk.nn.encodings.rotary import rope_axes, rope_in
 from ropewalk.nn.rotary.call import Limits
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
+from ropewalk.ops.dtensors import Cut
 from ropewalk.parallel.shards import Shards
 
 __all__ = [
+    "check_mesh_of_heads",
     "check_positions",
     "check_shards",
     "check_tokens",
@@ -42,6 +45,36 @@ def check_shards(shards: object, *, asked: str) -> None:
             got=shown(shards),
             do="create one on every rank: ropewalk.parallel.Shards(mesh, length)",
         )
+
+
+def check_mesh_of_heads(cut: Cut | None, shards: Shards, *, asked: str) -> None:
+    """Raise if the ranks that share the tokens have different heads or sequences: none would have the keys of its own.
+
+    Args:
+        cut: How a mesh cuts q, k and v; None if they are plain.
+        shards: The shards.
+        asked: The function, for errors.
+
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.device_mesh import init_device_mesh
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh = init_device_mesh("cpu", (1,))
+    >>> check_mesh_of_heads(Cut(mesh, ("heads",)), Shards(mesh, 3), asked="a doctest")  # one rank has all heads
+    >>> dist.destroy_process_group()
+    """
+    if cut is None:
+        return
+    of_tokens = set(dist.get_process_group_ranks(shards.mesh.get_group()))
+    for i, name in enumerate(cut.names):
+        both = sorted(of_tokens.intersection(dist.get_process_group_ranks(cut.mesh.get_group(i))))
+        if name is not None and len(both) > 1:
+            raise RopewalkError(
+                asked=f"{asked}(q, k, v) with DTensors",
+                expected="ranks that share the tokens, all with the same heads and sequences of the batch",
+                got=f"ranks {', '.join(map(str, both))} with different tokens and different parts of the {name}",
+                do='use a mesh of two dimensions, init_device_mesh(device, sizes, mesh_dim_names=("cp", "tp")): '
+                'Shards(mesh["cp"], length), and heads that mesh["tp"] cuts',
+            )
 
 
 def check_tokens(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Never
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -96,6 +97,8 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         self.ranks: int = mesh.size()
         self.check_calls: bool = True
         self._group = cpu_group(mesh)
+        group = dist.get_process_group_ranks(mesh.get_group())
+        self._of_group: str = "" if len(group) == dist.get_world_size() else f" of the group of rank {group[0]}"
         create, home = super().__init__, device_of(mesh) if device is None else device
 
         def describe() -> str:
@@ -234,7 +237,9 @@ class ShardedKVCache(KVCache, CacheOfRanks):
 
         Returns:
             "keys" and "values" of all ranks as DTensors, cut over the mesh in dimension 2; "lengths", "positions" and
-            "hidden", the same on all ranks; and "ranks", the number of ranks [].
+            "hidden", the same on all ranks; and "ranks", the number of ranks []. If the mesh is a part of all ranks,
+            each name ends with " of the group of rank N", its first rank: other groups have other tokens or heads, and
+            a checkpoint keeps one tensor per name.
 
         Raises:
             RopewalkError: If the cache has the state of an encoding, which a new cache cannot load.
@@ -252,7 +257,7 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         for name in ("keys", "values"):
             state[name] = DTensor.from_local(state[name], self.mesh, [Shard(2)], run_check=False)
         state["ranks"] = tensor(self.ranks, dtype=torch.int64, device="cpu")
-        return state
+        return {f"{name}{self._of_group}": x for name, x in state.items()}
 
     @checks_names
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -261,7 +266,7 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         All ranks call it. If an error is raised, nothing was written on any of them.
 
         Args:
-            state: What `state_dict` returned, for the same sizes, dtype and number of ranks.
+            state: What `state_dict` returned, for the same sizes and dtype, on the same ranks.
 
         Raises:
             RopewalkError: On every rank, if a tensor is missing, if there is another one, or if the number of ranks, a
@@ -339,6 +344,14 @@ class ShardedKVCache(KVCache, CacheOfRanks):
         do = "create the cache with the sizes and dtype of the saved one, on as many ranks"
         if not isinstance(state, Mapping):
             raise RopewalkError(asked=asked, expected="what state_dict() returned", got=shown(state), do=do)
+        if state and not any(f"{name}{self._of_group}" in state for name in _SAVED):
+            raise RopewalkError(
+                asked=asked,
+                expected=f"names that end with {self._of_group!r}" if self._of_group else f"{', '.join(_SAVED)}",
+                got=", ".join(map(str, state)),
+                do="load a cache on the ranks that saved it",
+            )
+        state = {str(name).removesuffix(self._of_group): x for name, x in state.items()}
         for name in ("keys", "values"):
             x = state.get(name)
             if x is None:

@@ -26,6 +26,7 @@ from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops import require_backend
 from ropewalk.ops.dtensors import is_dtensor
 from ropewalk.parallel.arguments import (
+    check_mesh_of_heads,
     check_positions,
     check_shards,
     check_tokens,
@@ -163,6 +164,7 @@ def linear_attention(
         def check_dtensors() -> None:
             check_tensors(q, k, v, causal)
             cut = check_shards_of_heads(q, k, v, asked=_ASKED)
+            check_mesh_of_heads(cut, shards, asked=_ASKED)
             check_arguments_of_heads(cut, encodings, tensors, asked=_ASKED)
 
         # Before anything else, so that an error of one rank is one of all.

@@ -16,7 +16,14 @@ from ropewalk.nn.encodings.some_heads import SomeHeads
 from ropewalk.nn.local_heads import call_locally, check_arguments_of_heads, check_shards_of_heads
 from ropewalk.nn.rotary.embedding import RotaryEmbedding
 from ropewalk.ops.dtensors import is_dtensor
-from ropewalk.parallel.arguments import check_positions, check_shards, check_tokens, describe_encoding, describe_tensors
+from ropewalk.parallel.arguments import (
+    check_mesh_of_heads,
+    check_positions,
+    check_shards,
+    check_tokens,
+    describe_encoding,
+    describe_tensors,
+)
 from ropewalk.parallel.collectives import attach, gather, no_outputs, swap
 from ropewalk.parallel.ring import ring_attention
 from ropewalk.parallel.shards import Shards
@@ -92,6 +99,7 @@ def attention(
         def check_dtensors() -> None:
             check_heads(q, k, v, asked=_ASKED)
             cut = check_shards_of_heads(q, k, v, asked=_ASKED)
+            check_mesh_of_heads(cut, shards, asked=_ASKED)
             check_arguments_of_heads(cut, encodings, {}, asked=_ASKED)
 
         # Before anything else, so that an error of one rank is one of all.

@@ -165,7 +165,7 @@ class ProjectedHeads(DropsOldBuffers):
         (0, 4, 2)
         """
         first, heads = heads_of_projection(self.q_proj, self.num_heads)
-        return first, heads, heads_of_projection(self.k_proj, self.num_kv_heads)[1]
+        return first, heads, heads_of_projection(self.k_proj, self.num_kv_heads, of_keys=True)[1]
 
     def joined(self, y: Tensor) -> Tensor:
         """Project the outputs of the heads [batch, heads, seq, head_dim] to tokens [batch, seq, dim].
