@@ -288,8 +288,7 @@ def saved_by_groups_case(mesh):
     step = vector(7, BATCH, 1, DIM)
     torch.testing.assert_close(attention(step, cache=loaded), attention(step, cache=whole), rtol=0, atol=1e-12)
     # That of another group has other names.
-    texts = [{"keys of the group of rank 7": cut.keys}, {"keys": cut.keys}]
-    for state in texts:
+    for state in ({"keys of the group of rank 7": cut.keys}, {"keys": cut.keys}):
         refused(lambda state=state: loaded.load_state_dict(state), f"of the group of rank {other}", "that saved it")
 
 
