@@ -9,12 +9,20 @@ import torch
 
 import ropewalk as rw
 from kernels.triton_device import DEVICE
-from kernels.weighted_kernels import FAR, check, inputs_of, kernels_only, ours, short_segments
+from kernels.weighted_kernels import (
+    FAR,
+    check,
+    inputs_of,
+    kernels_only,
+    ours,
+    short_segments,
+    two_steps_per_chunk,
+)
 from ropewalk.kernels.linear import triton_apart, triton_call, triton_kernels
 from ropewalk.kernels.triton_launch import Launch
 from slow import slow
 
-__all__ = ["kernels_only", "short_segments"]
+__all__ = ["kernels_only", "short_segments", "two_steps_per_chunk"]
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -122,7 +130,16 @@ MUTANTS = {
         "t5",
         False,
     ),
-    "a visit too few": ("1 + 2 * NEAR if SIDE == 0 else 1 + NEAR) * Y_GROUP", "1 + NEAR) * Y_GROUP", "t5", False),
+    "a side that is not visited": (
+        "1 + 2 * NEAR if SIDE == 0 else 1 + NEAR) * STEPS",
+        "1 + NEAR) * STEPS",
+        "t5",
+        False,
+    ),
+    "a visit too few": ("* STEPS * Y_GROUP", "* STEPS * Y_GROUP - 1", "alibi", False),
+    "steps as long as chunks": ("+ ahead * STEP + tl", "+ ahead * CHUNK + tl", "t5", True),
+    "rotated keys stored twice": ("x_stored, rotated, unrotated", "x_stored, rotated, rotated", "t5", False),
+    "sums of the other side": ("before[0][:, None] * before[1]", "before[0][:, None] * after[1]", "t5", False),
     "tiles without their factors": ("gradient * weight)", "gradient)", "t5", True),
     "far keys that learn nothing": ("tl.store(of_far + 2 * place + AFTER, gradient)", "pass", "t5", True),
 }
@@ -141,6 +158,7 @@ def loaded(path, text, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_steps_per_chunk")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_wrong_kernel_is_noticed(name, tmp_path, monkeypatch):
     old, new, kind, causal = MUTANTS[name]

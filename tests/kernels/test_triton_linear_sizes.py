@@ -3,6 +3,8 @@
 The compiler of a GPU pads, splits and schedules what the interpreter computes as a whole.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -53,6 +55,44 @@ def test_sizes_in_bfloat16(size, heads, kind, tokens):
 
     truth = results(torch.float64, "torch")
     for name, x, y in zip(("out", "dq", "dk", "dv"), results(torch.bfloat16, "triton"), truth, strict=True):
+        assert torch.linalg.vector_norm(x - y) < 0.012 * torch.linalg.vector_norm(y), name
+
+
+# Width and values, query and key heads, whether attention is causal, T5's buckets and farthest distance, and sequences.
+BANDS = [
+    ((64, 64), (2, 1), False, (32, 128), None),
+    ((64, 64), (2, 2), True, (32, 128), None),
+    ((64, 64), (2, 1), False, (8, 20), (0, 1, 200, 333)),
+    ((48, 40), (2, 1), False, (32, 400), None),
+    ((128, 128), (2, 1), False, (32, 128), None),
+    ((128, 128), (2, 2), True, (32, 400), None),
+    ((96, 72), (2, 1), False, (32, 128), (0, 1, 200, 333)),
+]
+
+
+@pytest.mark.parametrize(("size", "heads", "causal", "buckets", "ends"), BANDS)
+def test_bands_and_their_gradient_in_bfloat16(size, heads, causal, buckets, ends):
+    tokens, (width, v_dim), (q_heads, kv_heads) = 333, size, heads
+    batch, random = 1 if ends else 2, torch.Generator("cuda").manual_seed(0)
+    shapes = (q_heads, width), (kv_heads, width), (kv_heads, v_dim), (q_heads, v_dim)
+    *inputs, cotangent = (
+        torch.randn(batch, n, tokens, dim, generator=random, device="cuda").to(torch.bfloat16) for n, dim in shapes
+    )
+    encoding = t5(q_heads, buckets, causal=causal).cuda()
+    torch.nn.init.normal_(encoding.weight, generator=random)
+    rope = rw.RotaryEmbedding(width).cuda()
+    packed = {} if ends is None else {"cu_seqlens": torch.tensor(ends, device="cuda")}
+
+    def results(dtype, backend):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        # The numbers of a bfloat16 model are float32 here, so that their rounding is not the error.
+        bias = copy.deepcopy(encoding).to(torch.promote_types(dtype, torch.float32))
+        out = rw.linear_attention(*leaves, rope=rope, backend=backend, causal=causal, bias=bias, **packed)
+        return [out, *torch.autograd.grad(out, [*leaves, bias.weight], cotangent.to(dtype))]
+
+    truth = results(torch.float64, "torch")
+    names = "out", "dq", "dk", "dv", "dw"
+    for name, x, y in zip(names, results(torch.bfloat16, "triton"), truth, strict=True):
         assert torch.linalg.vector_norm(x - y) < 0.012 * torch.linalg.vector_norm(y), name
 
 

@@ -17,6 +17,7 @@ from kernels.weighted_kernels import (
     kernels_only,
     ours,
     short_segments,
+    two_steps_per_chunk,
 )
 from meant import meant
 from nn.linear_cases import drawn, error, with_gradients
@@ -27,7 +28,7 @@ from ropewalk.nn.rotary.call import Placement
 from ropewalk.ops.linear_attention import linear_attention
 from slow import slow
 
-__all__ = ["kernels_only", "short_segments"]
+__all__ = ["kernels_only", "short_segments", "two_steps_per_chunk"]
 
 # Of torch, on a CPU that has no bfloat16.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -78,6 +79,25 @@ def test_decays_in_both_directions(kind, seq):
 )
 def test_t5(buckets, heads, seq, causal):
     check("t5", heads, 1, seq, buckets=buckets, causal=causal)
+
+
+@pytest.mark.usefixtures("kernels_only", "two_steps_per_chunk")
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "options"),
+    [
+        ("t5", 1, {"buckets": FAR, "causal": False}),
+        slow("t5", 1, {"buckets": FAR, "causal": True}),
+        slow("t5", 2, {"buckets": NEAR, "causal": False, "normalize": False}),
+        slow("t5", 1, {"buckets": NEAR, "causal": False, "cu_seqlens": torch.tensor([0, 1, 1, 68, 75])}),
+        ("alibi", 1, {"causal": False}),
+        slow("alibi", 2, {"causal": False, "cu_seqlens": torch.tensor([0, 1, 1, 68, 75])}),
+        # Two blocks of columns.
+        slow("t5", 1, {"buckets": NEAR, "causal": False, "sizes": (8, 70)}),
+        slow("alibi", 1, {"causal": False, "sizes": (70, 66)}),
+    ],
+)
+def test_chunks_of_several_steps(kind, kv_heads, options):
+    check(kind, 2, kv_heads, 75, **options)
 
 
 @pytest.mark.usefixtures("kernels_only")

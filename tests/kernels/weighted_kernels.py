@@ -10,7 +10,8 @@ from kernels.triton_device import DEVICE
 from nn.linear_cases import drawn, error, with_gradients
 from nn.weighted_cases import DECAYS, expected, rule_of
 from ropewalk.kernels.linear import segments as linear_segments
-from ropewalk.kernels.linear import triton_prepare
+from ropewalk.kernels.linear import triton_call, triton_prepare
+from ropewalk.kernels.linear.tiles import Block
 from ropewalk.kernels.triton_launch import LAUNCHES
 from ropewalk.ops.linear_attention import linear_attention
 
@@ -25,6 +26,7 @@ __all__ = [
     "kernels_only",
     "ours",
     "short_segments",
+    "two_steps_per_chunk",
 ]
 
 # Relative error of float32 results. Matrix products have the precision of float32.
@@ -40,6 +42,21 @@ def short_segments(monkeypatch):
         monkeypatch.setattr(linear_segments, "segment_length", lambda *_: 64)
         # Launches of other tests have other segments.
         monkeypatch.setattr(triton_prepare, "LAUNCHES", type(LAUNCHES)())
+
+
+@pytest.fixture
+def two_steps_per_chunk(monkeypatch):
+    """Chunks of 32 tokens that are visited in steps of 16, if chunks are computed apart. bfloat16 has such tiles."""
+
+    def tile_of(*arguments, apart):
+        tile = real(*arguments, apart=apart)
+        blocks = {name: block._replace(step=16) for name, block in tile._asdict().items() if isinstance(block, Block)}
+        return tile._replace(chunk=32, **blocks) if apart else tile
+
+    real = triton_call.tile_of
+    monkeypatch.setattr(triton_call, "tile_of", tile_of)
+    # On a GPU too, launches of other tests have other tiles.
+    monkeypatch.setattr(triton_prepare, "LAUNCHES", type(LAUNCHES)())
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ def band_gradient(near: Tensor, far: Tensor, window: int) -> Tensor:
 
     Args:
         near: Gradients of tiles of factors [parts, batch, heads, tiles, queries, keys]. The keys of the first tile are
-            before the queries, by as many tiles as the window needs.
+            before the queries, by the smallest multiple of their number that the window needs. Those of the next tile
+            follow them.
         far: Gradients of keys beyond the band, before and after [heads, 2].
         window: Window of the band.
 
@@ -23,13 +24,15 @@ def band_gradient(near: Tensor, far: Tensor, window: int) -> Tensor:
     >>> band_gradient(near, far, 1).tolist()
     [[6.0, 0.0, 2.0]]
     """
-    tiles, chunk = near.shape[3], near.shape[5]
-    before = (window + chunk - 2) // chunk
-    # Rows of 2 * chunk numbers, read as rows of one number less, are shifted by one each: diagonals become columns.
-    rows = pad(near.sum((0, 1)).flip(-1), (0, chunk)).flatten(-2)[..., : chunk * (2 * chunk - 1)]
-    diagonals = rows.unflatten(-1, (chunk, 2 * chunk - 1)).sum(-2)
-    tile, column = arange(tiles, device=near.device)[:, None], arange(2 * chunk - 1, device=near.device)
-    difference = ((tile - before) * chunk + chunk - 1 - column).clamp(-window, window) + window
+    tiles, rows, columns = near.shape[3:]
+    before = (window + rows - 2) // rows * rows
+    # Lines of rows + columns numbers, read as lines of one number less, are shifted by one each: diagonals become
+    # columns.
+    width = rows + columns - 1
+    lines = pad(near.sum((0, 1)).flip(-1), (0, rows)).flatten(-2)[..., : rows * width]
+    diagonals = lines.unflatten(-1, (rows, width)).sum(-2)
+    tile, column = arange(tiles, device=near.device)[:, None], arange(width, device=near.device)
+    difference = (tile * columns - before + columns - 1 - column).clamp(-window, window) + window
     result = zeros((len(diagonals), 2 * window + 1), dtype=torch.float32, device=near.device)
     result.index_add_(1, difference.flatten(), diagonals.flatten(1))
     result[:, 0] += far[:, 0]

@@ -16,9 +16,10 @@ class Block(NamedTuple):
         warps: Warps per program.
         stages: Pipeline stages of the loads.
         registers: Limit of registers per thread, or None. With fewer, more programs share a multiprocessor.
+        step: Most tokens that are processed at once, if chunks are computed apart.
 
     >>> Block(32, 64, 4).constants(128)
-    {'CHUNK': 128, 'LANES': 32, 'COLUMNS': 64}
+    {'CHUNK': 128, 'STEP': 64, 'LANES': 32, 'COLUMNS': 64}
     """
 
     lanes: int
@@ -26,6 +27,7 @@ class Block(NamedTuple):
     warps: int
     stages: int = 2
     registers: int | None = None
+    step: int = 64
 
     def options(self) -> tuple[int, int, int | None]:
         """Return warps, stages and registers, the last arguments of a `Launch`."""
@@ -33,14 +35,14 @@ class Block(NamedTuple):
 
     def constants(self, chunk: int) -> dict[str, int]:
         """Return the block as constants of a kernel, in their order, with the tokens per chunk."""
-        return {"CHUNK": chunk, "LANES": self.lanes, "COLUMNS": self.columns}
+        return {"CHUNK": chunk, "STEP": min(chunk, self.step), "LANES": self.lanes, "COLUMNS": self.columns}
 
 
 class Tile(NamedTuple):
     """Tile sizes of all kernels of a call.
 
     Args:
-        chunk: Tokens per step.
+        chunk: Tokens per step, or, if chunks are computed apart, per program.
         sums: Block of `sum_segments`.
         values: Block of `read_values`, which has all lanes, and of `read_factors`, which has all columns too.
         features: Block of `read_queries`, which has all columns.
@@ -75,8 +77,7 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
         width: Features per head.
         v_dim: Values per head.
         dtype: Dtype of the tensors.
-        apart: Whether programs compute one chunk each. Several programs per multiprocessor then hide the latency of
-            loads, and pipelined loads would need the memory of the others.
+        apart: Whether programs compute one chunk each, and visit others in steps.
 
     >>> tile_of(80, 64, torch.bfloat16, apart=False).values.lanes  # 40 pairs, up to a power of 2
     64
@@ -89,13 +90,17 @@ def tile_of(width: int, v_dim: int, dtype: torch.dtype, *, apart: bool) -> Tile:
         return Tile(32, sums, values, features, features, together=lanes == columns == 16)
     wide, keeps = lanes > 32 and columns > 64, width == 2 * lanes and v_dim == columns
     sums = Block(lanes, columns, 4, 3 if lanes <= 32 else 2)
-    if wide:
-        block = Block(lanes, columns, 8, 1 if apart else 2)
+    if wide and not apart:
+        block = Block(lanes, columns, 8)
         return Tile(64, sums, block, block, block, keeps=keeps)
+    if wide:
+        # Few rows per step leave memory for the loads of three steps.
+        block = Block(lanes, columns, 8, 3, step=32)
+        return Tile(128, sums._replace(warps=8), block, block, block, keeps=keeps)
     values, features = Block(lanes, min(columns, 64), 4), Block(min(lanes, 32), columns, 4)
     if not apart:
         return Tile(64, sums, values, features, features, keeps=keeps)
     # With 168 registers, three programs share a multiprocessor. Gradients of keys and values need more.
-    values, features = (block._replace(stages=1, registers=168) for block in (values, features))
+    values, features = (block._replace(stages=3, registers=168, step=32) for block in (values, features))
     keys, together = features._replace(registers=None), columns <= 64 and lanes <= 32
     return Tile(64, sums, values, features, keys, together, keeps)

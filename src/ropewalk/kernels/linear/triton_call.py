@@ -21,7 +21,6 @@ from ropewalk.kernels.linear.triton_features import KINDS
 from ropewalk.kernels.linear.triton_kernels import read_factors, read_keys, read_queries, read_values
 from ropewalk.kernels.linear.triton_step import SMALLEST
 from ropewalk.kernels.linear.triton_sums import run_totals, sum_segments
-from ropewalk.kernels.linear.triton_weights import COPIES
 from ropewalk.kernels.torch_internals import current_stream
 from ropewalk.kernels.triton_launch import INTERPRETED, Launch, table_strides
 from ropewalk.kernels.types import FeatureMap, Layout, Weighting
@@ -37,16 +36,18 @@ _TABLES = "q_shift k_shift q_cos q_sin k_cos k_sin"
 _SUMS = "running inner plain low"
 # What the kernels of each launch get, before the numbers that are the same in all calls.
 _ARGUMENTS = {
-    "sum_keys": "k k_shift k_cos k_sin v none none none decay band begins sums inner low fade factors k_row",
+    "sum_keys": "k k_shift k_cos k_sin v none none none decay band begins sums inner low fade factors "
+    "rotated_k mapped_k k_row",
     "sum_queries": "q q_shift q_cos q_sin cotangent out inverse weight decay band begins sums behind_inner behind_low "
-    "fade factors q_row",
+    "fade factors rotated_q mapped_q q_row",
     "scan_keys": "sums fade before after running plain starts",
     "scan_queries": "sums fade last after behind_running behind_plain starts",
-    "values": f"q k v {_TABLES} decay band factors begins {_SUMS} out inverse q_row k_row",
-    "queries": f"q k v cotangent {_TABLES} inverse weight decay band factors begins {_SUMS} of_q of_far q_row k_row",
+    "values": f"q k v {_TABLES} decay band factors begins {_SUMS} rotated_k mapped_k out inverse q_row k_row",
+    "queries": f"q k v cotangent {_TABLES} inverse weight decay band factors begins {_SUMS} "
+    "rotated_k mapped_k of_q of_far q_row k_row",
     "keys": "k q v cotangent k_shift q_shift k_cos k_sin q_cos q_sin inverse weight decay band factors begins "
-    "behind_running behind_inner behind_plain behind_low of_k of_v k_row q_row",
-    "factors": f"q k v cotangent {_TABLES} inverse weight factors begins of_factors q_row k_row",
+    "behind_running behind_inner behind_plain behind_low rotated_k mapped_k rotated_q mapped_q of_k of_v k_row q_row",
+    "factors": "q v cotangent q_shift q_cos q_sin inverse weight factors begins rotated_k mapped_k of_factors q_row",
 }
 
 # The launches of a backward pass, by whether the sums after the last key have a cotangent, and the band a gradient.
@@ -129,8 +130,9 @@ class Sizes:
     chunk: int
     chunks: int
     near: int
+    step: int
     tiles: int
-    line: tuple[int, int]
+    line: int
     half: int
     sequences: int
     query_count: int
@@ -160,11 +162,12 @@ class Sizes:
         self.tile = tile_of(self.width, self.v_dim, v.dtype, apart=self.apart)
         self.chunk = min(self.tile.chunk, self.segment)
         self.chunks = self.segment // self.chunk
-        # Visited chunks before a chunk, and all of them.
+        # Visited chunks before a chunk, the keys of a tile of factors, and the number of tiles that a chunk visits.
         self.near = (self.band + self.chunk - 2) // self.chunk if self.band else 0
-        self.tiles = 1 + self.near * self.directions
-        # Copies of the line of factors of a head in both directions, and its length, as `store_factors` stores them.
-        self.line = 2 * COPIES.value, 2 * (1 + self.near) * self.chunk
+        self.step = min(self.chunk, self.tile.values.step)
+        self.tiles = (1 + self.near * self.directions) * self.chunk // self.step
+        # Length of the line of factors of a head, as `store_factors` stores it.
+        self.line = 2 * (1 + self.near) * self.chunk
         self.half = (self.width + 1) // 2
         self.sequences = self.batch if sequences is None else sequences
         self.query_count = count_segments(self.queries, sequences, self.segment)
@@ -183,6 +186,15 @@ class Sizes:
             ("low", (number * self.chunks, below), torch.float32),
         ]
 
+    def operands(self, role: str) -> list[tuple[str, Sequence[int], torch.dtype]]:
+        """Return the arrays of rotated and of other features, which chunks that are computed apart visit."""
+        rows = self.heads * self.queries if role == "q" else self.kv_heads * self.keys
+        rows *= self.batch * self.apart
+        return [
+            (f"rotated_{role}", (rows, 2 * self.half), self.memory),
+            (f"mapped_{role}", (rows * self.normalize, 2 * self.half), self.memory),
+        ]
+
     def scratch(self, count: int) -> list[tuple[str, Sequence[int], torch.dtype]]:
         """Return the arrays that only the kernels of one pass need.
 
@@ -193,7 +205,7 @@ class Sizes:
         return [
             ("sums", (self.directions * owners * count, size), torch.float32),
             ("fade", (owners * count if self.decay else 0,), torch.float32),
-            ("factors", (self.heads if self.band else 0, *self.line), torch.float32),
+            ("factors", (self.heads if self.band else 0, self.line), torch.float32),
             ("after", self.total_shape, torch.float32),
         ]
 
@@ -273,10 +285,11 @@ class Call(Sizes):
         # Whether a row of queries has the cos and sin of the keys that it reads.
         self.same = same and causal and self.tables[0][1] == 0
         self.kept = self.saved()
-        self.forward_scratch = Arena(self.scratch(self.key_count))
+        self.forward_scratch = Arena([*self.operands("k"), *self.scratch(self.key_count)])
         rows = self.batch * self.heads * self.queries if self.normalize else 0
         sums = [(f"behind_{name}", shape, dtype) for name, shape, dtype in self.sums(self.query_count)]
-        self.backward_scratch = Arena([("weight", (rows,), torch.float32), *sums, *self.scratch(self.query_count)])
+        arrays = *sums, *self.operands("q"), *self.operands("k"), *self.scratch(self.query_count)
+        self.backward_scratch = Arena([("weight", (rows,), torch.float32), *arrays])
         self.out_shape = self.batch, self.heads, self.queries, self.v_dim
         # `empty_like` takes less time than `empty`.
         self.like_q = x.q.is_contiguous() and x.q.shape == self.out_shape and x.q.dtype == self.dtype
@@ -402,7 +415,7 @@ class Call(Sizes):
         """Parts into which chunks are summed, batch, heads, tiles, queries and keys."""
         programs = self.batch * self.heads * self.tiles
         parts = max(1, min(_ENOUGH_PROGRAMS // programs, self.query_count * self.chunks))
-        return parts, self.batch, self.heads, self.tiles, self.chunk, self.chunk
+        return parts, self.batch, self.heads, self.tiles, self.chunk, self.step
 
     def _sum_keys(self, arrays: dict[str, Any], variant: str) -> Launch:
         return self._summing("k", arrays["v"], (0, 0, 0), self.key_count)
@@ -425,7 +438,7 @@ class Call(Sizes):
             "PACKED": self.packed, "SEGMENT": self.segment, **block.constants(self.chunk),
             "LANE_BLOCKS": lane_blocks, "KIND": self.kind, "PRECISION": self.precision,
         }  # fmt: skip
-        grid = owners * count, lane_blocks * column_blocks, self.directions
+        grid = owners * count, lane_blocks * column_blocks, 1
         return Launch(sum_segments, grid, numbers, constants, *block.options())
 
     def _scan_keys(self, arrays: dict[str, Any], variant: str) -> Launch:
@@ -512,19 +525,18 @@ class Call(Sizes):
     def _factors(self, arrays: dict[str, Any], variant: str) -> Launch:
         block, owners = self.tile.values, self.batch * self.heads
         numbers = (
-            *self.strides["q"], *self.strides["k"], *self.strides["v"], *arrays["cotangent"].stride()[:3],
-            *self.tables[0], *self.tables[1], self.queries, owners, self.query_count, self.heads, self.kv_heads,
-            self.scale,
+            *self.strides["q"], *self.strides["v"], *arrays["cotangent"].stride()[:3], *self.tables[0], self.queries,
+            owners, self.query_count, self.heads, self.kv_heads, self.scale,
         )  # fmt: skip
         constants = {
             "X_HEADS": self.heads, "X_GROUP": self.group * self.share, "FEATURES": self.features, "V_DIM": self.v_dim,
-            "X_MAP": self.maps[0], "Y_MAP": self.maps[1], "NORMALIZED": self.normalize,
-            "BAND": self.band, "PACKED": self.packed, "SEGMENT": self.segment, "CHUNK": self.chunk,
-            "LANES": block.lanes, "COLUMNS": self.tile.features.columns, "KIND": self.kind,
-            "PRECISION": self.precision,
+            "X_MAP": self.maps[0], "NORMALIZED": self.normalize, "BAND": self.band, "PACKED": self.packed,
+            "SEGMENT": self.segment, **block.constants(self.chunk), "COLUMNS": self.tile.features.columns,
+            "KIND": self.kind, "PRECISION": self.precision,
         }  # fmt: skip
         grid = owners, self.tiles, self._factors_shape[0]
-        return Launch(read_factors, grid, numbers, constants, block.warps, block.stages)
+        # All rows are loaded in its loop: those of more than one stage would not fit into shared memory.
+        return Launch(read_factors, grid, numbers, constants, block.warps, 1)
 
 
 def _addresses(*tensors: Tensor | None) -> list[int]:

@@ -212,3 +212,33 @@ def load_rotated(
         c, s = load_tables(table, batch, head, begin, index, valid, offset, LANES, FEATURES)
     u, w = rotate_pairs(a, b, c, s, FEATURES)
     return a, b, u, w, c, s
+
+
+@triton.jit
+def stored_rows(
+    stored, batch, head, begin, index, valid, offset, heads, length, LANES: tl.constexpr, FEATURES: tl.constexpr
+):
+    """Return the addresses and the mask [rows, 2 * lanes] of rows that `store_operand` stores."""
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    place = 2 * offset + tl.arange(0, 2 * LANES)
+    at = ((batch * heads + head) * length + begin + index) * (2 * HALF)
+    return stored + at[:, None] + place[None, :], valid[:, None] & (place < 2 * HALF)[None, :]
+
+
+@triton.jit
+def store_operand(
+    stored, x, batch, head, begin, index, valid, offset, heads, length, LANES: tl.constexpr, FEATURES: tl.constexpr
+):
+    """Store rows of features as `joined` returns them, for `load_operand`."""
+    target, mask = stored_rows(stored, batch, head, begin, index, valid, offset, heads, length, LANES, FEATURES)
+    tl.store(target, x.to(stored.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_operand(
+    stored, batch, head, begin, index, valid, offset, heads, length, LANES: tl.constexpr, FEATURES: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Load rows that `store_operand` stored, 0 where they are not valid."""
+    source, mask = stored_rows(stored, batch, head, begin, index, valid, offset, heads, length, LANES, FEATURES)
+    return tl.load(source, mask=mask, other=0.0).to(KIND)

@@ -11,6 +11,7 @@ from ropewalk.kernels.linear.triton_features import exponential
 from ropewalk.kernels.linear.triton_rows import (
     joined,
     load_features,
+    load_operand,
     load_tables,
     load_values,
     mapped_pairs,
@@ -18,6 +19,7 @@ from ropewalk.kernels.linear.triton_rows import (
     place_of,
     rotate_pairs,
     segment_of,
+    store_operand,
 )
 from ropewalk.kernels.linear.triton_weights import chunk_decay, far_weight, store_factors
 
@@ -42,22 +44,88 @@ def store_lanes(target, slot, a, b, lane, HALF: tl.constexpr):
     tl.store(source + 1, b, mask=lane < HALF)
 
 
+@triton.jit
+def sum_back(
+    stored, values, decay, band, sums, inner, low, slot, batch, head, begin, size, length, column, offset, is_first,
+    GROUP: tl.constexpr, SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr, QUERIES: tl.constexpr,
+    NORMALIZED: tl.constexpr, DECAY: tl.constexpr, BAND: tl.constexpr, SEGMENT: tl.constexpr, CHUNK: tl.constexpr,
+    STEP: tl.constexpr, LANES: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum a segment from its end, decayed to the token before it, and store the sums after each chunk and of all.
+
+    Rows were stored as operands: `stored` is the rotated features, the others, and the number of heads. The sums are
+    stored at `slot`.
+    """
+    HALF: tl.constexpr = (FEATURES[0] + 1) // 2
+    SIZE: tl.constexpr = 2 * HALF * (V_DIM + 1)
+    STEPS: tl.constexpr = SEGMENT // STEP
+    place = 2 * offset + tl.arange(0, 2 * LANES)
+    at_sums = column[:, None] * (2 * HALF) + place[None, :]
+    known = place < 2 * HALF
+    inside = (column < V_DIM)[:, None] & known[None, :]
+    total = tl.zeros((column.shape[0], 2 * LANES), tl.float32)
+    plain = tl.zeros((2 * LANES,), tl.float32)
+    for step in range(0, STEPS * GROUP):
+        start = (STEPS - 1 - step // GROUP) * STEP
+        index = start + tl.arange(0, STEP)
+        valid = index < size
+        virtual = head * GROUP + step % GROUP
+        member = virtual // SHARE
+        if step % (GROUP * (CHUNK // STEP)) == 0:
+            chunk = slot * (SEGMENT // CHUNK) + start // CHUNK
+            tl.store(inner + chunk * (2 * HALF * V_DIM) + at_sums, total.to(inner.dtype.element_ty), mask=inside)
+            if is_first:
+                tl.store(low + chunk * (2 * HALF) + place, plain, mask=known)
+        x = load_operand(
+            stored[0], batch, member, begin, index, valid, offset, stored[2], length, LANES, FEATURES, KIND
+        )
+        z = load_values(values, batch, member, begin, index, valid, column, V_DIM, KIND)
+        y = x
+        if NORMALIZED:
+            y = load_operand(
+                stored[1], batch, member, begin, index, valid, offset, stored[2], length, LANES, FEATURES, KIND
+            )
+        y = y.to(tl.float32)
+        if DECAY:
+            tokens = tl.minimum(tl.maximum(size - start, 0), STEP)
+            local, whole = chunk_decay(decay, begin, start, tokens, DECAY, STEP)
+            far = exponential(local.to(tl.float32))[:, None]
+            z, y = (z.to(tl.float32) * far).to(KIND), y * far
+            if step % GROUP == 0:
+                kept = exponential(whole.to(tl.float32))
+                total, plain = total * kept, plain * kept
+        if QUERIES and BAND > 0:
+            # The factor with which keys before their band read a query.
+            far = far_weight(band, virtual, BAND, False)
+            total += far * tl.dot(tl.trans(z), x, input_precision=PRECISION)
+            y *= far
+        else:
+            total = tl.dot(tl.trans(z), x, total, input_precision=PRECISION)
+        if NORMALIZED:
+            plain += tl.sum(y, axis=0)
+    tl.store(sums + slot * SIZE + at_sums, total, mask=inside)
+    if is_first:
+        tl.store(sums + slot * SIZE + 2 * HALF * V_DIM + place, plain, mask=known)
+
+
 @triton.jit(do_not_specialize=["row", "length", "owners", "count", "heads"])
 def sum_segments(
-    y, shift, cos, sin, z, out, inverse, weight, decay, band, begins, sums, inner, low, fade, factors, row,
-    y_b, y_h, y_n, z_b, z_h, z_n, o_b, o_h, o_n, d_b, d_h, d_n, table_b, table_h, length, owners, count, heads, factor,
+    y, shift, cos, sin, z, out, inverse, weight, decay, band, begins, sums, inner, low, fade, factors, rotated, mapped,
+    row, y_b, y_h, y_n, z_b, z_h, z_n, o_b, o_h, o_n, d_b, d_h, d_n, table_b, table_h, length, owners, count, heads,
+    factor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, FEATURES: tl.constexpr, V_DIM: tl.constexpr,
     MAP: tl.constexpr, QUERIES: tl.constexpr, NORMALIZED: tl.constexpr, DECAY: tl.constexpr, DIRECTIONS: tl.constexpr,
     APART: tl.constexpr, BAND: tl.constexpr, READERS: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
-    CHUNK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr, KIND: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, STEP: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr, LANE_BLOCKS: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum z (R y)^T and y over each segment, and over the GROUP heads that share a sum.
 
     A sum of keys is decayed to the segment's last token, one of queries to the token before its first. With two
-    DIRECTIONS, the third grid axis is the direction: 0 as for keys, 1 as for queries. The sums of y over each chunk,
-    decayed to its end, are stored in `low`. APART: the sums of the segment before each chunk are stored instead, also
-    those of z (R y)^T, in `inner`. QUERIES: y are queries and z the cotangents of their outputs. Rotated rows are
+    DIRECTIONS, the first is summed as for keys, also if y are queries, and `sum_back` sums the second. The sums of y
+    over each chunk, decayed to its end, are stored in `low`. APART: the sums of the segment before each chunk are
+    stored instead, also those of z (R y)^T, in `inner`, and the rows as operands, in `rotated` and `mapped`. Only then
+    may a chunk be several steps. QUERIES: y are queries and z the cotangents of their outputs. Rotated rows are
     multiplied by `inverse`, the others by the cotangent of the denominator, which is stored in `weight`. With a BAND,
     the factors of the READERS query heads per sum are stored in `factors`.
     """
@@ -69,13 +137,11 @@ def sum_segments(
     lane = offset + tl.arange(0, LANES)
     column = (block // LANE_BLOCKS) * COLUMNS + tl.arange(0, COLUMNS)
     begin, end, _first, _last = segment_of(begins, number, count, length, SEGMENT, PACKED)
-    after = (1 if QUERIES else 0) if DIRECTIONS == 1 else tl.program_id(2)
+    after: tl.constexpr = 1 if DIRECTIONS == 1 and QUERIES else 0
     size = (end - begin).to(tl.int32)
     side, table = (y, shift, y_b, y_h, y_n, heads), (cos, sin, row, table_b, table_h)
     values, outs, logs = (z, z_b, z_h, z_n), (out, o_b, o_h, o_n), (decay + batch * d_b + head * d_h, d_n)
     slot = (batch * HEADS + head) * count + number
-    if DIRECTIONS == 2:
-        slot += after * (owners * count).to(tl.int64)
     total = tl.zeros((COLUMNS, 2 * LANES), tl.float32)
     plain_a = tl.zeros((LANES,), tl.float32)
     plain_b = tl.zeros((LANES,), tl.float32)
@@ -85,15 +151,17 @@ def sum_segments(
     place = 2 * offset + tl.arange(0, 2 * LANES)
     at_sums = column[:, None] * (2 * HALF) + place[None, :]
     inside = (column < V_DIM)[:, None] & (place < 2 * HALF)[None, :]
+    tl.static_assert(APART or STEP == CHUNK)
     CHUNKS: tl.constexpr = SEGMENT // CHUNK
-    for step in range(0, CHUNKS * GROUP):
-        chunk = step // GROUP + after * (CHUNKS - 1 - 2 * (step // GROUP))
-        start = chunk * CHUNK
-        index = start + tl.arange(0, CHUNK)
+    STEPS: tl.constexpr = SEGMENT // STEP
+    for step in range(0, STEPS * GROUP):
+        start = (step // GROUP + after * (STEPS - 1 - 2 * (step // GROUP))) * STEP
+        chunk = start // CHUNK
+        index = start + tl.arange(0, STEP)
         valid = index < size
         virtual = head * GROUP + step % GROUP
         member = virtual // SHARE
-        if APART and step % GROUP == 0:
+        if APART and step % (GROUP * (CHUNK // STEP)) == 0:
             target = inner + (slot * CHUNKS + chunk) * (2 * HALF * V_DIM)
             tl.store(target + at_sums, total.to(inner.dtype.element_ty), mask=inside)
             if block // LANE_BLOCKS == 0:
@@ -122,15 +190,24 @@ def sum_segments(
             else:
                 # Cotangents of denominators are 0.
                 r, t, e, f = r * factor, t * factor, e * 0.0, f * 0.0
-            if BAND > 0:
-                # Keys beyond the band share one factor per query head. Queries after them read keys before.
-                far = far_weight(band, virtual, BAND, False)
-                if DIRECTIONS == 2:
-                    far = tl.where(after == 1, far, far_weight(band, virtual, BAND, True))
-                r, t, e, f = r * far, t * far, e * far, f * far
+        # A program reads its own rows again. Otherwise one of the programs that share a row is enough.
+        if APART and (DIRECTIONS == 2 or ((block // LANE_BLOCKS == 0) & (virtual % SHARE == 0))):
+            store_operand(
+                rotated, joined(r, t, FEATURES, KIND), batch, member, begin, index, valid, offset, heads, length,
+                LANES, FEATURES,
+            )  # fmt: skip
+            if NORMALIZED:
+                store_operand(
+                    mapped, joined(e, f, FEATURES, KIND), batch, member, begin, index, valid, offset, heads, length,
+                    LANES, FEATURES,
+                )  # fmt: skip
+        if QUERIES and BAND > 0:
+            # Keys beyond the band share one factor per query head. Queries after them read keys before.
+            far = far_weight(band, virtual, BAND, DIRECTIONS == 2)
+            r, t, e, f = r * far, t * far, e * far, f * far
         if DECAY:
-            tokens = tl.minimum(tl.maximum(size - start, 0), CHUNK)
-            local, whole = chunk_decay(logs, begin, start, tokens, DECAY, CHUNK)
+            tokens = tl.minimum(tl.maximum(size - start, 0), STEP)
+            local, whole = chunk_decay(logs, begin, start, tokens, DECAY, STEP)
             far = exponential((after * local + (1 - after) * (whole - local)).to(tl.float32))[:, None]
             r, t, e, f = r * far, t * far, e * far, f * far
             if step % GROUP == 0:
@@ -152,12 +229,21 @@ def sum_segments(
     tl.store(sums + slot * SIZE + at_sums, total, mask=inside)
     if block // LANE_BLOCKS == 0:
         store_lanes(sums + slot * SIZE + 2 * HALF * V_DIM, slot * 0, plain_a, plain_b, lane, HALF)
-    if DECAY and block == 0 and tl.program_id(2) == 0:
+    if DECAY and block == 0:
         tl.store(fade + (batch * HEADS + head) * count + number, gone)
+    if DIRECTIONS == 2:
+        # The rows that this program stored are complete.
+        tl.debug_barrier()
+        sum_back(
+            (rotated, mapped, heads), values, logs, band, sums, inner, low,
+            slot + (owners * count).to(tl.int64), batch, head, begin, size, length, column, offset,
+            block // LANE_BLOCKS == 0, GROUP, SHARE, FEATURES, V_DIM, QUERIES, NORMALIZED, DECAY, BAND, SEGMENT, CHUNK,
+            STEP, LANES, KIND, PRECISION,
+        )  # fmt: skip
     if BAND > 0:
         BLOCKS: tl.constexpr = 2 * (1 + (BAND + CHUNK - 2) // CHUNK)
         SIDE: tl.constexpr = -1 if DIRECTIONS == 1 else 0
-        if (tl.program_id(0) < HEADS) & (block == 0) & (tl.program_id(2) == 0):
+        if (tl.program_id(0) < HEADS) & (block == 0):
             for step in range(0, READERS * BLOCKS):
                 store_factors(factors, band, head * READERS + step // BLOCKS, step % BLOCKS, BAND, SIDE, CHUNK)
 

@@ -9,10 +9,15 @@ row, 1 for those from it on, 0 for all.
 # pyright: reportPossiblyUnboundVariable=false, reportOperatorIssue=false
 # In Triton's language a tl.constexpr is its value, which type checkers do not know.
 
+import torch
 import triton
 import triton.language as tl
 
 from ropewalk.kernels.linear.triton_features import exponential
+from ropewalk.kernels.triton_launch import INTERPRETED
+
+# The interpreter has no assembly, and GPUs of AMD have another one.
+ASSEMBLY = tl.constexpr(not INTERPRETED and torch.version.hip is None)
 
 # exp of this is 0 in float32. Smaller logarithms would make sums of logarithms imprecise, or infinite.
 LEAST = tl.constexpr(-1000.0)
@@ -98,38 +103,45 @@ def far_weight(band, head, BAND: tl.constexpr, AFTER: tl.constexpr):
     return tl.exp(tl.load(band + head * (2 * BAND + 1) + (2 * BAND if AFTER else 0))).to(tl.float32)
 
 
-# The factors of a band are stored as a line per query head, by the difference key - query. All rows of a tile of
-# factors are parts of that line, which the cache of a multiprocessor keeps; tiles would be as large as the rows that
-# are read. COPIES of the line are shifted by one element each, so that every row begins at an aligned vector of one of
-# them. As many copies by the difference query - key follow, for tiles of keys and queries.
-COPIES = tl.constexpr(4)
+# The factors of a band are stored as a line per query head, by the difference key - query, which the cache of a
+# multiprocessor keeps. Tiles of factors would be as large as the rows that are read.
 
 
 @triton.jit
 def store_factors(factors, band, head, block, BAND: tl.constexpr, SIDE: tl.constexpr, CHUNK: tl.constexpr):
-    """Store a block of CHUNK elements of the lines of a query head. There are 2 * (1 + NEAR) blocks.
+    """Store a block of CHUNK elements of the line of a query head. There are 2 * (1 + NEAR) blocks.
 
     SIDE is which keys are read: -1 for those up to the query, 0 for all.
     """
     NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
     LINE: tl.constexpr = 2 * (1 + NEAR) * CHUNK
-    line = tl.arange(0, 2 * COPIES)
     place = block * CHUNK + tl.arange(0, CHUNK)
-    ahead = (place[None, :] - (1 + NEAR) * CHUNK - (line % COPIES)[:, None]) * (1 - 2 * (line // COPIES))[:, None]
+    ahead = place - LINE // 2
     known = tl.minimum(tl.maximum(ahead, -BAND), BAND)
     weights = tl.exp(tl.load(band + head * (2 * BAND + 1) + BAND + known)).to(tl.float32)
     if SIDE < 0:
         weights = tl.where(ahead <= 0, weights, 0.0)
-    tl.store(factors + (head * 2 * COPIES + line[:, None]) * LINE + place[None, :], weights)
+    tl.store(factors + head * LINE + place, weights)
 
 
 @triton.jit
-def load_factors(factors, head, ahead, BAND: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr):
-    """Load the factors [x, y] of a chunk that is `ahead` chunks after x. KEYS: x are keys, and y their queries."""
+def load_factors(factors, head, ahead, BAND: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr):
+    """Load the factors [x, y] between a chunk and STEP rows, `ahead` steps after its first row.
+
+    KEYS: x are keys, and y their queries.
+    """
     NEAR: tl.constexpr = (BAND + CHUNK - 2) // CHUNK
     LINE: tl.constexpr = 2 * (1 + NEAR) * CHUNK
-    row = tl.arange(0, CHUNK)
-    line = (head * 2 + (1 if KEYS else 0)) * COPIES + row % COPIES
-    # A multiple of COPIES, as the compiler can prove.
-    start = line * LINE + (1 + NEAR + ahead) * CHUNK - row // COPIES * COPIES
-    return tl.load(factors + start[:, None] + row[None, :])
+    x, y = tl.arange(0, CHUNK).to(tl.int64)[:, None], tl.arange(0, STEP).to(tl.int64)[None, :]
+    # First what is the same for all elements.
+    if KEYS:
+        source = (factors + head * LINE + LINE // 2 - ahead * STEP) + (x - y)
+    else:
+        source = (factors + head * LINE + LINE // 2 + ahead * STEP) + (y - x)
+    if not ASSEMBLY:
+        return tl.load(source)
+    # `tl.load` would load other elements in each thread than those of the scores, and exchange them through shared
+    # memory, which takes longer than the products of a visit.
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.f32 $0, [$1];", "=f,l", [source.to(tl.int64)], dtype=tl.float32, is_pure=True, pack=1
+    )
