@@ -4,7 +4,8 @@ python benchmarks/kernel_times.py [--rounds 10] [--json benchmarks/kernel_times.
 
 Forward and backward of the paths that `python -m ropewalk.tools.bench.attention --only weights` times, in bfloat16 with
 RoPE, by torch's profiler: microseconds per call that each kernel is on the device, summed over its launches. Calls
-follow each other, so that a part of their inputs is in the cache, other than in that benchmark.
+follow each other, so that a part of their inputs is in the cache, other than in that benchmark. The record is written
+anew after every case, so that a run that is stopped early leaves one.
 """
 
 import argparse
@@ -54,13 +55,6 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the record")
     options = parser.parse_args()
     cases: list[dict[str, Any]] = []
-    for shape in SHAPES:
-        for path in GROUPS["weights"]:
-            case = {"shape": list(shape), "path": path, "kernels": kernels(path, shape, options.rounds)}
-            cases.append(case)
-            print(f"{shape} {path}: {sum(us for us, _ in case['kernels'].values()):.0f} us")
-            for name, (us, launches) in sorted(case["kernels"].items(), key=lambda item: -item[1][0]):
-                print(f"{us:10.1f} us in {launches:g} launches: {name}", flush=True)
     record = {
         "command": "python benchmarks/kernel_times.py",
         "date": datetime.now(UTC).date().isoformat(),
@@ -69,8 +63,16 @@ def main() -> None:
         "rounds": options.rounds,
         "cases": cases,
     }
-    if options.json:
-        write_record(record, options.json, [])
+    for shape in SHAPES:
+        for path in GROUPS["weights"]:
+            times = kernels(path, shape, options.rounds)
+            total = sum(us for us, _ in times.values())
+            cases.append({"shape": list(shape), "path": path, "us": round(total, 1), "kernels": times})
+            print(f"{shape} {path}: {total:.0f} us")
+            for name, (us, launches) in sorted(times.items(), key=lambda item: -item[1][0]):
+                print(f"{us:10.1f} us in {launches:g} launches: {name}", flush=True)
+            if options.json:
+                write_record(record, options.json, [])
 
 
 if __name__ == "__main__":

@@ -95,7 +95,10 @@ def linear_weights(page: str) -> str:
     return own_lines(
         paragraph(text),
         table(["batch, heads, N, dim", "+ RoPE", *names], *attention_rows("weights", cells)),
-        paragraph(f"Temporaries are at most {sizes[0]:.2f} times q, k and v; in both directions {sizes[1]:.2f} times."),
+        paragraph(
+            f"Temporaries of these calls are at most {sizes[0]:.2f} times q, k and v; in both directions"
+            f" {sizes[1]:.2f} times."
+        ),
     )
 
 
@@ -103,20 +106,20 @@ def linear_weights(page: str) -> str:
 def linear_kernels(page: str) -> str:
     measured = record("kernel_times")
     text = (
-        f"Where the time of forward and backward goes (torch's profiler, {measured['date']},"
-        f" `{measured['command']}`, [record](../benchmarks/kernel_times.json)), in microseconds per call; a kernel of"
-        " several launches is their sum:"
+        f"Forward and backward by torch's profiler, kernels summed, in microseconds per call ({measured['date']},"
+        f" `{measured['command']}`, [record](../benchmarks/kernel_times.json)):"
     )
-    parts = []
-    for shape in ([1, 16, 65_536, 64], [4, 16, 8192, 128]):
-        cases = {x["path"].removeprefix("ropewalk "): x["kernels"] for x in measured["cases"] if x["shape"] == shape}
-        rows: list[list[str]] = []
-        for name in dict.fromkeys(name for kernels in cases.values() for name in kernels):
-            rows.append(
-                [f"`{name}`", *(f"{kernels[name][0]:.0f}" if name in kernels else "–" for kernels in cases.values())]
-            )
-        rows.append(["sum", *(f"{sum(us for us, _ in kernels.values()):.0f}" for kernels in cases.values())])
-        parts.append(table([f"{tuple(shape)}", *cases], *rows))
+    shapes = ([1, 16, 65_536, 64], [4, 16, 8192, 128])
+    paths = dict.fromkeys(x["path"] for x in measured["cases"])
+    sums = {(tuple(x["shape"]), x["path"]): x["us"] for x in measured["cases"]}
+    rows = [[f"{tuple(shape)}", *(f"{sums[tuple(shape), path]:.0f}" for path in paths)] for shape in shapes]
+    parts = [table(["batch, heads, N, dim", *(path.removeprefix("ropewalk ") for path in paths)], *rows)]
+    by_kernel = [x for x in measured["cases"] if x["kernels"]]
+    names = dict.fromkeys(name for x in by_kernel for name in x["kernels"])
+    header = [f"{x['path'].removeprefix('ropewalk ')}, {tuple(x['shape'])}" for x in by_kernel]
+    times = ([f"{x['kernels'][name][0]:.0f}" if name in x["kernels"] else "–" for x in by_kernel] for name in names)
+    parts.append(paragraph("By kernel; a kernel of several launches is their sum:"))
+    parts.append(table(["", *header], *([f"`{name}`", *cells] for name, cells in zip(names, times, strict=True))))
     return own_lines(paragraph(text), *parts)
 
 

@@ -48,15 +48,15 @@ ATTENTION_MS = {
         "ropewalk ALiBi": (0.495, 1.84),
         "ropewalk T5": (0.86, 3.2),
         "ropewalk ALiBi, two-way": (0.86, 3.2),
-        "ropewalk T5, two-way": (1.2, 4.8),
+        "ropewalk T5, two-way": (0.98, 3.4),
     },
     (4, 16, 8192, 128): {
         "ropewalk linear + RoPE": (0.58, 2.25),
-        "ropewalk decay": (1.2, 3.65),
-        "ropewalk ALiBi": (1.2, 3.65),
-        "ropewalk T5": (1.4, 5.5),
-        "ropewalk ALiBi, two-way": (1.5, 5.2),
-        "ropewalk T5, two-way": (2.35, 9.2),
+        "ropewalk decay": (1.2, 2.4),
+        "ropewalk ALiBi": (1.2, 2.4),
+        "ropewalk T5": (1.2, 3.3),
+        "ropewalk ALiBi, two-way": (1.3, 3.75),
+        "ropewalk T5, two-way": (1.5, 5.0),
     },
 }
 # The relative difference between the outputs of ropewalk and of fla in bfloat16.
