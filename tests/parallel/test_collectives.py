@@ -63,8 +63,15 @@ def test_number_of_collectives(tmp_path):
     assert [name for name, failed in failures.items() if failed] == [], next(filter(None, failures.values()))[0]
 
 
+PASSES = 3
+
+
 def peaks_of(world):
-    """The peak memory of one pass with 64 tokens per rank, by method and encoding."""
+    """The peak memory of one pass with 64 tokens per rank, by method and encoding.
+
+    It is the least of several passes: a thread of gloo may keep a tensor that it has sent for a moment longer, at times
+    that differ from pass to pass.
+    """
 
     def case(name, method, mesh):
         shards = parallel.Shards(mesh, 64 * world, check_calls=False)
@@ -76,17 +83,13 @@ def peaks_of(world):
             return torch.autograd.grad(out.sum(), parts)
 
         both()
-        PEAKS[name, method] = _peak_bytes(both, "cpu")
-        raise PeakError(PEAKS[name, method])
+        raise PeakError(min(_peak_bytes(both, "cpu") for _ in range(PASSES)))
 
     return {
         f"{name}, {method}": lambda mesh, x=(name, method): case(*x, mesh)
         for name in ("rope", "t5")
         for method in ("ring", "gather")
     }
-
-
-PEAKS: dict = {}
 
 
 class PeakError(Exception):
@@ -103,6 +106,8 @@ def test_a_ring_needs_the_same_memory_on_more_ranks(tmp_path):
             for name, text in result.items():
                 number = int(text.strip().rsplit("PeakError: ", 1)[1])
                 peaks[name, world] = max(number, peaks.get((name, world), 0))
+    of_a_rank = sum(x.nbytes for x in drawn(1, 4, 4, 64, 8, 8)[1:])
     for name in ("rope", "t5"):
         assert peaks[f"{name}, ring", 5] <= 1.01 * peaks[f"{name}, ring", 3]
-        assert peaks[f"{name}, gather", 5] > 1.3 * peaks[f"{name}, gather", 3]
+        # Keys and values of two more ranks.
+        assert peaks[f"{name}, gather", 5] >= peaks[f"{name}, gather", 3] + 2 * of_a_rank

@@ -298,7 +298,7 @@ class LinearAgain(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the gradients of q, k and v from the cotangent of the outputs and the results of `forward`, or None.
 
-        All tensors are plain. None if one of them has strides that the kernels cannot read.
+        None if one of the tensors is not plain, or has strides that the kernels cannot read.
         """
         ...
 

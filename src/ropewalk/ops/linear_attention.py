@@ -161,7 +161,7 @@ class Repeated(NamedTuple):
         graph = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         again = self.again
         if again is not None:
-            return _apply_again(q, k, v, self, again, at) if graph else again.forward(q, k, v, at)[0]
+            return _apply_again(q, k, v, (self, at)) if graph else again.forward(q, k, v, at)[0]
         q_side, k_side = Side(q, self.maps[0], None, self.tables), Side(k, self.maps[1], None, self.tables)
         if graph:
             cos, sin, row = self.tables or _NO_TABLES
@@ -328,25 +328,23 @@ class _LinearAttention(torch.autograd.Function):
 
 
 class _Again(torch.autograd.Function):
-    """A repeated call. Inputs: q, k, v, a `Repeated`, its `again`, and the addresses of q, k and v."""
+    """A repeated call. Inputs: q, k, v, and a `Repeated` that has `again`, with the addresses of q, k and v."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, repeated: Repeated, again: LinearAgain, at: tuple[int, ...]
-    ) -> Tensor:
-        out, saved = again.forward(q, k, v, at)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple[Repeated, tuple[int, ...]]) -> Tensor:
+        ctx.repeated, at = call
+        out, saved = ctx.repeated.again.forward(q, k, v, at)
         ctx.save_for_backward(q, k, v, out, saved)
-        ctx.repeated, ctx.again = repeated, again
         return out
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
         (q, k, v, out, saved), repeated, (cotangent,) = ctx.saved_tensors, ctx.repeated, cotangents
         # Higher derivatives, transforms of functions and compilers need the formula.
-        if not torch.is_grad_enabled() and are_plain(cotangent, q, k, v, out, saved):
-            found = ctx.again.backward(cotangent, q, k, v, out, saved)
+        if not torch.is_grad_enabled() and are_plain():
+            found = repeated.again.backward(cotangent, q, k, v, out, saved)
             if found is not None:
-                return *found, None, None, None
+                return *found, None
         choice, maps, tables, layout, weighting, _ = repeated
         cos, sin, row = tables or _NO_TABLES
         call = _Call(
@@ -355,7 +353,7 @@ class _Again(torch.autograd.Function):
         )  # fmt: skip
         needs = *ctx.needs_input_grad[:3], False, False, False
         gradients = _gradients_of(call, choice.operation, cotangent, None, (out, None, saved), needs)
-        return *gradients[:3], None, None, None
+        return *gradients[:3], None
 
 
 _apply, _apply_again = plain_apply(_LinearAttention), plain_apply(_Again)

@@ -34,11 +34,12 @@ class Arena:
             self.offsets[name] = end
             end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.length = end // 4
+        self._starts = tuple(self.offsets.values())
 
     def addresses(self, memory: Tensor, last: Tensor | None = None) -> list[int]:
         """Return the address of each array in an allocation, with that of `last` in place of the last one."""
         start = memory.data_ptr()
-        addresses = [start + offset for offset in self.offsets.values()]
+        addresses = [start + offset for offset in self._starts]
         if last is not None:
             addresses[-1] = last.data_ptr()
         return addresses

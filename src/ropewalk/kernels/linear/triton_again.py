@@ -91,7 +91,7 @@ class Again:
     def backward(
         self, cotangent: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return the gradients of q, k and v, or None if a tensor needs a copy. All tensors must be plain.
+        """Return the gradients of q, k and v, or None if a tensor needs a copy or is not plain.
 
         Args:
             cotangent: Cotangent of the outputs.

@@ -341,8 +341,8 @@ class Call(Sizes):
         """Return the outputs, the sums after the last key in flat form if `sums`, and what the backward needs."""
         device = self.device
         begins, starts = self.plan(x.k, cu_seqlens)
-        saved = empty((self.kept.length,), dtype=torch.float32, device=device)
-        scratch = empty((self.forward_scratch.length,), dtype=torch.float32, device=device)
+        saved = empty(self.kept.length, dtype=torch.float32, device=device)
+        scratch = empty(self.forward_scratch.length, dtype=torch.float32, device=device)
         total = empty(self.total_shape, dtype=torch.float32, device=device) if sums else None
         if self.packed:
             # No kernel writes the outputs of tokens after the last packed sequence.
@@ -368,7 +368,7 @@ class Call(Sizes):
         """Return the gradients of q, k, v, of the initial sums if `sums`, and of the band's logarithms if `learned`."""
         device = self.device
         begins, starts = self.plan(x.k, cu_seqlens)
-        scratch = empty((self.backward_scratch.length,), dtype=torch.float32, device=device)
+        scratch = empty(self.backward_scratch.length, dtype=torch.float32, device=device)
         of_before = empty(self.total_shape, dtype=torch.float32, device=device) if sums else None
         of_q = _like(x.q, self.packed)
         if self.share == 1:
