@@ -90,6 +90,11 @@ def test_t5(buckets, heads, seq, causal):
         slow("t5", 2, {"buckets": NEAR, "causal": False, "normalize": False}),
         slow("t5", 1, {"buckets": NEAR, "causal": False, "cu_seqlens": torch.tensor([0, 1, 1, 68, 75])}),
         ("alibi", 1, {"causal": False}),
+        # Keys without a rotation are stored once.
+        ("t5", 1, {"buckets": NEAR, "causal": False, "rotated": False}),
+        slow("t5", 2, {"buckets": FAR, "causal": True, "rotated": False}),
+        slow("alibi", 1, {"causal": False, "rotated": False}),
+        slow("t5", 1, {"buckets": NEAR, "causal": False, "rotated": False, "normalize": False}),
         slow("alibi", 2, {"causal": False, "cu_seqlens": torch.tensor([0, 1, 1, 68, 75])}),
         # Two blocks of columns.
         slow("t5", 1, {"buckets": NEAR, "causal": False, "sizes": (8, 70)}),

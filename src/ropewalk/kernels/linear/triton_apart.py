@@ -133,17 +133,18 @@ def visit_weights(
 @triton.jit
 def load_visited(
     stored, values, batch, member, begin, index, valid, offset, column, length, LANES: tl.constexpr,
-    FEATURES: tl.constexpr, V_DIM: tl.constexpr, BELOW: tl.constexpr, KIND: tl.constexpr,
+    FEATURES: tl.constexpr, V_DIM: tl.constexpr, TWICE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Load rows y that were stored as operands: rotated features, the others if BELOW, and values.
+    """Load rows y that were stored as operands: rotated features, the others, and values.
 
-    `stored` is the rotated and the other features, and the number of heads.
+    `stored` is the rotated features, the others if they are stored TWICE, and the number of heads. Keys without a
+    rotation are stored once.
     """
     rotated = load_operand(
         stored[0], batch, member, begin, index, valid, offset, stored[2], length, LANES, FEATURES, KIND
     )
     unrotated = rotated
-    if BELOW:
+    if TWICE:
         unrotated = load_operand(
             stored[1], batch, member, begin, index, valid, offset, stored[2], length, LANES, FEATURES, KIND
         )
@@ -153,11 +154,11 @@ def load_visited(
 @triton.jit
 def store_visited(
     stored, rotated, unrotated, batch, head, begin, index, valid, length, LANES: tl.constexpr, FEATURES: tl.constexpr,
-    BELOW: tl.constexpr,
+    TWICE: tl.constexpr,
 ):  # fmt: skip
     """Store rows x as operands, for `load_visited`."""
     store_operand(stored[0], rotated, batch, head, begin, index, valid, 0, stored[2], length, LANES, FEATURES)
-    if BELOW:
+    if TWICE:
         store_operand(stored[1], unrotated, batch, head, begin, index, valid, 0, stored[2], length, LANES, FEATURES)
 
 
@@ -196,8 +197,9 @@ def value_chunk(
         unrotated = joined(a, b, FEATURES, KIND)
     if KEYS and (block == 0) & (head % X_SHARE == 0):
         store_visited(
-            x_stored, rotated, unrotated, batch, x_head, begin, index, valid, length, LANES, FEATURES, NORMALIZED
-        )
+            x_stored, rotated, unrotated, batch, x_head, begin, index, valid, length, LANES, FEATURES,
+            NORMALIZED and FEATURES[1] > 0,
+        )  # fmt: skip
     total = tl.zeros((CHUNK, COLUMNS), tl.float32)
     for AFTER in tl.static_range(2):
         if (AFTER == 0 and SIDE <= 0) or (AFTER == 1 and SIDE >= 0):
@@ -219,7 +221,7 @@ def value_chunk(
         virtual = shared * Y_GROUP + visit % Y_GROUP
         operand, y_unrotated, z = load_visited(
             y_stored, values, batch, virtual // Y_SHARE, begin, other, (other >= first) & (other < last), 0, column,
-            length, LANES, FEATURES, V_DIM, BELOW, KIND,
+            length, LANES, FEATURES, V_DIM, BELOW and FEATURES[1] > 0, KIND,
         )  # fmt: skip
         weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, KEYS, CHUNK, STEP)
         total, below = add_visible(
@@ -298,7 +300,7 @@ def feature_chunk(
         virtual = shared * Y_GROUP + visit % Y_GROUP
         operand, y_unrotated, z = load_visited(
             y_stored, values, batch, virtual // Y_SHARE, begin, other, (other >= first) & (other < last), offset,
-            column, length, LANES, FEATURES, V_DIM, NORMALIZED, KIND,
+            column, length, LANES, FEATURES, V_DIM, NORMALIZED and (KEYS or FEATURES[1] > 0), KIND,
         )  # fmt: skip
         weight = visit_weights(logs, factors, virtual if KEYS else head, ahead, DECAY, BAND, KEYS, CHUNK, STEP)
         moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
@@ -342,8 +344,9 @@ def key_chunk(
     if head % X_SHARE == 0:
         unrotated = joined(a, b, FEATURES, KIND)
         store_visited(
-            x_stored, rotated, unrotated, batch, x_head, begin, index, valid, length, LANES, FEATURES, NORMALIZED
-        )
+            x_stored, rotated, unrotated, batch, x_head, begin, index, valid, length, LANES, FEATURES,
+            NORMALIZED and FEATURES[1] > 0,
+        )  # fmt: skip
     x_values = load_values(p, batch, x_head, begin, index, valid, column, V_DIM, KIND)
     total = tl.zeros((CHUNK, COLUMNS), tl.float32)
     top = tl.zeros((CHUNK, 2 * LANES), tl.float32)
@@ -426,7 +429,7 @@ def factor_gradient(
         other = chunk * CHUNK + ahead * STEP + tl.arange(0, STEP)
         operand, y_unrotated, z = load_visited(
             y_stored, values, batch, head // X_GROUP, begin, other, (other >= first) & (other < last), 0, column,
-            length, LANES, FEATURES, V_DIM, NORMALIZED, KIND,
+            length, LANES, FEATURES, V_DIM, NORMALIZED and FEATURES[1] > 0, KIND,
         )  # fmt: skip
         moved = tl.dot(cotangents, tl.trans(z), input_precision=PRECISION)
         scores = tl.dot(joined(u, w, FEATURES, KIND), tl.trans(operand), input_precision=PRECISION)

@@ -186,13 +186,17 @@ class Sizes:
             ("low", (number * self.chunks, below), torch.float32),
         ]
 
-    def operands(self, role: str) -> list[tuple[str, Sequence[int], torch.dtype]]:
-        """Return the arrays of rotated and of other features, which chunks that are computed apart visit."""
+    def operands(self, role: str, pairs: int) -> list[tuple[str, Sequence[int], torch.dtype]]:
+        """Return the arrays of rotated and of other features, which chunks that are computed apart visit.
+
+        Keys without rotated pairs are stored once.
+        """
         rows = self.heads * self.queries if role == "q" else self.kv_heads * self.keys
         rows *= self.batch * self.apart
+        twice = self.normalize and (role == "q" or pairs > 0)
         return [
             (f"rotated_{role}", (rows, 2 * self.half), self.memory),
-            (f"mapped_{role}", (rows * self.normalize, 2 * self.half), self.memory),
+            (f"mapped_{role}", (rows * twice, 2 * self.half), self.memory),
         ]
 
     def scratch(self, count: int) -> list[tuple[str, Sequence[int], torch.dtype]]:
@@ -285,10 +289,10 @@ class Call(Sizes):
         # Whether a row of queries has the cos and sin of the keys that it reads.
         self.same = same and causal and self.tables[0][1] == 0
         self.kept = self.saved()
-        self.forward_scratch = Arena([*self.operands("k"), *self.scratch(self.key_count)])
+        self.forward_scratch = Arena([*self.operands("k", pairs), *self.scratch(self.key_count)])
         rows = self.batch * self.heads * self.queries if self.normalize else 0
         sums = [(f"behind_{name}", shape, dtype) for name, shape, dtype in self.sums(self.query_count)]
-        arrays = *sums, *self.operands("q"), *self.operands("k"), *self.scratch(self.query_count)
+        arrays = *sums, *self.operands("q", pairs), *self.operands("k", pairs), *self.scratch(self.query_count)
         self.backward_scratch = Arena([("weight", (rows,), torch.float32), *arrays])
         self.out_shape = self.batch, self.heads, self.queries, self.v_dim
         # `empty_like` takes less time than `empty`.

@@ -35,7 +35,7 @@ def read_values(
         plain: As `running`, of unrotated keys.
         low: As `inner`, of unrotated keys. If not APART, sums over each chunk.
         y_rotated: If APART, rotated features of keys, as `sum_segments` stores them.
-        y_mapped: If APART and NORMALIZED, the same without rotation.
+        y_mapped: The same without rotation, if APART, NORMALIZED, and there is a rotation.
         slots: Number of sums of segments in one direction, of all sequences and heads.
         factor: Factor on outputs that are not divided.
         least: Denominators up to this are 0.

@@ -81,7 +81,7 @@ def sum_back(
         )
         z = load_values(values, batch, member, begin, index, valid, column, V_DIM, KIND)
         y = x
-        if NORMALIZED:
+        if NORMALIZED and (QUERIES or FEATURES[1] > 0):
             y = load_operand(
                 stored[1], batch, member, begin, index, valid, offset, stored[2], length, LANES, FEATURES, KIND
             )
@@ -196,7 +196,8 @@ def sum_segments(
                 rotated, joined(r, t, FEATURES, KIND), batch, member, begin, index, valid, offset, heads, length,
                 LANES, FEATURES,
             )  # fmt: skip
-            if NORMALIZED:
+            # Without a rotation, the features of keys are the same, but not those of queries, which have other factors.
+            if NORMALIZED and (QUERIES or FEATURES[1] > 0):
                 store_operand(
                     mapped, joined(e, f, FEATURES, KIND), batch, member, begin, index, valid, offset, heads, length,
                     LANES, FEATURES,
