@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ropewalk import RopewalkError, linear_attention
+from ropewalk.kernels.backend import backends, register
 from ropewalk.tools.bench import bare, host_linear, timing
 from ropewalk.tools.bench import host as bench_host
 from ropewalk.tools.bench.floors import HOST, HOST_LINEAR, HOST_LINEAR_US, host_floors
@@ -115,6 +116,18 @@ def test_a_wrong_result_gets_no_time_and_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(Truth, "errors", lambda *arguments: (1.5, 0.0))
     assert bench_host.bench_host("cpu", quick=True) == 1
     assert "rope(q, k, offset=n)            wrong" in capsys.readouterr().out
+
+
+def test_a_run_without_the_c_extension_says_so_and_cannot_be_published(capsys, tmp_path):
+    """Calls on a GPU take longer without it, too."""
+    native = next(backend for backend in backends() if backend.name == "native")
+    undo = register(replace(native, why_missing=lambda: "the C kernel was not built"))
+    try:
+        bench_host.bench_host("cpu", quick=True, json_file=str(tmp_path / "host.json"))
+    finally:
+        undo()
+    assert "all calls take longer: the C kernel was not built" in capsys.readouterr().out
+    assert json.loads((tmp_path / "host.json").read_text("utf-8"))["missed"][0].startswith("all calls take longer")
 
 
 def test_a_slow_or_missing_call_misses_its_floor():
