@@ -1,5 +1,7 @@
 """The device of the Triton kernels in tests: a GPU, or the CPU with Triton's interpreter."""
 
+import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -36,6 +38,12 @@ _dot = interpreter.InterpreterBuilder.create_dot
 interpreter.InterpreterBuilder.create_dot = _dot_of_numbers  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# The interpreter computes whether each sum and product of integers overflows, and drops the result, because `debug` is
+# off. That is half of the time of some tests.
+_builder = interpreter.interpreter_builder
+_builder.options = dataclasses.replace(_builder.options, sanitize_overflow=False)
+
+
 class _Launch(interpreter._LangPatchScope):
     """What a launch and the device functions that it calls replace in triton.language, until `restore`."""
 
@@ -50,10 +58,16 @@ class _Launch(interpreter._LangPatchScope):
         _Launch.active = None
 
 
+@functools.cache
+def _language(fn: Any) -> frozenset[str]:
+    """The names by which a function knows triton.language."""
+    modules = (interpreter.tl, interpreter.tl.core)
+    return frozenset(name for name, value in fn.__globals__.items() if any(value is module for module in modules))
+
+
 def _patch_once(fn: Any) -> _Launch:
     launch = _Launch.active = _Launch.active or _Launch()
-    modules = (interpreter.tl, interpreter.tl.core)
-    language = frozenset(name for name, value in fn.__globals__.items() if any(value is module for module in modules))
+    language = _language(fn)
     if language not in launch.languages:
         launch.languages.add(language)
         launch._changes += _patch(fn)._changes
