@@ -30,8 +30,8 @@ def linear_cpu(page: str) -> str:
             ["grows as", *(f"N^{fits[path]['exponent']:.2f}" for path in paths)],
         ),
         paragraph(
-            f"The exponents are fitted from {fits[paths[2]]['from']} to {fits[paths[2]]['to']} tokens. Linear attention"
-            f" is faster than SDPA from {min(faster)} tokens on."
+            f"The exponents are fitted from {fits[paths[2]]['from']} to {fits[paths[2]]['to']} tokens. All four are"
+            f" faster than SDPA from {min(faster)} tokens on."
         ),
     )
 
@@ -67,7 +67,7 @@ def linear_gpu(page: str) -> str:
         table(["batch, heads, N, dim", "+ RoPE", "no RoPE", "fla + RoPE", "fla", "SDPA"], *rows),
         paragraph(
             f"From {start} tokens on, time grows as {ours[0]} forward and {ours[1]} with the backward pass (SDPA:"
-            f" {softmax[0]} and {softmax[1]})."
+            f" {softmax[0]} and {softmax[1]}). Shorter sequences do not fill the device, which makes exponents smaller."
         ),
     )
 
@@ -137,7 +137,10 @@ def linear_peers(page: str) -> str:
 
     lines = (line for case in record("attention_gpu")["cases"] for line in case["lines"])
     differences = [line["difference"] for line in lines if line.get("difference") is not None]
-    text = "Decay without a denominator, in ms on the device, next to the functions of fla that compute the same."
+    text = (
+        "Decay without a denominator, without a feature map and without RoPE, in ms on the device, next to the functions"
+        " of fla that compute the same."
+    )
     text += f" The outputs differ by at most {max(differences, default=0.0):.1e} in norm:"
     header = ["batch, heads, N, dim", "retention", "lightning", "a decay per token (simple GLA)"]
     return own_lines(paragraph(text), table(header, *attention_rows("peers", cells)))
@@ -158,5 +161,7 @@ def linear_clock(page: str) -> str:
     return own_lines(
         paragraph("By the clock, in ms, (1, 16, N, 64): one eager call that is waited for, launches included:"),
         table(header, *rows),
-        paragraph(f"Linear attention is faster from {starts[0]} tokens on, and from {starts[1]} with backward."),
+        paragraph(
+            f"Linear attention is faster from {starts[0]} tokens on forward, and from {starts[1]} with the backward pass."
+        ),
     )
