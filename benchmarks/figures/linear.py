@@ -138,8 +138,8 @@ def linear_peers(page: str) -> str:
     lines = (line for case in record("attention_gpu")["cases"] for line in case["lines"])
     differences = [line["difference"] for line in lines if line.get("difference") is not None]
     text = (
-        "Decay without a denominator, without a feature map and without RoPE, in ms on the device, next to the functions"
-        " of fla that compute the same."
+        "Decay without a denominator, without a feature map and without RoPE, in ms on the device, next to the"
+        " functions of fla that compute the same."
     )
     text += f" The outputs differ by at most {max(differences, default=0.0):.1e} in norm:"
     header = ["batch, heads, N, dim", "retention", "lightning", "a decay per token (simple GLA)"]
@@ -162,6 +162,7 @@ def linear_clock(page: str) -> str:
         paragraph("By the clock, in ms, (1, 16, N, 64): one eager call that is waited for, launches included:"),
         table(header, *rows),
         paragraph(
-            f"Linear attention is faster from {starts[0]} tokens on forward, and from {starts[1]} with the backward pass."
+            f"Linear attention is faster from {starts[0]} tokens on forward, and from {starts[1]} with the backward"
+            " pass."
         ),
     )

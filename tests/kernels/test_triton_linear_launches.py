@@ -20,7 +20,6 @@ from kernels.weighted_kernels import (
 )
 from ropewalk.kernels.linear import triton_apart, triton_call, triton_kernels
 from ropewalk.kernels.triton_launch import Launch
-from ropewalk.kernels.types import Layout, Weighting
 from slow import slow
 
 __all__ = ["kernels_only", "short_segments", "two_steps_per_chunk"]
@@ -119,30 +118,6 @@ def test_wide_heads(kind, causal):
 
 
 # What is changed in triton_apart.py, and the kind of attention that must then be wrong.
-# Allocated in a forward pass, in sizes of q, k and v. Both directions store sums before and after each chunk.
-TEMPORARIES = [
-    (64, "", False, False, 0.1),
-    (64, "alibi", True, False, 0.1),
-    (64, "t5", False, False, 0.8),
-    (64, "t5", True, False, 1.1),
-    (64, "t5", True, True, 1.5),
-    (128, "t5", False, False, 0.9),
-]
-
-
-@pytest.mark.parametrize(("width", "bias", "rotated", "two_way", "most"), TEMPORARIES)
-def test_temporaries_of_a_million_tokens(width, bias, rotated, two_way, most):
-    shape = 1, 4, 1 << 20, width
-    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    table = torch.empty(shape[2], width // 2, device="meta") if rotated else None
-    decay = torch.empty(1, 4, 1, device="meta") if bias == "alibi" else None
-    band = torch.empty(4, 2 * 113 + 1, device="meta") if bias == "t5" else None
-    tensors = triton_call.Tensors(x, x, x, None, None, table, table, table, table, decay, band, None, 0, 0)
-    maps, weighting = ("elu", "elu"), Weighting(decay, band)
-    call = triton_call.Call(tensors, Layout(True, 0, -2), maps, not two_way, weighting, None, True)
-    assert 4 * (call.kept.length + call.forward_scratch.length) <= most * 3 * x.nbytes
-
-
 MUTANTS = {
     "a state of the wrong chunk": ("other = chunk + NEAR if AFTER else chunk - NEAR", "other = chunk", "t5", False),
     "a state before the first token": ("other * CHUNK >= first", "other * CHUNK >= first - 64", "t5", True),

@@ -19,11 +19,13 @@ THREE_SIZES = TWO_SIZES.replace(", and 1.1 million, 2000 steps", "; 1.1 million,
     "training.convergence",
     "A model with RoPE learns in fewer steps than one with sinusoidal positions (fig. 3).",
     ROFORMER,
-    method=f"{THREE_SIZES.format('convergence')}: validation loss, and the share of the steps to sinusoidal's last loss",
+    method=f"{THREE_SIZES.format('convergence')}: validation loss, and the share of the steps to sinusoidal's last"
+    " loss",
     expected="0.13 million: a lower loss, and a share below 0.85, by more than the range over the seeds (the figure:"
     " 0.45); 1.1 and 10.8 million: a higher loss; the share is above 0.85 with 1.1 million, and undecided with 10.8",
     only_if="the model has 0.13 million parameters; with 1.1 and 10.8 million, RoPE is ahead for the first 55 and"
-    " 12.5 percent of the steps, and sinusoids end lower by 0.04 and 0.03 nats; no model of the paper's size was trained",
+    " 12.5 percent of the steps, and sinusoids end lower by 0.04 and 0.03 nats; no model of the paper's size was"
+    " trained",
 )
 def _() -> Finding:
     statements = "rope ends with a lower loss than sinusoidal", "rope has sinusoidal's last loss after"
@@ -73,7 +75,8 @@ def _() -> Finding:
     "training.yarn",
     "YaRN is better than NTK, and NTK-by-parts than Position Interpolation; tuned, YaRN is better than the latter.",
     YARN,
-    method=f"{TWO_SIZES.format('extension')}: a factor of 4, without tuning and after a twentieth more steps; loss there",
+    method=f"{TWO_SIZES.format('extension')}: a factor of 4, without tuning and after a twentieth more steps; loss"
+    " there",
     expected="yarn below ntk below plain, by-parts below pi; tuned, yarn below pi; by-parts is undecided with seeds 3"
     " to 5, ntk below plain with 1.1 million",
 )
