@@ -60,10 +60,10 @@ def launched(launcher: type[Launcher] = Launcher) -> tuple[Launch, Kernel]:
 def test_the_first_launch_compiles_and_the_others_use_the_launcher():
     launch, kernel = launched()
     x, y = torch.ones(2), torch.ones(3)
-    assert not launch.by_address(0, x.data_ptr(), y.data_ptr(), 5)
+    assert not launch.by_address(0, (x.data_ptr(), y.data_ptr(), 5))
     for _ in range(2):
         launch(CPU, x, y, 5)
-    assert launch.by_address(9, x.data_ptr(), y.data_ptr(), 6)
+    assert launch.by_address(9, (x.data_ptr(), y.data_ptr(), 6))
     first, second, third = kernel.calls
     assert first == ("kernel[grid]", (3, 1, 1), (x, y, 5, 7, 8), {"WIDTH": 4, "num_warps": 2})
     binary = "metadata", None, None, None
@@ -75,7 +75,7 @@ def test_an_unknown_launcher_is_never_called():
     launch, kernel = launched(OtherLauncher)
     for _ in range(3):
         launch(CPU, torch.ones(2), 5)
-        assert not launch.by_address(0, 1, 5)
+        assert not launch.by_address(0, (1, 5))
     assert [call[0] for call in kernel.calls] == ["kernel[grid]"] * 3
 
 
@@ -86,7 +86,7 @@ def test_profilers_see_launches(name):
     hooks, hook = getattr(knobs.runtime, name), lambda *_: None
     hooks.add(hook)
     try:
-        assert not launch.by_address(0, 1)
+        assert not launch.by_address(0, (1,))
         launch(CPU, torch.ones(2))
     finally:
         hooks.remove(hook)

@@ -245,11 +245,11 @@ class Launch:
             with torch.cuda.device(device):
                 return self(device, *arguments, addresses=addresses)
         if self._run is not None and addresses is not None:
-            if self.by_address(current_stream(device), *addresses):
+            if self.by_address(current_stream(device), addresses):
                 return None
         elif self._run is not None:
             addresses = [x if type(x) is int or type(x) is float else x.data_ptr() for x in arguments]  # pyright: ignore[reportAttributeAccessIssue]
-            if self.by_address(current_stream(device), *addresses):
+            if self.by_address(current_stream(device), addresses):
                 return None
         compiled = self.bare(*arguments)
         # Triton's interpreter returns None.
@@ -258,15 +258,19 @@ class Launch:
             self._run = compiled.run
         return None
 
-    def by_address(self, stream: int, *arguments: int | float) -> bool:
-        """Launch the kernel on a stream of the current device, with the addresses of tensors.
+    def by_address(self, stream: int, addresses: Sequence[int | float]) -> bool:
+        """Launch the kernel on a stream of the current device.
+
+        Args:
+            stream: The stream.
+            addresses: Arguments, with the addresses of tensors.
 
         Returns:
             Whether it was launched. The first launch, and those that profilers observe, need tensors.
         """
         if self._run is None or _are_observed():
             return False
-        self._run(*self._grid, stream, *self._binary, *arguments, *self._rest)
+        self._run(*self._grid, stream, *self._binary, *addresses, *self._rest)
         return True
 
     def bare(self, *arguments: Tensor | int | float) -> Any:

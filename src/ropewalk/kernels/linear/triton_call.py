@@ -336,7 +336,7 @@ class Call(Sizes):
             self.launches[kernels] = launches
         stream = current_stream(self.device)
         for launch, pick in launches:
-            if not launch.by_address(stream, *pick(addresses)):
+            if not launch.by_address(stream, pick(addresses)):
                 launch(self.device, *pick(tensors()))
 
     def forward(

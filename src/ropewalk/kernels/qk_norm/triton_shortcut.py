@@ -66,7 +66,7 @@ class NormShortcut(TableShortcut):
         # Kernels do not read a weight that is None.
         weights = q_weight_at or q_at, k_weight_at or k_at
         outputs = yq.data_ptr(), yk.data_ptr()
-        if not launch.by_address(stream, q_at, k_at, *outputs, *weights, first_at, second_at, row):
+        if not launch.by_address(stream, (q_at, k_at, *outputs, *weights, first_at, second_at, row)):
             factors = q if q_weight is None else q_weight, k if k_weight is None else k_weight
             launch(self.device, q, k, yq, yk, *factors, first, second, row)
         if needs_graph:

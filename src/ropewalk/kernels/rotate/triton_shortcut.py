@@ -68,8 +68,8 @@ class RotationShortcut(TableShortcut):
         else:
             yk = empty_like(k)
             rotated = yq, yk
-        outputs = yq.data_ptr(), yk.data_ptr()
-        if not launch.by_address(stream, q_at, k_at, *outputs, first_at, second_at, self._amplitude_at, row):
+        addresses = q_at, k_at, yq.data_ptr(), yk.data_ptr(), first_at, second_at, self._amplitude_at, row
+        if not launch.by_address(stream, addresses):
             launch(self.device, q, q if k is None else k, yq, yk, first, second, amplitude, row)
         if needs_graph:
             rotated = self.numbers.with_graph(q, k, rotated, first, second, row, kind == "range")  # pyright: ignore[reportOptionalCall]
