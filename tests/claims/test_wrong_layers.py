@@ -50,6 +50,7 @@ def with_features(monkeypatch, change):
     monkeypatch.setattr(ops, "_features", lambda *arguments: change(original(*arguments)))
 
 
+@pytest.mark.slow
 def test_linear_attention_with_a_rotated_denominator_is_detected(monkeypatch):
     with_features(monkeypatch, lambda x: Features(x.rotated, x.rotated))
     ids = ("linear.rotation-factors", "linear.denominator", "linear.denominator-random", "linear.weights")

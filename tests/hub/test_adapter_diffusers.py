@@ -169,6 +169,7 @@ def test_a_norm_with_a_hook_is_called():
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(results, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_one_graph():
     made = build("flux")
     model: Any = made.model

@@ -105,6 +105,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> Tensor:
     return torch.cat((part * cos + torch.cat((-two, one), dim=-1) * sin, rest), dim=-1)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

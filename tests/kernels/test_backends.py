@@ -122,6 +122,7 @@ def test_the_parity_suite_rejects_a_wrong_one(operation, registered_tiny):
         CHECKS[operation]("tiny")
 
 
+@pytest.mark.slow
 def test_it_computes_what_is_compiled_and_what_needs_gradients_too(registered_tiny):
     calls = registered_tiny()
     rope, x = rw.RotaryEmbedding(8, backend="tiny"), vector(0, 1, 2, 5, 8).float().requires_grad_()
@@ -317,7 +318,7 @@ def test_a_backend_without_weights_does_not_get_them(name, registered_tiny):
     assert torch.equal(out, rw.linear_attention(x, x, x, backend="torch", **WEIGHTS[name]))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, slow(True)])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_backend_with_weights_gets_them(name, compiled):
     seen = []

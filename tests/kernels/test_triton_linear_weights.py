@@ -89,7 +89,7 @@ def test_t5(buckets, heads, seq, causal):
         slow("t5", 1, {"buckets": FAR, "causal": True}),
         slow("t5", 2, {"buckets": NEAR, "causal": False, "normalize": False}),
         slow("t5", 1, {"buckets": NEAR, "causal": False, "cu_seqlens": torch.tensor([0, 1, 1, 68, 75])}),
-        ("alibi", 1, {"causal": False}),
+        slow("alibi", 1, {"causal": False}),
         # Keys without a rotation are stored once.
         ("t5", 1, {"buckets": NEAR, "causal": False, "rotated": False}),
         slow("t5", 2, {"buckets": FAR, "causal": True, "rotated": False}),

@@ -18,7 +18,6 @@ from ropewalk.kernels.triton_launch import Launch
 from ropewalk.kernels.triton_shortcut import MOST_PLANS
 from ropewalk.kernels.types import Norm, RopeNumbers
 from ropewalk.ops import norm_shortcut_of, shortcut_of
-from slow import slow
 from strategies import vector
 
 
@@ -59,9 +58,10 @@ def calls_of(rope: RotaryEmbedding, seq: int, batch: int) -> list[dict[str, Any]
     return [{"offset": 5}, {}, *forms, {"angles": rope.at(ids)}, {"angles": rope.at(per_batch)}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "pairing"),
-    [("C", "half"), slow("C", "interleaved"), slow("Python", "half"), slow("Python", "interleaved")],
+    [("C", "half"), ("C", "interleaved"), ("Python", "half"), ("Python", "interleaved")],
 )
 def test_one_launch_computes_what_the_general_path_does(source, pairing, launches, monkeypatch):
     if source == "Python":

@@ -231,13 +231,14 @@ def test_repeated_heads_give_what_grouped_ones_do(kind, monkeypatch):
     assert torch.allclose(attention(x), expected, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
-        *(slow(kind, "eager") for kind in KINDS),
+        *((kind, "eager") for kind in KINDS),
         ("rope", "aot_eager"),
-        slow("xpos", "eager"),
-        slow("t5", "aot_eager"),
+        ("xpos", "eager"),
+        ("t5", "aot_eager"),
     ],
 )
 @meant("cu_seqlens")

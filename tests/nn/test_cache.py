@@ -18,7 +18,6 @@ from ropewalk.nn.attention.layer import Attention
 from ropewalk.nn.encodings.bias import AlibiBias, T5Bias
 from ropewalk.nn.encodings.by_name import encoding
 from ropewalk.nn.encodings.rotary import RotaryEncoding
-from slow import slow, slow_except
 from strategies import seeds, vector
 
 ALL = [*KINDS, "xpos"]
@@ -362,8 +361,9 @@ def test_nothing_is_asked_of_a_device():
     assert cache.filled_at_most == 13
 
 
-@pytest.mark.parametrize("backend", ["eager", slow("aot_eager")])
-@pytest.mark.parametrize("kind", slow_except(["rope"], KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_decoding_in_one_graph(kind, backend):
     torch.compiler.reset()
     attention, x = layer(kind), vector(0, 2, 20, DIM)

@@ -18,7 +18,7 @@ from ropewalk.nn.encodings.by_name import ENCODINGS, Encoding, EncodingName, enc
 from ropewalk.nn.encodings.rotary import AcrossHeadsEncoding, RopeOptions, RotaryEncoding, XPosEncoding
 from ropewalk.reference import Projections, multi_head_attention, rotate
 from ropewalk.spec import DynamicNTK
-from slow import slow
+from slow import slow, slow_except
 from strategies import seeds, theta, vector
 
 DIM, HEADS, LENGTH = 8, 2, 64
@@ -248,7 +248,7 @@ def product_error(weight, x):
 
 
 @pytest.mark.usefixtures("as_a_user")  # torch 2.15 does not trace the checks of types
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(["rope", "t5", "learned"], NAMES))
 @pytest.mark.parametrize("given", ["range", slow("ids"), slow("ids of a batch")])
 def test_compiled_in_one_graph(name, given):
     torch._dynamo.reset()

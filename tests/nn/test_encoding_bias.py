@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from ropewalk import RopewalkError
 from ropewalk.nn.encodings.bias import FARTHEST, AlibiBias, T5Bias
 from ropewalk.reference import alibi_bias, alibi_slopes, softmax_attention, t5_bias, t5_bucket
+from slow import slow
 from strategies import seeds, vector
 
 places = st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=6).map(torch.tensor)
@@ -91,7 +92,7 @@ def reference_bias(encoding, q, k):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", [False, slow(True)])
 @pytest.mark.parametrize("hook", ["score_mod", "score_mod_once"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 # Of torch's compiler, which asks what T5's numbers by distance are, a result and no parameter.

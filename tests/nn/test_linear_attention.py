@@ -188,7 +188,8 @@ def test_ends_that_only_the_device_knows(monkeypatch, chunk, causal, kind):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("causal", [True, slow(False)])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
 @meant("cu_seqlens")
 def test_packed_sequences_in_one_graph(causal):
     rope, ends = rw.RotaryEmbedding(8), torch.tensor([0, 7, 30])
@@ -300,7 +301,7 @@ def test_queries_of_any_size_have_an_exponential():
     torch.testing.assert_close(out, rw.linear_attention(q, k, v, feature_map="exp"), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [True, slow(False)])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_of_the_function(name, causal):
     q, k, v = (x.requires_grad_() for x in drawn(1, 2, 1, 5, 4, 3))

@@ -17,6 +17,7 @@ from ropewalk.nn.linear.state import LinearState
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
+@pytest.mark.slow
 @meant("cu_seqlens")
 @meant("key_mask")
 def test_a_sample_agrees_with_the_direct_sums():

@@ -20,6 +20,7 @@ from ropewalk.kernels.linear import segments as linear_segments
 from ropewalk.kernels.linear.triton_again import Again
 from ropewalk.kernels.linear.triton_call import Call
 from ropewalk.nn.linear import function, repeated
+from slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def random(x):
 
 
 # float32 is computed by the kernels that store features, which have no `again`.
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow(torch.float32)])
 def test_gradients_of_a_repeated_call(calls, passes, dtype):
     rope, (q, k, v) = rw.RotaryEmbedding(16).to(DEVICE), inputs(dtype=dtype)
     with torch.inference_mode():
@@ -127,6 +128,7 @@ def misplaced(x):
     return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view_as(x).copy_(x)
 
 
+@pytest.mark.slow
 def test_cotangents_with_other_strides(calls, passes):
     rope = rw.RotaryEmbedding(16).to(DEVICE)
     leaves = [x.requires_grad_() for x in inputs()]

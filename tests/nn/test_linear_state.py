@@ -17,6 +17,7 @@ from nn.test_linear_weights_states import BUCKETS, assert_same_states, in_parts,
 from nn.weighted_cases import KINDS, assert_same, rule_of
 from ropewalk.kernels.linear.packed import attend_packed
 from ropewalk.kernels.types import Features, Weighting
+from slow import slow
 
 RULES = st.sampled_from(("plain", *KINDS))
 LENGTHS = st.lists(st.sampled_from([1, 2, 5, 19, 64, 130]), min_size=1, max_size=4)
@@ -180,7 +181,7 @@ def test_keys_that_are_zero_are_near_as_others():
         assert torch.equal(positions, results[0][2])
 
 
-@pytest.mark.parametrize("kind", ["per query head", "per token", "alibi", "t5"])
+@pytest.mark.parametrize("kind", ["per query head", slow("per token"), slow("alibi"), "t5"])
 def test_gradients_of_merged_states(kind):
     _, k, v = drawn(1, 2, 1, 9, 4, 2)
     rule = rule_of(kind, 1, 2, 1, 9, buckets=(4, 3))

@@ -354,6 +354,7 @@ def test_nothing_of_the_state_is_written():
     assert torch.equal(state.below, copies[1])
 
 
+@pytest.mark.slow
 def test_compilers_see_the_general_path():
     rope = rw.RotaryEmbedding(8)
     state = prompted(rope=rope)

@@ -468,7 +468,8 @@ def test_ranks_decode_as_one_rank(world, cases, tmp_path):
     check_on_ranks(world, cases, tmp_path / "ranks")
 
 
-@pytest.mark.parametrize("cases", [other_cases, slow(compiled_cases)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [other_cases, compiled_cases])
 def test_states_errors_and_mutants(cases, tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, str(tmp_path))
     check_on_ranks(2, cases, tmp_path / "ranks")

@@ -114,7 +114,8 @@ def more(world):
     return cases | {"inductor": functools.partial(linear_case, "contiguous", "rope", "inductor")}
 
 
-@pytest.mark.parametrize("cases", [few, pytest.param(more, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [few, more])
 def test_one_graph_with_the_results_of_eager_calls(cases, tmp_path):
     failures = failures_on_ranks(2, "parallel.test_compiled", cases.__name__, tmp_path)
     assert failures.keys() == cases(2).keys()

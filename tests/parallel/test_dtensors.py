@@ -9,7 +9,7 @@ from slow import slow
 # One worker runs all tests with several processes, so that they do not share the cores with each other.
 pytestmark = pytest.mark.xdist_group("ranks")
 
-CASES = [("calls", 2), ("layers", 2), ("bad_cases", 2), slow("meshes_of_two_dimensions", 4), slow("bad_cases", 4)]
+CASES = [("calls", 2), slow("layers", 2), ("bad_cases", 2), slow("meshes_of_two_dimensions", 4), slow("bad_cases", 4)]
 
 
 @pytest.mark.parametrize(("cases", "world"), CASES)

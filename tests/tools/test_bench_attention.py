@@ -44,7 +44,7 @@ def drawn(shape, seed=0, dtype=torch.float32):
 
 @pytest.mark.parametrize("work", ["forward", "forward+backward"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("seq", [20, 600])
+@pytest.mark.parametrize("seq", [20, slow(600)])
 def test_every_path_is_checked_and_timed(seq, dtype, work):
     lines = lines_of(AttentionCase((2, 1, seq, 8), dtype, work))
     assert set(lines) == OURS

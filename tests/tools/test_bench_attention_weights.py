@@ -251,6 +251,7 @@ def test_one_part_alone(monkeypatch, tmp_path, capsys):
     assert len(record["cases"]) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_continued(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_attention, "attention_cases", lambda device, quick: TINY[:2])
     target, measured = tmp_path / "figures.json", bench_attention.measure

@@ -121,6 +121,7 @@ def test_cases():
     assert {case.work for case in cases(quick=True)} == {"forward"}
 
 
+@pytest.mark.slow
 def test_the_compiled_forms():
     lines = {line.path for line in measure(Case(16, "float32", "half", "transposed", "forward"), 1, compiled=True)}
     assert {"ropewalk, compiled", "transformers' formula, compiled"} <= lines

@@ -164,6 +164,7 @@ def with_verify(body: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_exit_codes_of_a_process():
     # A process that a shell starts in the background ignores SIGINT, so the default handler is set first.
     interrupt = "signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)"

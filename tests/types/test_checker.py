@@ -57,6 +57,7 @@ def test_results_have_their_types_and_mistakes_are_errors(tmp_path):
     assert not wrong, "\n".join(f"{number}: {lines[number - 1].strip()} {reported[number]}" for number in sorted(wrong))
 
 
+@pytest.mark.slow
 def test_every_public_type_is_known():
     report = pyright("--verifytypes", "ropewalk", "--ignoreexternal", cwd=ROOT)["typeCompleteness"]
     unknown = [symbol["name"] for symbol in report["symbols"] if symbol["isExported"] and not symbol["isTypeKnown"]]
