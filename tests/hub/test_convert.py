@@ -24,6 +24,7 @@ from ropewalk.hub import RopeConfigWarning, convert_checkpoint, verify_conversio
 from ropewalk.hub.convert.permutation import row_order
 from ropewalk.hub.convert.projections import LAYOUTS, Counts
 from ropewalk.hub.families.table import FAMILIES
+from slow import slow
 
 OTHER = {"half": "interleaved", "interleaved": "half"}
 # Families and what they have that others have not; the changes make it show.

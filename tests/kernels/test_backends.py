@@ -22,7 +22,7 @@ from ropewalk.kernels.types import Layout, Sums, line_up
 from ropewalk.ops.dispatch import choose, find, with_shortcut
 from ropewalk.reference import rotate
 from ropewalk.reference.budget import BudgetError
-from slow import slow_except
+from slow import slow, slow_except
 from strategies import theta, vector
 
 

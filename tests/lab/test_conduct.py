@@ -115,6 +115,22 @@ def test_a_result_of_other_options_is_refused(tmp_path):
             conduct(quiet, arms, "micro", (0,), dataclasses.replace(CPU, **changed), tmp_path)
 
 
+def test_a_process_that_is_killed_is_no_bug(tmp_path, monkeypatch):
+    class Pool(ProcessPoolExecutor):
+        """Kills a process that trains, as a system without free memory does."""
+
+        def submit(self, *args, **kwargs):
+            future = super().submit(*args, **kwargs)
+            for process in list(self._processes.values())[:1]:
+                process.kill()
+            return future
+
+    monkeypatch.setattr("ropewalk.lab.conduct.ProcessPoolExecutor", Pool)
+    experiment = dataclasses.replace(EXPERIMENTS["whole-model"], statements=())
+    with pytest.raises(rw.RopewalkError, match=r"one that was killed(.*\n)*do this: +continue with --resume"):
+        conduct(experiment, shortened_arms(experiment.arms("micro")), "micro", (0,), CPU, tmp_path, jobs=2)
+
+
 def test_results_of_another_source_or_torch_are_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
@@ -135,7 +151,9 @@ def test_results_of_another_source_or_torch_are_refused(tmp_path, monkeypatch):
     sys.modules.pop("edited_for_lab")
     importlib.invalidate_caches()
     with pytest.raises(
-        rw.RopewalkError, match=r"(?s)result in .*source of encoding \w+\ngot: +source of encoding \w+\n"
+        rw.RopewalkError,
+        match=r"(?s)result in .*source of encoding \w+\ngot: +source of encoding \w+\n"
+        r"do this: +choose another folder: the file of the encoding has changed since",
     ):
         run(arm, own)
     (tmp_path / "out" / own.run.key / "result.json").unlink()

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from lab.small_runs import CPU, TINY
+from ropewalk.errors import RopewalkError
 from ropewalk.hub import convert_checkpoint, load_spec
 from ropewalk.lab.export import export, load_weights
 from ropewalk.lab.training import train
@@ -61,5 +62,9 @@ def test_other_models_are_read_back(encoding, tmp_path):
     model, _ = train(run, CPU)
     export(model, run, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "ropewalk_lab"
+    # Not even with a pairing: the config does not say that there is no plain RoPE.
+    for pairing in (None, "half"):
+        with pytest.raises(RopewalkError, match=f"the encoding '{encoding}'\ndo this: +train it with --with"):
+            load_spec(tmp_path, pairing=pairing)
     with torch.no_grad():
         assert torch.equal(load_weights(run, tmp_path)(TOKENS[:, :8]), model(TOKENS[:, :8]))

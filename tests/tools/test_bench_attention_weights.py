@@ -224,7 +224,7 @@ def test_the_tables_of_a_record(tmp_path, monkeypatch):
     assert "at most 2.0e-03" in text
     text = blocks["linear-clock"]("")
     assert "| 65536 | 0.2 | 0.3 | 0.2 | 0.3 |" in text
-    assert "faster from 65536 tokens on, and from 65536 with backward" in text
+    assert "faster from 65536 tokens on forward, and from 65536 with the backward pass" in text
 
 
 def test_one_part_alone(monkeypatch, tmp_path, capsys):

@@ -82,6 +82,8 @@ def test_a_run_writes_tables_pictures_and_figures(tmp_path, monkeypatch):
     compared = lab("compare", *folders, *(tmp_path / "other").iterdir())
     assert "rope, seed 0, steps 1" in compared.stdout
     assert "rope, seed 0, steps 2" in compared.stdout
+    with pytest.raises(rw.RopewalkError, match=r"do this: +compare the runs in it: out/\*"):
+        lab("compare", "out")
     (folders[0] / "result.json").write_text("{}")
     with pytest.raises(rw.RopewalkError, match="the result of a run in"):
         lab("compare", folders[0])
@@ -95,8 +97,14 @@ def test_a_run_writes_tables_pictures_and_figures(tmp_path, monkeypatch):
 
     with pytest.raises(rw.RopewalkError, match="add --resume"):
         lab(*command)
+    for option in (["--resume"], ["--steps", "3"], ["--with", "alibi"]):
+        with pytest.raises(rw.RopewalkError, match=f"got: +{option[0]}\n"):
+            lab("run", "convergence", "--from", "a.json", *option)
+    with pytest.raises(rw.RopewalkError, match="--size micro, of which the record is"):
+        lab("run", "convergence", "--from", "a.json", "--size", "tiny")
     resumed = lab(*command, "--resume")
     assert resumed.exit_code == 0
+    assert resumed.stdout.startswith("resumed: 1 of 2 runs are complete, 1 continue at step 2\n")
 
 
 @pytest.mark.parametrize(
@@ -111,11 +119,14 @@ def test_a_run_writes_tables_pictures_and_figures(tmp_path, monkeypatch):
         (("run", "convergence", "--device", "tpu"), "'cpu' or 'cuda'"),
         (("run", "convergence", "--dtype", "float8"), "'float32' or 'bfloat16'"),
         (("run", "convergence", "--parallel", "tensor"), "'ddp' or 'fsdp' or 'context'"),
+        (("run", "convergence", *QUICK, "--parallel", "fsdp"), "the ranks of torchrun"),
         (("run", "convergence", "--plot", "a.txt"), "suffix of a picture"),
         (("run", "convergence", "--from", "missing.json"), "no such file"),
         *[(("run", "convergence", "--from", name), "got: +another file") for name in NO_RECORDS],
         (("run", "convergence", *QUICK, "--text", "missing"), "no such folder"),
+        (("run", "convergence", *QUICK, "--text", "list.json"), "got: +a file"),
         (("compare", "missing"), "no such folder"),
+        (("compare", "list.json"), "got: +a file"),
     ],
     ids=lambda x: "" if isinstance(x, str) else " ".join(x),
 )

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ropewalk.errors import RopewalkError
 from ropewalk.lab.ranks import on_rank_0
 
-__all__ = ["last_checkpoint", "read_checkpoint", "write_checkpoint"]
+__all__ = ["last_checkpoint", "read_checkpoint", "require_same", "write_checkpoint"]
 
 _UNFINISHED = "unfinished"
 
@@ -105,13 +105,37 @@ def read_checkpoint(
             got=_reason(error),
             do=f"delete {path}, and start the run again",
         ) from None
-    config = json.loads(json.dumps(config))
-    names = [name for name in {**stored, **config} if stored.get(name) != config.get(name)]
-    if names:
-        expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
-        do = "resume with the same options, or choose another folder"
-        raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
+    require_same(stored, json.loads(json.dumps(config)), asked=asked)
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+# What is not an option of the command: names in a config, and what has changed if they differ.
+_CHANGED = {"digest": "the text has changed since", "source of encoding": "the file of the encoding has changed since"}
+
+
+def require_same(stored: dict[str, Any], config: dict[str, Any], *, asked: str) -> None:
+    """Raise an error if what is stored was computed with another config.
+
+    Args:
+        stored: The config that is stored.
+        config: The config of this run.
+        asked: What was asked for.
+
+    Raises:
+        RopewalkError: With the entries that differ.
+
+    >>> require_same({"steps": 3}, {"steps": 3}, asked="to resume")
+    """
+    names = [name for name in {**stored, **config} if stored.get(name) != config.get(name)]
+    if not names:
+        return
+    expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
+    reasons = [_CHANGED[name] for name in names if name in _CHANGED]
+    if len(reasons) == len(names):
+        do = f"choose another folder: {' and '.join(reasons)}"
+    else:
+        do = "use the same options, or choose another folder"
+    raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ropewalk.errors import RopewalkError
+from ropewalk.lab.checkpoints import require_same
 from ropewalk.lab.experiment import Arm, Experiment, Outcome, about, judge
 from ropewalk.lab.export import export, load_weights, whole_state
 from ropewalk.lab.ranks import on_rank_0, rank_and_ranks
@@ -188,11 +189,7 @@ def incomplete(runs: Sequence[Run], settings: Settings, out: Path) -> list[int]:
             waiting.append(index)
             continue
         stored, config = _stored(path).get("config", {}), config_of(run, settings, make_task(run).digest)
-        names = [name for name in {**stored, **config} if stored.get(name) != config.get(name)]
-        if names:
-            expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
-            do = "use the same options, or another folder"
-            raise RopewalkError(asked=f"to use the result in {path.parent}", expected=expected, got=got, do=do)
+        require_same(stored, config, asked=f"to use the result in {path.parent}")
     return waiting
 
 
@@ -267,7 +264,14 @@ def _perform_in_processes(
         # The signal that stops this process may have ended others.
         errors = [error for error in errors if not isinstance(error, BrokenProcessPool)]
     # What stopped the others comes first.
-    for error in sorted(errors, key=lambda x: isinstance(x, Interrupted)):
+    for error in sorted(errors, key=lambda x: isinstance(x, Interrupted | BrokenProcessPool)):
+        if isinstance(error, BrokenProcessPool):
+            raise RopewalkError(
+                asked=f"{len(runs)} runs in {min(jobs, len(runs))} processes",
+                expected="processes that train until their runs end",
+                got="one that was killed, as by a system without free memory",
+                do="continue with --resume, with fewer --jobs if there was too little memory",
+            ) from None
         raise error
     if stop.is_set():
         raise Interrupted("interrupted; complete runs are kept")

@@ -114,7 +114,7 @@ def read_folder(folder: Path) -> tuple[bytes, ...]:
         raise RopewalkError(
             asked=f"text of {folder}",
             expected="a folder of text files",
-            got="no file in it" if folder.is_dir() else "no such folder",
+            got="no file in it" if folder.is_dir() else "a file" if folder.exists() else "no such folder",
             do="pass a folder with files, or omit --text for the sources of Python's standard library",
         )
     return tuple(path.read_bytes() for path in sorted(paths))

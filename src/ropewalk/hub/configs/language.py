@@ -179,6 +179,15 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
             do="look at the code of the model; if each axis has its own block of the head, use one RopeSpec per axis,"
             " with rotary_dim and rotary_slice",
         )
+    if model_type == "ropewalk_lab":
+        run = part.data.get("ropewalk_lab")
+        encoding = run.get("encoding") if isinstance(run, dict) else None
+        raise RopewalkError(
+            asked=caller.asked("a model that ropewalk lab trained"),
+            expected="softmax attention and RoPE in the pairing 'half', of all features: the config of a Llama",
+            got=f"the encoding {encoding!r}",
+            do="train it with --with 'rope pairing=half'",
+        )
     if known is None and pairing is None:
         near = difflib.get_close_matches(model_type or "", FAMILIES, n=1)
         raise RopewalkError(

@@ -33,9 +33,14 @@ Seeds = Annotated[int, typer.Option("--seeds", metavar="N", min=1, help="Number 
 FirstSeed = Annotated[int, typer.Option("--first-seed", metavar="N", min=0, help="The first seed.")]
 Others = Annotated[
     list[str] | None,
-    typer.Option("--with", metavar="ENCODING", help="Another encoding, or module:Class of your own. May be repeated."),
+    typer.Option(
+        "--with", metavar="ENCODING", help="Train another encoding too, or module:Class of your own. May be repeated."
+    ),
 ]
-Only = Annotated[list[str] | None, typer.Option("--only", metavar="ARM", help="Only this arm. May be repeated.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="ARM", help="Of the arms that are registered, only this one. May be repeated."),
+]
 Device = Annotated[
     str | None, typer.Option("--device", metavar="cpu|cuda", help="The device. Default: CUDA if available.")
 ]

@@ -144,9 +144,12 @@ def run(options: Options) -> int:
         rank, ranks = rank_and_ranks()
         arms = _arms(experiment, options, settings)
         on_rank_0(lambda: _require_folder(options, arms))
+        _require_ranks(options)
         jobs = options.jobs or (default_jobs(settings.device) if ranks == 1 else 1)
         if rank != 0:
             console.quiet = True
+        if options.resume:
+            console.print(_resumed(arms, options))
         registered = {_first_steps(arm.run) for arm in experiment.arms(options.size)}
         other_steps = options.steps is not None and registered != {options.steps}
         judged = _without_statements(experiment) if other_steps else experiment
@@ -193,8 +196,10 @@ def compare(folders: Sequence[Path], plot: str | None = None, json_file: str | N
             raise RopewalkError(
                 asked=f"ropewalk lab compare {folder}",
                 expected="the folder of a complete run, with result.json",
-                got="no such file" if folder.is_dir() else "no such folder",
-                do="complete it with `ropewalk lab run NAME --resume`, or choose folders of --out",
+                got="no such file" if folder.is_dir() else "a file" if folder.exists() else "no such folder",
+                do=f"compare the runs in it: {folder}/*"
+                if any(folder.glob("*/result.json"))
+                else "complete it with `ropewalk lab run NAME --resume`, or choose folders of --out",
             )
         stored.append({"folder": str(folder), **_result_file(path)})
     stored.sort(key=lambda x: (x["run"]["encoding"], x["run"]["seed"]))
@@ -231,12 +236,16 @@ def _labels(stored: Sequence[dict[str, Any]]) -> list[str]:
     runs = [{**x["config"], "continues": (x["run"]["parent"] or {}).get("encoding")} for x in stored]
     names = [x for x in runs[0] if x not in (*always, *hidden) and len({str(run.get(x)) for run in runs}) > 1]
     labels = [
-        ", ".join([f"{run['encoding']}, seed {run['seed']}", *(f"{name} {run.get(name)}" for name in names)])
+        ", ".join([f"{run['encoding']}, seed {run['seed']}", *(f"{name} {_shown(name, run)}" for name in names)])
         for run in runs
     ]
     return [
         f"{label}, {x['folder']}" if labels.count(label) > 1 else label for label, x in zip(labels, stored, strict=True)
     ]
+
+
+def _shown(name: str, run: dict[str, Any]) -> Any:
+    return "of the standard library" if name == "text" and run.get(name) is None else run.get(name)
 
 
 def _console(json_file: str | None, *, asked: str) -> Console:
@@ -327,6 +336,31 @@ def _require_folder(options: Options, arms: "Sequence[Arm]") -> None:
             expected="a folder without runs of this experiment, or --resume",
             got=f"{len(present)} of its runs, for example {options.out / present[0].key}",
             do="add --resume to use and continue them, or choose another folder",
+        )
+
+
+def _resumed(arms: "Sequence[Arm]", options: Options) -> str:
+    """What --resume finds: complete runs, runs with a checkpoint, and others."""
+    from ropewalk.lab.checkpoints import last_checkpoint
+    from ropewalk.lab.conduct import runs_of
+
+    folders = [options.out / run.key for run in runs_of(arms, options.seeds)]
+    waiting = [folder for folder in folders if not (folder / "result.json").exists()]
+    steps = sorted(step for folder in waiting if (step := last_checkpoint(folder)))
+    text = f"resumed: {len(folders) - len(waiting)} of {len(folders)} runs are complete"
+    if steps:
+        text += f", {len(steps)} continue at step {', '.join(map(str, steps))}"
+    rest = len(waiting) - len(steps)
+    return text + (f", {rest} without a checkpoint begin at step 0" if rest else "")
+
+
+def _require_ranks(options: Options) -> None:
+    if options.parallel != "ddp" and "WORLD_SIZE" not in os.environ:
+        raise RopewalkError(
+            asked=f"ropewalk lab run --parallel {options.parallel}",
+            expected="the ranks of torchrun",
+            got="one process",
+            do=f"start it with torchrun --nproc-per-node 2 -m ropewalk.lab run {options.name} ..., or omit --parallel",
         )
 
 
@@ -422,7 +456,32 @@ def _show_record(path: Path, options: Options, console: Console) -> int:
     from ropewalk.lab.record import read_findings
 
     asked = f"ropewalk lab run {options.name} --from {path}"
+    ignored = {
+        "resume": options.resume,
+        "steps": options.steps,
+        "with": options.others,
+        "only": options.only,
+        "text": options.text,
+        "device": options.device,
+        "dtype": options.dtype,
+        "json": options.json_file,
+    }
+    names = [f"--{name}" for name, value in ignored.items() if value]
+    if names:
+        raise RopewalkError(
+            asked=f"{asked} {' '.join(names)}",
+            expected="only --plot beside --from, which trains nothing",
+            got=" and ".join(names),
+            do=f"omit {' and '.join(names)}, or omit --from to train",
+        )
     findings = read_findings(path, asked=asked)
+    if options.size not in ("micro", findings.size):
+        raise RopewalkError(
+            asked=f"{asked} --size {options.size}",
+            expected=f"--size {findings.size}, of which the record is",
+            got=options.size,
+            do="omit --size",
+        )
     if findings.experiment.name != options.name:
         raise RopewalkError(
             asked=asked,
