@@ -333,7 +333,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: tuple[Repeated, tuple[int, ...]]) -> Tensor:
         ctx.repeated, at = call
-        out, saved = ctx.repeated.again.forward(q, k, v, at)
+        out, saved = ctx.repeated.again.forward(q, k, v, at)  # pyright: ignore[reportOptionalMemberAccess]
         ctx.save_for_backward(q, k, v, out, saved)
         return out
 
