@@ -115,20 +115,22 @@ def test_a_result_of_other_options_is_refused(tmp_path):
             conduct(quiet, arms, "micro", (0,), dataclasses.replace(CPU, **changed), tmp_path)
 
 
-def test_a_process_that_is_killed_is_no_bug(tmp_path, monkeypatch):
-    class Pool(ProcessPoolExecutor):
-        """Kills a process that trains, as a system without free memory does."""
+class Killed(rw.Encoding):
+    """Kills the process that trains, as a system without free memory does."""
 
-        def submit(self, *args, **kwargs):
-            future = super().submit(*args, **kwargs)
-            for process in list(self._processes.values())[:1]:
-                process.kill()
-            return future
+    def embed(self, x, positions=None, *, cache=None):
+        assert multiprocessing.parent_process() is not None
+        os.kill(os.getpid(), signal.SIGKILL)
+        return x
 
-    monkeypatch.setattr("ropewalk.lab.conduct.ProcessPoolExecutor", Pool)
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no process is killed there")
+def test_a_process_that_is_killed_is_no_bug(tmp_path):
     experiment = dataclasses.replace(EXPERIMENTS["whole-model"], statements=())
-    with pytest.raises(rw.RopewalkError, match=r"one that was killed(.*\n)*do this: +continue with --resume"):
-        conduct(experiment, shortened_arms(experiment.arms("micro")), "micro", (0,), CPU, tmp_path, jobs=2)
+    arms = shortened_arms(experiment.arms("micro"))
+    arms[1] = Arm("killed", dataclasses.replace(arms[1].run, encoding=f"{__name__}:Killed"))
+    with pytest.raises(rw.RopewalkError, match=r"one that ended abruptly(.*\n)*do this: +continue with --resume"):
+        conduct(experiment, arms, "micro", (0,), CPU, tmp_path, jobs=2)
 
 
 def test_results_of_another_source_or_torch_are_refused(tmp_path, monkeypatch):
@@ -153,7 +155,7 @@ def test_results_of_another_source_or_torch_are_refused(tmp_path, monkeypatch):
     with pytest.raises(
         rw.RopewalkError,
         match=r"(?s)result in .*source of encoding \w+\ngot: +source of encoding \w+\n"
-        r"do this: +choose another folder: the file of the encoding has changed since",
+        r"do this: +choose another folder: since then the file of the encoding has changed",
     ):
         run(arm, own)
     (tmp_path / "out" / own.run.key / "result.json").unlink()

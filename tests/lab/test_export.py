@@ -62,9 +62,15 @@ def test_other_models_are_read_back(encoding, tmp_path):
     model, _ = train(run, CPU)
     export(model, run, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "ropewalk_lab"
-    # Not even with a pairing: the config does not say that there is no plain RoPE.
+    if encoding == "rope":
+        for pairing in (None, "interleaved"):
+            assert load_spec(tmp_path, pairing=pairing, angles="exact") == RopeSpec(16)
+        with pytest.raises(RopewalkError, match="expected: 'interleaved', the pairing of this family"):
+            load_spec(tmp_path, pairing="half")
+        return
+    # Not even with a pairing: the rest of the config does not say that it is no plain RoPE.
     for pairing in (None, "half"):
-        with pytest.raises(RopewalkError, match=f"the encoding '{encoding}'\ndo this: +train it with --with"):
+        with pytest.raises(RopewalkError, match=f"got: +softmax attention, and the encoding '{encoding}'\n"):
             load_spec(tmp_path, pairing=pairing)
     with torch.no_grad():
         assert torch.equal(load_weights(run, tmp_path)(TOKENS[:, :8]), model(TOKENS[:, :8]))

@@ -97,14 +97,21 @@ def test_a_run_writes_tables_pictures_and_figures(tmp_path, monkeypatch):
 
     with pytest.raises(rw.RopewalkError, match="add --resume"):
         lab(*command)
-    for option in (["--resume"], ["--steps", "3"], ["--with", "alibi"]):
+    for option in (
+        ["--resume"],
+        ["--steps", "3"],
+        ["--with", "alibi"],
+        ["--seeds", "9"],
+        ["--compile"],
+        ["--out", "x"],
+    ):
         with pytest.raises(rw.RopewalkError, match=f"got: +{option[0]}\n"):
             lab("run", "convergence", "--from", "a.json", *option)
     with pytest.raises(rw.RopewalkError, match="--size micro, of which the record is"):
         lab("run", "convergence", "--from", "a.json", "--size", "tiny")
     resumed = lab(*command, "--resume")
     assert resumed.exit_code == 0
-    assert resumed.stdout.startswith("resumed: 1 of 2 runs are complete, 1 continue at step 2\n")
+    assert resumed.stdout.startswith("found: 1 of 2 runs complete; checkpoints of others at step 2\n")
 
 
 @pytest.mark.parametrize(

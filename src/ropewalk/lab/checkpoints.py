@@ -109,8 +109,12 @@ def read_checkpoint(
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
-# What is not an option of the command: names in a config, and what has changed if they differ.
-_CHANGED = {"digest": "the text has changed since", "source of encoding": "the file of the encoding has changed since"}
+# Names in a config that are no options of a command, and what it means if they differ.
+_CHANGED = {
+    "digest": "the text has changed",
+    "source of encoding": "the file of the encoding has changed",
+    "torch": "torch is another version",
+}
 
 
 def require_same(stored: dict[str, Any], config: dict[str, Any], *, asked: str) -> None:
@@ -131,10 +135,8 @@ def require_same(stored: dict[str, Any], config: dict[str, Any], *, asked: str) 
         return
     expected, got = (", ".join(f"{name} {x.get(name)}" for name in names) for x in (stored, config))
     reasons = [_CHANGED[name] for name in names if name in _CHANGED]
-    if len(reasons) == len(names):
-        do = f"choose another folder: {' and '.join(reasons)}"
-    else:
-        do = "use the same options, or choose another folder"
+    do = "choose another folder" if len(reasons) == len(names) else "use the same options, or choose another folder"
+    do += f": since then {' and '.join(reasons)}" if reasons else ""
     raise RopewalkError(asked=asked, expected=expected, got=got, do=do)
 
 

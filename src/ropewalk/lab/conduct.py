@@ -246,7 +246,12 @@ def _perform_in_processes(
             manager = stack.enter_context(context.Manager())
             prepared = ProcessPoolExecutor(min(jobs, len(runs)), context, _prepare_process, (wish,))
             pool, messages = stack.enter_context(prepared), manager.Queue()
-            waiting: list[Future[None]] = [pool.submit(_perform_alone, run, settings, out, messages) for run in runs]
+            try:
+                waiting: list[Future[None]] = [
+                    pool.submit(_perform_alone, run, settings, out, messages) for run in runs
+                ]
+            except BrokenProcessPool:
+                raise _ended_abruptly(len(runs), jobs) from None
         by_key = {run.key: run for run in runs}
         while True:
             done = all(future.done() for future in waiting)
@@ -266,15 +271,19 @@ def _perform_in_processes(
     # What stopped the others comes first.
     for error in sorted(errors, key=lambda x: isinstance(x, Interrupted | BrokenProcessPool)):
         if isinstance(error, BrokenProcessPool):
-            raise RopewalkError(
-                asked=f"{len(runs)} runs in {min(jobs, len(runs))} processes",
-                expected="processes that train until their runs end",
-                got="one that was killed, as by a system without free memory",
-                do="continue with --resume, with fewer --jobs if there was too little memory",
-            ) from None
+            raise _ended_abruptly(len(runs), jobs) from None
         raise error
     if stop.is_set():
         raise Interrupted("interrupted; complete runs are kept")
+
+
+def _ended_abruptly(runs: int, jobs: int) -> RopewalkError:
+    return RopewalkError(
+        asked=f"{runs} runs in {min(jobs, runs)} processes",
+        expected="processes that train until their runs end",
+        got="one that ended abruptly: it crashed, or it was killed, for example without free memory",
+        do="continue with --resume, with fewer --jobs if there was too little memory",
+    )
 
 
 @contextmanager

@@ -162,7 +162,7 @@ def known_family(model_type: str | None, *, tower: bool = False) -> Family | Non
 def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]:
     """Return the family, and whether it is known."""
     model_type, tower, caller = part.model_type, part.tower, keys.caller
-    known = known_family(model_type, tower=tower)
+    known = _family_of_the_lab(keys) if model_type == "ropewalk_lab" else known_family(model_type, tower=tower)
     if known is None and tower and model_type is None:
         # Not even with a pairing: towers differ in which key is the width of their heads.
         raise RopewalkError(
@@ -178,15 +178,6 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
             got="positions on several axes, in an order that no RopeSpec has or that ropewalk does not know",
             do="look at the code of the model; if each axis has its own block of the head, use one RopeSpec per axis,"
             " with rotary_dim and rotary_slice",
-        )
-    if model_type == "ropewalk_lab":
-        run = part.data.get("ropewalk_lab")
-        encoding = run.get("encoding") if isinstance(run, dict) else None
-        raise RopewalkError(
-            asked=caller.asked("a model that ropewalk lab trained"),
-            expected="softmax attention and RoPE in the pairing 'half', of all features: the config of a Llama",
-            got=f"the encoding {encoding!r}",
-            do="train it with --with 'rope pairing=half'",
         )
     if known is None and pairing is None:
         near = difflib.get_close_matches(model_type or "", FAMILIES, n=1)
@@ -214,6 +205,24 @@ def _family(keys: Keys, part: _Part, pairing: str | None) -> tuple[Family, bool]
             do=caller.leave_out("pairing") + caller.converted_weights,
         )
     return known, True
+
+
+def _family_of_the_lab(keys: Keys) -> Family:
+    """Return the family of a model that `ropewalk lab` trained, whose config has the options of its run."""
+    run = keys.part("ropewalk_lab")
+    name, *options = str(run.get("encoding")).split() or [""]
+    chosen = dict(option.partition("=")[::2] for option in options)
+    pairing = chosen.get("pairing", "interleaved")
+    plain = name == "rope" and chosen.keys() <= {"base", "pairing"} and pairing in ("half", "interleaved")
+    if not plain or run.get("attention") != "softmax" or run.get("qk_norm") is not False:
+        norms = ", with QK-norm" if run.get("qk_norm") else ""
+        raise RopewalkError(
+            asked=keys.caller.asked("a model that ropewalk lab trained"),
+            expected="softmax attention without QK-norm, and the encoding 'rope' without options but base and pairing",
+            got=f"{run.get('attention')} attention{norms}, and the encoding {run.get('encoding')!r}",
+            do="build its encoding with rw.encoding, or train such a model",
+        )
+    return Family("half" if pairing == "half" else "interleaved")
 
 
 def _has_axes(model_type: str | None, data: Mapping[str, Any]) -> bool:

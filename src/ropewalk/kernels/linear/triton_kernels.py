@@ -118,7 +118,7 @@ def read_keys(
         y: Queries, whose outputs have the cotangents p.
         running: Sums of (R y) p^T after each segment. With two directions, those before it are the first.
         x_rotated: If APART, where rotated features of keys are stored, which `read_queries` and `read_factors` visit.
-        x_mapped: If APART and NORMALIZED, the same without rotation.
+        x_mapped: The same without rotation, if APART, NORMALIZED, and there is a rotation.
     """
     block = tl.program_id(1)
     x_side, y_side = (x, x_shift, x_b, x_h, x_n, x_heads), (y, y_shift, y_b, y_h, y_n, y_heads)

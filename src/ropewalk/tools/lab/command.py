@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["EVERY", "Options", "compare", "list_experiments", "run", "show"]
 
 
-# Steps between validations, if nothing else is chosen.
+# Steps between validations, seeds and folder, if nothing else is chosen.
 EVERY = 25
+SEEDS = 0, 1, 2
+OUT = Path("runs/lab")
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,11 @@ def run(options: Options) -> int:
         rank, ranks = rank_and_ranks()
         arms = _arms(experiment, options, settings)
         on_rank_0(lambda: _require_folder(options, arms))
-        _require_ranks(options)
         jobs = options.jobs or (default_jobs(settings.device) if ranks == 1 else 1)
         if rank != 0:
             console.quiet = True
         if options.resume:
-            console.print(_resumed(arms, options))
+            console.print(on_rank_0(lambda: _resumed(arms, options)))
         registered = {_first_steps(arm.run) for arm in experiment.arms(options.size)}
         other_steps = options.steps is not None and registered != {options.steps}
         judged = _without_statements(experiment) if other_steps else experiment
@@ -347,21 +348,11 @@ def _resumed(arms: "Sequence[Arm]", options: Options) -> str:
     folders = [options.out / run.key for run in runs_of(arms, options.seeds)]
     waiting = [folder for folder in folders if not (folder / "result.json").exists()]
     steps = sorted(step for folder in waiting if (step := last_checkpoint(folder)))
-    text = f"resumed: {len(folders) - len(waiting)} of {len(folders)} runs are complete"
+    text = f"found: {len(folders) - len(waiting)} of {len(folders)} runs complete"
     if steps:
-        text += f", {len(steps)} continue at step {', '.join(map(str, steps))}"
+        text += f"; checkpoints of others at step {', '.join(map(str, steps))}"
     rest = len(waiting) - len(steps)
-    return text + (f", {rest} without a checkpoint begin at step 0" if rest else "")
-
-
-def _require_ranks(options: Options) -> None:
-    if options.parallel != "ddp" and "WORLD_SIZE" not in os.environ:
-        raise RopewalkError(
-            asked=f"ropewalk lab run --parallel {options.parallel}",
-            expected="the ranks of torchrun",
-            got="one process",
-            do=f"start it with torchrun --nproc-per-node 2 -m ropewalk.lab run {options.name} ..., or omit --parallel",
-        )
+    return text + (f"; neither of {rest}" if rest else "")
 
 
 @contextmanager
@@ -377,6 +368,13 @@ def _process_group(options: Options) -> "Iterator[Settings]":
         ("dtype", options.dtype or "float32", ("float32", "bfloat16")),
     ):
         require_choice(value, choices, asked=f"ropewalk lab run --{name}")
+    if options.parallel != "ddp" and "WORLD_SIZE" not in os.environ and not dist.is_initialized():
+        raise RopewalkError(
+            asked=f"ropewalk lab run --parallel {options.parallel}",
+            expected="the ranks of torchrun",
+            got="one process",
+            do=f"start it with torchrun --nproc-per-node 2 -m ropewalk.lab run {options.name} ..., or omit --parallel",
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     kind = options.device or ("cuda" if torch.cuda.device_count() > local_rank else "cpu")
     require_choice(kind, ("cpu", "cuda"), asked="ropewalk lab run --device")
@@ -456,17 +454,17 @@ def _show_record(path: Path, options: Options, console: Console) -> int:
     from ropewalk.lab.record import read_findings
 
     asked = f"ropewalk lab run {options.name} --from {path}"
-    ignored = {
-        "resume": options.resume,
-        "steps": options.steps,
-        "with": options.others,
-        "only": options.only,
-        "text": options.text,
-        "device": options.device,
-        "dtype": options.dtype,
-        "json": options.json_file,
-    }
-    names = [f"--{name}" for name, value in ignored.items() if value]
+    # What a command without other options has.
+    plain = dataclasses.replace(
+        options, seeds=SEEDS, others=(), only=(), device=None, out=OUT, resume=False, json_file=None, steps=None,
+        every=EVERY, saved_every=None, jobs=None, abreast=1, text=None, dtype=None, compiled=False, parallel="ddp",
+    )  # fmt: skip
+    words = {"others": "with", "json_file": "json", "saved_every": "save-every", "compiled": "compile"}
+    names = [
+        f"--{words.get(field.name, field.name)}"
+        for field in dataclasses.fields(options)
+        if getattr(options, field.name) != getattr(plain, field.name)
+    ]
     if names:
         raise RopewalkError(
             asked=f"{asked} {' '.join(names)}",
@@ -475,19 +473,19 @@ def _show_record(path: Path, options: Options, console: Console) -> int:
             do=f"omit {' and '.join(names)}, or omit --from to train",
         )
     findings = read_findings(path, asked=asked)
-    if options.size not in ("micro", findings.size):
-        raise RopewalkError(
-            asked=f"{asked} --size {options.size}",
-            expected=f"--size {findings.size}, of which the record is",
-            got=options.size,
-            do="omit --size",
-        )
     if findings.experiment.name != options.name:
         raise RopewalkError(
             asked=asked,
             expected=f"a record of {options.name}",
             got=f"one of {findings.experiment.name}",
             do=f"use ropewalk lab run {findings.experiment.name} --from {path}",
+        )
+    if options.size not in ("micro", findings.size):
+        raise RopewalkError(
+            asked=f"{asked} --size {options.size}",
+            expected=f"--size {findings.size}, of which the record is",
+            got=options.size,
+            do="omit --size",
         )
     _show(findings, options, console)
     return 0
