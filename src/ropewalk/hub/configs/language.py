@@ -211,7 +211,10 @@ def _family_of_the_lab(keys: Keys) -> Family:
     """Return the family of a model that `ropewalk lab` trained, whose config has the options of its run."""
     run = keys.part("ropewalk_lab")
     name, *options = str(run.get("encoding")).split() or [""]
-    chosen = dict(option.partition("=")[::2] for option in options)
+    chosen: dict[str, str] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        chosen[key] = value
     pairing = chosen.get("pairing", "interleaved")
     plain = name == "rope" and chosen.keys() <= {"base", "pairing"} and pairing in ("half", "interleaved")
     if not plain or run.get("attention") != "softmax" or run.get("qk_norm") is not False:
