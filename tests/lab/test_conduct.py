@@ -124,7 +124,6 @@ class Killed(rw.Encoding):
         return x
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no process is killed there")
 def test_a_process_that_is_killed_is_no_bug(tmp_path):
     experiment = dataclasses.replace(EXPERIMENTS["whole-model"], statements=())
     arms = shortened_arms(experiment.arms("micro"))

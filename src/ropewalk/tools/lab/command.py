@@ -352,7 +352,7 @@ def _resumed(arms: "Sequence[Arm]", options: Options) -> str:
     if steps:
         text += f"; checkpoints of others at step {', '.join(map(str, steps))}"
     rest = len(waiting) - len(steps)
-    return text + (f"; neither of {rest}" if rest else "")
+    return text + (f"; without a result and a checkpoint: {rest}" if rest else "")
 
 
 @contextmanager
